@@ -264,14 +264,6 @@ class NativeExecutor(ServerlessExecutor, KeepsOptions, Protocol):
 
 
 @runtime_checkable
-class OffsetReader(Protocol):
-    """An executor whose replicas' logs are files on this machine, which can be followed without gaps."""
-
-    def read_logs(self, handle: ReplicaHandle, *, offset: int | None = None, n_lines: int = 200) -> tuple[bytes, int]:
-        """Return output, and the offset behind it: from byte `offset` on, or the last `n_lines` when it is None."""
-
-
-@runtime_checkable
 class KnowsTimes(Protocol):
     """A log that knows when its lines came."""
 

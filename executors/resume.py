@@ -41,7 +41,7 @@ from executors.store.records import exists
 from executors.store.url import new_run_id
 from executors.supervision.decisions import DecisionLog, hang_of, policy_of
 from executors.supervision.lease import hold_lease, release_lease
-from executors.supervision.orders import order_cancel, order_policy, order_resume, take_back_resume
+from executors.supervision.orders import abandon_run, order_cancel, order_policy, order_resume, take_back_resume
 from executors.task.create import continue_run
 from executors.task.stored import StoredTask
 
@@ -202,9 +202,7 @@ def _begin_from_snapshot(run: Run, task: StoredTask, recipe: Recipe, tell: Calla
     except BaseException as error:
         if lease is not None:
             lease.end()
-        with contextlib.suppress(StoreError):
-            for rank in spec.ranks:
-                Attempt(run.store, spec.run_id, rank).abandon(error)
+        abandon_run(run.store, spec.run_id, spec.world_size, error)
         raise
     keep_handles(run.store, spec.run_id, 0, handles)
     begun = Run(run.store, spec.run_id, executor=executor)
@@ -280,7 +278,7 @@ def _next_attempts(run: Run, ranks: Sequence[int] | None, startable: Collection[
     if not found and resumed:
         rank, attempt = next(iter(resumed.items()))
         by = f"ordered by {_name(_decided(states[rank]).get('by'))}"
-        raise AlreadyResumedError(_being_resumed(run, list(map(str, resumed)), attempt, by))
+        raise AlreadyResumedError(_being_resumed(run, list(resumed), attempt, by))
     if not found:
         raise ValueError(f"Run {run.run_id!r} has no replica to resume: {run.status().counts}.")
     return found
@@ -292,27 +290,19 @@ def _decided(state: ReplicaState) -> Mapping[str, Any]:
 
 def _who_resumes(run: Run, overtaken: Mapping[int, int], but: str | None = None) -> str:
     """Say by whom attempts were begun that this process was to begin."""
-    by_whom: dict[tuple[int, str], list[str]] = {}
+    by_whom: dict[tuple[int, str], list[int]] = {}
     for rank, attempt in overtaken.items():
-        who = _begun_by(Attempt(run.store, run.run_id, rank, attempt))
-        if who != but:
-            by_whom.setdefault((attempt, who), []).append(str(rank))
+        by = None
+        with contextlib.suppress(CorruptObjectError):
+            by = Attempt(run.store, run.run_id, rank, attempt).begun_by()
+        if (who := _name(by)) != but:
+            by_whom.setdefault((attempt, who), []).append(rank)
     return " ".join(_being_resumed(run, ranks, attempt, f"begun by {who}") for (attempt, who), ranks in by_whom.items())
 
 
-def _being_resumed(run: Run, ranks: Sequence[str], attempt: int, by: str) -> str:
-    subject = f"Rank {ranks[0]} of run {run.run_id!r} is"
-    if len(ranks) > 1:
-        subject = f"Ranks {', '.join(ranks)} of run {run.run_id!r} are"
+def _being_resumed(run: Run, ranks: Sequence[int], attempt: int, by: str) -> str:
+    subject = f"{name_ranks(ranks).capitalize()} of run {run.run_id!r} {'is' if len(ranks) == 1 else 'are'}"
     return f"{subject} being resumed by another process (attempt {attempt}, {by})."
-
-
-def _begun_by(begun: Attempt) -> str:
-    """Name the process that began an attempt, as its first record does."""
-    by = None
-    with contextlib.suppress(CorruptObjectError):
-        by = begun.begun_by()
-    return _name(by)
 
 
 def _name(by: Any) -> str:

@@ -26,7 +26,6 @@ from executors.backends.hf_client import (
     log_stream,
     volume_of,
 )
-from executors.backends.hf_hardware import CPU_FLAVOR, flavor_of, price_per_hour
 from executors.backends.jobs.executor import JobExecutor, options_of
 from executors.backends.jobs.job_logs import StreamedLog
 from executors.backends.jobs.service import (
@@ -54,6 +53,8 @@ EXIT_CODE = re.compile(r"exit(?:ed)?(?: with)?(?: code| status)?[ :=]+(-?\d+)", 
 PYTHON_IMAGE = re.compile(r"python:3\.\d{1,2}")  # Docker's own; any other one from a record would get our secrets
 LABEL = re.compile(r"[A-Za-z0-9_-]{1,100}")
 OUR_LABELS = "replicas-"
+CPU_FLAVOR = "cpu-basic"
+UNITS_PER_HOUR = {"second": 3600, "minute": 60, "hour": 1}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -98,7 +99,10 @@ class HFJobs(JobService):
         self._flavor_of(gpu)
 
     def price_per_hour(self, gpu: str | None) -> float | None:
-        return price_per_hour(self._hardware, self._flavor_of(gpu))
+        flavor = self._flavor_of(gpu)
+        found = next((each for each in self._hardware if each.name == flavor), None)
+        units = None if found is None else UNITS_PER_HOUR.get(found.unit_label)
+        return None if found is None or units is None else found.unit_cost_usd * units
 
     def start(self, job: Job) -> JobId:  # the SDK does not repeat this request, so a lost answer is "unknown"
         request = self._request(job)
@@ -146,10 +150,6 @@ class HFJobs(JobService):
             and job_id == self._job_id(info.id, namespace)
         }
 
-    def logs(self, job_id: JobId, n_lines: int) -> str:
-        with contextlib.closing(self.open_log(job_id)) as log:
-            return log.tail(n_lines)
-
     def open_log(self, job_id: JobId) -> StreamedLog:
         connect = functools.partial(log_stream, self.endpoint, job_id["namespace"], job_id["id"])
         return StreamedLog(connect, lambda: self.state(job_id).has_ended)
@@ -195,7 +195,7 @@ class HFJobs(JobService):
     def _flavor_of(self, gpu: str | None) -> str:
         if gpu is None or self.flavor is not None:
             return self.flavor or CPU_FLAVOR  # given by name: a flavor is more than a GPU
-        return flavor_of(self._hardware, gpu)
+        return _cheapest_flavor(self._hardware, gpu)
 
     @functools.cached_property
     def _hardware(self) -> list[hub.JobHardwareInfo]:
@@ -246,6 +246,35 @@ class HFJobsExecutor(JobExecutor):
     @options_of(HFJobs)
     def __init__(self, service: HFJobs) -> None:
         super().__init__(service)
+
+
+def _cheapest_flavor(hardware: Sequence[Any], gpu: str) -> str:
+    """Return the cheapest flavor with a GPU.
+
+    Args:
+        hardware: what the service lists.
+        gpu: as in "A100" or "A100:4".
+
+    Raises:
+        BackendError: there is none.
+    """
+    cheapest = {}
+    for each in sorted(hardware, key=lambda each: each.unit_cost_usd, reverse=True):
+        if each.accelerator:
+            cheapest[_model(each.accelerator.model), str(each.accelerator.quantity)] = each.name
+    model, _, count = gpu.partition(":")
+    if (found := cheapest.get((_model(model), count or "1"))) is None:
+        known = ", ".join(name if n == "1" else f"{name}:{n}" for name, n in sorted(cheapest))
+        raise BackendError(
+            f"Hugging Face Jobs have no flavor for gpu={gpu!r}. Known: {known}. "
+            "Or name one of `hf jobs hardware`: --option flavor=NAME."
+        )
+    return str(found)
+
+
+def _model(name: str) -> str:
+    """Return the name of a GPU in one spelling: `rtx pro 6000` is `RTX-PRO-6000`."""
+    return name.upper().replace("_", "-").replace(" ", "-").removeprefix("NVIDIA-")
 
 
 def _state_of(info: hub.JobInfo | None) -> JobState:

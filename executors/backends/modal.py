@@ -7,11 +7,13 @@ backend. With a GPU the SDK takes another of its back ends, where creating one w
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from executors.backends.jobs.executor import MARGIN_S, JobExecutor, options_of
@@ -27,10 +29,9 @@ from executors.backends.jobs.service import (
     option,
     shortened,
 )
-from executors.backends.jobs.timed_log import TimedLog
+from executors.backends.jobs.timed_log import Entry, SharedLog, TimedLog
 from executors.backends.modal_client import TOKEN_ADVICE, WaitingCalls, in_thread, modal, translated_errors
 from executors.backends.modal_container import Images, check_secret, check_volumes, described, image_of, volume_of
-from executors.backends.modal_logs import ModalLogs
 from executors.errors import BackendError
 from executors.task.record import OPTION_NAME
 
@@ -38,6 +39,7 @@ LONGEST_S = 24 * 3600 - MARGIN_S  # Modal ends every sandbox after a day
 KILLED = 128 + 9
 GPU_START_S = 1500.0  # a start waits for a machine, up to 21 minutes
 BUILD_S = 900.0  # of an image
+MOST_ENTRIES = 20_000  # of a log: as many as the SDK returns at once
 PYTHON_VERSION = re.compile(r"3\.\d{1,2}")
 APP_ID = re.compile(r"ap-\w{1,60}", re.ASCII)
 
@@ -68,7 +70,7 @@ class ModalJobs(JobService):
         self._app: modal.App | None = None
         self._images = Images(self._starts)
         self._keys: dict[str, JobKey] = {}  # by sandbox, as its tags say it
-        self._logs = ModalLogs(lambda: self._look_up(create_if_missing=False))
+        self._logs: dict[str, Any] = {}  # by sandbox; each remembers what the SDK would else ask for every time
 
     @in_thread
     def check_account(self, gpu: str | None, timeout_s: float | None, secret_names: Sequence[str]) -> None:
@@ -167,11 +169,24 @@ class ModalJobs(JobService):
             if (name := str(job_id.get("sandbox_id"))) in running and job_id == self._job_id(name, job_id.get("app_id"))
         }
 
-    def logs(self, job_id: JobId, n_lines: int) -> str:
-        return self.open_log(job_id).tail(n_lines) if n_lines > 0 else ""
-
     def open_log(self, job_id: JobId) -> TimedLog:
-        return self._logs.open(job_id["sandbox_id"])
+        """Return what one sandbox writes, also before it is scheduled, and after its end."""
+        sandbox_id = job_id["sandbox_id"]
+
+        @in_thread
+        def fetch(since: datetime | None, n_entries: int) -> list[Entry]:
+            try:
+                logs = self._logs.get(sandbox_id) or modal.Sandbox.from_id(sandbox_id).logs
+                # With `tail` alone the SDK asks up to four times, of the last hour to the last month.
+                found = list(logs.fetch(since=since) if since else logs.tail(min(MOST_ENTRIES, n_entries)))
+            except modal.exception.LogsFetchError:  # more in a moment than it fetches at once
+                found = list(logs.tail(MOST_ENTRIES))
+            except (modal.exception.NotFoundError, modal.exception.ExecutionError):
+                return []  # unknown, or with a GPU: it waits to be scheduled, or never was
+            self._logs[sandbox_id] = logs
+            return _entries(found)
+
+        return TimedLog(fetch, self._shared_log)
 
     @in_thread
     def stop(self, job_id: JobId) -> None:
@@ -189,6 +204,16 @@ class ModalJobs(JobService):
             "volumes": dict(self.volumes or {}),
             **self._request(job),
         }
+
+    @functools.cached_property
+    def _shared_log(self) -> SharedLog:
+        """What all sandboxes of the app write: two requests, however many there are."""
+
+        @in_thread
+        def fetch(since: datetime) -> list[Entry]:
+            return _entries(self._look_up(create_if_missing=False).logs.fetch(since=since))
+
+        return SharedLog(fetch)
 
     def _request(self, job: Job) -> dict[str, Any]:
         return {
@@ -261,3 +286,8 @@ class ModalExecutor(JobExecutor):
     @options_of(ModalJobs)
     def __init__(self, service: ModalJobs) -> None:
         super().__init__(service)
+
+
+def _entries(found: Iterable[Any]) -> list[Entry]:
+    """Return entries of the SDK; the last of their context is the container."""
+    return [Entry(each.timestamp, each.source, each.message, ["", *each.context_ids][-1]) for each in found]

@@ -13,7 +13,7 @@ from typing import Any, TextIO, cast
 
 from executors.backends.modal_client import WaitingCalls, modal
 from executors.errors import BackendError
-from executors.shipping.requirements import name_of, options_of
+from executors.shipping.requirements import name_of
 from executors.store.s3.address import S3Address
 
 
@@ -24,8 +24,11 @@ def image_of(image: Any, python_version: str | None, requirements: Sequence[str]
     made = modal.Image.debian_slim(python_version)
     if any("git+" in requirement for requirement in requirements):
         made = made.apt_install("git")
-    packages = [each for each in not_paths(requirements) if not each.startswith("--")]
-    return made.uv_pip_install(*packages, extra_options=shlex.join(indexes(requirements)))
+    wanted = not_paths(requirements)
+    packages = [each for each in wanted if not each.startswith("--")]
+    indexes = [each for each in wanted if each.startswith("--")]
+    options = ["--index-strategy=unsafe-best-match", *indexes] if indexes else []  # all count alike, as they do for pip
+    return made.uv_pip_install(*packages, extra_options=shlex.join(options))
 
 
 def described(image: Any, python_version: str | None, requirements: Sequence[str]) -> Any:
@@ -90,11 +93,6 @@ class Images:
 def not_paths(requirements: Sequence[str]) -> list[str]:
     """Leave out requirements that are folders of the workspace: these come with the code, when the image is built."""
     return [requirement for requirement in requirements if name_of(requirement) or "://" in requirement]
-
-
-def indexes(requirements: Sequence[str]) -> list[str]:
-    options = options_of(not_paths(requirements))
-    return ["--index-strategy=unsafe-best-match", *options] if options else []  # all count alike, as they do for pip
 
 
 def check_secret(name: str, environment: str | None) -> None:

@@ -135,9 +135,6 @@ class RayJobs(JobService):
         listed = self._client.jobs(ours) if ours else {}
         return {ours[name]: self._state_of(job) for name, job in listed.items() if job.is_of(ours[name])}
 
-    def logs(self, job_id: JobId, n_lines: int) -> str:
-        return last_of(self._client.log(job_id["id"]), n_lines)
-
     def open_log(self, job_id: JobId) -> _RayLog:
         return _RayLog(lambda: self._client.log(job_id["id"]))
 

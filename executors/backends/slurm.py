@@ -131,7 +131,7 @@ class SlurmJobs(JobService):
         place = job_id["id"], job_id["task"]
         row, key = commands.find_job(*place), self._keys.get(place)
         is_another = row is not None and key is not None and not _runs(row, key)  # who lost its state counts anew
-        return _state_of(None if is_another else row)
+        return UNKNOWN if row is None or is_another else row.job_state
 
     def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
         asked = {key: str(job_id.get("id")) for key, job_id in jobs.items() if ARRAY.fullmatch(str(job_id.get("id")))}
@@ -144,11 +144,9 @@ class SlurmJobs(JobService):
             row = listed.get((array, key.rank))
             if row is None or _runs(row, key):
                 self._keys[array, key.rank] = key
-                found[key] = _state_of(row)
+                # A task of an array that is cancelled before it starts is forgotten at once.
+                found[key] = UNKNOWN if row is None else row.job_state
         return found
-
-    def logs(self, job_id: JobId, n_lines: int) -> str:
-        return self.open_log(job_id).tail(n_lines)
 
     def open_log(self, job_id: JobId) -> FileLog:
         """Return the file that Slurm writes. Where it is comes from the key: a record names no file that is read."""
@@ -171,6 +169,10 @@ class SlurmJobs(JobService):
         if "job_env" in commands.configuration("AccountingStoreFlags").split(","):
             yield commands.STORES_ENV, "Use a directory that all nodes share, or credentials found on the nodes."
 
+    def folder_of(self, key: JobKey) -> Path:
+        """Return the folder of the logs of the run that a job is of."""
+        return Path(self.log_dir or state_dir().absolute()) / key.run_id / key.nonce
+
     @functools.cached_property
     def _cluster(self) -> str:
         return commands.configuration("ClusterName")
@@ -190,21 +192,10 @@ class SlurmJobs(JobService):
     def _job_id(self, array: str, key: JobKey) -> JobId:
         return {"id": array, "task": key.rank, "cluster": self._cluster}
 
-    def remove_files(self, key: JobKey) -> None:
-        """Delete the logs of the run that a job is of."""
-        folder = self._folder_of(key)
-        shutil.rmtree(folder, ignore_errors=True)
-        with contextlib.suppress(OSError):  # another run of this id has logs beside it
-            folder.parent.rmdir()
-
-    def _folder_of(self, key: JobKey) -> Path:
-        """Return the folder of a run's logs."""
-        return Path(self.log_dir or state_dir().absolute()) / key.run_id / key.nonce
-
     def _log_of(self, key: JobKey) -> Path:
         """Return the file of a job's log, in the layout of local logs; each run of an id has a folder of its own."""
         place = Path("spares" if key.is_spare else "replicas", f"{key.rank:04d}", str(key.attempt))
-        return self._folder_of(key) / place / "output.log"
+        return self.folder_of(key) / place / "output.log"
 
     def _request(self, jobs: Sequence[Job]) -> list[str]:
         job, ranks = jobs[0], ",".join(str(job.key.rank) for job in jobs)
@@ -291,13 +282,11 @@ class SlurmExecutor(JobExecutor):
 
     def remove_files(self, store_url: str, run_id: str, launched_at: float) -> None:
         """Delete the logs of a run; see `LeavesFiles`."""
-        self._slurm.remove_files(JobKey.of(Attempt(store_at(store_url), run_id, 0), launched_at))
+        folder = self._slurm.folder_of(JobKey.of(Attempt(store_at(store_url), run_id, 0), launched_at))
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another run of this id has logs beside it
+            folder.parent.rmdir()
 
 
 def _runs(row: commands.Row, key: JobKey) -> bool:
     return row.name == key.group and row.task == key.rank
-
-
-def _state_of(row: commands.Row | None) -> JobState:
-    # A task of an array that is cancelled before it starts is forgotten at once.
-    return UNKNOWN if row is None else row.job_state

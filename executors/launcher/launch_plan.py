@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from executors.attempt import Attempt, half_way
+from executors.attempt import Attempt
 from executors.entrypoint import check_entrypoint
-from executors.errors import BackendError, RunExistsError, StoreError
+from executors.errors import BackendError, RunExistsError
 from executors.launcher.checks import (
     check_chaos,
     check_directory,
@@ -31,13 +31,12 @@ from executors.registry import check_executor, describe_executor, get_executor, 
 from executors.run.prices import affordable_s, usd_per_hour
 from executors.run.spread import SpreadExecutor, options_to_note
 from executors.run_index import NOTE, keep_key, local_store, locate, remember, state_path
-from executors.shipping.checkout import Checkout, look_at
+from executors.shipping.checkout import Checkout, Look
 from executors.shipping.script_header import check_python, script_header, script_of
 from executors.store import Store, open_store
 from executors.store.records import exists
 from executors.store.url import address_of, default_rendezvous, directory_of, new_run_id, shared_rendezvous
-from executors.supervision.decisions import DecisionLog
-from executors.supervision.orders import order_cancel
+from executors.supervision.orders import abandon_run
 from executors.task.arguments import split_rank_env
 from executors.task.create import create_run, plan_run
 from executors.task.launch_request import LaunchRequest
@@ -103,11 +102,7 @@ class LaunchPlan:
         except BaseException as error:
             if lease is not None:
                 lease.end()
-            with contextlib.suppress(StoreError):
-                for rank in range(request.n):
-                    Attempt(store, self.run_id, rank).abandon(error)
-                # No keeper goes on with it.
-                order_cancel(DecisionLog(store, self.run_id), None, half_way(error))
+            abandon_run(store, self.run_id, request.n, error)
             raise
         keep_handles(store, self.run_id, 0, handles)
         run = Run(store, self.run_id, executor=executor, handles=handles)
@@ -228,7 +223,7 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
         )
     package = None
     args = request.args or {}
-    with look_at(Path.cwd()) as look:
+    with contextlib.closing(Look(Path.cwd())) as look:
         if native is not None:
             native.warm_up()
             for module in NEEDED_SOON:  # meanwhile other processes warm up, and ask git

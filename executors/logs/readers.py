@@ -10,7 +10,7 @@ from typing import Any
 from executors.logs import EVERY_LINE, LIMITED, MAX_READ_BYTES, read_from, tail_lines
 from executors.logs.gaps import BREAK, come_late, goes_on, place_after
 from executors.logs.times import offset_at
-from executors.native import Log, NativeExecutor, OffsetReader
+from executors.native import Log, NativeExecutor
 from executors.protocol import ServerlessExecutor
 
 LONGEST_LINE = 4 << 20  # characters; a text without a newline is cut there
@@ -22,8 +22,6 @@ def open_log(executor: ServerlessExecutor, handle: Any) -> Log:
     """Return the log of the attempt that a handle names; with the five verbs alone, that of its replica."""
     if isinstance(executor, NativeExecutor):
         return executor.open_log(handle)
-    if isinstance(executor, OffsetReader):
-        return OffsetLog(lambda offset, n_lines: executor.read_logs(handle, offset=offset, n_lines=n_lines))
     return TailedLog(lambda n_lines: executor.stream_logs(handle, n_lines=n_lines))
 
 

@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import subprocess
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
@@ -54,23 +53,13 @@ class Look:
             return Checkout()
         return Checkout(commit.decode().strip(), None if changes is None else bool(changes))
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End what still goes on."""
         for process in self._asked:
             process.kill()
             process.wait()
             if process.stdout is not None:
                 process.stdout.close()
-
-
-@contextlib.contextmanager
-def look_at(root: Path) -> Iterator[Look]:
-    """Begin to look at a folder, beside what is done within."""
-    look = Look(root)
-    try:
-        yield look
-    finally:
-        look.end()
 
 
 def git(root: Path, *command: str) -> bytes | None:

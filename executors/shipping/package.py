@@ -20,18 +20,12 @@ from executors.errors import EntrypointError
 from executors.native import Package, RunSpec
 from executors.shipping.requirements import requirements_of
 from executors.shipping.script_header import script_of
-from executors.shipping.workspace import LIMIT_BYTES, OURS, snapshot_workspace
+from executors.shipping.workspace import OURS, snapshot_workspace
 from executors.task.pickles import is_by_value
 from executors.task.stored import installed_version
 
 
-def make_package(
-    entrypoint: str | Callable[..., Any],
-    *,
-    root: Path | None = None,
-    pip: Sequence[str] = (),
-    limit_bytes: int = LIMIT_BYTES,
-) -> Package:
+def make_package(entrypoint: str | Callable[..., Any], *, root: Path | None = None, pip: Sequence[str] = ()) -> Package:
     """Pack the workspace for replicas that run this entrypoint. Names on stderr, in one line, what it leaves out.
 
     Args:
@@ -42,7 +36,7 @@ def make_package(
         EntrypointError: the workspace is too large or cannot be read, or the entrypoint's file does not travel.
     """
     root = (root or Path.cwd()).resolve()
-    package = snapshot_workspace(root, limit_bytes=limit_bytes)
+    package = snapshot_workspace(root)
     _check_shipped(entrypoint, root, package.files)
     if package.left_out:
         print(f"replicas: not shipped to the replicas: {', '.join(package.left_out)}", file=sys.stderr)

@@ -63,11 +63,6 @@ def requirements_of(
     return tuple(pin for name, pin in pins.items() if name not in named), tuple(users)
 
 
-def options_of(requirements: Sequence[str]) -> list[str]:
-    """Return those that are options: where to install from."""
-    return [line for line in requirements if line.startswith("--")]
-
-
 def name_of(requirement: str) -> str | None:
     """Return the normalised name of the package that a requirement asks for; None for a path or a bare url."""
     try:

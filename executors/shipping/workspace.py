@@ -14,6 +14,7 @@ Equal files give an equal archive, and so an equal digest: names are sorted, own
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import gzip
 import hashlib
@@ -27,10 +28,10 @@ from pathlib import Path
 
 from executors.errors import EntrypointError
 from executors.native import Package
-from executors.shipping.checkout import git, look_at
+from executors.shipping.checkout import Look, git
 
 WORKSPACE, PACKAGES = "workspace", "packages"  # the archive's two folders
-LIMIT_BYTES = 64 << 20
+LIMIT_BYTES = 64 << 20  # of the user's files together
 OURS = ("executors", "diloco")
 SKIPPED_FOLDERS = {"__pycache__", "node_modules"}
 SECRET_NAMES = (
@@ -44,20 +45,17 @@ KEY_MARK = b"PRIVATE KEY-----"
 LIST = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
 
 
-def snapshot_workspace(root: Path, *, limit_bytes: int = LIMIT_BYTES) -> Package:
+def snapshot_workspace(root: Path) -> Package:
     """Pack the workspace `root` and our packages.
 
-    Args:
-        limit_bytes: how much the user's files may hold together.
-
     Raises:
-        EntrypointError: they hold more, a file cannot be read, or git refuses to tell.
+        EntrypointError: it is too large, a file cannot be read, or git refuses to tell.
     """
     root = root.resolve()
     left_out: list[str] = []
     try:
         files = dict(sorted(_choose(root, git(root, *LIST), left_out)))
-        size_bytes = _checked_size(files, limit_bytes)
+        size_bytes = _checked_size(files)
         contents = [(f"{WORKSPACE}/{name}", path) for name, path in files.items()]
         contents += [(f"{PACKAGES}/{name}", path) for name, path in _our_files()]
         archive = _pack(contents)
@@ -65,7 +63,7 @@ def snapshot_workspace(root: Path, *, limit_bytes: int = LIMIT_BYTES) -> Package
         raise EntrypointError(
             f"The workspace {str(root)!r} cannot be packed: {error}. Make the file readable, or name it in .gitignore."
         ) from error
-    with look_at(root) as look:
+    with contextlib.closing(Look(root)) as look:
         checkout = look.result(patience_s=None)
     return Package(
         archive,
@@ -79,13 +77,13 @@ def snapshot_workspace(root: Path, *, limit_bytes: int = LIMIT_BYTES) -> Package
     )
 
 
-def _checked_size(files: Mapping[str, Path], limit_bytes: int) -> int:
+def _checked_size(files: Mapping[str, Path]) -> int:
     """Return how much the files hold together. Raises EntrypointError: it is more than the limit."""
     sizes = {name: path.stat().st_size for name, path in files.items()}
-    if (size_bytes := sum(sizes.values())) > limit_bytes:
+    if (size_bytes := sum(sizes.values())) > LIMIT_BYTES:
         largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:5]
         raise EntrypointError(
-            f"The workspace holds {_mib(size_bytes)}, more than the {_mib(limit_bytes)} that are shipped to replicas. "
+            f"The workspace holds {_mib(size_bytes)}, more than the {_mib(LIMIT_BYTES)} that are shipped to replicas. "
             f"Largest: {', '.join(f'{name} ({_mib(sizes[name])})' for name in largest)}. Name what replicas do not "
             "need in .gitignore; let them read data from where it lies."
         )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 
-from executors.attempt import Attempt
+from executors.attempt import Attempt, half_way
+from executors.errors import StoreError
 from executors.policy import HangLimits, Restarts
 from executors.process import this_process
 from executors.protocol import BY_USER, STOPPED
+from executors.store import Store
 from executors.supervision.decisions import MAX_WORDS, Decision, DecisionLog, answer_to
 
 ASKED = "asked"
@@ -28,6 +31,14 @@ def order_cancel(log: DecisionLog, ranks: Sequence[int] | None, words: str = BY_
 
 def _cancel(rank: int | None, words: str, entries: Sequence[Decision]) -> Decision:
     return Decision(kind="cancel", rank=rank, words=words[:MAX_WORDS])
+
+
+def abandon_run(store: Store, run_id: str, world_size: int, error: BaseException) -> None:
+    """Leave a run whose launch failed half-way cancelled, not waiting, as far as its store answers."""
+    with contextlib.suppress(StoreError):
+        for rank in range(world_size):
+            Attempt(store, run_id, rank).abandon(error)
+        order_cancel(DecisionLog(store, run_id), None, half_way(error))  # no keeper goes on with it
 
 
 def order_stop(log: DecisionLog, within_s: float) -> Decision:

@@ -14,7 +14,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Optional, Union
 
@@ -104,24 +104,15 @@ def convert(text: str, annotation: Any) -> Any:
         is_fixed = kind is tuple and parts[-1:] != (...,) and annotation is not tuple
         each = parts if is_fixed else [parts[0] if parts else Any] * len(items)
         texts = [item if isinstance(item, str) else json.dumps(item) for item in items]
-        return (tuple if kind is tuple else list)(map(_convert_or_keep, texts, _as_many(each, texts)))
+        found = [_convert_or_keep(*pair) for pair in zip(texts, each, strict=True)]  # of unlike lengths: ValueError
+        return tuple(found) if kind is tuple else found
     if kind is dict:
-        return _refuse_others(json.loads(text, parse_constant=_refuse_constant), dict)
+        if isinstance(value := json.loads(text, parse_constant=_refuse_constant), dict):
+            return value
+        raise ValueError
     if kind is typing.Annotated:
         return convert(text, parts[0])
     raise _Unknown
-
-
-def _as_many(annotations: Sequence[Any], texts: Sequence[str]) -> Sequence[Any]:
-    if len(annotations) != len(texts):
-        raise ValueError
-    return annotations
-
-
-def _refuse_others(value: Any, kind: type) -> Any:
-    if not isinstance(value, kind):
-        raise ValueError
-    return value
 
 
 def _convert_or_keep(text: str, annotation: Any) -> Any:

@@ -15,9 +15,8 @@ from support.fake_jobs import FakeExecutor, FakeJobs, Machines, attached, launch
 from executors import Run, attach, launch
 from executors.attempt import STALE_INTENT_S, Attempt
 from executors.backends.jobs.gang_start import LOOKS
-from executors.backends.jobs.sdk import TokenBucket
+from executors.backends.jobs.job_ends import Standstills
 from executors.backends.jobs.service import Kind
-from executors.backends.jobs.standstills import Standstills
 from executors.errors import BackendError, LaunchError, RunNotFoundError, StoreError
 from executors.launcher import plan_launch
 from executors.protocol import ReplicaStatus
@@ -270,27 +269,6 @@ def test_a_launch_says_how_far_it_is(machines: Machines) -> None:
     plan_launch(LaunchRequest(entrypoint="job.py:main", n=3, run_id="otter"), FakeExecutor()).start(told.append)
     assert told == [f"{n} of 3 started" for n in range(4)]
     attached().cancel()
-
-
-def test_no_more_starts_are_asked_for_than_the_service_takes(
-    machines: Machines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pauses = []
-
-    class Bucket(TokenBucket):
-        def __init__(self, per_s: float, at_once: float) -> None:
-            super().__init__(per_s, at_once, clock=lambda: 0.0)  # what is waited for is counted, not what it takes
-
-        def reserve(self) -> float:
-            pauses.append(super().reserve())
-            return pauses[-1]
-
-    monkeypatch.setattr("executors.backends.jobs.gang_start.TokenBucket", Bucket)
-    monkeypatch.setattr(FakeJobs, "starts_at_once", 2)
-    monkeypatch.setattr(FakeJobs, "starts_per_s", 20.0)
-    run = start(8)
-    assert sorted(pauses) == pytest.approx([0, 0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3])
-    run.cancel()
 
 
 # Launchers that died

@@ -20,8 +20,8 @@ from support.fake_jobs import FakeExecutor, FakeJob, Machines, attached, start
 
 from executors import Run, attach
 from executors.attempt import Attempt, Intent
+from executors.backends.jobs.job_ends import CLOCKS_DIFFER_S
 from executors.backends.jobs.service import LONGEST_PATIENCE_S, START_LIMIT_S, Job
-from executors.backends.jobs.standstills import CLOCKS_DIFFER_S
 from executors.native import Unfinished
 from executors.resume import resume
 from executors.run.recipe import recipes_of, vouched_task

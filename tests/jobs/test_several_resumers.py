@@ -90,7 +90,7 @@ def resume_overtaken(machines: Machines, by_ranks: list[int] | None) -> None:
 
 
 def test_a_resume_that_comes_second_starts_nothing_and_is_told_who_was_first(machines: Machines) -> None:
-    told = r"Ranks 0, 1, 2 of run 'otter' are being resumed .*attempt 1, begun by .*:\d+\)"
+    told = r"Ranks 0-2 of run 'otter' are being resumed .*attempt 1, begun by .*:\d+\)"
     with pytest.raises(AlreadyResumedError, match=told):
         resume_overtaken(machines, None)
     assert machines.living() == [(0, 1), (1, 1), (2, 1)]

@@ -103,15 +103,35 @@ def test_a_run_that_has_succeeded_is_not_written_to(tmp_path: Path) -> None:
     assert kinds(run) == []
 
 
-def test_a_launch_that_fails_half_way_bars_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise LaunchError("no process can be started")
 
     monkeypatch.setattr(LocalProcessExecutor, "launch_replicas", refuse)
+
+
+def orders_of(run_id: str) -> list[tuple[str, int | None, str]]:
+    return [(entry.kind, entry.rank, entry.words) for entry in DecisionLog(attach(run_id).store, run_id).read()]
+
+
+BARRED = [("cancel", None, "The launch ended half-way: no process can be started")]
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_a_launch_that_fails_half_way_bars_its_run() -> None:
     with pytest.raises(LaunchError):
         launch(PLAIN, "time:time", 2, run_id="otter")
-    log = DecisionLog(attach("otter").store, "otter").read()
-    assert [(e.kind, e.words) for e in log] == [("cancel", "The launch ended half-way: no process can be started")]
+    assert orders_of("otter") == BARRED
+
+
+def test_a_resume_from_a_snapshot_that_fails_half_way_bars_the_new_run(
+    failed: Run, nothing_starts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("executors.resume.new_run_id", lambda: "heron")
+    with pytest.raises(LaunchError):
+        resume(failed, from_snapshot=True)
+    assert orders_of("heron") == BARRED
 
 
 def test_a_resume_carries_out_at_once_a_restart_that_waits(tmp_path: Path) -> None:

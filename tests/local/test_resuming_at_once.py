@@ -122,7 +122,7 @@ def test_the_command_that_comes_second_says_so_and_exits_with_2(
     failed(tmp_path / "pids", 2, OvertakenLocally(preload=()), run_id="otter")
     told = here.replicas("resume", "otter", "--backend", "support.overtaken:OvertakenLocally")
     assert told.code == 2
-    assert told.stderr.startswith("Error: Ranks 0, 1 of run 'otter' are being resumed by another process (attempt 1, ")
+    assert told.stderr.startswith("Error: Ranks 0-1 of run 'otter' are being resumed by another process (attempt 1, ")
     assert attach("otter", executor=PLAIN).results() == [1, 1]
 
 

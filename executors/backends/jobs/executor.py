@@ -9,16 +9,16 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from executors.attempt import Attempt, Intent, collect_rows
 from executors.backends.jobs.gang_start import GangStart
-from executors.backends.jobs.job_ends import LOG_LINES, JobEnds, JobReplica
+from executors.backends.jobs.job_ends import LOG_LINES, JobEnds, JobReplica, Standstills
 from executors.backends.jobs.job_logs import PatientLog
 from executors.backends.jobs.job_states import MAX_THREADS, JobStates
 from executors.backends.jobs.max_cost import limits_left
+from executors.backends.jobs.sdk import call_each
 from executors.backends.jobs.service import (
     LONGEST_PATIENCE_S,
     ForeignJobError,
@@ -31,7 +31,6 @@ from executors.backends.jobs.service import (
     stop_others,
 )
 from executors.backends.jobs.spares import spares_of, start_spares
-from executors.backends.jobs.standstills import Standstills
 from executors.entrypoint import check_entrypoint
 from executors.errors import StoreError
 from executors.logs.readers import TailedLog
@@ -266,8 +265,7 @@ class JobExecutor:
 
         if sum(state.has_ended for state in states.values()) < 2:
             return list(map(observation, replicas))
-        with ThreadPoolExecutor(min(MAX_THREADS, len(replicas))) as pool:  # each takes some round trips
-            return list(pool.map(observation, replicas))
+        return call_each(observation, replicas, MAX_THREADS)  # each takes some round trips
 
     def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = LOG_LINES) -> str:
         """Return the last lines of the replica's output, as far as the service keeps it."""

@@ -18,7 +18,7 @@ from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field, replace
 
 from executors.attempt import STALE_INTENT_S, Attempt
-from executors.backends.jobs.sdk import TokenBucket, call_each
+from executors.backends.jobs.sdk import call_each
 from executors.backends.jobs.service import (
     LONGEST_PATIENCE_S,
     CancelledWhileStartingError,
@@ -108,7 +108,6 @@ class GangStart:
         self._starting = starting
         self._tell = tell
         self._nonce = secrets.token_hex(16)
-        self._rate = TokenBucket(service.starts_per_s, service.starts_at_once)
 
     def run(self) -> list[ReplicaHandle]:
         """Start every job at the same time, and return the handles in the order of the jobs.
@@ -275,7 +274,6 @@ class GangStart:
         """Ask for jobs until the service has them; look for them first whenever an answer left that unknown."""
         for one_try in retrying(batch[0].given_up.wait, patience_s=LONGEST_PATIENCE_S):
             with one_try:
-                batch[0].given_up.wait(self._rate.reserve())
                 batch[0].check_not_given_up()
                 if not (missing := self._look_for(batch) if batch[0].is_unclear else batch):
                     return

@@ -12,7 +12,6 @@ from executors.attempt import Attempt, Claim, Intent
 from executors.attempt.outcome import ENDINGS, MAX_ATTEMPTS, OUTPUT_TAIL_BYTES, OUTPUT_TAIL_LINES
 from executors.backends.jobs.job_states import JobStates
 from executors.backends.jobs.service import JobId, JobKey, JobService, JobServiceError, JobState, retrying, stop_others
-from executors.backends.jobs.standstills import Standstills
 from executors.native import Parent
 from executors.protocol import Outcome, Reason, ReplicaHandle, ReplicaStatus
 from executors.store.records import FAR_AHEAD, LONG_AGO, Fields, integer, json_object, nullable, number
@@ -20,6 +19,7 @@ from executors.task.record import MAX_WORLD_SIZE
 
 LOG_LINES = OUTPUT_TAIL_LINES
 STILL_S = 90.0  # of a heartbeat that comes every 10 s
+CLOCKS_DIFFER_S = 900.0  # at most, between machines that write to one bucket: S3 refuses requests beyond that
 SPARE = nullable(integer(0, MAX_WORLD_SIZE))
 SIGNALS = {137: "SIGKILL", 143: "SIGTERM", 139: "SIGSEGV", 134: "SIGABRT", 130: "SIGINT"}  # by exit code
 
@@ -43,6 +43,36 @@ class JobReplica:
         job, number_of_it = fields.take("job", nullable(json_object)), fields.take("attempt", integer(0, MAX_ATTEMPTS))
         runs_it = attempt.at(number_of_it) if spare is None else replace(attempt, rank=spare, number=0, is_spare=True)
         return cls(attempt, JobKey.of(runs_it, launched_at), job, timeout_s)
+
+
+class Standstills:
+    """Measures by this process's own clock how long records stand still; those of other machines may be wrong.
+
+    A process that looks but once goes by the time that is in the record, with a margin for what clocks may differ by.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: dict[str, tuple[float | None, float]] = {}
+        """When the record of a place was written, by its writer's clock, and since when it is seen here as it is."""
+
+    def is_new(self, place: str, limit_s: float) -> bool:
+        """Whether a record was first seen as it is less than `limit_s` ago: then there is no need to read it again."""
+        return place in self._seen and self._clock() - self._seen[place][1] < limit_s
+
+    def is_over(self, place: str, written_at: float | None, limit_s: float) -> bool:
+        """Note when a record was written, None: never, and tell whether it has stood still for `limit_s`."""
+        now, (was, since) = self._clock(), self._seen.get(place, (None, None))
+        if since is None or was != written_at:
+            since = now
+        self._seen[place] = (written_at, since)
+        return now - since >= limit_s or (
+            written_at is not None and time.time() - written_at > limit_s + CLOCKS_DIFFER_S
+        )
+
+    def forget(self, place: str) -> None:
+        """Begin anew with a place: there is another sign of life."""
+        self._seen.pop(place, None)
 
 
 class JobEnds:

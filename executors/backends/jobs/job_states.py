@@ -6,9 +6,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 
-from executors.backends.jobs.sdk import PollThrottle, TokenBucket
+from executors.backends.jobs.sdk import PollThrottle, TokenBucket, call_each
 from executors.backends.jobs.service import ForeignJobError, JobId, JobKey, JobService, JobServiceError, JobState
 
 MAX_THREADS = 16
@@ -59,8 +58,7 @@ class JobStates:
                 self._ask_for_all(place)
         one_by_one = [key for key in jobs if not self._lists_jobs or key in self._unlisted]
         if due := self._one_by_one.due(one_by_one, self._can_pay):
-            with ThreadPoolExecutor(min(MAX_THREADS, len(due))) as pool:
-                told = list(pool.map(self._ask, due, (jobs[key] for key in due)))  # all, whatever is wrong with one
+            told = call_each(lambda key: self._ask(key, jobs[key]), due, MAX_THREADS)  # all, whatever is wrong with one
             for error in sorted(filter(None, told), key=lambda error: isinstance(error, ForeignJobError)):
                 raise error
         with self._lock:

@@ -86,23 +86,13 @@ class TokenBucket:
     def take(self, n: int = 1) -> bool:
         """Take n of what is left; False, and nothing is taken, when that is less."""
         with self._lock:
-            self._fill()
+            now = self._clock()
+            self._left = min(self._at_once, self._left + (now - self._filled_at) * self._per_s)
+            self._filled_at = now
             if self._left < n:
                 return False
             self._left -= n
             return True
-
-    def reserve(self) -> float:
-        """Take one in any case; return the seconds to wait until it is there."""
-        with self._lock:
-            self._fill()
-            self._left -= 1
-            return max(0.0, -self._left / self._per_s)
-
-    def _fill(self) -> None:
-        now = self._clock()
-        self._left = min(self._at_once, self._left + (now - self._filled_at) * self._per_s)
-        self._filled_at = now
 
 
 class PollThrottle(Generic[K]):

@@ -7,6 +7,7 @@ A service's own file knows one SDK and nothing of runs, stores or outcomes; `exe
 from __future__ import annotations
 
 import abc
+import contextlib
 import hashlib
 import logging
 import re
@@ -180,9 +181,6 @@ class JobService(abc.ABC):
 
     name: ClassVar[str]
     """The service's name for people, as in "Modal"."""
-    starts_at_once: ClassVar[int] = 10_000
-    """How many jobs may be asked for at once; `starts_per_s` more follow each second."""
-    starts_per_s: ClassVar[float] = 1000.0
     log_advice: ClassVar[str] = ""
     """What to do where logs are files, and the one of a replica that ran is not here."""
     starts_together: ClassVar[bool] = False
@@ -271,9 +269,13 @@ class JobService(abc.ABC):
         """
         return {}
 
-    @abc.abstractmethod
     def logs(self, job_id: JobId, n_lines: int) -> str:
-        """Return the last lines that a job wrote, without waiting for more. Empty for a job that is unknown."""
+        """Return the last lines that a job wrote, without waiting for more. Empty for a job that is unknown.
+
+        Override this, or `open_log`: each is made of the other.
+        """
+        with contextlib.closing(self.open_log(job_id)) as log:
+            return log.tail(n_lines)
 
     def open_log(self, job_id: JobId) -> Log:
         """Return a job's log, to be followed; where the service has no better way, by its last lines."""
@@ -328,11 +330,13 @@ def retrying(sleep: Callable[[float], Any] = time.sleep, *, patience_s: float = 
 
     For what may be done twice; `GangStart` looks for the job first. The last error is raised.
     """
+    usual, more = tenacity.wait_exponential(FIRST_PAUSE_S, LONGEST_PAUSE_S), tenacity.wait_random(0, FIRST_PAUSE_S)
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception(
             lambda error: isinstance(error, JobServiceError) and error.kind != "rejected"
         ),
-        wait=_RetryAfter() + tenacity.wait_random(0, FIRST_PAUSE_S),
+        # Exponential pauses, each at least as long as the service asked for.
+        wait=lambda state: max(usual(state), _asked_s(state)) + more(state),
         stop=lambda state: state.attempt_number >= TRIES or state.idle_for + _asked_s(state) > patience_s,
         before_sleep=_tell_of_a_long_pause,
         sleep=sleep,
@@ -343,16 +347,6 @@ def retrying(sleep: Callable[[float], Any] = time.sleep, *, patience_s: float = 
 def _asked_s(state: tenacity.RetryCallState) -> float:
     error = state.outcome.exception() if state.outcome else None
     return error.retry_after_s if isinstance(error, JobServiceError) else 0.0
-
-
-class _RetryAfter(tenacity.wait.wait_base):
-    """Exponential pauses, each at least as long as the service asked for."""
-
-    def __init__(self) -> None:
-        self._usual = tenacity.wait_exponential(FIRST_PAUSE_S, LONGEST_PAUSE_S)
-
-    def __call__(self, retry_state: tenacity.RetryCallState) -> float:
-        return max(self._usual(retry_state), _asked_s(retry_state))
 
 
 _telling, _told_until = threading.Lock(), 0.0

@@ -22,7 +22,7 @@ from executors.backends.local.request import LocalLaunch, log_file, surroundings
 from executors.backends.local.zygote_client import ZygoteClient, zygote
 from executors.entrypoint import check_entrypoint
 from executors.errors import BackendError, EntrypointArgumentsError, EntrypointImportError, LaunchError, StoreError
-from executors.logs import last_of, read_from, tail_lines
+from executors.logs import last_of
 from executors.native import Log, Observation, Parent, Recordable, RunSpec, Unfinished
 from executors.pauses import wait_until_terminal
 from executors.process import is_alive, this_machine
@@ -276,15 +276,10 @@ class LocalProcessExecutor:
     def open_log(self, handle: ReplicaHandle) -> Log:
         """Return the log of one attempt; see `NativeExecutor.open_log`."""
         attempt = Attempt.named_by(handle, self.backend_name)
-        runs_here = handle.metadata.get("machine") == this_machine()
-        return open_local_log(attempt, _log_file(attempt, handle), runs_here)
-
-    def read_logs(self, handle: ReplicaHandle, *, offset: int | None = None, n_lines: int = 200) -> tuple[bytes, int]:
-        """Return at most 4 MiB of output, and the offset behind it; see `OffsetReader`."""
-        path = _log_file(*Attempt.of_handle(handle, self.backend_name))
-        if path is None:
-            return b"", offset or 0
-        return tail_lines(path, n_lines) if offset is None else read_from(path, offset)
+        # The store has no say in which file is shown: there is one where this machine launched the run.
+        folder = folder_of_run(attempt.run_id, attempt.store.url)
+        path = None if folder is None else log_file(folder.parent, attempt)
+        return open_local_log(attempt, path, handle.metadata.get("machine") == this_machine())
 
     def cancel(self, handle: ReplicaHandle) -> None:
         """End a replica and everything it started: SIGTERM, `term_grace_s`, SIGKILL. Returns when it is gone."""
@@ -333,12 +328,6 @@ class LocalProcessExecutor:
                 f"Launch fewer, or give max_parallel={max(1, len(available) // each)}."
             )
         return [",".join(available[place * each : (place + 1) * each]) for place in range(len(available) // each)]
-
-
-def _log_file(attempt: Attempt, handle: ReplicaHandle) -> Path | None:
-    """Return where the log is, if this machine launched the run. The store has no say in which file is shown."""
-    folder = folder_of_run(attempt.run_id, attempt.store.url)
-    return None if folder is None else log_file(folder.parent, attempt.at(handle.metadata["attempt"]))
 
 
 @dataclass(frozen=True)

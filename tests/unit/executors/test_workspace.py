@@ -253,11 +253,12 @@ def test_the_commit_is_told_and_whether_the_files_differ_from_it(root: Path, tmp
 # What is refused
 
 
-def test_too_much_is_refused_with_the_largest_files_and_what_to_do(root: Path) -> None:
+def test_too_much_is_refused_with_the_largest_files_and_what_to_do(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("executors.shipping.workspace.LIMIT_BYTES", 1 << 20)
     for number in range(7):
         (root / f"file{number}.bin").write_bytes(bytes(number * 200_000))
     with pytest.raises(EntrypointError) as caught:
-        snapshot_workspace(root, limit_bytes=1 << 20)
+        snapshot_workspace(root)
     text = str(caught.value)
     assert text.startswith("The workspace holds 4.0 MiB, more than the 1.0 MiB that are shipped to replicas.")
     assert "Largest: file6.bin (1.1 MiB), file5.bin (1.0 MiB)," in text
