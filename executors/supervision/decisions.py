@@ -6,7 +6,6 @@ first. A later entry is computed again from the longer log.
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import time
@@ -18,6 +17,7 @@ from executors.errors import CorruptObjectError, StoreError
 from executors.policy import HangLimits, Restarts
 from executors.process import this_process
 from executors.store import Store
+from executors.store.protocol import check_size
 from executors.store.records import (
     FAR_AHEAD,
     LONG_AGO,
@@ -37,7 +37,9 @@ from executors.store.records import (
 )
 
 MAX_DECISIONS = 100_000
+MAX_DECISION_BYTES, MAX_LOG_BYTES = 512 << 10, 64 << 20  # as objects they take eight times as much memory
 MAX_RANK, MAX_ATTEMPT = 10**6, 10_000
+MAX_STARTS = 20_000  # of one entry: a run has 10,000 ranks, and perhaps as many that were added
 MAX_WORDS = 2000
 MAX_TRIES = 1000  # of an append, each lost to another writer
 KINDS = ("restart", "give_up", "stop", "cancel", "resume", "policy")
@@ -50,8 +52,8 @@ def _attempts(value: Any) -> dict[int, int]:
     """Expect an object from ranks to numbers of attempts."""
     rank_of, attempt_of = integer(0, MAX_RANK), integer(0, MAX_ATTEMPT)
     found = json_object(value)
-    if not all(NUMBER.fullmatch(rank) for rank in found):
-        raise ValueError("an object from ranks to attempts")
+    if len(found) > MAX_STARTS or not all(NUMBER.fullmatch(rank) for rank in found):
+        raise ValueError(f"an object from at most {MAX_STARTS} ranks to attempts")
     return {rank_of(int(rank)): attempt_of(attempt) for rank, attempt in found.items()}
 
 
@@ -112,6 +114,8 @@ class DecisionLog:
         self.run_id = run_id
         self._clock = clock
         self.entries: list[Decision] = []
+        self._n_bytes = 0
+        """Of all entries that were read."""
 
     def key(self, index: int) -> str:
         """Name an entry."""
@@ -156,19 +160,28 @@ class DecisionLog:
             entry = replace(entry, nonce=nonce, by=this_process(), at=max(self._clock(), last_at))
             data = entry.to_bytes()
             problem: StoreError | None = None
+            check_size(self.key(index), self.store.url, len(data), MAX_DECISION_BYTES)
             Decision.parse(data, self.key(index))  # what nobody could read would be the end of the log
             try:
                 self.store.put_if_absent(self.key(index), data)
             except StoreError as error:  # perhaps done: only what stands decides
                 problem = error
-            if retry(functools.partial(self._find, index)) is None and problem is not None:
+            if len(retry(self.read)) == index and problem is not None:
                 raise problem
         raise StoreError(f"No decision could be added to run {self.run_id!r}: others were always first.")
 
     def _find(self, index: int) -> Decision | None:
         if index >= MAX_DECISIONS:
             raise CorruptObjectError(f"Run {self.run_id!r} has more than {MAX_DECISIONS} decisions.")
-        return find_record(self.store, self.key(index), Decision.parse)
+        return find_record(self.store, self.key(index), self._parse, MAX_DECISION_BYTES)
+
+    def _parse(self, data: Any, key: str, url: str) -> Decision:
+        if self._n_bytes + len(data) > MAX_LOG_BYTES:
+            words = f"{key!r} in {url}: the decisions up to it have more than {MAX_LOG_BYTES} bytes."
+            raise CorruptObjectError(words, key=key, url=url)
+        entry = Decision.parse(data, key, url)
+        self._n_bytes += len(data)
+        return entry
 
 
 def is_barred(log: Sequence[Decision], rank: int) -> bool:

@@ -151,6 +151,9 @@ def test_a_log_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("executors.supervision.decisions.MAX_DECISIONS", 50)
     with pytest.raises(CorruptObjectError, match="more than 50 decisions"):
         DecisionLog(Endless(), "run").read()
+    monkeypatch.setattr("executors.supervision.decisions.MAX_LOG_BYTES", 20 * len(b'{"kind": "cancel"}'))
+    with pytest.raises(CorruptObjectError, match=r"run/decisions/000020\.json"):
+        DecisionLog(Endless(), "run").read()
 
 
 def test_what_is_preempted_is_free() -> None:
