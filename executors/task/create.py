@@ -183,7 +183,7 @@ def continue_run(
         hang=spec.hang,
         spares=0,
     )
-    task = to_bytes({**described, "launched_with": asdict(launched_with)})
+    task = to_bytes({**described, "cwd": os.getcwd(), "launched_with": asdict(launched_with)})
     digest = hashlib.sha256(task).hexdigest()
     new_record = replace(record, **vars(launched_with), task_digest=digest, detach=spec.detach, **_by_whom())
     spec = replace(spec, task_digest=digest, launched_at=new_record.created_at)
@@ -237,7 +237,7 @@ def _pack_task(
         EntrypointError: the callable cannot be pickled.
     """
     entrypoint, (kwargs, rank_env) = request.entrypoint, split_rank_env(request.args or {})
-    record: dict[str, Any] = {"python": PYTHON, "rank_env": rank_env, "seed": request.seed}
+    record: dict[str, Any] = {"python": PYTHON, "rank_env": rank_env, "seed": request.seed, "cwd": os.getcwd()}
     record["launched_with"] = asdict(launched_with)  # so that it cannot be exchanged either
     if package is not None:
         record |= _code_of(package)

@@ -135,6 +135,26 @@ def test_a_record_that_was_changed_beside_its_task_is_refused(
     assert not (tmp_path / "imported").exists()
 
 
+def test_the_folder_of_the_launch_is_not_taken_from_the_bucket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, theirs, elsewhere = (tmp_path / name for name in ("mine", "theirs", "elsewhere"))
+    for folder in (mine, theirs, elsewhere):
+        folder.mkdir()
+        (folder / "train.py").write_text(f"def main():\n    raise RuntimeError({folder.name!r})\n")
+    monkeypatch.chdir(mine)
+    run = launch(PLAIN, "train.py:main", 1, rendezvous=tmp_path / "bucket", run_id="otter")
+    run.wait(30)
+    run.store.put("otter/run.json", to_bytes({**written(run), "cwd": str(theirs)}))
+    for folder in (theirs, elsewhere):
+        monkeypatch.chdir(folder)
+        with pytest.raises(ValueError, match=f"cd {mine} && replicas resume"):
+            resume(attach("otter"))
+    monkeypatch.chdir(mine)
+    (again := resume(attach("otter"))).wait(30)
+    assert "mine" in str(again.outcomes()[0].error)
+
+
 def test_a_run_of_the_same_id_at_another_store_does_not_borrow_the_digest(tmp_path: Path) -> None:
     failed(tmp_path / "bucket", tmp_path / "ran")
     (tmp_path / "bucket").rename(tmp_path / "copy")
