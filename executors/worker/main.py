@@ -193,7 +193,8 @@ class _Worker:
 
     def load(self, task: StoredTask) -> Callable[[], Any]:
         """Return the task to call, having checked this process's health and begun to hand its numbers to a tracker."""
-        launched, replica = task.record.launched_with, self.replica
+        replica = self.replica
+        launched = replica.launched = task.record.launched_with
         if launched is not None and launched.health_check is not None:
             seed_generators(replica, task.record.seed, but=set())  # the check may import the user's module
             with replica.section("health check", LIMIT_S):
