@@ -154,7 +154,7 @@ def create_run(
         EntrypointError: the task cannot travel; nothing was written.
     """
     new = plan_run(request, run_id, store.url, executor, package, code=code)
-    _write_run(store, run_id, new)
+    write_run(store, run_id, new)
     return new.spec
 
 
@@ -190,11 +190,12 @@ def continue_run(
     pickle_sha256, code_sha256 = old.record.callable_sha256, described.get("code_sha256")
     pickled = None if pickle_sha256 is None else bytes(old.read("callable.pkl", pickle_sha256))
     code = None if code_sha256 is None else bytes(old.read("code.tar.gz", code_sha256))
-    _write_run(old.store, spec.run_id, NewRun(spec, {"run_id": spec.run_id, **asdict(new_record)}, task, pickled, code))
+    write_run(old.store, spec.run_id, NewRun(spec, {"run_id": spec.run_id, **asdict(new_record)}, task, pickled, code))
     return spec
 
 
-def _write_run(store: Store, run_id: str, new: NewRun) -> None:
+def write_run(store: Store, run_id: str, new: NewRun) -> None:
+    """Write a planned run and its task into the store, or nothing; raises as `create_run`."""
     record = to_bytes(new.record)
     try:
         if not store.put_if_absent(f"{run_id}/run.json", record):

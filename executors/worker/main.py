@@ -143,7 +143,7 @@ class _Worker:
             store = inject_faults(store, spec.chaos, rank, spec.attempt)
         began = time.monotonic()
         n_decisions = 0 if assignment.page is None else int(assignment.page.n_decisions)
-        self.attempt, nonce = claim(Attempt(store, spec.run_id, rank, spec.attempt), n_decisions)
+        self.attempt, nonce = claim(Attempt(store, spec.run_id, rank, spec.attempt), n_decisions, spec.key)
         number, url = self.attempt.number, spec.store_url
         self.replica = Replica(rank, spec.world_size, spec.run_id, number, url, claimed_nonce=nonce)
         self.replica.store = store

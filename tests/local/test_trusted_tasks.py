@@ -135,9 +135,15 @@ def test_a_record_that_was_changed_beside_its_task_is_refused(
     assert not (tmp_path / "imported").exists()
 
 
-def test_the_folder_of_the_launch_is_not_taken_from_the_bucket(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_launched_a_run_goes_by_what_was_launched_and_not_by_what_the_bucket_says_since(tmp_path: Path) -> None:
+    args = {"path": str(tmp_path / "ran")}
+    run = launch(PLAIN, touch_and_fail, 1, args=args, rendezvous=tmp_path / "b", run_id="otter", detach=True)
+    run.store.put("otter/run.json", to_bytes({**written(run), "restarts": "9", "created_at": 1e10}))
+    assert (run.record.restarts, run.record.created_at < 1e10) == (None, True)
+    assert run.wait(60)
+
+
+def test_the_folder_of_the_launch_is_not_taken_from_the_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine, theirs, elsewhere = (tmp_path / name for name in ("mine", "theirs", "elsewhere"))
     for folder in (mine, theirs, elsewhere):
         folder.mkdir()
