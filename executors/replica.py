@@ -28,7 +28,7 @@ from executors.store import Store, store_at
 from executors.store.records import read_record, retry
 
 if TYPE_CHECKING:
-    from executors.task.record import RunRecord
+    from executors.task.record import LaunchedWith, RunRecord
 
 RANK = "REPLICA_RANK"
 WORLD_SIZE = "REPLICA_WORLD_SIZE"
@@ -80,6 +80,8 @@ class Replica:
     """Keeps what is measured over time. None: nothing is kept, as in a helper process."""
     page: SharedPage | None = field(default=None, repr=False)
     """What its supervisor sees of it. None: it has no supervisor, or is a helper process."""
+    launched: LaunchedWith | None = field(default=None, repr=False)
+    """What its task says of the launch, for which the task's digest vouches. None: it is a helper process, or alone."""
     claimed_nonce: str | None = field(default=None, repr=False)
     is_alone: bool = False
     """Whether `replicas` did not start this process: then nothing of it is kept."""
@@ -115,8 +117,12 @@ class Replica:
 
     @property
     def continues(self) -> str | None:
-        """The id of the run whose newest snapshot this run begins from, as its record says; None: it begins anew."""
-        return None if self.record is None else self.record.continues
+        """The id of the run whose newest snapshot this run begins from; None: it begins anew.
+
+        As its task says, which nobody else can change; in a process that read none, as its record does.
+        """
+        said = self.launched or self.record
+        return None if said is None else said.continues
 
     @property
     def seed(self) -> int:

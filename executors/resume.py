@@ -31,7 +31,7 @@ from executors.run.fleet import check_single_ranks
 from executors.run.handles import keep_handles
 from executors.run.launch_hands import Recipe
 from executors.run.prices import affordable_s
-from executors.run.recipe import native_executor, recipes_of, vouched_task
+from executors.run.recipe import native_executor, recipes_of, spec_of, vouched_task
 from executors.run.run import Run
 from executors.run.spread import options_to_note
 from executors.run_index import keep_key, reference, remember, settle
@@ -115,7 +115,7 @@ def resume(
         raise StoreError(f"Run {run.run_id!r} was aborted, which is final. Launch a new one.", url=run.store.url)
     if gather_s is not None and launched.min_replicas is None:
         raise ValueError(f"Run {run.run_id!r} was launched without min_replicas, so gather_s= (--gather) says nothing.")
-    log = DecisionLog(run.store, run.run_id)
+    log = DecisionLog(run.store, run.run_id, key=spec_of(run, task, detach=detach).key)
     policy = new_restarts or policy_of(log.read(), Restarts.of(launched.restarts))
     hang = new_hang or hang_of(log.entries, HangLimits.parse(launched.hang))
     more: Any = {

@@ -69,7 +69,7 @@ def watch(
     found = find_run(run, rendezvous, backend, option, volume)
     with usage_errors():
         recipes = _recipes(found, env, secret, task_digest=task_digest, trust_bucket=trust_bucket)
-    log = DecisionLog(found.store, found.run_id)
+    log = DecisionLog(found.store, found.run_id, key=next((recipe.spec.key for recipe in recipes), None))
     needs_lease = any(recipe.spec.lease_s is not None for recipe in recipes)
     if not needs_lease:  # else there is something to do in any case
         _check_policy(found, log, restarts)

@@ -62,7 +62,10 @@ def ls(
     output = Output(as_json)
     with usage_errors():
         runs = list_runs(rendezvous)
-    rows = [_row_of(run) for run in (runs[-last:] if last > 0 else runs)]
+    n_runs = len(runs)
+    n_rows = min(last, n_runs) if last > 0 else n_runs
+    del runs[: n_runs - n_rows]
+    rows = [_row_of(runs.pop(0)) for _ in range(n_rows)]  # each goes at once: it holds all that was read of it
     if as_json:
         output.document(rows)
         return 0
@@ -73,8 +76,8 @@ def ls(
 
     from executors.cli.table import STYLES, cut, plain_table
 
-    if len(runs) > len(rows):
-        output.say(f"… {len(runs) - len(rows)} older: replicas ls --last 0", "dim")
+    if n_runs > n_rows:
+        output.say(f"… {n_runs - n_rows} older: replicas ls --last 0", "dim")
     table = plain_table(
         "run", "backend", "n", "entrypoint", "status", "age", right=("n", "age"), gives_way="entrypoint"
     )

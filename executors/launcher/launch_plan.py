@@ -34,12 +34,13 @@ from executors.run_index import NOTE, keep_key, local_store, locate, remember, s
 from executors.shipping.checkout import Checkout, Look
 from executors.shipping.script_header import check_python, script_header, script_of
 from executors.store import Store, open_store
-from executors.store.records import exists
+from executors.store.records import exists, to_bytes
 from executors.store.url import address_of, default_rendezvous, directory_of, new_run_id, shared_rendezvous
 from executors.supervision.orders import abandon_run
 from executors.task.arguments import split_rank_env
-from executors.task.create import create_run, plan_run
+from executors.task.create import plan_run, write_run
 from executors.task.launch_request import LaunchRequest
+from executors.task.record import RunRecord
 
 if TYPE_CHECKING:
     from executors.run.run import Run
@@ -82,7 +83,10 @@ class LaunchPlan:
                 f"Run {self.run_id!r} exists at {known}. Look at it with executors.attach({self.run_id!r}) or "
                 f"`replicas status {self.run_id}`. Choose another run id, or `replicas rm {self.run_id}`."
             )
-        spec = create_run(request, self.run_id, store, _described(executor), self.package, code=self.checkout.about)
+        described = _described(executor)
+        new = plan_run(request, self.run_id, store.url, described, self.package, code=self.checkout.about)
+        write_run(store, self.run_id, new)
+        spec = new.spec
         lease = None
         try:
             options, more = options_to_note(executor)
@@ -106,6 +110,7 @@ class LaunchPlan:
             raise
         keep_handles(store, self.run_id, 0, handles)
         run = Run(store, self.run_id, executor=executor, handles=handles)
+        run.record = RunRecord.parse(to_bytes(new.record))  # not what the store says by now, which others may write
         if not request.detach and isinstance(executor, NativeExecutor):
             run.keep_here([Recipe(replace(spec, spares=0), request.entrypoint, limits)], lease)
         return run

@@ -83,7 +83,7 @@ def add_replicas(
     timeout = asked.timeout or launched.timeout_s or native.default_timeout_s
     limits: Any = {"gpu": asked.gpu or launched.gpu, "timeout": timeout}
     _check_start(run, native, task, asked.n, {**limits, "secrets": spec.secret_names})
-    n_seen, is_barred = _check_bar(run)
+    n_seen, is_barred = _check_bar(run, spec.key)
     # Of a run that was launched without code for other machines, they get that of this process, now and later.
     if launched.max_cost is not None:
         limit = "" if timeout is None else f": each may run for {name_duration(timeout)}, and again after a restart"
@@ -114,7 +114,7 @@ def add_replicas(
         lease.start()
         if lease.is_let_go:
             _say_that_it_goes_on(run, ranks, limits["timeout"])
-    log = DecisionLog(run.store, run.run_id)
+    log = DecisionLog(run.store, run.run_id, key=spec.key)
     try:
         if is_barred and order_resume(log, dict.fromkeys(ranks, 0), n_seen) is not None:
             raise _ended_meanwhile(run)
@@ -177,13 +177,13 @@ def _check_start(run: Traces, executor: NativeExecutor, task: StoredTask, n: int
     executor.check_launch(n, entrypoint, args, **terms)
 
 
-def _check_bar(run: Traces) -> tuple[int, bool]:
+def _check_bar(run: Traces, key: str | None) -> tuple[int, bool]:
     """Return how long the log of decisions is, and whether a cancel or stop of all ranks stands against new ones.
 
     Raises:
         LaunchError: it does, and the run was not resumed since: it is being ended.
     """
-    entries = DecisionLog(run.store, run.run_id).read()
+    entries = DecisionLog(run.store, run.run_id, key=key).read()
     bar = barred_by(entries, NOBODY)
     if bar is not None and not any(entry.kind == "resume" for entry in entries[list(entries).index(bar) :]):
         raise _ended_meanwhile(run)

@@ -157,7 +157,7 @@ def check_folder(run: Traces, task: StoredTask, verb: str) -> None:
     Raises:
         ValueError: this is another folder, where the entrypoint names other code, or none.
     """
-    where, here, record = run.record.cwd, os.getcwd(), task.record
+    where, here, record = task.record.cwd, os.getcwd(), task.record
     if not where or os.path.realpath(where) == os.path.realpath(here):
         return
     is_known = record.entrypoint is not None or record.modules is not None

@@ -12,7 +12,7 @@ from threading import Lock
 from executors.errors import CorruptObjectError
 from executors.policy import Restarts
 from executors.protocol import STOPPED, Outcome, ReplicaStatus
-from executors.run_index import reference
+from executors.run_index import find_key, reference
 from executors.status import Decided, ReplicaState, RestartState
 from executors.store import Store
 from executors.store.url import is_near
@@ -37,7 +37,7 @@ class Answers:
     def __init__(self, store: Store, run_id: str, record: RunRecord, has_keeper: Callable[[int], bool]) -> None:
         self._has_keeper = has_keeper
         self._is_near = is_near(store.url)
-        self._log = DecisionLog(store, run_id)
+        self._log = DecisionLog(store, run_id, key=record.key_id and find_key(run_id, record.key_id))
         self._record = record
         self._launched = Restarts.of(record.restarts)
         self._reading = Lock()

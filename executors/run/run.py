@@ -200,7 +200,7 @@ class Run(Traces):
             return self._keeper
         tell = say or (lambda words: print(f"replicas: {words}", file=sys.stderr))
         hands = LaunchHands(lambda: self.executor, recipes, tell)
-        log = DecisionLog(self.store, self.run_id)
+        log = DecisionLog(self.store, self.run_id, key=next((recipe.spec.key for recipe in recipes), None))
         self._keeper = OutsideKeeper(log, self.record, self._observer, hands, self._canceller.end, hands.knows)
         return self._keeper
 

@@ -20,6 +20,7 @@ import random
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tarfile
@@ -99,8 +100,7 @@ def open_run(url: str, run_id: str) -> tuple[Get, Put]:
     parts = urlsplit(url)
     path = unquote(parts.path)
     if parts.scheme == "file":
-        folder = pathlib.Path(path) / run_id
-        return lambda name: (folder / name).read_bytes(), lambda name, data: write(folder / name, data)
+        return lambda name: read(path, f"{run_id}/{name}"), lambda name, data: write(path, f"{run_id}/{name}", data)
     if parts.scheme != "s3":
         refuse(f"it cannot read a rendezvous that is {parts.scheme}://.")
     try:
@@ -137,11 +137,31 @@ def open_run(url: str, run_id: str) -> tuple[Get, Put]:
     )
 
 
-def write(path: pathlib.Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    whole = path.with_name(f".{path.name}")  # nobody reads a part
-    whole.write_bytes(data)
-    whole.replace(path)
+def folder_of(root: str, key: str, *, makes: bool = False) -> int:
+    """Open the folder of a file below the rendezvous, where others may write: no link there is followed."""
+    at = os.open(root, os.O_DIRECTORY)
+    for part in key.split("/")[:-1]:
+        if makes:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(part, dir_fd=at)
+        at = os.open(part, os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
+    return at
+
+
+def read(root: str, key: str) -> bytes:
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe would keep it waiting
+    with open(os.open(os.path.basename(key), flags, dir_fd=folder_of(root, key)), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise WrongObject("it is not a file")
+        return file.read()
+
+
+def write(root: str, key: str, data: bytes) -> None:
+    at, name = folder_of(root, key, makes=True), os.path.basename(key)
+    whole = f".{name}.{os.urandom(8).hex()}"  # nobody reads a part
+    with open(os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=at), "wb") as file:
+        file.write(data)
+    os.replace(whole, name, src_dir_fd=at, dst_dir_fd=at)
 
 
 def fetched(get: Get, name: str, sha256: str) -> bytes:

@@ -6,7 +6,8 @@ first. A later entry is computed again from the longer log.
 
 from __future__ import annotations
 
-import functools
+import hmac
+import json
 import os
 import re
 import time
@@ -17,10 +18,13 @@ from typing import Any
 from executors.errors import CorruptObjectError, StoreError
 from executors.policy import HangLimits, Restarts
 from executors.process import this_process
+from executors.run_key import parse_key
 from executors.store import Store
+from executors.store.protocol import check_size
 from executors.store.records import (
     FAR_AHEAD,
     LONG_AGO,
+    SHA256,
     Record,
     checked,
     find_record,
@@ -37,10 +41,13 @@ from executors.store.records import (
 )
 
 MAX_DECISIONS = 100_000
+MAX_DECISION_BYTES, MAX_LOG_BYTES = 512 << 10, 64 << 20  # as objects they take eight times as much memory
 MAX_RANK, MAX_ATTEMPT = 10**6, 10_000
+MAX_STARTS = 20_000  # of one entry: a run has 10,000 ranks, and perhaps as many that were added
 MAX_WORDS = 2000
 MAX_TRIES = 1000  # of an append, each lost to another writer
-KINDS = ("restart", "give_up", "stop", "cancel", "resume", "policy")
+ENDING, OTHERS = ("give_up", "stop", "cancel"), ("restart", "resume", "policy")
+WHAT_ENDS = ("rank", "ended", "why", "words", "within_s", "by", "nonce")
 
 
 NUMBER = re.compile("0|[1-9][0-9]{0,6}")
@@ -50,8 +57,8 @@ def _attempts(value: Any) -> dict[int, int]:
     """Expect an object from ranks to numbers of attempts."""
     rank_of, attempt_of = integer(0, MAX_RANK), integer(0, MAX_ATTEMPT)
     found = json_object(value)
-    if not all(NUMBER.fullmatch(rank) for rank in found):
-        raise ValueError("an object from ranks to attempts")
+    if len(found) > MAX_STARTS or not all(NUMBER.fullmatch(rank) for rank in found):
+        raise ValueError(f"an object from at most {MAX_STARTS} ranks to attempts")
     return {rank_of(int(rank)): attempt_of(attempt) for rank, attempt in found.items()}
 
 
@@ -65,7 +72,7 @@ def _numbers(value: Any) -> dict[str, float]:
 class Decision(Record):
     """One entry of the log."""
 
-    kind: str = checked(one_of(*KINDS))
+    kind: str = checked(one_of(*ENDING, *OTHERS))
     rank: int | None = checked(nullable(integer(0, MAX_RANK)), None)
     """Whose end it answers; of a cancel, whose; None: nobody's in particular, or every rank's."""
     ended: int | None = checked(nullable(integer(0, MAX_ATTEMPT)), None)
@@ -98,20 +105,38 @@ class Decision(Record):
     nonce: str = checked(text(100), "")
     at: float = checked(number(LONG_AGO, FAR_AHEAD), 0.0)
     """When it was made, by the clock of who made it; never before the entry before it."""
+    proof: str | None = checked(nullable(text(64, SHA256)), None)
+    """In a signed run, that who added it has the run's key."""
 
     def to_bytes(self) -> bytes:
         """Write it as it is stored."""
         return to_bytes({**vars(self), "start": {str(rank): number for rank, number in self.start.items()}})
 
+    def unproven(self, now: float) -> Decision:
+        """Return what counts of it where nobody has proven it: what it ends. It starts nothing, nor changes a rule."""
+        if self.kind not in ENDING:
+            return Decision(kind="policy")
+        said = {name: getattr(self, name) for name in WHAT_ENDS}
+        return Decision(kind=self.kind, **said, at=min(self.at, now))
+
 
 class DecisionLog:
-    """The log of one run, as this process has read it."""
+    """The log of one run, as this process has read it.
 
-    def __init__(self, store: Store, run_id: str, clock: Callable[[], float] = time.time) -> None:
+    Args:
+        key: of a signed run. Without it all entries are believed, and what is added counts for what it ends alone.
+    """
+
+    def __init__(
+        self, store: Store, run_id: str, clock: Callable[[], float] = time.time, *, key: str | None = None
+    ) -> None:
         self.store = store
         self.run_id = run_id
         self._clock = clock
+        self._key = None if key is None else parse_key(key)
         self.entries: list[Decision] = []
+        self._n_bytes = 0
+        """Of all entries that were read."""
 
     def key(self, index: int) -> str:
         """Name an entry."""
@@ -154,21 +179,39 @@ class DecisionLog:
                 return None
             index, last_at = len(self.entries), self.entries[-1].at if self.entries else 0.0
             entry = replace(entry, nonce=nonce, by=this_process(), at=max(self._clock(), last_at))
-            data = entry.to_bytes()
+            data = replace(entry, proof=self._proof(entry.to_bytes(), self.key(index))).to_bytes()
             problem: StoreError | None = None
+            check_size(self.key(index), self.store.url, len(data), MAX_DECISION_BYTES)
             Decision.parse(data, self.key(index))  # what nobody could read would be the end of the log
             try:
                 self.store.put_if_absent(self.key(index), data)
             except StoreError as error:  # perhaps done: only what stands decides
                 problem = error
-            if retry(functools.partial(self._find, index)) is None and problem is not None:
+            if len(retry(self.read)) == index and problem is not None:
                 raise problem
         raise StoreError(f"No decision could be added to run {self.run_id!r}: others were always first.")
 
     def _find(self, index: int) -> Decision | None:
         if index >= MAX_DECISIONS:
             raise CorruptObjectError(f"Run {self.run_id!r} has more than {MAX_DECISIONS} decisions.")
-        return find_record(self.store, self.key(index), Decision.parse)
+        return find_record(self.store, self.key(index), self._parse, MAX_DECISION_BYTES)
+
+    def _parse(self, data: Any, key: str, url: str) -> Decision:
+        if self._n_bytes + len(data) > MAX_LOG_BYTES:
+            words = f"{key!r} in {url}: the decisions up to it have more than {MAX_LOG_BYTES} bytes."
+            raise CorruptObjectError(words, key=key, url=url)
+        entry = Decision.parse(data, key, url)
+        self._n_bytes += len(data)
+        is_proven = self._key is None or hmac.compare_digest(entry.proof or "", self._proof(data, key) or "")
+        return entry if is_proven else entry.unproven(self._clock())
+
+    def _proof(self, data: Any, key: str) -> str | None:
+        """Return the proof of an entry under its key: of all that it says, also what only a later version reads."""
+        if self._key is None:
+            return None
+        said = {name: value for name, value in json.loads(bytes(data)).items() if name != "proof"}
+        proven = b"decision\0" + key.encode() + b"\0" + json.dumps(said, sort_keys=True).encode()
+        return hmac.digest(self._key, proven, "sha256").hex()
 
 
 def is_barred(log: Sequence[Decision], rank: int) -> bool:

@@ -14,6 +14,7 @@ from executors.attempt import Attempt, Claim, Intent
 from executors.errors import StoreError
 from executors.policy import Restarts
 from executors.protocol import Outcome, ReplicaStatus
+from executors.run_index import find_key
 from executors.status import RunStatus
 from executors.store import Store
 from executors.store.inventory import Inventory
@@ -92,7 +93,7 @@ class EventReader:
         self._map: Any = map_over
         self._note = note
         self._clock = clock
-        self._log = DecisionLog(store, run_id)
+        self._log = DecisionLog(store, run_id, key=record.key_id and find_key(run_id, record.key_id))
         self._n_decisions = 0
         self._earlier = Earlier(Restarts.of(record.restarts))
         """Of the decisions that were told."""

@@ -159,7 +159,7 @@ def create_run(
         EntrypointError: the task cannot travel; nothing was written.
     """
     new = plan_run(request, run_id, store.url, executor, package, code=code)
-    _write_run(store, run_id, new)
+    write_run(store, run_id, new)
     return new.spec
 
 
@@ -188,18 +188,19 @@ def continue_run(
         hang=spec.hang,
         spares=0,
     )
-    task = to_bytes({**described, "launched_with": asdict(launched_with)})
+    task = to_bytes({**described, "cwd": os.getcwd(), "launched_with": asdict(launched_with)})
     digest = hashlib.sha256(task).hexdigest()
     new_record = replace(record, **vars(launched_with), task_digest=digest, detach=spec.detach, **_by_whom())
     spec = replace(spec, task_digest=digest, launched_at=new_record.created_at)
     pickle_sha256, code_sha256 = old.record.callable_sha256, described.get("code_sha256")
     pickled = None if pickle_sha256 is None else bytes(old.read("callable.pkl", pickle_sha256))
     code = None if code_sha256 is None else bytes(old.read("code.tar.gz", code_sha256))
-    _write_run(old.store, spec.run_id, NewRun(spec, {"run_id": spec.run_id, **asdict(new_record)}, task, pickled, code))
+    write_run(old.store, spec.run_id, NewRun(spec, {"run_id": spec.run_id, **asdict(new_record)}, task, pickled, code))
     return spec
 
 
-def _write_run(store: Store, run_id: str, new: NewRun) -> None:
+def write_run(store: Store, run_id: str, new: NewRun) -> None:
+    """Write a planned run and its task into the store, or nothing; raises as `create_run`."""
     record = to_bytes(new.record)
     try:
         if not store.put_if_absent(f"{run_id}/run.json", record):
@@ -242,7 +243,7 @@ def _pack_task(
         EntrypointError: the callable cannot be pickled.
     """
     entrypoint, (kwargs, rank_env) = request.entrypoint, split_rank_env(request.args or {})
-    record: dict[str, Any] = {"python": PYTHON, "rank_env": rank_env, "seed": request.seed}
+    record: dict[str, Any] = {"python": PYTHON, "rank_env": rank_env, "seed": request.seed, "cwd": os.getcwd()}
     record["launched_with"] = asdict(launched_with)  # so that it cannot be exchanged either
     if package is not None:
         record |= _code_of(package)

@@ -135,6 +135,7 @@ class RunRecord(LaunchedWith):
     created_by: str = checked(text(), "")
     launcher_pid: int | None = checked(nullable(integer(0, 2**31)), None)
     cwd: str = checked(text(), "")
+    """For people: from which folder replicas get their code, the task says."""
     python: str = checked(text(100), "")
     detach: bool = checked(flag, False)
     seed: int | None = checked(nullable(integer(-ANY_SEED, ANY_SEED)), None)
@@ -160,6 +161,8 @@ class TaskRecord(Record):
     """Those that the pickled callable imports, without Python's own. None: nobody noted them."""
     sources: Mapping[str, Any] = checked(json_object, {})
     """The text of the files that the callable was defined in, for tracebacks."""
+    cwd: str = checked(text(), "")
+    """The folder of the launch; empty: nobody noted it."""
     rank_env: str | None = checked(nullable(text(1000)), None)
     """The name of one more environment variable for the rank."""
     seed: int | None = checked(nullable(integer(-ANY_SEED, ANY_SEED)), None)

@@ -49,7 +49,7 @@ class Answers:
         self._begin = begin
         self._cancelled = cancelled
         self._look_s = look_s
-        self._log = DecisionLog(store, spec.run_id)
+        self._log = DecisionLog(store, spec.run_id, key=spec.key)
         self._newest: dict[int, int] = {}
         """The newest attempt of each rank that is this supervisor's."""
         self._ends: dict[int, Outcome] = {}

@@ -22,11 +22,12 @@ class CancelledBeforeStart(ReplicasError):
     """The attempt was cancelled before its process came up."""
 
 
-def claim(asked: Attempt, n_decisions: int = 0) -> tuple[Attempt, str]:
+def claim(asked: Attempt, n_decisions: int = 0, key: str | None = None) -> tuple[Attempt, str]:
     """Claim the attempt asked for, or the next free one: a service may start the same input twice.
 
     Args:
         n_decisions: how many entries of the log are known not to bar the rank.
+        key: of a signed run.
 
     Returns: the attempt, and the nonce of its claim.
 
@@ -40,8 +41,9 @@ def claim(asked: Attempt, n_decisions: int = 0) -> tuple[Attempt, str]:
             _end_before_start(attempt)
         if retry(functools.partial(_nonce_that_counts, attempt, claim)) == nonce:
             # Behind the claim: who cancels looks for claims behind the entry, so one of the two sees the other.
-            log = retry(functools.partial(DecisionLog(attempt.store, attempt.run_id).read_from, n_decisions))
-            if (entry := barred_by(log, attempt.rank)) is not None:
+            log = DecisionLog(attempt.store, attempt.run_id, key=key)
+            entries = retry(functools.partial(log.read_from, n_decisions))
+            if (entry := barred_by(entries, attempt.rank)) is not None:
                 attempt.request_cancel(words_of_bar(entry))
                 _end_before_start(attempt)
             return attempt, nonce

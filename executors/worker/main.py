@@ -144,7 +144,7 @@ class _Worker:
             store = inject_faults(store, spec.chaos, rank, spec.attempt)
         began = time.monotonic()
         n_decisions = 0 if assignment.page is None else int(assignment.page.n_decisions)
-        self.attempt, nonce = claim(Attempt(store, spec.run_id, rank, spec.attempt), n_decisions)
+        self.attempt, nonce = claim(Attempt(store, spec.run_id, rank, spec.attempt), n_decisions, spec.key)
         number, url = self.attempt.number, spec.store_url
         self.replica = Replica(rank, spec.world_size, spec.run_id, number, url, claimed_nonce=nonce)
         self.replica.store = store
@@ -194,7 +194,8 @@ class _Worker:
 
     def load(self, task: StoredTask) -> Callable[[], Any]:
         """Return the task to call, having checked this process's health and begun to hand its numbers to a tracker."""
-        launched, replica = task.record.launched_with, self.replica
+        replica = self.replica
+        launched = replica.launched = task.record.launched_with
         if launched is not None and launched.health_check is not None:
             seed_generators(replica, task.record.seed, but=set())  # the check may import the user's module
             with replica.section("health check", LIMIT_S):

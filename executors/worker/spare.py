@@ -56,7 +56,7 @@ class Spare:
         self.how = hands_of_spare(self._me.rank)
         self.taken: Attempt | None = None
         """The attempt that is this container's."""
-        self._log = DecisionLog(self._store, spec.run_id)
+        self._log = DecisionLog(self._store, spec.run_id, key=spec.key)
         self._lease = None if spec.lease_s is None else LeaseWatch(self._store, spec.run_id, spec.lease_s, clock)
         self._keeper: Keeper | None = None
         self._handle: ReplicaHandle | None = None

@@ -17,6 +17,7 @@ from executors.errors import ReplicasError
 from executors.native import RunSpec
 from executors.policy import HangLimits, Restarts
 from executors.process import become_subreaper
+from executors.run_key import RUN_KEY
 from executors.worker.container import NOTICE_S, ContainerRanks, ContainerSupervisor
 from executors.worker.spare import Spare
 
@@ -99,6 +100,7 @@ def read_spec(environ: Mapping[str, str]) -> RunSpec:
         restarts=environ.get(environment.RESTARTS) or None,
         hang=environ.get(environment.HANG) or "auto",
         launched_at=_number(environ, environment.LAUNCHED_AT) or 0.0,
+        key=environ.get(RUN_KEY),
         lease_s=_number(environ, environment.LEASE_S),
         task_folder=environ.get(environment.TASK_FOLDER) or "task",
     )

@@ -196,7 +196,7 @@ def test_a_heartbeat_that_cannot_be_read_is_named(victim: Victim, directory: Own
 def test_decisions_that_cannot_be_read_are_named_and_lies_are_harmless(
     victim: Victim, directory: OwnsDirectory
 ) -> None:
-    logs = {name: [hostile.BAD_DECISIONS[name]] for name in ("nothing", "kind 0", "start 1")}
+    logs = {name: [hostile.BAD_DECISIONS[name]] for name in ("nothing", "kind 0", "start 9", "a megabyte")}
     logs["lies"] = [json.dumps(lie).encode() for lie in hostile.LYING_DECISIONS * 20]
     for name in each_case(directory, logs):
         write_run(directory, restarts="3")

@@ -23,6 +23,7 @@ from executors.replica import Replica, run_key
 from executors.resume import resume
 from executors.run_index import key_file
 from executors.run_key import RUN_KEY
+from executors.store.records import to_bytes
 
 PLAIN = LocalProcessExecutor(preload=(), term_grace_s=0.5)
 
@@ -92,6 +93,22 @@ def test_each_signed_run_has_a_key_of_its_own_and_others_have_none(monkeypatch: 
 def test_a_restarted_replica_has_the_key() -> None:
     run = launch(PLAIN, fail_at_first, 1, signed=True, restarts=1)
     assert run.results() == [digest_of(key_file(run.run_id).read_text())]
+
+
+def forge_and_fail(forged: list[dict[str, Any]]) -> int:
+    """Write decisions as whoever can write there can, and fail; return the attempt that follows."""
+    replica = current_replica()
+    if replica.attempt == 0:
+        for number, entry in enumerate(forged):
+            replica.store.put(f"{replica.run_id}/decisions/{number:06d}.json", to_bytes(entry))
+        raise RuntimeError("not yet")
+    return replica.attempt
+
+
+def test_a_forged_decision_starts_nothing_in_a_signed_run() -> None:
+    forged: list[dict[str, Any]] = [{"kind": "restart", "rank": 0, "ended": 0, "start": {"0": 5}, "how": "fork"}]
+    assert launch(PLAIN, forge_and_fail, 1, args={"forged": forged}, restarts=1).results() == [5]
+    assert launch(PLAIN, forge_and_fail, 1, args={"forged": forged}, restarts=1, signed=True).results() == [1]
 
 
 def test_another_machine_resumes_a_signed_run_with_the_key_alone(

@@ -16,6 +16,7 @@ from executors import LocalProcessExecutor, Run, attach, launch, open_store
 from executors.errors import CorruptObjectError, StoreError, UntrustedTaskError
 from executors.resume import resume
 from executors.run_index import folder_of_run, forget, noted_at_launch
+from executors.store import Store
 from executors.store.records import to_bytes
 
 PLAIN = LocalProcessExecutor(preload=(), term_grace_s=0.5)
@@ -133,6 +134,36 @@ def test_a_record_that_was_changed_beside_its_task_is_refused(
             resume(attach(run.url), **given.get(trust, {}))
         assert objects_of(run) == before, name
     assert not (tmp_path / "imported").exists()
+
+
+def test_who_launched_a_run_goes_by_what_was_launched_and_not_by_what_the_bucket_says_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meanwhile(store: Store, run_id: str, *_: object) -> None:
+        record = read_json(store, f"{run_id}/run.json")
+        store.put(f"{run_id}/run.json", to_bytes({**record, "restarts": "9", "created_at": 1e10}))
+
+    monkeypatch.setattr("executors.run.handles.keep_handles", meanwhile)
+    run = failed(tmp_path / "b", tmp_path / "ran")
+    assert (run.record.restarts, run.record.created_at < 1e10) == (None, True)
+
+
+def test_the_folder_of_the_launch_is_not_taken_from_the_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, theirs, elsewhere = (tmp_path / name for name in ("mine", "theirs", "elsewhere"))
+    for folder in (mine, theirs, elsewhere):
+        folder.mkdir()
+        (folder / "train.py").write_text(f"def main():\n    raise RuntimeError({folder.name!r})\n")
+    monkeypatch.chdir(mine)
+    run = launch(PLAIN, "train.py:main", 1, rendezvous=tmp_path / "bucket", run_id="otter")
+    run.wait(30)
+    run.store.put("otter/run.json", to_bytes({**written(run), "cwd": str(theirs)}))
+    for folder in (theirs, elsewhere):
+        monkeypatch.chdir(folder)
+        with pytest.raises(ValueError, match=f"cd {mine} && replicas resume"):
+            resume(attach("otter"))
+    monkeypatch.chdir(mine)
+    (again := resume(attach("otter"))).wait(30)
+    assert "mine" in str(again.outcomes()[0].error)
 
 
 def test_a_run_of_the_same_id_at_another_store_does_not_borrow_the_digest(tmp_path: Path) -> None:

@@ -137,6 +137,7 @@ BAD_DECISION_FIELDS: dict[str, list[Any]] = {
         {"9" * 5000: 1},
         {"0": "1"},
         {"0": -1},
+        {str(rank): 1 for rank in range(20_001)},
     ],
     "charged": ["yes", 1],
     "strikes": [-1, 10**9, "1"],
@@ -157,6 +158,7 @@ BAD_DECISIONS = {
         for field, values in BAD_DECISION_FIELDS.items()
         for number, value in enumerate(values)
     },
+    "a megabyte": json.dumps({"kind": "stop", "color": "x" * 10**6}).encode(),
 }
 """Entries of the log of decisions, each of which is refused by its key."""
 LYING_DECISIONS: list[dict[str, Any]] = [

@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 import torch
 from support import decoder
+from support.records import read_json
 from support.training import nudge
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from diloco import DiLoCo
+from executors import LocalProcessExecutor, attach, current_replica, launch
 from executors.replica import Replica, set_current_replica
+from executors.resume import resume
 from executors.store import MemoryStore
+from executors.store.records import to_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +93,21 @@ def test_it_begins_at_the_snapshot_with_its_anchor_its_momentum_and_what_was_att
     assert not [entry.key for entry in store.list("new/diloco/main/part/0/")], (
         "the first state is collected like any other"
     )
+
+
+def say_what_it_continues() -> str | None:
+    """Return what this replica goes on from, having written something else into `run.json`."""
+    replica = current_replica()
+    key = f"{replica.run_id}/run.json"
+    replica.store.put(key, to_bytes({**read_json(replica.store, key), "continues": "evil"}))
+    return replica.continues
+
+
+def test_a_signed_run_goes_on_from_what_its_task_names_whatever_run_json_says() -> None:
+    old = launch(LocalProcessExecutor(), say_what_it_continues, 1, signed=True, run_id="old")
+    assert old.results() == [None]
+    old.store.put("old/run.json", to_bytes({**read_json(old.store, "old/run.json"), "continues": None}))
+    assert resume(attach("old"), from_snapshot=True).results() == ["old"]
 
 
 def test_a_run_may_go_on_from_one_that_went_on_from_another() -> None:

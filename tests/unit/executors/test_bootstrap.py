@@ -93,7 +93,7 @@ def test_the_command_is_short_carries_no_secret_and_is_the_same_for_every_run() 
     assert (python, option) == ("python", "-c")
     assert len(source.encode()) < 32 << 10
     assert source.isascii()
-    assert len(source.splitlines()) < 250
+    assert len(source.splitlines()) < 270
 
 
 # What passes
@@ -315,6 +315,29 @@ def test_while_it_installs_it_says_so_in_the_store_and_ends_when_it_is_told_to(
     process.terminate()
     code, _, err = ended(process)
     assert (code, err) == (143, "replicas: installing nowhere-to-be-found==1.0\n")
+
+
+def test_links_in_a_shared_directory_lead_nowhere_while_it_installs(
+    cloud: Cloud, tmp_path: Path, workspace: Path, shared: Path
+) -> None:
+    package = make_package("train_of_user:light", root=workspace, pip=["nowhere-to-be-found==1.0"])
+    spec = ship(shared, workspace, "train_of_user:light", {"x": 1}, package=package)
+    (mine := tmp_path / "mine").mkdir()
+    (mine / "notes").write_text("my own")
+    attempt = shared / "otter" / "replicas" / "0000" / "0"
+    attempt.mkdir(parents=True)
+    (attempt / ".boot.json").symlink_to(mine / "notes")
+    assert ended(cloud.start(spec, environ={"PIP_NO_INDEX": "1"}))[0] == CANNOT_START
+    attempt.rename(mine / "0")
+    attempt.symlink_to(mine / "0")
+    (mine / "0" / "boot.json").unlink(missing_ok=True)
+    assert ended(cloud.start(spec, environ={"PIP_NO_INDEX": "1"}))[0] == CANNOT_START
+    assert not (mine / "0" / "boot.json").exists()
+    assert (mine / "notes").read_text() == "my own"
+    (shared / "otter" / "task" / "task.json").unlink()
+    os.mkfifo(shared / "otter" / "task" / "task.json")
+    code, _, err = ended(cloud.start(spec))
+    assert (code, "it is not a file" in err) == (CANNOT_START, True)
 
 
 def test_in_a_bucket_too_an_installation_is_announced(cloud: Cloud, workspace: Path, s3: S3Server) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from support.hostile_records import BAD_DECISIONS
@@ -13,7 +14,7 @@ from executors.protocol import Outcome, ReplicaStatus
 from executors.store import Data
 from executors.store.faulty import FaultyStore
 from executors.store.memory import MemoryStore
-from executors.supervision.decisions import Decision, DecisionLog
+from executors.supervision.decisions import ENDING, OTHERS, Decision, DecisionLog
 from executors.supervision.rules import RunFacts, decide
 
 FACTS = RunFacts(run_id="run", world_size=4, launched_at=0.0, has_progress=True)
@@ -131,6 +132,27 @@ def test_entries_are_never_older_than_those_before_them() -> None:
     assert [(entry.at, entry.start) for entry in DecisionLog(store, "run").read()] == [(9.0, {}), (9.0, {3: 1})]
 
 
+def test_in_a_signed_run_what_nobody_proved_ends_what_it_says_and_starts_nothing() -> None:
+    store, key = MemoryStore(), "ab" * 32
+    full: dict[str, Any] = {"rank": 1, "start": {0: 3}, "charged": True, "restarts": "9", "hang": "1h", "words": "why"}
+    for kind in (*ENDING, *OTHERS):
+        DecisionLog(store, "run", lambda: 7e9).append(lambda _, kind=kind: Decision(kind=kind, **full))
+    genuine = DecisionLog(store, "run", key=key).append(lambda _: Decision(kind="resume", start={0: 1}))
+    assert genuine is not None
+    store.put("run/decisions/000007.json", store.get("run/decisions/000006.json"))  # replayed
+    entries = DecisionLog(store, "run", lambda: 9.0, key=key).read()
+    assert [entry.kind for entry in entries[:3]] == [*ENDING]
+    assert {(entry.rank, entry.words, entry.at) for entry in entries[:3]} == {(1, "why", 9.0)}
+    assert [(entry.start, entry.charged, entry.restarts, entry.hang) for entry in entries[:6]] == [
+        ({}, False, None, None)
+    ] * 6
+    assert [entry.start for entry in entries[6:]] == [{0: 1}, {}]
+    assert [entry.start for entry in DecisionLog(store, "run").read()] == [{0: 3}] * 6 + [{0: 1}] * 2
+    altered = bytes(store.get("run/decisions/000006.json")).replace(b'{"0": 1}', b'{"0": 2}')
+    store.put("run/decisions/000006.json", altered)
+    assert DecisionLog(store, "run", key=key).read()[6].start == {}
+
+
 @pytest.mark.parametrize("name", BAD_DECISIONS)
 def test_an_entry_that_is_none_is_refused_by_its_key(name: str) -> None:
     store = MemoryStore()
@@ -150,6 +172,9 @@ def test_a_log_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr("executors.supervision.decisions.MAX_DECISIONS", 50)
     with pytest.raises(CorruptObjectError, match="more than 50 decisions"):
+        DecisionLog(Endless(), "run").read()
+    monkeypatch.setattr("executors.supervision.decisions.MAX_LOG_BYTES", 20 * len(b'{"kind": "cancel"}'))
+    with pytest.raises(CorruptObjectError, match=r"run/decisions/000020\.json"):
         DecisionLog(Endless(), "run").read()
 
 
