@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-STEPS_APART = 1.5
-"""Steps of the slowest replica that others wait for it, by the clock."""
+STEPS_APART = 2
+"""Steps of the slowest replica that others wait for it, by the clock: in the midst of one the mean arrives, where work
+left before it, and in that of another the next round is due."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,6 @@ def test_one_can_wait_for_some_of_the_replicas_and_for_each_in_turn(local: Local
     run = launch(local, task("hang_on"), 3, args={"rank": 1})
     assert run.wait(n=2)
     assert not run.wait(0.1, n=3)
-    assert not run.is_awaited
     ended = attach(run.run_id).as_completed()
     first = [next(ended), next(ended)]
     assert {(outcome.rank, outcome.result) for outcome in first} == {(0, "done"), (2, "done")}

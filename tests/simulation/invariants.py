@@ -115,7 +115,7 @@ class Invariants:
         grace_s = max(plan.grace_s, plan.phase_s / 20)
         if plan.entry_s is not None:  # a step in which a process was held up took as long
             held_s = max((end - start for each in self.processes for start, end in each.held_s), default=0.0)
-            grace_s = max(grace_s, min(plan.entry_s, 1.5 * (plan.longest_step_s + held_s)))
+            grace_s = max(grace_s, min(plan.entry_s, 2.0 * (plan.longest_step_s + held_s)))
         for entry in adopted:
             early_s = plan.longest_step_s + 1.0 if was_out or process.is_new else 0.0  # a step and a look
             most_s = grace_s + early_s if was_named else 2 * plan.phase_s + 2 * grace_s

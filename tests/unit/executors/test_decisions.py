@@ -135,8 +135,12 @@ def test_entries_are_never_older_than_those_before_them() -> None:
 def test_in_a_signed_run_what_nobody_proved_ends_what_it_says_and_starts_nothing() -> None:
     store, key = MemoryStore(), "ab" * 32
     full: dict[str, Any] = {"rank": 1, "start": {0: 3}, "charged": True, "restarts": "9", "hang": "1h", "words": "why"}
+
+    def forge(kind: str) -> None:
+        DecisionLog(store, "run", lambda: 7e9).append(lambda _: Decision(kind=kind, **full))
+
     for kind in (*ENDING, *OTHERS):
-        DecisionLog(store, "run", lambda: 7e9).append(lambda _, kind=kind: Decision(kind=kind, **full))
+        forge(kind)
     genuine = DecisionLog(store, "run", key=key).append(lambda _: Decision(kind="resume", start={0: 1}))
     assert genuine is not None
     store.put("run/decisions/000007.json", store.get("run/decisions/000006.json"))  # replayed
