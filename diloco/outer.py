@@ -251,8 +251,8 @@ class DiLoCo:
             name: tells apart what is attached; the same in each attempt.
             thing: has `state_dict` and `load_state_dict`, or is a random generator of torch, numpy or Python. Its
                 state is tensors, arrays and JSON; it is stored as safetensors and JSON, never as a pickle.
-            follow: it is a learning rate schedule of torch: DiLoCo steps it to `inner_step`, now and at the end of each
-                `step()`. Do not step it yourself, and attach its optimizer first.
+            follow: it is a learning rate schedule of torch: DiLoCo steps it as `inner_step` goes, now and at the end of
+                each `step()`. Do not step it yourself, and attach its optimizer first.
 
         Raises:
             TypeError: it is another thing, or its state is; says where. Later it is left out, with a warning.

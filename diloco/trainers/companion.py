@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from diloco.attached_state import counts_steps
 from diloco.errors import ContributionError
 from diloco.outer import DiLoCo
 from diloco.rendezvous.envelope import BadRecordError, reading, typed
@@ -50,6 +50,8 @@ class Companion:
         self.total_steps = None if total_steps is None else total_steps - self.begun_at
         self.last: RoundReport | None = None
         """The newest round."""
+        self._held: list[tuple[Any, type[Any]]] = []
+        """Schedules that go with the run, and their classes."""
         try:
             self.diloco = DiLoCo(
                 model,
@@ -74,9 +76,22 @@ class Companion:
         return max(1, min(MOST_ROUNDS, rounds // ROUNDS_PER_SNAPSHOT))
 
     def attach_schedule(self, name: str, schedule: Any) -> None:
-        """Keep a schedule that the trainer steps once a step, and let it follow where the run jumps ahead."""
-        counts = isinstance(getattr(schedule, "last_epoch", None), int) and not isinstance(schedule, ReduceLROnPlateau)
-        self.diloco.attach_state(name, schedule, follow=counts)
+        """Keep a schedule that the trainer steps once a step, and let it go with the run, neither behind nor ahead.
+
+        After a notice the run is again where its last round was, and behind what the schedule has counted.
+        """
+        follows = counts_steps(schedule)
+        self.diloco.attach_state(name, schedule, follow=follows)
+        if not follows:
+            return
+        kind: Any = type(schedule)
+
+        def step(schedule: Any, *args: Any) -> None:
+            if schedule.last_epoch < self.begun_at + self.diloco.inner_step:
+                kind.step(schedule, *args)
+
+        schedule.__class__ = type(kind.__name__, (kind,), {"step": step})  # an attribute would be in its state
+        self._held.append((schedule, kind))
 
     def step(self) -> None:
         """Count a step, once everything else has taken its own."""
@@ -102,6 +117,8 @@ class Companion:
         Args:
             keep_model: the trainer has put another into its place, as the best one.
         """
+        for schedule, kind in self._held:
+            schedule.__class__ = kind
         buffers = dict(self.model.named_buffers())
         live = {**dict(self.model.named_parameters()), **buffers}
         best: dict[str, torch.Tensor] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,43 @@ def test_a_replica_that_comes_back_has_its_optimizer_schedule_data_and_step(
             assert torch.equal(back.state_dict()[name], values), name
     for name, values in ours.diloco.anchor().items():
         assert torch.equal(back.get_parameter(name), values), name
+
+
+def test_one_cycle_ends_after_a_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_cycle(self: Module) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 0.05)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=STEPS)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    monkeypatch.setattr(Module, "configure_optimizers", one_cycle)
+    store = MemoryStore("noticed")
+    for attempt in (0, 1):
+        next_process()
+        replica = replica_of("run", attempt, page=SharedPage.create())
+        replica.__dict__["store"] = store
+        store.put(replica.key("started.json"), f'{{"nonce": "{replica.nonce}"}}'.encode())
+        set_current_replica(replica)
+        if attempt == 0:
+            warned = Warned(replica, at=15)
+            with pytest.raises(SystemExit):
+                fit(None, plain_loader(), folder=tmp_path, also=[warned])
+        else:
+            _, back, trainer = fit(None, plain_loader(), folder=tmp_path)
+    assert trainer.global_step == STEPS
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == STEPS
+    assert list(back.rates) == list(range(12, STEPS)), "from the last round on"
+
+
+class Warned(lightning.Callback):  # type: ignore[misc, name-defined]
+    """Tells a replica at a step that its machine goes."""
+
+    def __init__(self, replica: Replica, at: int) -> None:
+        self.replica = replica
+        self.at = at
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.at:
+            self.replica.page.announce(time.monotonic() + 25, 15)
 
 
 def test_a_checkpoint_has_the_state(tmp_path: Path) -> None:
