@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import random
 from collections.abc import Mapping
@@ -25,6 +26,8 @@ from diloco.rendezvous.proof import proof_of
 from diloco.rendezvous.round import Limits, RoundReport
 from diloco.rendezvous.snapshot import Pointer
 from executors.replica import current_replica
+
+log = logging.getLogger(__name__)
 
 ROUNDS_PER_SNAPSHOT, MOST_ROUNDS = 20, 10
 
@@ -111,10 +114,11 @@ class Companion:
         return self.total_steps is not None and self.diloco.inner_step >= self.total_steps
 
     @torch.no_grad()
-    def finish(self, *, keep_model: bool = False) -> None:
+    def finish(self, *, is_asked_for: bool, keep_model: bool = False) -> None:
         """Give the model the anchor, which all replicas have in common, and leave the run.
 
         Args:
+            is_asked_for: somebody has ended the training; else it is to be over.
             keep_model: the trainer has put another into its place, as the best one.
         """
         for schedule, kind in self._held:
@@ -125,6 +129,11 @@ class Companion:
         if keep_model:
             merged = {*self.diloco.anchor(), *buffers}  # also what is frozen by now
             best = {name: live[name].clone() for name in merged}
+        if not is_asked_for and not self.is_over and self.total_steps is not None:
+            log.warning(
+                "The trainer ended by itself at step %s of %s planned. A checkpoint that is ahead of the run leaves it "
+                "too few epochs: who comes back needs none.", self.trainer_step, self.begun_at + self.total_steps,
+            )  # fmt: skip
         self.diloco.close()  # which merges what is in flight into the model
         if not keep_model and self.diloco.rounds:
             best = self.diloco.anchor()

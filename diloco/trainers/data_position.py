@@ -46,6 +46,8 @@ class DataPosition:
         epoch, batches = self._next
         if self._length is not None and batches >= self._length:
             epoch, batches = epoch + 1, 0
+        if epoch < self._of_trainer[0]:  # a later checkpoint: the trainer has epochs from there on only, each a whole
+            epoch, batches = self._of_trainer[0], 0
         self._start = self._next = epoch, batches
         if not self.is_loaded:
             return

@@ -117,7 +117,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._companion is not None:
-            self._companion.finish()
+            self._companion.finish(is_asked_for=trainer.should_stop)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._companion is not None:

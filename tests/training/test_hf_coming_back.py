@@ -135,3 +135,20 @@ def test_after_a_notice_the_schedule_goes_on_once_the_run_is_where_it_was(tmp_pa
             one.train()
     assert one.lr_scheduler.last_epoch == one.state.global_step == STEPS
     assert one.watch.rates == {step: calm.watch.rates[max(step, 10)] for step in range(8, STEPS)}
+
+
+@pytest.mark.parametrize(("dies_at", "ends_at"), [(29, 39), (27, 37)])
+def test_a_rank_that_comes_back_with_its_checkpoint_of_a_later_epoch_trains_to_the_end(
+    tmp_path: Path, dies_at: int, ends_at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Or says that it did not: the trainer has as many epochs as are left after the checkpoint."""
+    store, three_epochs = MemoryStore(), {"max_steps": 39, "save_strategy": "steps", "save_steps": 26}
+    with pytest.raises(Killed):
+        trainer(tmp_path, store, {"snapshot_every": 5}, dies_at=dies_at, **three_epochs).train()
+    next_process()
+    set_current_replica(Replica(0, 1, "another", 1, "memory://hf"))
+    back = trainer(tmp_path, store, {"snapshot_every": 5}, **three_epochs)
+    back.train(resume_from_checkpoint=True)
+    assert back.state.global_step == ends_at
+    said = [line for line in caplog.messages if "The trainer ended by itself at step 37 of 39 planned." in line]
+    assert len(said) == (ends_at < 39)

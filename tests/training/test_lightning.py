@@ -69,10 +69,11 @@ class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
 
 def fit(
     store: Any, loader: Any, *, dies_at: int | None = None, folder: Path, ckpt_path: Path | None = None,
-    also: Sequence[Any] = (), name: str = "main", **more: Any,
+    also: Sequence[Any] = (), name: str = "main", snapshot_every: int = 1, **more: Any,
 ) -> tuple[Any, Module, Any]:  # fmt: skip
     met: dict[str, Any] = {"name": name} if store is None else place(store)
-    ours, module = DiLoCoCallback(inner_steps=INNER, outer_lr=1.0, outer_momentum=0.0, **met), Module(dies_at)
+    met |= {"outer_lr": 1.0, "outer_momentum": 0.0, "snapshot_every": snapshot_every}
+    ours, module = DiLoCoCallback(inner_steps=INNER, **met), Module(dies_at)
     options: dict[str, Any] = {"max_steps": STEPS, "logger": False, "enable_checkpointing": bool(also), **more}
     trainer = lightning.Trainer(
         accelerator="cpu", callbacks=[ours, *also], enable_progress_bar=False, enable_model_summary=False,
@@ -188,6 +189,17 @@ def test_a_replica_of_a_run_that_began_from_a_checkpoint_comes_back(tmp_path: Pa
     assert {step: calm.rates[step] for step in back.rates} == back.rates
     for name, values in calm.state_dict().items():
         assert torch.equal(back.state_dict()[name], values), name
+
+
+def test_a_rank_that_comes_back_with_its_checkpoint_of_a_later_epoch_trains_to_the_end(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"folder": tmp_path, "max_steps": -1, "max_epochs": 3, "snapshot_every": 5}  # of 13 steps
+    store = MemoryStore()
+    keeper = lightning.callbacks.ModelCheckpoint(tmp_path, filename="it", every_n_train_steps=26)
+    fit(store, plain_loader(), dies_at=29, also=[keeper], **more)
+    next_process()
+    set_current_replica(replica_of("another", 1))
+    ours, _, trainer = fit(store, plain_loader(), ckpt_path=tmp_path / "it.ckpt", **more)
+    assert trainer.global_step == ours.diloco.inner_step == 39
 
 
 @pytest.mark.parametrize("is_replica", [True, False])
