@@ -74,12 +74,12 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
     def _attach_data(self, trainer: Trainer) -> None:
         """Let the loader begin where the data were; the trainer made its iterator before."""
         loader, diloco = trainer.train_dataloader, self.diloco
-        if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        if is_stateful:
             diloco.attach_state("data", loader)
-        else:
-            self._data.begin_at(trainer.current_epoch)
-            diloco.attach_state("data", self._data)
-            self._data.go_to(loader)
+        self._data.begin_at(trainer.current_epoch)
+        diloco.attach_state("position" if is_stateful else "data", self._data)
+        self._data.go_to(loader, is_stateful=is_stateful)
         if current_replica().attempt and diloco.rounds:
             trainer.fit_loop.epoch_loop.restarting = False  # else the epoch is cut by what a checkpoint had seen
         if current_replica().attempt or diloco.rounds:
@@ -93,6 +93,14 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._data.epoch_begins()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if n := self._data.left_out:  # else the trainer would not see the end of this epoch, nor do what is due there
+            fetcher, progress = trainer.fit_loop._data_fetcher, trainer.fit_loop.epoch_loop.batch_progress
+            for name in ("ready", "started", "processed", "completed"):
+                setattr(progress.current, name, getattr(progress.current, name) + n)
+            fetcher.fetched += n
+            fetcher.done = progress.is_last_batch = fetcher.done or fetcher.fetched == fetcher.length
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

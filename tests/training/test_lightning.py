@@ -48,6 +48,7 @@ class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         self.dies_at = dies_at
         self.seen: list[int] = []
         self.rates: dict[int, float] = {}
+        self.validated: list[int] = []
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if self.global_step == self.dies_at:
@@ -59,7 +60,7 @@ class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         return loss
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        """Measures nothing."""
+        self.validated.append(self.global_step)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), 0.05)
@@ -93,9 +94,9 @@ def plain_loader() -> Any:
     return torch.utils.data.DataLoader(torch.arange(N_ITEMS), batch_size=2)  # type: ignore[arg-type]
 
 
-def stateful_loader() -> Any:
+def stateful_loader(n: int = 4 * STEPS) -> Any:
+    """Return a loader of one epoch: the order of the next is another after a return, as torchdata has it."""
     kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-    n = 4 * STEPS  # one epoch: the order of the next is another after a return, as torchdata has it
     return kind(torch.arange(n), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3))
 
 
@@ -121,6 +122,29 @@ def test_a_replica_that_comes_back_has_its_optimizer_schedule_data_and_step(
             assert torch.equal(back.state_dict()[name], values), name
     for name, values in ours.diloco.anchor().items():
         assert torch.equal(back.get_parameter(name), values), name
+
+
+@pytest.mark.parametrize("loader", [plain_loader, lambda: stateful_loader(N_ITEMS)])
+def test_a_schedule_by_epochs_is_where_it_would_be_after_coming_back(
+    tmp_path: Path, loader: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So is the validation at the end of an epoch in the midst of which the replica came back."""
+
+    def by_epochs(self: Module) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 0.05)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+    monkeypatch.setattr(Module, "configure_optimizers", by_epochs)
+    monkeypatch.setattr(Module, "val_dataloader", lambda self: torch.utils.data.DataLoader(torch.arange(1)))
+    more: dict[str, Any] = {"folder": tmp_path, "max_steps": 39, "num_sanity_val_steps": 0}  # epochs of 13 steps
+    store = MemoryStore()
+    _, calm, _ = fit(MemoryStore(), loader(), **more)
+    next_process()
+    fit(store, loader(), dies_at=18, **more)
+    next_process()
+    _, back, _ = fit(store, loader(), **more)
+    assert back.rates == {step: calm.rates[step] for step in range(16, 39)}
+    assert (calm.validated, back.validated) == ([13, 26, 39], [26, 39])
 
 
 def test_one_cycle_ends_after_a_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
