@@ -173,7 +173,10 @@ class AttachedState:
         self._missed += gap
         if gap >= self._plan.steps_per_entry and len(self._attached) > len(self._followers):
             now, own = self._begun_at + step, self._begun_at + step - self._missed
-            log.warning("rank %s: went on at step %s; what is attached is from step %s", self._me.rank, now, own)
+            log.warning(
+                "rank %s: DiLoCo %r went on at step %s; what is attached is from step %s",
+                self._me.rank, self._keys.name, now, own,
+            )  # fmt: skip
 
     def keep(
         self,

@@ -23,9 +23,10 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
     """Trains one model together with the other replicas of the run; in a process that is no replica, alone.
 
     A replica that comes back goes on with its optimizers, its schedules and its data where its newest snapshot was, and
-    at the step where the run is. Data are where they were to the item with `StatefulDataLoader`; else as many batches
-    of the epoch are left out as were seen. A `ckpt_path` is where a run begins; who comes back may be given it again,
-    and goes on where the run is. When training ends, the module is the anchor.
+    at the step where the run is. Data are where they were to the item with `StatefulDataLoader`, to the batch where it
+    loads a stream, of which Lightning has fetched one more; else as many batches of the epoch are left out as were
+    seen. A `ckpt_path` is where a run begins; who comes back may be given it again, and goes on where the run is. When
+    training ends, the module is the anchor.
 
     Args:
         inner_steps: batches with a step of the optimizer from one round to the next.

@@ -76,7 +76,9 @@ class Watch(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
     def on_step_begin(self, args: Any, state: Any, control: Any, **with_: Any) -> None:
         self.rates[state.global_step] = with_["optimizer"].param_groups[0]["lr"]
         if state.global_step == self.notice_at:
-            current_replica().page.announce(time.monotonic() + 25, 15)
+            page = current_replica().page
+            assert page is not None
+            page.announce(time.monotonic() + 25, 15)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **with_: Any) -> None:
         assert all(parameter.grad is None or not parameter.grad.any() for parameter in with_["model"].parameters())

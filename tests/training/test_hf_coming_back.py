@@ -142,7 +142,8 @@ def test_a_rank_that_comes_back_with_its_checkpoint_of_a_later_epoch_trains_to_t
     tmp_path: Path, dies_at: int, ends_at: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Or says that it did not: the trainer has as many epochs as are left after the checkpoint."""
-    store, three_epochs = MemoryStore(), {"max_steps": 39, "save_strategy": "steps", "save_steps": 26}
+    three_epochs: dict[str, Any] = {"max_steps": 39, "save_strategy": "steps", "save_steps": 26}
+    store = MemoryStore()
     with pytest.raises(Killed):
         trainer(tmp_path, store, {"snapshot_every": 5}, dies_at=dies_at, **three_epochs).train()
     next_process()

@@ -135,7 +135,7 @@ def test_a_schedule_by_epochs_is_where_it_would_be_after_coming_back(
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
     monkeypatch.setattr(Module, "configure_optimizers", by_epochs)
-    monkeypatch.setattr(Module, "val_dataloader", lambda self: torch.utils.data.DataLoader(torch.arange(1)))
+    monkeypatch.setattr(Module, "val_dataloader", lambda self: [torch.tensor([0.0])])
     more: dict[str, Any] = {"folder": tmp_path, "max_steps": 39, "num_sanity_val_steps": 0}  # epochs of 13 steps
     store = MemoryStore()
     _, calm, _ = fit(MemoryStore(), loader(), **more)
@@ -181,6 +181,7 @@ class Warned(lightning.Callback):  # type: ignore[misc, name-defined]
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == self.at:
+            assert self.replica.page is not None
             self.replica.page.announce(time.monotonic() + 25, 15)
 
 

@@ -119,16 +119,17 @@ def test_a_schedule_that_has_counted_steps_before_the_run_goes_on_from_there(kin
     one.end()
     for counted in (10, 0):
         back = Replica(place(store), kind, counted=counted)
-        assert (back.diloco.inner_step, back.rate) == (20, pytest.approx(rate_at(30, kind)))
+        assert back.diloco.inner_step == 20
+        assert back.rate == pytest.approx(rate_at(30, kind))
         back.end()
 
 
 def test_what_does_not_follow_is_named_once_with_the_steps_it_lags(caplog: pytest.LogCaptureFixture) -> None:
     back = Replica(place(run_that_went_on("cosine", follow=False)), "cosine", follow=False)
     lines = [line for line in caplog.messages if line.startswith("rank 0")]
-    assert lines == ["rank 0: went on at step 60; what is attached is from step 16"]
+    assert lines == ["rank 0: DiLoCo 'main' went on at step 60; what is attached is from step 16"]
     back.diloco._attached.follow(100, back.diloco._participant.phase.n_steps + 4)  # the run went on once more
-    assert caplog.messages[-1] == "rank 0: went on at step 100; what is attached is from step 20"
+    assert caplog.messages[-1] == "rank 0: DiLoCo 'main' went on at step 100; what is attached is from step 20"
     assert back.schedule.last_epoch == 16, "it was kept with a snapshot"
     back.end()
 
