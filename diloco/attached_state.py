@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from diloco.rendezvous.envelope import BadRecordError, frame, reading, typed, unframe
 from diloco.rendezvous.frames import READ_TRIES
@@ -93,7 +93,9 @@ class AttachedState:
         self._proof = proof
         self._begun_at = begun_at
         self._attached: dict[str, Any] = {}
-        self._followers: list[Any] = []
+        self._followers: dict[str, Any] = {}
+        self._leads: dict[str, int] = {}
+        """By follower, the steps that it had counted before the run began, beyond `begun_at`."""
         self.kept = self._find(keys) if me.attempt else None
         """What an earlier attempt left, if there was one; let go once training goes on, as it is large."""
         self._let_go: set[str] = set()
@@ -123,20 +125,21 @@ class AttachedState:
         """
         if name in self._attached:
             raise ValueError(f"Something is attached as {name!r} already.")
-        if any(getattr(schedule, "optimizer", None) is thing for schedule in self._followers):
+        if any(schedule.optimizer is thing for schedule in self._followers.values()):
             raise ValueError(f"Attach {name!r} before its schedule: its state has a learning rate, too.")
-        if follow and (not isinstance(getattr(thing, "last_epoch", None), int) or isinstance(thing, ReduceLROnPlateau)):
+        if follow and not counts_steps(thing):
             raise TypeError(
                 f"attach_state({name!r}, …, follow=True) takes a learning rate schedule of torch that counts its steps "
                 f"(last_epoch), got a {type(thing).__name__}. Let it be a function of `inner_step` instead."
             )
         take, give = _state_calls(name, thing)
         to_arrays(take(), name)
-        state = None
+        state, lead = None, 0
         if self.kept is not None:
             try:
                 with reading("state"):
                     state = from_arrays(self.kept.arrays, f"attached/{name}")
+                    lead = typed(int, from_arrays(self.kept.arrays, f"lead/{name}") or 0)
             except BadRecordError as error:
                 log.warning("rank %s: what it kept as %r cannot be read: %s", self._me.rank, name, error)
         elif name in self._let_go:
@@ -147,7 +150,9 @@ class AttachedState:
         if state is not None:
             give(state)
         self._attached[name] = thing
-        self._followers += [thing] * follow
+        if follow:
+            self._followers[name] = thing
+            self._leads[name] = lead if state is not None else max(0, thing.last_epoch - self._begun_at - step)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected call of", UserWarning)  # before the optimizer's: on purpose
             self.follow(step, self._n_steps)
@@ -160,15 +165,18 @@ class AttachedState:
         """
         if n_steps and self.kept is not None:
             self._let_go, self.kept = self.kept.names(), None
-        for schedule in self._followers:
-            while schedule.last_epoch < self._begun_at + step:
+        for name, schedule in self._followers.items():
+            for _ in range(schedule.last_epoch, self._begun_at + step + self._leads[name]):
                 schedule.step()
         gap = step - self.step - (n_steps - self._n_steps)
         self.step, self._n_steps = step, n_steps
         self._missed += gap
         if gap >= self._plan.steps_per_entry and len(self._attached) > len(self._followers):
             now, own = self._begun_at + step, self._begun_at + step - self._missed
-            log.warning("rank %s: went on at step %s; what is attached is from step %s", self._me.rank, now, own)
+            log.warning(
+                "rank %s: DiLoCo %r went on at step %s; what is attached is from step %s",
+                self._me.rank, self._keys.name, now, own,
+            )  # fmt: skip
 
     def keep(
         self,
@@ -186,7 +194,8 @@ class AttachedState:
         """
         arrays = {f"progress/{index}": part.numpy() for index, part in enumerate(progress) if part.count_nonzero()}
         states = {f"attached/{name}": _state_calls(name, thing)[0]() for name, thing in self._attached.items()}
-        for prefix, taken in {**states, **({"buffers": dict(buffers)} if buffers else {})}.items():
+        leads = {f"lead/{name}": lead for name, lead in self._leads.items() if lead}
+        for prefix, taken in {**states, **leads, **({"buffers": dict(buffers)} if buffers else {})}.items():
             name = prefix.removeprefix("attached/")
             try:
                 state = to_arrays(taken, prefix)
@@ -290,6 +299,12 @@ def _joined(found: Arrays) -> dict[str, Array]:
         else:
             arrays[name] = array
     return arrays | {name: np.concatenate([parts[n] for n in range(len(parts))]) for name, parts in pieces.items()}
+
+
+def counts_steps(thing: Any) -> bool:
+    """Return whether a thing is a learning rate schedule of torch that can be stepped to a number of steps."""
+    is_stepped_alone = isinstance(thing, LRScheduler) and not isinstance(thing, ReduceLROnPlateau)
+    return is_stepped_alone and isinstance(getattr(thing, "last_epoch", None), int)
 
 
 def _state_calls(name: str, thing: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
 from weakref import WeakValueDictionary
 
 from diloco.errors import DiLoCoError
@@ -28,6 +29,14 @@ def check_is_free(name: tuple[str, str]) -> None:
             f"A DiLoCo named {name[1]!r} is open in this replica already. Give this one another name: "
             "DiLoCo(model, name=…)."
         )
+
+
+def leave_all(nonce: str, leave: Callable[[Any], None]) -> None:
+    """Let each that is open in a replica leave it, also where one of them cannot, and end the process."""
+    with ExitStack() as leaving:
+        for diloco in [each for (other, _), each in is_open.items() if other == nonce]:
+            leaving.callback(leave, diloco)
+    raise SystemExit(LEAVING)
 
 
 class Liaison:

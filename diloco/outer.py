@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from diloco.attached_state import AttachedState
 from diloco.errors import DiLoCoError
 from diloco.fragments import FragmentSpec, check_sizes, plan_fragments
-from diloco.liaison import LEAVING, Liaison, check_is_free, is_open
+from diloco.liaison import Liaison, check_is_free, is_open, leave_all
 from diloco.model_state import ModelState
 from diloco.outer_optimizer import OptimizerFactory
 from diloco.rendezvous.keys import Keys
@@ -220,7 +220,6 @@ class DiLoCo:
         self._liaison.progress()
         self._leave_if_asked(after_round=False)
         reports = self._in_round(self._participant.step)
-        self._attached.follow(self.inner_step, self._participant.phase.n_steps)
         self._leave_if_asked(after_round=bool(reports))
         return RoundReport.sum_of(reports) if reports else None
 
@@ -232,9 +231,7 @@ class DiLoCo:
         """
         self._check_open()
         self._liaison.progress()
-        reports = self._in_round(self._participant.sync)
-        self._attached.follow(self.inner_step, self._participant.phase.n_steps)
-        return reports
+        return self._in_round(self._participant.sync)
 
     def attach_state(self, name: str, thing: Any, *, follow: bool = False) -> None:
         """Keep a state with the snapshots, so that this rank's next attempt goes on with it and the loss has no bump.
@@ -251,8 +248,8 @@ class DiLoCo:
             name: tells apart what is attached; the same in each attempt.
             thing: has `state_dict` and `load_state_dict`, or is a random generator of torch, numpy or Python. Its
                 state is tensors, arrays and JSON; it is stored as safetensors and JSON, never as a pickle.
-            follow: it is a learning rate schedule of torch: DiLoCo steps it to `inner_step`, now and at the end of each
-                `step()`. Do not step it yourself, and attach its optimizer first.
+            follow: it is a learning rate schedule of torch: DiLoCo steps it as `inner_step` goes, now and at the end of
+                each `step()`. Do not step it yourself, and attach its optimizer first.
 
         Raises:
             TypeError: it is another thing, or its state is; says where. Later it is left out, with a warning.
@@ -351,7 +348,6 @@ class DiLoCo:
         self._attached.step = state["inner_step"]
         self._steps_before = state["inner_step"] - self._participant.phase.n_steps
         self._in_round(partial(self._participant.go_back, state, partial(self._model_state.load_checkpoint, state)))
-        self._attached.follow(self.inner_step, self._participant.phase.n_steps)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -369,6 +365,7 @@ class DiLoCo:
             self._liaison.show(self.rounds, self._round_s)
         self._liaison.record(reports)
         self._same_data.check(reports)
+        self._attached.follow(self.inner_step, self._participant.phase.n_steps)
         return reports
 
     def _keep_if_due(self) -> None:
@@ -385,15 +382,17 @@ class DiLoCo:
         self._attached.keep(self.rounds, here.apart(state.progress), here.uncounted_since, state.own_buffers.changed())
 
     def _leave_if_asked(self, *, after_round: bool) -> None:
-        """Keep what is attached, tell the others, and leave by `SystemExit`, where this replica is asked to end."""
-        if not self._liaison.is_to_leave(after_round=after_round):
-            return
+        """Leave by `SystemExit`, with each DiLoCo of this replica, where it is asked to end."""
+        if self._liaison.is_to_leave(after_round=after_round):
+            leave_all(self._name[0], DiLoCo._keep_and_leave)
+
+    def _keep_and_leave(self) -> None:
+        """Keep what is attached, and tell the others."""
         if self._attached:
             self._liaison.record(self._participant.stop())
             self._keep_attached()
         self._close(in_order=False)
         self._workers.uploads.finish()
-        raise SystemExit(LEAVING)
 
     def _check_open(self) -> None:
         if self._closed:

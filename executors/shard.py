@@ -6,7 +6,7 @@ Nothing is imported for it: a data set of `datasets` or torch comes from a modul
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import islice
 from typing import Any
 
@@ -39,12 +39,22 @@ def share_of(dataset: Any, index: int, of: int) -> Any:
     return islice(dataset, index, None, of) if isinstance(dataset, Iterator) else IterableShare(dataset, index, of)
 
 
-class Share:
-    """Some items of a data set that has a length, as a data set."""
+class _Part:
+    """A part of a data set, which is told which epoch begins, as the data set is, and goes to spawned workers."""
 
     def __init__(self, dataset: Any, index: int, of: int) -> None:
         self.dataset = dataset
-        self._indices = range(index, len(dataset), of)
+        self._index = index
+        self._of = of
+        if hasattr(dataset, "set_epoch"):  # no other name is handed on: a state, or an index, would be of the whole
+            self.set_epoch = dataset.set_epoch
+
+    def __reduce__(self) -> tuple[Any, ...]:  # the class may be one that was made in `share_of`
+        return share_of, (self.dataset, self._index, self._of)
+
+
+class Share(_Part):
+    """Some items of a data set that has a length, as a data set."""
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -52,14 +62,13 @@ class Share:
     def __getitem__(self, at: int) -> Any:
         return self.dataset[self._indices[at]]
 
+    @property
+    def _indices(self) -> range:
+        return range(self._index, len(self.dataset), self._of)
 
-class IterableShare:
+
+class IterableShare(_Part):
     """Some items of an iterable, each time it is iterated."""
-
-    def __init__(self, dataset: Iterable[Any], index: int, of: int) -> None:
-        self.dataset = dataset
-        self._index = index
-        self._of = of
 
     def __iter__(self) -> Iterator[Any]:
         return islice(self.dataset, self._index, None, self._of)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import random
 from collections.abc import Mapping
@@ -12,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from diloco.attached_state import counts_steps
 from diloco.errors import ContributionError
 from diloco.outer import DiLoCo
 from diloco.rendezvous.envelope import BadRecordError, reading, typed
@@ -25,6 +26,8 @@ from diloco.rendezvous.proof import proof_of
 from diloco.rendezvous.round import Limits, RoundReport
 from diloco.rendezvous.snapshot import Pointer
 from executors.replica import current_replica
+
+log = logging.getLogger(__name__)
 
 ROUNDS_PER_SNAPSHOT, MOST_ROUNDS = 20, 10
 
@@ -50,6 +53,8 @@ class Companion:
         self.total_steps = None if total_steps is None else total_steps - self.begun_at
         self.last: RoundReport | None = None
         """The newest round."""
+        self._held: list[tuple[Any, type[Any]]] = []
+        """Schedules that go with the run, and their classes."""
         try:
             self.diloco = DiLoCo(
                 model,
@@ -74,9 +79,22 @@ class Companion:
         return max(1, min(MOST_ROUNDS, rounds // ROUNDS_PER_SNAPSHOT))
 
     def attach_schedule(self, name: str, schedule: Any) -> None:
-        """Keep a schedule that the trainer steps once a step, and let it follow where the run jumps ahead."""
-        counts = isinstance(getattr(schedule, "last_epoch", None), int) and not isinstance(schedule, ReduceLROnPlateau)
-        self.diloco.attach_state(name, schedule, follow=counts)
+        """Keep a schedule that the trainer steps once a step, and let it go with the run, neither behind nor ahead.
+
+        After a notice the run is again where its last round was, and behind what the schedule has counted.
+        """
+        follows = counts_steps(schedule)
+        self.diloco.attach_state(name, schedule, follow=follows)
+        if not follows:
+            return
+        kind: Any = type(schedule)
+
+        def step(schedule: Any, *args: Any) -> None:
+            if schedule.last_epoch < self.begun_at + self.diloco.inner_step:
+                kind.step(schedule, *args)
+
+        schedule.__class__ = type(kind.__name__, (kind,), {"step": step})  # an attribute would be in its state
+        self._held.append((schedule, kind))
 
     def step(self) -> None:
         """Count a step, once everything else has taken its own."""
@@ -96,18 +114,26 @@ class Companion:
         return self.total_steps is not None and self.diloco.inner_step >= self.total_steps
 
     @torch.no_grad()
-    def finish(self, *, keep_model: bool = False) -> None:
+    def finish(self, *, is_asked_for: bool, keep_model: bool = False) -> None:
         """Give the model the anchor, which all replicas have in common, and leave the run.
 
         Args:
+            is_asked_for: somebody has ended the training; else it is to be over.
             keep_model: the trainer has put another into its place, as the best one.
         """
+        for schedule, kind in self._held:
+            schedule.__class__ = kind
         buffers = dict(self.model.named_buffers())
         live = {**dict(self.model.named_parameters()), **buffers}
         best: dict[str, torch.Tensor] = {}
         if keep_model:
             merged = {*self.diloco.anchor(), *buffers}  # also what is frozen by now
             best = {name: live[name].clone() for name in merged}
+        if not is_asked_for and not self.is_over and self.total_steps is not None:
+            log.warning(
+                "The trainer ended by itself at step %s of %s planned. A checkpoint that is ahead of the run leaves it "
+                "too few epochs: who comes back needs none.", self.trainer_step, self.begun_at + self.total_steps,
+            )  # fmt: skip
         self.diloco.close()  # which merges what is in flight into the model
         if not keep_model and self.diloco.rounds:
             best = self.diloco.anchor()

@@ -38,16 +38,24 @@ class DataPosition:
         """Count from where the trainer begins by itself."""
         self._next = self._of_trainer = epoch, batches
 
-    def go_to(self, loader: Any) -> None:
-        """Let a loader begin at the position that was loaded, if one was; the trainer then leaves out no batch."""
+    def go_to(self, loader: Any, *, is_stateful: bool = False) -> None:
+        """Let a loader begin at the position that was loaded, if one was; the trainer then leaves out no batch.
+
+        Args:
+            is_stateful: the loader is there by itself.
+        """
         self._loader = loader
         with contextlib.suppress(TypeError):  # a stream has none
             self._length = len(loader)
         epoch, batches = self._next
         if self._length is not None and batches >= self._length:
             epoch, batches = epoch + 1, 0
+        if (
+            epoch < self._of_trainer[0] and not is_stateful
+        ):  # a later checkpoint: the trainer has epochs from there on only, each a whole
+            epoch, batches = self._of_trainer[0], 0
         self._start = self._next = epoch, batches
-        if not self.is_loaded:
+        if not self.is_loaded or is_stateful:
             return
         epoch -= self._of_trainer[0]
         if (epoch, batches) == (0, 0):
@@ -76,6 +84,11 @@ class DataPosition:
     def began_in_the_midst(self) -> bool:
         """Whether this epoch did."""
         return self._epoch == self._start[0] and self._start[1] > 0
+
+    @property
+    def left_out(self) -> int:
+        """How many batches of this epoch were seen by an earlier attempt, before the first of it; then 0."""
+        return 0 if self.has_seen_any else self._batches
 
     @property
     def has_seen_any(self) -> bool:

@@ -213,7 +213,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         if self._was_terminated and find_replica() is not None:  # the trainer has saved, and put the handler back
             os.kill(os.getpid(), signal.SIGTERM)
         is_best = bool(args.load_best_model_at_end and state.best_model_checkpoint)
-        self._companion.finish(keep_model=is_best)
+        self._companion.finish(is_asked_for=control.should_training_stop, keep_model=is_best)
         if self._folder is not None:
             self._folder.leave()
 

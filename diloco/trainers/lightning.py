@@ -23,9 +23,10 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
     """Trains one model together with the other replicas of the run; in a process that is no replica, alone.
 
     A replica that comes back goes on with its optimizers, its schedules and its data where its newest snapshot was, and
-    at the step where the run is. Data are where they were to the item with `StatefulDataLoader`; else as many batches
-    of the epoch are left out as were seen. A `ckpt_path` is where a run begins; who comes back may be given it again,
-    and goes on where the run is. When training ends, the module is the anchor.
+    at the step where the run is. Data are where they were to the item with `StatefulDataLoader`, to the batch where it
+    loads a stream, of which Lightning has fetched one more; else as many batches of the epoch are left out as were
+    seen. A `ckpt_path` is where a run begins; who comes back may be given it again, and goes on where the run is. When
+    training ends, the module is the anchor.
 
     Args:
         inner_steps: batches with a step of the optimizer from one round to the next.
@@ -74,12 +75,12 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
     def _attach_data(self, trainer: Trainer) -> None:
         """Let the loader begin where the data were; the trainer made its iterator before."""
         loader, diloco = trainer.train_dataloader, self.diloco
-        if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        if is_stateful:
             diloco.attach_state("data", loader)
-        else:
-            self._data.begin_at(trainer.current_epoch)
-            diloco.attach_state("data", self._data)
-            self._data.go_to(loader)
+        self._data.begin_at(trainer.current_epoch)
+        diloco.attach_state("position" if is_stateful else "data", self._data)
+        self._data.go_to(loader, is_stateful=is_stateful)
         if current_replica().attempt and diloco.rounds:
             trainer.fit_loop.epoch_loop.restarting = False  # else the epoch is cut by what a checkpoint had seen
         if current_replica().attempt or diloco.rounds:
@@ -93,6 +94,14 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._data.epoch_begins()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if n := self._data.left_out:  # else the trainer would not see the end of this epoch, nor do what is due there
+            fetcher, progress = trainer.fit_loop._data_fetcher, trainer.fit_loop.epoch_loop.batch_progress
+            for name in ("ready", "started", "processed", "completed"):
+                setattr(progress.current, name, getattr(progress.current, name) + n)
+            fetcher.fetched += n
+            fetcher.done = progress.is_last_batch = fetcher.done or fetcher.fetched == fetcher.length
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -117,7 +126,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._companion is not None:
-            self._companion.finish()
+            self._companion.finish(is_asked_for=trainer.should_stop)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._companion is not None:

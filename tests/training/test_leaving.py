@@ -83,6 +83,38 @@ def test_a_notice_keeps_what_is_attached_and_the_work_since_the_last_round() -> 
     following.diloco._close(in_order=False)
 
 
+def test_a_notice_keeps_what_is_attached_to_each_diloco_of_the_process() -> None:
+    store = MemoryStore("two models")
+
+    def begin(attempt: int) -> tuple[Training, DiLoCo, torch.optim.Optimizer]:
+        training, other = Training(store, attempt), nn.Linear(2, 1)
+        optimizer = torch.optim.AdamW(other.parameters(), 0.1)
+        another = DiLoCo(other, inner_steps=4, snapshot_every=100, name="another")
+        another.attach_state("optimizer", optimizer)
+        return training, another, optimizer
+
+    def step(training: Training, another: DiLoCo, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        training.step()
+        another.step()
+
+    begun = begin(0)
+    for _ in range(6):
+        step(*begun)
+    begun[0].page.announce(time.monotonic() + 25, 15)
+    with pytest.raises(SystemExit):
+        step(*begun)
+    following, another, optimizer = begin(1)
+    assert (following.diloco.rounds, another.rounds) == (1, 1)
+    assert following.inner_moment == begun[0].inner_moment
+    kept, left = ([state["exp_avg"] for state in each.state.values()] for each in (optimizer, begun[2]))
+    assert all(torch.equal(one, two) for one, two in zip(kept, left, strict=True))
+    for diloco in (following.diloco, another):
+        diloco._close(in_order=False)
+
+
 @pytest.mark.parametrize("wire", ["fp32", "int8"])
 @pytest.mark.parametrize("merge", ["anchor", "carry"])
 def test_a_notice_while_work_is_in_flight_keeps_all_of_it(merge: str, wire: str) -> None:

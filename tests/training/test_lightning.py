@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         self.dies_at = dies_at
         self.seen: list[int] = []
         self.rates: dict[int, float] = {}
+        self.validated: list[int] = []
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if self.global_step == self.dies_at:
@@ -58,7 +60,7 @@ class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         return loss
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        """Measures nothing."""
+        self.validated.append(self.global_step)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), 0.05)
@@ -68,10 +70,11 @@ class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
 
 def fit(
     store: Any, loader: Any, *, dies_at: int | None = None, folder: Path, ckpt_path: Path | None = None,
-    also: Sequence[Any] = (), name: str = "main", **more: Any,
+    also: Sequence[Any] = (), name: str = "main", snapshot_every: int = 1, **more: Any,
 ) -> tuple[Any, Module, Any]:  # fmt: skip
     met: dict[str, Any] = {"name": name} if store is None else place(store)
-    ours, module = DiLoCoCallback(inner_steps=INNER, outer_lr=1.0, outer_momentum=0.0, **met), Module(dies_at)
+    met |= {"outer_lr": 1.0, "outer_momentum": 0.0, "snapshot_every": snapshot_every}
+    ours, module = DiLoCoCallback(inner_steps=INNER, **met), Module(dies_at)
     options: dict[str, Any] = {"max_steps": STEPS, "logger": False, "enable_checkpointing": bool(also), **more}
     trainer = lightning.Trainer(
         accelerator="cpu", callbacks=[ours, *also], enable_progress_bar=False, enable_model_summary=False,
@@ -91,9 +94,9 @@ def plain_loader() -> Any:
     return torch.utils.data.DataLoader(torch.arange(N_ITEMS), batch_size=2)  # type: ignore[arg-type]
 
 
-def stateful_loader() -> Any:
+def stateful_loader(n: int = 4 * STEPS) -> Any:
+    """Return a loader of one epoch: the order of the next is another after a return, as torchdata has it."""
     kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-    n = 4 * STEPS  # one epoch: the order of the next is another after a return, as torchdata has it
     return kind(torch.arange(n), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3))
 
 
@@ -119,6 +122,67 @@ def test_a_replica_that_comes_back_has_its_optimizer_schedule_data_and_step(
             assert torch.equal(back.state_dict()[name], values), name
     for name, values in ours.diloco.anchor().items():
         assert torch.equal(back.get_parameter(name), values), name
+
+
+@pytest.mark.parametrize("loader", [plain_loader, lambda: stateful_loader(N_ITEMS)])
+def test_a_schedule_by_epochs_is_where_it_would_be_after_coming_back(
+    tmp_path: Path, loader: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So is the validation at the end of an epoch in the midst of which the replica came back."""
+
+    def by_epochs(self: Module) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 0.05)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+    monkeypatch.setattr(Module, "configure_optimizers", by_epochs)
+    monkeypatch.setattr(Module, "val_dataloader", lambda self: [torch.tensor([0.0])])
+    more: dict[str, Any] = {"folder": tmp_path, "max_steps": 39, "num_sanity_val_steps": 0}  # epochs of 13 steps
+    store = MemoryStore()
+    _, calm, _ = fit(MemoryStore(), loader(), **more)
+    next_process()
+    fit(store, loader(), dies_at=18, **more)
+    next_process()
+    _, back, _ = fit(store, loader(), **more)
+    assert back.rates == {step: calm.rates[step] for step in range(16, 39)}
+    assert (calm.validated, back.validated) == ([13, 26, 39], [26, 39])
+
+
+def test_one_cycle_ends_after_a_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_cycle(self: Module) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 0.05)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=STEPS)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    monkeypatch.setattr(Module, "configure_optimizers", one_cycle)
+    store = MemoryStore("noticed")
+    for attempt in (0, 1):
+        next_process()
+        replica = replica_of("run", attempt, page=SharedPage.create())
+        replica.__dict__["store"] = store
+        store.put(replica.key("started.json"), f'{{"nonce": "{replica.nonce}"}}'.encode())
+        set_current_replica(replica)
+        if attempt == 0:
+            warned = Warned(replica, at=15)
+            with pytest.raises(SystemExit):
+                fit(None, plain_loader(), folder=tmp_path, also=[warned])
+        else:
+            _, back, trainer = fit(None, plain_loader(), folder=tmp_path)
+    assert trainer.global_step == STEPS
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == STEPS
+    assert list(back.rates) == list(range(12, STEPS)), "from the last round on"
+
+
+class Warned(lightning.Callback):  # type: ignore[misc, name-defined]
+    """Tells a replica at a step that its machine goes."""
+
+    def __init__(self, replica: Replica, at: int) -> None:
+        self.replica = replica
+        self.at = at
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.at:
+            assert self.replica.page is not None
+            self.replica.page.announce(time.monotonic() + 25, 15)
 
 
 def test_a_checkpoint_has_the_state(tmp_path: Path) -> None:
@@ -150,6 +214,17 @@ def test_a_replica_of_a_run_that_began_from_a_checkpoint_comes_back(tmp_path: Pa
     assert {step: calm.rates[step] for step in back.rates} == back.rates
     for name, values in calm.state_dict().items():
         assert torch.equal(back.state_dict()[name], values), name
+
+
+def test_a_rank_that_comes_back_with_its_checkpoint_of_a_later_epoch_trains_to_the_end(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"folder": tmp_path, "max_steps": -1, "max_epochs": 3, "snapshot_every": 5}  # of 13 steps
+    store = MemoryStore()
+    keeper = lightning.callbacks.ModelCheckpoint(tmp_path, filename="it", every_n_train_steps=26)
+    fit(store, plain_loader(), dies_at=29, also=[keeper], **more)
+    next_process()
+    set_current_replica(replica_of("another", 1))
+    ours, _, trainer = fit(store, plain_loader(), ckpt_path=tmp_path / "it.ckpt", **more)
+    assert trainer.global_step == ours.diloco.inner_step == 39
 
 
 @pytest.mark.parametrize("is_replica", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,11 +43,14 @@ def _processes_are_forgotten() -> None:
 class Replica:
     """One process with a schedule that follows the run."""
 
-    def __init__(self, where: dict[str, Any], kind: str, *, follow: bool = True) -> None:
+    def __init__(self, where: dict[str, Any], kind: str, *, follow: bool = True, counted: int = 0) -> None:
         next_process()
         self.model = nn.Linear(2, 1)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 0.1)
         self.schedule = SCHEDULES[kind](self.optimizer)
+        for _ in range(counted):
+            self.optimizer.step()
+            self.schedule.step()
         self.follow = follow
         self.diloco = DiLoCo(self.model, inner_steps=4, snapshot_every=2, **PLAIN, **where)
         self.diloco.attach_state("optimizer", self.optimizer)
@@ -106,12 +110,26 @@ def test_a_schedule_that_follows_is_stepped_with_each_step(caplog: pytest.LogCap
     one.end()
 
 
+@pytest.mark.parametrize("kind", ["lambda", "in turn"])
+def test_a_schedule_that_has_counted_steps_before_the_run_goes_on_from_there(kind: str) -> None:
+    """A new run from a checkpoint of the script's own; then its replica comes back, with that checkpoint or without."""
+    store = MemoryStore()
+    one = Replica(place(store), kind, counted=10).train_until(20)
+    assert one.rate == pytest.approx(rate_at(30, kind))
+    one.end()
+    for counted in (10, 0):
+        back = Replica(place(store), kind, counted=counted)
+        assert back.diloco.inner_step == 20
+        assert back.rate == pytest.approx(rate_at(30, kind))
+        back.end()
+
+
 def test_what_does_not_follow_is_named_once_with_the_steps_it_lags(caplog: pytest.LogCaptureFixture) -> None:
     back = Replica(place(run_that_went_on("cosine", follow=False)), "cosine", follow=False)
     lines = [line for line in caplog.messages if line.startswith("rank 0")]
-    assert lines == ["rank 0: went on at step 60; what is attached is from step 16"]
+    assert lines == ["rank 0: DiLoCo 'main' went on at step 60; what is attached is from step 16"]
     back.diloco._attached.follow(100, back.diloco._participant.phase.n_steps + 4)  # the run went on once more
-    assert caplog.messages[-1] == "rank 0: went on at step 100; what is attached is from step 20"
+    assert caplog.messages[-1] == "rank 0: DiLoCo 'main' went on at step 100; what is attached is from step 20"
     assert back.schedule.last_epoch == 16, "it was kept with a snapshot"
     back.end()
 
@@ -120,7 +138,8 @@ def test_what_cannot_follow_is_refused() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
     without_a_count = ChainedScheduler([LinearLR(optimizer), LinearLR(optimizer)])
     diloco = DiLoCo(nn.Linear(1, 1), **place())
-    for thing in (optimizer, ReduceLROnPlateau(optimizer), without_a_count, torch.Generator()):
+    by_metric = SimpleNamespace(last_epoch=0, step=lambda metric: None)  # as GreedyLR of transformers
+    for thing in (optimizer, ReduceLROnPlateau(optimizer), without_a_count, by_metric, torch.Generator()):
         with pytest.raises(TypeError, match=r"takes a learning rate schedule of torch that counts its steps"):
             diloco.attach_state("schedule", thing, follow=True)
     diloco.attach_state("schedule", LinearLR(optimizer), follow=True)

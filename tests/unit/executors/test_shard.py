@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -100,6 +101,37 @@ def test_a_replica_that_joined_gets_a_share_too(kind: str) -> None:
     joined = [items(replica(rank, 2).shard(make())) for rank in (2, 3)]
     assert all(joined), "an iterable that is split by rank would give it nothing"
     assert joined[0] != joined[1]
+
+
+@pytest.mark.parametrize("kind", DATA_SETS)
+def test_a_share_goes_to_spawned_workers(kind: str) -> None:
+    make, items = DATA_SETS[kind]
+    there = pickle.loads(pickle.dumps(replica(1, 2).shard(make())))
+    assert items(there) == items(replica(1, 2).shard(make()))
+
+
+class OfAnEpoch:
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class SquaresOfAnEpoch(OfAnEpoch, Squares):
+    """One that has a length."""
+
+
+class StreamOfAnEpoch(OfAnEpoch, Stream):
+    """One that has none."""
+
+
+@pytest.mark.parametrize("kind", [SquaresOfAnEpoch, StreamOfAnEpoch])
+def test_a_share_hears_of_the_epoch_as_its_data_set_does(kind: type[Any]) -> None:
+    share = replica(0, 2).shard(kind())
+    for each in (share, pickle.loads(pickle.dumps(share))):
+        each.set_epoch(3)  # as accelerate does, where there is such a method
+        assert each.dataset.epoch == 3
+    assert not hasattr(replica(0, 2).shard(Stream()), "set_epoch")
 
 
 def test_a_share_of_fewer_items_than_a_batch_has_takes_is_refused_by_name() -> None:
