@@ -32,8 +32,8 @@ def test_schedules_that_once_found_something_stay_fine() -> None:
     landed; what was held for an entry that was jumped over; a replica out of phase that presents itself no more;
     one that comes to the end of a plan by entries that the others had without it; steps that left with the work of
     an earlier attempt. Three readings that were wrong in a moment, and a long sleep before the next. One that comes
-    back when the others have long sent what is then sealed. A mean whose head has rotted, computed on an unlike host. By
-    the clock, one whose step is long: the mean came in the midst of one, and the next round was due in that of another.
+    back when the others have long sent what is then sealed. A mean whose head has rotted, computed on an unlike host.
+    One whose steps are long, by the clock: the mean came in the midst of one, and in that of another a round was due.
     """
     seeds: tuple[int, ...] = (513, 2238, 3002, 101429, 492212788596, 325973480116, 855278631975, 1546749660)
     seeds += (9006374, 9008771, 9008772, 20010732, 203650224431, 93669702450, 93669702514, 598520567880, 569670020615)

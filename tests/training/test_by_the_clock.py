@@ -217,11 +217,11 @@ def test_who_saw_a_seal_in_the_midst_of_a_phase_counts_from_the_last_look_withou
     assert [one.step(3.0).is_due for _ in range(3)] == [False, False, True]
 
 
-def test_replicas_are_waited_for_as_long_as_the_slowest_ones_step_unless_that_is_longer_than_a_phase() -> None:
+def test_replicas_are_waited_for_as_long_as_two_of_the_slowest_ones_steps_unless_that_is_longer_than_a_phase() -> None:
     one = Clocked()
     one.step(2.0)
     assert one.phase.seconds == 12.0
-    assert [one.phase.apart_s(phase_s) for phase_s in (0.0, 12.0, 16.0, 40.0)] == [0.0, 3.0, 9.0, 10.0]
+    assert [one.phase.apart_s(phase_s) for phase_s in (0.0, 12.0, 14.0, 40.0)] == [0.0, 4.0, 8.0, 10.0]
     assert Phase(Plan(), lambda: 0.0).apart_s(40.0) == 0.0
 
 
