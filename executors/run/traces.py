@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import time
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from executors.attempt import Attempt, replica_prefix
-from executors.errors import ReplicasError, RunNotFoundError
+from executors.errors import BackendError, ReplicasError, RunNotFoundError, StoreError
 from executors.logs.follower import WHOLE
 from executors.metrics.metrics import Metrics, read_metrics
+from executors.native import page_of_job
 from executors.protocol import Outcome, ServerlessExecutor
 from executors.run.fleet import Fleet
 from executors.run.observer import RECENT_S, Observer
@@ -296,19 +298,23 @@ class Traces:
 
     def report_document(self) -> dict[str, Any]:
         """Return all that the page of the run shows as one JSON document, whose floats are finite."""
-        from executors.report.document import document
-        from executors.run.report_subject import subject_of
+        from executors.report.document import Subject, document
+        from executors.task.stored import read_task
 
-        return document(
-            subject_of(
-                self.store,
-                self.record,
-                self.status(),
-                self.metrics(),
-                self.handles,
-                lambda note: self.events(note=note),
-            )
-        )
+        now, metrics, handles = self.status(), self.metrics(), self.handles
+        task, pages, problems = None, list[str | None](), list[str]()
+        events = list(self.events(note=problems.append))
+        try:
+            task = read_task(self.store, self.run_id).record
+        except StoreError as error:
+            problems.append(str(error))
+        with contextlib.suppress(BackendError):  # of a backend that is not installed here, which may have no pages
+            pages = list(map(page_of_job, handles))
+        subject = Subject(
+            url=self.url, record=self.record, task=task, now=now, metrics=metrics, events=events, pages=pages,
+            problems=list(dict.fromkeys(problems)),
+        )  # fmt: skip
+        return document(subject)
 
     def newest_attempt(self, rank: int) -> Attempt:
         """Return a rank's newest attempt: its number is 0 until it was resumed, or its process started twice."""
