@@ -233,11 +233,11 @@ class Run(Traces):
 
     @cached_property
     def _waiter(self) -> Waiter:
-        return Waiter(self.run_id, self.record, self._observer, self.cancel, self.keep)
+        return Waiter(self._observer, self.cancel, self.keep)
 
     @cached_property
     def _canceller(self) -> Canceller:
-        return Canceller(self.store, self.run_id, self._observer, self.backend, lambda: self.executor)
+        return Canceller(self._observer)
 
     @cached_property
     def _display(self) -> Display:

@@ -222,7 +222,7 @@ class Traces:
             lines: which ones, and how they are shown.
             note: is given a line about each log that is not read where its replica writes to.
         """
-        logs = RunLogs(self._observer, lambda: self.executor, attempt, lines, note, is_one=isinstance(rank, int))
+        logs = RunLogs(self._observer, attempt, lines, note, is_one=isinstance(rank, int))
         chosen = self.ranks if rank is None else [rank] if isinstance(rank, int) else rank
         ranks = [self.check_rank(r) for r in chosen]
         if follow:
@@ -233,7 +233,7 @@ class Traces:
         self, ranks: Sequence[int], tail: int | None, attempt: Which, lines: Lines, note: LogNote
     ) -> dict[int, str]:
         """Return the lines of each rank that has the attempt, led by nothing; see `log_pieces`."""
-        logs = RunLogs(self._observer, lambda: self.executor, attempt, lines, note, is_one=True)
+        logs = RunLogs(self._observer, attempt, lines, note, is_one=True)
         texts: dict[int, list[str]] = {}
         for rank, text in logs.tails([self.check_rank(rank) for rank in ranks], tail):
             texts.setdefault(rank, []).append(text)
@@ -245,9 +245,7 @@ class Traces:
         Args:
             tell: is told why, if that is not all.
         """
-        logs = RunLogs(
-            self._observer, lambda: self.executor, attempt.number, EVERYTHING, lambda words: None, is_one=True
-        )
+        logs = RunLogs(self._observer, attempt.number, EVERYTHING, lambda words: None, is_one=True)
         return logs.whole(attempt, tell)
 
     def events(self, follow: bool = False, note: LogNote = log.warning) -> Iterator[Event]:

@@ -328,11 +328,11 @@ def test_a_second_stop_takes_no_time_from_the_first_whatever_the_clocks_say(ahea
 def test_who_asks_for_a_stop_waits_as_long_as_it_gives_whatever_clock_wrote_to_the_log_before(ahead_s: float) -> None:
     store, waited = MemoryStore(), list[float]()
     order_cancel(DecisionLog(store, "run", lambda: time.time() + ahead_s), [0], "by another machine")
-    nothing: Any = None
+    observer: Any = SimpleNamespace(store=store, run_id="run")
 
     def wait(for_s: float) -> bool:
         waited.append(for_s)
         return True
 
-    Canceller(store, "run", nothing, "local", nothing).stop(60.0, wait)
+    Canceller(observer).stop(60.0, wait)
     assert waited == [60.0]
