@@ -21,7 +21,6 @@ from executors.run.traces import Traces
 from executors.run.waiter import Waiter
 from executors.status import ReplicaState, RunStatus
 from executors.store import Store
-from executors.supervision.decisions import DecisionLog
 from executors.supervision.lease import LeaseHolder
 
 
@@ -199,8 +198,7 @@ class Run(Traces):
             return self._keeper
         tell = say or (lambda words: print(f"replicas: {words}", file=sys.stderr))
         hands = LaunchHands(lambda: self.executor, recipes, tell)
-        log = DecisionLog(self.store, self.run_id)
-        self._keeper = OutsideKeeper(log, self.record, self._observer, hands, self._canceller.end, hands.knows)
+        self._keeper = OutsideKeeper(self._observer, hands, self._canceller.end, hands.knows)
         return self._keeper
 
     @property

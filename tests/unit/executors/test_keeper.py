@@ -296,14 +296,17 @@ def test_a_stop_has_its_time_whatever_the_clock_of_a_keeper_says(
     ahead_s: float, scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     observer: Any = SimpleNamespace(
+        store=scene.store,
+        run_id="run",
+        record=RunRecord.parse(run_json(restarts="3")),
         ranks=[0],
         outcome=lambda rank: None,
         attempt=lambda rank: Attempt(scene.store, "run", rank),
         map=lambda act, things: [act(thing) for thing in things],
     )
-    record, ended = RunRecord.parse(run_json(restarts="3")), list[str]()
+    ended = list[str]()
     hands: Any = SimpleNamespace(how="launch", free={}, may_start=lambda rank: False)
-    keeper = OutsideKeeper(DecisionLog(scene.store, "run"), record, observer, hands, ended.append, lambda rank: True)
+    keeper = OutsideKeeper(observer, hands, ended.append, lambda rank: True)
     order_stop(DecisionLog(scene.store, "run", lambda: time.time() - ahead_s), within_s=600.0)
     began = time.monotonic()
 
