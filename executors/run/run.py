@@ -239,7 +239,7 @@ class Run(Traces):
 
     @cached_property
     def _display(self) -> Display:
-        return Display(self.status, self.pauses, self.metrics, self.report_document)
+        return Display(self)
 
     def _settle(self) -> None:
         """The run has ended: whoever goes on finds that the cells say so."""
