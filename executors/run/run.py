@@ -20,7 +20,6 @@ from executors.run.run_logs import Ranks
 from executors.run.traces import Traces
 from executors.run.waiter import Waiter
 from executors.status import ReplicaState, RunStatus
-from executors.store import Store
 from executors.supervision.lease import LeaseHolder
 
 
@@ -30,21 +29,12 @@ class Run(Traces):
     A context manager: leaving it cancels what still runs.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        run_id: str,
-        *,
-        executor: ServerlessExecutor | str | None = None,
-        handles: Sequence[Any] | None = None,
-    ) -> None:
-        super().__init__(store, run_id, executor=executor, handles=handles)
-        self.is_awaited = False
-        """Whether this process has waited for the run's end, or ended it."""
-        self.shows_progress = False
-        """Whether waiting for it draws how far it is."""
-        self._leases: list[LeaseHolder] = []
-        self._keeper: OutsideKeeper | None = None
+    is_awaited = False
+    """Whether this process has waited for the run's end, or ended it."""
+    shows_progress = False
+    """Whether waiting for it draws how far it is."""
+    _leases: tuple[LeaseHolder, ...] = ()
+    _keeper: OutsideKeeper | None = None
 
     def __enter__(self) -> Run:
         return self
@@ -192,7 +182,7 @@ class Run(Traces):
             lease: where its replicas end unless somebody renews it; it ends with the run.
             say: gets a sentence on each start that failed. None: they go to stderr.
         """
-        self._leases += [] if lease is None else [lease]
+        self._leases += () if lease is None else (lease,)
         if self._keeper is not None:
             self._keeper.hands.learn(recipes)
             return self._keeper
