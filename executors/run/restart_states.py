@@ -16,7 +16,7 @@ from executors.run_index import reference
 from executors.status import Decided, ReplicaState, RestartState
 from executors.store import Store
 from executors.store.url import is_near
-from executors.supervision.decision_words import HOPELESS, Earlier, charged_in_force, line_of, note_of
+from executors.supervision.decision_words import HOPELESS, Earlier, line_of, note_of
 from executors.supervision.decisions import Decision, DecisionLog, answer_to, barred_by, policy_of
 from executors.supervision.orders import words_of_bar
 from executors.supervision.rules import RunFacts, decide
@@ -71,7 +71,8 @@ class Answers:
         if self._policy is None and not self._log.entries:
             return [replace(state, doing=self._problem) if self._problem else state for state in states]
         log, now = self.decisions, time.time()
-        return [self._with_answer(state, log, list(ends.values()), now) for state in states]
+        earlier = Earlier(self._launched, log)
+        return [self._with_answer(state, log, earlier, list(ends.values()), now) for state in states]
 
     def told(self, ends: Mapping[int, Outcome]) -> list[Decided]:
         """Return what was decided so far, a line each, oldest first."""
@@ -106,13 +107,13 @@ class Answers:
                 self._problem = str(error)
 
     def _with_answer(
-        self, state: ReplicaState, log: Sequence[Decision], ends: Sequence[Outcome], now: float
+        self, state: ReplicaState, log: Sequence[Decision], earlier: Earlier, ends: Sequence[Outcome], now: float
     ) -> ReplicaState:
-        policy = policy_of(log, self._launched)
+        policy = earlier.policy
         decided = [entry for entry in log if entry.kind == "restart" and state.rank in entry.start]
         known = RestartState(
             restarts=len(decided),
-            charged=0 if policy is None else charged_in_force(log, state.rank, policy, now),
+            charged=0 if policy is None else earlier.charged(state.rank, now),
             limit=None if policy is None else policy.per_replica,
         )
         end = state.outcome if state.status.is_terminal and state.is_readable else None
