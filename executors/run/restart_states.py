@@ -178,7 +178,8 @@ def was_stopped(log: Sequence[Decision], outcome: Outcome) -> bool:
     """Return whether a replica was cancelled because the run was stopped, and by nobody's cancel."""
     if outcome.reason == "stopped":
         return True
-    if _stop_of(log) is None:
+    last = next((entry for entry in reversed(log) if entry.kind in ("stop", "resume")), None)
+    if last is None or last.kind != "stop":  # nobody stopped it, or somebody resumed it since
         return False
     for entry in reversed(log):
         if entry.kind == "resume" and outcome.rank in entry.start:
@@ -186,12 +187,6 @@ def was_stopped(log: Sequence[Decision], outcome: Outcome) -> bool:
         if entry.kind == "cancel" and entry.rank in (None, outcome.rank) and entry.words != STOPPED:
             return False
     return True
-
-
-def _stop_of(log: Sequence[Decision]) -> Decision | None:
-    """Return the stop of the run that stands; None: there is none, or somebody resumed the run since."""
-    last = next((entry for entry in reversed(log) if entry.kind in ("stop", "resume")), None)
-    return last if last is not None and last.kind == "stop" else None
 
 
 def _awaiting(state: ReplicaState, restart: RestartState, note: str) -> ReplicaState:

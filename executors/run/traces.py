@@ -23,7 +23,7 @@ from executors.run.run_logs import EVERYTHING, Lines, Ranks, RunLogs, Which
 from executors.run.run_logs import Note as LogNote
 from executors.run.spread import SpreadExecutor, as_one
 from executors.run_index import Note, check_is_located, noted_at_launch, noted_options
-from executors.status import ReplicaState, RunStatus, name_ranks
+from executors.status import RunStatus, name_ranks
 from executors.store import Store
 from executors.store.artifacts import Artifact, kept_artifacts
 from executors.store.inventory import Inventory
@@ -134,7 +134,7 @@ class Traces:
 
     def outcomes(self) -> list[Outcome]:
         """Return how each replica ended, in rank order, without waiting; those that have not are pending or running."""
-        states = self._look()
+        states = self._observer.look()
         if all(state.is_over for state in states):
             self._observer.collect_missing(self._observer.ranks)
         return list(map(self._observer.ending, states))
@@ -145,7 +145,7 @@ class Traces:
         Args:
             reports: False leaves out what they reported: at a bucket that saves a request for each.
         """
-        states = self._look()
+        states = self._observer.look()
         replicas = self._observer.with_reports(states) if reports else states
         return self._observer.status(replicas)
 
@@ -327,9 +327,6 @@ class Traces:
     @cached_property
     def _observer(self) -> Observer:
         return Observer(self.store, self.run_id, self.record, self.fleet, lambda: self.executor, self._launched)
-
-    def _look(self) -> list[ReplicaState]:
-        return self._observer.look()
 
     def check_rank(self, rank: int) -> int:
         """Return a rank.

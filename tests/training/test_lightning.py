@@ -179,7 +179,7 @@ def test_a_training_after_another_in_one_replica_takes_a_name_of_its_own(tmp_pat
 
 
 def test_a_long_validation_is_progress(tmp_path: Path) -> None:
-    page = SharedPage.create()
+    page = SharedPage()
     set_current_replica(replica_of("another", page=page))
     trainer = lightning.Trainer(
         accelerator="cpu", callbacks=[DiLoCoCallback()], logger=False, default_root_dir=tmp_path
