@@ -19,7 +19,7 @@ from executors.protocol import REASONS, Outcome, ReplicaStatus, ServerlessExecut
 from executors.run.fleet import Fleet
 from executors.run.handles import kept_handles
 from executors.run.heartbeats import Heartbeats
-from executors.run.restart_states import Answers
+from executors.run.restart_states import RestartStates
 from executors.run.service_reasons import ServiceReasons
 from executors.status import ReplicaState, RunStatus
 from executors.store import Store
@@ -72,7 +72,7 @@ class Observer:
         """Ranks whose end was found and cannot be written: the next look tries again."""
         self._problems: dict[int, Outcome] = {}
         self._heartbeats = Heartbeats()
-        self._answers = Answers(store, run_id, record, self.has_keeper)
+        self._restarts = RestartStates(store, run_id, record, self.has_keeper)
         self._hopeless: set[int] = set()
         self.reasons = ServiceReasons()
 
@@ -106,28 +106,28 @@ class Observer:
         while self._unrecorded:
             self._outcomes.pop(self._unrecorded.pop(), None)
         seen = [replace(state, backend=self.backend(state.rank)) for state in self._look(ranks)]
-        states = self._answers.over(seen, self._ends())
+        states = self._restarts.over(seen, self._ends())
         hopeless = {state.rank for state in states if state.restart.is_hopeless}
         self._hopeless = hopeless | self._hopeless - {state.rank for state in states}
         return states
 
     def status(self, states: Sequence[ReplicaState]) -> RunStatus:
         """Return the run's state, of those of all its replicas."""
-        record, answers = self.record, self._answers
+        record, restarts = self.record, self._restarts
         return RunStatus(
             self.run_id,
             self._fleet.backends,
             states,
             self.count_joined(),
             record.min_replicas,
-            answers.told(self._ends()),
-            answers.restarts_by_reason,
+            restarts.told(self._ends()),
+            restarts.restarts_by_reason,
         )
 
     @property
     def decisions(self) -> Sequence[Decision]:
         """The log of decisions, as far as it was read."""
-        return self._answers.decisions
+        return self._restarts.decisions
 
     @property
     def is_hopeless(self) -> bool:

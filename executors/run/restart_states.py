@@ -27,7 +27,7 @@ SHOWN = ("kind", "why", "reason", "words", "start", "charged", "strikes", "not_b
 RESUME_S = 60.0  # so long a resume may take from its decision to a replica that claims
 
 
-class Answers:
+class RestartStates:
     """The log of one run's decisions, as this process has read it, and what it says of each replica.
 
     Args:
