@@ -119,11 +119,6 @@ class SharedPage:
         self.stacks_file = -1
         self.since = self.beat = self.beaten = self.tick = monotonic()
 
-    @classmethod
-    def create(cls, after: SharedPage | None = None) -> SharedPage:
-        """Make a page; see the class."""
-        return cls(after)
-
     def detach(self) -> None:
         """Share nothing any more, in this process: what is written from here on is its own."""
         head = self._memory[:HEAD_BYTES]

@@ -50,9 +50,8 @@ class DataPosition:
         epoch, batches = self._next
         if self._length is not None and batches >= self._length:
             epoch, batches = epoch + 1, 0
-        if (
-            epoch < self._of_trainer[0] and not is_stateful
-        ):  # a later checkpoint: the trainer has epochs from there on only, each a whole
+        if epoch < self._of_trainer[0] and not is_stateful:
+            # By a later checkpoint: the trainer has epochs from there on only, each a whole one.
             epoch, batches = self._of_trainer[0], 0
         self._start = self._next = epoch, batches
         if not self.is_loaded or is_stateful:

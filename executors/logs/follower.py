@@ -56,7 +56,6 @@ def follow_logs(
     *,
     first: Mapping[int, int] | None = None,
     look_s: float = LOOK_S,
-    longest_pause_s: float = LONGEST_PAUSE_S,
 ) -> Iterator[tuple[int, int, str]]:
     """Yield rank, attempt and whole line with its newline, until all have ended and are read to the end.
 
@@ -68,7 +67,7 @@ def follow_logs(
         first: by rank, the attempt to begin with. Others begin with the newest; ranks that come later with the oldest.
         look_s: how long to wait between two looks at the run.
     """
-    follower = _Follower(logs, ranks, tail, first or {}, longest_pause_s)
+    follower = _Follower(logs, ranks, tail, first or {})
     try:
         yield from follower.lines(look_s)
     finally:
@@ -76,15 +75,12 @@ def follow_logs(
 
 
 class _Follower:
-    def __init__(
-        self, logs: Logs, ranks: Sequence[int] | None, tail: int, first: Mapping[int, int], longest_pause_s: float
-    ) -> None:
+    def __init__(self, logs: Logs, ranks: Sequence[int] | None, tail: int, first: Mapping[int, int]) -> None:
         self._logs = logs
         self._asked = ranks
         self._tail = tail
         self._first = first
         self._ranks: Mapping[int, _Rank] = {}
-        self._longest_pause_s = longest_pause_s
         self._sights: Mapping[int, Sight] = {}
         self._parts: Queue[tuple[int, int, list[str]] | BaseException | None] = Queue()
         self._room = threading.Semaphore(MAX_PARTS)
@@ -154,7 +150,7 @@ class _Follower:
                 if not was_done and each.is_done(sights[each.rank]):
                     self._parts.put(None)
             pause_s = max(each.pause_s for each in ranks)
-            pause_s = max(pause_s, min(self._longest_pause_s, pause_s * len(self._ranks) / PAUSED_RANKS))
+            pause_s = max(pause_s, min(LONGEST_PAUSE_S, pause_s * len(self._ranks) / PAUSED_RANKS))
             news = [(each.rank, sights[each.rank]) for each in ranks]
             self._waited(pause_s, lambda: any(self._sights[rank] != sight for rank, sight in news))  # noqa: B023
 

@@ -9,10 +9,9 @@ from typing import Any
 from executors.errors import BackendError, CorruptObjectError, ReplicasError, RunNotFoundError
 from executors.native import NativeExecutor
 from executors.policy import MAX_S
-from executors.protocol import BY_USER, STOPPED, ReplicaStatus, ServerlessExecutor
+from executors.protocol import BY_USER, STOPPED, ReplicaStatus
 from executors.run.observer import Observer
 from executors.status import ReplicaState
-from executors.store import Store
 from executors.store.parallel import in_parallel
 from executors.store.url import was_deleted
 from executors.supervision.decisions import DecisionLog, is_barred
@@ -26,14 +25,8 @@ class Canceller:
     its attempt.
     """
 
-    def __init__(
-        self, store: Store, run_id: str, observer: Observer, backend: str, executor: Callable[[], ServerlessExecutor]
-    ) -> None:
-        self._store = store
-        self._run_id = run_id
+    def __init__(self, observer: Observer) -> None:
         self._observer = observer
-        self._backend = backend
-        self._executor = executor
 
     def request(self, why: str = BY_USER) -> None:
         """Bar all ranks, and leave the cancel marker of every replica that has not ended. Asks the store alone."""
@@ -60,7 +53,7 @@ class Canceller:
         """
         if not 0 <= within_s <= MAX_S:
             raise ValueError(f"within_s is from 0 to {MAX_S:g} seconds, got {within_s!r}.")
-        stop = order_stop(DecisionLog(self._store, self._run_id), within_s)
+        stop = order_stop(DecisionLog(self._observer.store, self._observer.run_id), within_s)
         if not wait(stop.within_s or 0.0):  # not until a time of the log's, which may be by a clock that is ahead
             self.end(STOPPED)
 
@@ -69,7 +62,7 @@ class Canceller:
         self._end(self._look(None, why), why)
 
     def _end(self, seen: Sequence[ReplicaState], why: str) -> None:
-        observer, executor = self._observer, self._executor
+        observer, executor = self._observer, self._observer.executor
         states = [state for state in seen if not state.status.is_terminal]
         alive = [state.rank for state in states if not state.is_over]
 
@@ -87,8 +80,8 @@ class Canceller:
             attempt = observer.attempt(r)
             if not isinstance(executor(), NativeExecutor):
                 raise RunNotFoundError(
-                    f"Run {self._run_id!r}: backend {self._backend!r} left no handle that another process can read. "
-                    "Cancel it in the process that launched it."
+                    f"Run {observer.run_id!r}: backend {observer.backend(r)!r} left no handle that another process can "
+                    "read. Cancel it in the process that launched it."
                 )
             attempt.request_cancel(why)  # its launcher died, or has not come to it; one that comes up late ends, too
             attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
@@ -111,9 +104,9 @@ class Canceller:
         """Bar ranks, None: all, unless they have succeeded."""
         states = self._observer.recorded(ranks)
         left = [state.rank for state in states if state.status is not ReplicaStatus.SUCCEEDED]
-        if was_deleted(self._store, self._run_id) or not left:
+        if was_deleted(self._observer.store, self._observer.run_id) or not left:
             return
-        log = DecisionLog(self._store, self._run_id)
+        log = DecisionLog(self._observer.store, self._observer.run_id)
         with contextlib.suppress(CorruptObjectError):  # then nobody can read it, so nothing is started
             # A person's order is always added: a resume may have come since that this process has not seen.
             entries = log.read()  # once: each reading asks the store

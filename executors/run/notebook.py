@@ -8,13 +8,14 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from executors.errors import ReplicasError
 from executors.metrics.metrics import Metrics
 from executors.report.words import inert
+from executors.run.traces import Traces
 from executors.status import MAX_STEPS, RunStatus
 
 EVERY_S = 1.0  # between two looks; at a bucket they are rarer
@@ -83,39 +84,23 @@ def _kit() -> Any:
 
 
 class Display:
-    """Renews the cells that show a run, in a thread that ends with the run.
+    """Renews the cells that show a run, in a thread that ends with the run."""
 
-    Args:
-        look: returns the run's status.
-        pauses: yields the least seconds from one look to the next.
-        measured: returns what was measured so far; asked once, as it takes many requests of a long run.
-        document: returns what the run's page shows; asked at its end.
-    """
-
-    def __init__(
-        self,
-        look: Callable[[], RunStatus],
-        pauses: Callable[[], Iterator[float]],
-        measured: Callable[[], Metrics],
-        document: Callable[[], Mapping[str, Any]],
-        view: NotebookView | None = None,
-    ) -> None:
-        self._look = look
-        self._pauses = pauses
-        self._measured: Callable[[], Metrics] | None = measured
-        self._document = document
+    def __init__(self, run: Traces, view: NotebookView | None = None) -> None:
+        self._run = run
         self._view = view or NotebookView()
+        self._has_begun = False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._look_now = threading.Event()
 
     def show(self) -> None:
         """Show the run in the present cell, and go on to."""
-        status = self._look()
+        status = self._run.status()
         with self._lock:
-            if self._measured is not None:
-                self._view.begin(self._measured())
-                self._measured = None
+            if not self._has_begun:
+                self._view.begin(self._run.metrics())
+                self._has_begun = True  # once: it takes many requests of a long run
             if status.is_terminal:
                 self._view.head = self._head()
             self._view.open(status)
@@ -127,7 +112,7 @@ class Display:
         from executors.report.page import head
 
         with contextlib.suppress(ReplicasError):  # what was seen of the run is shown without
-            return head(self._document())
+            return head(self._run.report_document())
         return ""
 
     def settle(self) -> None:
@@ -139,11 +124,11 @@ class Display:
 
     def _renew(self) -> None:
         failing_since = math.inf
-        for pause_s in self._pauses():
+        for pause_s in self._run.pauses():
             self._look_now.wait(max(EVERY_S, pause_s))
             self._look_now.clear()
             try:
-                status = self._look()
+                status = self._run.status()
             except ReplicasError as error:
                 failing_since = min(failing_since, time.monotonic())
                 is_over = time.monotonic() - failing_since > PATIENCE_S

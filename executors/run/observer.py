@@ -19,7 +19,7 @@ from executors.protocol import REASONS, Outcome, ReplicaStatus, ServerlessExecut
 from executors.run.fleet import Fleet
 from executors.run.handles import kept_handles
 from executors.run.heartbeats import Heartbeats
-from executors.run.restart_states import Answers
+from executors.run.restart_states import RestartStates
 from executors.run.service_reasons import ServiceReasons
 from executors.status import ReplicaState, RunStatus
 from executors.store import Store
@@ -53,11 +53,11 @@ class Observer:
         executor: Callable[[], ServerlessExecutor],
         handles: Sequence[Any] | None = None,
     ) -> None:
-        self._store = store
-        self._run_id = run_id
-        self._record = record
+        self.store = store
+        self.run_id = run_id
+        self.record = record
         self._fleet = fleet
-        self._executor = executor
+        self.executor = executor
         self._ranks: Sequence[int] = range(record.world_size)
         self._is_directory = directory_of(store.url) is not None
         self.is_near = is_near(store.url)
@@ -72,7 +72,7 @@ class Observer:
         """Ranks whose end was found and cannot be written: the next look tries again."""
         self._problems: dict[int, Outcome] = {}
         self._heartbeats = Heartbeats()
-        self._answers = Answers(store, run_id, record, self.has_keeper)
+        self._restarts = RestartStates(store, run_id, record, self.has_keeper)
         self._hopeless: set[int] = set()
         self.reasons = ServiceReasons()
 
@@ -106,28 +106,28 @@ class Observer:
         while self._unrecorded:
             self._outcomes.pop(self._unrecorded.pop(), None)
         seen = [replace(state, backend=self.backend(state.rank)) for state in self._look(ranks)]
-        states = self._answers.over(seen, self._ends())
+        states = self._restarts.over(seen, self._ends())
         hopeless = {state.rank for state in states if state.restart.is_hopeless}
         self._hopeless = hopeless | self._hopeless - {state.rank for state in states}
         return states
 
     def status(self, states: Sequence[ReplicaState]) -> RunStatus:
         """Return the run's state, of those of all its replicas."""
-        record, answers = self._record, self._answers
+        record, restarts = self.record, self._restarts
         return RunStatus(
-            self._run_id,
+            self.run_id,
             self._fleet.backends,
             states,
             self.count_joined(),
             record.min_replicas,
-            answers.told(self._ends()),
-            answers.restarts_by_reason,
+            restarts.told(self._ends()),
+            restarts.restarts_by_reason,
         )
 
     @property
     def decisions(self) -> Sequence[Decision]:
         """The log of decisions, as far as it was read."""
-        return self._answers.decisions
+        return self._restarts.decisions
 
     @property
     def is_hopeless(self) -> bool:
@@ -137,7 +137,7 @@ class Observer:
     def has_keeper(self, rank: int) -> bool:
         """Whether the supervisor of a rank lives, as far as its executor can tell."""
         with contextlib.suppress(BackendError, CorruptObjectError, UnknownHandleError):
-            executor, handle = self._executor(), self.handle(rank)
+            executor, handle = self.executor(), self.handle(rank)
             if isinstance(executor, NativeExecutor) and handle is not None:
                 return executor.parents([Unfinished(handle, self.attempt(rank).number)])[0].is_alive
         return False
@@ -160,7 +160,7 @@ class Observer:
     def _look(self, asked: Sequence[int] | None) -> list[ReplicaState]:
         ranks = self._read(asked)
         ends = [end for rank in ranks if (end := self.outcome(rank)) is not None]
-        for end in self.reasons.ask(ends, self._executor, self.handle):
+        for end in self.reasons.ask(ends, self.executor, self.handle):
             self._keep_outcome(self.attempt(end.rank).at(end.attempt))
         waiting = [rank for rank in ranks if self.outcome(rank) is None]
         handles = dict(zip(waiting, self._newest_handles(waiting), strict=True))
@@ -189,24 +189,24 @@ class Observer:
 
     def count_joined(self) -> int:
         """Return how many more ranks joined while the run went on, launched by nobody, as of the last look."""
-        return len(self._inventory.joined(self._record.world_size) - {*self._ranks})
+        return len(self._inventory.joined(self.record.world_size) - {*self._ranks})
 
     def update(self, max_age_s: float = 0.0) -> None:
         """List what the replicas have left, unless that was done a moment ago."""
         if time.monotonic() - self._updated_at >= max_age_s:
-            found = Inventory.of(self._store, self._run_id)
+            found = Inventory.of(self.store, self.run_id)
             with self._merging:  # of two threads, none takes back what the other found
                 self._inventory |= found
-                added = self._inventory.added(self._record.world_size)
+                added = self._inventory.added(self.record.world_size)
                 if added:
                     self._fleet.learn(added)
                     placed = {*self._fleet.ranks}
-                    self._ranks = [*range(self._record.world_size), *(rank for rank in added if rank in placed)]
+                    self._ranks = [*range(self.record.world_size), *(rank for rank in added if rank in placed)]
             self._updated_at = time.monotonic()
 
     def attempt(self, rank: int) -> Attempt:
         """Return a rank's newest attempt, as of the last look."""
-        return Attempt(self._store, self._run_id, rank, self._inventory.newest(rank))
+        return Attempt(self.store, self.run_id, rank, self._inventory.newest(rank))
 
     def outcome(self, rank: int) -> Outcome | None:
         """Return how a rank ended, as of the last look; None while its newest attempt goes on."""
@@ -257,7 +257,7 @@ class Observer:
             ranks: those that have ended.
         """
         missing = [rank for rank in ranks if self.outcome(rank) is None and self.problem(rank) is None]
-        rows = self._executor().collect([self.handle(rank) for rank in missing]) if missing else []
+        rows = self.executor().collect([self.handle(rank) for rank in missing]) if missing else []
         for rank, row in zip(missing, rows, strict=True):
             if as_status(row.get("status")).is_terminal:
                 self._outcomes[rank] = Outcome.of_row(rank, self.attempt(rank).number, row)
@@ -290,7 +290,7 @@ class Observer:
         unread = Counter(number for rank, number in newest.items() if self._handles.get(rank, (None,))[0] != number)
         for number, n in unread.items():
             if number is not None and n > 1 and not self.is_near and number not in self._launches:
-                self._launches[number] = kept_handles(self._store, self._run_id, number, self.backend)
+                self._launches[number] = kept_handles(self.store, self.run_id, number, self.backend)
         far = [
             rank
             for rank, number in newest.items()
@@ -317,7 +317,7 @@ class Observer:
             return self._handles.get(rank, (None, None))[1]
         attempt = self.attempt(rank).at(launched)
         found = self._launches.get(launched, {}).get(rank) or attempt.handle(self.backend(rank))
-        executor = self._executor() if found is None else None
+        executor = self.executor() if found is None else None
         if isinstance(executor, NativeExecutor):
             found = executor.find_handle(attempt.announced(self.backend(rank)), insists=insists)
             if found is None and (outcome := attempt.outcome()):  # it was found that it was never started
@@ -329,7 +329,7 @@ class Observer:
         self, newest: Mapping[int, Attempt], handles: Mapping[int, Any]
     ) -> dict[int, tuple[ReplicaStatus | None, str]]:
         """Return the status of each replica, where the backend says it, and in a few words what it waits for."""
-        executor = self._executor()
+        executor = self.executor()
         if not isinstance(executor, NativeExecutor):
             polled = self.map(lambda rank: as_status(executor.poll(handles[rank])), newest)
             return {rank: (status, "") for rank, status in zip(newest, polled, strict=True)}
@@ -375,7 +375,7 @@ class Observer:
 
     def _record_for(self, attempt: Attempt, reported: ReplicaStatus | None) -> Outcome:
         """Write the outcome that a third-party executor's replica could not."""
-        (row,) = self._executor().collect([self.handle(attempt.rank)], timeout=0)
+        (row,) = self.executor().collect([self.handle(attempt.rank)], timeout=0)
         if reported is not ReplicaStatus.CANCELLED and row.get("reason") not in REASONS:
             return attempt.record_lost(f"{self.backend(attempt.rank)} reports it {reported}")
         return attempt.record(Outcome.of_row(attempt.rank, attempt.number, {**row, "status": reported}))

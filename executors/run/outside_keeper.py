@@ -21,7 +21,6 @@ from executors.supervision.decisions import Decision, DecisionLog, answer_to, is
 from executors.supervision.keeper import LEAVE_S, Keeper, Sight, Terms, hands_of_spare
 from executors.supervision.orders import ASKED, order_cancel, words_of_bar
 from executors.supervision.rules import is_own
-from executors.task.record import RunRecord
 
 LEFT_S = 60.0  # the same by the clock of the machine where it ended, for a keeper that makes a single pass
 
@@ -38,7 +37,6 @@ class OutsideKeeper:
     def __init__(
         self,
         log: DecisionLog,
-        record: RunRecord,
         observer: Observer,
         hands: LaunchHands,
         end: Callable[[str], None],
@@ -46,7 +44,7 @@ class OutsideKeeper:
     ) -> None:
         self.log = log
         self.hands = hands
-        self._record = record
+        self._record = record = observer.record
         self._observer = observer
         self._end = end
         self._may_start = may_start

@@ -16,7 +16,7 @@ from executors.run_index import find_key, reference
 from executors.status import Decided, ReplicaState, RestartState
 from executors.store import Store
 from executors.store.url import is_near
-from executors.supervision.decision_words import HOPELESS, Earlier, charged_in_force, line_of, note_of
+from executors.supervision.decision_words import HOPELESS, Earlier, line_of, note_of
 from executors.supervision.decisions import Decision, DecisionLog, answer_to, barred_by, policy_of
 from executors.supervision.orders import words_of_bar
 from executors.supervision.rules import RunFacts, decide
@@ -27,7 +27,7 @@ SHOWN = ("kind", "why", "reason", "words", "start", "charged", "strikes", "not_b
 RESUME_S = 60.0  # so long a resume may take from its decision to a replica that claims
 
 
-class Answers:
+class RestartStates:
     """The log of one run's decisions, as this process has read it, and what it says of each replica.
 
     Args:
@@ -71,7 +71,8 @@ class Answers:
         if self._policy is None and not self._log.entries:
             return [replace(state, doing=self._problem) if self._problem else state for state in states]
         log, now = self.decisions, time.time()
-        return [self._with_answer(state, log, list(ends.values()), now) for state in states]
+        earlier = Earlier(self._launched, log)
+        return [self._with_answer(state, log, earlier, list(ends.values()), now) for state in states]
 
     def told(self, ends: Mapping[int, Outcome]) -> list[Decided]:
         """Return what was decided so far, a line each, oldest first."""
@@ -106,13 +107,13 @@ class Answers:
                 self._problem = str(error)
 
     def _with_answer(
-        self, state: ReplicaState, log: Sequence[Decision], ends: Sequence[Outcome], now: float
+        self, state: ReplicaState, log: Sequence[Decision], earlier: Earlier, ends: Sequence[Outcome], now: float
     ) -> ReplicaState:
-        policy = policy_of(log, self._launched)
+        policy = earlier.policy
         decided = [entry for entry in log if entry.kind == "restart" and state.rank in entry.start]
         known = RestartState(
             restarts=len(decided),
-            charged=0 if policy is None else charged_in_force(log, state.rank, policy, now),
+            charged=0 if policy is None else earlier.charged(state.rank, now),
             limit=None if policy is None else policy.per_replica,
         )
         end = state.outcome if state.status.is_terminal and state.is_readable else None
@@ -177,7 +178,8 @@ def was_stopped(log: Sequence[Decision], outcome: Outcome) -> bool:
     """Return whether a replica was cancelled because the run was stopped, and by nobody's cancel."""
     if outcome.reason == "stopped":
         return True
-    if _stop_of(log) is None:
+    last = next((entry for entry in reversed(log) if entry.kind in ("stop", "resume")), None)
+    if last is None or last.kind != "stop":  # nobody stopped it, or somebody resumed it since
         return False
     for entry in reversed(log):
         if entry.kind == "resume" and outcome.rank in entry.start:
@@ -185,12 +187,6 @@ def was_stopped(log: Sequence[Decision], outcome: Outcome) -> bool:
         if entry.kind == "cancel" and entry.rank in (None, outcome.rank) and entry.words != STOPPED:
             return False
     return True
-
-
-def _stop_of(log: Sequence[Decision]) -> Decision | None:
-    """Return the stop of the run that stands; None: there is none, or somebody resumed the run since."""
-    last = next((entry for entry in reversed(log) if entry.kind in ("stop", "resume")), None)
-    return last if last is not None and last.kind == "stop" else None
 
 
 def _awaiting(state: ReplicaState, restart: RestartState, note: str) -> ReplicaState:

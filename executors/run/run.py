@@ -21,7 +21,6 @@ from executors.run.run_logs import Ranks
 from executors.run.traces import Traces
 from executors.run.waiter import Waiter
 from executors.status import ReplicaState, RunStatus
-from executors.store import Store
 from executors.supervision.decisions import DecisionLog
 from executors.supervision.lease import LeaseHolder
 
@@ -32,21 +31,12 @@ class Run(Traces):
     A context manager: leaving it cancels what still runs.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        run_id: str,
-        *,
-        executor: ServerlessExecutor | str | None = None,
-        handles: Sequence[Any] | None = None,
-    ) -> None:
-        super().__init__(store, run_id, executor=executor, handles=handles)
-        self.at_exit: Callable[[], None] = lambda: None
-        """What this process does at its exit, unless it has waited for the run's end, or ended it."""
-        self.shows_progress = False
-        """Whether waiting for it draws how far it is."""
-        self._leases: list[LeaseHolder] = []
-        self._keeper: OutsideKeeper | None = None
+    at_exit: Callable[[], None] | None = None
+    """What this process does at its exit, unless it has waited for the run's end, or ended it."""
+    shows_progress = False
+    """Whether waiting for it draws how far it is."""
+    _leases: tuple[LeaseHolder, ...] = ()
+    _keeper: OutsideKeeper | None = None
 
     def __enter__(self) -> Run:
         return self
@@ -194,14 +184,14 @@ class Run(Traces):
             lease: where its replicas end unless somebody renews it; it ends with the run.
             say: gets a sentence on each start that failed. None: they go to stderr.
         """
-        self._leases += [] if lease is None else [lease]
+        self._leases += () if lease is None else (lease,)
         if self._keeper is not None:
             self._keeper.hands.learn(recipes)
             return self._keeper
         tell = say or (lambda words: print(f"replicas: {words}", file=sys.stderr))
         hands = LaunchHands(lambda: self.executor, recipes, tell)
         log = DecisionLog(self.store, self.run_id, key=next((recipe.spec.key for recipe in recipes), None))
-        self._keeper = OutsideKeeper(log, self.record, self._observer, hands, self._canceller.end, hands.knows)
+        self._keeper = OutsideKeeper(log, self._observer, hands, self._canceller.end, hands.knows)
         return self._keeper
 
     @property
@@ -234,19 +224,20 @@ class Run(Traces):
 
     @cached_property
     def _waiter(self) -> Waiter:
-        return Waiter(self.run_id, self.record, self._observer, self.cancel, self.keep)
+        return Waiter(self._observer, self.cancel, self.keep)
 
     @cached_property
     def _canceller(self) -> Canceller:
-        return Canceller(self.store, self.run_id, self._observer, self.backend, lambda: self.executor)
+        return Canceller(self._observer)
 
     @cached_property
     def _display(self) -> Display:
-        return Display(self.status, self.pauses, self.metrics, self.report_document)
+        return Display(self)
 
     def _settle(self) -> None:
         """The run has ended: whoever goes on finds that the cells say so."""
-        atexit.unregister(self.at_exit)
+        if self.at_exit is not None:
+            atexit.unregister(self.at_exit)
         for lease in self._leases:
             lease.end()
         if "_display" in self.__dict__:

@@ -22,7 +22,7 @@ from executors.logs.follower import Sight, begins, follow_logs
 from executors.logs.gaps import completed, completed_bytes
 from executors.logs.readers import lines_of, open_log
 from executors.native import KnowsTimes, Log
-from executors.protocol import Outcome, ServerlessExecutor
+from executors.protocol import Outcome
 from executors.run.observer import Observer, unreadable
 
 LOOK_S, FAR_LOOK_S = 1.0, 4.0  # between two looks at a run in a directory, and in a bucket
@@ -90,25 +90,14 @@ class RunLogs:
     """Reads the logs of a run's ranks.
 
     Args:
-        executor: returns the executor of all ranks, asked for each log: one more may have been added since.
         which: the attempt to read of each rank.
         chosen: which of its lines.
         note: is given a line about each log that is not read where its replica writes to.
         is_one: one rank was asked for, so that lines need not say whose they are.
     """
 
-    def __init__(
-        self,
-        observer: Observer,
-        executor: Callable[[], ServerlessExecutor],
-        which: Which,
-        chosen: Lines,
-        note: Note,
-        *,
-        is_one: bool,
-    ) -> None:
+    def __init__(self, observer: Observer, which: Which, chosen: Lines, note: Note, *, is_one: bool) -> None:
         self._observer = observer
-        self._executor = executor
         self._which = which
         self._chosen = chosen
         self._note = note
@@ -124,7 +113,7 @@ class RunLogs:
         problem = self._observer.problem(attempt.rank)
         end, cut, may_lag, note = b"", problem.error or "" if problem else "", True, ""
         if (handle := self._observer.handle_at(attempt)) is not None:
-            with contextlib.closing(open_log(self._executor(), handle)) as opened:
+            with contextlib.closing(open_log(self._observer.executor(), handle)) as opened:
                 for piece in opened.pieces():
                     end += piece
                     yield end[:-KEPT_BYTES]
@@ -247,7 +236,7 @@ class RunLogs:
     def _between(self, attempt: Attempt) -> Iterator[list[str]]:
         if (handle := self._observer.handle_at(attempt)) is None:
             return
-        with contextlib.closing(open_log(self._executor(), handle)) as opened:
+        with contextlib.closing(open_log(self._observer.executor(), handle)) as opened:
             try:
                 if not isinstance(opened, KnowsTimes):
                     raise ValueError(opened.note or "nobody keeps when its lines come")
@@ -270,7 +259,7 @@ class RunLogs:
         if problem := self._observer.problem(attempt.rank):
             self._say(attempt, problem.error or "")
         if handle is not None:
-            with contextlib.closing(open_log(self._executor(), handle)) as opened:
+            with contextlib.closing(open_log(self._observer.executor(), handle)) as opened:
                 text, note = opened.tail(n_lines), opened.note
             if text and note:
                 self._say(attempt, note)
@@ -329,7 +318,7 @@ class RunLogs:
         handle = self._observer.handle_at(self._observer.attempt(rank).at(attempt))
         if handle is None:
             return None
-        opened = open_log(self._executor(), handle)
+        opened = open_log(self._observer.executor(), handle)
         if opened.note:
             self._note(f"Rank {rank}: {opened.note}")
         return opened

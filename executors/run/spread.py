@@ -136,9 +136,6 @@ class SpreadExecutor:
         )
         return replace(packages[0], requirements=requirements, pins=pins)
 
-    def price_per_hour(self, gpu: str | None) -> None:
-        """Return None: replicas cost not the same everywhere."""
-
     def launch_replicas(
         self,
         n_replicas: int,

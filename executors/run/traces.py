@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import time
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from executors.attempt import Attempt, replica_prefix
-from executors.errors import ReplicasError, RunNotFoundError
+from executors.errors import BackendError, ReplicasError, RunNotFoundError, StoreError
 from executors.logs.follower import WHOLE
 from executors.metrics.metrics import Metrics, read_metrics
+from executors.native import page_of_job
 from executors.protocol import Outcome, ServerlessExecutor
 from executors.run.fleet import Fleet
 from executors.run.observer import RECENT_S, Observer
@@ -21,7 +23,7 @@ from executors.run.run_logs import EVERYTHING, Lines, Ranks, RunLogs, Which
 from executors.run.run_logs import Note as LogNote
 from executors.run.spread import SpreadExecutor, as_one
 from executors.run_index import Note, check_is_located, noted_at_launch, noted_options
-from executors.status import ReplicaState, RunStatus, name_ranks
+from executors.status import RunStatus, name_ranks
 from executors.store import Store
 from executors.store.artifacts import Artifact, kept_artifacts
 from executors.store.inventory import Inventory
@@ -132,7 +134,7 @@ class Traces:
 
     def outcomes(self) -> list[Outcome]:
         """Return how each replica ended, in rank order, without waiting; those that have not are pending or running."""
-        states = self._look()
+        states = self._observer.look()
         if all(state.is_over for state in states):
             self._observer.collect_missing(self._observer.ranks)
         return list(map(self._observer.ending, states))
@@ -143,7 +145,7 @@ class Traces:
         Args:
             reports: False leaves out what they reported: at a bucket that saves a request for each.
         """
-        states = self._look()
+        states = self._observer.look()
         replicas = self._observer.with_reports(states) if reports else states
         return self._observer.status(replicas)
 
@@ -220,7 +222,7 @@ class Traces:
             lines: which ones, and how they are shown.
             note: is given a line about each log that is not read where its replica writes to.
         """
-        logs = RunLogs(self._observer, lambda: self.executor, attempt, lines, note, is_one=isinstance(rank, int))
+        logs = RunLogs(self._observer, attempt, lines, note, is_one=isinstance(rank, int))
         chosen = self.ranks if rank is None else [rank] if isinstance(rank, int) else rank
         ranks = [self.check_rank(r) for r in chosen]
         if follow:
@@ -231,7 +233,7 @@ class Traces:
         self, ranks: Sequence[int], tail: int | None, attempt: Which, lines: Lines, note: LogNote
     ) -> dict[int, str]:
         """Return the lines of each rank that has the attempt, led by nothing; see `log_pieces`."""
-        logs = RunLogs(self._observer, lambda: self.executor, attempt, lines, note, is_one=True)
+        logs = RunLogs(self._observer, attempt, lines, note, is_one=True)
         texts: dict[int, list[str]] = {}
         for rank, text in logs.tails([self.check_rank(rank) for rank in ranks], tail):
             texts.setdefault(rank, []).append(text)
@@ -243,9 +245,7 @@ class Traces:
         Args:
             tell: is told why, if that is not all.
         """
-        logs = RunLogs(
-            self._observer, lambda: self.executor, attempt.number, EVERYTHING, lambda words: None, is_one=True
-        )
+        logs = RunLogs(self._observer, attempt.number, EVERYTHING, lambda words: None, is_one=True)
         return logs.whole(attempt, tell)
 
     def events(self, follow: bool = False, note: LogNote = log.warning) -> Iterator[Event]:
@@ -296,19 +296,23 @@ class Traces:
 
     def report_document(self) -> dict[str, Any]:
         """Return all that the page of the run shows as one JSON document, whose floats are finite."""
-        from executors.report.document import document
-        from executors.run.report_subject import subject_of
+        from executors.report.document import Subject, document
+        from executors.task.stored import read_task
 
-        return document(
-            subject_of(
-                self.store,
-                self.record,
-                self.status(),
-                self.metrics(),
-                self.handles,
-                lambda note: self.events(note=note),
-            )
-        )
+        now, metrics, handles = self.status(), self.metrics(), self.handles
+        task, pages, problems = None, list[str | None](), list[str]()
+        events = list(self.events(note=problems.append))
+        try:
+            task = read_task(self.store, self.run_id).record
+        except StoreError as error:
+            problems.append(str(error))
+        with contextlib.suppress(BackendError):  # of a backend that is not installed here, which may have no pages
+            pages = list(map(page_of_job, handles))
+        subject = Subject(
+            url=self.url, record=self.record, task=task, now=now, metrics=metrics, events=events, pages=pages,
+            problems=list(dict.fromkeys(problems)),
+        )  # fmt: skip
+        return document(subject)
 
     def newest_attempt(self, rank: int) -> Attempt:
         """Return a rank's newest attempt: its number is 0 until it was resumed, or its process started twice."""
@@ -323,9 +327,6 @@ class Traces:
     @cached_property
     def _observer(self) -> Observer:
         return Observer(self.store, self.run_id, self.record, self.fleet, lambda: self.executor, self._launched)
-
-    def _look(self) -> list[ReplicaState]:
-        return self._observer.look()
 
     def check_rank(self, rank: int) -> int:
         """Return a rank.

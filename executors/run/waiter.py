@@ -14,7 +14,6 @@ from executors.protocol import Outcome, ReplicaStatus
 from executors.run.observer import Observer
 from executors.run.progress import View
 from executors.status import FAILED_EARLY, ReplicaState, RunStatus, name_ranks
-from executors.task.record import RunRecord
 
 MAX_WHY = 2000  # characters
 OTHERS_FAIL_S = 2.0  # what fails everywhere does so within this: then nobody trains on
@@ -76,21 +75,14 @@ class Waiter:
     """
 
     def __init__(
-        self,
-        run_id: str,
-        record: RunRecord,
-        observer: Observer,
-        cancel: Callable[[], None],
-        keep: Callable[[Sequence[ReplicaState]], bool],
+        self, observer: Observer, cancel: Callable[[], None], keep: Callable[[Sequence[ReplicaState]], bool]
     ) -> None:
-        self._run_id = run_id
-        self._record = record
         self._observer = observer
         self._cancel = cancel
         self._keep = keep
         self._watches_for_failures = True
         self._failing_since: float | None = None
-        self._patience = Patience(lambda words: print(f"replicas: {run_id}: {words}", file=sys.stderr))
+        self._patience = Patience(lambda words: print(f"replicas: {observer.run_id}: {words}", file=sys.stderr))
 
     def wait(self, n: int | None, timeout_s: float | None, view: View | None) -> bool:
         """Wait until `n` replicas have ended, None: all; False if the time was over first."""
@@ -133,9 +125,9 @@ class Waiter:
             return None
         if self._failing_since is None:
             self._failing_since = time.monotonic()
-        if not self._record.fail_fast and time.monotonic() - self._failing_since < OTHERS_FAIL_S:
+        if not self._observer.record.fail_fast and time.monotonic() - self._failing_since < OTHERS_FAIL_S:
             return None
-        if not self._record.fail_fast:
+        if not self._observer.record.fail_fast:
             self._watches_for_failures = False
             them = "them" if len(now.failed_early) > 1 else "it"
             ranks = f"{name_ranks(now.failed_early)} {FAILED_EARLY}"
@@ -185,7 +177,7 @@ class Waiter:
             if view is not None:
                 view.update(now)
             if has_failed and (told := self.end_early(now, "fail_fast=True")):
-                print(f"replicas: {self._run_id}: {told}", file=sys.stderr)
+                print(f"replicas: {observer.run_id}: {told}", file=sys.stderr)
             if has_failed:
                 self._watches_for_failures = self._watches_for_failures and bool(now.failed_early)
         return [

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from executors.policy import Restarts
 from executors.status import name_ranks
 from executors.supervision.decisions import Decision
-from executors.supervision.rules import MOST_REFUSED, charged_of
+from executors.supervision.rules import MOST_REFUSED
 
 HOPELESS = ("deterministic", "no_progress")
 """Why a rank was given up, or the run stopped, so that starting it again unchanged does not help."""
@@ -100,12 +100,6 @@ def note_of(log: Sequence[Decision], index: int, launched: Restarts | None, now:
     if entry.kind == "give_up":
         return f"given up: {_why_given_up(entry, Earlier(launched, log[:index]))}"
     return _line_of_stop(entry) if entry.kind == "stop" else ""
-
-
-def charged_in_force(log: Iterable[Decision], rank: int, policy: Restarts, now: float) -> int:
-    """Return how many charged restarts of a rank count against its budget at a time."""
-    since = -math.inf if policy.per_s is None else now - policy.per_s
-    return sum(entry.at > since for entry in charged_of(list(log), rank))
 
 
 def error_in(entry: Decision) -> str:

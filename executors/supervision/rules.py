@@ -104,11 +104,6 @@ def charged_of(log: Sequence[Decision], rank: int) -> list[Decision]:
     return found
 
 
-def charged_of_run(log: Sequence[Decision]) -> int:
-    """Return how many restarts of the run count against its budget: since a person last resumed anything."""
-    return sum(entry.charged for entry in _resumed(log))
-
-
 def made_progress(log: Sequence[Decision], end: Outcome, ends: Sequence[Outcome]) -> bool:
     """Return whether an attempt left something that its successor need not do again.
 
@@ -169,7 +164,8 @@ def _refused_in_a_row(log: Sequence[Decision], rank: int) -> int:
 
 
 def _is_used_up(log: Sequence[Decision], recent: Sequence[Decision], policy: Restarts) -> bool:
-    return len(recent) >= policy.per_replica or (policy.run is not None and charged_of_run(log) >= policy.run)
+    of_run = sum(entry.charged for entry in _resumed(log))
+    return len(recent) >= policy.per_replica or (policy.run is not None and of_run >= policy.run)
 
 
 def _is_capped(recent: Sequence[Decision], name: str | None, cap: float) -> bool:

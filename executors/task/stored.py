@@ -1,4 +1,4 @@
-"""Versions of Python and torch, here and where a run was launched."""
+"""A run's task as it is read from its store and loaded, and the versions that it was made with."""
 
 from __future__ import annotations
 

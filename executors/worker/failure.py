@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,15 +41,6 @@ def describe_failure(error: BaseException) -> dict[str, str | None]:
         "error_place": place,
         "fingerprint": fingerprint_of(error),
     }
-
-
-def fingerprint_of_exit(exit_code: int) -> str:
-    """Return the fingerprint of an end that left no exception: the signal's name, or the exit code."""
-    if exit_code >= 0:
-        return f"exit code {exit_code}"
-    with contextlib.suppress(ValueError):
-        return signal.Signals(-exit_code).name
-    return f"SIG{-exit_code}"  # a real-time signal
 
 
 def fingerprint_of(error: BaseException) -> str | None:

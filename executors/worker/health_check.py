@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from typing import Any
 
 from executors.entrypoint import load_entrypoint
 from executors.errors import ReplicasError
+from executors.worker.result import is_scalar
 from executors.worker.sigterm import sigterm_arrived
 
 LIMIT_S = 60.0
@@ -36,7 +36,8 @@ def check_health(name: str, end: Callable[[str], None] | None = None, limit_s: f
     if end is not None:
         timer.start()
     try:
-        answer = _plain(load_entrypoint(name)())  # a tensor tells only now what its device has failed at
+        answer = load_entrypoint(name)()
+        answer = answer.item() if is_scalar(answer) else answer  # a tensor tells only now what its device has failed at
     except (Exception, SystemExit) as error:
         if sigterm_arrived():
             raise
@@ -46,10 +47,3 @@ def check_health(name: str, end: Callable[[str], None] | None = None, limit_s: f
         timer.cancel()
     if answer is False:
         raise UnhealthyError(f"The health check {name} returned False.")
-
-
-def _plain(answer: Any) -> Any:
-    """Return what a check answers; of an array or a tensor with one element, as a comparison gives it, that element."""
-    size = getattr(answer, "size", None)
-    n_elements = size if isinstance(size, int) else answer.numel() if hasattr(answer, "numel") else None
-    return answer.item() if n_elements == 1 and hasattr(answer, "item") else answer

@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from executors.attempt import Attempt
 from executors.attempt.outcome import describe_end
 from executors.native import RunSpec
 from executors.policy import HangLimits
@@ -43,7 +42,7 @@ class Finding:
     sentence: str
     """As in `Replica 3 of 8 made no progress for 61 s (limit 60 s) after step 812: …`; the error of a kill."""
     stacks: str | None = None
-    """The stacks of its threads, below the sentence: to be kept by `keep_stacks`, and shown in the log."""
+    """The stacks of its threads, below the sentence: to be kept by `Running.keep_stacks`, and shown in the log."""
     is_kill: bool = False
     """Its supervisor ends the rank now: SIGKILL to it and all below; outcome `failed`, `hang`."""
 
@@ -214,16 +213,6 @@ class Watchdog:
         stacks = f" All stacks: replicas logs {self._spec.run_id} -r {self._rank} --stacks." if n else ""
         values = {"for_s": self._now - self._began, "limit_s": limit_s, "diagnosis": diagnosis, "stacks": stacks}
         return describe_end("hang", self._rank, self._spec.world_size, where="".join(where[:1]), **values)
-
-
-def keep_stacks(attempt: Attempt, page: SharedPage, stacks: str) -> None:
-    """Keep the dump that a finding brought.
-
-    Raises:
-        StoreError: the store did not take it.
-    """
-    attempt.store.put(attempt.key(f"stacks/{page.n_stacks:.0f}.txt"), stacks.encode())
-    page.n_stacks += 1
 
 
 def _read(file: int) -> str:

@@ -315,25 +315,19 @@ class _Worker:
 
 
 def _called(task: Callable[[], Any]) -> Any:
-    """Call the entrypoint and return its result; `sys.exit(0)` returns None, unless it answers a SIGTERM."""
-    pid = os.getpid()
-    try:
-        return _in_this_process(task, pid)
-    except SystemExit as left:
-        if sigterm_arrived() or _exit_code(left.code) != 0:
-            raise
-        return None
+    """Call the entrypoint and return its result; `sys.exit(0)` returns None, unless it answers a SIGTERM.
 
-
-def _in_this_process(task: Callable[[], Any], pid: int) -> Any:
-    """Call the entrypoint. A process that it forked ends with it: it is not the replica and leaves no outcome."""
-    code = 1
+    A process that it forked ends with it: it is not the replica and leaves no outcome.
+    """
+    pid, code = os.getpid(), 1
     try:
         value, code = task(), 0
         return value
     except SystemExit as left:
         code = _exit_code(left.code)
-        raise
+        if sigterm_arrived() or code != 0:
+            raise
+        return None
     except BaseException:
         if os.getpid() != pid:
             traceback.print_exc()

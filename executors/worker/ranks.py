@@ -19,7 +19,7 @@ from executors.protocol import Reason
 from executors.shared_page import SharedPage
 from executors.store import store_at
 from executors.task.stored import StoredTask, read_task
-from executors.worker.limits import LOOK_S, Watchdog, keep_stacks
+from executors.worker.limits import LOOK_S, Watchdog
 
 NEVER = float("inf")
 ATOMIC_LOOK_S = 0.5
@@ -191,7 +191,9 @@ class Running:
         self.stacks_at = NEVER
         try:
             while self.stacks:
-                keep_stacks(self.attempt, self.page, self.stacks[0])
+                attempt = self.attempt
+                attempt.store.put(attempt.key(f"stacks/{self.page.n_stacks:.0f}.txt"), self.stacks[0].encode())
+                self.page.n_stacks += 1
                 self.stacks = self.stacks[1:]
         except (OSError, StoreError):
             self.stacks_at = time.monotonic() + STACKS_AGAIN_S

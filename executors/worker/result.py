@@ -33,7 +33,7 @@ def to_json_value(value: Any, path: str = "result", depth: int = 0) -> Any:
                     f"{path} has the key {key!r}, {kind_of(key)}; the keys of a result are strings. Use {str(key)!r}."
                 )
         return {key: to_json_value(item, f"{path}[{key!r}]", depth + 1) for key, item in value.items()}
-    if _is_scalar(value):
+    if is_scalar(value):
         return to_json_value(value.item(), path, depth + 1)
     raise ResultError(
         f"{path} is {kind_of(value)}; results are JSON values (numbers, strings, lists, dicts with string keys). "
@@ -41,7 +41,7 @@ def to_json_value(value: Any, path: str = "result", depth: int = 0) -> Any:
     )
 
 
-def _is_scalar(value: Any) -> bool:
+def is_scalar(value: Any) -> bool:
     """Whether this has the methods of a numpy or torch scalar or one-element array; neither need be installed."""
     if not callable(getattr(value, "item", None)):
         return False

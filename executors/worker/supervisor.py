@@ -174,7 +174,7 @@ class Supervisor:
     # Starting
 
     def _start(self, attempt: Attempt) -> None:
-        page = self._pages[attempt.rank] = SharedPage.create(self._pages.get(attempt.rank))
+        page = self._pages[attempt.rank] = SharedPage(self._pages.get(attempt.rank))
         page.n_decisions = self._answers.n_read
         pid = self._ranks.start(attempt, page, self._wakeups.descriptors)
         deadline = self._deadlines.setdefault(attempt.rank, time.monotonic() + self._timeout_s)

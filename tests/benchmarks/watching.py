@@ -53,7 +53,7 @@ def _stacks_of(run: Run, rank: int) -> list[Path]:
 
 def marks(options: Options) -> list[Comparison]:
     """R4: processor time of marks at every step, a section at every step, and of beat and tick."""
-    replica = Replica(0, 8, "run", 0, "memory:", page=SharedPage.create())
+    replica = Replica(0, 8, "run", 0, "memory:", page=SharedPage())
     n = 2000 if options.quick else 200_000
     samples: dict[str, list[float]] = {"progress()": [], "section()": []}
     for _ in range(options.repetitions(5)):

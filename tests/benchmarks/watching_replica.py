@@ -35,7 +35,7 @@ def beat_for(seconds: float, is_watched: bool) -> float:
         from executors.shared_page import SharedPage
         from executors.worker.watched import be_watched
 
-        be_watched(SharedPage.create())
+        be_watched(SharedPage())
     began, until = time.process_time(), time.monotonic() + seconds
     while time.monotonic() < until:
         time.sleep(0.25)

@@ -82,7 +82,7 @@ class Watched:
 
 def start(entrypoint: Callable[[Replica], None], limits: str) -> Watched:
     """Fork a rank that is watched; it leaves with 3 after HangError, with 4 after another exception."""
-    page = SharedPage.create()
+    page = SharedPage()
     pid = os.fork()
     if pid == 0:
         code = 4

@@ -123,7 +123,7 @@ def test_after_a_notice_the_schedule_goes_on_once_the_run_is_where_it_was(tmp_pa
     store = MemoryStore("noticed")
     for attempt, notice_at in enumerate((6, 10, None)):
         next_process()
-        replica = Replica(0, 1, "run", attempt, store.url, page=SharedPage.create(), claimed_nonce=f"nonce-{attempt}")
+        replica = Replica(0, 1, "run", attempt, store.url, page=SharedPage(), claimed_nonce=f"nonce-{attempt}")
         replica.__dict__["store"] = store
         store.put(replica.key("started.json"), f'{{"nonce": "{replica.nonce}"}}'.encode())
         set_current_replica(replica)

@@ -214,7 +214,7 @@ def test_who_trains_on_the_same_data_is_told_what_would_help_where_a_table_shows
 
 
 def test_a_long_evaluation_is_progress(tmp_path: Path) -> None:
-    page = SharedPage.create()
+    page = SharedPage()
     set_current_replica(Replica(0, 1, "another", 0, "memory://hf", page=page))
     asked = arguments(tmp_path, per_device_eval_batch_size=1)
     transformers.Trainer(Model(), asked, eval_dataset=ITEMS[:4], callbacks=[DiLoCoCallback()]).evaluate()

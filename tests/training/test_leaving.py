@@ -28,7 +28,7 @@ class Training:
     """An attempt of the first replica of a run, with an optimizer that rides along, and rounds of four steps."""
 
     def __init__(self, store: MemoryStore, attempt: int = 0, world_size: int = 1, **options: Any) -> None:
-        self.page = SharedPage.create()
+        self.page = SharedPage()
         replica = Replica(0, world_size, "run", attempt, store.url, page=self.page, claimed_nonce=f"nonce-{attempt}")
         replica.store = store
         store.put(replica.key("started.json"), f'{{"nonce": "{replica.nonce}"}}'.encode())

@@ -157,7 +157,7 @@ def test_one_cycle_ends_after_a_notice(tmp_path: Path, monkeypatch: pytest.Monke
     store = MemoryStore("noticed")
     for attempt in (0, 1):
         next_process()
-        replica = replica_of("run", attempt, page=SharedPage.create())
+        replica = replica_of("run", attempt, page=SharedPage())
         replica.__dict__["store"] = store
         store.put(replica.key("started.json"), f'{{"nonce": "{replica.nonce}"}}'.encode())
         set_current_replica(replica)
@@ -254,7 +254,7 @@ def test_a_training_after_another_in_one_replica_takes_a_name_of_its_own(tmp_pat
 
 
 def test_a_long_validation_is_progress(tmp_path: Path) -> None:
-    page = SharedPage.create()
+    page = SharedPage()
     set_current_replica(replica_of("another", page=page))
     trainer = lightning.Trainer(
         accelerator="cpu", callbacks=[DiLoCoCallback()], logger=False, default_root_dir=tmp_path

@@ -217,6 +217,8 @@ class FailingObserver:
     """What a wait looks at: the time is over before it looks again."""
 
     ranks = (0,)
+    run_id = "mine"
+    record = ScriptedRun.record
     error: ReplicasError | None = None
 
     def look(self) -> list[ReplicaState]:
@@ -231,7 +233,7 @@ class FailingObserver:
 @pytest.mark.parametrize("error", [StoreError("no answer"), BackendError("no answer")])
 def test_what_failed_before_a_pause_between_two_waits_does_not_count_to_the_minute(error: ReplicasError) -> None:
     observer, clock, said = FailingObserver(), Clock(), list[str]()
-    waiter = Waiter("mine", ScriptedRun.record, cast(Observer, observer), lambda: None, lambda states: False)
+    waiter = Waiter(cast(Observer, observer), lambda: None, lambda states: False)
     waiter._patience = Patience(said.append, clock)
     assert not waiter.wait(None, 0, None)
     observer.error = error

@@ -39,7 +39,7 @@ def supervised(folder: Path, restarts: str | None = None) -> tuple[ContainerSupe
     supervisor = ContainerSupervisor(
         spec, ContainerRanks(spec, term_grace_s=1, gpu=None), timeout_s=None, term_grace_s=1, notice_s=1
     )
-    page, attempt = SharedPage.create(), Attempt(store, "run", 0)
+    page, attempt = SharedPage(), Attempt(store, "run", 0)
     attempt.store.put(attempt.key("heartbeat.json"), to_bytes({"at": 1.0, "step": 7}))
     watchdog = Watchdog(page, os.getpid(), HangLimits(), ends=True, term_grace_s=1, spec=spec, rank=0)
     supervisor._running[1] = Running(1, attempt.at(0), page, watchdog, time.time(), NEVER)
@@ -169,7 +169,7 @@ def test_a_process_is_ended_for_the_attempt_that_follows_only_where_it_is_an_ear
     supervisor = ContainerSupervisor(
         spec, ContainerRanks(spec, term_grace_s=1, gpu=None), timeout_s=None, term_grace_s=1, notice_s=1
     )
-    asked, page = Attempt(store, "run", 1, 1), SharedPage.create()
+    asked, page = Attempt(store, "run", 1, 1), SharedPage()
     page.claimed = 0 if claimed is None else claimed + 1
     if other_ended:
         asked.record(asked.ended(ReplicaStatus.FAILED, "lost"))

@@ -13,7 +13,8 @@ from executors.errors import HangError, StoreError
 from executors.protocol import Outcome, ReplicaStatus
 from executors.report.root_cause import headline, last_frames
 from executors.store.memory import MemoryStore
-from executors.worker.failure import describe_failure, fingerprint_of, fingerprint_of_exit
+from executors.worker.ends import signal_name
+from executors.worker.failure import describe_failure, fingerprint_of
 
 SOURCE = """
 import json
@@ -45,7 +46,7 @@ def failure_of(file: str) -> dict[str, str | None]:
         ("/somewhere/else/net.py", "net.py:8"),
         ("/tmp/ipykernel_123/456.py", "a notebook's cell, line 8"),
         ("<ipython-input-3-0123456789ab>", "a notebook's cell, line 8"),
-        ("/usr/lib/python3/site-packages/torch/nn/modules.py", "test_failure.py:34"),
+        ("/usr/lib/python3/site-packages/torch/nn/modules.py", "test_failure.py:35"),
     ],
 )
 def test_the_place_is_the_last_of_the_users_own_lines(
@@ -161,9 +162,9 @@ def test_a_store_that_fails_in_a_task_is_no_likeness() -> None:
     assert fingerprint_of(raised_in_tasks(ValueError("one"), StoreError("gone", key="a"))) is None
 
 
-@pytest.mark.parametrize(("exit_code", "print_"), [(-9, "SIGKILL"), (-40, "SIG40"), (3, "exit code 3")])
-def test_an_end_without_an_exception_has_its_signal_or_exit_code_for_a_fingerprint(exit_code: int, print_: str) -> None:
-    assert fingerprint_of_exit(exit_code) == print_
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (40, "SIG40")])
+def test_a_signal_is_named_also_where_the_system_gives_it_no_name(number: int, name: str) -> None:
+    assert signal_name(number) == name
 
 
 def test_a_place_of_any_length_is_recorded_as_far_as_readers_take_it() -> None:

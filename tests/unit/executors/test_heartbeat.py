@@ -63,7 +63,7 @@ def test_a_beat_counts_when_the_store_has_it_and_not_when_it_was_tried(monkeypat
     store = MemoryStore()
     replica = Replica(0, 1, "run", 0, store.url, claimed_nonce="n")
     replica.__dict__["store"] = store
-    replica.page = page = SharedPage.create()
+    replica.page = page = SharedPage()
     heartbeat = Heartbeat(replica)
     page.beaten = 0.0
     with monkeypatch.context() as patch:

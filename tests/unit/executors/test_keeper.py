@@ -296,14 +296,18 @@ def test_a_stop_has_its_time_whatever_the_clock_of_a_keeper_says(
     ahead_s: float, scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     observer: Any = SimpleNamespace(
+        store=scene.store,
+        run_id="run",
+        record=RunRecord.parse(run_json(restarts="3")),
         ranks=[0],
         outcome=lambda rank: None,
         attempt=lambda rank: Attempt(scene.store, "run", rank),
         map=lambda act, things: [act(thing) for thing in things],
     )
-    record, ended = RunRecord.parse(run_json(restarts="3")), list[str]()
+    ended = list[str]()
     hands: Any = SimpleNamespace(how="launch", free={}, may_start=lambda rank: False)
-    keeper = OutsideKeeper(DecisionLog(scene.store, "run"), record, observer, hands, ended.append, lambda rank: True)
+    log = DecisionLog(scene.store, "run")
+    keeper = OutsideKeeper(log, observer, hands, ended.append, lambda rank: True)
     order_stop(DecisionLog(scene.store, "run", lambda: time.time() - ahead_s), within_s=600.0)
     began = time.monotonic()
 
@@ -328,11 +332,11 @@ def test_a_second_stop_takes_no_time_from_the_first_whatever_the_clocks_say(ahea
 def test_who_asks_for_a_stop_waits_as_long_as_it_gives_whatever_clock_wrote_to_the_log_before(ahead_s: float) -> None:
     store, waited = MemoryStore(), list[float]()
     order_cancel(DecisionLog(store, "run", lambda: time.time() + ahead_s), [0], "by another machine")
-    nothing: Any = None
+    observer: Any = SimpleNamespace(store=store, run_id="run")
 
     def wait(for_s: float) -> bool:
         waited.append(for_s)
         return True
 
-    Canceller(store, "run", nothing, "local", nothing).stop(60.0, wait)
+    Canceller(observer).stop(60.0, wait)
     assert waited == [60.0]

@@ -14,7 +14,8 @@ from executors.policy import HangLimits
 from executors.shared_page import SharedPage
 from executors.store.memory import MemoryStore
 from executors.worker import limits as rules
-from executors.worker.limits import Finding, Watchdog, keep_stacks
+from executors.worker.limits import Finding, Watchdog
+from executors.worker.ranks import NEVER, Running
 
 START = 1000.0
 INF = math.inf
@@ -69,7 +70,7 @@ def looked(watchdog: Watchdog, page: SharedPage, until: float, *, ticks: bool = 
 def test_a_rank_without_progress_is_named_at_its_soft_limit_and_killed_at_its_hard_one(
     limits: str, marks: int, longest_s: float, section: float | None, soft_s: float | None, killed_s: float | None
 ) -> None:
-    page = SharedPage.create()
+    page = SharedPage()
     for _ in range(marks):
         page.progress()
     if section is not None:
@@ -90,7 +91,7 @@ def test_a_rank_without_progress_is_named_at_its_soft_limit_and_killed_at_its_ha
 
 @pytest.mark.parametrize(("limits", "ends"), [("auto", False), ("60s", True)])
 def test_a_learned_limit_ends_nothing_unless_it_is_asked_for(limits: str, *, ends: bool) -> None:
-    page = SharedPage.create()
+    page = SharedPage()
     for _ in range(6):
         page.progress()
     found = looked(watchdog_of(page, limits, ends=False), page, START + 5000)
@@ -100,7 +101,7 @@ def test_a_learned_limit_ends_nothing_unless_it_is_asked_for(limits: str, *, end
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_rank_that_makes_progress_within_half_its_limit_is_never_suspected(seed: int) -> None:
-    rng, page = random.Random(seed), SharedPage.create()
+    rng, page = random.Random(seed), SharedPage()
     page.progress()
     watchdog = watchdog_of(page, "20s")
     now = mark = START
@@ -114,7 +115,7 @@ def test_a_rank_that_makes_progress_within_half_its_limit_is_never_suspected(see
 
 
 def test_what_a_rank_goes_on_after_counts_anew() -> None:
-    page = SharedPage.create()
+    page = SharedPage()
     page.progress()
     watchdog = watchdog_of(page, "20s:40s")
     assert [at for at, _ in looked(watchdog, page, START + 20.5)] == [20.2]
@@ -123,7 +124,7 @@ def test_what_a_rank_goes_on_after_counts_anew() -> None:
 
 
 def test_a_rank_that_is_not_to_be_judged_is_not() -> None:
-    page = SharedPage.create()
+    page = SharedPage()
     page.progress()
     page.unwatched = 1
     watchdog = watchdog_of(page, "20s")
@@ -131,7 +132,7 @@ def test_a_rank_that_is_not_to_be_judged_is_not() -> None:
 
 
 def test_time_in_which_nobody_looked_counts_for_nothing() -> None:
-    page = SharedPage.create()
+    page = SharedPage()
     page.progress()
     watchdog = watchdog_of(page, "20s")
     assert looked(watchdog, page, START + 10) == []
@@ -141,7 +142,7 @@ def test_time_in_which_nobody_looked_counts_for_nothing() -> None:
 
 
 def test_what_waits_for_others_is_judged_by_its_calls_alone() -> None:
-    page = SharedPage.create()
+    page = SharedPage()
     page.progress()
     page.enter("round", INF)
     watchdog = watchdog_of(page, "5s")
@@ -153,7 +154,7 @@ def test_what_waits_for_others_is_judged_by_its_calls_alone() -> None:
 
 
 def test_a_rank_that_is_atomic_is_spared_for_sixty_seconds() -> None:
-    page = SharedPage.create()
+    page = SharedPage()
     page.progress()
     page.atomic_since = START + 5
     found = looked(watchdog_of(page, "20s:40s"), page, START + 200)
@@ -161,7 +162,7 @@ def test_a_rank_that_is_atomic_is_spared_for_sixty_seconds() -> None:
 
 
 def test_a_rank_that_has_raised_has_its_grace() -> None:
-    page = SharedPage.create()
+    page = SharedPage()
     page.progress()
     watchdog = watchdog_of(page, "20s:60s")
     assert len(looked(watchdog, page, START + 22)) == 2
@@ -172,15 +173,14 @@ def test_a_rank_that_has_raised_has_its_grace() -> None:
 
 def test_where_the_kernel_shows_nothing_the_page_alone_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "activity", lambda _: None)
-    page = SharedPage.create()
+    page = SharedPage()
     page.progress()
     found = looked(watchdog_of(page, "20s"), page, START + 60, ticks=False)
     assert "the GIL is held by a call." in found[0][1].sentence
 
 
 def test_stacks_are_kept_under_names_that_the_outcome_has() -> None:
-    page, attempt = SharedPage.create(), Attempt(MemoryStore("memory://stacks"), "run", 3, 1)
-    keep_stacks(attempt, page, "first")
-    keep_stacks(attempt, page, "second")
+    page, attempt = SharedPage(), Attempt(MemoryStore("memory://stacks"), "run", 3, 1)
+    Running(0, attempt, page, watchdog_of(page), 0.0, NEVER, stacks=["first", "second"]).keep_stacks()
     assert page.told()["stacks"] == ("stacks/0.txt", "stacks/1.txt")
     assert bytes(attempt.store.get(attempt.key("stacks/1.txt"))) == b"second"

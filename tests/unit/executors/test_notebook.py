@@ -6,7 +6,8 @@ import itertools
 import math
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,8 +38,12 @@ def measured(*losses: float) -> Metrics:
     )
 
 
-def document() -> dict[str, Any]:
-    raise StoreError("no answer")
+def shown(look: Callable[[], RunStatus], view: NotebookView) -> Display:
+    def document() -> dict[str, Any]:
+        raise StoreError("no answer")
+
+    run: Any = SimpleNamespace(status=look, pauses=pauses, metrics=measured, report_document=document)
+    return Display(run, view)
 
 
 class Recorded(NotebookView):
@@ -119,9 +124,7 @@ def test_one_thread_renews_all_cells_and_ends_with_the_run() -> None:
     is_over = threading.Event()
     view = Recorded()
     ended = ReplicaStatus.SUCCEEDED
-    display = Display(
-        lambda: state({}, status=ended) if is_over.is_set() else state({}), pauses, measured, document, view
-    )
+    display = shown(lambda: state({}, status=ended) if is_over.is_set() else state({}), view)
     display.show()
     display.show()
     assert view.opened == 2
@@ -146,7 +149,7 @@ def test_a_store_that_fails_for_a_moment_is_named_and_one_that_fails_for_long_en
         return state({})
 
     view = Recorded()
-    Display(look, pauses, measured, document, view).show()
+    shown(look, view).show()
     eventually(lambda: view.shown)
     assert view.said == ["Looking again: no answer"] * 2
     monkeypatch.setattr(notebook, "PATIENCE_S", 0.0)

@@ -44,7 +44,7 @@ def answers(policy: str, *ends: Outcome, at: Sequence[float] = (), facts: RunFac
 
 def ended_for_want_of_a_store(has_result: bool = False, store_failed: bool = True) -> tuple[Running, int]:
     """Return a process that claimed nothing, or could not record how it ended, and its exit code."""
-    page, attempt = SharedPage.create(), Attempt(MemoryStore(), "run", 0)
+    page, attempt = SharedPage(), Attempt(MemoryStore(), "run", 0)
     page.has_result, page.store_failed = has_result, store_failed
     spec = RunSpec("run", "memory:", "", 1, (0,))
     watchdog = Watchdog(page, 1, HangLimits(), ends=True, term_grace_s=1.0, spec=spec, rank=0)

@@ -40,7 +40,7 @@ def in_a_child(act: Callable[[], None]) -> None:
 
 
 def test_what_a_rank_writes_its_supervisor_reads() -> None:
-    page = SharedPage.create()
+    page = SharedPage()
     page.announce(5.0)
     assert page.told() == {"marks": 0, "kept": 0, "reached": None, "notice": None, "stacks": ()}
 
@@ -72,14 +72,14 @@ def test_a_limit_that_is_none_is_refused(limit_s: float) -> None:
 
 
 def test_a_round_counts_as_kept_when_its_seal_took_this_attempts_work() -> None:
-    replica = replica_with(page := SharedPage.create())
+    replica = replica_with(page := SharedPage())
     for entry, verdict in enumerate(["carried", "dropped", "counted"]):
         replica.record_round(0.0, entry=entry, verdict=verdict)
     assert (page.marks, page.kept, page.reached) == (3, 1, {"round": 3.0})
 
 
 def test_intervals_are_learned_by_section_and_sections_are_no_part_of_those_around(clock: Clock) -> None:
-    page = SharedPage.create()
+    page = SharedPage()
     clock.now += 500  # imports
     for _ in range(6):
         page.progress()
@@ -94,7 +94,7 @@ def test_intervals_are_learned_by_section_and_sections_are_no_part_of_those_arou
     assert page.intervals == (7, 2.0)
     page.enter("evaluate")
     assert page.intervals == (6, 30.0)
-    following = SharedPage.create(after=page)
+    following = SharedPage(after=page)
     assert (following.section, following.intervals, following.marks) == (STEPS, (7, 2.0), 0)
     clock.now += 100
     following.progress()
@@ -104,7 +104,7 @@ def test_intervals_are_learned_by_section_and_sections_are_no_part_of_those_arou
 
 
 def test_a_section_that_an_error_ends_teaches_nothing(clock: Clock) -> None:
-    page = SharedPage.create()
+    page = SharedPage()
     section = replica_with(page).section("evaluate")
     section.__enter__()
     clock.now += 3600
@@ -114,7 +114,7 @@ def test_a_section_that_an_error_ends_teaches_nothing(clock: Clock) -> None:
 
 
 def test_sections_of_more_names_than_there_is_room_for_share_one() -> None:
-    page = SharedPage.create()
+    page = SharedPage()
     for number in range(100):
         page.enter(f"section {number}" + "é" * 100)
     assert page.section == OTHERS
@@ -124,7 +124,7 @@ def test_sections_of_more_names_than_there_is_room_for_share_one() -> None:
 
 
 def test_a_torn_value_is_no_section() -> None:
-    page = SharedPage.create()
+    page = SharedPage()
     for torn in (math.nan, -5.0, 1e300):
         page._numbers[ROW] = torn
         assert (page.section, page.intervals) == (STEPS, (0, 0.0))
@@ -132,7 +132,7 @@ def test_a_torn_value_is_no_section() -> None:
 
 @pytest.mark.parametrize("sizes", [[10], [TAIL_BYTES], [TAIL_BYTES - 3, 10, 10], [3 * TAIL_BYTES + 7, 1], [40_000] * 5])
 def test_the_tail_is_the_end_of_what_was_written(sizes: list[int]) -> None:
-    page, written = SharedPage.create(), b""
+    page, written = SharedPage(), b""
     for number, size in enumerate(sizes):
         data = bytes(65 + (number + at) % 26 for at in range(size))
         page.write_tail(data)
@@ -141,7 +141,7 @@ def test_the_tail_is_the_end_of_what_was_written(sizes: list[int]) -> None:
 
 
 def test_what_is_to_end_a_rank_waits_until_it_leaves_its_atomic_part() -> None:
-    replica = replica_with(page := SharedPage.create())
+    replica = replica_with(page := SharedPage())
     outer = replica.atomic()
     outer.__enter__()
     with replica.atomic():
@@ -153,7 +153,7 @@ def test_what_is_to_end_a_rank_waits_until_it_leaves_its_atomic_part() -> None:
 
 
 def test_a_rank_is_killed_after_its_grace_or_sixty_seconds_later_where_it_is_atomic() -> None:
-    page = SharedPage.create()
+    page = SharedPage()
     assert page.kill_at(100.0, 5.0) == 105.0
     page.atomic_since = 90.0
     assert page.kill_at(100.0, 5.0) == 165.0
@@ -167,7 +167,7 @@ def test_a_rank_is_killed_after_its_grace_or_sixty_seconds_later_where_it_is_ato
 def test_a_notice_ends_a_replica_at_once_and_a_stop_after_a_round(
     notice: int, name: str | None, at_once: bool, clock: Clock
 ) -> None:
-    replica = replica_with(page := SharedPage.create())
+    replica = replica_with(page := SharedPage())
     assert (replica.ending_s, replica.is_to_leave(after_round=True)) == (None, False)
     page.announce(5e9, notice)
     assert (page.notice, page.is_stopping, page.knows_of_end) == (name, not notice, False)
@@ -178,7 +178,7 @@ def test_a_notice_ends_a_replica_at_once_and_a_stop_after_a_round(
 
 
 def test_a_page_that_is_detached_shares_nothing_more() -> None:
-    page = SharedPage.create()
+    page = SharedPage()
     page.progress()
 
     def helper() -> None:
@@ -192,7 +192,7 @@ def test_a_page_that_is_detached_shares_nothing_more() -> None:
 
 
 def test_a_diagnosis_of_any_length_is_kept_as_far_as_there_is_room() -> None:
-    page = SharedPage.create()
+    page = SharedPage()
     page.accuse("é" * 5000)
     assert page.diagnosis.startswith("é" * 1000)
     page.accuse("short")

@@ -103,7 +103,7 @@ class Scene:
         self.supervisor = Supervisor(spec, self.ranks, places=n, timeout_s=None, term_grace_s=5.0, launcher_pidfd=None)
         self.running = [Attempt(self.store, "run", rank) for rank in range(n)]
         for attempt in self.running:
-            page = SharedPage.create()
+            page = SharedPage()
             watchdog = Watchdog(page, pid, HangLimits(), ends=True, term_grace_s=1, spec=spec, rank=attempt.rank)
             running = Running(pid, attempt, page, watchdog, time.time(), NEVER)
             self.supervisor._running[attempt.rank] = running
