@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 from typer import Option
 
 from executors.cli.options import BackendOptions, ExecutorOption, RendezvousOption, RunArgument, find_run
-from executors.cli.output import Output, call, inert, name_duration, one_line, strict_json
+from executors.cli.output import Output, call, name_duration, note, one_line
 from executors.supervision.events import Event
 
 AS_JSON = "Print a JSON object on a line for each."
@@ -30,14 +29,10 @@ def events(
     """Show what happened in a run: launches, first progress, hangs, ends, and what was decided about them."""
     found = find_run(run, rendezvous, backend, option)
     output, began_at = Output(), found.record.created_at
-
-    def note(text: str) -> None:
-        print(inert(f"Note: {text}"), file=sys.stderr, flush=True)
-
     call.has_document = as_json  # many, a line each
     for event in found.events(follow, note):
         if as_json:
-            print(strict_json(event.to_json(), indent=None, encoding=sys.stdout.encoding), flush=follow)
+            print(output.line(event.to_json()), flush=follow)
             continue
         is_well = event.reason == "succeeded"
         output.say(line_of_event(event, began_at), "green" if is_well else STYLES.get(event.kind))

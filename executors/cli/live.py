@@ -7,7 +7,6 @@ import math
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections import deque
@@ -15,7 +14,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from executors.cli.output import CANCELLED, PROGRESS_EVERY_S, Output, inert, name_duration, name_ranks, one_line
+from executors.cli.output import CANCELLED, PROGRESS_EVERY_S, Output, inert, name_duration, name_ranks, note, one_line
 from executors.cli.summary import reference
 from executors.cli.tee import Tee
 from executors.errors import BackendError, ReplicasError, StoreError, unknown_name
@@ -124,7 +123,7 @@ def note_unknown_columns(columns: Sequence[str], status: RunStatus) -> None:
     known = {*COLUMNS, *(name for replica in status.replicas for name in replica.reported)}
     for name in columns:
         if name not in known:
-            print(inert(f"Note: {unknown_name('column', name, known)}"), file=sys.stderr)
+            note(unknown_name("column", name, known))
 
 
 def _follow_and_cancel(run: Run, view: PlainView, interrupts: Interrupts) -> None:
@@ -182,30 +181,27 @@ def follow(
         StoreError: the rendezvous could not be read for a minute.
         BackendError: the backend could not be asked for a minute, or the first time.
     """
-    end = math.inf if timeout_s is None else clock() + timeout_s
-    patience = Patience(lambda words: view.say(words, "yellow"), clock)
-    waits = run.pauses()
-    while True:
-        patience.begin()
-        try:
+
+    def has_ended() -> bool:
+        status = run.status()
+        while run.keep(status.replicas):  # the look after may find other ends
             status = run.status()
-            while run.keep(status.replicas):  # the look after may find other ends
-                status = run.status()
-            view.update(status)
-            if status.failed_early and (told := run.end_early(status, "--fail-fast")):
-                view.say(told[:1].upper() + told[1:], "yellow")
-        except (StoreError, BackendError) as error:
-            patience.bear(error)
-        else:
-            patience.succeed()
-            if status.is_terminal:
-                return True
+        view.update(status)
+        if status.failed_early and (told := run.end_early(status, "--fail-fast")):
+            view.say(told[:1].upper() + told[1:], "yellow")
+        return status.is_terminal
+
+    end = math.inf if timeout_s is None else clock() + timeout_s
+    is_over = Patience(lambda words: view.say(words, "yellow"), clock).patient(has_ended)
+    waits = run.pauses()
+    while not is_over():
         if after_each():
             waits = pauses(LONGEST_PAUSE_S)  # also at a bucket: somebody waits for the end
         left_s = end - clock()
         if left_s <= 0:
             return False
         sleep(min(next(waits), left_s))
+    return True
 
 
 class PlainView:

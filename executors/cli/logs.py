@@ -19,7 +19,7 @@ from executors.cli.options import (
     RunArgument,
     find_run,
 )
-from executors.cli.output import JsonOption, Output, inert, name_ranks, refuse, usage_errors
+from executors.cli.output import JsonOption, Output, inert, name_ranks, note, refuse, usage_errors
 from executors.durations import DURATIONS, parse_duration
 
 if TYPE_CHECKING:
@@ -105,12 +105,12 @@ def logs(
         )
         n_lines = lines if lines is not None else None if chosen.is_search and not follow else LAST_LINES
         if as_json:
-            texts = found.logs_by_rank(rank or found.ranks, n_lines, which, chosen, _note)
+            texts = found.logs_by_rank(rank or found.ranks, n_lines, which, chosen, note)
             rows = [{"rank": one, "log": text} for one, text in texts.items()]
             Output(as_json).document({"run_id": found.run_id, "attempt": attempt, "replicas": rows})
             return 0
         asked = rank[0] if rank is not None and len(rank) == 1 else rank
-        for text in found.log_pieces(asked, n_lines, follow, which, chosen, _note):
+        for text in found.log_pieces(asked, n_lines, follow, which, chosen, note):
             sys.stdout.write(text)
             last = text[-1:] or last
             if follow:
@@ -147,9 +147,5 @@ def _show_stacks(run: Run, ranks: Sequence[int], which: Any, output: Output) -> 
         output.say(one_line(f"=== rank {row['rank']}, attempt {row['attempt']}, {name_moment(row['at'])} ==="), "bold")
         output.say(row["text"])
     if not rows:
-        _note(f"no stacks were dumped of {name_ranks(ranks)}.")
+        note(f"no stacks were dumped of {name_ranks(ranks)}.")
     return 0
-
-
-def _note(text: str) -> None:
-    print(inert(f"Note: {text}"), file=sys.stderr, flush=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +12,7 @@ from typer import Argument, Option
 
 from executors import durations
 from executors.cli.backends import check_options
-from executors.cli.output import UsageProblem, refuse, usage_errors
+from executors.cli.output import UsageProblem, note, refuse, usage_errors
 from executors.durations import DURATIONS
 from executors.errors import BackendError
 from executors.task.arguments import json_or_text
@@ -155,7 +154,7 @@ def note_python_words(option: str, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if isinstance(value, str) and value in FROM_PYTHON:
             text = FROM_PYTHON[value]
-            print(f"Note: {option} {name}={value} is a string; JSON writes {name}={text}.", file=sys.stderr)
+            note(f"{option} {name}={value} is a string; JSON writes {name}={text}.")
 
 
 def parse_texts(option: str, texts: Sequence[str] | None) -> dict[str, str]:

@@ -133,7 +133,12 @@ class Output:
         """Say on stderr, in one line, what `finite` had to change in a document."""
         if notes := document.get("notes"):
             more = f" And {len(notes) - 1} more." if len(notes) > 1 else ""
-            print(inert(f"Note: {notes[0]}{more}"), file=sys.stderr)
+            note(f"{notes[0]}{more}")
+
+
+def note(text: str) -> None:
+    """Say on stderr what is no error, and no part of what was asked for."""
+    print(inert(f"Note: {text}"), file=sys.stderr, flush=True)
 
 
 def finite(document: dict[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,8 @@ import math
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from typer import Option
@@ -17,10 +17,7 @@ from executors.cli.options import parse_duration
 from executors.cli.output import JsonOption, Output, UsageProblem, name_age, refuse, usage_errors
 from executors.cli.planned import MeasuredLink, describe_link, find_link, load_planner, note_link
 from executors.report.words import name_number, name_share, name_size
-from executors.store.url import check_scheme, directory_of, is_near, located_url
-
-if TYPE_CHECKING:
-    from executors.store.link import LinkSpeed
+from executors.store.url import check_scheme, directory_of, is_near
 
 COUNT = re.compile(r"(\d+(?:[_,]\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?)\s*([kmbgt]?)", re.IGNORECASE)
 COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
@@ -134,16 +131,16 @@ def plan(
     if n < 1:
         refuse(f"--n must be at least 1, got {n}.")
     with usage_errors():
-        url = None if store is None else _checked(store)
-        speed, source, processor = _link(output, url, n, probe, up, down, latency)
+        place = _Place.of(store)
+        link, source = _link(output, place.url, n, probe, up, down, latency)
         job = planner.Job(
             params=params,
             n=n,
             step_s=step,
             steps=steps,
-            link=planner.Link(up=speed.up, down=speed.down, latency_s=speed.latency_s),
-            processor=planner.Processor(**processor, **({"copy": GPU_COPY} if gpu else {})),
-            most_bytes=_most_bytes(url),
+            link=planner.Link(up=link.up, down=link.down, latency_s=link.latency_s),
+            processor=planner.Processor(**link.processor, **({"copy": GPU_COPY} if gpu else {})),
+            most_bytes=place.most_bytes,
         )
         fixed = {"inner_steps": inner_steps, "fragments": fragments, "overlap_steps": overlap_steps}
         found = planner.choose(job, wires=planner.WIRES if wire is None else (wire,), mean_wire=mean_wire, **fixed)
@@ -151,18 +148,17 @@ def plan(
         if found.late_s:
             with contextlib.suppress(ValueError):  # the run is shorter than any round that is usual
                 free = planner.choose(job)
-    place = None if url is None else located_url(url)
-    kind = _kind_of(place)
-    prices = planner.PRICES.get(kind, planner.Prices())
-    prices = replace(prices, **(price or {}))
-    is_priced = kind in planner.PRICES or price is not None
+    prices = None
+    if place.kind in planner.PRICES or price is not None:
+        prices = replace(planner.PRICES.get(place.kind, planner.Prices()), **(price or {}))
+    document = _document(found, prices, place.url, source, planner.PRICED_ON)
     if as_json:
-        output.document(_document(found, prices if is_priced else None, url, source, planner.PRICED_ON))
+        output.document(document)
         return 0
-    where = "" if url is None else f", {url}"
+    where = "" if place.url is None else f", {place.url}"
     output.say(f"{_short(params)} parameters, {n} replica{'s' * (n > 1)}, {step:g} s a step{where} "
-               f"({source}: {describe_link(speed)})", "bold", wrap=True)  # fmt: skip
-    for line in (*_lines(found), _sums(found, prices, is_priced, kind, place)):
+               f"({source}: {describe_link(link)})", "bold", wrap=True)  # fmt: skip
+    for line in (*_lines(found), _sums(found, document["sums"], place)):
         output.say(line, wrap=True)
     for line in _advice(found, free, source):
         output.say(line, "yellow", wrap=True)
@@ -179,26 +175,44 @@ plan.epilog = (  # type: ignore[attr-defined]
 )
 
 
-def _checked(store: str) -> str:
-    """Return the url of a store, without opening it."""
-    directory = directory_of(store)
-    if directory is not None:
-        return directory.absolute().as_uri()
-    check_scheme(store)
-    if store.startswith("s3:"):
-        from executors.store.s3.address import S3Address
+@dataclass(frozen=True)
+class _Place:
+    """Where the replicas meet, as far as sizes and prices go."""
 
-        return S3Address.parse(store).url
-    return store
+    url: str | None = None
+    kind: str = ""
+    """What the table of prices calls it."""
+    region: str | None = None
+    most_bytes: float = math.inf
+    """Of an object that it takes."""
+
+    @classmethod
+    def of(cls, store: str | None) -> _Place:
+        """Return what is known of a store without opening it."""
+        if store is None:
+            return cls()
+        if (directory := directory_of(store)) is not None:
+            return cls(directory.absolute().as_uri(), "directory")
+        check_scheme(store)
+        if not store.startswith("s3:"):
+            return cls(store, "directory")
+        from executors.store.s3.address import S3Address
+        from executors.store.s3.client import located
+        from executors.store.s3.store import MAX_PUT_BYTES
+
+        address = S3Address.parse(store)
+        there = located(address)
+        host = urlsplit(there.endpoint_url or "https://amazonaws.com").hostname or ""
+        kind = "r2" if host.endswith(".r2.cloudflarestorage.com") else "s3" if host.endswith("amazonaws.com") else host
+        return cls(address.url, kind, there.region, MAX_PUT_BYTES)
 
 
 def _link(
     output: Output, url: str | None, n: int, probe: bool, up: float | None, down: float | None, latency: float | None
-) -> tuple[LinkSpeed, str, Mapping[str, float]]:
-    """Return what one replica has of the way to the store, how that is known, and what is known of its processor."""
-    from executors.store.link import LinkSpeed
-
-    given = {name: value for name, value in (("up", up), ("down", down), ("latency_s", latency)) if value is not None}
+) -> tuple[MeasuredLink, str]:
+    """Return what one replica has of the way to the store and of its processor, and how that is known."""
+    values: dict[str, Any] = {"up": up, "down": down, "latency_s": latency}
+    given = {name: value for name, value in values.items() if value is not None}
     if url is None and (up is None or down is None):
         refuse(
             "Where do the replicas meet? Give --store URL (and --probe to measure it), or --up, --down and --latency. "
@@ -207,21 +221,17 @@ def _link(
     if probe and url is None:
         refuse("--probe measures the way to a rendezvous: give --store URL, too.")
     if probe:
-        measured = _probe(output, str(url), n)
-        source = "measured"
+        link, source = _probe(output, str(url), n), "measured"
     elif url is not None and (noted := find_link(url, n)) is not None:
-        measured, source = noted, f"measured {name_age(time.time() - noted.at)} ago"
-    else:
-        measured, source = None, "assumed"
-    if measured is not None:
-        speed = LinkSpeed(up=measured.up, down=measured.down, latency_s=measured.latency_s)
+        link, source = noted, f"measured {name_age(time.time() - noted.at)} ago"
     else:
         is_at_hand = url is not None and is_near(url)
-        up_, down_, latency_s = ASSUMED_NEAR if is_at_hand else ASSUMED_FAR
-        speed = LinkSpeed(up=up_ / (n if is_at_hand else 1), down=down_ / (n if is_at_hand else 1), latency_s=latency_s)
+        (up_, down_, latency_s), sharing = (ASSUMED_NEAR, n) if is_at_hand else (ASSUMED_FAR, 1)
+        link = MeasuredLink(url=url or "", n=n, at=0.0, up=up_ / sharing, down=down_ / sharing, latency_s=latency_s)
+        source = "assumed"
     if given:
         source = "given" if len(given) == 3 else f"{source}, and given"
-    return replace(speed, **given), source, {} if measured is None else measured.processor
+    return replace(link, **given), source
 
 
 def _probe(output: Output, url: str, n: int) -> MeasuredLink:
@@ -231,28 +241,9 @@ def _probe(output: Output, url: str, n: int) -> MeasuredLink:
     with Interrupts(), output.busy(f"Measuring {url}"):
         speed = measure_link(url, n)
         processor = load_planner("processor")()
-    measured = MeasuredLink(url=url, n=n, at=time.time(), processor=processor, **asdict(speed))
+    measured = MeasuredLink(url=url, n=n, at=time.time(), processor=processor, **speed)
     note_link(measured)
     return measured.shared_by(n)
-
-
-def _kind_of(url: str | None) -> str:
-    """Return what the table of prices calls a store."""
-    if url is None or not url.startswith("s3:"):
-        return "" if url is None else "directory"
-    from executors.store.s3.address import S3Address
-
-    host = urlsplit(S3Address.parse(url).endpoint_url or "https://amazonaws.com").hostname or ""
-    return "r2" if host.endswith(".r2.cloudflarestorage.com") else "s3" if host.endswith("amazonaws.com") else host
-
-
-def _most_bytes(url: str | None) -> float:
-    """Return how large an object may be that a store takes."""
-    if url is None or not url.startswith("s3:"):
-        return math.inf
-    from executors.store.s3.store import MAX_PUT_BYTES
-
-    return MAX_PUT_BYTES
 
 
 def _short(count: float) -> str:
@@ -302,35 +293,23 @@ def _lines(plan: Any) -> list[str]:
     return [_settings(plan), f"{which}: {cost.seconds * unit:.1f} {name} ({parts}), {hidden}"]
 
 
-def _sums(plan: Any, prices: Any, is_priced: bool, kind: str, url: str | None) -> str:
+def _sums(plan: Any, sums: Mapping[str, Any], place: _Place) -> str:
     """Say what is moved, and what that costs."""
-    n, rounds = plan.job.n, plan.rounds
-    line = f"per replica and {plan.choice.inner_steps} steps: {name_size(plan.up)} up, {name_size(plan.down)} down; "
-    if rounds is None:
-        rounds = STEPS_SHOWN / plan.choice.inner_steps
-        line += f"{STEPS_SHOWN} steps: "
-    else:
-        line += f"{rounds} rounds: "
-    line += f"{name_size(n * rounds * (plan.up + plan.down))} in all"
-    if not is_priced:
-        return f"{line} (what {kind} costs is not known here: --price)" if kind else line
-    requests, egress = plan.requests_usd(prices, rounds), plan.egress_usd(prices, rounds)
-    if requests:
-        line += f", ${_dollars(requests)} of requests"
-    if egress:
-        line += f", ${_dollars(egress)} of egress unless the replicas run in {_region(url)}"
+    moved = f"{name_size(plan.up)} up, {name_size(plan.down)} down"
+    over = f"{STEPS_SHOWN} steps" if plan.rounds is None else f"{plan.rounds} rounds"
+    line = f"per replica and {plan.choice.inner_steps} steps: {moved}; {over}: {name_size(sums['bytes'])} in all"
+    if sums["requests_usd"] is None:
+        return f"{line} (what {place.kind} costs is not known here: --price)" if place.kind else line
+    if sums["requests_usd"]:
+        line += f", ${_dollars(sums['requests_usd'])} of requests"
+    if sums["egress_usd"]:
+        where = place.region or "the bucket's region"
+        line += f", ${_dollars(sums['egress_usd'])} of egress unless the replicas run in {where}"
     return line
 
 
 def _dollars(usd: float) -> str:
     return f"{usd:,.2f}" if usd < 100 else f"{usd:,.0f}"
-
-
-def _region(url: str | None) -> str:
-    from executors.store.s3.address import S3Address
-
-    found = S3Address.parse(url).region if url is not None and url.startswith("s3:") else None
-    return found or "the bucket's region"
 
 
 def _advice(plan: Any, free: Any, source: str) -> list[str]:

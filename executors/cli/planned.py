@@ -44,7 +44,7 @@ def rates_of(value: Any) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLink(Record):
-    """What `replicas plan --probe` found."""
+    """What one replica has of the way to a store: as `replicas plan --probe` found it, or as it is assumed."""
 
     url: str = checked(text())
     n: int = checked(integer(1, 10**7))

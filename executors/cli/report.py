@@ -26,6 +26,8 @@ def report(
 
     Works on a run that goes on, as of now. With --json, what the page shows is printed instead; with --out, too.
     """
+    import webbrowser
+
     from executors.report.page import write_page
     from executors.report.words import name_size
 
@@ -43,13 +45,6 @@ def report(
         output.say(f"Wrote {path} ({name_size(path.stat().st_size)}).")
     if as_json:
         output.document(document)
-    if open_it:
-        _open(path, output)
-    return 0
-
-
-def _open(path: Path, output: Output) -> None:
-    import webbrowser
-
-    if not webbrowser.open(path.absolute().as_uri()):
+    if open_it and not webbrowser.open(path.absolute().as_uri()):
         output.say(f"No browser was found here. Open it elsewhere: {path.absolute()}", "yellow")
+    return 0

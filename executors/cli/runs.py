@@ -40,7 +40,7 @@ from executors.native import name_of_job, page_of_job
 from executors.protocol import ReplicaStatus
 from executors.run_index import find_preparation
 from executors.status import MAX_DECIDED, MAX_LINE
-from executors.store.parallel import in_parallel
+from executors.store.parallel import at_store
 from executors.store.url import is_near
 
 if TYPE_CHECKING:
@@ -93,16 +93,9 @@ def ls(
 
 
 def _row_of(run: Run) -> dict[str, Any]:
-    row = {
-        "run_id": run.run_id,
-        "url": run.url,
-        "backend": "",
-        "world_size": 0,
-        "n": 0,
-        "entrypoint": "",
-        "created_at": 0.0,
-    }
-    row |= {"status": "unreadable", "problem": None}  # a power cut left half a record, or somebody wrote it
+    row: dict[str, Any] = {"run_id": run.run_id, "url": run.url, "backend": "", "world_size": 0, "n": 0}
+    row |= {"entrypoint": "", "created_at": 0.0, "problem": None}
+    row["status"] = "unreadable"  # a power cut left half a record, or somebody wrote it
     try:
         record = run.record
         n = record.world_size
@@ -197,8 +190,7 @@ def _words_of_spares(run: Run) -> list[str]:
         return []
     left = {entry.key for entry in run.store.list(f"{run.run_id}/spares/")}
     spares = [Attempt(run.store, run.run_id, number, is_spare=True) for number in range(run.record.spares)]
-    at_once = map if is_near(run.store.url) else in_parallel
-    return [*at_once(lambda spare: _words_of_spare(spare, left), spares)]
+    return at_store(run.store, lambda spare: _words_of_spare(spare, left), spares)
 
 
 def _words_of_spare(spare: Attempt, left: Collection[str]) -> str:

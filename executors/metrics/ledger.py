@@ -36,6 +36,7 @@ from statistics import fmean, median
 from executors.metrics.rows import Round
 
 MINUTE_S = 60.0
+FATES = ("counted", "carried", "dropped", "lost")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,17 +51,12 @@ class Work:
     @property
     def made(self) -> float:
         """All of it."""
-        return self.counted + self.carried + self.dropped + self.lost
+        return float(sum(getattr(self, fate) for fate in FATES))
 
     @classmethod
     def sum_of(cls, parts: Iterable[Work]) -> Work:
         parts = list(parts)
-        return cls(
-            counted=sum(part.counted for part in parts),
-            carried=sum(part.carried for part in parts),
-            dropped=sum(part.dropped for part in parts),
-            lost=sum(part.lost for part in parts),
-        )
+        return cls(**{fate: sum(getattr(part, fate) for part in parts) for fate in FATES})
 
 
 @dataclass(frozen=True, kw_only=True)

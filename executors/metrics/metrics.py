@@ -15,8 +15,7 @@ from executors.metrics.segments import AttemptKey, read_segments
 from executors.protocol import Outcome, ReplicaStatus
 from executors.store import Store
 from executors.store.inventory import Inventory
-from executors.store.parallel import in_parallel
-from executors.store.url import is_near
+from executors.store.parallel import at_store
 from executors.task.record import RunRecord
 
 MAX_PROBLEMS = 100
@@ -144,7 +143,7 @@ def read_metrics(store: Store, run_id: str, record: RunRecord, kept: dict[str, m
     def read(key: AttemptKey) -> Lived:
         return read_life(Attempt(store, run_id, *key), left_by.get(key, ()), rows[key])
 
-    lives = dict(zip(keys, (map if is_near(store.url) else in_parallel)(read, keys), strict=True))
+    lives = dict(zip(keys, at_store(store, read, keys), strict=True))
     problems += [problem for lines in found.values() for problem in lines.problems]
     problems += [life.problem for life in lives.values() if life.problem]
     if len(problems) > MAX_PROBLEMS:

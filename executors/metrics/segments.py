@@ -12,9 +12,8 @@ from typing import Any
 from executors.errors import CorruptObjectError, StoreError
 from executors.metrics.rows import KEY, LARGEST, MAX_NAME, MAX_SECONDS, Left, LeftOut, Numbers, Round, Row, parse_line
 from executors.store import Entry, Store
-from executors.store.parallel import in_parallel
+from executors.store.parallel import at_store
 from executors.store.records import get_at_most
-from executors.store.url import is_near
 
 MAX_SEGMENT_BYTES = 4 << 20  # a writer closes one at a quarter of it
 MAX_BYTES = 1 << 30  # of a run
@@ -139,8 +138,7 @@ def read_segments(
     found, numbers = dict[AttemptKey, Lines](), dict[AttemptKey, list[int]]()
     for start in range(0, len(chosen), READ_AT_ONCE):
         part = chosen[start : start + READ_AT_ONCE]
-        entries = [entry for _, _, entry in part]
-        bodies = (map if is_near(store.url) else in_parallel)(read, entries)
+        bodies = at_store(store, read, [entry for _, _, entry in part])
         for (key, number, entry), body in zip(part, bodies, strict=True):
             lines = found.setdefault(key, Lines(*key))
             numbers.setdefault(key, []).append(number)

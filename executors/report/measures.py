@@ -9,12 +9,12 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
+from executors.metrics.ledger import FATES
 from executors.metrics.metrics import Metrics
 from executors.metrics.rows import Round
 from executors.report.words import one_line
 
 SHOWN = ("step", "loss")
-FATES = ("counted", "carried", "dropped", "lost")
 
 
 @dataclass(frozen=True)

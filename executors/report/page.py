@@ -14,10 +14,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from executors.durations import name_duration
-from executors.report.tables import replacing
 from executors.report.timeline import KINDS, MARKS, SHAPES, svg
 from executors.report.words import name_moment, name_number, name_share, name_size
 from executors.status import name_ranks
+from executors.store.artifacts import replacing
 
 ASSETS = Path(__file__).with_name("assets")
 STYLES = ("uplot/uPlot.min.css", "page.css")
@@ -76,7 +76,7 @@ def head(document: Mapping[str, Any]) -> str:
 def write_page(document: Mapping[str, Any], path: Path) -> Path:
     """Write the page, all of it or nothing, over the file if there is one; return its path."""
     with replacing(path) as file:
-        file.write(page(document))
+        file.write(page(document).encode())
     return path
 
 

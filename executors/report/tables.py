@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import errno
+import io
 import json
-import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from executors.metrics.metrics import Metrics
 from executors.metrics.rows import MAX_NAME
 from executors.report.words import one_line
+from executors.store.artifacts import replacing
 
 SEPARATORS = re.compile(r"[;,|\"]")  # which a spreadsheet may take for the end of a cell, whatever stands in quotes
 FORMULA = tuple("=+-@'\uff1d\uff0b\uff0d\uff20")  # the last four: how East Asian keyboards write the first
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[TextIO]:
-    """Open a file that takes the place of another, all of it or nothing.
-
-    Raises:
-        OSError: there is no such folder, or it cannot be written to; or the path is a device, a pipe, a folder.
-    """
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "Not a regular file")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "There is no such folder", str(path.parent))
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("w", encoding="utf-8", newline="") as file:
-            yield file
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def write_csv(metrics: Metrics, path: Path) -> None:
@@ -49,8 +25,8 @@ def write_csv(metrics: Metrics, path: Path) -> None:
     """
     columns = metrics.to_dict()
     columns.pop("t", None)
-    with replacing(path) as file:
-        writer = csv.writer(file)
+    with replacing(path) as file, io.TextIOWrapper(file, "utf-8", newline="") as text:
+        writer = csv.writer(text)
         writer.writerow(map(_cell, columns))
         writer.writerows(zip(*([_cell(value) for value in column] for column in columns.values()), strict=True))
 
@@ -60,7 +36,7 @@ def write_jsonl(metrics: Metrics, path: Path) -> None:
     with replacing(path) as file:
         for row in metrics:
             record = {name: value for name, value in metrics.record(row).items() if name != "t" and value is not None}
-            file.write(f"{json.dumps(record)}\n")
+            file.write(f"{json.dumps(record)}\n".encode())
 
 
 def _cell(value: Any) -> Any:

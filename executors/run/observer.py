@@ -24,8 +24,8 @@ from executors.run.service_reasons import ServiceReasons
 from executors.status import ReplicaState, RunStatus
 from executors.store import Store
 from executors.store.inventory import Inventory
-from executors.store.parallel import in_parallel
-from executors.store.url import directory_of, is_near
+from executors.store.parallel import at_store
+from executors.store.url import is_near
 from executors.supervision.decisions import Decision
 from executors.task.record import RunRecord
 
@@ -59,7 +59,6 @@ class Observer:
         self._fleet = fleet
         self.executor = executor
         self._ranks: Sequence[int] = range(record.world_size)
-        self._is_directory = directory_of(store.url) is not None
         self.is_near = is_near(store.url)
         self._inventory = Inventory()
         self._merging = threading.Lock()
@@ -268,11 +267,8 @@ class Observer:
         return known or self.attempt(state.rank).ended(state.status)
 
     def map(self, act: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        """Act on several items: at once where each takes round trips, and in turn on a directory."""
-        items = list(items)
-        if self._is_directory or len(items) <= 1:
-            return list(map(act, items))
-        return in_parallel(act, items)
+        """Act on several items of the run's store: at once where that is far."""
+        return at_store(self.store, act, list(items))
 
     def _keep_outcome(self, attempt: Attempt) -> bool:
         """Read how an attempt ended, if it did; False while it has left no outcome."""

@@ -35,18 +35,30 @@ class Patience:
         self._failing_since: dict[str, float] = {}
         self._failed_at = self._looked_at = -math.inf
 
-    def begin(self) -> None:
-        """Begin a look. What failed before a pause in which nobody looked says nothing of that time."""
-        if self._clock() - self._looked_at > UNSEEN_S:
-            self._failing_since.clear()
+    def patient(self, look: Callable[[], bool]) -> Callable[[], bool]:
+        """Return a look that is False where it fails: who left a wait for that would end an attached run.
 
-    def bear(self, error: StoreError | BackendError) -> None:
-        """Note that a look failed.
-
-        Raises:
-            StoreError: the rendezvous could not be read for a minute.
-            BackendError: the backend could not be asked for a minute, or the first time.
+        Raises: StoreError, BackendError: it failed for a minute; or the first time, where waiting does not help.
         """
+
+        def bears() -> bool:
+            if self._clock() - self._looked_at > UNSEEN_S:  # what failed before says nothing of that time
+                self._failing_since.clear()
+            try:
+                found = look()
+            except (StoreError, BackendError) as error:
+                self._bear(error)
+                return False
+            self._has_seen = True
+            self._looked_at = self._clock()
+            self._failing_since.pop("rendezvous", None)
+            if self._looked_at - self._failed_at > PATIENCE_S:  # most looks ask the store alone
+                self._failing_since.pop("backend", None)
+            return found
+
+        return bears
+
+    def _bear(self, error: StoreError | BackendError) -> None:
         what = "rendezvous" if isinstance(error, StoreError) else "backend"
         if not self._has_seen and (what == "backend" or isinstance(error, CorruptObjectError)):
             raise error  # a missing SDK or account, or unreadable records: waiting does not help
@@ -56,14 +68,6 @@ class Patience:
             self._say(f"The {what} fails; retrying: {error}")
         elif self._failed_at - self._failing_since[what] > PATIENCE_S:
             raise error
-
-    def succeed(self) -> None:
-        """Note that a look succeeded."""
-        self._has_seen = True
-        self._looked_at = self._clock()
-        self._failing_since.pop("rendezvous", None)
-        if self._looked_at - self._failed_at > PATIENCE_S:  # most looks ask the store alone
-            self._failing_since.pop("backend", None)
 
 
 class Waiter:
@@ -92,7 +96,7 @@ class Waiter:
             return n_ended >= (len(self._observer.ranks) if n is None else n)
 
         with showing(view):
-            return wait_until(self._patient(is_over), timeout_s, self._observer.pauses())
+            return wait_until(self._patience.patient(is_over), timeout_s, self._observer.pauses())
 
     def as_completed(self, view: View | None) -> Iterator[Outcome]:
         """Yield how each replica ended when it has, until all have; once more where one was resumed meanwhile."""
@@ -113,7 +117,7 @@ class Waiter:
 
         while not is_over:
             with showing(view):
-                wait_until(self._patient(has_news), None, pauses)
+                wait_until(self._patience.patient(has_news), None, pauses)
             yield from sorted(new, key=lambda outcome: outcome.finished_at)
 
     def end_early(self, now: RunStatus, option: str) -> str | None:
@@ -148,21 +152,6 @@ class Waiter:
             told = f"{first}, which ends the run as soon as each replica sees it: {error}"
         self._watches_for_failures = False  # not where the store failed for a moment: the next look ends the run
         return told
-
-    def _patient(self, look: Callable[[], bool]) -> Callable[[], bool]:
-        """Return a look that is False where it fails: who left a wait for that would end an attached run."""
-
-        def bears() -> bool:
-            self._patience.begin()
-            try:
-                found = look()
-            except (StoreError, BackendError) as error:
-                self._patience.bear(error)
-                return False
-            self._patience.succeed()
-            return found
-
-        return bears
 
     def _ended(self, view: View | None) -> list[ReplicaState]:
         """Look at the run once, show it, and return the replicas that have ended."""

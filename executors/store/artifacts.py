@@ -5,14 +5,16 @@ Anybody who can write to a store chooses the names there, so a name does not say
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from typing import BinaryIO
 
 from executors.errors import KeyNotFoundError, StoreError
 from executors.store.protocol import MAX_KEY_BYTES, MAX_SEGMENT_BYTES, Entry, Store
@@ -80,7 +82,8 @@ class Artifact:
         """
         parts = self._parts_from_the_first()
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        _replace(Path(path), parts)
+        with replacing(Path(path)) as file:
+            file.writelines(parts)
 
     def save_below(self, folder: Path) -> Path:
         """Write the content under its name below a folder, and nowhere else, all of it or nothing; return where.
@@ -96,7 +99,8 @@ class Artifact:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.parent.resolve().is_relative_to(folder.resolve()):
             raise OSError("a symbolic link on the way leads out of the folder")
-        _replace(path, parts)
+        with replacing(path) as file:
+            file.writelines(parts)
         return path
 
     def _entry(self) -> Entry:
@@ -111,25 +115,26 @@ class Artifact:
         return chain([next(parts, memoryview(b""))], parts)
 
 
-def _replace(path: Path, parts: Iterable[memoryview]) -> None:
-    """Put a file, when it is whole, in the place of another or of a link: nothing is written through that."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that takes the place of another, or of a link, all of it or nothing.
+
+    Raises:
+        OSError: there is no such folder, or it cannot be written to; or the path is a device, a pipe, a folder.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
     if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "There is no such folder", str(path.parent))
     part = path.with_name(f".{os.urandom(8).hex()}.part")
     try:
-        with open(part, "xb") as file:
-            file.writelines(parts)
+        with part.open("xb") as file:
+            yield file
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
-
-
-def find_artifacts(store: Store, rank: int, prefix: str) -> list[Artifact]:
-    """Return the files that an attempt kept under a prefix, whatever their names."""
-    return [
-        Artifact(rank, entry.key.removeprefix(prefix), entry.size_bytes, store, entry.key)
-        for entry in store.list(prefix)
-    ]
 
 
 def kept_artifacts(store: Store, rank: int, prefix: str) -> list[Artifact]:

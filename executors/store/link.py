@@ -16,11 +16,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import IO, Any
 
 from executors.errors import StoreError
-from executors.store.parallel import in_parallel
+from executors.store.parallel import at_store, in_parallel
 from executors.store.protocol import Store
 from executors.store.url import directory_of, is_near, open_store
 
@@ -31,19 +30,10 @@ MAX_PROCESSES = 16
 PATIENCE_S = 5.0  # for a process that is to delete what it wrote
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LinkSpeed:
-    """What one of several replicas has of the way to a store."""
-
-    up: float
-    """Bytes a second."""
-    down: float
-    latency_s: float
-    """Of a request for a small object."""
-
-
-def measure_link(url: str, n: int) -> LinkSpeed:
+def measure_link(url: str, n: int) -> dict[str, float]:
     """Measure the way to a store: by n processes at once where it is near, else by one.
+
+    Returns: what one of n replicas has: bytes a second `up` and `down`, and the `latency_s` of a small request.
 
     Raises:
         ValueError: the url is wrong, or of a store that other processes do not see.
@@ -63,11 +53,8 @@ def measure_link(url: str, n: int) -> LinkSpeed:
             with contextlib.suppress(OSError):
                 folder.rmdir()
     share = min(1.0, n_processes / n) if is_near(store.url) else 1.0
-    return LinkSpeed(
-        up=share * statistics.median(each["up"] for each in found),
-        down=share * statistics.median(each["down"] for each in found),
-        latency_s=statistics.median(each["latency_s"] for each in found),
-    )
+    median = {name: statistics.median(each[name] for each in found) for name in found[0]}
+    return {**median, "up": share * median["up"], "down": share * median["down"]}
 
 
 def _measure_together(store: Store, prefix: str, n_processes: int) -> list[dict[str, float]]:
@@ -123,16 +110,12 @@ def _end(store: Store, prefix: str, processes: Sequence[subprocess.Popen[str]]) 
             process.wait()
         process.stdout.close()  # type: ignore[union-attr]
     if any(process.returncode for process in processes):
-        _delete(store, [key for index in range(len(processes)) for key in _keys(prefix, index)])
+        at_store(store, store.delete, [key for index in range(len(processes)) for key in _keys(prefix, index)])
 
 
 def _keys(prefix: str, index: int) -> list[str]:
     sizes = (("small", N_SMALL), ("large", N_LARGE))
     return [f"{prefix}/{index}-{size}-{number}" for size, n in sizes for number in range(n)]
-
-
-def _delete(store: Store, keys: Sequence[str]) -> None:
-    (in_parallel if not is_near(store.url) else lambda act, items: [*map(act, items)])(store.delete, keys)
 
 
 def _measure(store: Store, keys: Sequence[str], take_turn: Callable[[], None]) -> dict[str, float]:
@@ -185,7 +168,7 @@ def _main(url: str, prefix: str, index: str, stdin: IO[str], stdout: IO[str]) ->
         try:
             said = _measure(store, keys, take_turn)
         finally:
-            _delete(store, keys)
+            at_store(store, store.delete, keys)
     except StoreError as error:
         say({"error": str(error)})
         return 1

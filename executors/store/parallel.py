@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from executors.store.protocol import Store
+from executors.store.url import is_near
+
 MAX_THREADS = 64  # no store's connections are fewer
 T = TypeVar("T")
 R = TypeVar("R")
@@ -17,6 +20,11 @@ def in_parallel(act: Callable[[T], R], items: Sequence[T]) -> list[R]:
     """Act on several items at once."""
     with ThreadPoolExecutor(min(MAX_THREADS, max(1, len(items)))) as pool:
         return list(pool.map(act, items))
+
+
+def at_store(store: Store, act: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """Act on several items of a store: at once where each takes round trips, and in turn where it is near."""
+    return [*map(act, items)] if len(items) < 2 or is_near(store.url) else in_parallel(act, items)
 
 
 def in_threads(act: Callable[[T], R], items: Sequence[T], n_threads: int) -> list[Future[R]]:

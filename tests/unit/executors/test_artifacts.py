@@ -9,7 +9,7 @@ import pytest
 
 from executors.errors import StoreError
 from executors.store import MemoryStore
-from executors.store.artifacts import Artifact, find_artifacts
+from executors.store.artifacts import Artifact, kept_artifacts
 from executors.store.faulty import FaultyStore
 
 SAVES: dict[str, Callable[[Artifact, Path], object]] = {
@@ -23,7 +23,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
     """A store with one file, which is read in three parts."""
     monkeypatch.setattr("executors.store.artifacts.PART_BYTES", 4)
     made = FaultyStore(MemoryStore(), seed=0)
-    made.put("kept/model.pt", b"0123456789")
+    made.put("kept/0/artifacts/model.pt", b"0123456789")
     return made
 
 
@@ -31,7 +31,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
 def test_a_file_takes_the_place_of_an_older_one(
     store: FaultyStore, tmp_path: Path, save: Callable[[Artifact, Path], object]
 ) -> None:
-    (artifact,) = find_artifacts(store, 0, "kept/")
+    (artifact,) = kept_artifacts(store, 0, "kept/")
     for _ in range(2):
         save(artifact, tmp_path)
         assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("model.pt", b"0123456789")]
@@ -44,7 +44,7 @@ def test_a_file_that_cannot_be_read_to_its_end_leaves_no_part_and_an_older_one_w
 ) -> None:
     for name, data in older:
         (tmp_path / name).write_bytes(data)
-    (artifact,) = find_artifacts(store, 0, "kept/")
+    (artifact,) = kept_artifacts(store, 0, "kept/")
     store.fail_at("get", key="kept/*", count=2, action="error")
     with pytest.raises(StoreError):
         save(artifact, tmp_path)
@@ -57,10 +57,10 @@ def test_a_file_that_cannot_be_read_to_its_end_leaves_no_part_and_an_older_one_w
 def test_an_artifact_that_was_saved_again_since_it_was_listed_is_written_whole(
     store: FaultyStore, tmp_path: Path, save: Callable[[Artifact, Path], object], listed: bytes, newer: bytes
 ) -> None:
-    store.put("kept/model.pt", listed)
-    store.put("kept/model.pt.json", b"another")
-    artifact, _ = find_artifacts(store, 0, "kept/")
-    store.put("kept/model.pt", newer)
+    store.put("kept/0/artifacts/model.pt", listed)
+    store.put("kept/0/artifacts/model.pt.json", b"another")
+    artifact, _ = kept_artifacts(store, 0, "kept/")
+    store.put("kept/0/artifacts/model.pt", newer)
     save(artifact, tmp_path)
     assert (tmp_path / "model.pt").read_bytes() == newer
 
@@ -70,8 +70,8 @@ def test_an_artifact_that_was_saved_again_since_it_was_listed_is_written_whole(
 def test_an_artifact_that_is_saved_again_while_it_is_read_in_parts_is_refused(
     store: FaultyStore, tmp_path: Path, save: Callable[[Artifact, Path], object], newer: bytes
 ) -> None:
-    (artifact,) = find_artifacts(store, 0, "kept/")
-    store.fail_at("get", key="kept/*", count=2, after=lambda: store.put("kept/model.pt", newer))
+    (artifact,) = kept_artifacts(store, 0, "kept/")
+    store.fail_at("get", key="kept/*", count=2, after=lambda: store.put("kept/0/artifacts/model.pt", newer))
     with pytest.raises(StoreError, match="was replaced while it was read"):
         save(artifact, tmp_path)
     assert [*tmp_path.iterdir()] == []
@@ -85,7 +85,7 @@ def test_a_file_is_written_neither_through_a_link_nor_over_what_is_no_file(
 ) -> None:
     (tmp_path / "elsewhere").write_text("mine")
     (tmp_path / "model.pt").symlink_to("elsewhere")
-    (artifact,) = find_artifacts(store, 0, "kept/")
+    (artifact,) = kept_artifacts(store, 0, "kept/")
     save(artifact, tmp_path)
     assert (tmp_path / "elsewhere").read_text() == "mine"
     assert (tmp_path / "model.pt").read_bytes() == b"0123456789"
