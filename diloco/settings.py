@@ -14,7 +14,7 @@ from diloco.rendezvous.frames import MAX_WEIGHT
 from diloco.rendezvous.phase import Plan
 from diloco.wires import DEFAULT_MEAN_WIRE, WIRES
 from executors.errors import kind_of
-from executors.run_key import key_id
+from executors.store.run_key import key_id
 
 MAX_WARMUP_ROUNDS = 100
 UNKNOWN_WARMUP_ROUNDS = 40

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from executors.protocol import Outcome, Reason, ReplicaHandle, ServerlessExecutor
-from executors.run_key import RUN_KEY
 
 GATHER_S = 600.0
+RUN_KEY = "REPLICAS_RUN_KEY"
+"""The variable that holds the key of a signed run: in a replica, and where a run is resumed whose key is not on the
+machine."""
 PAGE = re.compile(r"https?://[!-~]{1,500}")
 
 Recordable = Mapping[str, type | re.Pattern[str]]
@@ -39,7 +41,7 @@ class RunSpec:
     """Of a signed run, in hexadecimal: reaches the replicas as a secret and is never recorded."""
     detach: bool = False
     chaos: tuple[str, ...] = ()
-    """Faults that the replicas are to suffer; see `chaos.py`."""
+    """Faults that the replicas are to suffer; see `worker/chaos.py`."""
     min_replicas: int | None = None
     """How many of `ranks` are enough when the others cannot be started. None: all."""
     gather_s: float = GATHER_S

@@ -21,10 +21,10 @@ from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.proof import check_key, check_signed
 from executors.errors import CorruptObjectError, ReplicasError, RunNotFoundError
 from executors.replica import Replica, current_replica, find_replica, run_key
-from executors.run_key import key_id
 from executors.store import MemoryStore, Store, store_at
 from executors.store.added_ranks import MAX_ADDED, AddedRanks
 from executors.store.records import MAX_RECORD_BYTES
+from executors.store.run_key import key_id
 
 log = logging.getLogger(__name__)
 

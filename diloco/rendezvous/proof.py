@@ -15,7 +15,7 @@ from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_hexdigest
 from diloco.errors import ContributionError
 from diloco.wires.wire import Hash
 from executors.errors import kind_of
-from executors.run_key import KEY_ID, LEAST_KEY_BYTES
+from executors.store.run_key import KEY_ID, LEAST_KEY_BYTES
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 

@@ -19,8 +19,8 @@ from executors.attempt.outcome import (
     only_numbers,
     parse_outcome,
 )
+from executors.attempt.pauses import wait_until_terminal
 from executors.errors import CorruptObjectError, UnknownHandleError, UnwritableStoreError
-from executors.pauses import wait_until_terminal
 from executors.process import this_process
 from executors.protocol import BY_USER, Outcome, Reason, ReplicaHandle, ReplicaStatus
 from executors.store import Store, store_at

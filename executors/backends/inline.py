@@ -14,21 +14,20 @@ from typing import Any, ClassVar
 
 from executors.attempt import TICKS, Attempt, collect_rows
 from executors.attempt.outcome import PID
-from executors.entrypoint import check_entrypoint
 from executors.errors import BackendError, StoreError
 from executors.logs.readers import TailedLog
-from executors.native import Log, Observation, Parent, Recordable, RunSpec, Unfinished
+from executors.native import RUN_KEY, Log, Observation, Parent, Recordable, RunSpec, Unfinished
 from executors.process import is_alive, start_time, this_machine
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
 from executors.replica import RANK, find_replica, set_current_replica
-from executors.run_index import local_store, remember
-from executors.run_key import RUN_KEY
+from executors.run.run_index import local_store, remember
 from executors.store import store_at
 from executors.store.records import Record, checked, text
 from executors.store.url import address_of, new_run_id
 from executors.task.arguments import split_rank_env
 from executors.task.create import MASK, create_run
+from executors.task.entrypoint import check_entrypoint
 from executors.task.launch_request import LaunchRequest
 from executors.worker.main import call
 

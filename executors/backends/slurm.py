@@ -40,7 +40,7 @@ from executors.backends.jobs.service import (
 )
 from executors.logs.readers import FileLog
 from executors.report.words import one_line
-from executors.run_index import state_dir
+from executors.run.run_index import state_dir
 from executors.store import store_at
 from executors.task.create import MASK
 

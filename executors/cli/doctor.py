@@ -82,7 +82,7 @@ def doctor(
 
 
 def _check_machine(is_local: bool) -> Iterator[Finding]:
-    from executors.run_index import state_dir, state_path
+    from executors.run.run_index import state_dir, state_path
 
     path = state_path()
     advice = f"Runs of this user live in {path}. Set XDG_STATE_HOME to a directory you can write."

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
+from executors.attempt.pauses import LONGEST_PAUSE_S
 from executors.cli.launch import TASK_DIGEST, TRUST_BUCKET
 from executors.cli.options import (
     BackendOptions,
@@ -24,9 +25,8 @@ from executors.cli.options import (
 )
 from executors.cli.output import JsonOption, Output, refuse, usage_errors
 from executors.durations import DURATIONS, name_duration
-from executors.pauses import LONGEST_PAUSE_S
-from executors.policy import HangLimits, Restarts
 from executors.status import RunStatus
+from executors.task.policy import HangLimits, Restarts
 
 if TYPE_CHECKING:
     from executors.run.launch_hands import Recipe

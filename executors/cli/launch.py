@@ -126,7 +126,7 @@ def launch(
     from executors.cli.live import Interrupts
     from executors.launcher import named, plan_launch
     from executors.launcher.parts import executor_of, options_by_part, total_of
-    from executors.run_index import locate, preparing
+    from executors.run.run_index import locate, preparing
     from executors.task.launch_request import LaunchRequest
 
     output, request = Output(as_json), None
@@ -272,7 +272,7 @@ def resume(
     A replica that trains with DiLoCo catches up with the others, or continues where all stopped.
     """
     from executors.cli.live import Interrupts
-    from executors.resume import resume as start_again
+    from executors.run.resume import resume as start_again
 
     output = Output(as_json)
     found = find_run(run, rendezvous, backend, option, volume)

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+from executors.attempt.pauses import LONGEST_PAUSE_S, pauses
 from executors.cli.output import CANCELLED, PROGRESS_EVERY_S, Output, inert, name_duration, name_ranks, note, one_line
 from executors.cli.summary import reference
 from executors.cli.tee import Tee
 from executors.errors import BackendError, ReplicasError, StoreError, unknown_name
-from executors.pauses import LONGEST_PAUSE_S, pauses
 from executors.protocol import ReplicaStatus
 from executors.run.run import Run
 from executors.run.waiter import Patience

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from executors.errors import ReplicasError, StoreError
 from executors.process import usable_cores
-from executors.run_index import local_store
+from executors.run.run_index import local_store
 from executors.store.records import (
     FAR_AHEAD,
     LONG_AGO,

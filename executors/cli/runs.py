@@ -34,14 +34,14 @@ from executors.cli.output import (
     one_line,
     usage_errors,
 )
-from executors.entrypoint import shown
 from executors.errors import BackendError, CorruptObjectError, ReplicasError, RunNotFoundError
 from executors.native import name_of_job, page_of_job
 from executors.protocol import ReplicaStatus
-from executors.run_index import find_preparation
+from executors.run.run_index import find_preparation
 from executors.status import MAX_DECIDED, MAX_LINE
 from executors.store.parallel import at_store
 from executors.store.url import is_near
+from executors.task.entrypoint import shown
 
 if TYPE_CHECKING:
     from executors.run.run import Run

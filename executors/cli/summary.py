@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from executors import run_index
 from executors.cli.output import (
     CANCELLED,
     FAILED,
@@ -18,14 +17,15 @@ from executors.cli.output import (
     name_limit,
     one_line,
 )
-from executors.entrypoint import shown
 from executors.protocol import Outcome, ReplicaStatus
 from executors.report.failures import group_failures, words_of
 from executors.report.root_cause import headline, last_frames
+from executors.run import run_index
 from executors.run.restart_states import was_stopped
 from executors.run.run import Run
 from executors.status import FAILED_EARLY, name_ranks
 from executors.supervision.decisions import Decision
+from executors.task.entrypoint import shown
 
 K = TypeVar("K")
 V = TypeVar("V")

@@ -7,19 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from executors.entrypoint import check_nothing_loads
 from executors.launcher.at_exit import ends_with_this_process
 from executors.launcher.checks import check_environment, check_kept, check_same, resolved
 from executors.launcher.launch_plan import LaunchPlan as LaunchPlan
 from executors.launcher.launch_plan import plan_launch as plan_launch
 from executors.launcher.parts import executor_of, parts_of, total_of
 from executors.native import GATHER_S
-from executors.policy import Restarts
 from executors.protocol import ServerlessExecutor
 from executors.registry import get_executor
-from executors.run_index import preparing
+from executors.run.run_index import preparing
 from executors.store.url import new_run_id
+from executors.task.entrypoint import check_nothing_loads
 from executors.task.launch_request import LaunchRequest
+from executors.task.policy import Restarts
 
 if TYPE_CHECKING:
     from executors.run.run import Run
@@ -178,9 +178,9 @@ def _bring_back(
     check_kept(request)
     if request.run_id is None:
         raise ValueError("resume=True needs the run_id of the run to bring back.")
-    from executors.resume import resume
     from executors.run.lookup import attach
     from executors.run.recipe import vouched_task
+    from executors.run.resume import resume
 
     run = attach(request.run_id, rendezvous=request.rendezvous, executor=executor)
     task = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket)

@@ -11,7 +11,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from executors.entrypoint import (
+from executors.errors import NO_DIRECTORY, EntrypointError, ReplicasError, StoreError
+from executors.native import RUN_KEY, NativeExecutor, Package, restarts_replicas
+from executors.protocol import ServerlessExecutor
+from executors.replica import CONTRACT, FOR_THE_WORKER, TORCH_DISTRIBUTED
+from executors.report.trackers import BUILT_IN, check_tracker
+from executors.run.spread import SpreadExecutor
+from executors.store import open_store
+from executors.task.arguments import annotations_in, from_texts, split_rank_env, to_json
+from executors.task.entrypoint import (
     SCRIPT,
     check_entrypoint,
     describe,
@@ -20,18 +28,9 @@ from executors.entrypoint import (
     shown,
     signature_in,
 )
-from executors.errors import NO_DIRECTORY, EntrypointError, ReplicasError, StoreError
-from executors.native import NativeExecutor, Package, restarts_replicas
-from executors.policy import HangLimits
-from executors.protocol import ServerlessExecutor
-from executors.replica import CONTRACT, FOR_THE_WORKER, TORCH_DISTRIBUTED
-from executors.report.trackers import BUILT_IN, check_tracker
-from executors.run.spread import SpreadExecutor
-from executors.run_key import RUN_KEY
-from executors.store import open_store
-from executors.task.arguments import annotations_in, from_texts, split_rank_env, to_json
 from executors.task.launch_request import LaunchRequest
 from executors.task.placeholders import fill
+from executors.task.policy import HangLimits
 from executors.task.stored import StoredTask, installed_version
 
 KEPT = ("chaos", "min_replicas", "fail_fast", "max_cost", "tracker", "health_check", "spares", "signed")
@@ -143,7 +142,7 @@ def check_spares(executor: ServerlessExecutor, request: LaunchRequest) -> None:
 
 def check_chaos(executor: ServerlessExecutor, request: LaunchRequest) -> Sequence[str]:
     """Return the specs, checked. Raises: ValueError: a bad one, or the backend takes none."""
-    from executors import chaos
+    from executors.worker import chaos
 
     if isinstance(executor, SpreadExecutor):
         local = [rank for place, _ in executor.parts if place.backend == "local" for rank in place.ranks]

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from executors.attempt import Attempt
-from executors.entrypoint import check_entrypoint
 from executors.errors import BackendError, RunExistsError
 from executors.launcher.checks import (
     check_chaos,
@@ -29,8 +28,8 @@ from executors.native import GATHER_S, NativeExecutor, Package
 from executors.protocol import ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor, import_path
 from executors.run.prices import affordable_s, usd_per_hour
+from executors.run.run_index import NOTE, keep_key, local_store, locate, remember, state_path
 from executors.run.spread import SpreadExecutor, options_to_note
-from executors.run_index import NOTE, keep_key, local_store, locate, remember, state_path
 from executors.shipping.checkout import Checkout, Look
 from executors.shipping.script_header import check_python, script_header, script_of
 from executors.store import Store, open_store
@@ -39,6 +38,7 @@ from executors.store.url import address_of, default_rendezvous, directory_of, ne
 from executors.supervision.orders import abandon_run
 from executors.task.arguments import split_rank_env
 from executors.task.create import plan_run, write_run
+from executors.task.entrypoint import check_entrypoint
 from executors.task.launch_request import LaunchRequest
 from executors.task.record import RunRecord
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from executors.durations import parse_duration
-from executors.entrypoint import parse_entrypoint
 from executors.errors import EntrypointError, unknown_name
-from executors.policy import HangLimits, Restarts
 from executors.registry import known_backends
 from executors.shipping.script_header import read_text, script_header, script_of, toml_of
 from executors.store.url import directory_of
 from executors.task.arguments import describe
+from executors.task.entrypoint import parse_entrypoint
+from executors.task.policy import HangLimits, Restarts
 
 FILE, PROJECT = "replicas.toml", "pyproject.toml"
 # A name has no twenty letters and digits in a row; a token, which somebody may take for one, has.

@@ -12,9 +12,9 @@ from executors.errors import (
     ReplicaLostError,
     ReplicaTimeoutError,
 )
-from executors.policy import NEVER_RESTARTED
 from executors.protocol import Outcome, ReplicaStatus
 from executors.status import name_ranks
+from executors.task.policy import NEVER_RESTARTED
 
 MAX_CHARACTERS = 300  # of a headline
 MAX_FRAME_LINES = 12

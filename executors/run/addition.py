@@ -17,9 +17,9 @@ from executors.registry import check_executor, describe_executor, get_executor
 from executors.run.fleet import check_single_ranks
 from executors.run.launch_hands import Recipe
 from executors.run.recipe import check_env, check_folder, secrets_to_give, spec_of, vouched_task, with_own_task
+from executors.run.run_index import reference, remember_added
 from executors.run.spread import SpreadExecutor, options_to_note
 from executors.run.traces import Traces
-from executors.run_index import reference, remember_added
 from executors.status import name_ranks
 from executors.store.records import exists
 from executors.store.url import directory_of

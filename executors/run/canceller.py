@@ -8,7 +8,6 @@ from typing import Any
 
 from executors.errors import BackendError, CorruptObjectError, ReplicasError, RunNotFoundError
 from executors.native import NativeExecutor
-from executors.policy import MAX_S
 from executors.protocol import BY_USER, STOPPED, ReplicaStatus
 from executors.run.observer import Observer
 from executors.status import ReplicaState
@@ -16,6 +15,7 @@ from executors.store.parallel import in_parallel
 from executors.store.url import was_deleted
 from executors.supervision.decisions import DecisionLog, is_barred
 from executors.supervision.orders import order_cancel, order_stop
+from executors.task.policy import MAX_S
 
 
 class Canceller:

@@ -10,7 +10,7 @@ from executors.errors import BackendError, CorruptObjectError, UnknownHandleErro
 from executors.native import KeepsOptions, NativeExecutor, Parent, Unfinished, restarts_replicas
 from executors.protocol import ServerlessExecutor
 from executors.registry import describe_executor, executor_class, executor_of_record, is_given
-from executors.run_index import as_noted
+from executors.run.run_index import as_noted
 from executors.store import Store
 from executors.task.added import Added, read_added
 from executors.task.record import Placement, RunRecord

@@ -12,8 +12,8 @@ from executors.errors import CorruptObjectError, ReplicasError, RunNotFoundError
 from executors.protocol import ServerlessExecutor
 from executors.registry import check_backend_of, check_executor, executor_class
 from executors.run.run import Run
+from executors.run.run_index import check_is_located, find_preparation, known_run_ids, locate, noted_at, state_path
 from executors.run.spread import SpreadExecutor
-from executors.run_index import check_is_located, find_preparation, known_run_ids, locate, noted_at, state_path
 from executors.store import Store
 from executors.store.parallel import in_parallel
 from executors.store.url import (

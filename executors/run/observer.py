@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from executors.attempt import Attempt
+from executors.attempt.pauses import pauses
 from executors.errors import BackendError, CorruptObjectError, UnknownHandleError, UnwritableStoreError
 from executors.native import NativeExecutor, Observation, Unfinished
-from executors.pauses import pauses
 from executors.protocol import REASONS, Outcome, ReplicaStatus, ServerlessExecutor, as_status
 from executors.run.fleet import Fleet
 from executors.run.handles import kept_handles

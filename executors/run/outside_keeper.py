@@ -10,7 +10,6 @@ from typing import Any
 from executors.attempt import TOLD_BY_SERVICES, Attempt
 from executors.errors import BackendError, StoreError
 from executors.native import Parent, Unfinished
-from executors.policy import Restarts
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run.fleet import check_single_ranks, parents_of
 from executors.run.launch_hands import LaunchHands
@@ -21,6 +20,7 @@ from executors.supervision.decisions import Decision, DecisionLog, answer_to, is
 from executors.supervision.keeper import LEAVE_S, Keeper, Sight, Terms, hands_of_spare
 from executors.supervision.orders import ASKED, order_cancel, words_of_bar
 from executors.supervision.rules import is_own
+from executors.task.policy import Restarts
 
 LEFT_S = 60.0  # the same by the clock of the machine where it ended, for a keeper that makes a single pass
 

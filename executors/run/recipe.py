@@ -12,18 +12,17 @@ from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, Pat
 from pathlib import Path
 from typing import Any
 
-from executors.entrypoint import parse_entrypoint
 from executors.errors import BackendError, StoreError, UntrustedTaskError
-from executors.native import NativeExecutor, RunSpec
+from executors.native import RUN_KEY, NativeExecutor, RunSpec
 from executors.run.fleet import Site
 from executors.run.launch_hands import Recipe
+from executors.run.run_index import KEYS, damage_of_note, find_key, reference
 from executors.run.spread import SpreadExecutor, as_one
 from executors.run.traces import Traces
-from executors.run_index import KEYS, damage_of_note, find_key, reference
-from executors.run_key import RUN_KEY
 from executors.status import name_ranks
 from executors.store.records import SHA256
 from executors.task.added import Added
+from executors.task.entrypoint import parse_entrypoint
 from executors.task.record import LaunchedWith, Placement
 from executors.task.stored import StoredTask, folder_of, read_task
 

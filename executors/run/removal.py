@@ -6,8 +6,8 @@ import contextlib
 
 from executors.errors import BackendError, ReplicasError, StoreError
 from executors.native import LeavesFiles
+from executors.run.run_index import folder_of_run, forget
 from executors.run.traces import Traces
-from executors.run_index import folder_of_run, forget
 from executors.store import Store
 
 

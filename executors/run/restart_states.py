@@ -10,9 +10,8 @@ from functools import cached_property
 from threading import Lock
 
 from executors.errors import CorruptObjectError
-from executors.policy import Restarts
 from executors.protocol import STOPPED, Outcome, ReplicaStatus
-from executors.run_index import find_key, reference
+from executors.run.run_index import find_key, reference
 from executors.status import Decided, ReplicaState, RestartState
 from executors.store import Store
 from executors.store.url import is_near
@@ -20,6 +19,7 @@ from executors.supervision.decision_words import HOPELESS, Earlier, line_of, not
 from executors.supervision.decisions import Decision, DecisionLog, answer_to, barred_by, policy_of
 from executors.supervision.orders import words_of_bar
 from executors.supervision.rules import RunFacts, decide
+from executors.task.policy import Restarts
 from executors.task.record import RunRecord
 
 OVERDUE_S = 15.0  # a supervisor that lives has answered an end by then, and begun what is due

@@ -19,10 +19,10 @@ from executors.native import page_of_job
 from executors.protocol import Outcome, ServerlessExecutor
 from executors.run.fleet import Fleet
 from executors.run.observer import RECENT_S, Observer
+from executors.run.run_index import Note, check_is_located, find_key, noted_at_launch, noted_options
 from executors.run.run_logs import EVERYTHING, Lines, Ranks, RunLogs, Which
 from executors.run.run_logs import Note as LogNote
 from executors.run.spread import SpreadExecutor, as_one
-from executors.run_index import Note, check_is_located, noted_at_launch, noted_options
 from executors.status import RunStatus, name_ranks
 from executors.store import Store
 from executors.store.artifacts import Artifact, kept_artifacts
@@ -255,7 +255,8 @@ class Traces:
             follow: go on with what happens, until the run has ended.
             note: is told of each record that cannot be read.
         """
-        reader = EventReader(self.store, self.run_id, self.record, map_over=self._observer.map, note=note)
+        key = self.record.key_id and find_key(self.run_id, self.record.key_id)
+        reader = EventReader(self.store, self.run_id, self.record, key=key, map_over=self._observer.map, note=note)
         for pause_s in self.pauses():
             now = retry(lambda: self.status(reports=False)) if follow else self.status(reports=False)
             yield from reader.new(self._observer.inventory, now)

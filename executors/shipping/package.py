@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from executors import replica as environment
-from executors.entrypoint import describe, named_by, parse_entrypoint, shown
 from executors.errors import EntrypointError
 from executors.native import Package, RunSpec
 from executors.shipping.requirements import requirements_of
 from executors.shipping.script_header import script_of
 from executors.shipping.workspace import OURS, snapshot_workspace
+from executors.task.entrypoint import describe, named_by, parse_entrypoint, shown
 from executors.task.pickles import is_by_value
 from executors.task.stored import installed_version
 

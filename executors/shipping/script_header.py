@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from executors.entrypoint import find_source
 from executors.errors import EntrypointError
+from executors.task.entrypoint import find_source
 
 BLOCK = re.compile(r"(?m)^# /// script$\s(?P<content>(^#(| .*)$\s)+)^# ///$")  # as the PEP has it
 

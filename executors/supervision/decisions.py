@@ -16,9 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from executors.errors import CorruptObjectError, StoreError
-from executors.policy import HangLimits, Restarts
 from executors.process import this_process
-from executors.run_key import parse_key
 from executors.store import Store
 from executors.store.protocol import check_size
 from executors.store.records import (
@@ -39,6 +37,8 @@ from executors.store.records import (
     text,
     to_bytes,
 )
+from executors.store.run_key import parse_key
+from executors.task.policy import HangLimits, Restarts
 
 MAX_DECISIONS = 100_000
 MAX_DECISION_BYTES, MAX_LOG_BYTES = 512 << 10, 64 << 20  # as objects they take eight times as much memory

@@ -12,15 +12,14 @@ from typing import Any, TypeVar
 
 from executors.attempt import Attempt, Claim, Intent
 from executors.errors import StoreError
-from executors.policy import Restarts
 from executors.protocol import Outcome, ReplicaStatus
-from executors.run_index import find_key
 from executors.status import RunStatus
 from executors.store import Store
 from executors.store.inventory import Inventory
 from executors.store.records import FAR_AHEAD, find_record, get_at_most, number
 from executors.supervision.decision_words import Earlier, line_of
 from executors.supervision.decisions import Decision, DecisionLog
+from executors.task.policy import Restarts
 from executors.task.record import RunRecord
 
 KINDS = (
@@ -73,6 +72,7 @@ class EventReader:
     """Reads what happened in a run; each record is read once.
 
     Args:
+        key: of a signed run, if this machine has it.
         map_over: acts on several items, at the same time where each takes a round trip.
         note: is told what cannot be read.
     """
@@ -83,6 +83,7 @@ class EventReader:
         run_id: str,
         record: RunRecord,
         *,
+        key: str | None,
         map_over: Callable[[Callable[[T], R], Iterable[T]], list[R]],
         note: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
@@ -93,7 +94,7 @@ class EventReader:
         self._map: Any = map_over
         self._note = note
         self._clock = clock
-        self._log = DecisionLog(store, run_id, key=record.key_id and find_key(run_id, record.key_id))
+        self._log = DecisionLog(store, run_id, key=key)
         self._n_decisions = 0
         self._earlier = Earlier(Restarts.of(record.restarts))
         """Of the decisions that were told."""

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 
 from executors.attempt import Attempt, half_way
 from executors.errors import StoreError
-from executors.policy import HangLimits, Restarts
 from executors.process import this_process
 from executors.protocol import BY_USER, STOPPED
 from executors.store import Store
 from executors.supervision.decisions import MAX_WORDS, Decision, DecisionLog, answer_to
+from executors.task.policy import HangLimits, Restarts
 
 ASKED = "asked"
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Optional, Union
 
-from executors.entrypoint import runs_nothing
 from executors.errors import EntrypointArgumentsError
+from executors.task.entrypoint import runs_nothing
 
 REST = "**"  # the name under which the annotation of **kwargs is kept
 BOOLS = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}

@@ -23,7 +23,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from executors.entrypoint import describe
 from executors.errors import (
     CorruptObjectError,
     EntrypointArgumentsError,
@@ -33,14 +32,15 @@ from executors.errors import (
     kind_of,
 )
 from executors.native import Package, RunSpec
-from executors.policy import HangLimits, Restarts
-from executors.run_key import key_id, new_key, parse_key
 from executors.store import Store
 from executors.store.records import MAX_DEPTH, exists, is_deeper_than, to_bytes
+from executors.store.run_key import key_id, new_key, parse_key
 from executors.store.url import address_of, check_run_id
 from executors.task.arguments import check_call, split_rank_env
+from executors.task.entrypoint import describe
 from executors.task.launch_request import LaunchRequest
 from executors.task.pickles import pickle_call
+from executors.task.policy import HangLimits, Restarts
 from executors.task.record import LaunchedWith, RunRecord
 from executors.task.sources import sources_of
 from executors.task.stored import MAX_TASK_BYTES, PYTHON, StoredTask, folder_of, versions_here

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from executors.entrypoint import describe
 from executors.native import GATHER_S
-from executors.policy import HangLimits, Restarts
 from executors.store.records import FAR_AHEAD
 from executors.store.url import check_run_id, check_scheme
+from executors.task.entrypoint import describe
+from executors.task.policy import HangLimits, Restarts
 from executors.task.record import MAX_WORLD_SIZE
 
 VARIABLE = re.compile(r"[^\s=\0]+")

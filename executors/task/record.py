@@ -11,8 +11,6 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from executors.native import GATHER_S
-from executors.policy import HangLimits, Restarts
-from executors.run_key import KEY_ID
 from executors.store import Store
 from executors.store.added_ranks import RANKS
 from executors.store.records import (
@@ -33,7 +31,9 @@ from executors.store.records import (
     parsed,
     text,
 )
+from executors.store.run_key import KEY_ID
 from executors.store.url import RUN_ID
+from executors.task.policy import HangLimits, Restarts
 
 MAX_WORLD_SIZE = 10_000
 BACKEND_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

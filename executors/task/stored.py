@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from executors.entrypoint import load_entrypoint, loading, prepare_entrypoint
 from executors.errors import CorruptObjectError, EntrypointError, StoreError
 from executors.store import Store
 from executors.store.records import get_at_most, retry
 from executors.task.arguments import annotations_of, check_call, from_texts
+from executors.task.entrypoint import load_entrypoint, loading, prepare_entrypoint
 from executors.task.placeholders import fill
 from executors.task.record import LaunchedWith, TaskRecord
 from executors.task.sources import show_sources

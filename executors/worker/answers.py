@@ -11,13 +11,13 @@ from dataclasses import replace
 from executors.attempt import Attempt
 from executors.errors import CorruptObjectError, StoreError
 from executors.native import RunSpec
-from executors.policy import HangLimits, Restarts
 from executors.protocol import Outcome, ReplicaStatus
 from executors.store import Store
 from executors.store.inventory import BEGINNINGS
 from executors.store.records import OUTAGE_S, RETRY_S
 from executors.supervision.decisions import Decision, DecisionLog, hang_of, policy_of
 from executors.supervision.keeper import Keeper, Sight, Terms, leaves_its_supervisor
+from executors.task.policy import HangLimits, Restarts
 
 LOG_LOOK_S = 10.0
 TRY_AGAIN_S = 1.0

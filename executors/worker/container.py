@@ -28,7 +28,7 @@ from executors.errors import StoreError
 from executors.native import RunSpec
 from executors.process import be_killed_first, die_with_parent, fork, oom_kills_in_group, usable_cores
 from executors.protocol import Reason
-from executors.shared_page import SharedPage
+from executors.replica.shared_page import SharedPage
 from executors.store.records import retry, to_bytes
 from executors.store.url import was_deleted
 from executors.supervision.lease import LeaseWatch

@@ -5,8 +5,8 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 
-from executors.entrypoint import load_entrypoint
 from executors.errors import ReplicasError
+from executors.task.entrypoint import load_entrypoint
 from executors.worker.result import is_scalar
 from executors.worker.sigterm import sigterm_arrived
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from executors.attempt.outcome import describe_end
 from executors.native import RunSpec
-from executors.policy import HangLimits
 from executors.process import Activity, activity
-from executors.shared_page import ATOMIC_LIMIT_S, SharedPage
+from executors.replica.shared_page import ATOMIC_LIMIT_S, SharedPage
+from executors.task.policy import HangLimits
 from executors.worker.failure import is_users_file
 from executors.worker.watched import HANG_SIGNAL, STACKS_NAME, STACKS_SIGNAL
 

@@ -28,7 +28,7 @@ from executors.native import RunSpec
 from executors.process import children, flush_c_streams, kill_descendants
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import Replica
-from executors.shared_page import SharedPage
+from executors.replica.shared_page import SharedPage
 from executors.store import store_at
 from executors.store.records import OUTAGE_S, RETRY_S, is_gone, read_record, retry
 from executors.store.url import split_address
@@ -139,7 +139,7 @@ class _Worker:
         spec, rank = assignment.spec, assignment.rank
         store = store_at(spec.store_url)
         if spec.chaos:
-            from executors.chaos import inject_faults
+            from executors.worker.chaos import inject_faults
 
             store = inject_faults(store, spec.chaos, rank, spec.attempt)
         began = time.monotonic()

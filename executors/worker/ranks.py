@@ -16,7 +16,7 @@ from executors.errors import ReplicasError, StoreError
 from executors.native import RunSpec
 from executors.process import become_subreaper, kill_descendants
 from executors.protocol import Reason
-from executors.shared_page import SharedPage
+from executors.replica.shared_page import SharedPage
 from executors.store import store_at
 from executors.task.stored import StoredTask, read_task
 from executors.worker.limits import LOOK_S, Watchdog

@@ -14,7 +14,7 @@ import time
 from types import FrameType
 from typing import Any
 
-from executors.shared_page import SharedPage
+from executors.replica.shared_page import SharedPage
 
 TERMINATED = 143  # 128 + SIGTERM, as a shell says it
 AGAIN_AFTER_S = 0.01  # seconds in which a callback ends

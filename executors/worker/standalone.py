@@ -14,10 +14,9 @@ from typing import NoReturn
 
 from executors import replica as environment
 from executors.errors import ReplicasError
-from executors.native import RunSpec
-from executors.policy import HangLimits, Restarts
+from executors.native import RUN_KEY, RunSpec
 from executors.process import become_subreaper
-from executors.run_key import RUN_KEY
+from executors.task.policy import HangLimits, Restarts
 from executors.worker.container import NOTICE_S, ContainerRanks, ContainerSupervisor
 from executors.worker.spare import Spare
 

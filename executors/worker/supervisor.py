@@ -20,7 +20,7 @@ from executors.errors import LaunchError, StoreError
 from executors.native import RunSpec
 from executors.process import children, kill_descendants, oom_kills
 from executors.protocol import Outcome, Reason, ReplicaStatus
-from executors.shared_page import SharedPage
+from executors.replica.shared_page import SharedPage
 from executors.store.records import is_gone, retry
 from executors.store.url import impatient_store
 from executors.supervision.orders import words_of_bar
@@ -88,7 +88,7 @@ class Supervisor:
         self._watch_at = NEVER
         self._killer = None
         if spec.chaos:
-            from executors.chaos import Killer
+            from executors.worker.chaos import Killer
 
             self._killer = Killer(spec.chaos, spec.run_id)
 

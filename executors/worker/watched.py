@@ -16,7 +16,7 @@ from time import monotonic
 from types import FrameType
 
 from executors.errors import HangError
-from executors.shared_page import SharedPage
+from executors.replica.shared_page import SharedPage
 
 SIGRTMIN: int = getattr(signal, "SIGRTMIN", 34)  # macOS has none; there only `inline` runs, which is not watched
 STACKS_SIGNAL = SIGRTMIN + 5

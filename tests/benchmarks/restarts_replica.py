@@ -80,7 +80,7 @@ def train(rounds: int, round_s: float, orders: str = "") -> dict[str, Any]:
 
 
 def _obey(order: Path) -> None:
-    from executors.chaos import Strike, parse
+    from executors.worker.chaos import Strike, parse
 
     if order.exists():
         strike = parse(order.read_text())

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from executors import LocalProcessExecutor, Run, launch
 from executors.replica import Replica
-from executors.shared_page import SharedPage
+from executors.replica.shared_page import SharedPage
 
 from .harness import Comparison, Options
 from .launch import scratch_folder, state_of_its_own

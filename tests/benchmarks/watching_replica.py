@@ -11,7 +11,7 @@ from executors import current_replica
 
 def hold_gil(folder: str) -> None:
     """Make progress, say when, and hold the GIL."""
-    from executors.chaos import HANGS
+    from executors.worker.chaos import HANGS
 
     replica = current_replica()
     replica.report(step=1)
@@ -32,7 +32,7 @@ def step_for(seconds: float) -> None:
 def beat_for(seconds: float, is_watched: bool) -> float:
     """Return the processor time that this process uses while it waits."""
     if is_watched:
-        from executors.shared_page import SharedPage
+        from executors.replica.shared_page import SharedPage
         from executors.worker.watched import be_watched
 
         be_watched(SharedPage())

@@ -14,10 +14,10 @@ from support.cli import FAST, Folder, HereInstead
 from diloco.fault_points import FAULT_POINTS
 from executors import LocalProcessExecutor, Run, attach, launch, list_runs
 from executors.attempt import Attempt
-from executors.chaos import EVERY_REPLICA, Kill, parse
-from executors.resume import resume
+from executors.run.resume import resume
 from executors.store import MemoryStore
 from executors.testing.helpers import environment
+from executors.worker.chaos import EVERY_REPLICA, Kill, parse
 
 KILL = "kill:rank=1,at=claim,when=after"
 
@@ -111,7 +111,7 @@ def test_the_fault_points_of_a_rendezvous_are_announced_and_found_without_torch(
     module, _, name = target.partition(":")
     assert getattr(import_module(module), name) is FAULT_POINTS
     assert not FAULT_POINTS.keys() & EVERY_REPLICA.keys()
-    code = f"import sys, {module}, executors.chaos; sys.exit('torch' in sys.modules)"
+    code = f"import sys, {module}, executors.worker.chaos; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=environment(), check=False).returncode == 0
 
 

@@ -11,8 +11,8 @@ from support.cli import HereInstead
 
 from executors import LocalProcessExecutor, Run, attach, launch
 from executors.logs.times import PAIR, times_of
-from executors.resume import resume
 from executors.run.observer import Observer
+from executors.run.resume import resume
 from executors.status import ReplicaState
 from executors.testing import eventually
 

@@ -18,7 +18,7 @@ from support.processes import is_alive
 from executors import LocalProcessExecutor, launch
 from executors.attempt import spare_key
 from executors.errors import StoreError
-from executors.run_index import remember
+from executors.run.run_index import remember
 from executors.store import open_store
 from executors.store.file import FileStore
 from executors.store.records import to_bytes

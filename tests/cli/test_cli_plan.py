@@ -15,7 +15,7 @@ from executors import LocalProcessExecutor, launch
 from executors.cli.output import UsageProblem
 from executors.cli.plan import _rate
 from executors.cli.planned import MeasuredLink, link_key, note_link
-from executors.run_index import state_dir
+from executors.run.run_index import state_dir
 from executors.testing import eventually
 
 EXAMPLE = ("--params", "1.3e9", "--n", "8", "--step", "0.9", "--gpu", "H100", "--steps", "20_000")

@@ -17,7 +17,7 @@ from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import claim
 from diloco.rendezvous.patient_store import PatientStore
 from executors import LocalProcessExecutor, ReplicaHandle, ReplicaStatus, Run, attach, launch
-from executors.resume import resume
+from executors.run.resume import resume
 from executors.testing import eventually
 
 

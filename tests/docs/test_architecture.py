@@ -18,19 +18,19 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("protocol", "process", "shared_page", "run_key"),
+    ("protocol", "process"),
     ("native", "errors", "durations"),
-    ("logs", "store", "entrypoint", "status", "pauses", "shard", "policy"),
-    ("attempt", "task", "run_index", "registry", "chaos"),
-    ("metrics", "supervision"),
+    ("logs", "store", "status"),
+    ("attempt", "task"),
+    ("metrics", "supervision", "registry"),
     ("report",),
     ("run", "replica"),
-    ("resume", "worker", "shipping"),
+    ("worker", "shipping"),
     ("launcher", "backends"),
     ("cli", "testing", ""),
 )
 """The rooms of `executors` from the ground up; "" is `executors/__init__.py`."""
-DILOCO_USES = ("executors.store", "executors.replica", "executors.errors", "executors.attempt", "executors.run_key")
+DILOCO_USES = ("executors.store", "executors.replica", "executors.errors", "executors.attempt")
 SDKS = {
     "modal": "executors/backends/modal*.py",
     "huggingface_hub": "executors/backends/hf_*.py",
@@ -46,6 +46,7 @@ TESTING = ("executors.testing", "diloco.testing")
 REPEATED = ("__init__.py", "__main__.py", "errors.py", "executor.py", "protocol.py")
 MAX_LINES = 400
 MAX_PRIVATE_PARAMETERS = 7  # besides self
+MAX_ENTRIES = 24  # of `ls executors`
 
 
 def files_of(*packages: str) -> dict[str, Path]:
@@ -118,6 +119,11 @@ def test_no_rooms_import_each_other_in_a_circle(package: str) -> None:
     for name, imported in arrows(files_of(package)).items():
         rooms.setdefault(room_of(name), set()).update({room_of(other) for other in imported} - {room_of(name)})
     assert circle_in(rooms) == []
+
+
+def test_executors_is_seen_at_one_glance() -> None:
+    entries = [path.name for path in (ROOT / "executors").iterdir() if path.name != "__pycache__"]
+    assert len(entries) <= MAX_ENTRIES, entries
 
 
 def test_a_room_of_executors_imports_only_from_lower_floors() -> None:

@@ -20,7 +20,7 @@ from executors.attempt import Attempt
 from executors.errors import BackendError, LaunchError
 from executors.launcher.parts import executor_of
 from executors.registry import get_executor
-from executors.resume import resume
+from executors.run.resume import resume
 from executors.store import store_at
 from executors.store.added_ranks import added_key
 from executors.store.records import exists, to_bytes

@@ -20,8 +20,8 @@ from executors.backends.jobs.service import Kind
 from executors.errors import BackendError, LaunchError, RunNotFoundError, StoreError
 from executors.launcher import plan_launch
 from executors.protocol import ReplicaStatus
-from executors.resume import resume
-from executors.run_index import find_preparation, local_store
+from executors.run.resume import resume
+from executors.run.run_index import find_preparation, local_store
 from executors.store.file import FileStore
 from executors.task.launch_request import LaunchRequest
 from executors.testing import eventually

@@ -22,8 +22,8 @@ from executors.launcher.parts import executor_of
 from executors.native import NativeExecutor, Unfinished
 from executors.protocol import Outcome
 from executors.registry import get_executor
-from executors.resume import resume
 from executors.run.fleet import parents_of
+from executors.run.resume import resume
 from executors.store.records import exists
 from executors.testing import eventually
 from executors.testing.executor_contract import task

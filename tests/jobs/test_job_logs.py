@@ -20,7 +20,7 @@ from executors.backends.jobs.timed_log import MAX_KNOWN, Entry, TimedLog
 from executors.logs.follower import Sight
 from executors.logs.readers import FileLog
 from executors.native import Log
-from executors.resume import resume
+from executors.run.resume import resume
 from executors.run.run_logs import RunLogs
 from executors.testing import eventually
 

@@ -23,8 +23,8 @@ from executors.attempt import Attempt, Intent
 from executors.backends.jobs.job_ends import CLOCKS_DIFFER_S
 from executors.backends.jobs.service import LONGEST_PATIENCE_S, START_LIMIT_S, Job
 from executors.native import Unfinished
-from executors.resume import resume
 from executors.run.recipe import recipes_of, vouched_task
+from executors.run.resume import resume
 from executors.store.records import to_bytes
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.lease import LeaseHolder

@@ -20,7 +20,7 @@ from executors.backends.kubernetes import KubernetesExecutor, KubernetesJobs
 from executors.backends.kubernetes_client import _asked, client
 from executors.backends.kubernetes_pods import state_of
 from executors.errors import BackendError, LaunchError
-from executors.resume import resume
+from executors.run.resume import resume
 from executors.store.records import to_bytes
 from executors.testing import eventually
 

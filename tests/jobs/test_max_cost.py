@@ -15,7 +15,7 @@ from executors.backends.jobs.executor import INSTALL_S
 from executors.backends.jobs.max_cost import used_s
 from executors.errors import MaxCostSpentError
 from executors.protocol import ReplicaStatus
-from executors.resume import resume
+from executors.run.resume import resume
 from executors.store.memory import MemoryStore
 from executors.store.records import to_bytes
 from executors.testing import eventually

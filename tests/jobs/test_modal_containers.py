@@ -16,7 +16,7 @@ from executors import ModalExecutor, attach, launch
 from executors.backends.jobs.service import START_LIMIT_S, Job, JobKey, JobServiceError
 from executors.backends.modal import BUILD_S, GPU_START_S
 from executors.errors import BackendError
-from executors.resume import resume
+from executors.run.resume import resume
 from executors.testing.executor_contract import task
 
 __all__ = ["gpu"]  # a fixture

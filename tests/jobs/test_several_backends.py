@@ -21,7 +21,7 @@ from executors.launcher.launch_settings import keys_of_launch, read_settings
 from executors.launcher.parts import executor_of, options_by_part, parts_of, total_of
 from executors.protocol import ServerlessExecutor
 from executors.registry import get_executor
-from executors.resume import resume
+from executors.run.resume import resume
 from executors.run.run_logs import EVERYTHING
 from executors.store.added_ranks import added_key
 from executors.store.records import exists, to_bytes

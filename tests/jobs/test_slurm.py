@@ -22,8 +22,8 @@ from executors.attempt import Attempt
 from executors.backends.jobs.service import Job, JobId, JobKey, JobServiceError
 from executors.backends.slurm import SlurmJobs
 from executors.errors import BackendError, LaunchError, RunNotFoundError
-from executors.resume import resume
-from executors.run_key import RUN_KEY
+from executors.native import RUN_KEY
+from executors.run.resume import resume
 from executors.store.records import to_bytes
 from executors.testing import eventually
 

@@ -12,15 +12,16 @@ from typing import Any, ClassVar
 import pytest
 from support.fake_jobs import FakeExecutor, FakeJobs, Machines
 
-from executors import LocalProcessExecutor, Run, attach, launch, run_index
+from executors import LocalProcessExecutor, Run, attach, launch
 from executors.attempt import Attempt
 from executors.backends.jobs.executor import JobExecutor
 from executors.errors import BackendError, LaunchError, UntrustedTaskError
 from executors.registry import BUILT_IN
 from executors.replica import LEASE_S
-from executors.resume import resume
+from executors.run import run_index
 from executors.run.recipe import recipes_of, vouched_task
-from executors.run_index import Note, noted_at_launch, noted_options, remember, remember_added
+from executors.run.resume import resume
+from executors.run.run_index import Note, noted_at_launch, noted_options, remember, remember_added
 from executors.store.added_ranks import added_key
 from executors.store.records import to_bytes
 from executors.supervision.decisions import DecisionLog

@@ -9,7 +9,7 @@ import pytest
 
 from executors import LocalProcessExecutor, Run, attach, current_replica, launch
 from executors.errors import LaunchError
-from executors.resume import resume
+from executors.run.resume import resume
 from executors.supervision.decisions import DecisionLog
 from executors.testing import eventually
 
@@ -128,7 +128,7 @@ def test_a_launch_that_fails_half_way_bars_its_run() -> None:
 def test_a_resume_from_a_snapshot_that_fails_half_way_bars_the_new_run(
     failed: Run, nothing_starts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("executors.resume.new_run_id", lambda: "heron")
+    monkeypatch.setattr("executors.run.resume.new_run_id", lambda: "heron")
     with pytest.raises(LaunchError):
         resume(failed, from_snapshot=True)
     assert orders_of("heron") == BARRED

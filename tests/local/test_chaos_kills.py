@@ -21,11 +21,11 @@ from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.snapshot import Pointer
 from executors import LocalProcessExecutor, Run, launch
 from executors.attempt import Attempt, replica_key
-from executors.chaos import EVERY_REPLICA
 from executors.protocol import Outcome
-from executors.resume import resume
+from executors.run.resume import resume
 from executors.store.records import exists
 from executors.testing import eventually
+from executors.worker.chaos import EVERY_REPLICA
 
 pytestmark = pytest.mark.slow
 

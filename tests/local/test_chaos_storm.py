@@ -14,9 +14,9 @@ from support.cli import Folder
 
 from executors import LocalProcessExecutor, Run, launch
 from executors.attempt import Attempt, Claim
-from executors.chaos import small_memory
 from executors.process import start_time
 from executors.testing import eventually
+from executors.worker.chaos import small_memory
 
 pytestmark = pytest.mark.slow
 

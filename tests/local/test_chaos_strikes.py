@@ -12,10 +12,10 @@ from pathlib import Path
 from support import tasks
 
 from executors import LocalProcessExecutor, launch
-from executors.chaos import HANGS, Killer, parse, small_memory
 from executors.process import fork
 from executors.store import MemoryStore
 from executors.testing import eventually
+from executors.worker.chaos import HANGS, Killer, parse, small_memory
 
 
 def is_in(pid: int, state: str) -> bool:

@@ -14,11 +14,11 @@ from support.cli import Folder, HereInstead
 
 from executors import LocalProcessExecutor, launch
 from executors.attempt import Attempt
-from executors.policy import Restarts
 from executors.protocol import ReplicaStatus
 from executors.store import MemoryStore
 from executors.supervision.decisions import DecisionLog
 from executors.supervision.keeper import Keeper, Sight, Terms
+from executors.task.policy import Restarts
 from executors.worker.health_check import UnhealthyError, check_health
 
 CHECKS = """

@@ -17,7 +17,7 @@ from executors import ReplicasError, attach, current_replica, launch
 from executors.attempt import Attempt
 from executors.errors import ReplicaFailedError, ReplicaLostError, UnwritableStoreError
 from executors.replica import CONTRACT, set_current_replica
-from executors.run_index import local_store
+from executors.run.run_index import local_store
 from executors.store import Data
 from executors.store.file import FileStore
 from executors.testing import eventually

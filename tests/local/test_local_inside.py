@@ -15,7 +15,7 @@ from support.runs import record_of
 from executors import LocalProcessExecutor, attach, current_replica, launch
 from executors.backends.local.request import LocalLaunch
 from executors.native import RunSpec
-from executors.resume import resume
+from executors.run.resume import resume
 
 CONTRACT = ["REPLICA_RANK", "REPLICA_WORLD_SIZE", "REPLICA_RUN_ID", "REPLICA_ATTEMPT", "REPLICA_RENDEZVOUS"]
 OF_A_PROCESS_GROUP = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]

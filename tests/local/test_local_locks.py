@@ -18,8 +18,8 @@ from executors.backends.local.request import LocalLaunch
 from executors.errors import RunExistsError
 from executors.logs.times import PAIR, times_of
 from executors.process import fork
-from executors.resume import resume
-from executors.run_index import local_store
+from executors.run.resume import resume
+from executors.run.run_index import local_store
 from executors.testing import eventually
 from executors.testing.executor_contract import task
 from executors.worker.supervisor_lock import NAME, hold, holder, open_locks, wake

@@ -17,8 +17,8 @@ from executors import LocalProcessExecutor, Run, attach, launch
 from executors.attempt import Attempt, replica_key
 from executors.errors import CorruptObjectError, ReplicaLostError
 from executors.native import Observation, Unfinished
-from executors.resume import resume
 from executors.run.handles import keep_handles
+from executors.run.resume import resume
 from executors.store import Store, open_store
 from executors.store.inventory import Inventory
 from executors.store.memory import MemoryStore

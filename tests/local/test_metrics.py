@@ -15,7 +15,7 @@ from executors import LocalProcessExecutor, Run, current_replica, launch
 from executors.attempt import Attempt
 from executors.metrics.metrics import Metrics
 from executors.replica import Replica
-from executors.resume import resume
+from executors.run.resume import resume
 from executors.testing import eventually
 
 Lines = dict[tuple[int, int], list[dict[str, Any]]]

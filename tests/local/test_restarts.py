@@ -35,7 +35,7 @@ from executors.cli.summary import code_of
 from executors.errors import ReplicaCancelledError
 from executors.process import killed_for_memory
 from executors.protocol import Outcome
-from executors.resume import resume
+from executors.run.resume import resume
 from executors.store.records import RETRY_S
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.testing import eventually

@@ -20,8 +20,8 @@ from support.third_party import PopenExecutor
 
 from executors import LocalProcessExecutor, Run, attach, current_replica, launch
 from executors.errors import BackendError, StoreError
-from executors.resume import resume
 from executors.run.recipe import _code_in, check_folder, vouched_task
+from executors.run.resume import resume
 from executors.supervision.decisions import DecisionLog
 from executors.testing import eventually
 

@@ -19,7 +19,7 @@ from executors import LocalProcessExecutor, Run, attach, current_replica, launch
 from executors.attempt import replica_key
 from executors.backends.local.zygote_client import zygote
 from executors.errors import AlreadyResumedError, LaunchError
-from executors.resume import resume
+from executors.run.resume import resume
 from executors.store.records import exists
 from executors.testing import eventually
 

@@ -19,10 +19,10 @@ from diloco import DiLoCo
 from diloco.rendezvous.frames import Contribution, Seal
 from diloco.rendezvous.proof import UNSIGNED, proof_of
 from executors import LocalProcessExecutor, Run, attach, current_replica, launch
+from executors.native import RUN_KEY
 from executors.replica import Replica, run_key
-from executors.resume import resume
-from executors.run_index import key_file
-from executors.run_key import RUN_KEY
+from executors.run.resume import resume
+from executors.run.run_index import key_file
 from executors.store.records import to_bytes
 
 PLAIN = LocalProcessExecutor(preload=(), term_grace_s=0.5)

@@ -17,7 +17,7 @@ import pytest
 from executors import LocalProcessExecutor, Run, launch
 from executors.errors import MissingDependencyError
 from executors.report.trackers import Tracked
-from executors.resume import resume
+from executors.run.resume import resume
 from executors.worker import tracking
 
 TRAIN, NOTES = "support.trackers:train", "support.trackers:Notes"

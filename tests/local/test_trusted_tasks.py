@@ -14,8 +14,8 @@ from support.records import read_json
 
 from executors import LocalProcessExecutor, Run, attach, launch, open_store
 from executors.errors import CorruptObjectError, StoreError, UntrustedTaskError
-from executors.resume import resume
-from executors.run_index import folder_of_run, forget, noted_at_launch
+from executors.run.resume import resume
+from executors.run.run_index import folder_of_run, forget, noted_at_launch
 from executors.store import Store
 from executors.store.records import to_bytes
 

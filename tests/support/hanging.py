@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from executors.native import RunSpec
-from executors.policy import HangLimits
 from executors.replica import Replica
-from executors.shared_page import SharedPage
+from executors.replica.shared_page import SharedPage
+from executors.task.policy import HangLimits
 from executors.worker.limits import Finding, Watchdog
 from executors.worker.watched import be_watched
 

@@ -190,7 +190,7 @@ def resume_each_that_is_named() -> None:
     """Resume the runs that stdin names, each the moment its line comes, and say what became of it."""
     from executors import attach
     from executors.errors import ReplicasError
-    from executors.resume import resume
+    from executors.run.resume import resume
 
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
@@ -205,7 +205,7 @@ def resume_each_that_is_named() -> None:
 def resume_and_die(run_id: str, dies: str) -> None:
     """Resume a run, and be killed in the middle of it: see `dies_while_it_starts`."""
     from executors import attach
-    from executors.resume import resume
+    from executors.run.resume import resume
 
     os.environ["REPLICAS_TEST_DIES"] = dies
     resume(Run(attach(run_id).store, run_id, executor=LocalProcessExecutor(preload=("support.dies_while_it_starts",))))

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from executors import LocalProcessExecutor, Run, attach
 from executors.native import Observation, Unfinished
-from executors.resume import resume
+from executors.run.resume import resume
 
 
 class OvertakenLocally(LocalProcessExecutor):

@@ -14,7 +14,7 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 from executors import launch
-from executors.resume import resume
+from executors.run.resume import resume
 
 WIDTH = 1200  # pixels
 

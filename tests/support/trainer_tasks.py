@@ -10,7 +10,7 @@ from typing import Any
 
 from executors import LocalProcessExecutor, Run, launch
 from executors.attempt import Attempt
-from executors.resume import resume
+from executors.run.resume import resume
 from executors.testing import eventually
 from support.runs import pid_of
 

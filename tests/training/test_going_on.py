@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from diloco import DiLoCo
 from executors import LocalProcessExecutor, attach, current_replica, launch
 from executors.replica import Replica, set_current_replica
-from executors.resume import resume
+from executors.run.resume import resume
 from executors.store import MemoryStore
 from executors.store.records import to_bytes
 

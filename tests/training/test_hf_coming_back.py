@@ -12,7 +12,7 @@ from support.hf_trainers import INNER, ITEMS, STEPS, WARNINGS, Killed, Stream, t
 from support.training import next_process
 
 from executors.replica import Replica, set_current_replica
-from executors.shared_page import SharedPage
+from executors.replica.shared_page import SharedPage
 from executors.store import MemoryStore
 
 pytestmark = WARNINGS

@@ -15,8 +15,8 @@ from support.training import next_process, place
 from diloco.errors import DuplicateWorkError
 from diloco.same_data import ADVICE, SameData
 from executors.replica import Replica, set_current_replica
+from executors.replica.shared_page import SharedPage
 from executors.report.root_cause import MAX_CHARACTERS
-from executors.shared_page import SharedPage
 from executors.store import MemoryStore
 
 transformers = pytest.importorskip("transformers", reason="pip install 'serverless-replicas[hf-trainer]'")

@@ -14,7 +14,7 @@ from torch import nn
 
 from diloco import DiLoCo
 from executors.replica import Replica, set_current_replica
-from executors.shared_page import STEPS, SharedPage
+from executors.replica.shared_page import STEPS, SharedPage
 from executors.store import MemoryStore
 
 

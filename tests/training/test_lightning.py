@@ -14,7 +14,7 @@ from torch import nn
 
 from diloco.errors import DiLoCoError
 from executors.replica import Replica, set_current_replica
-from executors.shared_page import SharedPage
+from executors.replica.shared_page import SharedPage
 from executors.store import MemoryStore
 
 lightning = pytest.importorskip("lightning.pytorch", reason="pip install 'serverless-replicas[lightning]'")

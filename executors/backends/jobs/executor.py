@@ -31,19 +31,19 @@ from executors.backends.jobs.service import (
     stop_others,
 )
 from executors.backends.jobs.spares import spares_of, start_spares
-from executors.entrypoint import check_entrypoint
 from executors.errors import StoreError
 from executors.logs.readers import TailedLog
 from executors.native import Log, Observation, Package, Parent, Recordable, RunSpec, Unfinished
 from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
 from executors.replica import RANK, RENDEZVOUS, SERVICE, TIMEOUT_S
-from executors.run_index import local_store, remember
+from executors.run.run_index import local_store, remember
 from executors.store import open_store, store_at
 from executors.store.url import default_rendezvous, new_run_id, remote_access, shared_rendezvous
 from executors.supervision.lease import LEASE_S
 from executors.task.arguments import split_rank_env
 from executors.task.create import create_run
+from executors.task.entrypoint import check_entrypoint
 from executors.task.launch_request import LaunchRequest
 from executors.task.record import find_run_record
 from executors.task.stored import read_task

@@ -16,23 +16,23 @@ from typing import Any, ClassVar
 
 from executors.attempt import TICKS, Attempt, Claim, collect_rows
 from executors.attempt.outcome import PID
+from executors.attempt.pauses import wait_until_terminal
 from executors.backends.local.local_log import open_local_log
 from executors.backends.local.preload import AUTO, PRELOAD, imports_at_the_top, note_imports, noted_imports
 from executors.backends.local.request import LocalLaunch, log_file, surroundings
 from executors.backends.local.zygote_client import ZygoteClient, zygote
-from executors.entrypoint import check_entrypoint
 from executors.errors import BackendError, EntrypointArgumentsError, EntrypointImportError, LaunchError, StoreError
 from executors.logs import last_of
 from executors.native import Log, Observation, Parent, Recordable, RunSpec, Unfinished
-from executors.pauses import wait_until_terminal
 from executors.process import is_alive, this_machine
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
-from executors.run_index import folder_of_run, local_store, remember, settle, state_dir, state_path
+from executors.run.run_index import folder_of_run, local_store, remember, settle, state_dir, state_path
 from executors.store.records import Record, checked, number, text
 from executors.store.url import new_run_id
 from executors.task.arguments import split_rank_env
 from executors.task.create import MASK, create_run
+from executors.task.entrypoint import check_entrypoint
 from executors.task.launch_request import LaunchRequest
 from executors.worker.supervisor_lock import wake
 

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from executors.entrypoint import find_definition, find_module, find_source
 from executors.errors import EntrypointError
 from executors.process import fork
-from executors.run_index import state_path
+from executors.run.run_index import state_path
+from executors.task.entrypoint import find_definition, find_module, find_source
 
 PRELOAD = ("torch", "torch._dynamo")
 AUTO = "auto"

@@ -27,7 +27,7 @@ from executors.logs import tail_text
 from executors.logs.times import TimesWriter, times_of
 from executors.process import become_subreaper, die_with_parent, fork, kill_descendants, start_time, usable_cores
 from executors.protocol import ReplicaHandle
-from executors.shared_page import SharedPage
+from executors.replica.shared_page import SharedPage
 from executors.store import store_at
 from executors.task.stored import StoredTask
 from executors.worker.log_copy import FINAL_BYTES, LogCopy

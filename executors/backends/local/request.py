@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from executors.attempt import Attempt, parse_handle
-from executors.native import RunSpec
+from executors.native import RUN_KEY, RunSpec
 from executors.process import this_machine, this_process
 from executors.protocol import ReplicaHandle
-from executors.run_key import RUN_KEY
 from executors.store import store_at
 from executors.store.records import read_record
 from executors.store.url import directory_of

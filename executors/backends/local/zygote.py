@@ -23,10 +23,10 @@ from typing import Any, NoReturn
 from executors.backends.local.preload import import_named, measure
 from executors.backends.local.rank import become_supervisor
 from executors.backends.local.request import LocalLaunch, adopt, receive, send
-from executors.entrypoint import load_entrypoint
 from executors.errors import EntrypointArgumentsError, EntrypointError
 from executors.process import die_with_parent, fork
 from executors.task.arguments import check_call
+from executors.task.entrypoint import load_entrypoint
 
 
 def serve(descriptor: int, launcher: int, preload: list[str]) -> None:

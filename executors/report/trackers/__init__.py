@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from executors.entrypoint import find_module
 from executors.errors import MissingDependencyError, unknown_name
+from executors.task.entrypoint import find_module
 
 BUILT_IN = {"trackio": ("trackio",), "wandb": ("wandb",), "mlflow": ("mlflow", "mlflow-skinny")}
 """By name, which is that of its module, too: the distributions that bring it, the usual one first."""

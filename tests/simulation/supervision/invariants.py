@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from executors.attempt import replica_key
-from executors.policy import DEFAULT_CAPS, Restarts
 from executors.protocol import Outcome, ReplicaStatus
 from executors.supervision.decisions import Decision, is_barred
+from executors.task.policy import DEFAULT_CAPS, Restarts
 from simulation.invariants import Violation
 from simulation.supervision.plan import parse
 from simulation.supervision.records import RUN

@@ -20,9 +20,10 @@ from diloco.rendezvous.frames import Contribution, MeanHead, Member, Seal
 from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.proof import UNSIGNED, proof_of
 from diloco.rendezvous.snapshot import Pointer
+from executors.native import RUN_KEY
 from executors.replica import Replica, set_current_replica
-from executors.run_key import RUN_KEY, key_id
 from executors.store import MemoryStore, open_store
+from executors.store.run_key import key_id
 
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
 SIGNED, ID = proof_of(KEY), key_id(KEY)

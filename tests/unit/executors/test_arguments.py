@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal, Optional
 
 import pytest
 
-from executors.entrypoint import find_definition, signature_in
 from executors.errors import EntrypointArgumentsError
 from executors.task.arguments import annotations_in, annotations_of, from_texts, to_json
+from executors.task.entrypoint import find_definition, signature_in
 
 SOURCE = """
 import enum, pathlib

@@ -6,7 +6,7 @@ import pytest
 from typer import BadParameter
 
 from executors.cli.keep import _settings
-from executors.policy import HangLimits, Restarts
+from executors.task.policy import HangLimits, Restarts
 
 
 @pytest.mark.parametrize(

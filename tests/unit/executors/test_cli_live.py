@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import pytest
 
+from executors.attempt.pauses import pauses
 from executors.cli.live import PlainView, follow
 from executors.cli.output import Output
 from executors.cli.table import replica_table
 from executors.errors import BackendError, ReplicasError, StoreError
-from executors.pauses import pauses
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run.observer import Observer
 from executors.run.run import Run

@@ -15,14 +15,14 @@ from executors import open_store
 from executors.attempt import Attempt
 from executors.errors import StoreError
 from executors.native import RunSpec
-from executors.policy import HangLimits
 from executors.process import oom_kills_in_group
 from executors.protocol import Outcome, ReplicaStatus
 from executors.replica import Replica
-from executors.shared_page import SharedPage
+from executors.replica.shared_page import SharedPage
 from executors.store.records import RETRY_S, to_bytes
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.orders import order_cancel
+from executors.task.policy import HangLimits
 from executors.task.record import TaskRecord
 from executors.task.stored import StoredTask
 from executors.worker import main

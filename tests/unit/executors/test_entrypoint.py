@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from executors.entrypoint import (
+from executors.errors import EntrypointArgumentsError, EntrypointError, EntrypointImportError
+from executors.task.arguments import check_call
+from executors.task.entrypoint import (
     check_entrypoint,
     describe,
     is_script,
@@ -20,8 +22,6 @@ from executors.entrypoint import (
     parse_entrypoint,
     prepare_entrypoint,
 )
-from executors.errors import EntrypointArgumentsError, EntrypointError, EntrypointImportError
-from executors.task.arguments import check_call
 
 TRAIN = """
 print("imported")

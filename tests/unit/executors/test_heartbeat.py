@@ -12,7 +12,7 @@ from executors.attempt import Attempt
 from executors.errors import StoreError
 from executors.protocol import ReplicaStatus
 from executors.replica import Replica
-from executors.shared_page import SharedPage
+from executors.replica.shared_page import SharedPage
 from executors.store import MemoryStore, open_store
 from executors.store.protocol import Data
 from executors.worker.heartbeat import Heartbeat

@@ -14,7 +14,6 @@ from support.hostile_records import run_json
 
 from executors.attempt import Attempt
 from executors.errors import CorruptObjectError
-from executors.policy import Restarts
 from executors.protocol import STOPPED, Outcome, ReplicaStatus
 from executors.run.canceller import Canceller
 from executors.run.outside_keeper import OutsideKeeper
@@ -22,6 +21,7 @@ from executors.store.memory import MemoryStore
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.keeper import CARRY_S, LEAVE_S, Keeper, Sight, Terms
 from executors.supervision.orders import order_cancel, order_stop
+from executors.task.policy import Restarts
 from executors.task.record import RunRecord
 
 POLICY = Restarts.parse("3,backoff=4s:8s")

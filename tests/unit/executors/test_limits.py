@@ -10,9 +10,9 @@ import pytest
 
 from executors.attempt import Attempt
 from executors.native import RunSpec
-from executors.policy import HangLimits
-from executors.shared_page import SharedPage
+from executors.replica.shared_page import SharedPage
 from executors.store.memory import MemoryStore
+from executors.task.policy import HangLimits
 from executors.worker import limits as rules
 from executors.worker.limits import Finding, Watchdog
 from executors.worker.ranks import NEVER, Running

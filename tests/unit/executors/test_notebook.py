@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from executors.attempt.pauses import pauses
 from executors.errors import StoreError
 from executors.metrics.metrics import Metrics
 from executors.metrics.rows import Numbers
-from executors.pauses import pauses
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run import notebook
 from executors.run.notebook import MAX_POINTS, Curves, Display, NotebookView, bar

@@ -11,12 +11,12 @@ import pytest
 from executors.attempt import Attempt
 from executors.errors import CorruptObjectError, KeyNotFoundError, StoreError, UnsafeStoreError, UnwritableStoreError
 from executors.native import RunSpec
-from executors.policy import HangLimits, Restarts
 from executors.protocol import Outcome, ReplicaStatus
-from executors.shared_page import SharedPage
+from executors.replica.shared_page import SharedPage
 from executors.store import MemoryStore
 from executors.supervision.decisions import Decision, answer_to, is_barred
 from executors.supervision.rules import MOST_REFUSED, RunFacts, decide, made_progress, too_few_left
+from executors.task.policy import HangLimits, Restarts
 from executors.worker.ends import Ends, seen_from_outside
 from executors.worker.failure import describe_failure
 from executors.worker.limits import Watchdog

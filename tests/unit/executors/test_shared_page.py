@@ -8,10 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from executors import shared_page
 from executors.errors import HangError
-from executors.replica import Replica
-from executors.shared_page import OTHERS, ROW, STEPS, TAIL_BYTES, SharedPage
+from executors.replica import Replica, shared_page
+from executors.replica.shared_page import OTHERS, ROW, STEPS, TAIL_BYTES, SharedPage
 
 
 class Clock:

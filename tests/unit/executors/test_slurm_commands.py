@@ -24,7 +24,7 @@ from executors.backends.slurm_commands import (
     list_jobs,
 )
 from executors.errors import BackendError, MissingDependencyError
-from executors.run_key import RUN_KEY
+from executors.native import RUN_KEY
 from executors.store import store_at
 
 NO_LOG = (

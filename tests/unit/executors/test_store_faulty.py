@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from executors.chaos import EVERY_REPLICA, check_chaos, fault_points, inject_faults
 from executors.errors import KeyNotFoundError, StoreError
 from executors.store import MemoryStore, Store
 from executors.store.faulty import FaultPoint, FaultyStore
+from executors.worker.chaos import EVERY_REPLICA, check_chaos, fault_points, inject_faults
 
 KEYS = [f"k/{index}" for index in range(200)]
 

@@ -15,14 +15,14 @@ from support.hostile_records import run_json
 from executors.attempt import Attempt
 from executors.errors import StoreError
 from executors.native import RunSpec
-from executors.policy import HangLimits
 from executors.protocol import Outcome
-from executors.shared_page import SharedPage
+from executors.replica.shared_page import SharedPage
 from executors.store import MemoryStore
 from executors.store.protocol import Data, Entry
 from executors.store.records import to_bytes
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.orders import order_stop
+from executors.task.policy import HangLimits
 from executors.worker import ends, ranks, supervisor
 from executors.worker.limits import Finding, Watchdog
 from executors.worker.ranks import NEVER, STUCK_S, Running

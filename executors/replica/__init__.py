@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 from executors.attempt import Claim, replica_key
 from executors.errors import KeyNotFoundError, ReplicasError
 from executors.metrics.recorder import Recorder
-from executors.run_key import RUN_KEY, parse_key
-from executors.shared_page import Atomic, Section, SharedPage, Unwatched
+from executors.native import RUN_KEY
+from executors.replica.shared_page import Atomic, Section, SharedPage, Unwatched
 from executors.store import Store, store_at
 from executors.store.records import read_record, retry
+from executors.store.run_key import parse_key
 
 if TYPE_CHECKING:
     from executors.task.record import LaunchedWith, RunRecord
@@ -148,7 +149,7 @@ class Replica:
             TypeError: it is not a data set, or has no order, as a set.
             ValueError: it has too few items.
         """
-        from executors.shard import share_of
+        from executors.replica.shard import share_of
 
         return share_of(dataset, self.rank, max(self.world_size, self.rank + 1))
 

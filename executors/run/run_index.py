@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from executors.errors import CorruptObjectError, RunExistsError, StoreError
+from executors.native import RUN_KEY
 from executors.process import is_alive, start_time
-from executors.run_key import RUN_KEY, key_id, parse_key
 from executors.store import Store, store_at
 from executors.store.records import (
     FAR_AHEAD,
@@ -46,6 +46,7 @@ from executors.store.records import (
     text,
     to_bytes,
 )
+from executors.store.run_key import key_id, parse_key
 from executors.store.url import address_of, check_run_id, directory_of
 
 NOTE = "launched.json"

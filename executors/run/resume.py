@@ -24,7 +24,6 @@ from executors.errors import (
     StoreError,
 )
 from executors.native import NativeExecutor, restarts_replicas
-from executors.policy import HangLimits, Restarts
 from executors.process import this_process
 from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.run.fleet import check_single_ranks
@@ -33,8 +32,8 @@ from executors.run.launch_hands import Recipe
 from executors.run.prices import affordable_s
 from executors.run.recipe import native_executor, recipes_of, spec_of, vouched_task
 from executors.run.run import Run
+from executors.run.run_index import keep_key, reference, remember, settle
 from executors.run.spread import options_to_note
-from executors.run_index import keep_key, reference, remember, settle
 from executors.status import ReplicaState, name_ranks
 from executors.store.parallel import in_parallel
 from executors.store.records import exists
@@ -43,6 +42,7 @@ from executors.supervision.decisions import DecisionLog, hang_of, policy_of
 from executors.supervision.lease import hold_lease, release_lease
 from executors.supervision.orders import abandon_run, order_cancel, order_policy, order_resume, take_back_resume
 from executors.task.create import continue_run
+from executors.task.policy import HangLimits, Restarts
 from executors.task.stored import StoredTask
 
 MAX_NAME = 200  # characters of the name that a record gives somebody

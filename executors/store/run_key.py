@@ -9,8 +9,8 @@ import hashlib
 import os
 import re
 
-RUN_KEY = "REPLICAS_RUN_KEY"
-"""The variable that holds it: in a replica, and where a run is resumed whose key is not on the machine."""
+from executors.native import RUN_KEY
+
 KEY_BYTES, LEAST_KEY_BYTES = 32, 16
 KEY_ID = re.compile(r"[0-9a-f]{8}")
 
