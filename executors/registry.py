@@ -12,12 +12,13 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from executors.errors import BackendError, ReplicasError, UnknownBackendError, did_you_mean, unknown_name
 from executors.native import KeepsOptions, Recordable
 from executors.protocol import ServerlessExecutor
 from executors.store.records import is_plain_number
+from executors.task.record import Placement
 
 ENTRY_POINTS = "replicas.backends"
 BUILT_IN = {
@@ -31,17 +32,6 @@ BUILT_IN = {
 }
 VERBS = ("launch_replicas", "poll", "stream_logs", "cancel", "collect")
 ATTRIBUTES = ("backend_name", "supports_inter_replica_network")
-
-
-class Recorded(Protocol):
-    """What the registry reads of a run's record."""
-
-    @property
-    def backend(self) -> str: ...
-    @property
-    def executor(self) -> str | None: ...
-    @property
-    def executor_options(self) -> Mapping[str, Any]: ...
 
 
 def known_backends() -> dict[str, str]:
@@ -113,7 +103,7 @@ def check_option_names(backend: str, cls: type, names: Iterable[str]) -> None:
 
 
 def executor_of_record(
-    record: Recorded, *, named: str | None = None, options: Mapping[str, Any] | None = None
+    record: Placement, *, named: str | None = None, options: Mapping[str, Any] | None = None
 ) -> ServerlessExecutor:
     """Make the executor of a run from its record: a known backend, by its name.
 
@@ -142,7 +132,7 @@ def executor_of_record(
     return executor
 
 
-def check_backend_of(record: Recorded, executor: ServerlessExecutor | type[ServerlessExecutor]) -> None:
+def check_backend_of(record: Placement, executor: ServerlessExecutor | type[ServerlessExecutor]) -> None:
     """Check that an executor, or the class of one, is of the backend that the run was launched on.
 
     Raises:
@@ -156,7 +146,7 @@ def check_backend_of(record: Recorded, executor: ServerlessExecutor | type[Serve
         )
 
 
-def _check_is_known(record: Recorded) -> None:
+def _check_is_known(record: Placement) -> None:
     if record.executor is not None:
         raise BackendError(
             f"The run was launched with {record.executor!r}, which no installed package registers as a backend, and "
@@ -171,7 +161,7 @@ def _check_is_known(record: Recorded) -> None:
         )
 
 
-def _options_of_record(record: Recorded, recordable: Recordable) -> Mapping[str, Any]:
+def _options_of_record(record: Placement, recordable: Recordable) -> Mapping[str, Any]:
     for name, value in record.executor_options.items():
         if name not in recordable or not is_recordable(value, recordable[name]):
             known = ", ".join(sorted(recordable)) or "none"
