@@ -112,12 +112,14 @@ class AttachedState:
     def __bool__(self) -> bool:
         return bool(self._attached)
 
-    def attach(self, name: str, thing: Any, step: int, *, follow: bool = False) -> None:
+    def attach(self, name: str, thing: Any, step: int, *, follow: bool = False, lead: int | None = None) -> None:
         """Keep the state of a thing from now on; when an earlier attempt of this rank left one, load it.
 
         Args:
             step: the run's, now.
             follow: it is a schedule, which is to be stepped to the run's step.
+            lead: the steps that it had counted before. None: what it has counted, but for the steps of this process; a
+                rank that comes back, and kept nothing, has counted those of the run.
 
         Raises:
             TypeError: it has no state that can be taken and given back, or one that is more than tensors and JSON.
@@ -134,12 +136,12 @@ class AttachedState:
             )
         take, give = _state_calls(name, thing)
         to_arrays(take(), name)
-        state, lead = None, 0
+        state, kept_lead = None, 0
         if self.kept is not None:
             try:
                 with reading("state"):
                     state = from_arrays(self.kept.arrays, f"attached/{name}")
-                    lead = typed(int, from_arrays(self.kept.arrays, f"lead/{name}") or 0)
+                    kept_lead = typed(int, from_arrays(self.kept.arrays, f"lead/{name}") or 0)
             except BadRecordError as error:
                 log.warning("rank %s: what it kept as %r cannot be read: %s", self._me.rank, name, error)
         elif name in self._let_go:
@@ -152,10 +154,16 @@ class AttachedState:
         self._attached[name] = thing
         if follow:
             self._followers[name] = thing
-            self._leads[name] = lead if state is not None else max(0, thing.last_epoch - self._begun_at - step)
+            if lead is None:
+                lead = max(0, thing.last_epoch - self._begun_at - (step if self._me.attempt else self._n_steps))
+            self._leads[name] = lead if state is None else kept_lead
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected call of", UserWarning)  # before the optimizer's: on purpose
             self.follow(step, self._n_steps)
+
+    def count_of(self, name: str, step: int) -> int:
+        """Return what a schedule that follows has counted when the run is at a step."""
+        return self._begun_at + step + self._leads[name]
 
     def follow(self, step: int, n_steps: int) -> None:
         """Step the schedules that follow to the run's step; say where the run went on and the rest did not.
@@ -166,7 +174,7 @@ class AttachedState:
         if n_steps and self.kept is not None:
             self._let_go, self.kept = self.kept.names(), None
         for name, schedule in self._followers.items():
-            for _ in range(schedule.last_epoch, self._begun_at + step + self._leads[name]):
+            for _ in range(schedule.last_epoch, self.count_of(name, step)):
                 schedule.step()
         gap = step - self.step - (n_steps - self._n_steps)
         self.step, self._n_steps = step, n_steps

@@ -233,7 +233,7 @@ class DiLoCo:
         self._liaison.progress()
         return self._in_round(self._participant.sync)
 
-    def attach_state(self, name: str, thing: Any, *, follow: bool = False) -> None:
+    def attach_state(self, name: str, thing: Any, *, follow: bool = False, _lead: int | None = None) -> None:
         """Keep a state with the snapshots, so that this rank's next attempt goes on with it and the loss has no bump.
 
         Attach the inner optimizer, the learning rate schedule, the data's position and the random generators, right
@@ -256,7 +256,7 @@ class DiLoCo:
             ValueError: the name is taken, or a schedule that follows was attached before its optimizer.
         """
         self._check_open()
-        self._attached.attach(name, thing, self.inner_step, follow=follow)
+        self._attached.attach(name, thing, self.inner_step, follow=follow, lead=_lead)
 
     def close(self) -> None:
         """Apply what is in flight and leave; does not average. Warns of steps in nobody's average. Safe to call again.

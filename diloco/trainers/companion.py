@@ -50,6 +50,7 @@ class Companion:
         is_added = place.rank is None or place.rank >= place.world_size
         known = step_of_begin(place, options, waits=is_added) if is_added or current_replica().attempt else None
         self.begun_at = begun_at if known is None else known
+        self._of_trainer = begun_at
         self.total_steps = None if total_steps is None else total_steps - self.begun_at
         self.last: RoundReport | None = None
         """The newest round."""
@@ -83,14 +84,14 @@ class Companion:
 
         After a notice the run is again where its last round was, and behind what the schedule has counted.
         """
-        follows = counts_steps(schedule)
-        self.diloco.attach_state(name, schedule, follow=follows)
-        if not follows:
+        if not counts_steps(schedule):
+            self.diloco.attach_state(name, schedule)
             return
+        self.diloco.attach_state(name, schedule, follow=True, _lead=max(0, schedule.last_epoch - self._of_trainer))
         kind: Any = type(schedule)
 
         def step(schedule: Any, *args: Any) -> None:
-            if schedule.last_epoch < self.begun_at + self.diloco.inner_step:
+            if schedule.last_epoch < self.diloco._attached.count_of(name, self.diloco.inner_step):
                 kind.step(schedule, *args)
 
         schedule.__class__ = type(kind.__name__, (kind,), {"step": step})  # an attribute would be in its state

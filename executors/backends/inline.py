@@ -123,10 +123,12 @@ class InlineExecutor:
         announced = attempt.announced(self.backend_name)
         process = {"machine": this_machine(), "pid": os.getpid(), "pid_started": start_time(os.getpid())}
         handle = ReplicaHandle(announced.rank, self.backend_name, {**announced.metadata, **process})
-        if not attempt.store.put_if_absent(attempt.key("handle.json"), handle.to_json().encode()):
-            return []  # another process began it first
+        is_ours = False
         _calls.append((run.run_id, attempt.rank))
         try:
+            is_ours = attempt.store.put_if_absent(attempt.key("handle.json"), handle.to_json().encode())
+            if not is_ours:
+                return []  # another process began it first
             with _surroundings_of(run, attempt.rank, entrypoint):
                 try:
                     call(address_of(run.store_url, run.run_id), run.task_digest)
@@ -141,8 +143,9 @@ class InlineExecutor:
                     vars(sys).update(last_exc=error, last_type=type(error), last_value=error, last_traceback=trace)
         finally:
             _calls.remove((run.run_id, attempt.rank))
-            with contextlib.suppress(StoreError):  # where it left no outcome, other processes see that it is over
-                self._conclude(attempt, handle)
+            if is_ours:
+                with contextlib.suppress(StoreError):  # where it left no outcome, other processes see that it is over
+                    self._conclude(attempt, handle)
         return [handle]
 
     def describe_launch(

@@ -82,7 +82,8 @@ class Replica:
     page: SharedPage | None = field(default=None, repr=False)
     """What its supervisor sees of it. None: it has no supervisor, or is a helper process."""
     launched: LaunchedWith | None = field(default=None, repr=False)
-    """What its task says of the launch, for which the task's digest vouches. None: it is a helper process, or alone."""
+    """What its task says of the launch; the task's digest vouches for it, where one came with the start. None: it is a
+    helper process, or alone."""
     claimed_nonce: str | None = field(default=None, repr=False)
     is_alone: bool = False
     """Whether `replicas` did not start this process: then nothing of it is kept."""
@@ -120,7 +121,7 @@ class Replica:
     def continues(self) -> str | None:
         """The id of the run whose newest snapshot this run begins from; None: it begins anew.
 
-        As its task says, which nobody else can change; in a process that read none, as its record does.
+        As its task says; in a process that read none, as its record does.
         """
         said = self.launched or self.record
         return None if said is None else said.continues

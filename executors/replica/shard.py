@@ -56,15 +56,15 @@ class _Part:
 class Share(_Part):
     """Some items of a data set that has a length, as a data set."""
 
+    def __init__(self, dataset: Any, index: int, of: int) -> None:
+        super().__init__(dataset, index, of)
+        self._indices = range(index, len(dataset), of)
+
     def __len__(self) -> int:
         return len(self._indices)
 
     def __getitem__(self, at: int) -> Any:
         return self.dataset[self._indices[at]]
-
-    @property
-    def _indices(self) -> range:
-        return range(self._index, len(self.dataset), self._of)
 
 
 class IterableShare(_Part):

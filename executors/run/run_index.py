@@ -274,7 +274,7 @@ def find_key(run_id: str, wanted: str) -> str | None:
     """Return the key of a run by its id, of the environment or as this machine keeps it; None: neither has it.
 
     Args:
-        wanted: the key's id, for which the task's digest vouches.
+        wanted: the key's id.
     """
     found = [os.environ.get(RUN_KEY, "")]
     with contextlib.suppress(OSError, ValueError):

@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -151,13 +152,14 @@ def real_url(url: str) -> str:
 
 
 def located_url(url: str) -> str:
-    """Return a store's url with what it says only on this machine: a bucket's endpoint and region. Nothing is asked."""
+    """Return a store's url with what it says only on this machine: a bucket's endpoint. Nothing is asked."""
     if not url.startswith("s3:"):
         return url
     from executors.store.s3.address import S3Address
     from executors.store.s3.client import located
 
-    return located(S3Address.parse(url)).url
+    address = S3Address.parse(url)
+    return replace(address, endpoint_url=located(address).endpoint_url).url
 
 
 def is_near(url: str) -> bool:

@@ -82,7 +82,8 @@ def line_of(entry: Decision, earlier: Earlier, run: str, alike: Collection[int] 
         attempts = f"attempt{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
         return f"resuming {name_ranks(entry.start)} as {attempts}"
     changed = {"restarts": entry.restarts, "hang timeout": entry.hang}
-    return "from here on: " + ", ".join(f"{name} {value}" for name, value in changed.items() if value is not None)
+    words = ", ".join(f"{name} {value}" for name, value in changed.items() if value is not None)
+    return f"from here on: {words}" if words else "an entry without the run's key, which counts for nothing"
 
 
 def note_of(log: Sequence[Decision], index: int, launched: Restarts | None, now: float) -> str:

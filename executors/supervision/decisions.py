@@ -104,7 +104,7 @@ class Decision(Record):
     by: str = checked(text(1000), "")
     nonce: str = checked(text(100), "")
     at: float = checked(number(LONG_AGO, FAR_AHEAD), 0.0)
-    """When it was made, by the clock of who made it; never before the entry before it."""
+    """When it was made, by the clock of who made it; never before the entry before it, where both are proven."""
     proof: str | None = checked(nullable(text(64, SHA256)), None)
     """In a signed run, that who added it has the run's key."""
 
@@ -115,7 +115,7 @@ class Decision(Record):
     def unproven(self, now: float) -> Decision:
         """Return what counts of it where nobody has proven it: what it ends. It starts nothing, nor changes a rule."""
         if self.kind not in ENDING:
-            return Decision(kind="policy")
+            return Decision(kind="policy", by=self.by, at=min(self.at, now))
         said = {name: getattr(self, name) for name in WHAT_ENDS}
         return Decision(kind=self.kind, **said, at=min(self.at, now))
 

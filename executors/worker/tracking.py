@@ -24,7 +24,8 @@ from executors.report.trackers import TakesPage, Tracked, load_tracker
 from executors.task.stored import StoredTask
 
 MAX_WAITING = 10_000  # lines that wait for the tracker: hours of them
-FINISH_S = 20.0  # how long a replica waits at its end for what is left; half of it for the page of the run
+FINISH_S = 20.0  # how long a replica waits at its end for what is left
+PAGE_SHARE = 0.5  # of that, for the page of the run
 HURRIED_S = 2.5  # where it is killed soon
 
 
@@ -70,7 +71,7 @@ class Tracking:
             return
         self._has_succeeded, self._is_hurried = has_succeeded, is_hurried
         limit_s = HURRIED_S if is_hurried else FINISH_S
-        self._page_by = time.monotonic() + limit_s / 2
+        self._page_by = time.monotonic() + PAGE_SHARE * limit_s
         with contextlib.suppress(queue.Full):  # it hangs
             self._waiting.put_nowait(None)
         thread.join(limit_s)

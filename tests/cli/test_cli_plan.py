@@ -79,14 +79,17 @@ def test_a_plan_for_an_endpoint_of_the_environment_is_priced_as_that_endpoint(
         return here.replicas("plan", *EXAMPLE, "--store", store).stdout
 
     assert "(measured" in planned("s3://bucket/runs")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("AWS_DEFAULT_REGION", "eu-west-1")
+        assert "(measured" in planned("s3://bucket/runs"), "a region is not another place"
     assert "unless the replicas run in eu-north-1" in planned("s3://bucket/runs?profile=theirs")
     at_r2 = planned("s3://bucket/runs?profile=mine")
     assert ("of requests" in at_r2, "of egress" in at_r2) == (True, False)
     assert "(assumed" in planned("s3://bucket/runs?profile=of-another-machine")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "https://s3.example.com")
-    elsewhere = planned("s3://bucket/runs")
-    assert "what s3.example.com costs is not known here" in elsewhere
-    assert "(assumed" in elsewhere, "the measurement is of another service"
+    at_example = planned("s3://bucket/runs")
+    assert "what s3.example.com costs is not known here" in at_example
+    assert "(assumed" in at_example, "the measurement is of another service"
 
 
 def test_a_plan_for_a_bucket_has_objects_that_a_bucket_takes(here: HereInstead) -> None:

@@ -47,6 +47,20 @@ def test_the_entrypoint_runs_in_this_process_as_rank_0_of_a_run_that_is_on_recor
     assert current_replica().is_alone, "this process is a replica no more"
 
 
+def test_a_look_from_another_thread_does_not_end_an_inline_run_that_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    put, found = FileStore.put_if_absent, list[str]()
+
+    def put_and_look(store: FileStore, key: str, data: Data) -> bool:
+        is_new = put(store, key, data)
+        if key.endswith("/0/handle.json"):
+            found.append(str(attach(key.split("/")[0]).status().replicas[0].status))
+        return is_new
+
+    monkeypatch.setattr(FileStore, "put_if_absent", put_and_look)
+    assert launch("inline", lambda: 1, 1).results() == [1]
+    assert found == ["pending"]
+
+
 def test_what_the_entrypoint_raises_is_its_outcome_and_a_debugger_finds_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

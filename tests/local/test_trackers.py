@@ -92,7 +92,8 @@ def test_the_tracker_of_rank_0_gets_the_page_of_the_run_as_it_is_at_its_end(
 def test_a_page_that_takes_too_long_does_not_keep_a_tracker_from_its_finish(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tracking, "FINISH_S", 2.0)
+    monkeypatch.setattr(tracking, "FINISH_S", 60.0)
+    monkeypatch.setattr(tracking, "PAGE_SHARE", 0.002)
     store_answers = threading.Event()
     tracked = Tracked(run_id="slow", launched_at=0.0, rank=0, world_size=1, attempt=0)
     handing = tracking.Tracking("support.trackers:KeepsPage", tracked, lambda _: store_answers.wait())

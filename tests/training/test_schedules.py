@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from diloco import DiLoCo
+from diloco.trainers.companion import Companion
 from executors.store import MemoryStore
 
 STEPS = 80
@@ -122,6 +123,34 @@ def test_a_schedule_that_has_counted_steps_before_the_run_goes_on_from_there(kin
         assert back.diloco.inner_step == 20
         assert back.rate == pytest.approx(rate_at(30, kind))
         back.end()
+
+
+def test_an_added_ranks_schedule_is_where_the_others_are_when_all_had_counted_before() -> None:
+    store = MemoryStore()
+    one = Replica(place(store), "lambda", counted=10).train_until(20)
+    added = Replica({**place(store), "rank": "join"}, "lambda", counted=10)
+    assert added.diloco.inner_step == 20
+    assert added.rate == pytest.approx(rate_at(30, "lambda"))
+    added.end()
+    one.end()
+
+
+def test_a_schedule_that_has_counted_before_the_trainer_goes_on_from_there() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    schedule = SCHEDULES["lambda"](optimizer)
+    for _ in range(10):
+        optimizer.step()
+        schedule.step()
+    companion = Companion(model, 40, {"inner_steps": 4, **PLAIN, **place(MemoryStore())})
+    companion.attach_schedule("schedule", schedule)
+    for _ in range(20):
+        nudge(model, 0.1)
+        optimizer.step()
+        schedule.step()
+        companion.step()
+    assert schedule.last_epoch == 30
+    leave(companion.diloco)
 
 
 def test_what_does_not_follow_is_named_once_with_the_steps_it_lags(caplog: pytest.LogCaptureFixture) -> None:

@@ -88,6 +88,8 @@ class JobExecutor:
     default_timeout_s: float | None = DEFAULT_TIMEOUT_S
 
     def __init__(self, service: JobService) -> None:
+        if type(service).logs is JobService.logs and type(service).open_log is JobService.open_log:
+            raise TypeError(f"{type(service).__name__} has neither logs() nor open_log(): one of them is its own.")
         self.service = service
         self._states = JobStates(service)
         self._ends = JobEnds(service, self._states)

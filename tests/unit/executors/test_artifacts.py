@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from executors.errors import StoreError
-from executors.store import MemoryStore
+from executors.store import MemoryStore, artifacts
 from executors.store.artifacts import Artifact, kept_artifacts
 from executors.store.faulty import FaultyStore
 
@@ -63,6 +63,7 @@ def test_an_artifact_that_was_saved_again_since_it_was_listed_is_written_whole(
     store.put("kept/0/artifacts/model.pt", newer)
     save(artifact, tmp_path)
     assert (tmp_path / "model.pt").read_bytes() == newer
+    assert max(map(len, artifact.parts())) <= artifacts.PART_BYTES, "whatever it was listed as"
 
 
 @pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)

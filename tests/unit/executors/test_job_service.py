@@ -7,11 +7,13 @@ import re
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
-from support.fake_jobs import FakeJobs
+from support.fake_jobs import FakeJobs, Machines
 
 from executors.backends.jobs import sdk
+from executors.backends.jobs.executor import JobExecutor
 from executors.backends.jobs.job_ends import explain
 from executors.backends.jobs.job_states import JobStates
 from executors.backends.jobs.sdk import (
@@ -30,6 +32,7 @@ from executors.backends.jobs.service import (
     Job,
     JobId,
     JobKey,
+    JobService,
     JobServiceError,
     JobState,
     common_env,
@@ -300,3 +303,11 @@ def test_what_jobs_of_a_group_have_in_common_is_all_but_the_rank() -> None:
     for other in (job(1), job(1, X="2"), job(1, X="1", Y="2")):
         with pytest.raises(ValueError, match=r"differ in the variable '(X|Y)'"):
             common_env([job(0, X="1"), other])
+
+
+def test_a_service_without_a_log_is_refused_when_its_executor_is_made(tmp_path: Path) -> None:
+    class Mute(FakeJobs):
+        logs, open_log = JobService.logs, JobService.open_log
+
+    with pytest.raises(TypeError, match=r"Mute has neither logs\(\) nor open_log\(\)"):
+        JobExecutor(Mute(Machines(tmp_path)))

@@ -163,6 +163,21 @@ def test_splits_of_datasets_are_named_where_one_of_them_is_meant() -> None:
         replica(0, 2).shard(splits)
 
 
+def test_a_share_asks_for_the_length_of_its_data_set_once() -> None:
+    class Counts(Squares):
+        n_asked = 0
+
+        def __len__(self) -> int:
+            self.n_asked += 1
+            return super().__len__()
+
+    dataset = Counts()
+    share = replica(0, 2).shard(dataset)
+    before = dataset.n_asked
+    assert [share[at] for at in range(2)] == [dataset[0], dataset[2]]
+    assert dataset.n_asked == before
+
+
 def test_a_seed_is_one_attempts_own_and_fits_every_generator() -> None:
     seeds = {replica(rank, 4, run_id=run, attempt=n).seed for rank in range(4) for run in "ab" for n in (0, 1)}
     assert len(seeds) == 16
