@@ -96,6 +96,7 @@ def test_a_restart_that_waits_says_for_how_long() -> None:
         (Decision(kind="cancel"), "cancelled: all ranks"),
         (Decision(kind="resume", start={3: 2, 5: 1}), "resuming ranks 3, 5 as attempts 1, 2"),
         (Decision(kind="policy", restarts="5", hang="off"), "from here on: restarts 5, hang timeout off"),
+        (Decision(kind="policy"), "an entry without the run's key, which counts for nothing"),
     ],
 )
 def test_what_concerns_the_run_is_a_line_too(entry: Decision, line: str) -> None:
