@@ -301,9 +301,12 @@ class _Worker:
             return retry(lambda: self._write(outcome), OUTAGE_S)
 
     def _write(self, outcome: Outcome) -> Outcome:
-        if self._log is not None:
-            self._log.put(FINAL_BYTES)  # before the outcome: who finds that finds the whole
-        return self.attempt.record(outcome)
+        if self._log is None:
+            return self.attempt.record(outcome)
+        self._log.put(FINAL_BYTES)  # before the outcome: who finds that finds the whole
+        recorded = self.attempt.record(outcome)
+        self._log.put(FINAL_BYTES)  # nothing more, unless the store came back between the two
+        return recorded
 
     def _end_unhealthy(self, words: str) -> None:
         """Leave the outcome and the process, in a thread beside the check."""
