@@ -129,18 +129,7 @@ class InlineExecutor:
             is_ours = attempt.store.put_if_absent(attempt.key("handle.json"), handle.to_json().encode())
             if not is_ours:
                 return []  # another process began it first
-            with _surroundings_of(run, attempt.rank, entrypoint):
-                try:
-                    call(address_of(run.store_url, run.run_id), run.task_digest)
-                except SystemExit:
-                    pass  # its outcome says how it left
-                except Exception as error:  # noqa: BLE001 - the user's code raised it, and its outcome has it
-                    trace = error.__traceback__
-                    while trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("executors."):
-                        trace = trace.tb_next  # the user's frames are enough
-                    traceback.print_exception(error.with_traceback(trace))
-                    # For pdb.pm(), which looks at `last_exc` since Python 3.12.
-                    vars(sys).update(last_exc=error, last_type=type(error), last_value=error, last_traceback=trace)
+            self._call(run, attempt.rank, entrypoint)
         finally:
             _calls.remove((run.run_id, attempt.rank))
             if is_ours:
@@ -206,6 +195,20 @@ class InlineExecutor:
     def collect(self, handles: list[ReplicaHandle], *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Wait for the replicas' outcomes, at most `timeout` seconds, and return them in the order of `handles`."""
         return collect_rows(self.poll, self.backend_name, handles, timeout)
+
+    def _call(self, run: RunSpec, rank: int, entrypoint: str | Callable[..., Any]) -> None:
+        with _surroundings_of(run, rank, entrypoint):
+            try:
+                call(address_of(run.store_url, run.run_id), run.task_digest)
+            except SystemExit:
+                pass  # its outcome says how it left
+            except Exception as error:  # noqa: BLE001 - the user's code raised it, and its outcome has it
+                trace = error.__traceback__
+                while trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("executors."):
+                    trace = trace.tb_next  # the user's frames are enough
+                traceback.print_exception(error.with_traceback(trace))
+                # For pdb.pm(), which looks at `last_exc` since Python 3.12.
+                vars(sys).update(last_exc=error, last_type=type(error), last_value=error, last_traceback=trace)
 
     def _conclude(self, attempt: Attempt, handle: ReplicaHandle) -> Outcome | None:
         process = _process_of(attempt, handle)
