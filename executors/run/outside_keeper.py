@@ -48,7 +48,8 @@ class OutsideKeeper:
         self._observer = observer
         self._end = end
         self._may_start = may_start
-        terms = Terms(Restarts.of(record.restarts), record.world_size, record.created_at, record.min_replicas)
+        policy, places = Restarts.of(record.restarts), record.places
+        terms = Terms(policy, record.world_size, record.created_at, record.min_replicas, places)
         self._keeper = Keeper(log, terms, hands=hands, spare=self._spare)
         self._gone: dict[tuple[int, int], Parent] = {}
         self._seen_at: dict[tuple[int, int], float] = {}

@@ -39,6 +39,7 @@ class RestartStates:
         self._is_near = is_near(store.url)
         self._log = DecisionLog(store, run_id, key=record.key_id and find_key(run_id, record.key_id))
         self._record = record
+        self._places = record.places  # of thousands of ranks, made once
         self._launched = Restarts.of(record.restarts)
         self._reading = Lock()
         self._seen: frozenset[tuple[int, int, bool]] = frozenset()
@@ -169,6 +170,7 @@ class RestartStates:
                 world_size=self._record.world_size,
                 launched_at=self._record.created_at,
                 has_progress=has_progress,
+                places=self._places,
             )
             found.append(decide(log, end, others, policy, facts, now))
         return next((answer for answer in found if answer is not None and answer.kind != "give_up"), found[0])

@@ -81,6 +81,8 @@ class Terms:
     world_size: int
     launched_at: float
     min_replicas: int | None = None
+    places: tuple[frozenset[int], ...] = ()
+    """The ranks of each placement of the launch."""
 
     @classmethod
     def of(cls, spec: RunSpec, store: Store) -> Terms:
@@ -90,8 +92,8 @@ class Terms:
             StoreError: the store does not answer.
         """
         record = find_run_record(store, spec.run_id)
-        least = None if record is None else record.min_replicas
-        return cls(Restarts.of(spec.restarts), spec.world_size, spec.launched_at, least)
+        least, places = (None, ()) if record is None else (record.min_replicas, record.places)
+        return cls(Restarts.of(spec.restarts), spec.world_size, spec.launched_at, least, places)
 
 
 class Keeper:
@@ -188,6 +190,7 @@ class Keeper:
             launched_at=self._terms.launched_at,
             newest=sight.newest,
             has_progress=sight.has_progress,
+            places=self._terms.places,
         )
         others = [other for other in sight.ends.values() if other.rank != end.rank]
 

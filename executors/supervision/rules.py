@@ -29,6 +29,8 @@ class RunFacts:
     """The newest attempt of each rank, for restarts together; ranks that have succeeded are not in it."""
     has_progress: bool = False
     """Whether any attempt of the run has reported anything, a living one included."""
+    places: tuple[frozenset[int], ...] = ()
+    """The ranks of each placement of the launch. Empty: all are at one."""
 
 
 def is_own(outcome: Outcome) -> bool:
@@ -140,14 +142,16 @@ def _resumed(log: Sequence[Decision]) -> Sequence[Decision]:
 
 
 def _is_everybodys(log: Sequence[Decision], end: Outcome, ends: Sequence[Outcome], facts: RunFacts) -> bool:
-    """Return whether another rank ended the same way, and nobody in the run has come anywhere."""
+    """Return whether another rank ended the same way, some at each place, and nobody in the run has come anywhere.
+
+    What two ranks lack on one machine, those of another backend may have.
+    """
     if facts.has_progress or end.marks or any(entry.reached or entry.kept for entry in log):
         return False
     before = {(entry.rank, entry.fingerprint) for entry in _resumed(log) if entry.kind == "restart"}
-    return any(
-        rank != end.rank and fingerprint == end.fingerprint
-        for rank, fingerprint in {(other.rank, other.fingerprint) for other in ends} | before
-    )
+    known = {(other.rank, other.fingerprint) for other in ends} | before
+    alike = {end.rank} | {rank for rank, fingerprint in known if fingerprint == end.fingerprint}
+    return len(alike) > 1 and all(alike & place for place in facts.places)
 
 
 def _refused_in_a_row(log: Sequence[Decision], rank: int) -> int:

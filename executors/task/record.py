@@ -125,6 +125,11 @@ class LaunchedWith(Placement):
         mine = {field.name: getattr(self, field.name) for field in fields(Placement)}
         return (Placement(**{**mine, "ranks": here}), *self.others)
 
+    @property
+    def places(self) -> tuple[frozenset[int], ...]:
+        """The ranks of each placement of the launch."""
+        return tuple(frozenset(place.ranks) for place in self.placements)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord(LaunchedWith):

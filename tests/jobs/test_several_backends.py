@@ -25,6 +25,7 @@ from executors.run.resume import resume
 from executors.run.run_logs import EVERYTHING
 from executors.store.added_ranks import added_key
 from executors.store.records import exists, to_bytes
+from executors.supervision.decisions import DecisionLog
 from executors.supervision.lease import release_lease
 from executors.testing import eventually
 
@@ -112,6 +113,24 @@ def test_what_one_backend_refuses_ends_the_others_unless_fewer_are_enough(
         assert "started with 1 of 3 replicas" in capsys.readouterr().err
         (folder / "go").touch()
         assert run.results() == [None, None, [2, 0]]
+
+
+def test_what_fails_alike_on_one_backend_leaves_those_to_another_that_have_not_begun(
+    machines: Machines, folder: Path
+) -> None:
+    first_line = "\n    assert current_replica().rank > 1, 'no flash_attn here'"
+    Path("job.py").write_text(MAIN.replace("def main(folder):", f"def main(folder):{first_line}"))
+    machines.is_held = True
+    asked: Any = {"run_id": "otter", "args": {"folder": str(folder)}, "restarts": "3,backoff=0s", "detach": True}
+    run = launch(executor_of(f"local:2,{FAKE}:2", made), "job.py:main", 4, **asked)
+    log = DecisionLog(run.store, "otter")
+    eventually(
+        lambda: [entry.kind for entry in log.read()].count("give_up") == 2, "both here are given up", within_s=60
+    )
+    machines.release()
+    (folder / "go").touch()
+    assert run.wait(60)
+    assert [outcome.result for outcome in run.outcomes()] == [None, None, [2, 0], [3, 0]]
 
 
 def test_replicas_are_added_by_another_executor_and_count_like_the_others(machines: Machines, folder: Path) -> None:

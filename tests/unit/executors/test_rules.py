@@ -105,6 +105,22 @@ def test_what_fails_everywhere_before_any_progress_stops_the_run() -> None:
         assert told([decide([], ends[0], other, Restarts(), facts, 1.0)]) == ["restart"]
 
 
+def test_what_fails_on_one_of_several_backends_does_not_stop_those_of_another() -> None:
+    """Two local ranks in one environment that lacks a module say nothing of the jobs that still wait in a queue."""
+    facts, policy = replace(EARLY, places=(frozenset({0, 1}), frozenset({2, 3}))), Restarts.parse("3,no_progress=9")
+    first, other, elsewhere, added, more = (end(rank, **BY_ITSELF) for rank in (0, 1, 2, 4, 5))
+    log = answers("3,no_progress=9", first, other, facts=facts)
+    assert told(log) == ["restart", "restart"]
+    again = replace(first, attempt=1)
+    assert told([decide(log, again, [other], policy, facts, 2.0)]) == ["deterministic"], "given up alone"
+    assert [entry.kind for entry in [decide(log, again, [other], policy, facts, 2.0)] if entry] == ["give_up"]
+    assert told([decide([], first, [elsewhere], policy, facts, 1.0)]) == ["deterministic"], "everywhere"
+    assert told([decide(log, elsewhere, [other], policy, facts, 2.0)]) == ["deterministic"]
+    one_place = replace(EARLY, places=(frozenset(range(4)),))
+    assert told([decide([], first, [elsewhere], policy, one_place, 1.0)]) == ["deterministic"]
+    assert told([decide([], added, [more], policy, one_place, 1.0)]) == ["restart"], "added ranks may be elsewhere"
+
+
 def failure_of(error: Exception, while_handling: Exception | None = None) -> dict[str, Any]:
     """Return what an outcome has of an exception of the entrypoint."""
     try:
