@@ -50,11 +50,12 @@ HANG = "REPLICA_HANG"
 LAUNCHED_AT = "REPLICA_LAUNCHED_AT"
 LEASE_S = "REPLICA_LEASE_S"
 SPARE = "REPLICA_SPARE"  # "1": it stands by, and REPLICA_RANK numbers the spares
+ENV = "REPLICA_ENV"  # the names of the variables that a person gave: each replica fills in their placeholders
 SERVICE = "REPLICA_SERVICE"  # the name, for people, of what runs its job
 FOLDER = "REPLICA_FOLDER"  # what the bootstrap made for it, to be removed in the end
 FOR_THE_WORKER = (
     *(TASK_DIGEST, TASK_FOLDER, TIMEOUT_S, BOOTSTRAP_S, GPU, FAIL_FAST, BOTO3),
-    *(RESTARTS, HANG, LAUNCHED_AT, LEASE_S, SPARE, SERVICE, FOLDER),
+    *(RESTARTS, HANG, LAUNCHED_AT, LEASE_S, SPARE, ENV, SERVICE, FOLDER),
 )
 NOTICE_S = "REPLICA_NOTICE_S"  # how long a service leaves to what it has told to end; whoever launches may set it
 LOST_AFTER_S = "REPLICA_LOST_AFTER_S"  # how long a rank may be silent until a spare takes it over; likewise

@@ -113,6 +113,7 @@ def replica_environment(
         environment.HANG: run.hang,
         environment.LAUNCHED_AT: run.launched_at,
         environment.LEASE_S: run.lease_s,
+        environment.ENV: ",".join(sorted(run.env)) or None,
         environment.SPARE: "1" if run.is_of_spares else None,
         environment.TASK_FOLDER: None if run.task_folder == "task" else run.task_folder,
     }

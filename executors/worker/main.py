@@ -201,14 +201,14 @@ class _Worker:
             with replica.section("health check", LIMIT_S):
                 check_health(launched.health_check, self._end_unhealthy if self._assignment.supervisor_pid else None)
         if launched is None or launched.tracker is None or replica.recorder is None:
-            return _load(replica, task, self._assignment.gpu)
+            return _load(replica, task, self._assignment)
         from executors.worker.tracking import Tracking, tracked, write_page
 
         # Loaded before the generators are seeded: what it draws is not the user's. Begun after: it loads more modules.
         page = functools.partial(write_page, replica) if replica.rank == 0 else None
         about = tracked(task, replica, self._assignment.spec.launched_at)
         tracking = Tracking(launched.tracker, about, page)
-        loaded = _load(replica, task, self._assignment.gpu)
+        loaded = _load(replica, task, self._assignment)
         self._tracking, replica.recorder.on_line = tracking, tracking.take
         tracking.start()
         return loaded
@@ -348,7 +348,7 @@ def _exit_code(given: object) -> int:
     return int(given is not None)
 
 
-def _load(replica: Replica, stored: StoredTask, gpu: str | None = None) -> Callable[[], Any]:
+def _load(replica: Replica, stored: StoredTask, assignment: Assignment) -> Callable[[], Any]:
     """Load the task; seed every generator before the user's module is imported, and those that came with it after."""
     if stored.record.python_version is not None:  # it came from another machine
         from executors.task.stored import difference
@@ -356,9 +356,11 @@ def _load(replica: Replica, stored: StoredTask, gpu: str | None = None) -> Calla
         if warning := difference(stored.record.python_version, stored.record.torch):
             print(warning, file=sys.stderr)
     seeded = seed_generators(replica, stored.record.seed, but=set())
-    function, args = stored.load(fill_in_environment(replica, stored.record.launched_with))
-    if gpu is not None:
-        check_gpu(gpu)
+    launched = stored.record.launched_with  # not all of what a resume or an addition gives is in it
+    given = {*assignment.spec.env, *(launched.env if launched is not None else ())}
+    function, args = stored.load(fill_in_environment(replica, given))
+    if assignment.gpu is not None:
+        check_gpu(assignment.gpu)
     seed_generators(replica, stored.record.seed, but=seeded)
     if stored.record.rank_env is not None:
         os.environ[stored.record.rank_env] = str(replica.rank)

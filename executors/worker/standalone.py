@@ -95,6 +95,7 @@ def read_spec(environ: Mapping[str, str]) -> RunSpec:
 
     return RunSpec(
         *(me.run_id, me.rendezvous, digest, me.world_size, (me.rank,), me.attempt),
+        env={name: environ[name] for name in environ.get(environment.ENV, "").split(",") if name in environ},
         fail_fast=environ.get(environment.FAIL_FAST) == "1",
         restarts=environ.get(environment.RESTARTS) or None,
         hang=environ.get(environment.HANG) or "auto",

@@ -8,12 +8,12 @@ import os
 import random
 import sys
 import time
+from collections.abc import Iterable
 
 from executors import replica as environment
 from executors.errors import ReplicasError
 from executors.replica import Replica, set_current_replica
 from executors.task.placeholders import NAMES, fill
-from executors.task.record import LaunchedWith
 
 GPU_RELEASE_S, GPU_PAUSE_S = 50.0, 0.5
 OTHER_FRAMEWORKS = ("jax", "tensorflow")
@@ -42,10 +42,14 @@ def set_environment(replica: Replica, threads: int | None = None) -> None:
             sys.modules["torch"].set_num_threads(int(said))
 
 
-def fill_in_environment(replica: Replica, launched: LaunchedWith | None) -> dict[str, object]:
-    """Fill in the placeholders in the variables that the launch gave; return what stands for them."""
+def fill_in_environment(replica: Replica, given: Iterable[str]) -> dict[str, object]:
+    """Fill in the placeholders in variables; return what stands for them.
+
+    Args:
+        given: the names of those that a person gave.
+    """
     own = {name: getattr(replica, name) for name in NAMES}
-    for name in launched.env if launched is not None else ():
+    for name in given:
         if name in os.environ:
             os.environ[name] = fill(os.environ[name], own)
     return own

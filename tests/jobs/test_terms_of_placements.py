@@ -35,7 +35,7 @@ from executors import current_replica
 
 def main(folder):
     replica = current_replica()
-    said = " ".join(os.environ.get(name, "-") for name in ("WORD", "MORE"))
+    said = " ".join(os.environ.get(name, "-") for name in ("WORD", "MORE")) + os.environ.get("LAST", "")
     Path(folder, f".{replica.rank}-{replica.attempt}").write_text(said)
     Path(folder, f".{replica.rank}-{replica.attempt}").rename(Path(folder, f"{replica.rank}-{replica.attempt}"))
     while not Path(folder, "go").exists():
@@ -189,6 +189,24 @@ def test_a_resume_gives_each_what_it_was_given_and_asks_for_nothing_that_somebod
     assert [(folder / name).read_text() for name in ("0-1", "1-1", "2-1")] == ["again -", "again more", "again -"]
     names = {(job.job.key.rank, job.job.key.attempt): job.job.secret_names for job in machines.jobs}
     assert names == {(0, 0): ("S",), (1, 0): ("T",), (0, 1): ("S",), (1, 1): ("T", "NEW")}
+    (folder / "go").touch()
+
+
+def test_a_variable_that_an_addition_or_a_resume_brings_is_filled_in_like_those_of_the_launch(
+    machines: Machines, folder: Path
+) -> None:
+    word, more = "w-${rank}.${attempt}", "m-$${rank}-${rank}.${attempt}"
+    run = launched(folder, AnyFakeExecutor(), env={"WORD": word}, detach=True)
+    for executor in (AnyFakeExecutor(), local()):
+        run.add(executor, 1, env={"WORD": word, "MORE": more}, detach=True)
+    come(folder, "1-0", "2-0")
+    run.cancel()
+    resume(run, env={"WORD": word, "MORE": more, "LAST": ", l-${rank}"}, detach=True)
+    come(folder, "0-1", "1-1", "2-1")
+    said = {name: (folder / name).read_text() for name in ("0-0", "1-0", "2-0", "0-1", "1-1", "2-1")}
+    added = {f"{rank}-0": f"w-{rank}.0 m-${{rank}}-{rank}.0" for rank in (1, 2)}
+    resumed = {f"{rank}-1": f"w-{rank}.1 m-${{rank}}-{rank}.1, l-{rank}" for rank in (1, 2)}
+    assert said == {"0-0": "w-0.0 -", **added, "0-1": "w-0.1 -, l-0", **resumed}
     (folder / "go").touch()
 
 

@@ -195,3 +195,4 @@ def test_a_replicas_environment_has_its_time_limit_and_not_the_users_variables()
     assert environ["REPLICA_RENDEZVOUS"] == "s3://bucket/runs"
     assert environ["REPLICA_TIMEOUT_S"] == "60.0"
     assert "A" not in environ
+    assert environ["REPLICA_ENV"] == "A", "its name, so that its placeholders are filled in"

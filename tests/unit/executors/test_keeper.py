@@ -23,6 +23,7 @@ from executors.supervision.keeper import CARRY_S, LEAVE_S, Keeper, Sight, Terms
 from executors.supervision.orders import order_cancel, order_stop
 from executors.task.policy import Restarts
 from executors.task.record import RunRecord
+from executors.testing import eventually
 
 POLICY = Restarts.parse("3,backoff=4s:8s")
 
@@ -318,6 +319,34 @@ def test_a_stop_has_its_time_whatever_the_clock_of_a_keeper_says(
 
     assert ended_after(1.0) == ended_after(600.0) == [], "supervisors end what runs"
     assert ended_after(602.0 + LEAVE_S) == ended_after(700.0 + LEAVE_S) == [STOPPED]
+
+
+@pytest.mark.parametrize(("ranks_elsewhere", "kind"), [([2, 3], "restart"), ([1, 2, 3], "stop")])
+def test_a_keeper_outside_knows_which_ranks_are_at_which_backend(
+    ranks_elsewhere: list[int], kind: str, scene: Scene
+) -> None:
+    ends = {rank: end(rank, reason="exception", fingerprint="same") for rank in range(2)}
+    others = [{"backend": "modal", "ranks": ranks_elsewhere}]
+    observer: Any = SimpleNamespace(
+        store=scene.store,
+        run_id="run",
+        record=RunRecord.parse(run_json(restarts="3", world_size=4, others=others)),
+        ranks=range(4),
+        outcome=ends.get,
+        attempt=lambda rank: Attempt(scene.store, "run", rank),
+        handle=lambda rank, insists: None,
+        with_reports=lambda states: [],
+        map=lambda act, things: [act(thing) for thing in things],
+    )
+    hands: Any = SimpleNamespace(how="launch", free={}, may_start=lambda rank: True, start=lambda attempts: None)
+    keeper = OutsideKeeper(DecisionLog(scene.store, "run"), observer, hands, lambda why: None, lambda rank: True)
+
+    def decided() -> bool:
+        keeper.keep([])
+        return bool(scene.told)
+
+    eventually(decided, "the last call is over")
+    assert scene.told[0].kind == kind
 
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, 0.0, 3600.0])
