@@ -122,6 +122,15 @@ class KnowsPrices(Protocol):
 
 
 @runtime_checkable
+class KnowsPython(Protocol):
+    """An executor that can say which Python its replicas will run."""
+
+    @property
+    def python_of_replicas(self) -> str | None:
+        """The minor version, as in "3.12". None: it shows when they run."""
+
+
+@runtime_checkable
 class LeavesFiles(Protocol):
     """An executor whose replicas may leave files elsewhere than in the store and in the directory of runs."""
 

@@ -39,6 +39,7 @@ from executors.backends.jobs.service import (
     JobState,
     masked,
     option,
+    python_of_image,
     shortened,
 )
 from executors.errors import BackendError
@@ -92,6 +93,10 @@ class HFJobs(JobService):
     def api(self) -> hub.HfApi:
         """The SDK's client. Its import takes long, and a look at a run needs none of it."""
         return hub.HfApi(endpoint=self.endpoint)
+
+    @property
+    def python_of_replicas(self) -> str | None:
+        return python_of_image(self.image)
 
     def check_account(self, gpu: str | None, timeout_s: float | None, secret_names: Sequence[str]) -> None:
         self._secrets(secret_names)

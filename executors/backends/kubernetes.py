@@ -24,6 +24,7 @@ from executors.backends.jobs.service import (
     JobServiceError,
     JobState,
     option,
+    python_of_image,
     shortened,
 )
 from executors.backends.kubernetes_client import ADVICE, Cluster, StatusError, client
@@ -67,6 +68,10 @@ class KubernetesJobs(PodOptions, JobService):
                 self._connected = Cluster.connected(self.context, self.namespace)
                 self.namespace = self._connected.namespace
             return self._connected
+
+    @property
+    def python_of_replicas(self) -> str | None:
+        return python_of_image(self.image)
 
     def check_account(self, gpu: str | None, timeout_s: float | None, secret_names: Sequence[str]) -> None:
         cluster, body = self._cluster, self.job([replace(CHECK, gpu=gpu)])

@@ -27,6 +27,7 @@ from executors.backends.jobs.service import (
     JobState,
     masked,
     option,
+    python_of_image,
     shortened,
 )
 from executors.backends.jobs.timed_log import Entry, SharedLog, TimedLog
@@ -71,6 +72,10 @@ class ModalJobs(JobService):
         self._images = Images(self._starts)
         self._keys: dict[str, JobKey] = {}  # by sandbox, as its tags say it
         self._logs: dict[str, Any] = {}  # by sandbox; each remembers what the SDK would else ask for every time
+
+    @property
+    def python_of_replicas(self) -> str | None:
+        return self.python_version if self.image is None else python_of_image(self.image)
 
     @in_thread
     def check_account(self, gpu: str | None, timeout_s: float | None, secret_names: Sequence[str]) -> None:

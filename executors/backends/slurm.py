@@ -43,6 +43,7 @@ from executors.report.words import one_line
 from executors.run.run_index import state_dir
 from executors.store import store_at
 from executors.task.create import MASK
+from executors.task.stored import PYTHON
 
 NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,-]{0,199}")
 SUBMITTED = re.compile(r"(\d+)(?:;\S*)?")
@@ -83,6 +84,10 @@ class SlurmJobs(JobService):
     def command(self) -> tuple[str, ...]:
         _, *rest = super().command()
         return (self.python or sys.executable, *rest)
+
+    @property
+    def python_of_replicas(self) -> str | None:
+        return PYTHON if self.python is None else None
 
     def check_account(self, gpu: str | None, timeout_s: float | None, secret_names: Sequence[str]) -> None:
         commands.secrets_of(secret_names)

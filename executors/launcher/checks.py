@@ -31,7 +31,7 @@ from executors.task.entrypoint import (
 from executors.task.launch_request import LaunchRequest
 from executors.task.placeholders import fill
 from executors.task.policy import HangLimits
-from executors.task.stored import StoredTask, installed_version
+from executors.task.stored import PYTHON, StoredTask, check_unpickled, installed_version
 
 KEPT = ("chaos", "min_replicas", "fail_fast", "max_cost", "tracker", "health_check", "spares", "signed")
 
@@ -138,6 +138,13 @@ def check_spares(executor: ServerlessExecutor, request: LaunchRequest) -> None:
         )
     if request.restarts is None:
         raise ValueError("A spare takes over what is to be restarted: give restarts= (--restarts) with spares=.")
+
+
+def check_pickle(executor: ServerlessExecutor, request: LaunchRequest) -> None:
+    """Raises: ValueError: replicas run another Python than this one, which pickles the callable for them."""
+    if not isinstance(request.entrypoint, str):
+        for each in [one for _, one in executor.parts] if isinstance(executor, SpreadExecutor) else [executor]:
+            check_unpickled(each, PYTHON)
 
 
 def check_chaos(executor: ServerlessExecutor, request: LaunchRequest) -> Sequence[str]:

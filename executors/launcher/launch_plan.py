@@ -18,6 +18,7 @@ from executors.launcher.checks import (
     check_directory,
     check_environment,
     check_named,
+    check_pickle,
     check_spares,
     check_working_directory,
     resolved,
@@ -219,6 +220,7 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
     if (script := script_of(request.entrypoint)) is not None:
         check_python(script_header(script), script)
     check_spares(executor, request)
+    check_pickle(executor, request)
     check_named(request)
     chaos = check_chaos(executor, request) if request.chaos else ()
     request = replace(request, rendezvous=rendezvous, timeout=timeout, chaos=chaos)

@@ -172,6 +172,7 @@ def _check_start(run: Traces, executor: NativeExecutor, task: StoredTask, n: int
             f"Run {run.run_id!r} meets in {store.url}, a directory that replicas on {name!r} do not see. Only a run "
             "that was launched with a rendezvous that all reach can have replicas there: --rendezvous s3://BUCKET/…"
         )
+    task.check_python(executor)
     entrypoint = task.record.entrypoint or len  # what was pickled is not loaded here
     args = dict(task.record.args or {}) | dict.fromkeys(task.record.arg_texts, "") if task.record.entrypoint else {}
     executor.check_launch(n, entrypoint, args, **terms)

@@ -89,6 +89,8 @@ def recipes_of(
             given = secrets_to_give(run, place, its_secrets)
             _check_options(run, sites)
             _check_own_task(run, place)
+            for _, executor in its_executors.parts:
+                task.check_python(executor)
             if not its_executors.ships_code:
                 check_folder(run, task, verb)
         except (ValueError, UntrustedTaskError):

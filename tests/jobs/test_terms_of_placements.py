@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from executors import LocalProcessExecutor, Run, attach, launch
 from executors.attempt import Attempt
 from executors.backends.jobs.executor import JobExecutor
 from executors.errors import BackendError, LaunchError, UntrustedTaskError
+from executors.launcher.parts import executor_of
 from executors.registry import BUILT_IN
 from executors.replica import LEASE_S
 from executors.run import run_index
@@ -23,7 +25,7 @@ from executors.run.recipe import recipes_of, vouched_task
 from executors.run.resume import resume
 from executors.run.run_index import Note, noted_at_launch, noted_options, remember, remember_added
 from executors.store.added_ranks import added_key
-from executors.store.records import to_bytes
+from executors.store.records import exists, to_bytes
 from executors.supervision.decisions import DecisionLog
 from executors.task.added import Added, take_ranks
 from executors.testing import eventually
@@ -84,7 +86,7 @@ def local() -> LocalProcessExecutor:
 
 
 def launched(folder: Path, executor: Any, **more: Any) -> Run:
-    run = launch(executor, "job.py:main", 1, run_id="otter", args={"folder": str(folder)}, **more)
+    run = launch(executor, "job.py:main", 1, **{"run_id": "otter", "args": {"folder": str(folder)}, **more})
     come(folder, "0-0")
     return run
 
@@ -316,6 +318,32 @@ def test_later_attempts_of_what_was_added_run_the_code_of_the_first(
     resume(attach(run.url), ranks=[1], trust_bucket=True, detach=True)
     come(folder, "1-3")
     assert (folder / "1-3").read_text() == "- -"
+
+
+def test_a_pickle_of_another_python_is_refused_before_anything_is_added_resumed_or_launched(
+    machines: Machines, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, here = str(folder / "go"), "{}.{}".format(*sys.version_info)
+
+    def wait() -> None:
+        eventually(lambda: Path(place).exists(), "it may go on", within_s=60)
+
+    run = launch(local(), wait, 1, run_id="otter", detach=True)
+    monkeypatch.setattr(AnyFakeJobs, "python_of_replicas", "3.99", raising=False)
+    refusal = f"was pickled by Python {here}, and replicas on 'fake' would run 3.99"
+    with pytest.raises(ValueError, match=f"The callable of run 'otter' {refusal}"):
+        run.add(AnyFakeExecutor(), 1)
+    assert not exists(run.store, added_key("otter", 0))
+    with pytest.raises(ValueError, match=f"{refusal}. Run this with Python {here}"):
+        launch(executor_of("local:1,fake:1", lambda name: AnyFakeExecutor() if name == "fake" else local()), wait, 2)
+    run.cancel()
+    monkeypatch.setattr(LocalProcessExecutor, "python_of_replicas", "3.99")
+    with pytest.raises(ValueError, match=r"on 'local' would run 3\.99\. Run this with"):
+        resume(run)
+    by_name = launched(folder, AnyFakeExecutor(), run_id="badger", detach=True)
+    assert by_name.add(AnyFakeExecutor(), 1, detach=True) == [1], "what has a name is imported"
+    (folder / "go").touch()
+    assert by_name.results() == [[0, 0], [1, 0]]
 
 
 def test_replicas_are_added_to_a_run_whose_executor_is_not_known_here(folder: Path) -> None:

@@ -107,6 +107,11 @@ class JobExecutor:
         """The service's options."""
         return self.service.options
 
+    @property
+    def python_of_replicas(self) -> str | None:
+        """What the service's options say of it."""
+        return self.service.python_of_replicas
+
     def warm_up(self) -> None:
         """Do nothing: a service has nothing to begin early."""
 

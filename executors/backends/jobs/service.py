@@ -41,6 +41,7 @@ LONGEST_PATIENCE_S = (
 START_LIMIT_S = 180.0
 MAX_GROUP = 53
 TOLD_FROM_S = 10.0  # a pause of this length is told
+OFFICIAL = re.compile(r"(?:docker\.io/)?(?:library/)?python:(3\.\d{1,2})\b")  # Docker's own
 Kind = Literal["rejected", "unavailable", "unknown"]
 log = logging.getLogger(__name__)
 
@@ -196,6 +197,12 @@ class JobService(abc.ABC):
         """The options that make the same service in another process. What is installed travels with the task."""
         return {option.name: getattr(self, option.name) for option in fields(self) if option.name != "pip"}
 
+    @property
+    def python_of_replicas(self) -> str | None:
+        """The minor version of Python that replicas run, as in "3.12", as far as the options say it; see
+        `python_of_image`."""
+        return None
+
     @classmethod
     def recordable_options(cls) -> Recordable:
         """Those of its options that are declared by `option`."""
@@ -292,6 +299,12 @@ class JobService(abc.ABC):
     @abc.abstractmethod
     def describe(self, job: Job) -> dict[str, Any]:
         """Return the request that `start` would make as plain JSON, values of secrets and environment masked."""
+
+
+def python_of_image(image: object) -> str | None:
+    """Return the minor version of Python in one of Docker's images `python:3.x`; None: of others nobody knows it."""
+    found = OFFICIAL.match(image) if isinstance(image, str) else None
+    return None if found is None else found[1]
 
 
 def common_env(jobs: Sequence[Job]) -> dict[str, str]:

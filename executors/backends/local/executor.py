@@ -34,6 +34,7 @@ from executors.task.arguments import split_rank_env
 from executors.task.create import MASK, create_run
 from executors.task.entrypoint import check_entrypoint
 from executors.task.launch_request import LaunchRequest
+from executors.task.stored import PYTHON
 from executors.worker.supervisor_lock import wake
 
 MACHINE = re.compile(r"\S+ \S+ \S+")  # as `this_machine` names one
@@ -103,6 +104,11 @@ class LocalProcessExecutor:
         elif self.preload != PRELOAD:
             options["preload"] = list(self.preload)
         return options
+
+    @property
+    def python_of_replicas(self) -> str:
+        """This one: they are forked."""
+        return PYTHON
 
     def warm_up(self) -> None:
         """Let the process that forks replicas begin its imports, without waiting for it."""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import re
+import shutil
+import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.fake_jobs import FakeJobs, Machines
 
+from executors.backends.hf_jobs import HFJobs, HFJobsExecutor
 from executors.backends.jobs import sdk
 from executors.backends.jobs.executor import JobExecutor
 from executors.backends.jobs.job_ends import explain
@@ -39,7 +43,11 @@ from executors.backends.jobs.service import (
     retrying,
 )
 from executors.backends.jobs.service import LONGEST_PAUSE_S as LONGEST_RETRY_S
+from executors.backends.kubernetes import KubernetesJobs
+from executors.backends.modal import ModalExecutor, ModalJobs
+from executors.backends.slurm import SlurmJobs
 from executors.errors import MissingDependencyError
+from executors.task.stored import check_unpickled
 from executors.testing import eventually
 
 
@@ -311,3 +319,37 @@ def test_a_service_without_a_log_is_refused_when_its_executor_is_made(tmp_path: 
 
     with pytest.raises(TypeError, match=r"Mute has neither logs\(\) nor open_log\(\)"):
         JobExecutor(Mute(Machines(tmp_path)))
+
+
+def test_a_service_knows_the_python_of_its_default_and_of_dockers_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    here = "{}.{}".format(*sys.version_info)
+    for service, known in [
+        (ModalJobs(), here),
+        (ModalJobs(python_version="3.99"), "3.99"),
+        (ModalJobs(image="python:3.98"), "3.98"),
+        (ModalJobs(image="me/image"), None),
+        (HFJobs(), here),
+        (HFJobs(image="python:3.98-slim"), "3.98"),
+        (KubernetesJobs(), here),
+        (KubernetesJobs(image="docker.io/library/python:3.9.1"), "3.9"),
+        (KubernetesJobs(image="me/python:3.9"), None),
+        (SlurmJobs(), here),
+        (SlurmJobs(python="/shared/venv/bin/python"), None),
+    ]:
+        assert service.python_of_replicas == known, service
+
+
+@pytest.mark.parametrize(
+    ("executor", "option", "advice"),
+    [
+        (ModalExecutor, {"python_version": "3.99"}, "python_version=3.11"),
+        (ModalExecutor, {"image": "python:3.99"}, "image=python:3.11"),
+        (HFJobsExecutor, {"image": "python:3.99"}, "image=python:3.11"),
+    ],
+)
+def test_who_has_another_python_is_told_which_option_gives_replicas_the_right_one(
+    executor: type[ModalExecutor | HFJobsExecutor], option: dict[str, Any], advice: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"by Python 3\.11, and .* would run 3\.99\. Give --option {advice}, or"):
+        check_unpickled(executor(**option), "3.11")
