@@ -221,7 +221,7 @@ def test_who_has_a_supervisor_waits_for_nobody_else() -> None:
 
 
 @pytest.mark.parametrize("ahead_s", [-3 * HOUR_S, 0.0, 3 * HOUR_S, 80 * 365 * 24 * HOUR_S])
-@pytest.mark.parametrize("is_its_own", [True, False], ids=["by the clock of who resumes", "by one before it in the log"])
+@pytest.mark.parametrize("is_its_own", [True, False], ids=["by who resumes", "by one before it in the log"])
 def test_a_resume_that_died_is_over_whatever_the_clock_of_the_log_says(ahead_s: float, is_its_own: bool) -> None:
     run, at = run_of(failed(), failed(), restarts=None), time.time() - HOUR_S
     DecisionLog(run.store, "wide", lambda: at + ahead_s).append(lambda log: Decision(kind="policy", hang="2m:3m"))
