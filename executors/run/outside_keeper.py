@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,8 +22,6 @@ from executors.supervision.keeper import LEAVE_S, Keeper, Sight, Terms, hands_of
 from executors.supervision.orders import ASKED, order_cancel, words_of_bar
 from executors.supervision.rules import is_own
 from executors.task.policy import Restarts
-
-LEFT_S = 60.0  # the same by the clock of the machine where it ended, for a keeper that makes a single pass
 
 
 class OutsideKeeper:
@@ -92,16 +91,15 @@ class OutsideKeeper:
             end for end in ends.values() if end.status is ReplicaStatus.FAILED and newest[end.rank] == end.attempt
         ]
         parents = self._parents(failed)
-        self.hands.free = {
-            end.rank: end.attempt
-            for end in failed
-            if self._may_start(end.rank) and self._is_free(end, parents[end.rank])
-        }
+        ours = [end for end in failed if self._may_start(end.rank)]
+        left = {end.rank: self._left_s(end, parents[end.rank]) for end in ours}
+        self.hands.free = {end.rank: end.attempt for end in ours if left[end.rank] <= 0.0}
         for end in failed:
             ends[end.rank] = self._as_its_service_says(end, parents[end.rank])
         wait_s = self._keeper.keep(Sight(newest, ends, self._has_progress(failed, states)))
         self._finish_stop(newest.keys() - ends.keys())
-        return wait_s
+        waits = [math.inf if wait_s is None else wait_s, *(left_s for left_s in left.values() if left_s > 0.0)]
+        return min(waits) if min(waits) < math.inf else None
 
     def _parents(self, failed: Sequence[Outcome]) -> Mapping[int, Parent]:
         """Ask whether the supervisors of ranks live, but of those that are known to be gone."""
@@ -125,15 +123,20 @@ class OutsideKeeper:
         except BackendError:
             return Parent(is_alive=True)
 
-    def _is_free(self, end: Outcome, parent: Parent) -> bool:
-        """Return whether nobody nearer answers an end, or carries its answer out."""
+    def _left_s(self, end: Outcome, parent: Parent) -> float:
+        """Return how long an end, or what its answer starts, is still left to somebody nearer.
+
+        By this process's own clock since it saw the end, whose `finished_at` is by another.
+        """
         if not parent.is_alive:
-            return True
+            return 0.0
         answer = answer_to(self.log.entries, end.rank, end.attempt)
         if answer is not None:
-            return answer.how not in (None, "fork")
+            return math.inf if answer.how in (None, "fork") else 0.0
+        if is_barred(self.log.entries, end.rank):
+            return math.inf
         seen_at = self._seen_at.setdefault((end.rank, end.attempt), time.monotonic())
-        return time.monotonic() - seen_at >= LEAVE_S or time.time() - end.finished_at >= LEFT_S
+        return max(0.0, seen_at + LEAVE_S - time.monotonic())
 
     def _spare(self, entries: Sequence[Decision]) -> str | None:
         """Name the hands of a spare that lives, and that no entry names."""

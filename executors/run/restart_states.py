@@ -25,6 +25,7 @@ from executors.task.record import RunRecord
 OVERDUE_S = 15.0  # a supervisor that lives has answered an end by then, and begun what is due
 SHOWN = ("kind", "why", "reason", "words", "start", "charged", "strikes", "not_before", "at", "by")
 RESUME_S = 60.0  # so long a resume may take from its decision to a replica that claims
+CLOCKS_S = 60.0  # what lies further ahead was written by a clock that is wrong, or is read by one
 
 
 class RestartStates:
@@ -135,11 +136,13 @@ class RestartStates:
             is_hopeless = bar is not None and bar.kind == "stop" and bar.why in HOPELESS
             return replace(state, restart=replace(known, note=self._problem, is_hopeless=is_hopeless))
         if answer is not None and answer.kind == "resume":
-            return replace(state, restart=known) if now > answer.at + RESUME_S else _awaiting(state, known, "resuming")
+            is_under_way = _is_within(RESUME_S, answer.at, now)
+            return _awaiting(state, known, "resuming") if is_under_way else replace(state, restart=known)
         if answer is not None:
             known = replace(known, next_at=max(answer.not_before, answer.at))
             note = note_of(log, log.index(answer), self._launched, now)
-            return _awaiting(state, known, self._note_of_wait(end.rank, note, known.next_at or 0.0, now))
+            is_early = _is_within(answer.wait_s + OVERDUE_S, answer.at, now)
+            return _awaiting(state, known, self._note_of_wait(end.rank, note, is_early))
         expected = None if policy is None else self._expected(end, log, ends, policy, now)
         if expected is None:
             return replace(state, restart=known)
@@ -147,11 +150,12 @@ class RestartStates:
             note = note_of([*log, expected], len(log), self._launched, now)
             return replace(state, restart=replace(known, note=note, is_hopeless=expected.why in HOPELESS))
         # A rank of a run that goes on alone is lost with its supervisor: nobody is left who could still answer its end.
-        seen_at = 0.0 if end.reason == "lost" and self._record.detach else end.finished_at
-        return _awaiting(state, known, self._note_of_wait(end.rank, f"ended: {expected.words}", seen_at, now))
+        is_left = end.reason == "lost" and self._record.detach
+        is_early = not is_left and _is_within(OVERDUE_S, end.finished_at, now)
+        return _awaiting(state, known, self._note_of_wait(end.rank, f"ended: {expected.words}", is_early))
 
-    def _note_of_wait(self, rank: int, note: str, due_at: float, now: float) -> str:
-        if now - due_at <= OVERDUE_S or self._has_keeper(rank):  # which waits for a place, perhaps
+    def _note_of_wait(self, rank: int, note: str, is_early: bool) -> str:
+        if is_early or self._has_keeper(rank):  # which waits for a place, perhaps
             return note
         return f"waits for a keeper: replicas watch {self._name}"
 
@@ -189,6 +193,11 @@ def was_stopped(log: Sequence[Decision], outcome: Outcome) -> bool:
         if entry.kind == "cancel" and entry.rank in (None, outcome.rank) and entry.words != STOPPED:
             return False
     return True
+
+
+def _is_within(seconds: float, since: float, now: float) -> bool:
+    """Return whether no more time has gone by since another clock's time; what that has far ahead is not believed."""
+    return -CLOCKS_S <= now - since <= seconds
 
 
 def _awaiting(state: ReplicaState, restart: RestartState, note: str) -> ReplicaState:

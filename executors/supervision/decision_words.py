@@ -94,7 +94,7 @@ def note_of(log: Sequence[Decision], index: int, launched: Restarts | None, now:
     """
     entry = log[index]
     if entry.kind == "restart":
-        left_s = entry.not_before - now
+        left_s = entry.left_s(now)
         return f"restarts {f'in {math.ceil(left_s)} s' if left_s > 0 else 'now'}: {entry.words}"
     if entry.kind == "give_up" and entry.why == "deterministic":
         return f"given up: failed twice alike{_at_place(entry)} ({error_in(entry)})"

@@ -108,6 +108,15 @@ class Decision(Record):
     proof: str | None = checked(nullable(text(64, SHA256)), None)
     """In a signed run, that who added it has the run's key."""
 
+    @property
+    def wait_s(self) -> float:
+        """How long its attempts were to wait when it was made."""
+        return max(0.0, self.not_before - self.at)
+
+    def left_s(self, now: float) -> float:
+        """Return how long its attempts are still to wait by a clock: no longer than at first, whatever that says."""
+        return min(max(0.0, self.not_before - now), self.wait_s)
+
     def to_bytes(self) -> bytes:
         """Write it as it is stored."""
         return to_bytes({**vars(self), "start": {str(rank): number for rank, number in self.start.items()}})

@@ -246,7 +246,7 @@ def event_of_decision(entry: Decision, words: str) -> Event:
         actor=entry.by,
         reason=entry.reason,
         why=words,
-        duration_s=max(0.0, entry.not_before - entry.at) if entry.kind == "restart" else None,
+        duration_s=entry.wait_s if entry.kind == "restart" else None,
     )
 
 

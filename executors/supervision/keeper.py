@@ -281,7 +281,7 @@ class Keeper:
     def _wait_s(self, entry: Decision) -> float:
         """Return how long an entry wants to be waited for: no longer than its policy's longest, whatever clocks do."""
         longest_s = 0.0 if self.policy is None else self.policy.backoff_s[1]
-        return min(max(0.0, entry.not_before - self._clock()), max(longest_s, entry.not_before - entry.at))
+        return min(max(0.0, entry.not_before - self._clock()), max(longest_s, entry.wait_s))
 
     def _fold(self) -> None:
         """Take note of what was added to the log."""

@@ -68,8 +68,8 @@ class Spare:
         self._beats: dict[int, tuple[int, Beat, float]] = {}
         """The last heartbeat of each rank, with its attempt, and for how long it has stood still."""
         self._lost: set[tuple[int, int]] = set()
-        self._seen_at: dict[tuple[int, int, str], float] = {}
-        """When an end was seen first, by what answers it."""
+        self._free_at: dict[tuple[int, int, str], float] = {}
+        """Until when an end is left to others, by what answers it; by this process's clock since it saw that."""
 
     def stand_by(self) -> Attempt | None:
         """Wait until a rank is to be taken over; return the attempt, whose handle is this container's by then.
@@ -177,7 +177,7 @@ class Spare:
 
     def _keeper_of_run(self) -> Keeper:
         if self._keeper is None:
-            self._keeper = Keeper(self._log, Terms.of(self._spec, self._store), hands=self)
+            self._keeper = Keeper(self._log, Terms.of(self._spec, self._store), hands=self, monotonic=self._clock)
         return self._keeper
 
     def _is_over(self, rank: int, end: Outcome | None) -> bool:
@@ -222,7 +222,7 @@ class Spare:
             return True
         if self._is_watched:
             return False
-        waited_s = now - self._seen_at.setdefault((end.rank, end.attempt, answer.nonce if answer else ""), now)
-        if answer is None:
-            return (end.rank, end.attempt) in self._lost or waited_s >= LEAVE_S
-        return waited_s >= CARRY_S and time.time() >= answer.not_before + CARRY_S
+        if answer is None and (end.rank, end.attempt) in self._lost:
+            return True
+        left_s = LEAVE_S if answer is None else answer.left_s(time.time()) + CARRY_S
+        return now >= self._free_at.setdefault((end.rank, end.attempt, answer.nonce if answer else ""), now + left_s)

@@ -181,6 +181,17 @@ def test_a_time_to_wait_for_the_rest_is_refused_where_all_are_needed(machines: M
         resume(run, gather_s=5)
 
 
+def test_a_time_to_wait_for_the_rest_may_be_as_long_as_any_duration(machines: Machines) -> None:
+    decides = machines.hold(1)
+    with ThreadPoolExecutor(1) as pool:
+        launching = pool.submit(start, 2, min_replicas=1, gather_s=9e10)
+        eventually(lambda: launching.done() or machines.living() == [(0, 0)])
+        decides.set()
+        run = launching.result()
+    assert machines.living() == [(0, 0), (1, 0)]
+    run.cancel()
+
+
 def test_a_rank_that_is_refused_when_the_run_is_resumed_is_not_said_to_be_anothers(
     machines: Machines, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -140,8 +140,9 @@ class GangStart:
         """Wait until all have come, or as many have failed as makes it useless to wait, or the time is over."""
         n, n_came, n_failed = len(self._starts), 0, 0
         self._tell(f"0 of {n} started")
+        within_s = None if self._run.min_replicas is None else min(self._run.gather_s, threading.TIMEOUT_MAX)
         with contextlib.suppress(TimeoutError):
-            for future in as_completed(batches, None if self._run.min_replicas is None else self._run.gather_s):
+            for future in as_completed(batches, within_s):
                 errors = [start.error for start in batches[future] if start.error]
                 n_came, n_failed = n_came + len(batches[future]) - len(errors), n_failed + len(errors)
                 if not errors:

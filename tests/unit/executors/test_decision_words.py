@@ -81,6 +81,11 @@ def test_a_restart_that_waits_says_for_how_long() -> None:
     assert note_of(log, 0, Restarts(), now=10.3) == "restarts in 4 s: signal, SIGKILL"
 
 
+def test_a_restart_that_was_to_wait_a_moment_waits_no_longer_where_the_log_is_ahead() -> None:
+    log = [Decision(kind="restart", rank=3, start={3: 1}, words="signal, SIGKILL", at=10_810.0, not_before=10_812.0)]
+    assert note_of(log, 0, Restarts(), now=10.0) == "restarts in 2 s: signal, SIGKILL"
+
+
 @pytest.mark.parametrize(
     ("entry", "line"),
     [

@@ -13,10 +13,11 @@ import pytest
 from support.hostile_records import run_json
 
 from executors.attempt import Attempt
-from executors.errors import CorruptObjectError
+from executors.errors import BackendError, CorruptObjectError
 from executors.protocol import STOPPED, Outcome, ReplicaStatus
 from executors.run.canceller import Canceller
 from executors.run.outside_keeper import OutsideKeeper
+from executors.store import Store
 from executors.store.memory import MemoryStore
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.keeper import CARRY_S, LEAVE_S, Keeper, Sight, Terms
@@ -292,23 +293,32 @@ def test_a_sight_is_taken_from_the_records_of_a_run() -> None:
     assert Sight.of(store, "run", 3).has_progress
 
 
+def observer(store: Store, ended: Outcome | None = None) -> Any:
+    """Looks at a run of one replica, whose supervisor cannot be asked and so counts as one that lives."""
+
+    def handle(rank: int, insists: bool) -> None:
+        raise BackendError("the service does not answer")
+
+    return SimpleNamespace(
+        store=store,
+        run_id="run",
+        record=RunRecord.parse(run_json(restarts="3")),
+        ranks=[0],
+        outcome=lambda rank: ended,
+        attempt=lambda rank: Attempt(store, "run", rank),
+        handle=handle,
+        map=lambda act, things: [act(thing) for thing in things],
+    )
+
+
 @pytest.mark.parametrize("ahead_s", [-3600.0, 0.0, 3600.0])
 def test_a_stop_has_its_time_whatever_the_clock_of_a_keeper_says(
     ahead_s: float, scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    observer: Any = SimpleNamespace(
-        store=scene.store,
-        run_id="run",
-        record=RunRecord.parse(run_json(restarts="3")),
-        ranks=[0],
-        outcome=lambda rank: None,
-        attempt=lambda rank: Attempt(scene.store, "run", rank),
-        map=lambda act, things: [act(thing) for thing in things],
-    )
     ended = list[str]()
     hands: Any = SimpleNamespace(how="launch", free={}, may_start=lambda rank: False)
     log = DecisionLog(scene.store, "run")
-    keeper = OutsideKeeper(log, observer, hands, ended.append, lambda rank: True)
+    keeper = OutsideKeeper(log, observer(scene.store), hands, ended.append, lambda rank: True)
     order_stop(DecisionLog(scene.store, "run", lambda: time.time() - ahead_s), within_s=600.0)
     began = time.monotonic()
 
@@ -327,7 +337,7 @@ def test_a_keeper_outside_knows_which_ranks_are_at_which_backend(
 ) -> None:
     ends = {rank: end(rank, reason="exception", fingerprint="same") for rank in range(2)}
     others = [{"backend": "modal", "ranks": ranks_elsewhere}]
-    observer: Any = SimpleNamespace(
+    looks: Any = SimpleNamespace(
         store=scene.store,
         run_id="run",
         record=RunRecord.parse(run_json(restarts="3", world_size=4, others=others)),
@@ -339,7 +349,7 @@ def test_a_keeper_outside_knows_which_ranks_are_at_which_backend(
         map=lambda act, things: [act(thing) for thing in things],
     )
     hands: Any = SimpleNamespace(how="launch", free={}, may_start=lambda rank: True, start=lambda attempts: None)
-    keeper = OutsideKeeper(DecisionLog(scene.store, "run"), observer, hands, lambda why: None, lambda rank: True)
+    keeper = OutsideKeeper(DecisionLog(scene.store, "run"), looks, hands, lambda why: None, lambda rank: True)
 
     def decided() -> bool:
         keeper.keep([])
@@ -347,6 +357,23 @@ def test_a_keeper_outside_knows_which_ranks_are_at_which_backend(
 
     eventually(decided, "the last call is over")
     assert scene.told[0].kind == kind
+
+
+@pytest.mark.parametrize("ahead_s", [-3600.0, 0.0, 61.0, 3600.0])
+def test_an_end_is_left_to_its_supervisor_for_15_s_whatever_the_clock_of_the_keeper_says(
+    ahead_s: float, scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = replace(end(kept=1), finished_at=time.time() - ahead_s)
+    hands: Any = SimpleNamespace(how="launch", free={}, may_start=lambda rank: rank in hands.free, start=dict)
+    log = DecisionLog(scene.store, "run")
+    keeper = OutsideKeeper(log, observer(scene.store, ended), hands, list[str]().append, lambda rank: True)
+    began = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: began)
+    assert keeper.keep([]) == pytest.approx(LEAVE_S), "a single pass stays for so long"
+    assert log.entries == []
+    monkeypatch.setattr(time, "monotonic", lambda: began + LEAVE_S)
+    keeper.keep([])
+    assert [(entry.kind, entry.how, entry.start) for entry in log.entries] == [("restart", "launch", {0: 1})]
 
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, 0.0, 3600.0])

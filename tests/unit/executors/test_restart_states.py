@@ -17,16 +17,19 @@ from executors.attempt import replica_key
 from executors.cli.live import PlainView, follow
 from executors.cli.output import Output
 from executors.cli.summary import exit_code
+from executors.errors import AlreadyResumedError
 from executors.native import Parent, RunSpec, Unfinished
 from executors.protocol import BY_USER, STOPPED, Outcome, ReplicaStatus
 from executors.run.launch_hands import Recipe
+from executors.run.resume import _next_attempts as next_attempts
 from executors.run.run import Run
 from executors.store import Data, Store
 from executors.store.memory import MemoryStore
 from executors.supervision.decisions import Decision, DecisionLog
+from executors.supervision.orders import order_resume
+from executors.supervision.uptime import wants_attention
 
-ENDED_LONG_AGO = 1.7e9
-A_RUN_OF_ALL_TESTS_S = 7200.0  # what is made when tests are collected is not overdue when they run
+ENDED_LONG_AGO, HOUR_S = 1.7e9, 3600.0
 RESTART = Decision(
     kind="restart", rank=0, ended=0, start={0: 1}, charged=True, reason="signal", words="signal, SIGKILL", at=1.7e9
 )
@@ -55,7 +58,7 @@ def run_of(
     for rank, end in enumerate(ends):
         write(store, rank, "started", {"nonce": f"n{rank}"})
         if end is not None:
-            write(store, rank, "outcome", outcome_json(rank, **end))
+            write(store, rank, "outcome", outcome_json(rank, **{"finished_at": time.time(), **end}))
     run = Run(store, "wide")
     for entry in log:
         add(run, entry)
@@ -76,12 +79,14 @@ class EndsOfOneProcess(MemoryStore):
 
 
 def add(run: Run, entry: Decision) -> None:
+    """Add an entry to its log; one that says no time is made now."""
+    entry = replace(entry, at=entry.at or time.time())
     number = sum(1 for _ in run.store.list("wide/decisions/"))
     run.store.put(f"wide/decisions/{number:06d}.json", replace(entry, nonce=f"n{number}").to_bytes())
 
 
 def failed(reason: str = "signal", **more: Any) -> dict[str, Any]:
-    return {"status": "failed", "reason": reason, "finished_at": time.time() + A_RUN_OF_ALL_TESTS_S, **more}
+    return {"status": "failed", "reason": reason, **more}
 
 
 DONE = {"status": "succeeded", "result": 7}
@@ -131,7 +136,7 @@ def test_whoever_keeps_a_run_answers_ends_that_it_finds_last(watch: Callable[[Ru
         (failed(), "3", [STOP], True),
         (failed(), "3", [CANCEL, Decision(kind="resume", start={1: 1})], True),
         (failed(), "3", [GIVEN_UP], True),
-        (failed(), None, [Decision(kind="resume", start={0: 1}, at=time.time() + A_RUN_OF_ALL_TESTS_S)], False),
+        (failed(), None, [Decision(kind="resume", start={0: 1})], False),
         (failed(), None, [Decision(kind="resume", start={0: 1}, at=1.7e9)], True),
         (failed("exception", fingerprint="f"), "0", [], True),
     ],
@@ -179,9 +184,9 @@ def test_what_failed_twice_alike_is_given_up_also_before_anybody_writes_it() -> 
         (failed(signal="SIGKILL", reached={"round": 4}), [], "ended: signal, SIGKILL, after round 4"),
         (failed("timeout"), [], "given up: the policy restarts nothing after timeout: timeout"),
         (failed(finished_at=ENDED_LONG_AGO), [], "waits for a keeper: replicas watch memory://restarts/wide"),
-        (failed(), [replace(RESTART, at=time.time(), not_before=time.time() + 9000)], "restarts in "),
+        (failed(), [replace(RESTART, at=0.0, not_before=time.time() + 9000)], "restarts in "),
         (failed(), [RESTART], "waits for a keeper: replicas watch memory://restarts/wide"),
-        (failed(), [replace(RESTART, at=time.time() + A_RUN_OF_ALL_TESTS_S)], "restarts now: signal, SIGKILL"),
+        (failed(), [replace(RESTART, at=0.0)], "restarts now: signal, SIGKILL"),
         (failed(), [GIVEN_UP], "given up: failed twice alike at step 812 (ValueError: no)"),
         (failed("exception", error="ValueError: no"), [CANCEL], "exception: ValueError: no"),
     ],
@@ -213,6 +218,38 @@ def test_who_has_a_supervisor_waits_for_nobody_else() -> None:
     notes = [Run(run.store, "wide", executor=Watched(alive)).status().replicas[0].note for alive in (True, False)]
     assert notes[0] == "restarts now: signal, SIGKILL", "perhaps it waits for a place"
     assert notes[1].startswith("waits for a keeper: replicas watch")
+
+
+@pytest.mark.parametrize("ahead_s", [-3 * HOUR_S, 0.0, 3 * HOUR_S, 80 * 365 * 24 * HOUR_S])
+@pytest.mark.parametrize("is_its_own", [True, False], ids=["by who resumes", "by one before it in the log"])
+def test_a_resume_that_died_is_over_whatever_the_clock_of_the_log_says(ahead_s: float, is_its_own: bool) -> None:
+    run, at = run_of(failed(), failed(), restarts=None), time.time() - HOUR_S
+    DecisionLog(run.store, "wide", lambda: at + ahead_s).append(lambda log: Decision(kind="policy", hang="2m:3m"))
+    order_resume(DecisionLog(run.store, "wide", lambda: at + ahead_s * is_its_own), {0: 1, 1: 1}, n_seen=1)
+    assert run.wait(timeout=0)
+    assert next_attempts(run, None, {0, 1}) == {0: 1, 1: 1}
+
+
+@pytest.mark.parametrize("ahead_s", [-30.0, 0.0, 30.0])
+def test_who_resumes_a_run_that_another_resumes_is_told_also_where_their_clocks_differ(ahead_s: float) -> None:
+    run = run_of(failed(), restarts=None)
+    order_resume(DecisionLog(run.store, "wide", lambda: time.time() + ahead_s), {0: 1}, n_seen=0)
+    assert not run.wait(timeout=0)
+    with pytest.raises(AlreadyResumedError, match="attempt 1, ordered by"):
+        next_attempts(run, None, {0})
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 3 * HOUR_S])
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_a_restart_that_nobody_begins_waits_for_a_keeper_also_where_the_log_is_ahead(
+    is_answered: bool, ahead_s: float
+) -> None:
+    at = time.time() - HOUR_S + ahead_s
+    log = [replace(RESTART, at=at, not_before=at + 1.0)] if is_answered else []
+    run = run_of(failed(finished_at=at), None, log=log)
+    status = run.status()
+    assert status.replicas[0].note == "waits for a keeper: replicas watch memory://restarts/wide"
+    assert set(wants_attention(status, run.inventory, run.newest_attempt)) == {0}
 
 
 def test_the_document_counts_restarts() -> None:

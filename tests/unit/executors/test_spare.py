@@ -14,7 +14,7 @@ from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.store.memory import MemoryStore
 from executors.store.records import to_bytes
 from executors.supervision.decisions import Decision, DecisionLog
-from executors.supervision.keeper import LEAVE_S
+from executors.supervision.keeper import CARRY_S, LEAVE_S
 from executors.supervision.lease import key_of
 from executors.task.record import RunRecord
 from executors.worker.spare import LOOK_S, LOST_AFTER_S, Spare
@@ -135,6 +135,23 @@ def test_as_long_as_somebody_renews_the_lease_a_spare_only_does_what_it_is_told(
         )
         scene.look(spare, for_s=4, beating=(1,))
         assert taken(spare) == (0, 1)
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 3 * 3600.0])
+def test_a_spare_carries_out_what_was_decided_by_a_clock_that_is_ahead(
+    ahead_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene()
+    spare, began, wait_s = scene.spare(), time.time(), 20.0
+    monkeypatch.setattr(time, "time", lambda: began + scene.now - 1000.0)
+    scene.end(0)
+    at = began + ahead_s
+    restart = Decision(kind="restart", rank=0, ended=0, start={0: 1}, how="launch", not_before=at + wait_s)
+    DecisionLog(scene.store, "run", lambda: at).append(lambda _: restart)
+    scene.look(spare, for_s=CARRY_S + wait_s - LOOK_S, beating=(1,))
+    assert taken(spare) is None, "who decided has its time"
+    scene.look(spare, for_s=2 * CARRY_S, beating=(1,))
+    assert taken(spare) == (0, 1)
 
 
 def test_two_spares_take_over_one_rank_each() -> None:
