@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -231,3 +232,74 @@ def test_another_machine_needs_no_profile_of_this_one(
     there = S3Address.parse(url)
     assert (there.profile, there.endpoint_url, there.region) == (None, s3.endpoint_url, "eu-central-1")
     assert variables == {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "hush"}
+
+
+class Helper:
+    """A profile whose credentials come from a program, and what that prints."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in CREDENTIALS:
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(folder / "config"))
+        monkeypatch.setenv("AWS_PROFILE", "mine")
+        self.words, self.program, self.config = folder / "words", folder / "helper", folder / "config"
+        self.program.write_text(f"#!/bin/sh\ncat {self.words}\n")
+        self.program.chmod(0o755)
+        self.config.write_text(f"[profile mine]\ncredential_process = {self.program}\n")
+
+    def hands_out(self, *, expire_in_s: float) -> None:
+        key, secret = CREDENTIALS["AWS_ACCESS_KEY_ID"], CREDENTIALS["AWS_SECRET_ACCESS_KEY"]
+        at = (datetime.now(UTC) + timedelta(seconds=expire_in_s)).isoformat()
+        words = {"Version": 1, "AccessKeyId": key, "SecretAccessKey": secret, "SessionToken": "t", "Expiration": at}
+        self.words.write_text(json.dumps(words))
+
+
+@pytest.fixture
+def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Helper:
+    return Helper(tmp_path, monkeypatch)
+
+
+NO_CREDENTIALS = r"its credentials cannot be had: .*Look at the credential_process"
+
+
+def test_credentials_that_are_stale_when_they_are_fetched_are_a_store_error(s3: S3Server, helper: Helper) -> None:
+    helper.hands_out(expire_in_s=-60)
+    with pytest.raises(StoreError, match=rf"Cannot use s3://.*{NO_CREDENTIALS}"):
+        open_store(s3.url())
+    helper.hands_out(expire_in_s=300)  # so soon that each request fetches others
+    store = open_store(s3.url())
+    store.put("a", b"1")
+    acts: list[Callable[[], object]] = [
+        lambda: store.put("a", b"2"),
+        lambda: store.put_if_absent("b", b"2"),
+        lambda: store.get("a"),
+        lambda: list(store.list("")),
+        lambda: store.delete("a"),
+        lambda: remote_access(store),
+    ]
+    helper.hands_out(expire_in_s=-60)
+    for act in acts:
+        with pytest.raises(StoreError, match=NO_CREDENTIALS):
+            act()
+    helper.program.chmod(0o644)
+    with pytest.raises(StoreError, match=NO_CREDENTIALS):
+        store.get("a")
+    helper.program.chmod(0o755)
+    helper.hands_out(expire_in_s=300)
+    assert bytes(store.get("a")) == b"1"
+
+
+@pytest.mark.parametrize("words", ["Please log in", "", "[1]"])
+def test_a_credential_process_that_prints_no_json_is_not_blamed_on_the_endpoint(
+    s3: S3Server, helper: Helper, words: str
+) -> None:
+    helper.words.write_text(words)
+    with pytest.raises(StoreError, match=NO_CREDENTIALS) as caught:
+        open_store(s3.url())
+    assert "Correct ?endpoint_url" not in str(caught.value)
+
+
+def test_an_endpoint_that_is_no_url_is_named_as_such(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "nowhere")
+    with pytest.raises(StoreError, match=r"nowhere.*Correct \?endpoint_url=, or AWS_ENDPOINT_URL"):
+        open_store("s3://b")
