@@ -13,13 +13,15 @@ from typing import Any
 
 import boto3
 import pytest
+from botocore.exceptions import ClientError
 from servers.s3.server import BUCKET, CREDENTIALS, S3Server
 from support.stores import Clock
 
-from executors.errors import MissingDependencyError, StoreError, UnsafeStoreError
+from executors.errors import MissingDependencyError, StoreError, UnsafeStoreError, UnwritableStoreError
 from executors.store import open_store
 from executors.store.s3.address import S3Address
 from executors.store.s3.client import connect
+from executors.store.s3.errors import explain
 from executors.store.s3.store import S3Store
 from executors.store.url import impatient_store, remote_access
 from executors.testing.helpers import environment
@@ -232,6 +234,19 @@ def test_another_machine_needs_no_profile_of_this_one(
     there = S3Address.parse(url)
     assert (there.profile, there.endpoint_url, there.region) == (None, s3.endpoint_url, "eu-central-1")
     assert variables == {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "hush"}
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [("QuotaExceeded", 403), ("XMinioStorageFull", 507), ("XMinioAdminBucketQuotaExceeded", 400), ("", 507)],
+)
+def test_a_bucket_that_is_full_is_explained_as_such_and_cannot_be_written(code: str, status: int) -> None:
+    reply: Any = {"Error": {"Code": code, "Message": "m"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    error = explain(ClientError(reply, "PutObject"), S3Address.parse("s3://b/p"), "k", "create")
+    assert isinstance(error, UnwritableStoreError)
+    assert str(error).endswith(
+        f"{code}: m (HTTP {status}). No room is left there: delete old runs (`replicas rm`), or have the quota raised."
+    )
 
 
 class Helper:

@@ -43,6 +43,9 @@ ADVICE = {
     "EndpointConnectionError": "Check endpoint_url (its host and port) and that the server runs.",
     "InvalidRegionError": "Correct ?region=, or AWS_DEFAULT_REGION.",
 }
+FULL = ("QuotaExceeded", "XMinioAdminBucketQuotaExceeded", "XMinioStorageFull")  # of Ceph and of MinIO
+FULL_STATUS = 507
+NO_ROOM = "No room is left there: delete old runs (`replicas rm`), or have the quota raised."
 CREDENTIALS = "Look at the credential_process, the login or the role that gives them, and at this machine's clock."
 ENDPOINT = "Correct ?endpoint_url=, or AWS_ENDPOINT_URL: it is a url such as https://s3.example.com."
 REFUSED = (401, 403)
@@ -148,14 +151,21 @@ def explain(
     if hint is CREDENTIALS:
         said = f"its credentials cannot be had: {said}"
     hint = hint.format(bucket=address.bucket)
-    kind = UnwritableStoreError if verb in WRITING and status in REFUSED else StoreError
+    is_unwritable = verb in WRITING and (status in REFUSED or _is_full(error))
+    kind = UnwritableStoreError if is_unwritable else StoreError
     return kind(f"Cannot {verb} {where}: {said.rstrip('.')}.{hint and ' '}{hint}", key=key, url=url)
+
+
+def _is_full(error: Exception) -> bool:
+    return code_of(error) in FULL or status_of(error) == FULL_STATUS
 
 
 def _advice(error: Exception, verb: str) -> str:
     for name in (code_of(error), *(each.__name__ for each in type(error).__mro__)):
         if name in ADVICE:
             return ADVICE[name]
+    if _is_full(error):
+        return NO_ROOM
     if is_of_credentials(error):
         return CREDENTIALS
     if isinstance(error, ValueError):  # of botocore, which takes the endpoint apart
