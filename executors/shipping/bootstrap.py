@@ -57,20 +57,26 @@ def main() -> None:
     for name in ("REPLICA_RENDEZVOUS", "REPLICA_RUN_ID", "REPLICA_TASK_DIGEST"):
         if not os.environ.get(name):
             refuse(f"{name} is not set.")
-    get, put = open_run(os.environ["REPLICA_RENDEZVOUS"], os.environ["REPLICA_RUN_ID"])
+    try:
+        get, put = open_run(os.environ["REPLICA_RENDEZVOUS"], os.environ["REPLICA_RUN_ID"])
+    except Exception as error:  # noqa: BLE001 - boto3's, which may not be there to be named
+        refuse(f"cannot use {os.environ['REPLICA_RENDEZVOUS']}: {error}")
     task_folder = os.environ.get("REPLICA_TASK_FOLDER", "task")
     task = json.loads(fetched(get, f"{task_folder}/task.json", os.environ["REPLICA_TASK_DIGEST"]))
     if "code_sha256" not in task:
         refuse("the run was launched without its code.")
     code = fetched(get, f"{task_folder}/code.tar.gz", task["code_sha256"])
-    here = os.getcwd()
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="replica-", dir=here if os.access(here, os.W_OK) else None))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)  # of what does not become the worker,
-    os.environ["REPLICA_FOLDER"] = str(folder)  # which removes it itself: a machine of a cluster is not a container
-    unpack(code, folder)
-    workspace = folder / "workspace"
-    workspace.mkdir(exist_ok=True)
-    os.chdir(workspace)  # where the entrypoint's file and requirements that are paths start from
+    try:
+        here = os.getcwd()
+        folder = pathlib.Path(tempfile.mkdtemp(prefix="replica-", dir=here if os.access(here, os.W_OK) else None))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # of what does not become the worker,
+        os.environ["REPLICA_FOLDER"] = str(folder)  # which removes it itself: a machine of a cluster is not a container
+        unpack(code, folder)
+        workspace = folder / "workspace"
+        workspace.mkdir(exist_ok=True)
+        os.chdir(workspace)  # where the entrypoint's file and requirements that are paths start from
+    except OSError as error:
+        refuse(f"there is no room for its code: {error}. Give it a folder that can be written (TMPDIR).")
     requirements = [kept(each) if each in task.get("pins", ()) else each for each in task["requirements"]]
     if not all(is_satisfied(requirement) for requirement in requirements):
         install(requirements, put)

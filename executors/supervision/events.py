@@ -262,8 +262,13 @@ def read_stacks(attempt: Attempt, number: int) -> str:
 
 def progress_in(segment: Any) -> Iterator[float]:
     """Yield when something was reported, by the lines of a segment of measurements: seconds since the claim."""
+    return (t for t, is_progress in lines_in(segment) if is_progress)
+
+
+def lines_in(segment: Any) -> Iterator[tuple[float, bool]]:
+    """Yield of each line of a segment its time, in seconds since the claim, and whether the entrypoint reported it."""
     for text in bytes(segment).splitlines():
         with contextlib.suppress(ValueError, RecursionError):
             line = json.loads(text)
-            if isinstance(line, dict) and not any(name in line for name in NO_PROGRESS):
-                yield number(0.0, FAR_AHEAD)(line.get("t"))
+            if isinstance(line, dict):
+                yield number(0.0, FAR_AHEAD)(line.get("t")), not any(name in line for name in NO_PROGRESS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,8 +11,9 @@ from executors.protocol import Outcome, ReplicaStatus
 from executors.status import ReplicaState, RunStatus
 from executors.store.inventory import Inventory
 from executors.store.records import get_at_most
-from executors.supervision.events import SEGMENT_BYTES, progress_in, read_stacks
+from executors.supervision.events import SEGMENT_BYTES, lines_in, read_stacks
 
+LATE_S = 35.0  # at most between the last line of a segment and its writing: usage comes every 30 s (`recorder.USAGE_S`)
 Life = tuple[float | None, Outcome | None]
 """When an attempt was claimed, where that is known, and how it ended."""
 
@@ -87,11 +89,18 @@ def wants_attention(now: RunStatus, inventory: Inventory, newest: Callable[[int]
 
 
 def _goes_on(attempt: Attempt, since: float) -> bool:
-    """Return whether an attempt has reported anything since a time."""
-    claimed_at = _claimed_at(attempt)
-    if claimed_at is None:
-        return False
+    """Return whether an attempt has reported anything since a time of the store's clock.
+
+    Lines count seconds from the claim, by a clock that stands still while the machine sleeps, and the claim's own time
+    is by a clock that may be wrong. So lines are counted back from when their segment was written, or a later one: the
+    replica adds usage to the very last, also while nothing is reported.
+    """
     prefix = f"{attempt.run_id}/metrics/{attempt.rank:04d}/{attempt.number}/"
     new = [entry for entry in attempt.store.list(prefix) if entry.modified_at >= since]
-    lines = (get_at_most(attempt.store, entry.key, SEGMENT_BYTES) for entry in reversed(new))
-    return any(claimed_at + t > since for data in lines for t in progress_in(data))
+    zero_at = math.inf  # when the seconds of the lines began, at the latest
+    for entry in reversed(new):
+        lines = list(lines_in(get_at_most(attempt.store, entry.key, SEGMENT_BYTES)))
+        zero_at = min([zero_at, *(entry.modified_at - t for t, _ in lines)])
+        if any(is_progress and zero_at + t > since + LATE_S for t, is_progress in lines):
+            return True
+    return False

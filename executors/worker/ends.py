@@ -75,8 +75,7 @@ class Ends:
         """Return whether the kernel killed a process; where its log cannot be read, as far as its counter tells."""
         if self._count_oom_kills() <= self._oom_kills:
             return False
-        now = time.monotonic()
-        since = now - (time.time() - running.started_at) - CLOCKS_S - now * CLOCKS_DRIFT
+        since = running.began - CLOCKS_S - time.monotonic() * CLOCKS_DRIFT
         is_named = killed_for_memory(running.pid, since)
         if is_named is False:
             time.sleep(LOGGED_S)

@@ -103,6 +103,8 @@ class Running:
     """When it was first killed."""
     is_left_behind: bool = False
     """Whether its attempt is over though no signal has ended it."""
+    began: float = field(default_factory=time.monotonic)
+    """When it was started, by `time.monotonic`; `started_at` is by a clock that may be set meanwhile."""
 
     @property
     def attempt(self) -> Attempt:

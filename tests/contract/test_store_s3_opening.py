@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
+from botocore.exceptions import ClientError
 from servers.s3.server import BUCKET, CREDENTIALS, S3Server
 from support.stores import Clock
 
-from executors.errors import MissingDependencyError, StoreError, UnsafeStoreError
+from executors.errors import MissingDependencyError, StoreError, UnsafeStoreError, UnwritableStoreError
 from executors.store import open_store
 from executors.store.s3.address import S3Address
 from executors.store.s3.client import connect
+from executors.store.s3.errors import explain
 from executors.store.s3.store import S3Store
 from executors.store.url import impatient_store, remote_access
 from executors.testing.helpers import environment
@@ -231,3 +234,87 @@ def test_another_machine_needs_no_profile_of_this_one(
     there = S3Address.parse(url)
     assert (there.profile, there.endpoint_url, there.region) == (None, s3.endpoint_url, "eu-central-1")
     assert variables == {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "hush"}
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [("QuotaExceeded", 403), ("XMinioStorageFull", 507), ("XMinioAdminBucketQuotaExceeded", 400), ("", 507)],
+)
+def test_a_bucket_that_is_full_is_explained_as_such_and_cannot_be_written(code: str, status: int) -> None:
+    reply: Any = {"Error": {"Code": code, "Message": "m"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    error = explain(ClientError(reply, "PutObject"), S3Address.parse("s3://b/p"), "k", "create")
+    assert isinstance(error, UnwritableStoreError)
+    assert str(error).endswith(
+        f"{code}: m (HTTP {status}). No room is left there: delete old runs (`replicas rm`), or have the quota raised."
+    )
+
+
+class Helper:
+    """A profile whose credentials come from a program, and what that prints."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in CREDENTIALS:
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(folder / "config"))
+        monkeypatch.setenv("AWS_PROFILE", "mine")
+        self.words, self.program, self.config = folder / "words", folder / "helper", folder / "config"
+        self.program.write_text(f"#!/bin/sh\ncat {self.words}\n")
+        self.program.chmod(0o755)
+        self.config.write_text(f"[profile mine]\ncredential_process = {self.program}\n")
+
+    def hands_out(self, *, expire_in_s: float) -> None:
+        key, secret = CREDENTIALS["AWS_ACCESS_KEY_ID"], CREDENTIALS["AWS_SECRET_ACCESS_KEY"]
+        at = (datetime.now(UTC) + timedelta(seconds=expire_in_s)).isoformat()
+        words = {"Version": 1, "AccessKeyId": key, "SecretAccessKey": secret, "SessionToken": "t", "Expiration": at}
+        self.words.write_text(json.dumps(words))
+
+
+@pytest.fixture
+def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Helper:
+    return Helper(tmp_path, monkeypatch)
+
+
+NO_CREDENTIALS = r"its credentials cannot be had: .*Look at the credential_process"
+
+
+def test_credentials_that_are_stale_when_they_are_fetched_are_a_store_error(s3: S3Server, helper: Helper) -> None:
+    helper.hands_out(expire_in_s=-60)
+    with pytest.raises(StoreError, match=rf"Cannot use s3://.*{NO_CREDENTIALS}"):
+        open_store(s3.url())
+    helper.hands_out(expire_in_s=300)  # so soon that each request fetches others
+    store = open_store(s3.url())
+    store.put("a", b"1")
+    acts: list[Callable[[], object]] = [
+        lambda: store.put("a", b"2"),
+        lambda: store.put_if_absent("b", b"2"),
+        lambda: store.get("a"),
+        lambda: list(store.list("")),
+        lambda: store.delete("a"),
+        lambda: remote_access(store),
+    ]
+    helper.hands_out(expire_in_s=-60)
+    for act in acts:
+        with pytest.raises(StoreError, match=NO_CREDENTIALS):
+            act()
+    helper.program.chmod(0o644)
+    with pytest.raises(StoreError, match=NO_CREDENTIALS):
+        store.get("a")
+    helper.program.chmod(0o755)
+    helper.hands_out(expire_in_s=300)
+    assert bytes(store.get("a")) == b"1"
+
+
+@pytest.mark.parametrize("words", ["Please log in", "", "[1]"])
+def test_a_credential_process_that_prints_no_json_is_not_blamed_on_the_endpoint(
+    s3: S3Server, helper: Helper, words: str
+) -> None:
+    helper.words.write_text(words)
+    with pytest.raises(StoreError, match=NO_CREDENTIALS) as caught:
+        open_store(s3.url())
+    assert "Correct ?endpoint_url" not in str(caught.value)
+
+
+def test_an_endpoint_that_is_no_url_is_named_as_such(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "nowhere")
+    with pytest.raises(StoreError, match=r"nowhere.*Correct \?endpoint_url=, or AWS_ENDPOINT_URL"):
+        open_store("s3://b")

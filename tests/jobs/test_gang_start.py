@@ -315,7 +315,7 @@ def test_a_service_that_cannot_answer_leaves_a_rank_that_is_being_started_as_it_
 def test_an_intent_that_came_to_nothing_is_a_failed_start_in_the_end(machines: Machines) -> None:
     run = launched(machines, 1)
     run.cancel()
-    abandon_intent(run, age_s=3600)
+    abandon_intent(run, age_s=7200)
     assert attached().wait(60)
     (outcome,) = attached().outcomes()
     assert outcome.reason == "start_failed"

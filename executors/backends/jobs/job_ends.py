@@ -19,7 +19,7 @@ from executors.task.record import MAX_WORLD_SIZE
 
 LOG_LINES = OUTPUT_TAIL_LINES
 STILL_S = 90.0  # of a heartbeat that comes every 10 s
-CLOCKS_DIFFER_S = 900.0  # at most, between machines that write to one bucket: S3 refuses requests beyond that
+CLOCKS_DIFFER_S = 1800.0  # at most, between two that use one bucket: S3 refuses who is 15 min off its own clock
 SPARE = nullable(integer(0, MAX_WORLD_SIZE))
 SIGNALS = {137: "SIGKILL", 143: "SIGTERM", 139: "SIGSEGV", 134: "SIGABRT", 130: "SIGINT"}  # by exit code
 
@@ -48,7 +48,8 @@ class JobReplica:
 class Standstills:
     """Measures by this process's own clock how long records stand still; those of other machines may be wrong.
 
-    A process that looks but once goes by the time that is in the record, with a margin for what clocks may differ by.
+    The first look, which may be the only one, goes by the time that is in the record, with a margin for what clocks may
+    differ by.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -62,13 +63,12 @@ class Standstills:
 
     def is_over(self, place: str, written_at: float | None, limit_s: float) -> bool:
         """Note when a record was written, None: never, and tell whether it has stood still for `limit_s`."""
-        now, (was, since) = self._clock(), self._seen.get(place, (None, None))
-        if since is None or was != written_at:
-            since = now
+        now, seen = self._clock(), self._seen.get(place)
+        since = now if seen is None or seen[0] != written_at else seen[1]
         self._seen[place] = (written_at, since)
-        return now - since >= limit_s or (
-            written_at is not None and time.time() - written_at > limit_s + CLOCKS_DIFFER_S
-        )
+        if seen is None and written_at is not None and time.time() - written_at > limit_s + CLOCKS_DIFFER_S:
+            return True
+        return now - since >= limit_s
 
     def forget(self, place: str) -> None:
         """Begin anew with a place: there is another sign of life."""

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from executors.errors import MissingDependencyError
 from executors.store.s3.address import S3Address
-from executors.store.s3.errors import explain, failures, status_of
+from executors.store.s3.errors import explain, failures, is_failure, status_of
 
 CONNECT_TIMEOUT_S = 5
 READ_TIMEOUT_S = 60
@@ -28,7 +28,7 @@ def connect(
 
     Raises:
         MissingDependencyError: boto3 is not installed.
-        StoreError: the profile is unknown, or the endpoint is not a url.
+        StoreError: the profile is unknown, its credentials cannot be had, or the endpoint is not a url.
     """
     try:
         from botocore.config import Config
@@ -61,7 +61,9 @@ def connect(
         if address.endpoint_url is None and not _is_aws(found):  # from AWS_ENDPOINT_URL or a profile
             found = client("path")
         return found, tuple(value for value in _credentials(session).values() if value)
-    except failures(ValueError) as error:  # ValueError: the endpoint is not a url
+    except Exception as error:
+        if not is_failure(error) and not isinstance(error, ValueError):  # ValueError: the endpoint is not a url
+            raise
         raise explain(error, address, None, "use") from error
 
 

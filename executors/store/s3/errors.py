@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -41,8 +42,12 @@ ADVICE = {
     "ConnectTimeoutError": "Check endpoint_url and that the network lets this machine reach it.",
     "EndpointConnectionError": "Check endpoint_url (its host and port) and that the server runs.",
     "InvalidRegionError": "Correct ?region=, or AWS_DEFAULT_REGION.",
-    "ValueError": "Correct ?endpoint_url=, or AWS_ENDPOINT_URL: it is a url such as https://s3.example.com.",
 }
+FULL = ("QuotaExceeded", "XMinioAdminBucketQuotaExceeded", "XMinioStorageFull")  # of Ceph and of MinIO
+FULL_STATUS = 507
+NO_ROOM = "No room is left there: delete old runs (`replicas rm`), or have the quota raised."
+CREDENTIALS = "Look at the credential_process, the login or the role that gives them, and at this machine's clock."
+ENDPOINT = "Correct ?endpoint_url=, or AWS_ENDPOINT_URL: it is a url such as https://s3.example.com."
 REFUSED = (401, 403)
 WRITING = ("create", "write")
 NEEDED_PERMISSIONS = {"read": "s3:GetObject", "list": "s3:ListBucket", "delete": "s3:DeleteObject"}
@@ -74,6 +79,17 @@ def failures(*more: type[Exception]) -> tuple[type[Exception], ...]:
     from botocore.parsers import ResponseParserError
 
     return (ClientError, BotoCoreError, ResponseParserError, TornReplyError, *more)
+
+
+def is_failure(error: Exception) -> bool:
+    """Return whether an error is one of `failures`, or what came of getting credentials: that may be of any class."""
+    return isinstance(error, failures()) or is_of_credentials(error)
+
+
+def is_of_credentials(error: BaseException) -> bool:
+    """Return whether an error was raised while the client got its credentials, from a program, a login or a role."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_globals.get("__name__") == "botocore.credentials" for frame in frames)
 
 
 def will_pass(error: BaseException) -> bool:
@@ -131,15 +147,29 @@ def explain(
     for secret in secrets:
         said = said.replace(secret, "***")
     where = f"{key!r} in {url}" if key is not None else url
-    hint = _advice(error, verb).format(bucket=address.bucket)
-    kind = UnwritableStoreError if verb in WRITING and status in REFUSED else StoreError
+    hint = _advice(error, verb)
+    if hint is CREDENTIALS:
+        said = f"its credentials cannot be had: {said}"
+    hint = hint.format(bucket=address.bucket)
+    is_unwritable = verb in WRITING and (status in REFUSED or _is_full(error))
+    kind = UnwritableStoreError if is_unwritable else StoreError
     return kind(f"Cannot {verb} {where}: {said.rstrip('.')}.{hint and ' '}{hint}", key=key, url=url)
+
+
+def _is_full(error: Exception) -> bool:
+    return code_of(error) in FULL or status_of(error) == FULL_STATUS
 
 
 def _advice(error: Exception, verb: str) -> str:
     for name in (code_of(error), *(each.__name__ for each in type(error).__mro__)):
         if name in ADVICE:
             return ADVICE[name]
+    if _is_full(error):
+        return NO_ROOM
+    if is_of_credentials(error):
+        return CREDENTIALS
+    if isinstance(error, ValueError):  # of botocore, which takes the endpoint apart
+        return ENDPOINT
     if status_of(error) in REFUSED:
         hint = f"The credentials must allow {NEEDED_PERMISSIONS.get(verb, 's3:PutObject')} there."
         if verb == "read":

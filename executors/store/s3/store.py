@@ -24,7 +24,7 @@ from executors.errors import StoreError, UnsafeStoreError
 from executors.store.protocol import MAX_KEY_BYTES, Data, Entry, buffers_of, check_key, check_range, check_size
 from executors.store.s3.address import S3Address
 from executors.store.s3.client import READ_TIMEOUT_S, Problem, connect, remote_access, risky_settings
-from executors.store.s3.errors import code_of, explain, failures, retried, status_of
+from executors.store.s3.errors import code_of, explain, is_failure, retried, status_of
 from executors.store.s3.transfer import BufferBody, RangeReader, is_made_of
 
 PROBES = ".probe~"  # the one reserved name at the top: what opening leaves for a moment
@@ -239,7 +239,9 @@ class S3Store:
         _, credentials = self._connection
         try:
             return self._retried(act, deadline_s)
-        except failures() as error:
+        except Exception as error:
+            if not is_failure(error):
+                raise
             clean = not any(secret in str(error) for secret in credentials)
             raise explain(error, self.address, key, verb, credentials) from (error if clean else None)
 

@@ -9,7 +9,7 @@ import os
 import subprocess
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -93,7 +93,7 @@ def test_the_command_is_short_carries_no_secret_and_is_the_same_for_every_run() 
     assert (python, option) == ("python", "-c")
     assert len(source.encode()) < 32 << 10
     assert source.isascii()
-    assert len(source.splitlines()) < 270
+    assert len(source.splitlines()) < 280
 
 
 # What passes
@@ -114,9 +114,9 @@ def test_a_server_that_is_busy_or_cuts_replies_off_is_asked_again(cloud: Cloud, 
 # What does not
 
 
-def refusal(cloud: Cloud, spec: RunSpec) -> str:
+def refusal(cloud: Cloud, spec: RunSpec, within: Sequence[str] = ()) -> str:
     """Return the one line that a replica which could not start says; nothing of a bucket's may have run."""
-    code, out, err = ended(cloud.start(spec))
+    code, out, err = ended(cloud.start(spec, within=within))
     assert (code, out) == (CANNOT_START, "")
     assert not list(cloud.folder.glob("*/*")), "nor is anything left"
     assert not open_store(spec.store_url).put_if_absent(f"{spec.run_id}/run.json", b"")
@@ -204,6 +204,28 @@ def test_a_bucket_that_refuses_is_told_at_once_and_without_secrets(cloud: Cloud,
     assert "AccessDenied" in err
     assert len(s3.requests("GET", "task.json")) == 1
     assert not [secret for secret in CREDENTIALS.values() if secret in err]
+
+
+@pytest.mark.parametrize(
+    ("before", "says"),
+    [("mkdir gone; cd gone; rmdir ../gone", "No such file or directory"), ("ulimit -f 1", "File too large")],
+    ids=["no_folder", "no_room"],
+)
+def test_a_container_without_a_folder_that_can_be_written_says_so_in_one_line(
+    cloud: Cloud, workspace: Path, shared: Path, before: str, says: str
+) -> None:
+    spec = ship(shared, workspace, "train_of_user:light", {"x": 1})
+    told = refusal(cloud, spec, ["sh", "-c", f'{before}; exec "$@"', "sh"])
+    assert "there is no room for its code: " in told
+    assert says in told
+    assert "Give it a folder that can be written (TMPDIR)." in told
+
+
+def test_an_endpoint_that_is_no_url_is_told_in_one_line(cloud: Cloud, workspace: Path, s3: S3Server) -> None:
+    spec = dataclasses.replace(ship(s3.url("runs"), workspace, "train_of_user:light", {"x": 1}), store_url="s3://b/x")
+    code, out, err = ended(cloud.start(spec, environ={"AWS_ENDPOINT_URL": "nowhere"}))
+    assert (code, out, err.count("\n")) == (CANNOT_START, "", 1)
+    assert "cannot start: cannot use s3://b/x: Invalid endpoint: nowhere" in err
 
 
 # What is installed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -54,8 +55,11 @@ class MadeUp:
     def claim(self, rank: int, number: int, at: float, *rows: Mapping[str, float]) -> None:
         self.store.put(self.attempt(rank, number).key("started.json"), to_bytes({"nonce": "n", "at": at, "host": "h"}))
         if rows:
-            lines = b"".join(map(to_bytes, rows))
-            self.store.put(f"run/metrics/{rank:04d}/{number}/000000.jsonl", lines)
+            self.measure(rank, number, 0, *rows)
+
+    def measure(self, rank: int, number: int, segment: int, *rows: Mapping[str, float]) -> None:
+        lines = b"".join(map(to_bytes, rows))
+        self.store.put(f"run/metrics/{rank:04d}/{number}/{segment:06d}.jsonl", lines)
 
     def end(self, rank: int, number: int, at: float, **more: Any) -> Outcome:
         outcome = Outcome(rank, number, more.pop("status", FAILED), finished_at=at, host="h", **more)
@@ -220,8 +224,63 @@ def test_ranks_that_hang_wait_for_a_keeper_or_were_given_up_want_attention(run: 
         2: states[2].restart.note,
         3: states[3].restart.note,
     }
-    dumped_at = max(dump[3] for dump in Inventory.of(run.store, "run").stacks)
-    run.claim(1, 1, dumped_at - 10, {"t": 5, "step": 1}, {"t": 11, "rss": 1})
-    assert 1 in found(), "usage is no progress, and what was reported before says nothing"
-    run.claim(1, 1, dumped_at - 10, {"t": 5, "step": 1}, {"t": 11, "step": 2})
-    assert 1 not in found()
+
+
+class Suspected:
+    """Rank 0 is claimed at 100,000 s by the store's clock, and its stacks are kept an hour later."""
+
+    def __init__(self, run: MadeUp, monkeypatch: pytest.MonkeyPatch, ahead_s: float) -> None:
+        self.run, self.monkeypatch = run, monkeypatch
+        run.claim(0, 0, 100_000.0 + ahead_s)
+        self.measure(0, 103_590, {"t": 3500, "step": 1}, {"t": 3580, "rss": 1})
+        self.at(103_600)
+        run.store.put(run.attempt(0).key("stacks/0.txt"), b"Replica 0 waits: recv\nThread ...\n")
+
+    def at(self, now: float) -> None:
+        self.monkeypatch.setattr(time, "time", lambda: float(now))
+
+    def measure(self, segment: int, written_at: float, *rows: Mapping[str, float]) -> None:
+        self.at(written_at)
+        self.run.measure(0, 0, segment, *rows)
+
+    @property
+    def may_hang(self) -> bool:
+        now = self.run.status(ReplicaState(0, 0, ReplicaStatus.RUNNING))
+        found = wants_attention(now, Inventory.of(self.run.store, "run"), lambda rank: self.run.attempt(rank))
+        assert found in ({}, {0: "may hang: Replica 0 waits: recv"})
+        return bool(found)
+
+
+CLOCKS = {"right": 0.0, "behind": -300.0, "ahead": 300.0, "asleep_for_8_h": -28_800.0, "set_since": -99_990.0}
+
+
+@pytest.mark.parametrize("ahead_s", CLOCKS.values(), ids=CLOCKS)
+def test_a_rank_that_went_on_after_its_stacks_is_not_said_to_hang_whatever_its_clock_says(
+    run: MadeUp, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    rank = Suspected(run, monkeypatch, ahead_s)
+    rank.measure(1, 103_650, {"t": 3610, "rss": 1}, {"t": 3640, "rss": 1})
+    assert rank.may_hang, "usage is no progress"
+    rank.measure(2, 103_710, {"t": 3660, "step": 2}, {"t": 3670, "rss": 1}, {"t": 3700, "rss": 1})
+    assert not rank.may_hang
+    rank.measure(3, 103_770, {"t": 3730, "rss": 1}, {"t": 3760, "rss": 1})
+    assert not rank.may_hang, "what it reported since then was after the stacks"
+
+
+@pytest.mark.parametrize("ahead_s", CLOCKS.values(), ids=CLOCKS)
+def test_what_was_reported_before_the_stacks_is_no_progress_whatever_its_clock_says(
+    run: MadeUp, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    rank = Suspected(run, monkeypatch, ahead_s)
+    assert rank.may_hang
+    rank.measure(1, 103_655, {"t": 3590, "step": 2}, {"t": 3610, "rss": 1}, {"t": 3640, "rss": 1})
+    assert rank.may_hang
+
+
+def test_what_was_reported_before_the_stacks_is_no_progress_where_it_came_after_an_outage_of_the_store(
+    run: MadeUp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Suspected(run, monkeypatch, 0.0)
+    rank.measure(1, 104_000, {"t": 3590, "step": 2}, {"t": 3610, "rss": 1})
+    rank.measure(2, 104_001, {"t": 3640, "rss": 1}, {"t": 3990, "rss": 1})
+    assert rank.may_hang

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import signal
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +20,7 @@ from executors.store import MemoryStore
 from executors.supervision.decisions import Decision, answer_to, is_barred
 from executors.supervision.rules import MOST_REFUSED, RunFacts, decide, made_progress, too_few_left
 from executors.task.policy import HangLimits, Restarts
-from executors.worker.ends import Ends, seen_from_outside
+from executors.worker.ends import CLOCKS_DRIFT, Ends, seen_from_outside
 from executors.worker.failure import describe_failure
 from executors.worker.limits import Watchdog
 from executors.worker.ranks import NEVER, Running
@@ -160,6 +163,22 @@ def test_who_returned_a_result_is_not_said_to_have_ended_before_it(store_failed:
     reason, error = Ends(1, None, lambda: 0).explain(running, code)
     said = "Replica 0 of 1 returned a result that was not recorded; the replica's log says why."
     assert (reason, error) == ("no_result", said)
+
+
+@pytest.mark.parametrize("set_back_by_s", [0.0, 3600.0, -3600.0])
+def test_an_oom_is_called_that_also_where_the_clock_was_set_since_the_process_began(
+    monkeypatch: pytest.MonkeyPatch, set_back_by_s: float
+) -> None:
+    def reason(killed_at: float) -> str | None:
+        running, _ = ended_for_want_of_a_store(store_failed=False)
+        running.started_at = time.time() + set_back_by_s
+        monkeypatch.setattr("executors.worker.ends.killed_for_memory", lambda _, since: killed_at >= since)
+        n_kills = itertools.count()
+        return Ends(1, None, lambda: next(n_kills)).explain(running, -signal.SIGKILL)[0]
+
+    now = time.monotonic()
+    assert reason(killed_at=now) == "oom"
+    assert reason(killed_at=now - 60 - 2 * now * CLOCKS_DRIFT) == "signal", "another process had this pid before"
 
 
 @pytest.mark.parametrize("kind", [KeyNotFoundError, CorruptObjectError, UnsafeStoreError])
