@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 from executors.errors import CorruptObjectError, StoreError
@@ -22,7 +22,7 @@ MAX_NAMES = 1000  # of reported numbers, in an attempt
 MAX_SHOWN = 200  # characters of a key
 NUMBERS = frozenset((float, int))
 READ_AT_ONCE = 256
-MAX_LOOKED_BACK = 8  # segments, for a round
+MAX_LOOKED_BACK = 8  # segments, and attempts, for a round
 
 AttemptKey = tuple[int, int]
 """Rank and attempt."""
@@ -179,31 +179,43 @@ def read_segments(store: Store, run_id: str, kept: dict[str, memoryview] | None 
     return Measured({key: lines.finish(numbers[key]) for key, lines in found.items()}, problems, is_whole=not is_thin)
 
 
-def newest_rounds(store: Store, run_id: str, most_ranks: int, most_rounds: int) -> list[Round]:
-    """Return the last rounds of the first ranks: those in the newest segment of each that has any.
+def newest_rounds(store: Store, run_id: str, newest: Sequence[AttemptKey], most: int) -> list[Round]:
+    """Return the last rounds of some ranks: those in the newest segment of each that has any.
+
+    However long the run is, no other rank's segments are listed, and of these ranks only those of the last attempts.
+
+    Args:
+        newest: each rank's newest attempt.
+        most: of each rank.
 
     Raises:
         StoreError: the store does not answer.
     """
-    listed, _ = _list(store, f"{run_id}/metrics/")
-    by_rank = dict[int, list[_Segment]]()
-    for segment in sorted(listed, key=lambda each: (each.of, each.number)):
-        by_rank.setdefault(segment.of[0], []).append(segment)
-    found: list[Round] = []
-    for segments in [*by_rank.values()][:most_ranks]:
-        for segment in segments[: -1 - MAX_LOOKED_BACK : -1]:
+
+    def of_rank(key: AttemptKey) -> list[Round]:
+        rank, last = key
+        attempts = ((rank, number) for number in range(last, max(-1, last - MAX_LOOKED_BACK), -1))
+        backwards = (segment for of in attempts for segment in reversed(_list_attempt(store, run_id, of)))
+        for segment in islice(backwards, MAX_LOOKED_BACK):
             lines = Lines(*segment.of)
             lines.add(segment.entry.key, bytes(get_at_most(store, segment.entry.key, MAX_SEGMENT_BYTES)))
             if rounds := [row for row in lines.finish(()).rows if isinstance(row, Round)]:
-                found += rounds[-most_rounds:]
-                break
-    return found
+                return rounds[-most:]
+        return []
+
+    return [row for rounds in at_store(store, of_rank, newest) for row in rounds]
 
 
-def _list(store: Store, prefix: str) -> tuple[list[_Segment], list[str]]:
-    """List the segments of a run; return them, and a problem with what is none."""
+def _list_attempt(store: Store, run_id: str, of: AttemptKey) -> list[_Segment]:
+    """List the segments of one attempt in their order."""
+    listed, _ = _list(store, f"{run_id}/metrics/", "{:04d}/{}/".format(*of))
+    return sorted(listed, key=lambda each: each.number)
+
+
+def _list(store: Store, prefix: str, whose: str = "") -> tuple[list[_Segment], list[str]]:
+    """List the segments of a run, or of one attempt; return them, and a problem with what is none."""
     found, foreign = list[_Segment](), list[str]()
-    for entry in store.list(prefix):
+    for entry in store.list(prefix + whose):
         if named := KEY.fullmatch(entry.key, len(prefix)):
             found.append(_Segment((int(named[1]), int(named[2])), int(named[3]), entry))
         else:

@@ -78,7 +78,7 @@ def test_the_newest_rounds_are_in_the_newest_segment_that_has_any() -> None:
 
     scene = Scene().segment(at(0), at(1), attempt=0, number=7).segment(at(2), NUMBERS, at(3), attempt=1)
     scene.segment(NUMBERS, attempt=1, number=1).segment(NUMBERS, rank=1).segment(at(2), rank=2).segment(at(2), rank=3)
-    found = segments_module.newest_rounds(scene.store, "run", most_ranks=3, most_rounds=1)
+    found = segments_module.newest_rounds(scene.store, "run", [(0, 1), (1, 0), (2, 0)], most=1)
     assert [(row.rank, row.attempt, row.entry) for row in found] == [(0, 1, 3), (2, 0, 2)]
 
 
@@ -103,7 +103,7 @@ def bytes_of(scene: Scene) -> int:
 def test_newest_rounds_are_the_newest_of_a_run_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = long_run()
     monkeypatch.setattr(segments_module, "MAX_BYTES", bytes_of(scene) // 2)
-    found = segments_module.newest_rounds(scene.store, "run", most_ranks=2, most_rounds=2)
+    found = segments_module.newest_rounds(scene.store, "run", [(0, 0), (1, 0)], most=2)
     assert [(row.rank, row.entry) for row in found] == [(0, 998), (0, 999), (1, 998), (1, 999)]
 
 
