@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from executors.errors import ReplicasError, StoreError
 from executors.process import usable_cores
 from executors.run.run_index import local_store
+from executors.store.inventory import Inventory
 from executors.store.records import (
     FAR_AHEAD,
     LONG_AGO,
@@ -130,7 +131,7 @@ def compare(run: Run) -> Compared | None:
     if link is None:
         return None
     try:
-        rounds = newest_rounds(run.store, run.run_id, MEASURED_RANKS, LAST_ROUNDS)
+        rounds = newest_rounds(run.store, run.run_id, _measured(run.inventory), LAST_ROUNDS)
         rounds = [row for row in rounds if row.busy_s and row.elements and row.wire]
         if not rounds:
             return None
@@ -144,6 +145,13 @@ def compare(run: Run) -> Compared | None:
         return None
     took = [row.busy_s for row in rounds if row.busy_s]
     return Compared(round_s=statistics.median(took), planned_s=statistics.median(planned), link=link)
+
+
+def _measured(inventory: Inventory) -> list[tuple[int, int]]:
+    """Return the newest attempts of the ranks whose rounds are compared: some that run, before those that do not."""
+    begun = {rank for rank, _, name in inventory.records if name == "started"}
+    newest = [(rank, inventory.newest(rank)) for rank in sorted(begun)]
+    return sorted(newest, key=lambda each: inventory.has(*each, "outcome"))[:MEASURED_RANKS]
 
 
 def describe_link(link: Any) -> str:

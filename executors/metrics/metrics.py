@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -52,6 +52,8 @@ class Metrics:
     origins: Mapping[tuple[int, int], float] = field(repr=False)
     """By rank and attempt, the second of the time line at which it was claimed."""
     left: Sequence[Left] = field(default=(), repr=False)
+    is_whole: bool = True
+    """False: rows are left out, evenly over each attempt, as there are too many. Sums are of those that are here."""
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -76,7 +78,7 @@ class Metrics:
 
     @cached_property
     def ledger(self) -> Ledger:
-        """What became of the work that the replicas did."""
+        """What became of the work that the replicas did, as far as `rows` tell: of a part there is no goodput."""
         rounds = dict[tuple[str, int, int], list[Round]]()
         for row in self.rounds:
             rounds.setdefault((row.name, row.rank, row.attempt), []).append(row)
@@ -97,7 +99,8 @@ class Metrics:
                 rounds=rounds.get((name, *key), []),
             )
 
-        return make_ledger(self.world_size, {name: [life(name, span) for span in self.attempts] for name in names})
+        made = make_ledger(self.world_size, {name: [life(name, span) for span in self.attempts] for name in names})
+        return made if self.is_whole else replace(made, goodput=None)
 
     def at(self, row: Row) -> float:
         """Return a row's second on the run's time line."""
@@ -128,12 +131,14 @@ def read_metrics(store: Store, run_id: str, record: RunRecord, kept: dict[str, m
     What cannot be read is left out, and named in `problems`.
 
     Args:
-        kept: segments by key, which are not read again; those that are read are added.
+        kept: segments by key, which are not read again; those that are read are added,
+            and those that are left out are dropped.
 
     Raises:
         StoreError: the store does not answer.
     """
-    found, problems = read_segments(store, run_id, kept)
+    measured = read_segments(store, run_id, kept)
+    found, problems = measured.lines, measured.problems
     left_by = dict[AttemptKey, set[str]]()
     for rank, number, name in Inventory.of(store, run_id).records:
         left_by.setdefault((rank, number), set()).add(name)
@@ -174,4 +179,5 @@ def read_metrics(store: Store, run_id: str, record: RunRecord, kept: dict[str, m
         problems=problems,
         origins=origins,
         left=[left for lines in found.values() for left in lines.left],
+        is_whole=measured.is_whole,
     )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import accumulate, islice
+from typing import Any, NamedTuple
 
 from executors.errors import CorruptObjectError, StoreError
 from executors.metrics.rows import KEY, LARGEST, MAX_NAME, MAX_SECONDS, Left, LeftOut, Numbers, Round, Row, parse_line
@@ -21,10 +22,18 @@ MAX_NAMES = 1000  # of reported numbers, in an attempt
 MAX_SHOWN = 200  # characters of a key
 NUMBERS = frozenset((float, int))
 READ_AT_ONCE = 256
-MAX_LOOKED_BACK = 8  # segments, for a round
+MAX_LOOKED_BACK = 8  # segments, and attempts, for a round
 
 AttemptKey = tuple[int, int]
 """Rank and attempt."""
+
+
+class _Segment(NamedTuple):
+    """A segment as it is listed."""
+
+    of: AttemptKey
+    number: int
+    entry: Entry
 
 
 @dataclass
@@ -114,82 +123,123 @@ class Lines:
         return replace(row, values=kept)
 
 
-def read_segments(
-    store: Store, run_id: str, kept: dict[str, memoryview] | None = None
-) -> tuple[dict[AttemptKey, Lines], list[str]]:
-    """Read all segments of a run; return the lines of each attempt, and problems with what is no segment.
+@dataclass(frozen=True)
+class Measured:
+    """What the segments of a run hold."""
+
+    lines: Mapping[AttemptKey, Lines]
+    problems: list[str]
+    """With what is no segment, and with what is left out."""
+    is_whole: bool
+    """Whether no segment was left out."""
+
+
+def read_segments(store: Store, run_id: str, kept: dict[str, memoryview] | None = None) -> Measured:
+    """Read the segments of a run: all, or of more than `MAX_BYTES` a part, from the beginning to the end.
 
     Args:
-        kept: segments that were read before, by key: they never change. Those that are read now are added.
+        kept: segments that were read before, by key: they never change. Those that are read now are added, and those
+            that are left out now are dropped.
     """
-    chosen, problems = _choose(store, run_id)
+    listed, problems = _list(store, f"{run_id}/metrics/")
+    chosen = _thin(listed)
+    if is_thin := len(chosen) < len(listed):
+        problems.append(
+            f"{len(listed) - len(chosen)} of {len(listed)} segments are left out: together they have more than "
+            f"{MAX_BYTES} bytes. Sums are of the others, and shares of the whole, as goodput, are not known."
+        )
+    if is_thin and kept is not None:
+        for key in kept.keys() - {each.entry.key for each in chosen}:
+            del kept[key]
 
-    def read(entry: Entry) -> memoryview | StoreError:
+    def read(segment: _Segment) -> memoryview | StoreError:
+        key = segment.entry.key
         try:
-            if kept is not None and entry.key in kept:
-                return kept[entry.key]
-            body = get_at_most(store, entry.key, MAX_SEGMENT_BYTES)
+            if kept is not None and key in kept:
+                return kept[key]
+            body = get_at_most(store, key, MAX_SEGMENT_BYTES)
             if kept is not None:
-                kept[entry.key] = body
+                kept[key] = body
             return body
         except StoreError as error:
             return error
 
-    found, numbers = dict[AttemptKey, Lines](), dict[AttemptKey, list[int]]()
+    found = dict[AttemptKey, Lines]()
     for start in range(0, len(chosen), READ_AT_ONCE):
         part = chosen[start : start + READ_AT_ONCE]
-        bodies = at_store(store, read, [entry for _, _, entry in part])
-        for (key, number, entry), body in zip(part, bodies, strict=True):
-            lines = found.setdefault(key, Lines(*key))
-            numbers.setdefault(key, []).append(number)
+        for segment, body in zip(part, at_store(store, read, part), strict=True):
+            lines = found.setdefault(segment.of, Lines(*segment.of))
             if isinstance(body, StoreError):
                 lines.problems.append(str(body))
             else:
-                lines.add(entry.key, bytes(body))
-    return {key: lines.finish(numbers[key]) for key, lines in found.items()}, problems
+                lines.add(segment.entry.key, bytes(body))
+    numbers = dict[AttemptKey, list[int]]()
+    for segment in listed:
+        numbers.setdefault(segment.of, []).append(segment.number)
+    return Measured({key: lines.finish(numbers[key]) for key, lines in found.items()}, problems, is_whole=not is_thin)
 
 
-def newest_rounds(store: Store, run_id: str, most_ranks: int, most_rounds: int) -> list[Round]:
-    """Return the last rounds of the first ranks: those in the newest segment of each that has any.
+def newest_rounds(store: Store, run_id: str, newest: Sequence[AttemptKey], most: int) -> list[Round]:
+    """Return the last rounds of some ranks: those in the newest segment of each that has any.
+
+    However long the run is, no other rank's segments are listed, and of these ranks only those of the last attempts.
+
+    Args:
+        newest: each rank's newest attempt.
+        most: of each rank.
 
     Raises:
         StoreError: the store does not answer.
     """
-    chosen, _ = _choose(store, run_id)
-    by_rank = dict[int, list[tuple[int, Entry]]]()
-    for (rank, attempt), _, entry in sorted(chosen, key=lambda each: each[:2]):
-        by_rank.setdefault(rank, []).append((attempt, entry))
-    found: list[Round] = []
-    for rank, entries in [*by_rank.items()][:most_ranks]:
-        for attempt, entry in entries[: -1 - MAX_LOOKED_BACK : -1]:
-            lines = Lines(rank, attempt)
-            lines.add(entry.key, bytes(get_at_most(store, entry.key, MAX_SEGMENT_BYTES)))
+
+    def of_rank(key: AttemptKey) -> list[Round]:
+        rank, last = key
+        attempts = ((rank, number) for number in range(last, max(-1, last - MAX_LOOKED_BACK), -1))
+        backwards = (segment for of in attempts for segment in reversed(_list_attempt(store, run_id, of)))
+        for segment in islice(backwards, MAX_LOOKED_BACK):
+            lines = Lines(*segment.of)
+            lines.add(segment.entry.key, bytes(get_at_most(store, segment.entry.key, MAX_SEGMENT_BYTES)))
             if rounds := [row for row in lines.finish(()).rows if isinstance(row, Round)]:
-                found += rounds[-most_rounds:]
-                break
-    return found
+                return rounds[-most:]
+        return []
+
+    return [row for rounds in at_store(store, of_rank, newest) for row in rounds]
 
 
-def _choose(store: Store, run_id: str) -> tuple[list[tuple[AttemptKey, int, Entry]], list[str]]:
-    """List the segments: the early ones of all attempts before the late ones, up to a number of bytes."""
-    prefix, chosen, foreign = f"{run_id}/metrics/", list[tuple[AttemptKey, int, Entry]](), list[str]()
-    for entry in store.list(prefix):
+def _list_attempt(store: Store, run_id: str, of: AttemptKey) -> list[_Segment]:
+    """List the segments of one attempt in their order."""
+    listed, _ = _list(store, f"{run_id}/metrics/", "{:04d}/{}/".format(*of))
+    return sorted(listed, key=lambda each: each.number)
+
+
+def _list(store: Store, prefix: str, whose: str = "") -> tuple[list[_Segment], list[str]]:
+    """List the segments of a run, or of one attempt; return them, and a problem with what is none."""
+    found, foreign = list[_Segment](), list[str]()
+    for entry in store.list(prefix + whose):
         if named := KEY.fullmatch(entry.key, len(prefix)):
-            chosen.append(((int(named[1]), int(named[2])), int(named[3]), entry))
+            found.append(_Segment((int(named[1]), int(named[2])), int(named[3]), entry))
         else:
             foreign.append(entry.key)
-    problems = []
-    if foreign:
-        more = f", nor are {len(foreign) - 1} more objects" if foreign[1:] else ""
-        problems.append(f"{foreign[0][:MAX_SHOWN]!r} is not a segment{more}.")
-    chosen.sort(key=lambda each: (each[1], each[0]))
-    size_bytes = 0
-    for n, (_, _, entry) in enumerate(chosen):
-        size_bytes += entry.size_bytes
-        if size_bytes > MAX_BYTES:
-            problems.append(f"{len(chosen) - n} segments are left out: together they have more than {MAX_BYTES} bytes.")
-            return chosen[:n], problems
-    return chosen, problems
+    if not foreign:
+        return found, []
+    more = f", nor are {len(foreign) - 1} more objects" if foreign[1:] else ""
+    return found, [f"{foreign[0][:MAX_SHOWN]!r} is not a segment{more}."]
+
+
+def _thin(listed: Sequence[_Segment]) -> list[_Segment]:
+    """Return the early segments of all attempts before the late ones; of too many bytes a part that is spread evenly.
+
+    That is every second of each attempt, or every fourth, and so on, and the last of each. So a run that goes on is
+    read the same way until it has twice as much, and nothing has to be read that was left out before.
+    """
+    chosen = sorted(listed, key=lambda each: (each.number, each.of))
+    last = {each.of: each.number for each in chosen}
+    every, most = 1, max(last.values(), default=0)
+    while sum(each.entry.size_bytes for each in chosen) > MAX_BYTES and every <= most:
+        every *= 2
+        chosen = [each for each in chosen if each.number % every == 0 or each.number == last[each.of]]
+    sizes = accumulate(each.entry.size_bytes for each in chosen)
+    return [each for each, until_bytes in zip(chosen, sizes, strict=True) if until_bytes <= MAX_BYTES]
 
 
 def _decoded(body: bytes) -> Iterator[Any]:

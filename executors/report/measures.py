@@ -82,14 +82,18 @@ class Measures:
         return sum(sizes.values()) * steps if sizes and steps > 0 else None
 
     def six(self) -> dict[str, Any]:
-        """Return the six numbers of the page, as JSON; None where there is nothing to measure them by."""
+        """Return the six numbers of the page, as JSON; None where there is nothing to measure them by.
+
+        What was measured is set against the time that replicas lived, and so only where all of it was read.
+        """
         rounds, ledger = self.metrics.rounds, self.metrics.ledger
         alive_s, n = sum(self.alive_s.values()), max(1, len(self.rounds_of))
         late_s, hidden_s = sum(row.round_s for row in rounds), sum(row.hidden_s for row in rounds)
         waiting_s = _waiting_s(rounds)
         errors = [row.wire_error for row in rounds if row.wire_error]
         moved = sum(row.up + row.down for row in rounds) / n
-        has_rounds = bool(rounds) and alive_s > 0
+        is_known = bool(rounds) and self.metrics.is_whole
+        has_rounds = is_known and alive_s > 0
         return {
             "goodput": ledger.goodput,
             "late": late_s / alive_s if has_rounds else None,
@@ -100,12 +104,12 @@ class Measures:
             "waiting": waiting_s / alive_s if has_rounds else None,
             "waiting_s": waiting_s,
             "alive_s": alive_s,
-            "bytes_up": sum(row.up for row in rounds) / n if rounds else None,
-            "bytes_down": sum(row.down for row in rounds) / n if rounds else None,
+            "bytes_up": sum(row.up for row in rounds) / n if is_known else None,
+            "bytes_down": sum(row.down for row in rounds) / n if is_known else None,
             "data_parallel_bytes": self.data_parallel_bytes,
             "wire": next((one_line(row.wire, 40) for row in rounds if row.wire), None),
             "wire_error": median(errors) if errors else None,
-            "times_less": 2 * (self.data_parallel_bytes or 0.0) / moved if moved else None,
+            "times_less": 2 * (self.data_parallel_bytes or 0.0) / moved if moved and is_known else None,
             "restarts": sum(self.restarts.values()),
             "restarts_by_rank": self.restarts,
             "work": {fate: getattr(ledger, fate) for fate in FATES} if rounds else None,

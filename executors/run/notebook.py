@@ -22,6 +22,9 @@ EVERY_S = 1.0  # between two looks; at a bucket they are rarer
 PATIENCE_S = 60.0  # a store or a backend that fails for a moment ends no display
 SETTLE_S = 10.0
 MAX_POINTS = 500  # of a curve
+MAX_POINTS_OF_ALL = 20_000  # a quarter of a megabyte, sent with each look: notebooks cut off who sends one a second
+Point = tuple[float, float]
+"""Step and loss."""
 LEFT, TOP, WIDTH, HEIGHT = 60, 10, 560, 160  # of the curves, in units of the picture
 
 
@@ -38,7 +41,7 @@ class NotebookView:
     def __init__(self) -> None:
         self._cells: list[Any] = []
         self._curves = Curves()
-        self._fragment = ""
+        self._fragment = self._shown = ""
         self.head = ""
         """What is shown above a run that has ended."""
 
@@ -49,6 +52,7 @@ class NotebookView:
     def open(self, status: RunStatus) -> None:
         """Show the run in the present cell, too."""
         self._draw(status)
+        self._show(self._fragment)
         kit = _kit()
         self._cells.append(kit.display(kit.HTML(self._fragment), display_id=True))
 
@@ -73,6 +77,10 @@ class NotebookView:
         self._fragment += status.to_html(between=bar(status) + self._curves.to_svg())
 
     def _show(self, fragment: str) -> None:
+        """Show it in all cells, unless they do."""
+        if fragment == self._shown:
+            return
+        self._shown = fragment
         for cell in self._cells:
             cell.update(_kit().HTML(fragment))
 
@@ -146,36 +154,70 @@ class Display:
                     return
 
 
-class Curves:
-    """The loss by step of each attempt."""
+class Curve:
+    """The loss of one rank by step, however long it trains: points that are spread evenly, and the newest."""
 
     def __init__(self) -> None:
-        self._points: dict[tuple[int, int], list[tuple[float, float]]] = {}
+        self._kept: list[Point] = []
+        self._newest: Point | None = None
+        self._n, self._every = 0, 1
+
+    def add(self, step: float, loss: float) -> None:
+        """Take down a point, unless it is of the last one's step."""
+        if self._newest is not None and self._newest[0] == step:
+            return
+        self._newest = (step, loss)
+        if self._n % self._every == 0:
+            self._kept.append(self._newest)
+        self._n += 1
+        if len(self._kept) > MAX_POINTS:
+            del self._kept[1::2]
+            self._every *= 2
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def lines(self, every: int) -> list[list[Point]]:
+        """Return every so many-th point, in lines that end where a later attempt went back to an earlier step."""
+        lines: list[list[Point]] = []
+        kept = self._kept[::every]
+        for point in kept if kept[-1:] == [self._newest] else [*kept, self._newest]:
+            if point is not None and lines and lines[-1][-1][0] < point[0]:
+                lines[-1].append(point)
+            elif point is not None:
+                lines.append([point])
+        return [line for line in lines if len(line) > 1]
+
+
+class Curves:
+    """The loss by step of each rank, over all its attempts."""
+
+    def __init__(self) -> None:
+        self._curves: dict[int, Curve] = {}
 
     def add(self, status: RunStatus) -> None:
         """Take down what each replica reported last."""
         for replica in status.replicas:
-            self._add(replica.rank, replica.attempt, replica.reported)
+            self._add(replica.rank, replica.reported)
 
     def begin(self, metrics: Metrics) -> None:
         """Take down what each replica reported so far."""
         for row in metrics.numbers:
-            self._add(row.rank, row.attempt, row.values)
+            self._add(row.rank, row.values)
 
-    def _add(self, rank: int, attempt: int, reported: Mapping[str, float]) -> None:
+    def _add(self, rank: int, reported: Mapping[str, float]) -> None:
         step, loss = (reported.get(name, math.nan) for name in ("step", "loss"))
-        points = self._points.setdefault((rank, attempt), [])
-        if abs(step) < MAX_STEPS and math.isfinite(loss) and (not points or points[-1][0] != step):
-            points.append((step, loss))
-        if len(points) > MAX_POINTS:
-            del points[1::2]
+        if abs(step) < MAX_STEPS and math.isfinite(loss):
+            self._curves.setdefault(rank, Curve()).add(step, loss)
 
     def to_svg(self) -> str:
         """Return the curves; nothing where there is no line yet."""
-        lines = {key: points for key, points in self._points.items() if len(points) > 1}
-        if not lines:
+        every = max(1, math.ceil(sum(map(len, self._curves.values())) / MAX_POINTS_OF_ALL))
+        found = {rank: lines for rank, curve in self._curves.items() if (lines := curve.lines(every))}
+        points = [point for lines in found.values() for line in lines for point in line]
+        if not points:
             return ""
-        across, up = zip(*(point for points in lines.values() for point in points), strict=True)
+        across, up = zip(*points, strict=True)
         (first, last), (low, high) = (min(across), max(across)), (min(up), max(up))
 
         def place(step: float, loss: float) -> str:
@@ -190,10 +232,11 @@ class Curves:
             label(LEFT, bottom + 18, "start", f"step {first:.0f}"),
             label(right, bottom + 18, "end", f"{last:.0f}"),
         ]
-        for (rank, _), points in lines.items():
+        for rank, lines in found.items():
+            ways = (" ".join(place(*point) for point in line) for line in lines)
+            paths = "".join(f'<polyline points="{way}"/>' for way in ways)
             stroke = f'fill="none" stroke="hsl({rank * 137 % 360} 60% 50%)" stroke-width="1.5"'
-            way = " ".join(place(*point) for point in points)
-            drawn.append(f'<polyline {stroke} points="{way}"><title>rank {rank}</title></polyline>')
+            drawn.append(f"<g {stroke}><title>rank {rank}</title>{paths}</g>")
         size = f'viewBox="0 0 {right + LEFT} {bottom + 26}" style="width: 100%; max-width: {right + LEFT}px"'
         return f'<svg {size} role="img" aria-label="loss by step">{"".join(drawn)}</svg>'
 

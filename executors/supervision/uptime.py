@@ -4,18 +4,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 from executors.attempt import Attempt, Claim
-from executors.protocol import Outcome, ReplicaStatus
+from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.status import ReplicaState, RunStatus
 from executors.store.inventory import Inventory
+from executors.store.parallel import at_store
 from executors.store.records import get_at_most
 from executors.supervision.events import SEGMENT_BYTES, lines_in, read_stacks
 
 LATE_S = 35.0  # at most between the last line of a segment and its writing: usage comes every 30 s (`recorder.USAGE_S`)
-Life = tuple[float | None, Outcome | None]
-"""When an attempt was claimed, where that is known, and how it ended."""
+
+
+class Life(NamedTuple):
+    """What counts of an attempt: an outcome holds output, too, and a long run has thousands."""
+
+    claimed_at: float | None
+    """None: not known."""
+    status: ReplicaStatus | None = None
+    """How it ended; None: it goes on."""
+    reason: Reason | None = None
+    ended_at: float = 0.0
+
+    @classmethod
+    def of(cls, claimed_at: float | None, outcome: Outcome | None) -> Life:
+        if outcome is None:
+            return cls(claimed_at)
+        return cls(claimed_at, outcome.status, outcome.reason, outcome.finished_at)
 
 
 def uptime_document(now: RunStatus, launched_at: float, newest: Callable[[int], Attempt]) -> dict[str, Any]:
@@ -23,22 +40,21 @@ def uptime_document(now: RunStatus, launched_at: float, newest: Callable[[int], 
 
     `availability` is 1 - down time / time, over all ranks: down from the end of a failed attempt to the claim of the
     next; the time of a rank is from the launch to its success or cancellation, else to the run's end, or to now.
-    `flakiness` is the share of attempts that failed. Only ranks that were started again cost requests.
+    `flakiness` is the share of attempts that failed. Only ranks that were started again cost requests, for all of their
+    attempts at once.
 
     Args:
         newest: returns a rank's newest attempt.
     """
     rows, time_s, n_failed = [], 0.0, 0
-    for state in now.replicas:
-        lives = _lives(state, newest)
-        ends = [outcome for _, outcome in lives if outcome is not None]
-        last = ends[-1] if ends and lives[-1][1] is not None else None
-        is_out = last is not None and last.status is not ReplicaStatus.FAILED
-        over_at = last.finished_at if is_out and last is not None else max(now.last_at, launched_at)
+    for lives in _lives(now.replicas, newest):
+        last = lives[-1]
+        is_out = last.status not in (None, ReplicaStatus.FAILED)
+        over_at = last.ended_at if is_out else max(now.last_at, launched_at)
         down_s = _down_s(lives, over_at)
         rows.append({"attempts": len(lives), "down_s": down_s})
         time_s += max(0.0, over_at - launched_at)
-        n_failed += sum(end.status is ReplicaStatus.FAILED and end.reason != "fenced" for end in ends)
+        n_failed += sum(life.status is ReplicaStatus.FAILED and life.reason != "fenced" for life in lives)
     n_attempts, down_s = sum(row["attempts"] for row in rows), sum(row["down_s"] for row in rows)
     return {
         "availability": 1.0 - min(1.0, down_s / time_s) if time_s else None,
@@ -47,11 +63,17 @@ def uptime_document(now: RunStatus, launched_at: float, newest: Callable[[int], 
     }
 
 
-def _lives(state: ReplicaState, newest: Callable[[int], Attempt]) -> list[Life]:
-    if state.attempt == 0 and not state.restart.is_awaited:
-        return [(None, state.outcome)]
-    attempts = [newest(state.rank).at(number) for number in range(state.attempt + 1)]
-    return [(_claimed_at(attempt), attempt.outcome()) for attempt in attempts]
+def _lives(states: Sequence[ReplicaState], newest: Callable[[int], Attempt]) -> list[list[Life]]:
+    """Return the lives of each rank; of one that was not started again its state says all."""
+    again = [state for state in states if state.attempt or state.restart.is_awaited]
+    attempts = [newest(state.rank).at(number) for state in again for number in range(state.attempt + 1)]
+    found = iter(at_store(attempts[0].store, _life, attempts)) if attempts else iter(())
+    told = {state.rank: [*islice(found, state.attempt + 1)] for state in again}
+    return [told.get(state.rank) or [Life.of(None, state.outcome)] for state in states]
+
+
+def _life(attempt: Attempt) -> Life:
+    return Life.of(_claimed_at(attempt), attempt.outcome())
 
 
 def _claimed_at(attempt: Attempt) -> float | None:
@@ -61,11 +83,11 @@ def _claimed_at(attempt: Attempt) -> float | None:
 
 def _down_s(lives: Sequence[Life], over_at: float) -> float:
     """Return how long a rank was down: after each failed attempt until the next was claimed."""
-    claims = [*(claimed_at for claimed_at, _ in lives[1:]), over_at]
+    claims = [*(life.claimed_at for life in lives[1:]), over_at]
     spans = (
-        max(0.0, (over_at if claimed_at is None else min(claimed_at, over_at)) - end.finished_at)
-        for (_, end), claimed_at in zip(lives, claims, strict=True)
-        if end is not None and end.status is ReplicaStatus.FAILED
+        max(0.0, (over_at if claimed_at is None else min(claimed_at, over_at)) - life.ended_at)
+        for life, claimed_at in zip(lives, claims, strict=True)
+        if life.status is ReplicaStatus.FAILED
     )
     return sum(spans, 0.0)
 

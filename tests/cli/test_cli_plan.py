@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from servers.s3.server import S3Server
 from support.cli import Folder, HereInstead
 
 from executors import LocalProcessExecutor, launch
+from executors.cli import planned
 from executors.cli.output import UsageProblem
 from executors.cli.plan import _rate
 from executors.cli.planned import MeasuredLink, link_key, note_link
 from executors.run.run_index import state_dir
+from executors.store import Entry, MemoryStore
+from executors.store.inventory import Inventory
 from executors.testing import eventually
 
 EXAMPLE = ("--params", "1.3e9", "--n", "8", "--step", "0.9", "--gpu", "H100", "--steps", "20_000")
@@ -219,3 +225,33 @@ def test_status_compares_the_rounds_of_a_run_with_the_plan(here: HereInstead, lo
             assert (said in shown, "the plan" in shown) == (True, bool(said))
             assert (here.replicas("status", "mine", "--json").json["plan"] is not None) == bool(said)
             (state_dir() / link_key(run.store.url)).unlink()
+
+
+def test_status_of_a_long_run_lists_the_measurements_of_four_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each what its newest attempt measured, or the one before, where that had no round yet."""
+    store, listed = MemoryStore(), set[str]()
+    for rank in range(8):
+        for attempt in range(3):
+            store.put(f"mine/replicas/{rank:04d}/{attempt}/started.json", b"{}")
+            is_new = (rank, attempt) == (3, 2)
+            for number in range(1 if is_new else 30):
+                lines = {"t": 1.0, "step": 1} if is_new else {**ROUND, "busy_s": 100.0 * attempt + number + 1}
+                store.put(f"mine/metrics/{rank:04d}/{attempt}/{number:06d}.jsonl", json.dumps(lines).encode())
+    store.put("mine/replicas/0001/2/outcome.json", b"{}")
+    inventory = Inventory.of(store, "mine")
+    run: Any = SimpleNamespace(store=store, run_id="mine", record=SimpleNamespace(world_size=8), inventory=inventory)
+    link = MeasuredLink(url="memory://", n=8, at=1.795e9, up=210e6, down=260e6, latency_s=0.048)
+    monkeypatch.setattr(planned, "find_link", lambda url, n: link)
+    monkeypatch.setattr(planned, "LAST_ROUNDS", 1)
+    everything = store.list
+
+    def listing(prefix: str) -> Iterator[Entry]:
+        for entry in everything(prefix):
+            listed.add(entry.key.rpartition("/")[0].removeprefix("mine/metrics/"))
+            yield entry
+
+    monkeypatch.setattr(store, "list", listing)
+    compared = planned.compare(run)
+    assert compared is not None
+    assert compared.round_s == 230.0, "the median of the newest"
+    assert sorted(listed) == ["0000/2", "0002/2", "0003/1", "0003/2", "0004/2"], "of four that run"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -191,6 +192,28 @@ def test_what_a_rank_was_down_is_told_from_its_ends_and_claims(run: MadeUp) -> N
         "flakiness": 0.0,
         "replicas": [{"attempts": 1, "down_s": 0.0}],
     }
+
+
+def test_uptime_reads_attempts_at_once(run: MadeUp, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a bucket, of all ranks together: else each of hundreds of attempts takes round trips of its own."""
+    n_attempts, met = 10, threading.Barrier(20)
+    for rank in (0, 1):
+        for number in range(n_attempts):
+            run.claim(rank, number, 1010.0 + 10 * number)
+            run.end(rank, number, 1015.0 + 10 * number, reason="signal", output_tail="x" * 10_000)
+    states = [ReplicaState(rank, n_attempts - 1, ReplicaStatus.FAILED) for rank in (0, 1)]
+    near = uptime_document(run.status(*states, at=1110.0), 1000.0, run.attempt)
+    assert [row["attempts"] for row in near["replicas"]] == [n_attempts] * 2
+    get = run.store.get
+
+    def counted(key: str, **part: Any) -> memoryview:
+        if key.endswith("started.json"):
+            met.wait(30)  # all are under way
+        return get(key, **part)
+
+    monkeypatch.setattr(run.store, "get", counted)
+    run.store._url = "s3://bucket"
+    assert uptime_document(run.status(*states, at=1110.0), 1000.0, run.attempt) == near
 
 
 def test_a_rank_that_is_found_lost_late_was_down_since_its_last_heartbeat(run: MadeUp) -> None:

@@ -7,6 +7,7 @@ import math
 import socket
 import threading
 import tracemalloc
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from executors.metrics import metrics as metrics_module
 from executors.metrics import segments as segments_module
 from executors.metrics.metrics import Metrics, read_metrics
 from executors.metrics.rows import Numbers, Round, Usage
+from executors.report.measures import Measures
 from executors.store import MemoryStore
 from executors.task.record import RunRecord
 
@@ -76,8 +78,62 @@ def test_the_newest_rounds_are_in_the_newest_segment_that_has_any() -> None:
 
     scene = Scene().segment(at(0), at(1), attempt=0, number=7).segment(at(2), NUMBERS, at(3), attempt=1)
     scene.segment(NUMBERS, attempt=1, number=1).segment(NUMBERS, rank=1).segment(at(2), rank=2).segment(at(2), rank=3)
-    found = segments_module.newest_rounds(scene.store, "run", most_ranks=3, most_rounds=1)
+    found = segments_module.newest_rounds(scene.store, "run", [(0, 1), (1, 0), (2, 0)], most=1)
     assert [(row.rank, row.attempt, row.entry) for row in found] == [(0, 1, 3), (2, 0, 2)]
+
+
+def long_run(n_segments: int = 100, n_ranks: int = 2) -> Scene:
+    """A run in which each round counts everybody: one a second, ten in each segment."""
+    scene, n_rounds = Scene(), 10 * n_segments
+    for rank in range(n_ranks):
+        scene.claim(T0, rank=rank)
+        scene.record("outcome", outcome_json(rank, finished_at=T0 + n_rounds, host="a"), rank)
+        for number in range(n_segments):
+            entries = range(10 * number, 10 * number + 10)
+            steps = [{"t": entry + 0.5, "step": 10 * entry, "loss": 2.0} for entry in entries]
+            rounds = [{**ROUND, "t": entry + 1.0, "entry": entry, "train_s": 0.9, "wait_s": 0.1} for entry in entries]
+            scene.segment(*steps, *rounds, rank=rank, number=number)
+    return scene
+
+
+def bytes_of(scene: Scene) -> int:
+    return sum(entry.size_bytes for entry in scene.store.list("run/metrics/"))
+
+
+def test_newest_rounds_are_the_newest_of_a_run_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = long_run()
+    monkeypatch.setattr(segments_module, "MAX_BYTES", bytes_of(scene) // 2)
+    found = segments_module.newest_rounds(scene.store, "run", [(0, 0), (1, 0)], most=2)
+    assert [(row.rank, row.entry) for row in found] == [(0, 998), (0, 999), (1, 998), (1, 999)]
+
+
+def test_a_run_beyond_the_limit_is_read_from_its_beginning_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = long_run().claim(T0 + 1000, attempt=1).segment({**NUMBERS, "t": 3.0}, attempt=1)
+    monkeypatch.setattr(segments_module, "MAX_BYTES", bytes_of(scene) // 3)
+    found, kept = scene.read(), dict[str, memoryview]()
+    for rank in (0, 1):
+        steps = [row.values["step"] for row in found.numbers if (row.rank, row.attempt) == (rank, 0)]
+        assert (steps[0], steps[-1]) == (0, 9990)
+        assert max(after - before for before, after in pairwise(steps)) <= 310, "three of four segments"
+    assert [row.t for row in found.numbers if row.attempt == 1] == [3.0], "an attempt with one segment is there"
+    (problem,) = found.problems
+    assert "of 201 segments are left out" in problem
+    assert read_metrics(scene.store, "run", RunRecord.parse(run_json(created_at=T0)), kept).rows == found.rows
+    for rank in (0, 1):
+        scene.segment(NUMBERS, rank=rank, number=100)
+    read_metrics(scene.store, "run", RunRecord.parse(run_json(created_at=T0)), kept)
+    assert sum(map(len, kept.values())) <= segments_module.MAX_BYTES, "and who goes on reading keeps no more"
+
+
+def test_a_ledger_of_a_part_does_not_say_goodput_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = long_run()
+    assert scene.read().ledger.goodput == pytest.approx(1.0)
+    monkeypatch.setattr(segments_module, "MAX_BYTES", bytes_of(scene) // 2)
+    found = scene.read()
+    assert (found.is_whole, found.ledger.goodput) == (False, None)
+    numbers = Measures(found).six()
+    of_the_whole = ("late", "hidden", "in_rounds", "waiting", "bytes_up", "bytes_down", "times_less")
+    assert [numbers[name] for name in of_the_whole] == [None] * len(of_the_whole)
 
 
 def test_columns_have_one_value_for_each_row() -> None:

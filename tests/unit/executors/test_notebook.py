@@ -7,6 +7,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,7 +73,7 @@ def is_shown() -> bool:
     return any(thread.name == "replicas-show" for thread in threading.enumerate())
 
 
-def test_the_curves_are_of_each_attempt_and_stay_small() -> None:
+def test_a_curve_begins_anew_where_an_attempt_does_and_stays_small() -> None:
     curves = Curves()
     assert curves.to_svg() == ""
     for step in range(3 * MAX_POINTS):
@@ -83,7 +84,55 @@ def test_the_curves_are_of_each_attempt_and_stay_small() -> None:
     assert len(lines) == 3
     assert all(len(line.split()) <= MAX_POINTS for line in lines)
     assert lines[0].startswith("60.0,90.0 ")
-    assert lines[0].split()[-1].startswith("620.0,")
+    assert lines[-1].split()[-1].startswith("620.0,")
+
+
+def drawn(curves: Curves) -> list[list[tuple[float, float]]]:
+    """Return the points of each line, in units of the picture."""
+    lines = re.findall(r'points="([^"]*)"', curves.to_svg())
+    return [[tuple(map(float, point.split(","))) for point in line.split()] for line in lines]  # type: ignore[misc]
+
+
+def test_the_curves_of_many_attempts_stay_small() -> None:
+    """A rank that came back is drawn on, where its step goes on."""
+    curves = Curves()
+    for attempt in range(500):
+        for step in range(100 * attempt, 100 * attempt + 90, 10):
+            curves.add(state({"step": step, "loss": 1 / (step + 1)}, attempt=attempt))
+    (line,) = drawn(curves)
+    assert (line[0][0], line[-1][0], len(line) <= MAX_POINTS + 1) == (60.0, 620.0, True)
+    many = Curves()
+    for step in range(MAX_POINTS // 2):
+        many.add(state(*({"step": step, "loss": 2.0} for _ in range(200))))
+    assert len(drawn(many)) == 200
+    assert len(many.to_svg()) < 400_000, "a cell is sent again every second"
+
+
+def test_a_long_curve_is_as_dense_at_its_beginning_as_at_its_end() -> None:
+    curves = Curves()
+    for step in range(20 * MAX_POINTS + 7):
+        curves.add(state({"step": step, "loss": 1 / (step + 1)}))
+    (line,) = drawn(curves)
+    gaps = [after[0] - before[0] for before, after in pairwise(line)]
+    assert max(gaps) < 560 / (MAX_POINTS / 2) * 1.5
+    assert line[-1][0] == 620.0
+
+
+def test_a_cell_is_not_sent_what_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = list[str]()
+    cell = SimpleNamespace(update=sent.append)
+    monkeypatch.setattr(notebook, "_kit", lambda: SimpleNamespace(HTML=str, display=lambda *_, **__: cell))
+    view, first, second = NotebookView(), state({"step": 1, "loss": 2.0}), state({"step": 2, "loss": 1.0})
+    view.update(first)
+    view.update(first)
+    assert sent == []
+    view.update(second)
+    view.update(second)
+    view.say("Looking again")
+    view.update(second)
+    assert [text.endswith("<p>Looking again</p>") for text in sent] == [False, True, False]
+    view.open(first)
+    assert len(sent) == 4, "the first cell, too, shows what the second begins with"
 
 
 def test_a_curve_begins_with_what_was_measured_before_anybody_looked() -> None:

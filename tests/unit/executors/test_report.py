@@ -156,6 +156,18 @@ def test_rounds_of_replicas_that_never_lived_are_shown_without_shares_of_their_t
     assert "<dt>Waiting for others</dt><dd>—</dd>" in page(made)
 
 
+def test_the_page_of_a_part_of_the_measurements_sets_none_of_it_against_the_whole() -> None:
+    subject = SCENES["beside"]()
+    part = replace(subject.metrics, is_whole=False, problems=["300 of 600 segments are left out."])
+    made = document(replace(subject, metrics=part))
+    assert {"text": "300 of 600 segments are left out.", "tone": "bad"} in made["in_short"]
+    assert [text for text in texts_of(made) if "of the time" in text or "of their time" in text] == []
+    shown = page(made)
+    for name in ("Goodput", "Time in rounds", "Waiting for others"):
+        assert f"<dt>{name}</dt><dd>—</dd><dd>cannot be told</dd>" in shown
+    assert re.search(r"<dt>Moved per replica</dt>\s*<dd>—</dd>", shown)
+
+
 def test_a_round_beside_the_training_holds_it_up_for_as_long_as_it_is_late() -> None:
     subject = SCENES["beside"]()
     made, rounds = document(subject), subject.metrics.rounds
