@@ -303,6 +303,7 @@ def test_a_stop_has_its_time_whatever_the_clock_of_a_keeper_says(
         outcome=lambda rank: None,
         attempt=lambda rank: Attempt(scene.store, "run", rank),
         map=lambda act, things: [act(thing) for thing in things],
+        share_log=lambda log: None,
     )
     ended = list[str]()
     hands: Any = SimpleNamespace(how="launch", free={}, may_start=lambda rank: False)
