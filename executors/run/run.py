@@ -211,8 +211,11 @@ class Run(Traces):
         self._keeper.keep(states)
         return len(self._keeper.log.entries) > n_known
 
-    def remove(self) -> None:
+    def remove(self, tell: Callable[[str], None] = lambda words: None) -> None:
         """Delete everything the run left, here and in its store.
+
+        Args:
+            tell: gets a few words on how far it is, where it takes long.
 
         Raises:
             RunExistsError: a replica still runs.
@@ -224,7 +227,7 @@ class Run(Traces):
         if not is_over:
             raise RunExistsError(f"Run {self.run_id!r} still runs. Cancel it first: `replicas cancel {self.run_id}`.")
         remove_files(self)
-        remove_run(self.store, self.run_id)
+        remove_run(self.store, self.run_id, tell)
 
     @cached_property
     def _waiter(self) -> Waiter:
