@@ -58,8 +58,10 @@ def test_a_broken_record_hides_no_other_run_and_can_be_removed(state_home: Path)
 def test_removing_a_run_from_a_bucket_deletes_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     store._url = "s3://bucket"
-    keys = [f"run/{name}" for name in ("decisions/000000.json", "replicas/0000/0/outcome.json", "run.json", "task.json")]
-    for key in (*keys, *(f"run/metrics/{number:06d}.jsonl" for number in range(6000)), "run.json", "runs/run.json"):
+    names = ("decisions/000000.json", "replicas/0000/0/outcome.json", "run.json", "task/task.json")
+    for name in (*names, *(f"metrics/0000/0/{number:06d}.jsonl" for number in range(6000))):
+        store.put(f"run/{name}", b"{}")
+    for key in ("run.json", "runs/run.json"):
         store.put(key, b"{}")
     batches, deleted, told = list[int](), list[str](), list[str]()
     delete = store.delete
