@@ -75,13 +75,13 @@ def watch(
         _check_policy(found, log, restarts)
     if restarts is not None or hang is not None:
         order_policy(log, restarts, hang)
+    log.read()
     output.say(heading(found), "bold")
     lease = None
     if needs_lease:
         lease = LeaseHolder(found.store, found.run_id, is_second=True)
         lease.start()
-    keeper = found.keep_here(recipes, lease, lambda words: output.say(words, "yellow"))
-    keeper.log.read()
+    keeper = found.keep_here(recipes, lease, lambda words: output.say(words, "yellow"), log=log)
     if once:
         now = _keep_once(found, keeper, output)
         if as_json:

@@ -301,7 +301,8 @@ def rm(
     for run in runs:
         try:
             found = find_run(run, rendezvous, backend, option)
-            found.remove()
+            with output.busy(f"Removing {found.run_id}") as tell:
+                found.remove(tell)
             output.say(f"Removed {found.run_id} from {found.store.url}")
             problems[run] = None
         except (ReplicasError, BadParameter) as error:

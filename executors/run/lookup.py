@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +16,8 @@ from executors.run.run import Run
 from executors.run.run_index import check_is_located, find_preparation, known_run_ids, locate, noted_at, state_path
 from executors.run.spread import SpreadExecutor
 from executors.store import Store
-from executors.store.parallel import in_parallel
+from executors.store.parallel import at_store, in_parallel
+from executors.store.protocol import FolderStore
 from executors.store.url import (
     RUN_ID,
     check_run_id,
@@ -94,7 +96,8 @@ def list_runs(rendezvous: str | Path | None = None) -> list[Run]:
     """
     if rendezvous is not None:
         store = existing_store(rendezvous)
-        return sorted((Run(store, run_id) for run_id in _run_ids(store)), key=_created_at)
+        there = at_store(store, functools.partial(_find_run, store), [*_run_ids(store)])
+        return sorted((run for run in there if run is not None), key=_created_at)
     run_ids: dict[str, list[str]] = {}
     found: list[Run] = []
     for run_id in known_run_ids():
@@ -116,23 +119,36 @@ def _runs_at(url: str, run_ids: Sequence[str]) -> list[Run]:
         return []
     except StoreError as error:
         store = quick = cast(Store, _Away(url, error))
-    found: list[Run] = []
-    for run_id in run_ids:
+
+    def find(run_id: str) -> Run | None:
         run = Run(store, run_id)
         try:
             record = find_run_record(quick, run_id)
             if record is None:
                 check_is_located(run_id, url)
-                continue
+                return None
             run.record = record
         except CorruptObjectError:  # it can be looked at, and removed
             pass
         except ReplicasError as error:
-            if not is_near(url):
-                store = quick = cast(Store, _Away(url, error))
-                run = Run(store, run_id)
-        found.append(run)
-    return found
+            return run if is_near(url) else Run(cast(Store, _Away(url, error)), run_id)
+        return run
+
+    first = find(run_ids[0])
+    if first is not None and isinstance(first.store, _Away):
+        store = quick = first.store
+    return [run for run in (first, *at_store(store, find, run_ids[1:])) if run is not None]
+
+
+def _find_run(store: Store, run_id: str) -> Run | None:
+    """Return a run if it is there, also where its record cannot be read: whatever asks it says why that is."""
+    run = Run(store, run_id)
+    with contextlib.suppress(StoreError):
+        record = find_run_record(store, run_id)
+        if record is None:
+            return None
+        run.record = record
+    return run
 
 
 class _Away:
@@ -149,11 +165,16 @@ class _Away:
 def _run_ids(store: Store) -> Iterator[str]:
     """Yield the ids of the runs in a store; in a directory, of the folders that this user may not look into, too.
 
+    Of a bucket that names its folders, those that are no runs are among them.
+
     Raises:
         StoreError: it cannot be listed.
     """
     directory = directory_of(store.url)
     if directory is None:
+        if isinstance(store, FolderStore):  # else all is listed that runs have left
+            yield from filter(RUN_ID.fullmatch, store.folders(""))
+            return
         keys = (entry.key.split("/") for entry in store.list(""))
         yield from (key[0] for key in keys if key[1:] == ["run.json"] and RUN_ID.fullmatch(key[0]))
         return

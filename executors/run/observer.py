@@ -26,7 +26,7 @@ from executors.store import Store
 from executors.store.inventory import Inventory
 from executors.store.parallel import at_store
 from executors.store.url import is_near
-from executors.supervision.decisions import Decision
+from executors.supervision.decisions import Decision, DecisionLog
 from executors.task.record import RunRecord
 
 FAR_PAUSES_S = (0.25, 4.0)  # 64 replicas watched for an hour are 60,000 requests
@@ -127,6 +127,10 @@ class Observer:
     def decisions(self) -> Sequence[Decision]:
         """The log of decisions, as far as it was read."""
         return self._restarts.decisions
+
+    def share_log(self, log: DecisionLog) -> None:
+        """Let the looks at the run and another log of it have what either has read."""
+        self._restarts.share(log)
 
     @property
     def is_hopeless(self) -> bool:

@@ -80,6 +80,7 @@ class OutsideKeeper:
 
     def _pass(self, states: Sequence[ReplicaState]) -> float | None:
         observer, log = self._observer, self.log
+        observer.share_log(log)
         if self._record.restarts is None and not log.entries:
             return None  # to look whether somebody has set a policy since costs a request each time
         log.read()

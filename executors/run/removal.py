@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 from executors.errors import BackendError, ReplicasError, StoreError
 from executors.native import LeavesFiles
 from executors.run.run_index import folder_of_run, forget
 from executors.run.traces import Traces
 from executors.store import Store
+from executors.store.parallel import at_store
+
+MANY = 4096  # objects whose deletion is begun together
 
 
 def remove_files(run: Traces) -> None:
@@ -21,19 +25,37 @@ def remove_files(run: Traces) -> None:
                     site.executor.remove_files(run.store.url, run.run_id, run.record.created_at)
 
 
-def remove_run(store: Store, run_id: str) -> None:
+def remove_run(store: Store, run_id: str, tell: Callable[[str], None] = lambda words: None) -> None:
     """Delete a run that is over, where its records are and in the directory of runs.
+
+    What says that it is over goes behind the rest, and the run's record last: a removal that ends half-way can be begun
+    again.
+
+    Args:
+        tell: gets a few words on how far it is.
 
     Raises:
         StoreError: something is left, or the store does not answer.
     """
-    folder = folder_of_run(run_id, store.url)
-    left = []
-    for entry in list(store.list(f"{run_id}/")):
+    folder, last = folder_of_run(run_id, store.url), (f"{run_id}/replicas/", f"{run_id}/run.json")
+    stages: list[list[str]] = [[], [], []]
+    for entry in store.list(f"{run_id}/"):
+        stages[entry.key.startswith(last) + (entry.key == last[1])].append(entry.key)
+    left, n_done, n_all = list[str](), 0, sum(map(len, stages))
+
+    def delete(key: str) -> str | None:
         try:
-            store.delete(entry.key)
+            store.delete(key)
         except ValueError:  # not a key that a store takes: somebody put it there by other means
-            left.append(entry.key)
+            return key
+        return None
+
+    for keys in stages:
+        for start in range(0, len(keys), MANY):
+            tell(f"{n_done:,} of {n_all:,} objects")
+            batch = keys[start : start + MANY]
+            left += [key for key in at_store(store, delete, batch) if key is not None]
+            n_done += len(batch)
     forget(folder)
     if left:
         raise StoreError(

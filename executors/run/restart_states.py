@@ -76,6 +76,12 @@ class RestartStates:
         earlier = Earlier(self._launched, log)
         return [self._with_answer(state, log, earlier, list(ends.values()), now) for state in states]
 
+    def share(self, log: DecisionLog) -> None:
+        """Let this process's looks and another log of the run have what either has read."""
+        with self._reading:
+            self._log.take_over(log)
+            log.take_over(self._log)
+
     def told(self, ends: Mapping[int, Outcome]) -> list[Decided]:
         """Return what was decided so far, a line each, oldest first."""
         with self._reading:

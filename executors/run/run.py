@@ -174,6 +174,8 @@ class Run(Traces):
         recipes: Sequence[Recipe],
         lease: LeaseHolder | None,
         say: Callable[[str], None] | None = None,
+        *,
+        log: DecisionLog | None = None,
     ) -> OutsideKeeper:
         """Let this process answer ends whose supervisors are gone, whenever it looks at the run while it waits.
 
@@ -183,6 +185,7 @@ class Run(Traces):
             recipes: what starts its ranks again; those of others are left alone.
             lease: where its replicas end unless somebody renews it; it ends with the run.
             say: gets a sentence on each start that failed. None: they go to stderr.
+            log: the log of decisions, as far as the caller has read it.
         """
         self._leases += () if lease is None else (lease,)
         if self._keeper is not None:
@@ -190,7 +193,8 @@ class Run(Traces):
             return self._keeper
         tell = say or (lambda words: print(f"replicas: {words}", file=sys.stderr))
         hands = LaunchHands(lambda: self.executor, recipes, tell)
-        log = DecisionLog(self.store, self.run_id, key=next((recipe.spec.key for recipe in recipes), None))
+        log = log or DecisionLog(self.store, self.run_id, key=next((recipe.spec.key for recipe in recipes), None))
+        self._observer.share_log(log)
         self._keeper = OutsideKeeper(log, self._observer, hands, self._canceller.end, hands.knows)
         return self._keeper
 
@@ -207,8 +211,11 @@ class Run(Traces):
         self._keeper.keep(states)
         return len(self._keeper.log.entries) > n_known
 
-    def remove(self) -> None:
+    def remove(self, tell: Callable[[str], None] = lambda words: None) -> None:
         """Delete everything the run left, here and in its store.
+
+        Args:
+            tell: gets a few words on how far it is, where it takes long.
 
         Raises:
             RunExistsError: a replica still runs.
@@ -220,7 +227,7 @@ class Run(Traces):
         if not is_over:
             raise RunExistsError(f"Run {self.run_id!r} still runs. Cancel it first: `replicas cancel {self.run_id}`.")
         remove_files(self)
-        remove_run(self.store, self.run_id)
+        remove_run(self.store, self.run_id, tell)
 
     @cached_property
     def _waiter(self) -> Waiter:

@@ -29,7 +29,7 @@ from executors.store.artifacts import Artifact, kept_artifacts
 from executors.store.inventory import Inventory
 from executors.store.records import retry
 from executors.store.url import address_of
-from executors.supervision.decisions import Decision
+from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.events import Event, EventReader
 from executors.task.record import RunRecord, find_run_record
 
@@ -256,9 +256,11 @@ class Traces:
             note: is told of each record that cannot be read.
         """
         key = self.record.key_id and find_key(self.run_id, self.record.key_id)
-        reader = EventReader(self.store, self.run_id, self.record, key=key, map_over=self._observer.map, note=note)
+        decisions = DecisionLog(self.store, self.run_id, key=key)
+        reader = EventReader(decisions, self.record, map_over=self._observer.map, note=note)
         for pause_s in self.pauses():
             now = retry(lambda: self.status(reports=False)) if follow else self.status(reports=False)
+            self._observer.share_log(decisions)
             yield from reader.new(self._observer.inventory, now)
             if not follow or now.is_terminal:
                 return

@@ -99,6 +99,17 @@ class BoundedStore(Store, Protocol):
 
 
 @runtime_checkable
+class FolderStore(Store, Protocol):
+    """An optional ability: to list what lies at one level, and nothing of what is below."""
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        """List, for each key below a prefix that is empty or ends with `/`, its next segment if more follow.
+
+        Each once, sorted; as stale as `list`.
+        """
+
+
+@runtime_checkable
 class LimitedStore(Store, Protocol):
     """What a store says that takes no object above a size."""
 

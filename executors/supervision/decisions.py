@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import math
 import os
 import re
 import time
@@ -38,6 +39,7 @@ from executors.store.records import (
     to_bytes,
 )
 from executors.store.run_key import parse_key
+from executors.store.url import is_near
 from executors.task.policy import HangLimits, Restarts
 
 MAX_DECISIONS = 100_000
@@ -134,18 +136,29 @@ class DecisionLog:
 
     Args:
         key: of a signed run. Without it all entries are believed, and what is added counts for what it ends alone.
+        n_skipped: how many entries its reader does without. `entries` begins behind them, and nothing can be added.
     """
 
     def __init__(
-        self, store: Store, run_id: str, clock: Callable[[], float] = time.time, *, key: str | None = None
+        self,
+        store: Store,
+        run_id: str,
+        clock: Callable[[], float] = time.time,
+        *,
+        key: str | None = None,
+        n_skipped: int = 0,
     ) -> None:
         self.store = store
         self.run_id = run_id
         self._clock = clock
         self._key = None if key is None else parse_key(key)
+        self._n_skipped = n_skipped
+        self._is_near = is_near(store.url)
         self.entries: list[Decision] = []
         self._n_bytes = 0
         """Of all entries that were read."""
+        self._n_at_end = 0
+        """How many entries had been read when the end was seen last."""
 
     def key(self, index: int) -> str:
         """Name an entry."""
@@ -155,18 +168,25 @@ class DecisionLog:
         """Read what was added since, and return all.
 
         Raises:
-            StoreError: the store does not answer, or holds something else there.
+            StoreError: the store does not answer, or holds something else there. What was read before it is kept.
         """
-        while (found := self._find(len(self.entries))) is not None:
-            self.entries.append(found)
+        self.read_for(math.inf)
         return self.entries
 
-    def read_from(self, index: int) -> Sequence[Decision]:
-        """Read the entries from one on, for somebody who needs none before it; see `read`."""
-        found: list[Decision] = []
-        while (entry := self._find(index + len(found))) is not None:
-            found.append(entry)
-        return found
+    def read_for(self, limit_s: float) -> bool:
+        """Do the same for some seconds, and return whether that was all; the next call goes on from there."""
+        until = time.monotonic() + limit_s
+        while self._read_next():
+            if time.monotonic() >= until:
+                return False
+        self._n_at_end = len(self.entries)
+        return True
+
+    def take_over(self, other: DecisionLog) -> None:
+        """Take over what another log of the same run has read, if it has the same key and so believes the same."""
+        if self._key == other._key and len(other.entries) > len(self.entries):
+            self.entries += other.entries[len(self.entries) :]
+            self._n_at_end, self._n_bytes = len(self.entries), max(self._n_bytes, other._n_bytes)
 
     def append(self, compute: Callable[[Sequence[Decision]], Decision | None]) -> Decision | None:
         """Add an entry that is computed from the whole log before it; return it, None when there is none to add.
@@ -177,6 +197,7 @@ class DecisionLog:
         Raises:
             StoreError: the store does not answer; the entry may stand or not.
         """
+        assert not self._n_skipped, "an entry is computed from the whole log"
         begin, nonce = len(self.entries), os.urandom(8).hex()
         for _ in range(MAX_TRIES):
             self.read()
@@ -200,10 +221,42 @@ class DecisionLog:
                 raise problem
         raise StoreError(f"No decision could be added to run {self.run_id!r}: others were always first.")
 
+    def _read_next(self) -> bool:
+        """Read the next entry; return whether there is one, and perhaps another.
+
+        Mostly there is none. Where there are many, and each takes a round trip, as many more are asked for at once as
+        were found so far.
+        """
+        index, n_found = self._n_skipped + len(self.entries), len(self.entries) - self._n_at_end
+        if self._is_near or n_found < 2:
+            found = self._find(index)
+            self.entries += () if found is None else (found,)
+            return found is not None
+        from executors.store.parallel import MAX_THREADS, at_store  # its threads need modules that few replicas use
+
+        indices = range(index, index + min(n_found, MAX_THREADS))
+        for each, data in zip(indices, at_store(self.store, self._try_to_get, indices), strict=True):
+            if isinstance(data, StoreError):  # behind the end, whether a request fails does not matter
+                raise data
+            if data is None:
+                return False
+            self.entries.append(self._parse(data, self.key(each), self.store.url))
+        return True
+
     def _find(self, index: int) -> Decision | None:
+        data = self._get(index)
+        return None if data is None else self._parse(data, self.key(index), self.store.url)
+
+    def _try_to_get(self, index: int) -> memoryview | StoreError | None:
+        try:
+            return self._get(index)
+        except StoreError as error:
+            return error
+
+    def _get(self, index: int) -> memoryview | None:
         if index >= MAX_DECISIONS:
             raise CorruptObjectError(f"Run {self.run_id!r} has more than {MAX_DECISIONS} decisions.")
-        return find_record(self.store, self.key(index), self._parse, MAX_DECISION_BYTES)
+        return find_record(self.store, self.key(index), lambda data, *_: data, MAX_DECISION_BYTES)
 
     def _parse(self, data: Any, key: str, url: str) -> Decision:
         if self._n_bytes + len(data) > MAX_LOG_BYTES:

@@ -14,7 +14,6 @@ from executors.attempt import Attempt, Claim, Intent
 from executors.errors import StoreError
 from executors.protocol import Outcome, ReplicaStatus
 from executors.status import RunStatus
-from executors.store import Store
 from executors.store.inventory import Inventory
 from executors.store.records import FAR_AHEAD, find_record, get_at_most, number
 from executors.supervision.decision_words import Earlier, line_of
@@ -72,29 +71,27 @@ class EventReader:
     """Reads what happened in a run; each record is read once.
 
     Args:
-        key: of a signed run, if this machine has it.
+        log: the run's log of decisions, of which nothing needs to be read yet.
         map_over: acts on several items, at the same time where each takes a round trip.
         note: is told what cannot be read.
     """
 
     def __init__(
         self,
-        store: Store,
-        run_id: str,
+        log: DecisionLog,
         record: RunRecord,
         *,
-        key: str | None,
         map_over: Callable[[Callable[[T], R], Iterable[T]], list[R]],
         note: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store = store
-        self._run_id = run_id
+        self._store = log.store
+        self._run_id = log.run_id
         self._record = record
         self._map: Any = map_over
         self._note = note
         self._clock = clock
-        self._log = DecisionLog(store, run_id, key=key)
+        self._log = log
         self._n_decisions = 0
         self._earlier = Earlier(Restarts.of(record.restarts))
         """Of the decisions that were told."""

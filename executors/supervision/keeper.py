@@ -151,7 +151,12 @@ class Keeper:
         Raises:
             StoreError: the store does not answer; call it again.
         """
-        n_read = len(self.log.read())
+        self.log.read()
+        return self.keep_as_read(sight)
+
+    def keep_as_read(self, sight: Sight) -> float | None:
+        """Do the same by the log as it was read just now."""
+        n_read = len(self.log.entries)
         self._fold()
         waits = [self._answer(end, sight) for end in sight.ends.values()]
         self.stop_if_too_few(sight)

@@ -18,6 +18,7 @@ from executors.store.records import OUTAGE_S, RETRY_S
 from executors.supervision.decisions import Decision, DecisionLog, hang_of, policy_of
 from executors.supervision.keeper import Keeper, Sight, Terms, leaves_its_supervisor
 from executors.task.policy import HangLimits, Restarts
+from executors.worker.cancel_looks import TURN_S
 
 LOG_LOOK_S = 10.0
 TRY_AGAIN_S = 1.0
@@ -54,7 +55,7 @@ class Answers:
         """The newest attempt of each rank that is this supervisor's."""
         self._ends: dict[int, Outcome] = {}
         """How those ended that have."""
-        self._n_seen = 0
+        self._n_read = self._n_seen = 0
         self._has_progress = False
         self._keep_at = NEVER
         self._look_at = time.monotonic() + LOG_LOOK_S
@@ -72,8 +73,8 @@ class Answers:
 
     @property
     def n_read(self) -> int:
-        """How many entries of the log were read."""
-        return len(self._log.entries)
+        """How many entries of the log were read when what they bar was looked at last."""
+        return self._n_read
 
     @property
     def hang(self) -> HangLimits:
@@ -129,21 +130,24 @@ class Answers:
     def keep(self, *, has_progress: bool, is_busy: bool) -> bool:
         """Look at the log when it is time to, answer what ended, and begin what is due; return whether it did.
 
+        A long log is read in several turns, between which the ranks are looked after.
+
         Args:
             has_progress: whether a rank that runs here has reported anything.
             is_busy: whether the supervisor has something else to do; else it waits for a store that fails only so long.
         """
-        now = time.monotonic()
+        now, due_at = time.monotonic(), self._keep_at
         if now < self.next_at or self._is_closed:
             return False
         self._look_at, self._keep_at = now + LOG_LOOK_S, NEVER
         self._has_progress |= has_progress
         try:
-            if self._only_looks:
-                self._log.read()
-                return True
-            wait_s = self._keeper.keep(self._sight())
-            self._failing_since = None
+            sight = None if self._only_looks else self._sight()
+            if not self._log.read_for(TURN_S):  # by a part of it nothing is decided
+                self._look_at, self._keep_at, self._failing_since = now, due_at, None
+                return False
+            wait_s = None if sight is None else self._keeper.keep_as_read(sight)
+            self._n_read, self._failing_since = len(self._log.entries), None
         except CorruptObjectError:  # nobody can decide by such records, and asking again does not mend them
             return False
         except StoreError:

@@ -41,9 +41,8 @@ def claim(asked: Attempt, n_decisions: int = 0, key: str | None = None) -> tuple
             _end_before_start(attempt)
         if retry(functools.partial(_nonce_that_counts, attempt, claim)) == nonce:
             # Behind the claim: who cancels looks for claims behind the entry, so one of the two sees the other.
-            log = DecisionLog(attempt.store, attempt.run_id, key=key)
-            entries = retry(functools.partial(log.read_from, n_decisions))
-            if (entry := barred_by(entries, attempt.rank)) is not None:
+            log = DecisionLog(attempt.store, attempt.run_id, key=key, n_skipped=n_decisions)
+            if (entry := barred_by(retry(log.read), attempt.rank)) is not None:
                 attempt.request_cancel(words_of_bar(entry))
                 _end_before_start(attempt)
             return attempt, nonce

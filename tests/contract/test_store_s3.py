@@ -14,7 +14,7 @@ from servers.s3.server import BUCKET, S3Server
 from support.stores import Clock
 
 from executors.errors import CorruptObjectError, StoreError
-from executors.store.protocol import BoundedStore, LimitedStore, buffers_of
+from executors.store.protocol import BoundedStore, FolderStore, LimitedStore, buffers_of
 from executors.store.s3.store import MAX_PUT_BYTES, S3Store
 from executors.store.s3.transfer import BufferBody, is_made_of
 
@@ -240,6 +240,24 @@ def test_a_prefix_holds_its_own_keys_and_no_others(s3: S3Server) -> None:
     with pytest.raises(ValueError, match="with the prefix"):
         first.put(f"{key}/abcd", b"")
     first.put(key[:-8], b"x")
+
+
+def test_folders_are_named_once_without_a_listing_of_what_they_hold(
+    s3: S3Server, store: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(store, FolderStore)
+    other = S3Store(s3.url())
+    for key in ("b/2", "a/1", "a/x/1", "a/x/2", "a/y/1", "file"):
+        store.put(key, b"x")
+    other.put("runs2/no", b"x")
+    for key in ("runs/", "runs/.probe~/x"):  # what some consoles create, and what opening leaves for a moment
+        other._client.put_object(Bucket=BUCKET, Key=key, Body=b"")
+    client = store._client
+    real = client.list_objects_v2
+    monkeypatch.setattr(client, "list_objects_v2", lambda **request: real(**request, MaxKeys=2))
+    assert [*store.folders("")] == ["a", "b"]
+    assert [*store.folders("a/")] == ["x", "y"]
+    assert [*store.folders("none/")] == []
 
 
 # --- connections

@@ -215,3 +215,19 @@ def test_supervisor_and_zygote_hold_nothing_of_the_launchers(local: LocalProcess
         )
         assert int(ignored.split()[1], 16) & 1 << (signal.SIGINT - 1), "Ctrl-C is the launcher's business"
     local.cancel(handles[0])
+
+
+def test_a_supervisor_collects_its_garbage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its zygote does not, which only imports."""
+    (tmp_path / "tells_of_its_collector.py").write_text(
+        "import gc, pathlib\n"
+        "from executors.worker.supervisor import Supervisor\n"
+        "run = Supervisor.run\n"
+        "def tell_and_run(self):\n"
+        f"    pathlib.Path({str(tmp_path)!r}, 'told').write_text(str(gc.isenabled()))\n"
+        "    run(self)\n"
+        "Supervisor.run = tell_and_run\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert launch(LocalProcessExecutor(preload=("tells_of_its_collector",)), str, 1).results() == [""]
+    assert (tmp_path / "told").read_text() == "True"

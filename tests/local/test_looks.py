@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import threading
@@ -13,16 +14,18 @@ import pytest
 from servers.s3.server import S3Server, running_server
 from support.hostile_records import local_handle, outcome_json, run_json
 
-from executors import LocalProcessExecutor, Run, attach, launch
+from executors import LocalProcessExecutor, Run, attach, launch, list_runs
 from executors.attempt import Attempt, replica_key
 from executors.errors import CorruptObjectError, ReplicaLostError
 from executors.native import Observation, Unfinished
 from executors.run.handles import keep_handles
 from executors.run.resume import resume
+from executors.run.run_index import remember
 from executors.store import Store, open_store
 from executors.store.inventory import Inventory
 from executors.store.memory import MemoryStore
 from executors.store.protocol import Entry
+from executors.store.url import existing_store
 from executors.supervision.decisions import Decision
 from executors.testing.executor_contract import task
 
@@ -89,6 +92,46 @@ def test_the_log_of_decisions_is_read_once_somebody_has_ended_and_from_where_it_
     store.put("wide/decisions/000000.json", Decision(kind="restart", rank=0, ended=0, start={0: 1}).to_bytes())
     assert [cost(bucket, lambda: run.wait(timeout=0)) for _ in range(2)] == [3, 2]
     assert run.status().replicas[0].status == "pending"
+
+
+def test_ls_of_a_bucket_does_not_list_what_runs_measured(
+    bucket: S3Server, state_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(bucket.url("runs"))
+    for number in range(3):
+        store.put(f"run-{number}/run.json", json.dumps(run_json(created_at=3000.0 - number)).encode())
+        for segment in range(40):
+            store.put(f"run-{number}/metrics/0000/0/{segment:06d}.jsonl", b"")
+    store.put("broken/run.json", b"{half a rec")
+    store.put("plan/probe", b"")
+    store.put("Odd_Name/run.json", b"")
+    client = existing_store(store.url)._client  # type: ignore[attr-defined]
+    in_pages = functools.partial(client.list_objects_v2, MaxKeys=10)
+    monkeypatch.setattr(client, "list_objects_v2", in_pages)
+    found: list[Run] = []
+    n_requests = cost(bucket, lambda: found.extend(list_runs(store.url)))
+    assert {run.run_id for run in found} == {"run-0", "run-1", "run-2", "broken"}
+    assert [run.run_id for run in found if run.run_id != "broken"] == ["run-2", "run-1", "run-0"], "oldest first"
+    assert n_requests <= 1 + 5 + 2, "one list, the records, and twice more the one that cannot be read"
+
+
+def test_runs_that_this_machine_knows_at_a_bucket_are_asked_for_at_once(
+    bucket: S3Server, state_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(bucket.url("runs"))
+    for number in range(30):
+        run_id = f"run-{number}"
+        store.put(f"{run_id}/run.json", json.dumps(run_json(created_at=number)).encode())
+        remember(run_id, store.url)
+    at_once: list[int] = []
+
+    def in_turn(act: Callable[[object], object], items: Sequence[object]) -> list[object]:
+        at_once.append(len(items))
+        return [*map(act, items)]
+
+    monkeypatch.setattr("executors.store.parallel.in_parallel", in_turn)
+    assert [run.run_id for run in list_runs()] == [f"run-{number}" for number in range(30)]
+    assert at_once == [29], "all but the first, which tells whether the bucket answers"
 
 
 def test_what_happened_costs_a_look_the_claims_the_first_reports_and_the_log(bucket: S3Server) -> None:

@@ -75,6 +75,8 @@ def become_supervisor(launch: LocalLaunch, launcher_pidfd: int, reply: int) -> N
         ranks.private.remove(reply)
         if launch.spec.restarts is None:
             ranks.task = None  # a rank that had to wait reads it again
+        gc.freeze()
+        gc.enable()  # each request to a bucket leaves a cycle of objects: gigabytes in weeks
         supervisor.run()
         code = 0
     finally:
@@ -177,6 +179,8 @@ class LocalRanks:
         self.note_output(attempt)
         task, slot = self.task, self._take_gpus(attempt)  # before the first fork
         try:
+            if gc.isenabled():  # not at the launch, which makes no garbage
+                gc.collect()  # what is frozen is never collected
             gc.freeze()  # the rank's collector finds nothing of the supervisor's to look at, and so to copy
             pid = fork()
             if pid == 0:

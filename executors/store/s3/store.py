@@ -111,18 +111,28 @@ class S3Store:
         return self._read(key, 0, max_bytes, lambda total: check_size(key, self.url, total, max_bytes))
 
     def list(self, prefix: str) -> Iterator[Entry]:
-        root = self.address.prefix
-        request = {"Bucket": self.address.bucket, "Prefix": root + prefix}
         found: list[Entry] = []
+        for row in self._rows("Contents", Prefix=prefix):
+            key = row["Key"].removeprefix(self.address.prefix)
+            # Hide probes, and the empty `folder/` that some consoles create, which cannot be a key.
+            if key and not key.endswith("/") and not key.startswith(f"{PROBES}/"):
+                found.append(Entry(key, row["Size"], row["LastModified"].timestamp()))
+        return iter(sorted(found, key=lambda entry: entry.key))  # AWS sorts; not every server does
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        root = self.address.prefix + prefix
+        rows = self._rows("CommonPrefixes", Prefix=prefix, Delimiter="/")
+        names = {row["Prefix"].removeprefix(root).rstrip("/") for row in rows}
+        return iter(sorted(names - {"", PROBES}))
+
+    def _rows(self, kind: str, **asked: str) -> Iterator[Mapping[str, Any]]:
+        """Yield the rows of one kind in a listing, a request for each page."""
+        request = {"Bucket": self.address.bucket, **asked, "Prefix": self.address.prefix + asked["Prefix"]}
         while True:
             page = self._request("list", None, lambda: self._client.list_objects_v2(**request))
-            for row in page.get("Contents", ()):
-                key = row["Key"].removeprefix(root)
-                # Hide probes, and the empty `folder/` that some consoles create, which cannot be a key.
-                if key and not key.endswith("/") and not key.startswith(f"{PROBES}/"):
-                    found.append(Entry(key, row["Size"], row["LastModified"].timestamp()))
+            yield from page.get(kind, ())
             if not page.get("IsTruncated"):
-                return iter(sorted(found, key=lambda entry: entry.key))  # AWS sorts; not every server does
+                return
             request["ContinuationToken"] = page["NextContinuationToken"]
 
     def delete(self, key: str) -> None:

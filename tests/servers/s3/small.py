@@ -1,7 +1,8 @@
 """A small S3 server on loopback, behind the fault layer: what a store asks of one, from a dictionary.
 
 moto takes milliseconds for each request, one at a time, which would be most of what a benchmark measures. This one
-knows GET with a range, HEAD, PUT with `If-None-Match: *`, DELETE and a list of keys; not signatures, not buckets.
+knows GET with a range, HEAD, PUT with `If-None-Match: *`, DELETE and a list of keys or folders, in pages; not
+signatures, not buckets.
 """
 
 from __future__ import annotations
@@ -63,15 +64,27 @@ def _get(start: START_RESPONSE, value: bytes, range_: str, method: str) -> Itera
 
 
 def _list(start: START_RESPONSE, objects: dict[str, bytes], environ: Environ) -> Iterable[bytes]:
-    prefix = parse_qs(environ["QUERY_STRING"]).get("prefix", [""])[0]
+    query = {name: values[0] for name, values in parse_qs(environ["QUERY_STRING"]).items()}
+    prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
+    names = {_name_in_list(key, prefix, delimiter) for key in objects if key.startswith(prefix)}
+    left = sorted(name for name in names if name > query.get("continuation-token", ""))
+    page, is_cut = left[: (n := int(query.get("max-keys", "1000")))], len(left) > n
     rows = "".join(
-        f"<Contents><Key>{escape(key)}</Key><Size>{len(objects[key])}</Size>"
+        f"<Contents><Key>{escape(name)}</Key><Size>{len(objects[name])}</Size>"
         "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
-        for key in sorted(objects)
-        if key.startswith(prefix)
+        if name in objects
+        else f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
+        for name in page
     )
-    text = f"<ListBucketResult><IsTruncated>false</IsTruncated>{rows}</ListBucketResult>"
+    rows += f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if is_cut else ""
+    text = f"<ListBucketResult><IsTruncated>{str(is_cut).lower()}</IsTruncated>{rows}</ListBucketResult>"
     return _reply(start, "200 OK", [("Content-Type", "application/xml")], text.encode())
+
+
+def _name_in_list(key: str, prefix: str, delimiter: str) -> str:
+    """Return what a list names for a key: with a delimiter the key up to the first one behind the prefix."""
+    end = key.find(delimiter, len(prefix)) if delimiter else -1
+    return key if end < 0 else key[: end + len(delimiter)]
 
 
 def _error(start: START_RESPONSE, status: str, code: str, *, body: bool = True) -> Iterable[bytes]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -203,6 +205,37 @@ def test_a_container_whose_rank_cannot_be_killed_starts_nothing_in_its_place(
     assert outcome.reason == "hang"
     assert not supervisor._is_needed
     assert supervisor.exit_code == 137
+
+
+def test_a_supervisor_hears_a_notice_while_it_reads_a_long_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of a notice is shorter than a log of three weeks takes from far away."""
+    supervisor, attempt, page = supervised(tmp_path)
+    log = DecisionLog(attempt.store, "run")
+    for decision in (Decision(kind="stop"), Decision(kind="resume", start={0: 0}), Decision(kind="policy")):
+        log.append(lambda _, decision=decision: decision)  # type: ignore[misc]
+    supervisor._answers.begun(attempt)
+    supervisor._answers.look_soon()
+    monkeypatch.setattr("executors.worker.answers.TURN_S", 0.0, raising=False)
+    turns = [b"", bytes([signal.SIGTERM]), *[b""] * 5]
+    n_read = []
+
+    def wait(until: float) -> tuple[bytes, bool]:
+        if not turns:
+            raise TimeoutError
+        n_read.append(supervisor._answers.n_read)
+        assert len(n_read) > 4 or until <= time.monotonic(), "the rest is read at once"
+        return turns.pop(0), False
+
+    monkeypatch.setattr(supervisor._wakeups, "wait", wait)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        supervisor._running = {process.pid: replace(supervisor._running[1], pid=process.pid)}
+        with pytest.raises(TimeoutError):
+            supervisor.run()
+        (running,) = supervisor._running.values()
+        process.kill()
+    assert n_read == [0, 0, 0, 0, 3, 3, 3], "it heard the notice before it had read all"
+    assert page.ending_at is not None
+    assert running.ending == "signal", "what a part of the log bars, the rest may allow"
 
 
 @pytest.mark.parametrize("is_leaving", [False, True])

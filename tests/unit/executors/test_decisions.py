@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -180,6 +181,83 @@ def test_a_log_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("executors.supervision.decisions.MAX_LOG_BYTES", 20 * len(b'{"kind": "cancel"}'))
     with pytest.raises(CorruptObjectError, match=r"run/decisions/000020\.json"):
         DecisionLog(Endless(), "run").read()
+
+
+class Bucket(MemoryStore):
+    """A store that is far away, with a log of so many decisions; it counts what is asked of it, and can fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, n_decisions: int) -> None:
+        super().__init__()
+        self._url = "s3://bucket"
+        self.asked: list[str] = []
+        self.at_once: list[int] = []
+        self.fails: set[str] = set()
+        for index in range(n_decisions):
+            self.put(f"run/decisions/{index:06d}.json", Decision(kind="cancel", rank=index).to_bytes())
+        monkeypatch.setattr("executors.store.parallel.in_parallel", self._in_parallel)
+
+    def _in_parallel(self, act: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+        before = len(self.asked)
+        found = [*map(act, items)]
+        self.at_once.append(len(self.asked) - before)
+        return found
+
+    @property
+    def n_round_trips(self) -> int:
+        return len(self.asked) - sum(self.at_once) + len(self.at_once)
+
+    def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
+        self.asked.append(key)
+        if key in self.fails:
+            raise StoreError("no", key=key)
+        return super().get(key, start=start, size=size)
+
+
+def test_a_long_log_of_decisions_takes_few_round_trips(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Bucket(monkeypatch, 500)
+    log = DecisionLog(store, "run")
+    assert [entry.rank for entry in log.read()] == [*range(500)]
+    assert store.n_round_trips <= 20
+    assert max(store.at_once) <= 64, "no store's connections are fewer"
+    assert len(store.asked) <= 500 + 64, "few of them in vain"
+
+
+def test_a_look_at_a_log_to_which_nothing_was_added_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Bucket(monkeypatch, 100)
+    log, other = DecisionLog(store, "run"), DecisionLog(store, "run")
+    log.read()
+    other.take_over(log)
+    for each in (log, other):
+        store.asked.clear()
+        assert [entry.rank for entry in each.read()] == [*range(100)]
+        assert len(store.asked) == 1
+    log.append(lambda _: Decision(kind="cancel", rank=100))
+    store.asked.clear()
+    assert len(other.read()) == 101
+    assert len(store.asked) == 2
+
+
+def test_a_log_whose_reading_fails_half_way_is_read_on_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Bucket(monkeypatch, 100)
+    log = DecisionLog(store, "run", n_skipped=10)
+    store.fails = {"run/decisions/000070.json"}
+    with pytest.raises(StoreError, match="no"):
+        log.read()
+    assert [entry.rank for entry in log.entries] == [*range(10, 70)]
+    store.fails = {f"run/decisions/{index:06d}.json" for index in range(101, 200)}
+    store.asked.clear()
+    assert [entry.rank for entry in log.read()] == [*range(10, 100)], "what is asked for behind the end may fail"
+    assert min(store.asked) == "run/decisions/000070.json"
+
+
+def test_a_log_takes_over_what_another_has_read_only_where_both_have_the_same_key() -> None:
+    store = MemoryStore()
+    DecisionLog(store, "run").append(lambda _: Decision(kind="resume", start={0: 1}))
+    believing, signed = DecisionLog(store, "run"), DecisionLog(store, "run", key="ab" * 32)
+    believing.read()
+    signed.take_over(believing)
+    assert signed.entries == []
+    assert signed.read()[0].start == {}
 
 
 def test_what_is_preempted_is_free() -> None:

@@ -46,9 +46,8 @@ class MadeUp:
         def in_turn(act: Any, items: Any) -> list[Any]:
             return list(map(act, items))
 
-        return EventReader(
-            self.store, "run", RECORD, key=None, map_over=in_turn, note=self.notes.append, clock=lambda: self.now
-        )
+        log = DecisionLog(self.store, "run")
+        return EventReader(log, RECORD, map_over=in_turn, note=self.notes.append, clock=lambda: self.now)
 
     def attempt(self, rank: int, number: int = 0) -> Attempt:
         return Attempt(self.store, "run", rank, number)

@@ -293,22 +293,26 @@ def test_a_sight_is_taken_from_the_records_of_a_run() -> None:
     assert Sight.of(store, "run", 3).has_progress
 
 
-def observer(store: Store, ended: Outcome | None = None) -> Any:
-    """Looks at a run of one replica, whose supervisor cannot be asked and so counts as one that lives."""
+def observer(store: Store, ended: Outcome | None = None, **other: Any) -> Any:
+    """Looks at a run of one replica, unless told otherwise, whose supervisor cannot be asked and so counts as one that
+    lives.
+    """
 
     def handle(rank: int, insists: bool) -> None:
         raise BackendError("the service does not answer")
 
-    return SimpleNamespace(
-        store=store,
-        run_id="run",
-        record=RunRecord.parse(run_json(restarts="3")),
-        ranks=[0],
-        outcome=lambda rank: ended,
-        attempt=lambda rank: Attempt(store, "run", rank),
-        handle=handle,
-        map=lambda act, things: [act(thing) for thing in things],
-    )
+    looks: dict[str, Any] = {
+        "store": store,
+        "run_id": "run",
+        "record": RunRecord.parse(run_json(restarts="3")),
+        "ranks": [0],
+        "outcome": lambda rank: ended,
+        "attempt": lambda rank: Attempt(store, "run", rank),
+        "handle": handle,
+        "map": lambda act, things: [act(thing) for thing in things],
+        "share_log": lambda log: None,
+    }
+    return SimpleNamespace(**looks | other)
 
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, 0.0, 3600.0])
@@ -337,16 +341,13 @@ def test_a_keeper_outside_knows_which_ranks_are_at_which_backend(
 ) -> None:
     ends = {rank: end(rank, reason="exception", fingerprint="same") for rank in range(2)}
     others = [{"backend": "modal", "ranks": ranks_elsewhere}]
-    looks: Any = SimpleNamespace(
-        store=scene.store,
-        run_id="run",
+    looks = observer(
+        scene.store,
         record=RunRecord.parse(run_json(restarts="3", world_size=4, others=others)),
         ranks=range(4),
         outcome=ends.get,
-        attempt=lambda rank: Attempt(scene.store, "run", rank),
         handle=lambda rank, insists: None,
         with_reports=lambda states: [],
-        map=lambda act, things: [act(thing) for thing in things],
     )
     hands: Any = SimpleNamespace(how="launch", free={}, may_start=lambda rank: True, start=lambda attempts: None)
     keeper = OutsideKeeper(DecisionLog(scene.store, "run"), looks, hands, lambda why: None, lambda rank: True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -117,6 +118,32 @@ def test_whoever_keeps_a_run_answers_ends_that_it_finds_last(watch: Callable[[Ru
         ("give_up", 0),
         ("give_up", 1),
     ]
+
+
+class CountedLog(MemoryStore):
+    """A store that is far away, which counts how often each decision was read."""
+
+    def __init__(self) -> None:
+        super().__init__("restarts")
+        self._url = "s3://bucket"
+        self.n_read = Counter[str]()
+
+    def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
+        self.n_read[key] += "/decisions/" in key
+        return super().get(key, start=start, size=size)
+
+
+@pytest.mark.parametrize("is_read_by_its_keeper", [True, False])
+def test_who_looks_at_a_run_and_keeps_it_reads_each_decision_once(is_read_by_its_keeper: bool) -> None:
+    cancels = [replace(CANCEL, rank=1) for _ in range(20)]
+    run = run_of(failed(), None, restarts="0", store=(store := CountedLog()), log=[*cancels, GIVEN_UP])
+    log = DecisionLog(store, "wide")
+    if is_read_by_its_keeper:
+        log.read()
+    keeper = run.keep_here([Recipe(RunSpec("wide", run.store.url, "0" * 64, 2, (0, 1)), None, {})], None, log=log)
+    keeper.keep(run.status().replicas)
+    list(run.events())
+    assert {store.n_read[f"wide/decisions/{index:06d}.json"] for index in range(21)} == {1}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 from executors import LocalProcessExecutor, attach, launch, list_runs
 from executors.errors import ReplicaFailedError, RunNotFoundError
+from executors.run.removal import remove_run
+from executors.store.memory import MemoryStore
 
 PLAIN = LocalProcessExecutor(preload=())
 
@@ -50,6 +53,30 @@ def test_a_broken_record_hides_no_other_run_and_can_be_removed(state_home: Path)
     assert "<Run 'broken': cannot be read, file:///" in repr(list_runs())
     attach("broken").remove()
     assert [run.run_id for run in list_runs()] == ["whole"]
+
+
+def test_removing_a_run_from_a_bucket_deletes_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    store._url = "s3://bucket"
+    names = ("decisions/000000.json", "replicas/0000/0/outcome.json", "run.json", "task/task.json")
+    for name in (*names, *(f"metrics/0000/0/{number:06d}.jsonl" for number in range(6000))):
+        store.put(f"run/{name}", b"{}")
+    for key in ("run.json", "runs/run.json"):
+        store.put(key, b"{}")
+    batches, deleted, told = list[int](), list[str](), list[str]()
+    delete = store.delete
+
+    def in_parallel(act: Callable[[str], object], items: Sequence[str]) -> list[object]:
+        batches.append(len(items))
+        return [*map(act, items)]
+
+    monkeypatch.setattr("executors.store.parallel.in_parallel", in_parallel)
+    monkeypatch.setattr(store, "delete", lambda key: (deleted.append(key), delete(key)))
+    remove_run(store, "run", told.append)
+    assert [entry.key for entry in store.list("")] == ["run.json", "runs/run.json"]
+    assert sum(batches) == 6002
+    assert deleted[-2:] == ["run/replicas/0000/0/outcome.json", "run/run.json"], "it can be begun again until the last"
+    assert told[1] == "4,096 of 6,004 objects"
 
 
 def test_a_cancelled_replica_says_why() -> None:
