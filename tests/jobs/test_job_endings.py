@@ -12,7 +12,7 @@ from support.cli import Folder, HereInstead
 from support.fake_jobs import FakeExecutor, Machines, attached, ends, start, wait_until_hanging
 
 from executors import Run, launch
-from executors.backends.jobs.job_ends import STILL_S, JobEnds, Standstills
+from executors.backends.jobs.job_ends import STILL_S, JobEnds
 from executors.errors import BackendError, ReplicaLostError
 from executors.native import Observation, Unfinished
 from executors.store.records import to_bytes
@@ -122,20 +122,6 @@ def test_a_single_look_at_a_replica_whose_job_is_unknown_goes_by_the_age_of_its_
     machines.jobs[0].is_forgotten = True
     be_silent_for(run, 0, age_s)
     assert attached().status().counts == ("1 running" if age_s == 600 else "1 failed")
-
-
-def test_a_beat_of_a_clock_that_is_half_an_hour_behind_is_not_taken_for_an_old_one() -> None:
-    assert not Standstills().is_over("0000/0", time.time() - 1800, STILL_S)
-
-
-def test_a_beat_that_another_follows_is_not_old_whatever_the_clock_of_its_replica_says() -> None:
-    now = 0.0
-    beats = Standstills(lambda: now)
-    assert not beats.is_over("0000/0", None, STILL_S)
-    for now in (10.0, 20.0):
-        assert not beats.is_over("0000/0", now, STILL_S), "it is of 1970, and new"
-    now += STILL_S
-    assert beats.is_over("0000/0", 20.0, STILL_S)
 
 
 @pytest.mark.parametrize("has_started", [True, False])

@@ -1,4 +1,4 @@
-"""How often a service is asked, and asked again; calls that never return; sentences on how a job ended."""
+"""How often a service is asked, and asked again; calls that never return; old records; sentences on how a job ended."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,7 @@ from support.fake_jobs import FakeJobs, Machines
 from executors.backends.hf_jobs import HFJobs, HFJobsExecutor
 from executors.backends.jobs import sdk
 from executors.backends.jobs.executor import JobExecutor
-from executors.backends.jobs.job_ends import explain
+from executors.backends.jobs.job_ends import STILL_S, Standstills, explain
 from executors.backends.jobs.job_states import JobStates
 from executors.backends.jobs.sdk import (
     FIRST_PAUSE_S,
@@ -259,6 +260,20 @@ def test_calls_that_never_return_do_not_pile_up(monkeypatch: pytest.MonkeyPatch)
     hold.set()
     eventually(lambda: all(call.done() for call in sdk._unanswered))
     assert call_with_timeout(60, lambda: 1) == 1
+
+
+def test_a_beat_of_a_clock_that_is_half_an_hour_behind_is_not_taken_for_an_old_one() -> None:
+    assert not Standstills().is_over("0000/0", time.time() - 1800, STILL_S)
+
+
+def test_a_beat_that_another_follows_is_not_old_whatever_the_clock_of_its_replica_says() -> None:
+    now = 0.0
+    beats = Standstills(lambda: now)
+    assert not beats.is_over("0000/0", None, STILL_S)
+    for now in (10.0, 20.0):
+        assert not beats.is_over("0000/0", now, STILL_S), "it is of 1970, and new"
+    now += STILL_S
+    assert beats.is_over("0000/0", 20.0, STILL_S)
 
 
 def test_every_end_without_an_outcome_has_a_reason_and_a_sentence() -> None:
