@@ -8,6 +8,7 @@ timeouts, 130 cancelled.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import io
 import os
@@ -152,9 +153,12 @@ def main() -> int:
         is_pipe = any(isinstance(each, BrokenPipeError) for each in (error, error.__context__))  # of click, or rich
         if isinstance(error, SystemExit) and not is_pipe:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails as well
         if not is_pipe:
             print(f"Error: {error}", file=sys.stderr)
+            with contextlib.suppress(OSError):  # it may be stdout that cannot be written
+                call.document_of_failure({"error": str(error), "kind": type(error).__name__})
+                sys.stdout.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails as well
         return CLOSED_PIPE if is_pipe else FAILED
     return code
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import secrets
 import shutil
 import time
@@ -84,16 +85,24 @@ def doctor(
 def _check_machine(is_local: bool) -> Iterator[Finding]:
     from executors.run.run_index import state_dir, state_path
 
-    path = state_path()
-    advice = f"Runs of this user live in {path}. Set XDG_STATE_HOME to a directory you can write."
-    yield check("runs", lambda: _check_store(str(state_dir())), advice)
-    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    try:
+        path = state_path()
+    except StoreError as error:
+        yield Finding("runs", "wrong", str(error))
+    else:
+        advice = f"Runs of this user live in {path}. Set XDG_STATE_HOME to a directory you can write."
+        yield check("runs", lambda: _check_store(str(state_dir())), advice)
+        yield _check_disk(path)
+    if is_local:
+        yield _check_inotify()
+
+
+def _check_disk(path: Path) -> Finding:
+    existing = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
     free_bytes = shutil.disk_usage(existing).free
     is_low = free_bytes < LOW_DISK_BYTES
     advice = "Delete old runs: replicas ls, replicas rm RUN…" if is_low else ""
-    yield Finding("disk", "note" if is_low else "ok", f"{free_bytes / 1e9:.1f} GB free for {path}", advice)
-    if is_local:
-        yield _check_inotify()
+    return Finding("disk", "note" if is_low else "ok", f"{free_bytes / 1e9:.1f} GB free for {path}", advice)
 
 
 def _check_inotify() -> Finding:

@@ -201,7 +201,7 @@ def with_tracker(package: Package, tracker: str) -> Package:
 
 def check_directory(directory: Path) -> None:
     """Prove in a folder beside, gone afterwards, that a store could be made here and creates exclusively."""
-    nearest = next(path for path in (directory, *directory.parents) if path.exists())
+    nearest = next(path for path in (directory, *directory.parents) if os.path.exists(path))
     with contextlib.ExitStack() as stack:
         try:
             folder = stack.enter_context(tempfile.TemporaryDirectory(dir=nearest, prefix=".replicas-dry-run-"))

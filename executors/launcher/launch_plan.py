@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -184,7 +185,7 @@ class LaunchPlan:
     def _check_store(self) -> str:
         """Check the rendezvous and the run id, leaving a directory as it is; return the url."""
         known_here = state_path() / self.run_id
-        if (known_here / "run.json").is_file() or (known_here / NOTE).is_file():
+        if os.path.isfile(known_here / "run.json") or os.path.isfile(known_here / NOTE):
             raise RunExistsError(f"Run {self.run_id!r} exists. Choose another run id, or `replicas rm {self.run_id}`.")
         rendezvous = state_path() if self.request.rendezvous is None else self.request.rendezvous
         directory = directory_of(rendezvous)
@@ -193,7 +194,7 @@ class LaunchPlan:
             taken, url = exists(store, f"{self.run_id}/run.json"), store.url
         else:
             check_directory(directory.absolute())
-            taken, url = (directory / self.run_id / "run.json").is_file(), directory.absolute().as_uri()
+            taken, url = os.path.isfile(directory / self.run_id / "run.json"), directory.absolute().as_uri()
         if taken:
             raise RunExistsError(f"Run {self.run_id!r} exists at {url}. Choose another run id.")
         return url

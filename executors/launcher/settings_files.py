@@ -163,8 +163,10 @@ def found_files() -> list[tuple[Path, dict[str, Any]]]:
     """Return the user's own file and the nearest one, with what they say."""
     import platformdirs
 
-    own = Path(platformdirs.user_config_path("replicas")) / FILE
-    files = [(own, _table(own))] if own.is_file() else []
+    files: list[tuple[Path, dict[str, Any]]] = []
+    with contextlib.suppress(RuntimeError):  # who has no home has no such file
+        own = Path(platformdirs.user_config_path("replicas")) / FILE
+        files = [(own, _table(own))] if os.path.isfile(own) else []
     here = Path.cwd()
     for folder in (here, *here.parents):
         beside = [(path, table) for name in (FILE, PROJECT) if (table := _table(path := folder / name)) is not None]
@@ -190,7 +192,7 @@ def given_file(path: Path) -> tuple[Path, dict[str, Any]]:
 
 def _table(path: Path, *, must_exist: bool = False) -> Any:
     """Return the settings of a file; None where it has none, or there is no such file."""
-    if not must_exist and not path.is_file():
+    if not must_exist and not os.path.isfile(path):  # nor where it may not be looked at
         return None
     table = toml_of(read_text(path), str(path))
     return table if path.name != PROJECT else table.get("tool", {}).get("replicas")

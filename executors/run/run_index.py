@@ -53,28 +53,29 @@ NOTE = "launched.json"
 KEYS = ".keys"
 PREPARING = ".preparing"
 LOCK = ".noting.lock"
+WHAT_TO_SET = "Set XDG_STATE_HOME to a directory of yours."
 FORGOTTEN_S = 86_400  # after which a launch that came to nothing is not told of any more
 
 
 def state_path() -> Path:
-    """Return where this user's directory of runs is, or would be."""
+    """Return where this user's directory of runs is, or would be. Raises: StoreError: there is no home."""
     import platformdirs
 
-    return Path(platformdirs.user_state_path("replicas"))
+    try:
+        return Path(platformdirs.user_state_path("replicas"))
+    except RuntimeError as error:  # neither HOME nor the system says where it is
+        raise StoreError(f"There is no home to keep runs in. {WHAT_TO_SET}") from error
 
 
 def state_dir() -> Path:
     """Return this user's directory of runs, made for this user alone when it is missing."""
     path = state_path()
-    if not path.is_dir():
-        try:
+    try:
+        if not path.is_dir():
             path.mkdir(parents=True, exist_ok=True)
             path.chmod(0o700)
-        except OSError as error:
-            raise StoreError(
-                f"Cannot keep runs in {path}: {error.strerror}. Set XDG_STATE_HOME to a directory of yours.",
-                url=path.as_uri(),
-            ) from error
+    except OSError as error:
+        raise StoreError(f"Cannot keep runs in {path}: {error.strerror}. {WHAT_TO_SET}", url=path.as_uri()) from error
     return path
 
 
@@ -208,12 +209,15 @@ def locate(run_id: str) -> str | None:
 
 
 def _is_here(run_id: str) -> bool:
-    return (state_dir() / run_id / "run.json").is_file()
+    return os.path.isfile(state_dir() / run_id / "run.json")
 
 
 def reference(run_id: str, store_url: str) -> str:
     """Return what finds a run again from this machine, for a shell: its id where that is enough, else its address."""
-    return run_id if locate(run_id) == store_url else shlex.quote(address_of(store_url, run_id))
+    with contextlib.suppress(StoreError):  # on a machine without a place for runs, as a replica's may be
+        if os.path.isdir(state_path()) and locate(run_id) == store_url:
+            return run_id
+    return shlex.quote(address_of(store_url, run_id))
 
 
 def folder_of_run(run_id: str, store_url: str) -> Path | None:
@@ -277,7 +281,7 @@ def find_key(run_id: str, wanted: str) -> str | None:
         wanted: the key's id.
     """
     found = [os.environ.get(RUN_KEY, "")]
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, StoreError):
         found.append(key_file(run_id).read_text())
     for key in found:
         with contextlib.suppress(ValueError):
@@ -319,7 +323,7 @@ def known_run_ids() -> list[str]:
     changed: dict[str, float] = {}
     for path in state_dir().iterdir():
         with contextlib.suppress(FileNotFoundError):  # it is being removed
-            if not path.name.startswith(".") and any((path / name).is_file() for name in ("run.json", NOTE)):
+            if not path.name.startswith(".") and any(os.path.isfile(path / name) for name in ("run.json", NOTE)):
                 changed[path.name] = path.stat().st_mtime
     return sorted(changed, key=changed.__getitem__)
 
@@ -375,16 +379,15 @@ def preparing(run_id: str) -> Iterator[None]:
 
 def find_preparation(run_id: str) -> Preparation | None:
     """Return what this machine knows of a launch that has written nothing of its run."""
-    with contextlib.suppress(OSError, CorruptObjectError):
+    with contextlib.suppress(OSError, StoreError):
         return Preparation.parse((state_path() / PREPARING / f"{check_run_id(run_id)}.json").read_bytes())
     return None
 
 
 def _write_preparation(run_id: str, note: Preparation) -> Path | None:
     """Write the note, and delete those that nobody asks for any more. Without a place for notes there is none."""
-    folder = state_path() / PREPARING
     with contextlib.suppress(OSError, StoreError):
-        state_dir()
+        folder = state_dir() / PREPARING
         folder.mkdir(exist_ok=True)
         for old in folder.iterdir():
             if old.stat().st_mtime < note.at - FORGOTTEN_S:

@@ -4,7 +4,8 @@ Objects are written to an anonymous file (`O_TMPFILE`, or a hidden one where the
 their name only when they are whole: by `link`, which fails if the name is taken, or by `rename`, which replaces
 it. So nothing half-written is ever visible, and creation is exclusive across processes and, on a network file system
 with working `link`, across machines. A killed writer leaves nothing, or a hidden file, which is removed when the
-store is opened a day later.
+store is opened a day later. Hidden files lie in the store's directory itself: a folder of their own would be its
+first writer's, and no other user could write anything.
 
 No symbolic link below the store's directory is followed: other users may be able to write there.
 
@@ -35,7 +36,7 @@ from executors.store.protocol import (
     check_size,
 )
 
-UNFINISHED = ".unfinished~"  # the one reserved name at the top: files that have no key yet
+UNFINISHED = ".unfinished~"  # names at the top that begin so are reserved: files that have no key yet
 MAP_FROM_BYTES = 128 * 1024  # below this, copying is cheaper than the page faults of a mapping
 ALIGNED_BYTES = 2 << 20  # a large page on x86 and most ARM machines
 PRUNING_RACES = 1000  # how often in a row a folder may vanish between its making and its use
@@ -127,7 +128,7 @@ class FileStore:
     def list(self, prefix: str) -> Iterator[Entry]:
         folder, _, start_of_name = prefix.rpartition("/")
         segments = folder.split("/") if "/" in prefix else []
-        if any(segment in ("", ".", "..") for segment in segments) or segments[:1] == [UNFINISHED]:
+        if any(segment in ("", ".", "..") for segment in segments) or prefix.startswith(UNFINISHED):
             return iter(())  # no key starts so
         return self._walk(os.path.join(self._folder, folder), f"{folder}/" if folder else "", start_of_name)
 
@@ -145,12 +146,12 @@ class FileStore:
 
     def _path(self, key: str) -> str:
         check_key(key, self._url)
-        if key.startswith(UNFINISHED) and key.split("/", 1)[0] == UNFINISHED:
-            raise ValueError(f"Bad key {key!r} for {self.url}: the name {UNFINISHED!r} is reserved.")
+        if key.startswith(UNFINISHED):
+            raise ValueError(f"Bad key {key!r} for {self.url}: names that begin with {UNFINISHED!r} are reserved.")
         return os.path.join(self._folder, key)
 
     def _hidden_path(self) -> str:
-        return f"{self._folder}/{UNFINISHED}/{os.urandom(12).hex()}"
+        return f"{self._folder}/{UNFINISHED}{os.urandom(12).hex()}"
 
     @contextlib.contextmanager
     def _new_file(self) -> Iterator[_NewFile]:
@@ -196,7 +197,8 @@ class FileStore:
             try:
                 with _opened(folder, os.O_RDONLY) as descriptor, os.scandir(descriptor) as found:
                     for entry in found:
-                        if not entry.name.startswith(start_of_name) or (not folder_key and entry.name == UNFINISHED):
+                        is_hidden = not folder_key and entry.name.startswith(UNFINISHED)
+                        if is_hidden or not entry.name.startswith(start_of_name):
                             continue
                         if entry.is_dir(follow_symlinks=False):
                             rows.append((f"{entry.name}/", None))  # a folder sorts as its keys do, with the slash
@@ -228,7 +230,6 @@ class FileStore:
             finally:
                 with contextlib.suppress(OSError):
                     os.unlink(name)
-                    os.rmdir(os.path.dirname(name))  # unless another process is writing
         raise UnsafeStoreError(
             f"{self.root} is on a file system where a file cannot be created exclusively by link(2), so replicas "
             "there could not agree on anything. Use a directory on another file system, or an object store.",
@@ -237,11 +238,10 @@ class FileStore:
 
     def _remove_leftovers(self, before: float) -> None:
         """Remove hidden files of killed writers: those last written before a time, by the file system's clock."""
-        hidden = os.path.join(self._folder, UNFINISHED)
-        with contextlib.suppress(OSError), _opened(hidden, os.O_RDONLY) as folder, os.scandir(folder) as found:
+        with contextlib.suppress(OSError), _opened(self._folder, os.O_RDONLY) as folder, os.scandir(folder) as found:
             for entry in found:
                 with contextlib.suppress(OSError):  # another user's, or gone
-                    if entry.stat(follow_symlinks=False).st_mtime < before:
+                    if entry.name.startswith(UNFINISHED) and entry.stat(follow_symlinks=False).st_mtime < before:
                         os.unlink(entry.name, dir_fd=folder)
 
     def _translated_errors(self, verb: str, key: str | None = None) -> _TranslatedErrors:

@@ -42,7 +42,7 @@ def measure_link(url: str, n: int) -> dict[str, float]:
     if url.startswith("memory:"):
         raise ValueError(f"{url!r} is in one process's memory: there is no way to it that could be measured.")
     directory = directory_of(url)
-    made = [] if directory is None else [path for path in (directory, *directory.parents) if not path.exists()]
+    made = [] if directory is None else [path for path in (directory, *directory.parents) if not os.path.exists(path)]
     store = open_store(url)
     n_processes = min(n, MAX_PROCESSES) if is_near(store.url) else 1
     prefix = f"plan-{secrets.token_hex(8)}"

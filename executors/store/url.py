@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
+import stat
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from executors.errors import BackendError, RunNotFoundError
+from executors.errors import BackendError, RunNotFoundError, StoreError
 from executors.store.protocol import Store
 
 KNOWN_SCHEMES = ("file", "memory", "s3")
@@ -112,11 +114,26 @@ def existing_store(url: str | Path) -> Store:
 
     Raises:
         RunNotFoundError: there is no such directory.
+        StoreError: nobody can tell whether there is, as of `is_directory`.
     """
     directory = directory_of(url)
-    if directory is not None and not directory.is_dir():
+    if directory is not None and not is_directory(directory):
         raise RunNotFoundError(f"No runs at {directory.absolute()}: there is no such directory.")
     return store_at(url, is_known=True)
+
+
+def is_directory(path: Path) -> bool:
+    """Return whether there is such a directory.
+
+    Raises:
+        StoreError: nobody can tell: it may not be looked at, or its disk or its server fails.
+    """
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a name with a zero byte
+        return False
+    except OSError as error:  # Path.is_dir raises some of these, too
+        raise StoreError(f"Cannot look at {path}: {error.strerror}.", url=path.absolute().as_uri()) from error
 
 
 def directory_of(url: str | Path) -> Path | None:
@@ -168,9 +185,14 @@ def is_near(url: str) -> bool:
 
 
 def was_deleted(store: Store, run_id: str) -> bool:
-    """Return whether a run's folder is gone, which a write would make again. Of a bucket, where asking costs, False."""
+    """Return whether a run's folder is gone, which a write would make again.
+
+    Of a bucket, where asking costs, False; also of a directory that cannot be looked at now: a write will say why.
+    """
     directory = directory_of(store.url)
-    return directory is not None and not (directory / run_id).is_dir()
+    with contextlib.suppress(StoreError):
+        return directory is not None and not is_directory(directory / run_id)
+    return False
 
 
 def remote_access(store: Store) -> tuple[str, dict[str, str]]:

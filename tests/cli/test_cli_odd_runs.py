@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pwd
 import subprocess
 import sys
 import time
@@ -18,7 +20,7 @@ from support.processes import is_alive
 from executors import LocalProcessExecutor, launch
 from executors.attempt import spare_key
 from executors.errors import StoreError
-from executors.run.run_index import remember
+from executors.run.run_index import reference, remember
 from executors.store import open_store
 from executors.store.file import FileStore
 from executors.store.records import to_bytes
@@ -130,6 +132,69 @@ def test_a_folder_that_cannot_be_read_hides_no_other_run(
         os.seteuid(0)
     assert [(row["run_id"], row["status"]) for row in rows] == [("private", "unreadable"), ("mine", "succeeded")]
     assert "Permission denied" in rows[0]["problem"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_home_that_may_not_be_entered_is_told_with_what_to_set(
+    here: HereInstead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container whose image says HOME=/root, and whose user is another."""
+    for verb in NEED_A_HOME:
+        here.replicas(*verb, *(["--dry-run"] if verb[0] == "launch" else []))  # all that is imported is
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        folder.chmod(0o755)
+    (home := tmp_path / "root").mkdir(mode=0o700)
+    (home / ".local/state/replicas").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    os.seteuid(NOBODY)
+    try:
+        told = [here.replicas(*verb, "--json") for verb in NEED_A_HOME]
+    finally:
+        os.seteuid(0)
+    for each in told:
+        assert each.code == 2, each
+        assert each.json["error"] == (
+            f"Cannot keep runs in {home}/.local/state/replicas: Permission denied. "
+            "Set XDG_STATE_HOME to a directory of yours."
+        )
+
+
+def test_a_user_without_a_home_is_told_what_to_set(here: HereInstead, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a number that no system knows, in a container or a unit that sets no HOME."""
+    without_a_home(monkeypatch)
+    for verb in NEED_A_HOME:
+        told = here.replicas(*verb, "--json")
+        assert (told.code, told.json["kind"]) == (2, "StoreError"), told
+        assert told.json["error"] == "There is no home to keep runs in. Set XDG_STATE_HOME to a directory of yours."
+    told = here.replicas("doctor", "--option", "preload=[]", "--json")
+    assert (told.code, told.json["findings"][0]["state"]) == (1, "wrong"), told
+    assert "There is no home to keep runs in." in told.json["findings"][0]["found"]
+
+
+NEED_A_HOME = (("ls",), ("status", "mine"), ("launch", "job:main", "--n", "1", "--option", "preload=[]"))
+
+
+def without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody_knows(uid: int) -> None:
+        raise KeyError(f"uid not found: {uid}")
+
+    for name in ("HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody_knows)
+
+
+def test_a_machine_without_a_place_for_runs_names_a_run_by_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a replica does, for a tracker: it needs no such place, and makes none."""
+    for place in (tmp_path / "new", Path("/dev/null/there")):
+        monkeypatch.setenv("XDG_STATE_HOME", str(place))
+        assert reference("mine", "s3://bucket/runs") == "s3://bucket/runs/mine"
+        assert not place.exists()
+    without_a_home(monkeypatch)
+    assert reference("mine", "s3://bucket/runs") == "s3://bucket/runs/mine"
 
 
 def test_a_note_that_is_half_written_hides_no_run_and_stops_no_cancel(
@@ -267,6 +332,19 @@ def test_with_json_there_is_one_document_also_where_something_cannot_be_written(
     told = here.replicas("collect", "mine", "--json", "--out", tmp_path / "out")
     assert (told.code, told.json["out"], told.json["run_id"]) == (1, None, "mine")
     assert "something else is in the way" in told.json["error"]
+
+
+def test_with_json_there_is_one_document_also_where_the_disk_fails(folder: Folder) -> None:
+    script = (
+        "import pathlib, sys\nfrom executors.cli import main\n"
+        "def fail(path): raise OSError(5, 'Input/output error', str(path))\n"
+        "pathlib.Path.iterdir = fail\nsys.exit(main())"
+    )
+    command = [sys.executable, "-c", script, "ls", "--json"]
+    told = subprocess.run(command, cwd=folder.path, capture_output=True, text=True, check=False)
+    assert told.returncode == 1, told
+    assert json.loads(told.stdout)["kind"] == "OSError"
+    assert told.stderr == f"Error: {json.loads(told.stdout)['error']}\n"
 
 
 @pytest.mark.parametrize("arguments", [("report", "--out"), ("export", "--csv"), ("export", "--jsonl")])

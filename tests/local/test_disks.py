@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,11 +44,20 @@ def test_a_file_size_limit_is_a_clear_error_and_leaves_no_half_object(tmp_path: 
     play("file_size_limit", tmp_path / "disk")
 
 
-def test_another_users_directory_can_be_read_and_says_what_it_forbids() -> None:
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A place whose parents everybody may enter."""
     if os.geteuid() != 0:
         pytest.skip("giving up rights needs them")
-    root = Path("/tmp") / f"replicas-test-{os.getpid()}"  # a place whose parents everybody may enter
-    try:
-        play("of_another_user", root)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
+    root = Path("/tmp") / f"replicas-test-{os.getpid()}"
+    yield root
+    shutil.rmtree(root, ignore_errors=True)
+
+
+def test_another_users_directory_can_be_read_and_says_what_it_forbids(shared: Path) -> None:
+    play("of_another_user", shared)
+
+
+@pytest.mark.parametrize("scene", ["two_users_in_turn", "two_users_in_turn_without_anonymous_files"])
+def test_two_users_write_to_one_directory_in_turn(scene: str, shared: Path) -> None:
+    play(scene, shared)

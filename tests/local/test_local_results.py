@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import math
+import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runs import without_store
+from support.runs import folder_of, without_store
 
-from executors import LocalProcessExecutor, launch, list_runs
+from executors import LocalProcessExecutor, current_replica, launch, list_runs
+from executors.attempt import Attempt
 from executors.errors import EntrypointError
+from executors.testing import eventually
 
 
 def test_what_an_entrypoint_returns_comes_back_or_is_refused(local: LocalProcessExecutor) -> None:
@@ -117,3 +122,34 @@ def test_an_entrypoint_that_raised_is_not_said_to_have_ended_by_its_store(
     )
     assert (outcome.reason, outcome.error, outcome.fingerprint) == ("no_result", said, None)
     assert "ValueError: the bug" in outcome.output_tail
+
+
+def test_a_directory_that_cannot_be_looked_at_for_a_moment_costs_neither_heartbeats_nor_the_result(
+    local: LocalProcessExecutor, tmp_path: Path
+) -> None:
+    """As on a network file system whose ticket has expired, or whose server is away."""
+
+    def entrypoint() -> str:
+        me, look = current_replica(), os.stat
+        folder, fails = folder_of(me.store.url) / me.run_id, threading.Event()
+
+        def stat(path: Any, **how: Any) -> os.stat_result:
+            if path == folder and fails.is_set():
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return look(path, **how)
+
+        vars(os).update(stat=stat)
+        fails.set()
+        me.report(step=1)
+        time.sleep(2.5)  # its heartbeat looks once a second
+        fails.clear()
+        me.report(step=2)
+        attempt = Attempt(me.store, me.run_id, me.rank)
+        eventually(lambda: (beat := attempt.beat()) is not None and beat.reported.get("step") == 2, "it beats again")
+        fails.set()
+        return "the result"
+
+    run = launch(local, entrypoint, 1, rendezvous=tmp_path)
+    assert run.wait(timeout=60)
+    assert "Traceback" not in run.logs(rank=0)
+    assert run.results() == ["the result"]

@@ -9,6 +9,7 @@ import os
 import resource
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from executors.worker import main as worker
 from support.processes import is_alive
 
 MIB = 1 << 20
+ADA, BOB = 54321, 54322
 
 
 def mount(kind: str, where: Path, *options: str) -> None:
@@ -84,7 +86,7 @@ def out_of_inodes(root: Path) -> None:
 
 
 def full_from_the_start(root: Path) -> None:
-    mount("tmpfs", root, "-o", "nr_inodes=2")
+    mount("tmpfs", root, "-o", "nr_inodes=1")
     refused(lambda: open_store(root).put("a", b"x"), "No space left on device")
 
 
@@ -132,6 +134,50 @@ def of_another_user(root: Path) -> None:
     refused(lambda: store.put_if_absent("runs/b", b"y"), "'runs/b'", "Permission denied")
     refused(lambda: store.delete("runs/a"), "'runs/a'", "Permission denied")
     refused(lambda: store.get("runs/secret"), "'runs/secret'", "Permission denied")
+
+
+def two_users_in_turn(root: Path) -> None:
+    """One trains, the other launches and looks, in a directory where both may make folders."""
+    root.mkdir()
+    root.chmod(0o1777)
+    os.umask(0o022)
+    training = open_store(root)
+    turns: list[tuple[int, Callable[[], None]]] = [
+        (ADA, lambda: training.put("ada/heartbeat", b"1")),
+        (BOB, lambda: open_store(root).put("bob/task", b"1")),
+        (ADA, lambda: open_store(root).put("ada/heartbeat", b"2")),
+        (BOB, lambda: open_store(root).put("bob/task", b"2")),
+        (ADA, lambda: training.put("ada/heartbeat", b"3")),
+        (BOB, lambda: refused(lambda: open_store(root).put("ada/heartbeat", b"forged"), "Permission denied") and None),
+    ]
+    for user, act in turns:
+        as_user(user, act)
+    found = {entry.key: bytes(training.get(entry.key)) for entry in training.list("")}
+    assert found == {"ada/heartbeat": b"3", "bob/task": b"2"}
+    assert (root / "ada").stat().st_uid == ADA
+    assert (root / "bob").stat().st_uid == BOB
+
+
+def two_users_in_turn_without_anonymous_files(root: Path) -> None:
+    del os.O_TMPFILE
+    two_users_in_turn(root)
+
+
+def as_user(user: int, act: Callable[[], None]) -> None:
+    """Act in a process without root's rights."""
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+            act()
+            code = 0
+        except BaseException:  # noqa: BLE001 - this process ends here
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 LOCAL = LocalProcessExecutor(preload=(), term_grace_s=0.5)

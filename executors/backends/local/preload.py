@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from executors.errors import EntrypointError
+from executors.errors import EntrypointError, StoreError
 from executors.process import fork
 from executors.run.run_index import state_path
 from executors.task.entrypoint import find_definition, find_module, find_source
@@ -52,7 +52,7 @@ def imports_at_the_top(entrypoint: str) -> list[str]:
 
 def noted_imports(entrypoint: str) -> tuple[str, ...]:
     """Return what earlier launches of an entrypoint's file noted, as far as the file still imports it."""
-    with contextlib.suppress(OSError, ValueError, EntrypointError):
+    with contextlib.suppress(OSError, ValueError, EntrypointError, StoreError):
         noted = json.loads(_note_of(entrypoint).read_bytes())
         return tuple(name for name in imports_at_the_top(entrypoint) if name in noted)
     return ()
@@ -65,7 +65,7 @@ def note_imports(entrypoint: str, measured: dict[str, Any]) -> None:
     if set(names) != set(known):
         for name, why in measured["left_out"].items():
             print(f"replicas: preload leaves {name!r} out: importing it {why}", file=sys.stderr)
-        with contextlib.suppress(OSError, EntrypointError):  # the next launch is slower, and that is all
+        with contextlib.suppress(OSError, EntrypointError, StoreError):  # the next launch is slower, and that is all
             path = _note_of(entrypoint)
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             path.write_text(json.dumps(names))

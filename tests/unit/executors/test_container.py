@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,6 +112,25 @@ def test_a_supervisor_does_not_make_the_folder_of_a_deleted_run_again(tmp_path: 
     page.beat = page.beaten = time.monotonic() - BEAT_LATE_S - 1
     supervisor._look()
     assert not (tmp_path / "run").exists()
+
+
+def test_a_supervisor_whose_directory_cannot_be_looked_at_keeps_its_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor, attempt, page = supervised(tmp_path)
+    look, folder = os.stat, tmp_path / "run"
+
+    def stat(path: Any, **how: Any) -> os.stat_result:
+        if path == folder:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return look(path, **how)
+
+    page.beaten = time.monotonic() - BEAT_LATE_S - 1
+    monkeypatch.setattr(os, "stat", stat)
+    supervisor._look()
+    beat = attempt.beat()
+    assert beat is not None
+    assert beat.at > 1.0, "nobody said that its run was deleted"
 
 
 @pytest.mark.parametrize(

@@ -251,3 +251,17 @@ def test_python_takes_from_the_settings_what_it_leaves_at_its_default(monkeypatc
     monkeypatch.setattr(launch_settings, "read_settings", lambda *_, **__: pytest.fail("read without being asked"))
     assert launch("inline", "job_of_settings.py", 1, args={"steps": 1, "name": "x"}).results() == [[1, "x"]]
     assert json.dumps(dict(run.record.origins))
+
+
+def test_a_launch_needs_no_folder_of_settings_that_can_be_looked_at(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("replicas.toml", "n = 2\n")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / ("x" * 300)))  # which no file system can look for
+    assert read().found["n",].value == 2
+
+    def no_home(name: str) -> str:
+        raise RuntimeError("could not determine the home directory")
+
+    monkeypatch.setattr("platformdirs.user_config_path", no_home)
+    assert read().found["n",].value == 2

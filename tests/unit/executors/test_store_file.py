@@ -126,15 +126,28 @@ def test_an_object_below_an_object_is_refused_with_the_reason_and_leaves_no_file
 
 def test_unfinished_files_are_never_objects(root: Path) -> None:
     store = open_store(root)
-    (root / ".unfinished~").mkdir(exist_ok=True)
+    (root / ".unfinished~leftover").write_bytes(b"half")
+    (root / ".unfinished~").mkdir()
     (root / ".unfinished~/leftover").write_bytes(b"half")
-    for prefix in ("", ".", ".unfinished", ".unfinished~/", ".unfinished~/left"):
+    for prefix in ("", ".", ".unfinished", ".unfinished~", ".unfinished~left", ".unfinished~/", ".unfinished~/left"):
         with contextlib.suppress(ValueError):  # refused is as good
             assert list(store.list(prefix)) == [], prefix
-    with pytest.raises(ValueError, match="reserved"):
-        store.get(".unfinished~/leftover")
-    with pytest.raises(ValueError, match="reserved"):
-        store.put(".unfinished~/x", b"")
+    for key in (".unfinished~leftover", ".unfinished~/leftover", ".unfinished~x/y"):
+        with pytest.raises(ValueError, match="reserved"):
+            store.get(key)
+        with pytest.raises(ValueError, match="reserved"):
+            store.put(key, b"")
+    store.put("run/.unfinished~", b"x")
+    assert [entry.key for entry in store.list("")] == ["run/.unfinished~"], "only names at the top are hidden"
+
+
+def test_a_directory_has_nothing_but_its_objects_when_they_are_written(either: FileStore) -> None:
+    """A folder for hidden files would be of whoever wrote first, and in the way of all others."""
+    either.put("run/a", b"x")
+    assert either.put_if_absent("run/b", b"x")
+    with pytest.raises(StoreError):
+        either.put("run", b"x")
+    assert sorted(str(path.relative_to(either.root)) for path in either.root.rglob("*")) == ["run", "run/a", "run/b"]
 
 
 def test_a_store_whose_directory_moved_on_is_empty_and_what_was_read_stays(root: Path) -> None:

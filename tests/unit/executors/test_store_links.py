@@ -74,6 +74,30 @@ def test_a_link_is_listed_replaced_and_deleted_as_what_it_is(store: Store, elsew
     assert content_of(elsewhere) == {"mine": b"nobody else's business"}
 
 
+@pytest.mark.parametrize("has_anonymous_files", [True, False])
+@pytest.mark.parametrize("what", ["a link", "a file", "a folder"])
+def test_nothing_that_another_user_puts_in_the_way_of_a_write_stops_or_misleads_it(
+    store: Store, elsewhere: Path, tmp_path: Path, what: str, has_anonymous_files: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is being written has no place of its own in the directory that could be taken first."""
+    if not has_anonymous_files:
+        monkeypatch.delattr(os, "O_TMPFILE")
+    in_the_way = tmp_path / "store" / ".unfinished~"
+    if what == "a link":
+        in_the_way.symlink_to(elsewhere)
+    elif what == "a file":
+        in_the_way.touch()
+    else:
+        in_the_way.mkdir()
+        (in_the_way / "theirs").touch()
+    store.put("run/a", b"x")
+    assert store.put_if_absent("run/b", b"y")
+    assert [entry.key for entry in open_store(tmp_path / "store").list("")] == ["run/a", "run/b"]
+    assert content_of(elsewhere) == {"mine": b"nobody else's business"}
+    if what == "a folder":
+        assert [path.name for path in in_the_way.iterdir()] == ["theirs"]
+
+
 def test_a_pipe_in_the_place_of_an_object_blocks_nobody(store: Store, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "store" / "pipe")
     with pytest.raises(KeyNotFoundError):

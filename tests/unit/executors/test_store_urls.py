@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from executors.errors import StoreError
+from executors.errors import RunNotFoundError, StoreError
 from executors.store import MemoryStore, open_store, store_at
 from executors.store.file import FileStore
 from executors.store.s3.address import S3Address
-from executors.store.url import address_of, split_address
+from executors.store.url import address_of, existing_store, split_address, was_deleted
 
 
 def test_a_directory_is_opened_again_by_its_url(tmp_path: Path) -> None:
@@ -115,6 +117,29 @@ def test_a_file_in_the_place_of_the_directory_is_a_clear_error(tmp_path: Path) -
         assert place.as_uri() in str(caught.value)
         assert caught.value.url == place.as_uri()
     assert (tmp_path / "file").read_bytes() == b"x"
+
+
+def test_a_directory_that_cannot_be_looked_at_is_not_said_to_be_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path)
+    (tmp_path / "run").mkdir()
+
+    def stat(path: Any, **_: Any) -> os.stat_result:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", stat)
+        assert not was_deleted(store, "run"), "nobody can tell"
+        with pytest.raises(StoreError, match=r"Cannot look at .*: Permission denied\.") as caught:
+            existing_store(tmp_path)
+    assert not isinstance(caught.value, RunNotFoundError)
+    assert caught.value.url == tmp_path.as_uri()
+    assert not was_deleted(store, "run")
+    (tmp_path / "run").rmdir()
+    assert was_deleted(store, "run")
+    with pytest.raises(RunNotFoundError, match="there is no such directory"):
+        existing_store(tmp_path / "run")
 
 
 def test_the_address_of_a_bucket_is_read_again_from_its_url() -> None:
