@@ -16,7 +16,15 @@ from executors.protocol import ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor
 from executors.run.fleet import check_single_ranks
 from executors.run.launch_hands import Recipe
-from executors.run.recipe import check_env, check_folder, secrets_to_give, spec_of, vouched_task, with_own_task
+from executors.run.recipe import (
+    check_env,
+    check_folder,
+    check_requirements,
+    secrets_to_give,
+    spec_of,
+    vouched_task,
+    with_own_task,
+)
 from executors.run.run_index import reference, remember_added
 from executors.run.spread import SpreadExecutor, options_to_note
 from executors.run.traces import Traces
@@ -83,6 +91,8 @@ def add_replicas(
     timeout = asked.timeout or launched.timeout_s or native.default_timeout_s
     limits: Any = {"gpu": asked.gpu or launched.gpu, "timeout": timeout}
     _check_start(run, native, task, asked.n, {**limits, "secrets": spec.secret_names})
+    if task.record.code_sha256 is not None:
+        check_requirements(run, native, task)
     n_seen, is_barred = _check_bar(run, spec.key)
     # Of a run that was launched without code for other machines, they get that of this process, now and later.
     if launched.max_cost is not None:

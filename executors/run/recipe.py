@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from executors.errors import BackendError, StoreError, UntrustedTaskError
-from executors.native import RUN_KEY, NativeExecutor, RunSpec
+from executors.native import RUN_KEY, InstallsRequirements, NativeExecutor, RunSpec
 from executors.run.fleet import Site
 from executors.run.launch_hands import Recipe
 from executors.run.run_index import KEYS, damage_of_note, find_key, reference
@@ -89,6 +89,8 @@ def recipes_of(
             given = secrets_to_give(run, place, its_secrets)
             _check_options(run, sites)
             _check_own_task(run, place)
+            for _, executor in its_executors.parts:
+                check_requirements(run, executor, task, place.own_task)
             if not its_executors.ships_code:
                 check_folder(run, task, verb)
         except (ValueError, UntrustedTaskError):
@@ -142,6 +144,26 @@ def _check_own_task(run: Traces, place: Placement) -> None:
         raise UntrustedTaskError(
             f"{_who(run, place)} with code of its own, for which only its rendezvous vouches. Resume it on the machine "
             "that added it, or trust whoever can write to that rendezvous: --trust-bucket, or trust_bucket=True."
+        )
+
+
+def check_requirements(run: Traces, executor: NativeExecutor, task: StoredTask, own_task: str | None = None) -> None:
+    """Check that an executor is to install nothing but what a task names, which is all that replicas of it get.
+
+    Args:
+        own_task: the digest of theirs, where they have one.
+
+    Raises:
+        ValueError: it is.
+    """
+    asked = executor.pip if isinstance(executor, InstallsRequirements) else ()
+    if not asked:
+        return
+    its = task if own_task is None else read_task(run.store, run.run_id, own_task, folder_of(own_task))
+    if others := [line for line in asked if line not in its.record.requirements]:
+        raise ValueError(
+            f"The requirement {others[0]!r} of pip= is none of those that these replicas of run {run.run_id!r} were "
+            "launched with, and they get no others. Leave it away, and use an image or environment that has it."
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from executors import LocalProcessExecutor, Run, attach, launch
 from executors.cli.launch import lost_from_sight
 from executors.cli.options import options_of
 from executors.cli.output import Output, UsageProblem
-from executors.errors import BackendError, LaunchError, StoreError, UntrustedTaskError
+from executors.errors import BackendError, LaunchError, RunNotFoundError, StoreError, UntrustedTaskError
+from executors.launcher.launch_plan import plan_launch
 from executors.launcher.launch_settings import keys_of_launch, read_settings
 from executors.launcher.parts import executor_of, options_by_part, parts_of, total_of
 from executors.protocol import ServerlessExecutor
@@ -26,6 +27,7 @@ from executors.run.run_logs import EVERYTHING
 from executors.store.added_ranks import added_key
 from executors.store.records import exists, to_bytes
 from executors.supervision.lease import release_lease
+from executors.task.launch_request import LaunchRequest
 from executors.testing import eventually
 
 MAIN = """
@@ -90,6 +92,32 @@ def test_a_launch_on_two_backends_is_one_run_of_all(folder: Path) -> None:
     come(folder, "2-1")
     (folder / "go").touch()
     assert attach("otter", executor=FakeExecutor()).results() == [[0, 0], [1, 0], [2, 1]]
+
+
+class InstallingExecutor(FakeExecutor):
+    backend_name = "installing"
+
+    def __init__(self, pip: Sequence[str] = ("einops",)) -> None:
+        super().__init__()
+        self.service.pip = pip
+
+
+def test_requirements_of_one_backend_are_not_installed_at_another(folder: Path, machines: Machines) -> None:
+    of_both = executor_of(
+        f"{FAKE}:1,{__name__}:InstallingExecutor:1", lambda name: made(name) if name == FAKE else InstallingExecutor()
+    )
+    with pytest.raises(ValueError, match=r"'installing' installs 'einops', and 'fake' does not.* Give both the same"):
+        launch(of_both, "job.py:main", 2, run_id="otter", args={"folder": str(folder)})
+    with pytest.raises(RunNotFoundError):
+        attach("otter")
+    assert not machines.jobs
+    asked = LaunchRequest(entrypoint="job.py:main", n=2, args={"folder": str(folder)})
+    with_this_machine = executor_of(
+        "local:1,other:1", lambda name: made(name) if name == "local" else InstallingExecutor()
+    )
+    package = plan_launch(asked, with_this_machine).package
+    assert package is not None
+    assert "einops" in package.requirements, "nothing is installed on this machine"
 
 
 @pytest.mark.usefixtures("quick_tries")

@@ -83,6 +83,12 @@ def local() -> LocalProcessExecutor:
     return LocalProcessExecutor(preload=(), term_grace_s=0.5)
 
 
+def installing(*pip: str) -> AnyFakeExecutor:
+    made = AnyFakeExecutor()
+    made.service.pip = pip
+    return made
+
+
 def launched(folder: Path, executor: Any, **more: Any) -> Run:
     run = launch(executor, "job.py:main", 1, run_id="otter", args={"folder": str(folder)}, **more)
     come(folder, "0-0")
@@ -199,6 +205,42 @@ def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines
     monkeypatch.setitem(AnyFakeExecutor.accounts, "other", made)
     yield made
     made.close()
+
+
+def test_what_a_run_with_code_was_not_launched_with_is_not_installed_for_some_of_it(
+    machines: Machines, folder: Path
+) -> None:
+    run = launched(folder, installing(" numpy"), detach=True)
+    words = r"'flash-attn' of pip= is none of those that these replicas of run 'otter' were launched with"
+    with pytest.raises(ValueError, match=words):
+        run.add(installing("numpy", "flash-attn"), 1)
+    assert run.ranks == [0]
+    assert run.add(installing("numpy "), 1, detach=True) == [1]
+    run.cancel()
+    with pytest.raises(ValueError, match=words):
+        resume(attach("otter", executor=installing("flash-attn")))
+    there = attach("otter", executor=installing("flash-attn"))
+    with pytest.raises(ValueError, match=words):
+        recipes_of(there, vouched_task(there))
+    assert not machines.living()
+    resume(attach("otter", executor=installing("numpy")), detach=True)
+    assert machines.living() == [(0, 1), (1, 1)]
+    (folder / "go").touch()
+
+
+def test_what_is_added_to_a_run_without_code_comes_back_with_its_own_requirements(
+    machines: Machines, folder: Path
+) -> None:
+    run = launched(folder, local(), detach=True)
+    assert run.add(installing("numpy"), 1, detach=True) == [1]
+    come(folder, "1-0")
+    assert "numpy" in machines.jobs[0].job.requirements
+    run.cancel(1)
+    with pytest.raises(ValueError, match="'flash-attn' of pip="):
+        resume(attach("otter", executor=installing("flash-attn")), ranks=[1])
+    resume(attach("otter", executor=installing("numpy")), ranks=[1], detach=True)
+    come(folder, "1-1")
+    (folder / "go").touch()
 
 
 def test_each_rank_goes_by_the_executor_that_started_it_also_of_two_of_one_backend(

@@ -107,6 +107,13 @@ class JobExecutor:
         """The service's options."""
         return self.service.options
 
+    @property
+    def pip(self) -> Sequence[str]:
+        """The requirements that a person gave; see `InstallsRequirements`."""
+        from executors.shipping.requirements import given_requirements  # a look at a run packs nothing
+
+        return given_requirements(self.service.pip)
+
     def warm_up(self) -> None:
         """Do nothing: a service has nothing to begin early."""
 
