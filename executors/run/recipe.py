@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
@@ -61,7 +62,7 @@ def recipes_of(
 
     Args:
         task: for which somebody vouched.
-        ranks: those that are to be started; what only others need may be missing, and they have no recipe then.
+        ranks: those that are to be started; what only others need may be missing, and they are in no recipe then.
         gpu, timeout, env, secrets, detach: as for `resume`.
         verb: the command that starts them, up to the run.
 
@@ -75,9 +76,10 @@ def recipes_of(
     """
     native_executor(run)
     spec, groups = spec_of(run, task, detach=detach), list[tuple[tuple[int, ...], Sequence[Site]]]()
-    for sites in run.fleet.groups:
-        its = tuple(rank for site in sites for rank in site.placement.ranks if run.fleet.may_start(rank))
-        groups += [(its, sites)] if its else []
+    for group in run.fleet.groups:
+        kept = [site for site in group if _is_asked_for(site, ranks) or not _missing_options(run, site)]
+        its = tuple(rank for site in kept for rank in site.placement.ranks if run.fleet.may_start(rank))
+        groups += [(its, kept)] if its else []
     places = [sites[0].placement for _, sites in groups]
     found = []
     for its, sites in groups:
@@ -265,16 +267,30 @@ def check_env(run: Traces, place: Placement, env: Mapping[str, str]) -> None:
         )
 
 
+def _is_asked_for(site: Site, ranks: Sequence[int] | None) -> bool:
+    return ranks is None or not {*ranks}.isdisjoint(site.placement.ranks)
+
+
+def _missing_options(run: Traces, site: Site) -> list[str]:
+    """Name the options that are not taken from a record, and that nobody gave; none where nothing can start anyway."""
+    if missing := sorted({*site.placement.unrecorded_options} - {*run.fleet.known_options(site)}):
+        with contextlib.suppress(BackendError):  # it is not to be had here: who starts something there is told that
+            site.executor  # noqa: B018 - made now
+            return missing
+    return []
+
+
 def _check_options(run: Traces, sites: Sequence[Site]) -> None:
     """Raises: ValueError: an option is missing that is not taken from a record."""
     for site in sites:
         place = site.placement
-        if missing := sorted({*place.unrecorded_options} - {*run.fleet.known_options(site)}):
+        if missing := _missing_options(run, site):
             option, backend = missing[0], place.backend
             how = "--volume NAME:/path" if option == "volumes" else f"--option {option}=…"
+            how = f"--backend {backend} {how}" if len(run.fleet.sites) == 1 else f"--option {backend}.{option}=…"
             raise ValueError(
                 f"{_who(run, place)} with the option {option!r} of backend {backend!r}, which is not taken from a "
-                f"record. Give it again: --backend {backend} {how}, or attach(…, executor=…)."
+                f"record. Give it again: {how}, or attach(…, executor=…)."
             )
 
 

@@ -15,7 +15,10 @@ from support.fake_jobs import FakeExecutor, FakeJobs, Machines
 from executors import LocalProcessExecutor, Run, attach, launch
 from executors.attempt import Attempt
 from executors.backends.jobs.executor import JobExecutor
+from executors.cli.options import find_run
+from executors.cli.output import UsageProblem
 from executors.errors import BackendError, LaunchError, UntrustedTaskError
+from executors.launcher.parts import executor_of
 from executors.registry import BUILT_IN
 from executors.replica import LEASE_S
 from executors.run import run_index
@@ -47,6 +50,7 @@ def main(folder):
 @pytest.fixture
 def folder(machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setitem(BUILT_IN, "fake", f"{__name__}:AnyFakeExecutor")
+    monkeypatch.setitem(BUILT_IN, "other", f"{__name__}:OtherFakeExecutor")
     monkeypatch.setattr("executors.run.launch_hands.AGAIN_S", 0.1)
     made = tmp_path / "said"
     made.mkdir()
@@ -63,6 +67,10 @@ class AnyFakeExecutor(FakeExecutor):
     def __init__(self, account: str = "") -> None:
         machines = self.accounts[account] if account else self.machines
         JobExecutor.__init__(self, AnyFakeJobs(machines, account))
+
+
+class OtherFakeExecutor(AnyFakeExecutor):
+    backend_name = "other"
 
 
 class AnyFakeJobs(FakeJobs):
@@ -205,6 +213,43 @@ def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines
     monkeypatch.setitem(AnyFakeExecutor.accounts, "other", made)
     yield made
     made.close()
+
+
+def test_an_option_is_asked_for_where_it_is_needed_and_several_backends_are_given_theirs_at_once(
+    others: Machines, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    others.is_held = True
+    made = {"fake": AnyFakeExecutor("other"), "other": OtherFakeExecutor("other")}
+    asked: Any = {"args": {"folder": str(folder)}, "detach": True, "rendezvous": tmp_path / "shared"}
+    run = launch(executor_of("fake:1,other:1", made.__getitem__), "job.py:main", 2, run_id="otter", **asked)
+    known: Any = {"task_digest": run.task_digest, "detach": True}
+    run.cancel()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
+    for given, option in ((None, "fake"), (made["fake"], "other"), (made["other"], "fake")):
+        with pytest.raises(ValueError, match=rf"Give it again: --option {option}\.account=…, or attach\(…, exec"):
+            resume(attach(run.url, executor=given), **known)
+    again = resume(attach(run.url, executor=made["other"]), ranks=[1], **known)
+    assert others.living() == [(1, 1)]
+    again.cancel()
+    alone = attach(run.url, executor=made["other"])
+    task = vouched_task(alone, task_digest=known["task_digest"])
+    (recipe,) = recipes_of(alone, task, ranks=[1], detach=True)
+    assert recipe.spec.ranks == (1,), "it does not start again what it has no options for"
+    both = ["fake.account=other", "other.account=other"]
+    again = resume(find_run(run.url, None, option=both), **known)
+    assert others.living() == [(0, 1), (1, 2)]
+    again.cancel()
+    again = resume(attach(run.url, executor=[*made.values()]), **known)
+    assert others.living() == [(0, 2), (1, 3)]
+    again.cancel()
+    assert again.wait(60)
+    with pytest.raises(UsageProblem, match=r"--option belongs to a backend: give --backend, too"):
+        find_run(run.url, None, option=["account=other"])
+    with pytest.raises(BackendError, match=r"No backend named 'faek'\. Did you mean 'fake'"):
+        find_run(run.url, None, option=["faek.account=other"])
+    monkeypatch.delitem(BUILT_IN, "fake")
+    with pytest.raises(BackendError, match=r"Rank 0 of run 'otter' cannot be started here, .*resume otter --rank 1"):
+        resume(attach(run.url, executor=made["other"]), **known)
 
 
 def test_what_a_run_with_code_was_not_launched_with_is_not_installed_for_some_of_it(
