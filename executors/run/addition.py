@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +36,7 @@ from executors.supervision.lease import LeaseHolder
 from executors.supervision.orders import order_cancel, order_resume
 from executors.task.added import take_ranks
 from executors.task.create import add_code
-from executors.task.record import MAX_WORLD_SIZE, Placement
+from executors.task.record import MAX_WORLD_SIZE, LaunchedWith, Placement
 from executors.task.stored import StoredTask
 
 NOBODY = 10**6  # a rank that only what is of all ranks concerns
@@ -50,7 +50,7 @@ class Addition:
     gpu: str | None = None
     timeout: float | None = None
     env: Mapping[str, str] | None = None
-    secrets: Sequence[str] = ()
+    secrets: Sequence[str] | None = None
     detach: bool = False
     task_digest: str | None = None
     trust_bucket: bool = False
@@ -80,17 +80,18 @@ def add_replicas(
     _check_run(run)
     launched, env = task.launched_with, dict(asked.env or {})
     check_env(run, launched, env)
-    secrets = secrets_to_give(run, launched, asked.secrets)
+    secrets = _inherited_secrets(run, native, launched) if asked.secrets is None else tuple(asked.secrets)
     spec = replace(
         spec_of(run, task, detach=asked.detach),
         env=env,
-        secret_names=tuple(asked.secrets) or secrets,
+        secret_names=secrets,
         min_replicas=None,
         lease_s=None if asked.detach else native.lease_s,
     )
     timeout = asked.timeout or launched.timeout_s or native.default_timeout_s
-    limits: Any = {"gpu": asked.gpu or launched.gpu, "timeout": timeout}
-    _check_start(run, native, task, asked.n, {**limits, "secrets": spec.secret_names})
+    limits: Any = {"gpu": launched.gpu if asked.gpu is None else asked.gpu or None, "timeout": timeout}
+    with _noting_what_is_inherited(asked, limits["gpu"], secrets):
+        _check_start(run, native, task, asked.n, {**limits, "secrets": secrets})
     if task.record.code_sha256 is not None:
         check_requirements(run, native, task)
     n_seen, is_barred = _check_bar(run, spec.key)
@@ -139,6 +140,33 @@ def add_replicas(
                 Attempt(run.store, run.run_id, rank).abandon(error)
         raise
     return Added(handles, Recipe(spec, launched.entrypoint, limits), lease)
+
+
+def _inherited_secrets(run: Traces, executor: NativeExecutor, launched: LaunchedWith) -> tuple[str, ...]:
+    """Return the secrets of the launch, which are names at its backends and say nothing at another."""
+    if executor.backend_name in (backends := [place.backend for place in launched.placements]):
+        return secrets_to_give(run, launched, ())
+    if launched.secrets:
+        print(
+            f"replicas: what is added on {executor.backend_name!r} gets none of the launch's secrets, which are of "
+            f"{' and '.join(map(repr, backends))}: {', '.join(launched.secrets)}. Name its own: --secret, or secrets=.",
+            file=sys.stderr,
+        )
+    return ()
+
+
+@contextlib.contextmanager
+def _noting_what_is_inherited(asked: Addition, gpu: str | None, secrets: Sequence[str]) -> Iterator[None]:
+    """Add to what an executor refuses within the block what nobody asked for here."""
+    try:
+        yield
+    except (BackendError, ValueError) as error:
+        if asked.gpu is None and gpu is not None:
+            error.add_note(f"The GPU {gpu!r} is the launch's: give another with --gpu, or --gpu '' for none.")
+        if asked.secrets is None and secrets:
+            names = ", ".join(map(repr, secrets))
+            error.add_note(f"The launch's secrets count here, too: {names}. Name others with --secret, or '' for none.")
+        raise
 
 
 def _say_that_it_goes_on(run: Traces, ranks: Sequence[int], timeout_s: float | None) -> None:

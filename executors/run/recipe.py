@@ -251,9 +251,10 @@ def secrets_to_give(run: Traces, place: Placement, secrets: Sequence[str]) -> tu
     else:
         noted = run.noted.secrets if run.noted else None
     if noted is None and (missing := sorted({*place.secrets} - {*secrets})):
+        it, options = "it" if len(missing) == 1 else "all", " ".join(f"--secret {name}" for name in missing)
         raise ValueError(
             f"{_who(run, place)} with the secret {missing[0]!r}, and this machine gives no secret away because a "
-            f"record names it. Name it again: --secret {missing[0]} or secrets=[{missing[0]!r}]."
+            f"record names it. Name {it} again: {options} or secrets={missing}."
         )
     return tuple(dict.fromkeys([*(noted or ()), *secrets]))
 

@@ -285,18 +285,25 @@ def test_a_run_in_a_directory_takes_nothing_from_where_nobody_sees_it(
     assert run.wait(60)
 
 
-def test_the_command_adds_replicas_and_leaves_the_others_alone(folder: Path) -> None:
+@pytest.mark.filterwarnings("ignore:gpu='H100':RuntimeWarning")  # this machine has none
+def test_the_command_adds_replicas_and_leaves_the_others_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, local = Folder(Path.cwd()), ("--option", "preload=[]")
     Path("job.py").write_text(MAIN)
-    run = launched(folder, "local:1", detach=True)
+    monkeypatch.setenv("S", "a secret")
+    run = launched(folder, "local:1", detach=True, gpu="H100", secrets=["S"])
     added = here.replicas("add", "otter", "--n", 1, "--detach", *local)
     assert (added.code, added.stdout) == (0, "Added rank 1 on local.\n"), added
     come(folder, "1-0")
+    none = here.replicas("add", "otter", "--n", 1, "--detach", *local, "--gpu", "", "--secret", "")
+    assert (none.code, none.stdout) == (0, "Added rank 2 on local.\n"), none
+    assert run.ranks == [0, 1, 2]
+    terms = [(site.placement.gpu, site.placement.secrets) for site in run.fleet.sites]
+    assert terms == [("H100", ("S",)), ("H100", ("S",)), (None, ())]
+    come(folder, "2-0")
     assert here.replicas("add", "otter", "--n", 1, "-b", "nowhere").stderr.startswith("Error: No backend named 'now")
     (folder / "go").touch()
     done = here.replicas("wait", "otter", "--json")
-    assert (done.code, [row["result"] for row in done.json["replicas"]]) == (0, [[0, 0], [1, 0]])
-    assert run.ranks == [0, 1]
+    assert (done.code, [row["result"] for row in done.json["replicas"]]) == (0, [[0, 0], [1, 0], [2, 0]])
 
 
 def test_replicas_that_would_get_the_code_of_another_folder_are_not_added(

@@ -252,6 +252,50 @@ def test_an_option_is_asked_for_where_it_is_needed_and_several_backends_are_give
         resume(attach(run.url, executor=made["other"]), **known)
 
 
+def test_an_addition_can_do_without_the_secrets_and_the_gpu_of_the_launch(
+    machines: Machines,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    machines.is_held = True
+    ask: Any = {"detach": True}
+    terms: Any = {"run_id": "otter", "args": {"folder": str(folder)}, "secrets": ["S", "U"], "gpu": "H100:2"}
+    run = launch(AnyFakeExecutor(), "job.py:main", 1, rendezvous=tmp_path / "shared", **terms, **ask)
+    run.add(AnyFakeExecutor(), 1, **ask)
+    run.add(AnyFakeExecutor(), 1, secrets=(), gpu="", **ask)
+    assert "secret" not in capsys.readouterr().err
+    run.add(OtherFakeExecutor(), 1, **ask)
+    assert (
+        "what is added on 'other' gets none of the launch's secrets, which are of 'fake': S, U"
+        in capsys.readouterr().err
+    )
+    run.add(OtherFakeExecutor(), 1, secrets=["T"], gpu="A100", **ask)
+    given = [(("S", "U"), "H100:2")] * 2 + [((), None), ((), "H100:2"), (("T",), "A100")]
+    assert [(job.job.secret_names, job.job.gpu) for job in machines.jobs] == given
+    run.cancel(2)
+    resume(run, ranks=[2], detach=True)
+    assert (machines.jobs[-1].job.secret_names, machines.jobs[-1].job.gpu) == ((), None)
+    one_gpu = LocalProcessExecutor(preload=(), gpus=["0"])
+    with pytest.raises(BackendError, match=r"replica with 2 GPUs needs more than this machine has, which is 1") as info:
+        run.add(one_gpu, 1)
+    assert info.value.__notes__ == ["The GPU 'H100:2' is the launch's: give another with --gpu, or --gpu '' for none."]
+    with pytest.raises(ValueError, match="more than 0 seconds") as refused:
+        run.add(AnyFakeExecutor(), 1, gpu="", timeout=-1)
+    assert refused.value.__notes__ == [
+        "The launch's secrets count here, too: 'S', 'U'. Name others with --secret, or '' for none."
+    ]
+    with pytest.raises(BackendError, match="NOT_THERE") as info:
+        run.add(AnyFakeExecutor(), 1, secrets=["NOT_THERE"], gpu="")
+    assert not hasattr(info.value, "__notes__")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
+    with pytest.raises(ValueError, match=r"Name all again: --secret S --secret U or secrets=\['S', 'U'\]"):
+        attach(run.url).add(AnyFakeExecutor(), 1, trust_bucket=True)
+    assert attach(run.url).add(AnyFakeExecutor(), 1, secrets=(), trust_bucket=True, **ask) == [5]
+    assert machines.jobs[-1].job.secret_names == ()
+
+
 def test_what_a_run_with_code_was_not_launched_with_is_not_installed_for_some_of_it(
     machines: Machines, folder: Path
 ) -> None:
