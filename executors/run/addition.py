@@ -90,8 +90,7 @@ def add_replicas(
     )
     timeout = asked.timeout or launched.timeout_s or native.default_timeout_s
     limits: Any = {"gpu": launched.gpu if asked.gpu is None else asked.gpu or None, "timeout": timeout}
-    with _noting_what_is_inherited(asked, limits["gpu"], secrets):
-        _check_start(run, native, task, asked.n, {**limits, "secrets": secrets})
+    _check_start(run, native, task, asked, {**limits, "secrets": secrets})
     if task.record.code_sha256 is not None:
         check_requirements(run, native, task)
     n_seen, is_barred = _check_bar(run, spec.key)
@@ -156,15 +155,15 @@ def _inherited_secrets(run: Traces, executor: NativeExecutor, launched: Launched
 
 
 @contextlib.contextmanager
-def _noting_what_is_inherited(asked: Addition, gpu: str | None, secrets: Sequence[str]) -> Iterator[None]:
+def _noting_what_is_inherited(asked: Addition, terms: Mapping[str, Any]) -> Iterator[None]:
     """Add to what an executor refuses within the block what nobody asked for here."""
     try:
         yield
     except (BackendError, ValueError) as error:
-        if asked.gpu is None and gpu is not None:
-            error.add_note(f"The GPU {gpu!r} is the launch's: give another with --gpu, or --gpu '' for none.")
-        if asked.secrets is None and secrets:
-            names = ", ".join(map(repr, secrets))
+        if asked.gpu is None and terms["gpu"] is not None:
+            error.add_note(f"The GPU {terms['gpu']!r} is the launch's: give another with --gpu, or --gpu '' for none.")
+        if asked.secrets is None and terms["secrets"]:
+            names = ", ".join(map(repr, terms["secrets"]))
             error.add_note(f"The launch's secrets count here, too: {names}. Name others with --secret, or '' for none.")
         raise
 
@@ -202,7 +201,9 @@ def _check_run(run: Traces) -> None:
         )
 
 
-def _check_start(run: Traces, executor: NativeExecutor, task: StoredTask, n: int, terms: Mapping[str, Any]) -> None:
+def _check_start(
+    run: Traces, executor: NativeExecutor, task: StoredTask, asked: Addition, terms: Mapping[str, Any]
+) -> None:
     """Refuse what cannot work, before anything is written, started or paid for."""
     name, store = executor.backend_name, run.store
     if executor.needs_shared_rendezvous and directory_of(store.url) is not None:
@@ -212,7 +213,8 @@ def _check_start(run: Traces, executor: NativeExecutor, task: StoredTask, n: int
         )
     entrypoint = task.record.entrypoint or len  # what was pickled is not loaded here
     args = dict(task.record.args or {}) | dict.fromkeys(task.record.arg_texts, "") if task.record.entrypoint else {}
-    executor.check_launch(n, entrypoint, args, **terms)
+    with _noting_what_is_inherited(asked, terms):
+        executor.check_launch(asked.n, entrypoint, args, **terms)
 
 
 def _check_bar(run: Traces, key: str | None) -> tuple[int, bool]:

@@ -156,8 +156,11 @@ class Fleet:
     def options_of(self, backend: str) -> Mapping[str, Any]:
         """Return the options of the executor of a backend, by its name or class, as it is made here."""
         name = _backend_of(backend)
-        site = next((site for site in self.sites if site.placement.backend == name), self.sites[0])
-        return site.executor.options_to_keep if isinstance(site.executor, KeepsOptions) else {}
+        found = [site for site in self.sites if site.placement.backend == name]
+        if not found and ":" in backend:  # a class need not say its backend's name before it is made
+            found = [*self.sites]
+        executor = found[0].executor if found else None
+        return executor.options_to_keep if isinstance(executor, KeepsOptions) else {}
 
     def known_options(self, site: Site) -> Collection[str]:
         """Name the options that a placement's executor is made with here."""
