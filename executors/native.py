@@ -114,6 +114,15 @@ class KeepsOptions(Protocol):
 
 
 @runtime_checkable
+class InstallsRequirements(Protocol):
+    """An executor that a person can tell what its replicas need to have installed."""
+
+    @property
+    def pip(self) -> Sequence[str]:
+        """What it was told, as a task has it. Empty: nothing, and the workspace's files say it at the launch."""
+
+
+@runtime_checkable
 class KnowsPrices(Protocol):
     """An executor that can say what its machines cost."""
 

@@ -13,7 +13,6 @@ from executors.cli.options import (
     EnvOption,
     RendezvousOption,
     RunArgument,
-    SecretOption,
     VolumeOption,
     find_run,
     options_of,
@@ -25,7 +24,8 @@ from executors.durations import DURATIONS
 from executors.errors import BackendError, ReplicasError, StoreError
 
 BACKEND = "Where to start them: a backend's name, or pkg.mod:Class. It has to reach the run's rendezvous."
-GPU = "A GPU for each, as in H100 or H100:2. Default: as launched."
+GPU = "A GPU for each, as in H100 or H100:2; '' is none. Default: as launched."
+SECRET = "A secret, by its name; '' is none. Repeatable. Default: as launched, on a backend of the launch."
 TIMEOUT = f"How long each may run ({DURATIONS}). Default: as launched."
 DETACH = "Return when they are started; they go on alone."
 
@@ -38,7 +38,7 @@ def add(
     gpu: Annotated[str | None, Option(metavar="GPU", help=GPU)] = None,
     timeout: Annotated[float | None, Option(metavar="DURATION", parser=parse_duration, help=TIMEOUT)] = None,
     env: EnvOption = None,
-    secret: SecretOption = None,
+    secret: Annotated[list[str] | None, Option("--secret", metavar="NAME", help=SECRET)] = None,
     option: BackendOptions = None,
     volume: VolumeOption = None,
     detach: Annotated[bool, Option("--detach", "-d", help=DETACH)] = False,
@@ -71,7 +71,7 @@ def add(
                     gpu=gpu,
                     timeout=timeout,
                     env=parse_texts("--env", env),
-                    secrets=secret or (),
+                    secrets=[*filter(None, secret)] if secret else None,
                     detach=detach,
                     task_digest=task_digest,
                     trust_bucket=trust_bucket,

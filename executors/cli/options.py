@@ -69,7 +69,7 @@ EXECUTOR = "The backend the run was launched with, or pkg.mod:Class, which is ne
 ExecutorOption = Annotated[str | None, Option("--backend", "-b", metavar="NAME", help=EXECUTOR)]
 VOLUME = "What to mount where: NAME:/path, or a url; see `replicas backends`. Repeatable."
 VolumeOption = Annotated[list[str] | None, Option("--volume", metavar="NAME:PATH", help=VOLUME)]
-OPTION = "An option of the backend; see `replicas backends`. Repeatable."
+OPTION = "An option of the backend, of several as NAME.K=V; see `replicas backends`. Repeatable."
 BackendOptions = Annotated[list[str] | None, Option("--option", metavar="K=V", help=OPTION)]
 COLUMNS = "Numbers to show that replicas report, as in lr,gnorm. Default: the first three."
 ColumnsOption = Annotated[
@@ -123,23 +123,40 @@ def find_run(
 ) -> Run:
     """Return the run a user names, with the executor that the user names, if any.
 
-    Options are added to those of the launch, as far as this machine noted them or takes them from a record.
+    Options are added to those of the launch, as far as this machine noted them or takes them from a record. Those of
+    several backends say of which they are, as in `slurm.partition`.
     """
     from executors.registry import executor_class, get_executor
     from executors.run.lookup import attach
 
-    if (option or volume) and backend is None:
-        refuse(f"{'--option' if option else '--volume'} belongs to a backend: give --backend, too.")
+    if backend is None and volume:
+        refuse("--volume belongs to a backend: give --backend, too.")
+    by_backend = {} if backend is not None else _options_by_name(option)
     with usage_errors():
         found = attach(run, rendezvous=rendezvous, executor=backend)
-        if backend is None or not (option or volume):
+        if not (option or volume):
             return found
-        given = options_of(backend, option, volume)
-        known: Mapping[str, Any] = {}
-        check_options(backend, executor_class(backend), given)
-        with contextlib.suppress(BackendError):  # the record's are not taken: those given are all
-            known = found.fleet.options_of(backend)
-        return attach(run, rendezvous=rendezvous, executor=get_executor(backend, {**known, **given}))
+        if backend is not None:
+            by_backend = {backend: options_of(backend, option, volume)}
+        executors = []
+        for name, given in by_backend.items():
+            known: Mapping[str, Any] = {}
+            check_options(name, executor_class(name), given)
+            with contextlib.suppress(BackendError):  # the record's are not taken: those given are all
+                known = found.fleet.options_of(name)
+            executors.append(get_executor(name, {**known, **given}))
+        return attach(run, rendezvous=rendezvous, executor=executors)
+
+
+def _options_by_name(option: Sequence[str] | None) -> dict[str, dict[str, Any]]:
+    """Return the options of each backend, where each says of which it is."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in parse_values("--option", option).items():
+        backend, _, name = key.rpartition(".")
+        if not backend:
+            refuse(f"--option belongs to a backend: give --backend, too. Of several, write --option NAME.{name}=….")
+        found.setdefault(backend, {})[name] = value
+    return found
 
 
 def parse_values(option: str, texts: Sequence[str] | None) -> dict[str, Any]:

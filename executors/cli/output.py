@@ -199,4 +199,7 @@ def usage_errors() -> Iterator[None]:
     except ReplicasError:  # also one that is a TypeError or ImportError: `main` shows it, with its own kind
         raise
     except (ValueError, TypeError, ImportError) as error:
-        refuse(error)
+        problem = UsageProblem(str(error))
+        for words in getattr(error, "__notes__", ()):
+            problem.add_note(words)
+        raise problem from None

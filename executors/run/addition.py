@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,15 @@ from executors.protocol import ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor
 from executors.run.fleet import check_single_ranks
 from executors.run.launch_hands import Recipe
-from executors.run.recipe import check_env, check_folder, secrets_to_give, spec_of, vouched_task, with_own_task
+from executors.run.recipe import (
+    check_env,
+    check_folder,
+    check_requirements,
+    secrets_to_give,
+    spec_of,
+    vouched_task,
+    with_own_task,
+)
 from executors.run.run_index import reference, remember_added
 from executors.run.spread import SpreadExecutor, options_to_note
 from executors.run.traces import Traces
@@ -28,7 +36,7 @@ from executors.supervision.lease import LeaseHolder
 from executors.supervision.orders import order_cancel, order_resume
 from executors.task.added import take_ranks
 from executors.task.create import add_code
-from executors.task.record import MAX_WORLD_SIZE, Placement
+from executors.task.record import MAX_WORLD_SIZE, LaunchedWith, Placement
 from executors.task.stored import StoredTask
 
 NOBODY = 10**6  # a rank that only what is of all ranks concerns
@@ -42,7 +50,7 @@ class Addition:
     gpu: str | None = None
     timeout: float | None = None
     env: Mapping[str, str] | None = None
-    secrets: Sequence[str] = ()
+    secrets: Sequence[str] | None = None
     detach: bool = False
     task_digest: str | None = None
     trust_bucket: bool = False
@@ -72,17 +80,19 @@ def add_replicas(
     _check_run(run)
     launched, env = task.launched_with, dict(asked.env or {})
     check_env(run, launched, env)
-    secrets = secrets_to_give(run, launched, asked.secrets)
+    secrets = _inherited_secrets(run, native, launched) if asked.secrets is None else tuple(asked.secrets)
     spec = replace(
         spec_of(run, task, detach=asked.detach),
         env=env,
-        secret_names=tuple(asked.secrets) or secrets,
+        secret_names=secrets,
         min_replicas=None,
         lease_s=None if asked.detach else native.lease_s,
     )
     timeout = asked.timeout or launched.timeout_s or native.default_timeout_s
-    limits: Any = {"gpu": asked.gpu or launched.gpu, "timeout": timeout}
-    _check_start(run, native, task, asked.n, {**limits, "secrets": spec.secret_names})
+    limits: Any = {"gpu": launched.gpu if asked.gpu is None else asked.gpu or None, "timeout": timeout}
+    _check_start(run, native, task, asked, {**limits, "secrets": secrets})
+    if task.record.code_sha256 is not None:
+        check_requirements(run, native, task)
     n_seen, is_barred = _check_bar(run, spec.key)
     # Of a run that was launched without code for other machines, they get that of this process, now and later.
     if launched.max_cost is not None:
@@ -131,6 +141,33 @@ def add_replicas(
     return Added(handles, Recipe(spec, launched.entrypoint, limits), lease)
 
 
+def _inherited_secrets(run: Traces, executor: NativeExecutor, launched: LaunchedWith) -> tuple[str, ...]:
+    """Return the secrets of the launch, which are names at its backends and say nothing at another."""
+    if executor.backend_name in (backends := [place.backend for place in launched.placements]):
+        return secrets_to_give(run, launched, ())
+    if launched.secrets:
+        print(
+            f"replicas: what is added on {executor.backend_name!r} gets none of the launch's secrets, which are of "
+            f"{' and '.join(map(repr, backends))}: {', '.join(launched.secrets)}. Name its own: --secret, or secrets=.",
+            file=sys.stderr,
+        )
+    return ()
+
+
+@contextlib.contextmanager
+def _noting_what_is_inherited(asked: Addition, terms: Mapping[str, Any]) -> Iterator[None]:
+    """Add to what an executor refuses within the block what nobody asked for here."""
+    try:
+        yield
+    except (BackendError, ValueError) as error:
+        if asked.gpu is None and terms["gpu"] is not None:
+            error.add_note(f"The GPU {terms['gpu']!r} is the launch's: give another with --gpu, or --gpu '' for none.")
+        if asked.secrets is None and terms["secrets"]:
+            names = ", ".join(map(repr, terms["secrets"]))
+            error.add_note(f"The launch's secrets count here, too: {names}. Name others with --secret, or '' for none.")
+        raise
+
+
 def _say_that_it_goes_on(run: Traces, ranks: Sequence[int], timeout_s: float | None) -> None:
     until = "" if timeout_s is None else ", to its time limit"
     option = name_ranks(ranks).partition(" ")[2].replace(" ", "")
@@ -164,7 +201,9 @@ def _check_run(run: Traces) -> None:
         )
 
 
-def _check_start(run: Traces, executor: NativeExecutor, task: StoredTask, n: int, terms: Mapping[str, Any]) -> None:
+def _check_start(
+    run: Traces, executor: NativeExecutor, task: StoredTask, asked: Addition, terms: Mapping[str, Any]
+) -> None:
     """Refuse what cannot work, before anything is written, started or paid for."""
     name, store = executor.backend_name, run.store
     if executor.needs_shared_rendezvous and directory_of(store.url) is not None:
@@ -175,7 +214,8 @@ def _check_start(run: Traces, executor: NativeExecutor, task: StoredTask, n: int
     task.check_python(executor)
     entrypoint = task.record.entrypoint or len  # what was pickled is not loaded here
     args = dict(task.record.args or {}) | dict.fromkeys(task.record.arg_texts, "") if task.record.entrypoint else {}
-    executor.check_launch(n, entrypoint, args, **terms)
+    with _noting_what_is_inherited(asked, terms):
+        executor.check_launch(asked.n, entrypoint, args, **terms)
 
 
 def _check_bar(run: Traces, key: str | None) -> tuple[int, bool]:

@@ -46,8 +46,8 @@ class Fleet:
 
     Args:
         record: returns the run's record.
-        given: an executor that a person gave, or the name or class of one, for the launch's placement of its backend,
-            and for what was added with the same options; or those of placements, by name.
+        given: an executor that a person gave, or several, or the name or class of one, for the launch's placement of
+            its backend, and for what was added with the same options; or those of placements, by name.
         options: what this machine noted of the options of a placement's executor, by the placement's name; None:
             nothing.
     """
@@ -57,13 +57,14 @@ class Fleet:
         store: Store,
         run_id: str,
         record: Callable[[], RunRecord],
-        given: ServerlessExecutor | str | Mapping[str, ServerlessExecutor] | None,
+        given: Sequence[ServerlessExecutor] | str | Mapping[str, ServerlessExecutor],
         options: Callable[[str], Mapping[str, Any] | None],
     ) -> None:
         self._store = store
         self._run_id = run_id
         self._record = record
-        self._given = None if isinstance(given, Mapping) else given
+        self._named = given if isinstance(given, str) else None
+        self._given = () if isinstance(given, str | Mapping) else tuple(given)
         self._options = options
         self._launched: list[Site] = []
         self._additions: list[Added | None] = []
@@ -153,9 +154,13 @@ class Fleet:
         return next(iter(numbers)) if len(numbers) == 1 else ",".join(f"{name}:{n}" for name, n in numbers.items())
 
     def options_of(self, backend: str) -> Mapping[str, Any]:
-        """Return the options of the executor of a backend, as it is made here."""
-        site = next((site for site in self.sites if site.placement.backend == backend), self.sites[0])
-        return site.executor.options_to_keep if isinstance(site.executor, KeepsOptions) else {}
+        """Return the options of the executor of a backend, by its name or class, as it is made here."""
+        name = _backend_of(backend)
+        found = [site for site in self.sites if site.placement.backend == name]
+        if not found and ":" in backend:  # a class need not say its backend's name before it is made
+            found = [*self.sites]
+        executor = found[0].executor if found else None
+        return executor.options_to_keep if isinstance(executor, KeepsOptions) else {}
 
     def known_options(self, site: Site) -> Collection[str]:
         """Name the options that a placement's executor is made with here."""
@@ -176,7 +181,7 @@ class Fleet:
     def _executor_for(self, place: Placement) -> ServerlessExecutor:
         if (executor := self._given_for(place)) is not None:
             return executor
-        named = self._given if isinstance(self._given, str) else None
+        named = self._named
         if named is not None and len(self.sites) > 1 and _backend_of(named) != place.backend:
             named = None
         return executor_of_record(place, named=named, options=self._options(place.name))
@@ -188,10 +193,8 @@ class Fleet:
         """
         if place.name in self._of_places:
             return self._of_places[place.name]
-        given = self._given
-        if given is None or isinstance(given, str) or given.backend_name != place.backend:
-            return None
-        if not isinstance(place, Added):
+        given = next((each for each in self._given if each.backend_name == place.backend), None)
+        if given is None or not isinstance(place, Added):
             return given
         if (noted := self._options(place.name)) is not None:
             is_same = as_noted(given.options_to_keep if isinstance(given, KeepsOptions) else {}) == noted

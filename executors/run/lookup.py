@@ -32,7 +32,12 @@ from executors.task.record import Placement, find_run_record
 ANSWER_S = 5.0  # how long a bucket may be silent where it holds up a list
 
 
-def attach(run: str, *, rendezvous: str | Path | None = None, executor: str | ServerlessExecutor | None = None) -> Run:
+def attach(
+    run: str,
+    *,
+    rendezvous: str | Path | None = None,
+    executor: str | ServerlessExecutor | Sequence[ServerlessExecutor] | None = None,
+) -> Run:
     """Find a run again, from any process.
 
     Args:
@@ -40,7 +45,7 @@ def attach(run: str, *, rendezvous: str | Path | None = None, executor: str | Se
         rendezvous: the url of its store, when `run` is an id.
         executor: what it was launched with: an executor, or a backend's name or class as `pkg.mod:Class`, which is then
             made with the options that this machine noted, else those of the record. None: the backend that its record
-            names, which has to be one that is installed here.
+            names, which has to be one that is installed here. Of a run on several backends it may be several executors.
 
     Raises:
         TypeError: the run is not a string.
@@ -64,10 +69,14 @@ def attach(run: str, *, rendezvous: str | Path | None = None, executor: str | Se
             f"No run {run_id!r} is known on this machine.{did_you_mean(run_id, known_run_ids())} For a run that was "
             f"launched elsewhere give its address, as in 's3://BUCKET/PREFIX/{run_id}'."
         )
-    named = executor if executor is None or isinstance(executor, str) else check_executor(executor)
-    found = Run(existing_store(url), run_id, executor=named)
+    given: Sequence[Any] = executor if isinstance(executor, list | tuple) else [executor]
+    for each in given:
+        if each is not None and not isinstance(each, str):
+            check_executor(each)
+    found = Run(existing_store(url), run_id, executor=executor)
     with contextlib.suppress(CorruptObjectError):  # who needs the record is told; such a run can be removed
-        given = [each for _, each in named.parts] if isinstance(named, SpreadExecutor) else [named]
+        if isinstance(executor, SpreadExecutor):
+            given = [each for _, each in executor.parts]
         for each in given:
             placement = _placement_for(found, each)
             if each is not None:

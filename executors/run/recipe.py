@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from executors.errors import BackendError, StoreError, UntrustedTaskError
-from executors.native import RUN_KEY, NativeExecutor, RunSpec
+from executors.native import RUN_KEY, InstallsRequirements, NativeExecutor, RunSpec
 from executors.run.fleet import Site
 from executors.run.launch_hands import Recipe
 from executors.run.run_index import KEYS, damage_of_note, find_key, reference
@@ -61,7 +62,7 @@ def recipes_of(
 
     Args:
         task: for which somebody vouched.
-        ranks: those that are to be started; what only others need may be missing, and they have no recipe then.
+        ranks: those that are to be started; what only others need may be missing, and they are in no recipe then.
         gpu, timeout, env, secrets, detach: as for `resume`.
         verb: the command that starts them, up to the run.
 
@@ -75,9 +76,10 @@ def recipes_of(
     """
     native_executor(run)
     spec, groups = spec_of(run, task, detach=detach), list[tuple[tuple[int, ...], Sequence[Site]]]()
-    for sites in run.fleet.groups:
-        its = tuple(rank for site in sites for rank in site.placement.ranks if run.fleet.may_start(rank))
-        groups += [(its, sites)] if its else []
+    for group in run.fleet.groups:
+        kept = [site for site in group if _is_asked_for(site, ranks) or not _missing_options(run, site)]
+        its = tuple(rank for site in kept for rank in site.placement.ranks if run.fleet.may_start(rank))
+        groups += [(its, kept)] if its else []
     places = [sites[0].placement for _, sites in groups]
     found = []
     for its, sites in groups:
@@ -91,6 +93,7 @@ def recipes_of(
             _check_own_task(run, place)
             for _, executor in its_executors.parts:
                 task.check_python(executor)
+                check_requirements(run, executor, task, place.own_task)
             if not its_executors.ships_code:
                 check_folder(run, task, verb)
         except (ValueError, UntrustedTaskError):
@@ -144,6 +147,26 @@ def _check_own_task(run: Traces, place: Placement) -> None:
         raise UntrustedTaskError(
             f"{_who(run, place)} with code of its own, for which only its rendezvous vouches. Resume it on the machine "
             "that added it, or trust whoever can write to that rendezvous: --trust-bucket, or trust_bucket=True."
+        )
+
+
+def check_requirements(run: Traces, executor: NativeExecutor, task: StoredTask, own_task: str | None = None) -> None:
+    """Check that an executor is to install nothing but what a task names, which is all that replicas of it get.
+
+    Args:
+        own_task: the digest of theirs, where they have one.
+
+    Raises:
+        ValueError: it is.
+    """
+    asked = executor.pip if isinstance(executor, InstallsRequirements) else ()
+    if not asked:
+        return
+    its = task if own_task is None else read_task(run.store, run.run_id, own_task, folder_of(own_task))
+    if others := [line for line in asked if line not in its.record.requirements]:
+        raise ValueError(
+            f"The requirement {others[0]!r} of pip= is none of those that these replicas of run {run.run_id!r} were "
+            "launched with, and they get no others. Leave it away, and use an image or environment that has it."
         )
 
 
@@ -229,9 +252,10 @@ def secrets_to_give(run: Traces, place: Placement, secrets: Sequence[str]) -> tu
     else:
         noted = run.noted.secrets if run.noted else None
     if noted is None and (missing := sorted({*place.secrets} - {*secrets})):
+        it, options = "it" if len(missing) == 1 else "all", " ".join(f"--secret {name}" for name in missing)
         raise ValueError(
             f"{_who(run, place)} with the secret {missing[0]!r}, and this machine gives no secret away because a "
-            f"record names it. Name it again: --secret {missing[0]} or secrets=[{missing[0]!r}]."
+            f"record names it. Name {it} again: {options} or secrets={missing}."
         )
     return tuple(dict.fromkeys([*(noted or ()), *secrets]))
 
@@ -245,16 +269,30 @@ def check_env(run: Traces, place: Placement, env: Mapping[str, str]) -> None:
         )
 
 
+def _is_asked_for(site: Site, ranks: Sequence[int] | None) -> bool:
+    return ranks is None or not {*ranks}.isdisjoint(site.placement.ranks)
+
+
+def _missing_options(run: Traces, site: Site) -> list[str]:
+    """Name the options that are not taken from a record, and that nobody gave; none where nothing can start anyway."""
+    if missing := sorted({*site.placement.unrecorded_options} - {*run.fleet.known_options(site)}):
+        with contextlib.suppress(BackendError):  # it is not to be had here: who starts something there is told that
+            site.executor  # noqa: B018 - made now
+            return missing
+    return []
+
+
 def _check_options(run: Traces, sites: Sequence[Site]) -> None:
     """Raises: ValueError: an option is missing that is not taken from a record."""
     for site in sites:
         place = site.placement
-        if missing := sorted({*place.unrecorded_options} - {*run.fleet.known_options(site)}):
+        if missing := _missing_options(run, site):
             option, backend = missing[0], place.backend
             how = "--volume NAME:/path" if option == "volumes" else f"--option {option}=…"
+            how = f"--backend {backend} {how}" if len(run.fleet.sites) == 1 else f"--option {backend}.{option}=…"
             raise ValueError(
                 f"{_who(run, place)} with the option {option!r} of backend {backend!r}, which is not taken from a "
-                f"record. Give it again: --backend {backend} {how}, or attach(…, executor=…)."
+                f"record. Give it again: {how}, or attach(…, executor=…)."
             )
 
 

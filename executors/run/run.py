@@ -149,8 +149,9 @@ class Run(Traces):
             executor: a backend's name, or an executor. What it starts on other machines gets the code of this folder,
                 if the run was launched without any.
             tell: gets a few words on how far the start is, where it takes long.
-            asked: any of these. `gpu`, `timeout`: None: as launched. `env`, `secrets`: values are not recorded, so
-                those of the launch have to be given again. `detach`: let them go on when this process ends, as they do
+            asked: any of these. `gpu`, `timeout`: None: as launched; "" is no GPU. `secrets`: None: as launched, on a
+                backend of the launch; else these alone. `env`: values are not recorded, so those of the launch have to
+                be given again. `detach`: let them go on when this process ends, as they do
                 anyway where the run does: somebody has left `replicas watch`, or resumed with `detach`.
                 `task_digest`, `trust_bucket`: who vouches for the task where another machine launched the run; see
                 `resume`.

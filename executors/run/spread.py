@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, ClassVar, TypeVar, cast
 
 from executors.attempt import Attempt, collect_rows, half_way
@@ -126,15 +127,16 @@ class SpreadExecutor:
             executor.check_launch(len(place.ranks), entrypoint, entrypoint_args, **limits, secrets=secrets)
 
     def package(self, entrypoint: str | Callable[..., Any]) -> Package | None:
-        """Return what replicas on other machines need, with the requirements of all."""
-        packages = [package for _, executor in self.parts if (package := executor.package(entrypoint)) is not None]
-        if not packages:
-            return None
-        requirements, pins = (
-            tuple(dict.fromkeys(line for package in packages for line in getattr(package, name)))
-            for name in ("requirements", "pins")
-        )
-        return replace(packages[0], requirements=requirements, pins=pins)
+        """Return what replicas on other machines need; raises ValueError where one is to have other requirements."""
+        made = {place.backend: package for place, each in self.parts if (package := each.package(entrypoint))}
+        for (one, its), (another, theirs) in pairwise(made.items()):
+            if differing := sorted({*its.requirements} ^ {*theirs.requirements}):
+                has, lacks = (one, another) if differing[0] in its.requirements else (another, one)
+                raise ValueError(
+                    f"Backend {has!r} installs {differing[0]!r}, and {lacks!r} does not, but replicas of one run have "
+                    "the same requirements. Give both the same pip, or use an image or environment that has them."
+                )
+        return next(iter(made.values()), None)
 
     def launch_replicas(
         self,

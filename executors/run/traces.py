@@ -44,15 +44,17 @@ class Traces:
         store: Store,
         run_id: str,
         *,
-        executor: ServerlessExecutor | str | None = None,
+        executor: ServerlessExecutor | Sequence[ServerlessExecutor] | str | None = None,
         handles: Sequence[Any] | None = None,
     ) -> None:
         self.store = store
         self.run_id = run_id
         self._launched = handles
-        given: Any = executor
+        given: Any = () if executor is None else executor
         if isinstance(executor, SpreadExecutor):
             given = {place.name: each for place, each in executor.parts}
+        elif not isinstance(given, list | tuple | str):
+            given = [given]
         self.fleet = Fleet(store, run_id, lambda: self.record, given, self._noted_options)
         """Where its replicas are."""
 

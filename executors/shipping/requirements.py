@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def requirements_of(
         EntrypointError: a file cannot be read, or holds an option that is not taken, or a version that no index has.
     """
     if pip:
-        users = [_check(line, "pip=") for line in pip]
+        users = given_requirements(pip)
     elif script is not None and (in_header := _of_header(script)) is not None:
         users = in_header
     elif (root / "requirements.txt").is_file():
@@ -52,7 +52,7 @@ def requirements_of(
         is_ours = canonicalize_name(str(project.get("name", ""))) == DISTRIBUTION  # and what it names is a launcher's
         users = [] if is_ours else [_check(line, "pyproject.toml") for line in project.get("dependencies", [])]
     pins = {canonicalize_name(name): f"{name}=={version}" for name in OURS if (version := installed_version(name))}
-    users = [line for line in dict.fromkeys(users) if name_of(line) != DISTRIBUTION]
+    users = _without_ours(users)
     named = {name_of(line) for line in users}
     if not any(INDEX.fullmatch(line) for line in users) and (local := next(filter(_is_local, users), None)):
         public = re.sub(r"\+[\w.-]+", "", local)
@@ -63,12 +63,25 @@ def requirements_of(
     return tuple(pin for name, pin in pins.items() if name not in named), tuple(users)
 
 
+def given_requirements(pip: Sequence[str]) -> list[str]:
+    """Return requirements that a person gave by hand, as a task has them.
+
+    Raises:
+        EntrypointError: one is an option that is not taken, or holds credentials.
+    """
+    return _without_ours(_check(line, "pip=") for line in pip)
+
+
 def name_of(requirement: str) -> str | None:
     """Return the normalised name of the package that a requirement asks for; None for a path or a bare url."""
     try:
         return canonicalize_name(Requirement(requirement).name)
     except InvalidRequirement:
         return None
+
+
+def _without_ours(lines: Iterable[str]) -> list[str]:
+    return [line for line in dict.fromkeys(lines) if name_of(line) != DISTRIBUTION]
 
 
 def _is_local(line: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from executors import LocalProcessExecutor, Run, attach, launch
 from executors.cli.launch import lost_from_sight
 from executors.cli.options import options_of
 from executors.cli.output import Output, UsageProblem
-from executors.errors import BackendError, LaunchError, StoreError, UntrustedTaskError
+from executors.errors import BackendError, LaunchError, RunNotFoundError, StoreError, UntrustedTaskError
+from executors.launcher.launch_plan import plan_launch
 from executors.launcher.launch_settings import keys_of_launch, read_settings
 from executors.launcher.parts import executor_of, options_by_part, parts_of, total_of
 from executors.protocol import ServerlessExecutor
@@ -27,6 +28,7 @@ from executors.store.added_ranks import added_key
 from executors.store.records import exists, to_bytes
 from executors.supervision.decisions import DecisionLog
 from executors.supervision.lease import release_lease
+from executors.task.launch_request import LaunchRequest
 from executors.testing import eventually
 
 MAIN = """
@@ -91,6 +93,32 @@ def test_a_launch_on_two_backends_is_one_run_of_all(folder: Path) -> None:
     come(folder, "2-1")
     (folder / "go").touch()
     assert attach("otter", executor=FakeExecutor()).results() == [[0, 0], [1, 0], [2, 1]]
+
+
+class InstallingExecutor(FakeExecutor):
+    backend_name = "installing"
+
+    def __init__(self, pip: Sequence[str] = ("einops",)) -> None:
+        super().__init__()
+        self.service.pip = pip
+
+
+def test_requirements_of_one_backend_are_not_installed_at_another(folder: Path, machines: Machines) -> None:
+    of_both = executor_of(
+        f"{FAKE}:1,{__name__}:InstallingExecutor:1", lambda name: made(name) if name == FAKE else InstallingExecutor()
+    )
+    with pytest.raises(ValueError, match=r"'installing' installs 'einops', and 'fake' does not.* Give both the same"):
+        launch(of_both, "job.py:main", 2, run_id="otter", args={"folder": str(folder)})
+    with pytest.raises(RunNotFoundError):
+        attach("otter")
+    assert not machines.jobs
+    asked = LaunchRequest(entrypoint="job.py:main", n=2, args={"folder": str(folder)})
+    with_this_machine = executor_of(
+        "local:1,other:1", lambda name: made(name) if name == "local" else InstallingExecutor()
+    )
+    package = plan_launch(asked, with_this_machine).package
+    assert package is not None
+    assert "einops" in package.requirements, "nothing is installed on this machine"
 
 
 @pytest.mark.usefixtures("quick_tries")
@@ -276,18 +304,25 @@ def test_a_run_in_a_directory_takes_nothing_from_where_nobody_sees_it(
     assert run.wait(60)
 
 
-def test_the_command_adds_replicas_and_leaves_the_others_alone(folder: Path) -> None:
+@pytest.mark.filterwarnings("ignore:gpu='H100':RuntimeWarning")  # this machine has none
+def test_the_command_adds_replicas_and_leaves_the_others_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, local = Folder(Path.cwd()), ("--option", "preload=[]")
     Path("job.py").write_text(MAIN)
-    run = launched(folder, "local:1", detach=True)
+    monkeypatch.setenv("S", "a secret")
+    run = launched(folder, "local:1", detach=True, gpu="H100", secrets=["S"])
     added = here.replicas("add", "otter", "--n", 1, "--detach", *local)
     assert (added.code, added.stdout) == (0, "Added rank 1 on local.\n"), added
     come(folder, "1-0")
+    none = here.replicas("add", "otter", "--n", 1, "--detach", *local, "--gpu", "", "--secret", "")
+    assert (none.code, none.stdout) == (0, "Added rank 2 on local.\n"), none
+    assert run.ranks == [0, 1, 2]
+    terms = [(site.placement.gpu, site.placement.secrets) for site in run.fleet.sites]
+    assert terms == [("H100", ("S",)), ("H100", ("S",)), (None, ())]
+    come(folder, "2-0")
     assert here.replicas("add", "otter", "--n", 1, "-b", "nowhere").stderr.startswith("Error: No backend named 'now")
     (folder / "go").touch()
     done = here.replicas("wait", "otter", "--json")
-    assert (done.code, [row["result"] for row in done.json["replicas"]]) == (0, [[0, 0], [1, 0]])
-    assert run.ranks == [0, 1]
+    assert (done.code, [row["result"] for row in done.json["replicas"]]) == (0, [[0, 0], [1, 0], [2, 0]])
 
 
 def test_replicas_that_would_get_the_code_of_another_folder_are_not_added(

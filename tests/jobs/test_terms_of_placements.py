@@ -16,6 +16,8 @@ from support.fake_jobs import FakeExecutor, FakeJobs, Machines
 from executors import LocalProcessExecutor, Run, attach, launch
 from executors.attempt import Attempt
 from executors.backends.jobs.executor import JobExecutor
+from executors.cli.options import find_run
+from executors.cli.output import UsageProblem
 from executors.errors import BackendError, LaunchError, UntrustedTaskError
 from executors.launcher.parts import executor_of
 from executors.registry import BUILT_IN
@@ -49,6 +51,7 @@ def main(folder):
 @pytest.fixture
 def folder(machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setitem(BUILT_IN, "fake", f"{__name__}:AnyFakeExecutor")
+    monkeypatch.setitem(BUILT_IN, "other", f"{__name__}:OtherFakeExecutor")
     monkeypatch.setattr("executors.run.launch_hands.AGAIN_S", 0.1)
     made = tmp_path / "said"
     made.mkdir()
@@ -67,6 +70,10 @@ class AnyFakeExecutor(FakeExecutor):
         JobExecutor.__init__(self, AnyFakeJobs(machines, account))
 
 
+class OtherFakeExecutor(AnyFakeExecutor):
+    backend_name = "other"
+
+
 class AnyFakeJobs(FakeJobs):
     def __init__(self, machines: Machines, account: str) -> None:
         super().__init__(machines)
@@ -83,6 +90,12 @@ class AnyFakeJobs(FakeJobs):
 
 def local() -> LocalProcessExecutor:
     return LocalProcessExecutor(preload=(), term_grace_s=0.5)
+
+
+def installing(*pip: str) -> AnyFakeExecutor:
+    made = AnyFakeExecutor()
+    made.service.pip = pip
+    return made
 
 
 def launched(folder: Path, executor: Any, **more: Any) -> Run:
@@ -219,6 +232,123 @@ def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines
     monkeypatch.setitem(AnyFakeExecutor.accounts, "other", made)
     yield made
     made.close()
+
+
+def test_an_option_is_asked_for_where_it_is_needed_and_several_backends_are_given_theirs_at_once(
+    others: Machines, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    others.is_held = True
+    made = {"fake": AnyFakeExecutor("other"), "other": OtherFakeExecutor("other")}
+    asked: Any = {"args": {"folder": str(folder)}, "detach": True, "rendezvous": tmp_path / "shared"}
+    run = launch(executor_of("fake:1,other:1", made.__getitem__), "job.py:main", 2, run_id="otter", **asked)
+    known: Any = {"task_digest": run.task_digest, "detach": True}
+    run.cancel()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
+    for given, option in ((None, "fake"), (made["fake"], "other"), (made["other"], "fake")):
+        with pytest.raises(ValueError, match=rf"Give it again: --option {option}\.account=…, or attach\(…, exec"):
+            resume(attach(run.url, executor=given), **known)
+    again = resume(attach(run.url, executor=made["other"]), ranks=[1], **known)
+    assert others.living() == [(1, 1)]
+    again.cancel()
+    alone = attach(run.url, executor=made["other"])
+    task = vouched_task(alone, task_digest=known["task_digest"])
+    (recipe,) = recipes_of(alone, task, ranks=[1], detach=True)
+    assert recipe.spec.ranks == (1,), "it does not start again what it has no options for"
+    both = ["fake.account=other", "other.account=other"]
+    again = resume(find_run(run.url, None, option=both), **known)
+    assert others.living() == [(0, 1), (1, 2)]
+    again.cancel()
+    again = resume(attach(run.url, executor=[*made.values()]), **known)
+    assert others.living() == [(0, 2), (1, 3)]
+    again.cancel()
+    assert again.wait(60)
+    with pytest.raises(UsageProblem, match=r"--option belongs to a backend: give --backend, too"):
+        find_run(run.url, None, option=["account=other"])
+    with pytest.raises(BackendError, match=r"No backend named 'faek'\. Did you mean 'fake'"):
+        find_run(run.url, None, option=["faek.account=other"])
+    monkeypatch.delitem(BUILT_IN, "fake")
+    with pytest.raises(BackendError, match=r"Rank 0 of run 'otter' cannot be started here, .*resume otter --rank 1"):
+        resume(attach(run.url, executor=made["other"]), **known)
+
+
+def test_an_addition_can_do_without_the_secrets_and_the_gpu_of_the_launch(
+    machines: Machines,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    machines.is_held = True
+    ask: Any = {"detach": True}
+    terms: Any = {"run_id": "otter", "args": {"folder": str(folder)}, "secrets": ["S", "U"], "gpu": "H100:2"}
+    run = launch(AnyFakeExecutor(), "job.py:main", 1, rendezvous=tmp_path / "shared", **terms, **ask)
+    run.add(AnyFakeExecutor(), 1, **ask)
+    run.add(AnyFakeExecutor(), 1, secrets=(), gpu="", **ask)
+    assert "secret" not in capsys.readouterr().err
+    run.add(OtherFakeExecutor(), 1, **ask)
+    assert (
+        "what is added on 'other' gets none of the launch's secrets, which are of 'fake': S, U"
+        in capsys.readouterr().err
+    )
+    run.add(OtherFakeExecutor(), 1, secrets=["T"], gpu="A100", **ask)
+    given = [(("S", "U"), "H100:2")] * 2 + [((), None), ((), "H100:2"), (("T",), "A100")]
+    assert [(job.job.secret_names, job.job.gpu) for job in machines.jobs] == given
+    run.cancel(2)
+    resume(run, ranks=[2], detach=True)
+    assert (machines.jobs[-1].job.secret_names, machines.jobs[-1].job.gpu) == ((), None)
+    one_gpu = LocalProcessExecutor(preload=(), gpus=["0"])
+    with pytest.raises(BackendError, match=r"replica with 2 GPUs needs more than this machine has, which is 1") as info:
+        run.add(one_gpu, 1)
+    assert info.value.__notes__ == ["The GPU 'H100:2' is the launch's: give another with --gpu, or --gpu '' for none."]
+    with pytest.raises(ValueError, match="more than 0 seconds") as refused:
+        run.add(AnyFakeExecutor(), 1, gpu="", timeout=-1)
+    assert refused.value.__notes__ == [
+        "The launch's secrets count here, too: 'S', 'U'. Name others with --secret, or '' for none."
+    ]
+    with pytest.raises(BackendError, match="NOT_THERE") as info:
+        run.add(AnyFakeExecutor(), 1, secrets=["NOT_THERE"], gpu="")
+    assert not hasattr(info.value, "__notes__")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
+    with pytest.raises(ValueError, match=r"Name all again: --secret S --secret U or secrets=\['S', 'U'\]"):
+        attach(run.url).add(AnyFakeExecutor(), 1, trust_bucket=True)
+    assert attach(run.url).add(AnyFakeExecutor(), 1, secrets=(), trust_bucket=True, **ask) == [5]
+    assert machines.jobs[-1].job.secret_names == ()
+
+
+def test_what_a_run_with_code_was_not_launched_with_is_not_installed_for_some_of_it(
+    machines: Machines, folder: Path
+) -> None:
+    run = launched(folder, installing(" numpy"), detach=True)
+    words = r"'flash-attn' of pip= is none of those that these replicas of run 'otter' were launched with"
+    with pytest.raises(ValueError, match=words):
+        run.add(installing("numpy", "flash-attn"), 1)
+    assert run.ranks == [0]
+    assert run.add(installing("numpy "), 1, detach=True) == [1]
+    run.cancel()
+    with pytest.raises(ValueError, match=words):
+        resume(attach("otter", executor=installing("flash-attn")))
+    there = attach("otter", executor=installing("flash-attn"))
+    with pytest.raises(ValueError, match=words):
+        recipes_of(there, vouched_task(there))
+    assert not machines.living()
+    resume(attach("otter", executor=installing("numpy")), detach=True)
+    assert machines.living() == [(0, 1), (1, 1)]
+    (folder / "go").touch()
+
+
+def test_what_is_added_to_a_run_without_code_comes_back_with_its_own_requirements(
+    machines: Machines, folder: Path
+) -> None:
+    run = launched(folder, local(), detach=True)
+    assert run.add(installing("numpy"), 1, detach=True) == [1]
+    come(folder, "1-0")
+    assert "numpy" in machines.jobs[0].job.requirements
+    run.cancel(1)
+    with pytest.raises(ValueError, match="'flash-attn' of pip="):
+        resume(attach("otter", executor=installing("flash-attn")), ranks=[1])
+    resume(attach("otter", executor=installing("numpy")), ranks=[1], detach=True)
+    come(folder, "1-1")
+    (folder / "go").touch()
 
 
 def test_each_rank_goes_by_the_executor_that_started_it_also_of_two_of_one_backend(

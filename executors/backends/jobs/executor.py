@@ -112,6 +112,13 @@ class JobExecutor:
         """What the service's options say of it."""
         return self.service.python_of_replicas
 
+    @property
+    def pip(self) -> Sequence[str]:
+        """The requirements that a person gave; see `InstallsRequirements`."""
+        from executors.shipping.requirements import given_requirements  # a look at a run packs nothing
+
+        return given_requirements(self.service.pip)
+
     def warm_up(self) -> None:
         """Do nothing: a service has nothing to begin early."""
 

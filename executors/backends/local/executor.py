@@ -328,10 +328,15 @@ class LocalProcessExecutor:
             _warn(f"gpu={gpu!r}: this machine has no GPU; the replicas run on the CPU.")
             return None
         places = min(self.max_parallel or n_replicas, n_replicas)
+        if each > len(available):
+            raise BackendError(
+                f"A replica with {each} GPUs needs more than this machine has, which is {len(available)}. Ask for "
+                f"fewer, as in gpu='{name}:{len(available)}'."
+            )
         if places * each > len(available):
             raise BackendError(
                 f"{places} replicas with {each} GPU each need {places * each} GPUs, this machine has {len(available)}. "
-                f"Launch fewer, or give max_parallel={max(1, len(available) // each)}."
+                f"Launch fewer, or give max_parallel={len(available) // each}."
             )
         return [",".join(available[place * each : (place + 1) * each]) for place in range(len(available) // each)]
 
