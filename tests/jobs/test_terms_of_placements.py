@@ -3,115 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
-from support.fake_jobs import FakeExecutor, FakeJobs, Machines
+from support.fake_jobs import Machines
+from support.placements import (
+    MAIN,
+    AnyFakeExecutor,
+    come,
+    folder,
+    is_kept,
+    launched,
+    local,
+    others,
+)
 
-from executors import LocalProcessExecutor, Run, attach, launch
+from executors import LocalProcessExecutor, attach
 from executors.attempt import Attempt
-from executors.backends.jobs.executor import JobExecutor
-from executors.cli.options import find_run
-from executors.cli.output import UsageProblem
 from executors.errors import BackendError, LaunchError, UntrustedTaskError
-from executors.launcher.parts import executor_of
-from executors.registry import BUILT_IN
 from executors.replica import LEASE_S
 from executors.run import run_index
 from executors.run.recipe import recipes_of, vouched_task
 from executors.run.resume import resume
 from executors.run.run_index import Note, noted_at_launch, noted_options, remember, remember_added
-from executors.store.added_ranks import added_key
-from executors.store.records import exists, to_bytes
 from executors.supervision.decisions import DecisionLog
 from executors.task.added import Added, take_ranks
 from executors.testing import eventually
 
-MAIN = """
-import os, time
-from pathlib import Path
-from executors import current_replica
-
-def main(folder):
-    replica = current_replica()
-    said = " ".join(os.environ.get(name, "-") for name in ("WORD", "MORE")) + os.environ.get("LAST", "")
-    Path(folder, f".{replica.rank}-{replica.attempt}").write_text(said)
-    Path(folder, f".{replica.rank}-{replica.attempt}").rename(Path(folder, f"{replica.rank}-{replica.attempt}"))
-    while not Path(folder, "go").exists():
-        time.sleep(0.02)
-    return [replica.rank, replica.attempt]
-"""
-
-
-@pytest.fixture
-def folder(machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setitem(BUILT_IN, "fake", f"{__name__}:AnyFakeExecutor")
-    monkeypatch.setitem(BUILT_IN, "other", f"{__name__}:OtherFakeExecutor")
-    monkeypatch.setattr("executors.run.launch_hands.AGAIN_S", 0.1)
-    made = tmp_path / "said"
-    made.mkdir()
-    Path("job.py").write_text(MAIN)
-    yield made
-    (made / "go").touch()
-
-
-class AnyFakeExecutor(FakeExecutor):
-    """One whose service is one of several accounts, and knows any secret."""
-
-    accounts: ClassVar[dict[str, Machines]] = {}
-
-    def __init__(self, account: str = "") -> None:
-        machines = self.accounts[account] if account else self.machines
-        JobExecutor.__init__(self, AnyFakeJobs(machines, account))
-
-
-class OtherFakeExecutor(AnyFakeExecutor):
-    backend_name = "other"
-
-
-class AnyFakeJobs(FakeJobs):
-    def __init__(self, machines: Machines, account: str) -> None:
-        super().__init__(machines)
-        self.account = account
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"account": self.account}
-
-    def check_account(self, gpu: str | None, timeout_s: float | None, secret_names: Sequence[str]) -> None:
-        if "NOT_THERE" in secret_names:
-            raise BackendError("Fake has no secret 'NOT_THERE'.")
-
-
-def local() -> LocalProcessExecutor:
-    return LocalProcessExecutor(preload=(), term_grace_s=0.5)
-
-
-def installing(*pip: str) -> AnyFakeExecutor:
-    made = AnyFakeExecutor()
-    made.service.pip = pip
-    return made
-
-
-def launched(folder: Path, executor: Any, **more: Any) -> Run:
-    run = launch(executor, "job.py:main", 1, **{"run_id": "otter", "args": {"folder": str(folder)}, **more})
-    come(folder, "0-0")
-    return run
-
-
-def come(folder: Path, *names: str) -> None:
-    eventually(lambda: all((folder / name).exists() for name in names), f"{names} wait", within_s=60)
-
-
-def is_kept(run: Run) -> threading.Thread:
-    thread = threading.Thread(target=run.wait, args=(60,), daemon=True)
-    thread.start()
-    return thread
+__all__ = ["folder", "others"]  # fixtures
 
 
 def test_two_additions_at_once_are_both_noted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,178 +99,6 @@ def test_what_is_added_changes_nothing_of_what_the_launch_is_started_with(machin
     waiting.join()
     assert run.results() == [[0, 1], [1, 0], [2, 0]]
     eventually(lambda: {*holders()} <= before, "nobody holds its lease any more")
-
-
-def test_a_resume_gives_each_what_it_was_given_and_asks_for_nothing_that_somebody_else_wrote(
-    machines: Machines, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("S", "a secret of this machine")
-    run = launched(folder, AnyFakeExecutor(), secrets=["S"], env={"WORD": "launch"}, detach=True)
-    added: Any = {"env": {"WORD": "added", "MORE": "yes"}, "detach": True}
-    with pytest.raises(BackendError, match="NOT_THERE"):
-        run.add(AnyFakeExecutor(), 1, secrets=["NOT_THERE"], **added)
-    assert run.add(AnyFakeExecutor(), 1, secrets=["T"], **added) == [1]
-    assert run.add(local(), 1, env={"WORD": "w"}, detach=True) == [2]
-    come(folder, "1-0", "2-0")
-    run.cancel()
-    hostile = {"backend": "modal", "ranks": [3], "nonce": "x", "env": ["AWS_KEY"], "secrets": ["ITS"]}
-    run.store.put(added_key("otter", 2), to_bytes(hostile))
-    with pytest.raises(ValueError, match=r"Rank 1 of run 'otter' came with the variable 'MORE', whose value"):
-        resume(attach("otter"), env={"WORD": "again"}, detach=True)
-    with pytest.raises(ValueError, match="'AWS_KEY'"):
-        resume(attach("otter"), ranks=[3], env={"WORD": "again"}, detach=True)
-    resume(attach("otter"), ranks=[0], env={"WORD": "again"}, detach=True)
-    given = {"WORD": "again", "MORE": "more", "AWS_KEY": "key"}
-    resume(attach("otter"), env=given, secrets=["T", "NEW"], detach=True)
-    come(folder, "0-1", "1-1", "2-1")
-    assert [(folder / name).read_text() for name in ("0-1", "1-1", "2-1")] == ["again -", "again more", "again -"]
-    names = {(job.job.key.rank, job.job.key.attempt): job.job.secret_names for job in machines.jobs}
-    assert names == {(0, 0): ("S",), (1, 0): ("T",), (0, 1): ("S",), (1, 1): ("T", "NEW")}
-    (folder / "go").touch()
-
-
-def test_a_variable_that_an_addition_or_a_resume_brings_is_filled_in_like_those_of_the_launch(
-    machines: Machines, folder: Path
-) -> None:
-    word, more = "w-${rank}.${attempt}", "m-$${rank}-${rank}.${attempt}"
-    run = launched(folder, AnyFakeExecutor(), env={"WORD": word}, detach=True)
-    for executor in (AnyFakeExecutor(), local()):
-        run.add(executor, 1, env={"WORD": word, "MORE": more}, detach=True)
-    come(folder, "1-0", "2-0")
-    run.cancel()
-    resume(run, env={"WORD": word, "MORE": more, "LAST": ", l-${rank}"}, detach=True)
-    come(folder, "0-1", "1-1", "2-1")
-    said = {name: (folder / name).read_text() for name in ("0-0", "1-0", "2-0", "0-1", "1-1", "2-1")}
-    added = {f"{rank}-0": f"w-{rank}.0 m-${{rank}}-{rank}.0" for rank in (1, 2)}
-    resumed = {f"{rank}-1": f"w-{rank}.1 m-${{rank}}-{rank}.1, l-{rank}" for rank in (1, 2)}
-    assert said == {"0-0": "w-0.0 -", **added, "0-1": "w-0.1 -, l-0", **resumed}
-    (folder / "go").touch()
-
-
-@pytest.fixture
-def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
-    """Those of another account."""
-    made = Machines(tmp_path / "others")
-    monkeypatch.setitem(AnyFakeExecutor.accounts, "other", made)
-    yield made
-    made.close()
-
-
-def test_an_option_is_asked_for_where_it_is_needed_and_several_backends_are_given_theirs_at_once(
-    others: Machines, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    others.is_held = True
-    made = {"fake": AnyFakeExecutor("other"), "other": OtherFakeExecutor("other")}
-    asked: Any = {"args": {"folder": str(folder)}, "detach": True, "rendezvous": tmp_path / "shared"}
-    run = launch(executor_of("fake:1,other:1", made.__getitem__), "job.py:main", 2, run_id="otter", **asked)
-    known: Any = {"task_digest": run.task_digest, "detach": True}
-    run.cancel()
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
-    for given, option in ((None, "fake"), (made["fake"], "other"), (made["other"], "fake")):
-        with pytest.raises(ValueError, match=rf"Give it again: --option {option}\.account=…, or attach\(…, exec"):
-            resume(attach(run.url, executor=given), **known)
-    again = resume(attach(run.url, executor=made["other"]), ranks=[1], **known)
-    assert others.living() == [(1, 1)]
-    again.cancel()
-    alone = attach(run.url, executor=made["other"])
-    task = vouched_task(alone, task_digest=known["task_digest"])
-    (recipe,) = recipes_of(alone, task, ranks=[1], detach=True)
-    assert recipe.spec.ranks == (1,), "it does not start again what it has no options for"
-    both = ["fake.account=other", "other.account=other"]
-    again = resume(find_run(run.url, None, option=both), **known)
-    assert others.living() == [(0, 1), (1, 2)]
-    again.cancel()
-    again = resume(attach(run.url, executor=[*made.values()]), **known)
-    assert others.living() == [(0, 2), (1, 3)]
-    again.cancel()
-    assert again.wait(60)
-    with pytest.raises(UsageProblem, match=r"--option belongs to a backend: give --backend, too"):
-        find_run(run.url, None, option=["account=other"])
-    with pytest.raises(BackendError, match=r"No backend named 'faek'\. Did you mean 'fake'"):
-        find_run(run.url, None, option=["faek.account=other"])
-    monkeypatch.delitem(BUILT_IN, "fake")
-    with pytest.raises(BackendError, match=r"Rank 0 of run 'otter' cannot be started here, .*resume otter --rank 1"):
-        resume(attach(run.url, executor=made["other"]), **known)
-
-
-def test_an_addition_can_do_without_the_secrets_and_the_gpu_of_the_launch(
-    machines: Machines,
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    machines.is_held = True
-    ask: Any = {"detach": True}
-    terms: Any = {"run_id": "otter", "args": {"folder": str(folder)}, "secrets": ["S", "U"], "gpu": "H100:2"}
-    run = launch(AnyFakeExecutor(), "job.py:main", 1, rendezvous=tmp_path / "shared", **terms, **ask)
-    run.add(AnyFakeExecutor(), 1, **ask)
-    run.add(AnyFakeExecutor(), 1, secrets=(), gpu="", **ask)
-    assert "secret" not in capsys.readouterr().err
-    run.add(OtherFakeExecutor(), 1, **ask)
-    assert (
-        "what is added on 'other' gets none of the launch's secrets, which are of 'fake': S, U"
-        in capsys.readouterr().err
-    )
-    run.add(OtherFakeExecutor(), 1, secrets=["T"], gpu="A100", **ask)
-    given = [(("S", "U"), "H100:2")] * 2 + [((), None), ((), "H100:2"), (("T",), "A100")]
-    assert [(job.job.secret_names, job.job.gpu) for job in machines.jobs] == given
-    run.cancel(2)
-    resume(run, ranks=[2], detach=True)
-    assert (machines.jobs[-1].job.secret_names, machines.jobs[-1].job.gpu) == ((), None)
-    one_gpu = LocalProcessExecutor(preload=(), gpus=["0"])
-    with pytest.raises(BackendError, match=r"replica with 2 GPUs needs more than this machine has, which is 1") as info:
-        run.add(one_gpu, 1)
-    assert info.value.__notes__ == ["The GPU 'H100:2' is the launch's: give another with --gpu, or --gpu '' for none."]
-    with pytest.raises(ValueError, match="more than 0 seconds") as refused:
-        run.add(AnyFakeExecutor(), 1, gpu="", timeout=-1)
-    assert refused.value.__notes__ == [
-        "The launch's secrets count here, too: 'S', 'U'. Name others with --secret, or '' for none."
-    ]
-    with pytest.raises(BackendError, match="NOT_THERE") as info:
-        run.add(AnyFakeExecutor(), 1, secrets=["NOT_THERE"], gpu="")
-    assert not hasattr(info.value, "__notes__")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
-    with pytest.raises(ValueError, match=r"Name all again: --secret S --secret U or secrets=\['S', 'U'\]"):
-        attach(run.url).add(AnyFakeExecutor(), 1, trust_bucket=True)
-    assert attach(run.url).add(AnyFakeExecutor(), 1, secrets=(), trust_bucket=True, **ask) == [5]
-    assert machines.jobs[-1].job.secret_names == ()
-
-
-def test_what_a_run_with_code_was_not_launched_with_is_not_installed_for_some_of_it(
-    machines: Machines, folder: Path
-) -> None:
-    run = launched(folder, installing(" numpy"), detach=True)
-    words = r"'flash-attn' of pip= is none of those that these replicas of run 'otter' were launched with"
-    with pytest.raises(ValueError, match=words):
-        run.add(installing("numpy", "flash-attn"), 1)
-    assert run.ranks == [0]
-    assert run.add(installing("numpy "), 1, detach=True) == [1]
-    run.cancel()
-    with pytest.raises(ValueError, match=words):
-        resume(attach("otter", executor=installing("flash-attn")))
-    there = attach("otter", executor=installing("flash-attn"))
-    with pytest.raises(ValueError, match=words):
-        recipes_of(there, vouched_task(there))
-    assert not machines.living()
-    resume(attach("otter", executor=installing("numpy")), detach=True)
-    assert machines.living() == [(0, 1), (1, 1)]
-    (folder / "go").touch()
-
-
-def test_what_is_added_to_a_run_without_code_comes_back_with_its_own_requirements(
-    machines: Machines, folder: Path
-) -> None:
-    run = launched(folder, local(), detach=True)
-    assert run.add(installing("numpy"), 1, detach=True) == [1]
-    come(folder, "1-0")
-    assert "numpy" in machines.jobs[0].job.requirements
-    run.cancel(1)
-    with pytest.raises(ValueError, match="'flash-attn' of pip="):
-        resume(attach("otter", executor=installing("flash-attn")), ranks=[1])
-    resume(attach("otter", executor=installing("numpy")), ranks=[1], detach=True)
-    come(folder, "1-1")
-    (folder / "go").touch()
 
 
 def test_each_rank_goes_by_the_executor_that_started_it_also_of_two_of_one_backend(
@@ -448,32 +198,6 @@ def test_later_attempts_of_what_was_added_run_the_code_of_the_first(
     resume(attach(run.url), ranks=[1], trust_bucket=True, detach=True)
     come(folder, "1-3")
     assert (folder / "1-3").read_text() == "- -"
-
-
-def test_a_pickle_of_another_python_is_refused_before_anything_is_added_resumed_or_launched(
-    machines: Machines, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place, here = str(folder / "go"), "{}.{}".format(*sys.version_info)
-
-    def wait() -> None:
-        eventually(lambda: Path(place).exists(), "it may go on", within_s=60)
-
-    run = launch(local(), wait, 1, run_id="otter", detach=True)
-    monkeypatch.setattr(AnyFakeJobs, "python_of_replicas", "3.99", raising=False)
-    refusal = f"was pickled by Python {here}, and replicas on 'fake' would run 3.99"
-    with pytest.raises(ValueError, match=f"The callable of run 'otter' {refusal}"):
-        run.add(AnyFakeExecutor(), 1)
-    assert not exists(run.store, added_key("otter", 0))
-    with pytest.raises(ValueError, match=f"{refusal}. Run this with Python {here}"):
-        launch(executor_of("local:1,fake:1", lambda name: AnyFakeExecutor() if name == "fake" else local()), wait, 2)
-    run.cancel()
-    monkeypatch.setattr(LocalProcessExecutor, "python_of_replicas", "3.99")
-    with pytest.raises(ValueError, match=r"on 'local' would run 3\.99\. Run this with"):
-        resume(run)
-    by_name = launched(folder, AnyFakeExecutor(), run_id="badger", detach=True)
-    assert by_name.add(AnyFakeExecutor(), 1, detach=True) == [1], "what has a name is imported"
-    (folder / "go").touch()
-    assert by_name.results() == [[0, 0], [1, 0]]
 
 
 def test_replicas_are_added_to_a_run_whose_executor_is_not_known_here(folder: Path) -> None:

@@ -190,11 +190,10 @@ class JobExecutor:
             run = create_run(request, new_run_id(), store, describe_executor(self), self.package(entrypoint))
             with contextlib.suppress(StoreError):  # without a place for notes, a resume needs the digest or trust
                 remember(run.run_id, run.store_url, run.task_digest, self.options_to_keep)
-        timeout_s = self._timeout_s(timeout)
         task = read_task(store_at(run.store_url), run.run_id, run.task_digest, run.task_folder)
         launched = task.record.launched_with
         price = None if launched is None or launched.max_cost is None else self.price_per_hour(gpu)
-        limits = limits_left(run, launched, timeout_s, price, together=self.service.starts_together)
+        limits = limits_left(run, launched, self._timeout_s(timeout), price, together=self.service.starts_together)
         jobs = self._jobs(run, gpu, limits, task.record.requirements)
 
         def handle_of(attempt: Attempt, job_id: JobId) -> ReplicaHandle:
