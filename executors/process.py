@@ -99,6 +99,14 @@ def fork() -> int:
         return os.fork()
 
 
+def signal_name(number: int) -> str:
+    """Name a signal."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal, as 40
+        return f"SIG{number}"
+
+
 def flush_c_streams() -> None:
     """Flush what C code printed: `os._exit` does not."""
     _libc.fflush(None)
