@@ -19,7 +19,7 @@
     │   ├── ReplicaCancelledError
     │   └── ReplicaTimeoutError      also TimeoutError
     └── StoreError                   .key .url
-        ├── UnwritableStoreError     only reading is allowed there, or no space is left
+        ├── UnwritableStoreError     only reading is allowed there, no space is left, or the credentials are dead
         ├── KeyNotFoundError         also FileNotFoundError
         ├── CorruptObjectError
         └── UnsafeStoreError         put_if_absent is not atomic there
@@ -189,7 +189,7 @@ class StoreError(ReplicasError):
 
 
 class UnwritableStoreError(StoreError):
-    """Nothing can be written there: whoever asks may only read, or no space is left."""
+    """Nothing can be written there: whoever asks may only read, no space is left, or the credentials are dead."""
 
     outcome: Outcome | None = None
     """What was to be recorded, where that was how an attempt ended."""

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -97,6 +98,21 @@ def fork() -> int:
         # Python warns when a library such as OpenBLAS keeps a thread; the zygote's are idle and survive a fork.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
+
+
+def signal_name(number: int) -> str:
+    """Name a signal."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal, as 40
+        return f"SIG{number}"
+
+
+def allow_all_descriptors() -> None:
+    """Let this process have as many open files as it may ask for: it may have used up what it was given."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # a sandbox that refuses it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def flush_c_streams() -> None:

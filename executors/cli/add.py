@@ -19,7 +19,7 @@ from executors.cli.options import (
     parse_duration,
     parse_texts,
 )
-from executors.cli.output import CANCELLED, JsonOption, Output, name_ranks, usage_errors
+from executors.cli.output import CANCELLED, JsonOption, Output, going_on, name_ranks, usage_errors
 from executors.durations import DURATIONS
 from executors.errors import BackendError, ReplicasError, StoreError
 
@@ -79,12 +79,14 @@ def add(
                 )
         except KeyboardInterrupt:
             return cancelled_early(output)
-        output.say(f"Added {name_ranks(ranks)} on {executor.backend_name}.")
+        with going_on():
+            output.say(f"Added {name_ranks(ranks)} on {executor.backend_name}.")
+            if not detach:
+                output.say(heading(found), "bold")
         if detach:
             if as_json:
                 output.document({"run_id": found.run_id, "added": ranks, "backend": executor.backend_name})
             return 0
-        output.say(heading(found), "bold")
         try:
             watch(found, output, interrupt_ends=f"{name_ranks(ranks)}; the others continue")
         except KeyboardInterrupt:

@@ -29,7 +29,7 @@ from executors.cli.options import (
     parse_duration,
     parse_texts,
 )
-from executors.cli.output import CANCELLED, FAILED, JsonOption, Output, refuse, usage_errors
+from executors.cli.output import CANCELLED, FAILED, JsonOption, Output, going_on, refuse, usage_errors
 from executors.durations import DURATIONS
 from executors.errors import BackendError, LaunchError, ReplicasError, StoreError
 from executors.native import GATHER_S, NativeExecutor
@@ -327,15 +327,16 @@ def _finish(
         output.say(f"Follow it: replicas logs {name} -f   replicas wait {name}   replicas cancel {name}", "dim")
         return 0
     interrupts.count_on(run.run_id)
-    output.say(heading(run, timeout_s), "bold")
-    lease = _lease_of(run.executor)
-    if lease:
-        output.say(f"It ends when nobody watches it for {lease}: --detach lets it go on alone.", "dim")
-    try:
-        watch(run, output, interrupts=interrupts, columns=columns, tee=tee)
-        summary = Summary.of(run, interrupted=interrupts.count > 0)
-    except (StoreError, BackendError) as error:
-        return lost_from_sight(run, output, error, run.executor, is_cancelled=interrupts.count > 0)
+    with going_on():
+        output.say(heading(run, timeout_s), "bold")
+        lease = _lease_of(run.executor)
+        if lease:
+            output.say(f"It ends when nobody watches it for {lease}: --detach lets it go on alone.", "dim")
+        try:
+            watch(run, output, interrupts=interrupts, columns=columns, tee=tee)
+            summary = Summary.of(run, interrupted=interrupts.count > 0)
+        except (StoreError, BackendError) as error:
+            return lost_from_sight(run, output, error, run.executor, is_cancelled=interrupts.count > 0)
     return summary.finish(output)
 
 

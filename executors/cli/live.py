@@ -15,7 +15,17 @@ from types import FrameType
 from typing import Any
 
 from executors.attempt.pauses import LONGEST_PAUSE_S, pauses
-from executors.cli.output import CANCELLED, PROGRESS_EVERY_S, Output, inert, name_duration, name_ranks, note, one_line
+from executors.cli.output import (
+    CANCELLED,
+    PROGRESS_EVERY_S,
+    Output,
+    going_on,
+    inert,
+    name_duration,
+    name_ranks,
+    note,
+    one_line,
+)
 from executors.cli.summary import reference
 from executors.cli.tee import Tee
 from executors.errors import BackendError, ReplicasError, StoreError, unknown_name
@@ -76,6 +86,7 @@ class Interrupts:
             os._exit(CANCELLED)
 
 
+@going_on()
 def watch(
     run: Run,
     output: Output,

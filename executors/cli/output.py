@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO, TypeVar
 
 import typer
 
@@ -25,6 +25,7 @@ from executors.status import name_ranks as name_ranks
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+T = TypeVar("T")
 FAILED, USAGE, HOPELESS, TIMED_OUT, CANCELLED = 1, 2, 93, 124, 130  # exit codes
 CLOSED_PIPE = 141  # as of a program that SIGPIPE ended
 UNUSUAL = re.compile(r"[^\n -~]")
@@ -66,9 +67,8 @@ class Output:
         """A console that prints text as it is: no markup, no emoji, no guessing of colours."""
         from rich.console import Console
 
-        file = sys.stderr if self.as_json else sys.stdout
-        width = None if file.isatty() else WIDE
-        return Console(file=file, markup=False, emoji=False, highlight=False, width=width)
+        width = None if (sys.stderr if self.as_json else sys.stdout).isatty() else WIDE
+        return Console(stderr=self.as_json, markup=False, emoji=False, highlight=False, width=width)
 
     @property
     def is_live(self) -> bool:
@@ -134,6 +134,50 @@ class Output:
         if notes := document.get("notes"):
             more = f" And {len(notes) - 1} more." if len(notes) > 1 else ""
             note(f"{notes[0]}{more}")
+
+
+class _Dropping:
+    """A stream that leaves out what cannot be written; its reader's end passes through."""
+
+    def __init__(self, stream: TextIO, tell: Callable[[OSError], None]) -> None:
+        self._stream = stream
+        self._tell = tell
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        return self._attempt(lambda: self._stream.write(text), len(text))
+
+    def flush(self) -> None:
+        self._attempt(self._stream.flush, None)
+
+    def _attempt(self, act: Callable[[], T], otherwise: T) -> T:
+        try:
+            return act()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self._tell(error)
+            return otherwise
+
+
+@contextlib.contextmanager
+def going_on() -> Iterator[None]:
+    """Leave out within the block what cannot be written, as on a full disk: some runs end with who watches them.
+
+    It is told once, on stderr. What is printed after the block fails as usual.
+    """
+    told: list[OSError] = []
+
+    def tell(error: OSError) -> None:
+        if not told:  # stderr may be on the same disk
+            told.append(error)
+            note(f"Lines of output are left out: they cannot be written ({error.strerror}). The run continues.")
+
+    dropping: list[Any] = [_Dropping(stream, tell) for stream in (sys.stdout, sys.stderr)]
+    with contextlib.redirect_stdout(dropping[0]), contextlib.redirect_stderr(dropping[1]):
+        yield
 
 
 def note(text: str) -> None:

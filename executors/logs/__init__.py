@@ -12,12 +12,12 @@ EVERY_LINE = 1 << 40
 
 
 def tail_text(path: Path, n_bytes: int) -> str:
-    """Return the last bytes of a file as text; empty when the file does not exist."""
+    """Return the last bytes of a file as text; empty when it cannot be read: what ended its process counts for more."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - n_bytes))
             return file.read(n_bytes).decode(errors="replace")
-    except FileNotFoundError:
+    except OSError:
         return ""
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from executors.attempt import Attempt
 from executors.attempt.outcome import describe_end
 from executors.errors import CorruptObjectError, StoreError, UnwritableStoreError
-from executors.process import killed_for_memory
+from executors.process import killed_for_memory, signal_name
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import SERVICE
 from executors.store.records import RETRY_S, exists, is_gone
@@ -251,11 +251,3 @@ def end_of(attempt: Attempt, reason: Reason, error: str | None, **more: Any) -> 
     """Return the outcome of an attempt that ended now and left none."""
     status = ReplicaStatus.CANCELLED if reason == "cancelled" else ReplicaStatus.FAILED
     return attempt.ended(status, reason, error=error, finished_at=time.time(), **more)
-
-
-def signal_name(number: int) -> str:
-    """Name a signal."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal, as 40
-        return f"SIG{number}"

@@ -25,7 +25,7 @@ from executors.attempt.outcome import describe_end
 from executors.errors import HangError, ReplicasError, ResultError, StoreError, UnwritableStoreError
 from executors.metrics.recorder import Recorder
 from executors.native import RunSpec
-from executors.process import children, flush_c_streams, kill_descendants
+from executors.process import allow_all_descriptors, children, flush_c_streams, kill_descendants
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import Replica
 from executors.replica.shared_page import SharedPage
@@ -35,7 +35,7 @@ from executors.store.url import split_address
 from executors.task.record import RunRecord
 from executors.task.stored import StoredTask, read_task
 from executors.worker.claim import CancelledBeforeStart, claim
-from executors.worker.failure import describe_failure, fingerprint_of, is_store_failure
+from executors.worker.failure import describe_failure, fingerprint_of, is_store_failure, let_go
 from executors.worker.health_check import LIMIT_S, UnhealthyError, check_health
 from executors.worker.heartbeat import Heartbeat
 from executors.worker.log_copy import FINAL_BYTES, LogCopy
@@ -177,10 +177,12 @@ class _Worker:
             if sigterm_arrived() and not self.heartbeat.supervisor_is_gone:
                 self.stop(None)
                 return TERMINATED  # the supervisor sent SIGTERM, knows why, and writes the outcome
+            allow_all_descriptors()
             outcome = self._orphaned() if sigterm_arrived() else self.raised(error)
             _flush()
             half_a_line = assignment.output_tail().rpartition("\n")[2]
             _say("\n" * bool(half_a_line) + f"{outcome.error}\n")
+            let_go(error)
         self.stop(outcome)
         _flush()
         self._record(outcome)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
-from support.cli import FAST, Folder, HereInstead
+from support.cli import COMMAND, FAST, Folder, HereInstead
 
-from executors import attach, list_runs
+from executors import ReplicaStatus, attach, list_runs
 
 
 def test_an_attached_launch_runs_a_file_of_the_current_directory_and_prints_the_results(folder: Folder) -> None:
@@ -118,6 +119,26 @@ def test_what_starting_again_does_not_help_makes_exit_code_93_and_says_why(here:
     assert why in status.stdout
     document = here.replicas("status", "mine", "--json").json
     assert (document["exit_code"], document["replicas"][0]["left"]) == (93, 3)
+
+
+def test_a_full_disk_under_the_output_does_not_end_the_run_that_is_watched(folder: Folder) -> None:
+    (folder.path / "patient.py").write_text(
+        "import time\nfrom pathlib import Path\n"
+        "def main():\n    while not Path('go').exists():\n        time.sleep(0.01)\n"
+    )
+    arguments = [*COMMAND, "launch", "patient.py:main", "--n", "1", "--run-id", "mine", *FAST]
+    with (
+        open("/dev/full", "w") as full,
+        subprocess.Popen(arguments, cwd=folder.path, stdout=full, stderr=subprocess.PIPE, text=True) as command,
+    ):
+        assert command.stderr is not None
+        told = next(line for line in command.stderr if not line.endswith("…\n"))
+        (folder.path / "go").touch()
+        error = command.stderr.read()
+    why = "No space left on device"
+    assert told == f"Note: Lines of output are left out: they cannot be written ({why}). The run continues.\n"
+    assert attach("mine").status().status is ReplicaStatus.SUCCEEDED
+    assert (command.returncode, error) == (1, f"Error: [Errno 28] {why}\n"), "and in the end that counts"
 
 
 def test_a_detached_run_goes_on_by_itself_and_values_of_its_environment_are_recorded_nowhere(

@@ -14,8 +14,9 @@ from support import tasks
 from support.processes import is_alive
 from support.runs import pid_of, record_of
 
-from executors import LocalProcessExecutor, launch
+from executors import LocalProcessExecutor, Run, current_replica, launch
 from executors.errors import ReplicaCancelledError, ReplicaLostError, ReplicaTimeoutError
+from executors.protocol import Outcome
 from executors.testing import eventually
 
 HELPERS = ("child", "session", "orphan", "daemon")
@@ -24,6 +25,11 @@ HELPERS = ("child", "session", "orphan", "daemon")
 def one_row(executor: LocalProcessExecutor, entrypoint: Any, args: dict[str, Any], **options: Any) -> dict[str, Any]:
     (row,) = executor.collect(executor.launch_replicas(1, entrypoint, args, **options), timeout=60)
     return row
+
+
+def outcomes_of(run: Run) -> list[Outcome]:
+    assert run.wait(timeout=60)
+    return run.outcomes()
 
 
 def pids_in(folder: Path, names: tuple[str, ...] = HELPERS) -> list[int]:
@@ -116,6 +122,33 @@ def test_every_kind_of_exception_is_recorded(local: LocalProcessExecutor) -> Non
         assert cause < direct < row["error"].rindex(word), "and the cause comes first"
     assert (left["status"], left["reason"], left["exit_code"]) == ("failed", "no_result", 1)
     assert "no data here" in left["error"]
+
+
+@pytest.mark.parametrize("holds", ["what it raised", "its module"])
+def test_a_replica_without_a_free_descriptor_left_says_so_in_its_outcome(
+    local: LocalProcessExecutor, holds: str
+) -> None:
+    def leak(for_good: bool) -> None:
+        import resource
+        import sys
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, most if for_good else 64))
+        held: list[Any] = []
+        if for_good:
+            sys.modules["held"] = held  # type: ignore[assignment]
+        current_replica().report(step=7)
+        while True:
+            held.append(open("/dev/null"))  # noqa: SIM115 - a leak
+
+    (outcome,) = outcomes_of(launch(local, leak, 1, args={"for_good": holds == "its module"}))
+    assert (outcome.reason, outcome.error_line) == (
+        "exception",
+        "OSError: [Errno 24] Too many open files: '/dev/null'",
+    )
+    assert str(outcome.error_place).startswith("tests/local/test_local_endings.py:")
+    assert outcome.reported == {"step": 7}
+    assert outcome.fingerprint is not None
 
 
 def test_a_failure_in_a_notebooks_cell_shows_the_lines_of_all_cells_it_passed(local: LocalProcessExecutor) -> None:

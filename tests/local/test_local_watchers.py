@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import signal
+import textwrap
 import threading
 import warnings
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from support.processes import zygote_of as zygote_behind
 from support.runs import all_gone, launcher, pid_of, pids_said, record_of
 
 from executors import LocalProcessExecutor, ReplicaHandle, Run, launch
+from executors.backends.local import zygote_client
 from executors.errors import BackendError, ReplicaLostError
 from executors.testing import eventually
 
@@ -63,7 +65,7 @@ def test_a_zygote_killed_in_the_middle_of_a_launch_either_launches_or_says_so(lo
     thread, ends = in_a_thread(lambda: launch(local, tasks.rank, 2).results())
     os.kill(zygote, signal.SIGKILL)
     thread.join(60)
-    assert ends == [[0, 1]] or "forks replicas ended" in str(ends[0])
+    assert ends == [[0, 1]] or "The process that forks replicas was killed by SIGKILL" in str(ends[0])
     assert launch(local, tasks.rank, 2).results() == [0, 1], "the next one works"
     assert local.poll(before[0]) == "running"
     local.cancel(before[0])
@@ -109,6 +111,91 @@ def test_one_zygote_serves_all_executors_with_the_same_preload(local: LocalProce
 def test_a_module_that_cannot_be_preloaded_is_named() -> None:
     with pytest.raises(BackendError, match="no_such_module_to_preload"):
         launch(LocalProcessExecutor(preload=("no_such_module_to_preload",)), tasks.rank, 1)
+
+
+@pytest.fixture
+def preloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], LocalProcessExecutor]:
+    """Return an executor whose zygote runs these lines as a module of its preload list."""
+
+    def executor(lines: str) -> LocalProcessExecutor:
+        (tmp_path / f"{tmp_path.name}.py").write_text(textwrap.dedent(lines))
+        return LocalProcessExecutor(preload=("json", tmp_path.name))  # of no other test's zygote
+
+    monkeypatch.syspath_prepend(tmp_path)
+    return executor
+
+
+@pytest.mark.parametrize("entrypoint", ["support.tasks:rank", tasks.rank], ids=["by name", "a function"])
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("raise OSError('libcudart.so.12: cannot open shared object file')", "OSError: libcudart.so.12: cannot open"),
+        ("raise ValueError('libnvJitLink.so was not found')", "ValueError: libnvJitLink.so was not found"),
+        ("import sys; sys.exit('this machine has no licence')", "SystemExit: this machine has no licence"),
+    ],
+)
+def test_a_preload_that_fails_otherwise_than_by_an_import_error_is_named(
+    preloaded: Callable[[str], LocalProcessExecutor], lines: str, said: str, entrypoint: Any
+) -> None:
+    with pytest.raises(BackendError, match=f"preload: cannot import 'test_a_preload.*': {said}"):
+        launch(preloaded(lines), entrypoint, 1)
+
+
+def test_a_preload_that_was_mended_is_imported_by_the_next_launch(
+    preloaded: Callable[[str], LocalProcessExecutor],
+) -> None:
+    with pytest.raises(BackendError, match="No usable temporary directory"):
+        launch(preloaded("raise FileNotFoundError('No usable temporary directory found')"), tasks.rank, 1)
+    assert launch(preloaded("is_well = True"), tasks.rank, 1).results() == [0]
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "left"),
+    [("support.tasks:rank", 0), (tasks.rank, 0), (tasks.rank, 1), (tasks.rank, 2)],
+    ids=["a check", "a guard", "a supervisor", "a rank"],
+)
+def test_a_machine_without_room_for_another_process_is_said_to_have_none(
+    preloaded: Callable[[str], LocalProcessExecutor], entrypoint: Any, left: int
+) -> None:
+    lines = f"""
+        import os
+        fork, left = os.fork, {left}
+        def fork_while_there_is_room():
+            global left
+            left -= 1
+            if left < 0:
+                raise BlockingIOError(11, "Resource temporarily unavailable")
+            return fork()
+        os.fork = fork_while_there_is_room
+    """
+    with pytest.raises(BackendError, match="Resource temporarily unavailable"):
+        launch(preloaded(lines), entrypoint, 1)
+
+
+def test_a_launcher_without_room_for_a_zygote_says_so(
+    preloaded: Callable[[str], LocalProcessExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def has_no_room(*args: Any, **options: Any) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(zygote_client.subprocess, "Popen", has_no_room)
+    with pytest.raises(BackendError, match=r"process that forks replicas cannot be started: .*temporarily unavailable"):
+        launch(preloaded("is_well = True"), tasks.rank, 1)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL. Perhaps memory ran out"),
+        ("import os; os.kill(os.getpid(), 4)", "was killed by SIGILL. Perhaps by what it imports: json, test_how"),
+        ("import os; os._exit(3)", "ended with exit code 3. Perhaps by what it imports: json, test_how"),
+    ],
+)
+def test_how_a_zygote_ended_that_could_not_say_so_is_told(
+    preloaded: Callable[[str], LocalProcessExecutor], lines: str, said: str
+) -> None:
+    with pytest.raises(BackendError, match=f"The process that forks replicas {said}"):
+        launch(preloaded(lines), tasks.rank, 1)
 
 
 def test_many_threads_launch_at_once(local: LocalProcessExecutor) -> None:

@@ -47,9 +47,9 @@ def become_supervisor(launch: LocalLaunch, launcher_pidfd: int, reply: int) -> N
     try:
         os.setsid()
         become_subreaper()
-        _leave_guard([launcher_pidfd, reply], launch.term_grace_s + GUARD_S)
-        become_subreaper()
         try:
+            _leave_guard([launcher_pidfd, reply], launch.term_grace_s + GUARD_S)
+            become_subreaper()
             # First: the store may need the launcher's credentials.
             adopt(launch.cwd, launch.sys_path, {**launch.environ, **launch.spec.env, **launch.spec.credentials})
             _unbuffer_streams()

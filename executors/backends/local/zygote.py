@@ -60,12 +60,8 @@ def serve(descriptor: int, launcher: int, preload: list[str]) -> None:
                 request = receive(connection)
                 if problem is not None:
                     send(connection, {"error": problem, "rank": None})
-                elif request["do"] == "launch":
-                    send(connection, _launch(request["launch"], launcher_pidfd, private))
-                elif request["do"] == "check":
-                    send(connection, _check(request, launcher_pidfd, private))
-                else:
-                    send(connection, {})
+                    return  # perhaps it is mended before the next request, which starts another
+                send(connection, _answer(request, launcher_pidfd, private))
             except (EOFError, ConnectionError):
                 return
 
@@ -75,9 +71,22 @@ def _import_all(preload: list[str]) -> str | None:
     for name in preload:
         try:
             import_named(name)
-        except ImportError as error:
-            return f"preload: cannot import {name!r}: {error}"
+        except BaseException as error:  # a library that is missing is an OSError, and more is raised
+            return f"preload: cannot import {name!r}: {type(error).__name__}: {error}"
     return None
+
+
+def _answer(request: dict[str, Any], launcher_pidfd: int, private: list[int]) -> Any:
+    try:
+        if request["do"] == "launch":
+            return _launch(request["launch"], launcher_pidfd, private)
+        if request["do"] == "check":
+            return _check(request, launcher_pidfd, private)
+    except BlockingIOError as error:  # by fork: what it is short of is no more processes
+        return {"error": f"{error}: `ulimit -u` or its container lets it have no more processes", "rank": None}
+    except OSError as error:
+        return {"error": str(error), "rank": None}
+    return {}
 
 
 def _launch(record: dict[str, Any], launcher_pidfd: int, private: list[int]) -> Any:
@@ -105,9 +114,17 @@ def _fork_and_hear(be: Callable[[int], NoReturn], close: list[int], launcher_pid
         close: descriptors that the child must not keep.
 
     Returns: the answer is None if the child ended without one, or the launcher, which waits for it, has ended.
+
+    Raises:
+        OSError: this machine has no room for another process.
     """
     reader, writer = os.pipe2(os.O_CLOEXEC)
-    pid = fork()
+    try:
+        pid = fork()
+    except OSError:
+        os.close(reader)
+        os.close(writer)
+        raise
     if pid == 0:
         signal.set_wakeup_fd(-1)
         for descriptor in (*close, reader):

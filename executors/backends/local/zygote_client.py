@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +15,9 @@ from typing import Any
 
 from executors.backends.local.request import receive, send
 from executors.errors import BackendError
+from executors.process import signal_name
+
+EXIT_S = 5.0  # from the end of its connection to that of the process
 
 _START = """
 import gc
@@ -56,8 +60,8 @@ class ZygoteClient:
             if message["do"] == "launch":
                 # A launch that was sent may have begun, and is never sent twice. So a zygote that was just killed, and
                 # perhaps still takes messages, is found out by a question that may be sent twice.
-                self._ask({"do": "answer"}, tries=2)
-                return self._ask(message, tries=1)
+                answer = self._ask({"do": "answer"}, tries=2)
+                return answer if "error" in answer else self._ask(message, tries=1)
             return self._ask(message, tries=2)
 
     def _ask(self, message: dict[str, Any], tries: int) -> Any:
@@ -66,13 +70,28 @@ class ZygoteClient:
             send(connection, message)
             return receive(connection)
         except (EOFError, ConnectionError) as error:
-            self._drop()
             if tries > 1:
+                self._drop()
                 return self._ask(message, tries - 1)
-            raise BackendError(f"The process that forks replicas ended: {error!r}.") from error
+            ended = self._ended()
+            self._drop()
+            raise BackendError(f"The process that forks replicas {ended}.") from error
         except BaseException:
             self._drop()  # Ctrl-C in the middle of an answer: the next request must not read its rest
             raise
+
+    def _ended(self) -> str:
+        """Say how the zygote ended, which closed its side of the connection."""
+        assert self._process is not None
+        try:
+            code = self._process.wait(EXIT_S)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        if code == -signal.SIGKILL:
+            return "was killed by SIGKILL. Perhaps memory ran out"
+        how = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
+        imports = ", ".join(self._preload)
+        return f"{how}. Perhaps by what it imports: {imports}" if imports else how
 
     def _connected(self) -> socket.socket:
         forked = self._owner != os.getpid()  # our own fork shares the parent's socket, and must not use it
@@ -89,13 +108,17 @@ class ZygoteClient:
             paths = [os.path.abspath(path) for path in sys.path]  # '' means this directory, as of now
             self._environ = dict(os.environ)
             argument = json.dumps([theirs.fileno(), os.getpid(), paths, list(self._preload)])
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _START, argument],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-c", _START, argument],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                )
+            except OSError as error:  # no room for another process
+                ours.close()
+                raise BackendError(f"The process that forks replicas cannot be started: {error}.") from error
         self._connection = ours
         self._owner = os.getpid()
         atexit.register(self._drop)

@@ -23,6 +23,16 @@ PASSING_CODES = {
 }  # fmt: skip
 PASSING_STATUSES = {408, 409, 429, 500, 502, 503, 504}
 
+# Whatever was asked: static credentials do not come back, and those of a replica are static.
+DEAD_CREDENTIALS = {
+    "ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+}  # fmt: skip
+EXPIRED = (
+    "The session token has expired. Get new credentials. Replicas keep those of their launch: `replicas resume` gives "
+    "them new ones."
+)
+
 ADVICE = {
     "NoSuchBucket": "There is no bucket {bucket!r} there. Create it, or correct the url.",
     "InvalidBucketName": "Correct the bucket in the url.",
@@ -30,7 +40,7 @@ ADVICE = {
     "AuthorizationHeaderMalformed": "The region is probably wrong; name it with ?region=.",
     "InvalidAccessKeyId": "The server does not know this access key. Check AWS_ACCESS_KEY_ID, or ?profile=.",
     "SignatureDoesNotMatch": "The secret key does not fit the access key. Check AWS_SECRET_ACCESS_KEY.",
-    "ExpiredToken": "The session token has expired. Get new credentials.",
+    **dict.fromkeys(("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"), EXPIRED),
     "RequestTimeTooSkewed": "This machine's clock is wrong. Set it, or run a time service.",
     "EntityTooLarge": "Write the object in parts, under keys of their own.",
     "InvalidObjectState": "The object was moved to an archive by a lifecycle rule. Restore it, and exempt the prefix.",
@@ -151,8 +161,8 @@ def explain(
     if hint is CREDENTIALS:
         said = f"its credentials cannot be had: {said}"
     hint = hint.format(bucket=address.bucket)
-    is_unwritable = verb in WRITING and (status in REFUSED or _is_full(error))
-    kind = UnwritableStoreError if is_unwritable else StoreError
+    is_refused = code in DEAD_CREDENTIALS or (verb in WRITING and (status in REFUSED or _is_full(error)))
+    kind = UnwritableStoreError if is_refused else StoreError
     return kind(f"Cannot {verb} {where}: {said.rstrip('.')}.{hint and ' '}{hint}", key=key, url=url)
 
 

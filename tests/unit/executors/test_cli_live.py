@@ -12,7 +12,7 @@ import pytest
 
 from executors.attempt.pauses import pauses
 from executors.cli.live import PlainView, follow
-from executors.cli.output import Output
+from executors.cli.output import Output, going_on, note
 from executors.cli.table import replica_table
 from executors.errors import BackendError, ReplicasError, StoreError
 from executors.protocol import Outcome, ReplicaStatus
@@ -84,6 +84,57 @@ def test_a_failure_before_the_first_round_is_said_aloud(capsys: pytest.CaptureFi
 
     assert show(script, clock)
     assert "Rank 1 failed early; --fail-fast ends the run.\n" in capsys.readouterr().out
+
+
+class FullDisk(io.StringIO):
+    """What is printed on, while `error` is set to no avail."""
+
+    error: OSError | None = None
+
+    def write(self, text: str) -> int:
+        if self.error is not None:
+            raise self.error
+        return super().write(text)
+
+
+def test_what_cannot_be_printed_while_a_run_is_watched_is_left_out_and_that_is_told_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, output = FullDisk(), Output()
+    monkeypatch.setattr("sys.stdout", disk)
+    with going_on():
+        for word, error in (
+            ("one", None),
+            ("two", OSError(28, "full")),
+            ("three", OSError(28, "full")),
+            ("four", None),
+        ):
+            disk.error = error
+            output.say(word)
+    assert disk.getvalue() == "one\nfour\n"
+    told = "Note: Lines of output are left out: they cannot be written (full). The run continues.\n"
+    assert capsys.readouterr().err == told
+    disk.error = OSError(28, "full")
+    with pytest.raises(OSError, match="full"):
+        print("after the run")
+
+
+def test_a_full_disk_under_stdout_and_stderr_ends_no_watching(monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = FullDisk()
+    disk.error = OSError(28, "full")
+    monkeypatch.setattr("sys.stdout", disk)
+    monkeypatch.setattr("sys.stderr", disk)
+    with going_on():
+        Output().say("progress")
+        note("a warning of a backend")
+
+
+def test_a_closed_pipe_ends_the_watching(monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = FullDisk()
+    monkeypatch.setattr("sys.stdout", disk)
+    disk.error = BrokenPipeError()
+    with going_on(), pytest.raises(BrokenPipeError):
+        print("to nobody")
 
 
 def test_a_store_that_fails_while_a_run_is_ended_early_is_asked_again_at_the_next_look(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import tracemalloc
 from collections.abc import Iterator, Sequence
@@ -105,6 +106,15 @@ def test_every_reader_of_a_200_mb_log_holds_a_bounded_part_of_it(tmp_path: Path,
     finally:
         tracemalloc.stop()
     assert peak < 20 * MAX_READ_BYTES
+
+
+def test_the_end_of_a_log_that_cannot_be_opened_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def has_none_free(*args: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    (tmp_path / "log").write_bytes(b"one\ntwo\n")
+    monkeypatch.setattr("builtins.open", has_none_free)
+    assert tail_text(tmp_path / "log", 9) == ""
 
 
 def test_reading_from_an_offset_gives_every_byte_once_and_a_missing_log_is_empty(tmp_path: Path) -> None:

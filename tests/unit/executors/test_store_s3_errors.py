@@ -1,0 +1,66 @@
+"""What an error of an S3 server means: a store that is away, or one that takes nothing from these credentials."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from botocore.exceptions import ClientError
+
+from executors.attempt import Attempt
+from executors.errors import StoreError, UnwritableStoreError
+from executors.protocol import Outcome, ReplicaStatus
+from executors.store.memory import MemoryStore
+from executors.store.s3.address import S3Address
+from executors.store.s3.errors import explain
+from executors.worker import main
+
+AT = S3Address.parse("s3://bucket/runs")
+DEAD = [
+    ("ExpiredToken", 400),
+    ("ExpiredTokenException", 400),
+    ("TokenRefreshRequired", 400),
+    ("InvalidToken", 400),
+    ("InvalidAccessKeyId", 403),
+    ("SignatureDoesNotMatch", 403),
+]
+
+
+def error_of(code: str, status: int, verb: str = "read") -> StoreError:
+    answer: Any = {"Error": {"Code": code, "Message": "no"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    return explain(ClientError(answer, "Act"), AT, "key", verb)
+
+
+@pytest.mark.parametrize(("code", "status"), DEAD)
+def test_with_credentials_that_are_of_no_use_nothing_can_be_written_whatever_was_asked(code: str, status: int) -> None:
+    for verb in ("create", "write", "read", "list", "delete"):
+        assert type(error_of(code, status, verb)) is UnwritableStoreError, verb
+
+
+@pytest.mark.parametrize(("code", "status"), [("SlowDown", 503), ("AccessDenied", 403), ("NoSuchBucket", 404)])
+def test_a_read_that_is_refused_says_nothing_of_writing(code: str, status: int) -> None:
+    assert type(error_of(code, status)) is StoreError
+
+
+@pytest.mark.parametrize("code", ["ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"])
+def test_a_token_that_has_expired_is_told_with_how_replicas_get_another(code: str) -> None:
+    assert "`replicas resume` gives them new ones" in str(error_of(code, 400))
+
+
+def test_a_replica_whose_credentials_have_expired_does_not_wait_for_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Expired(MemoryStore):
+        def get(self, key: str, **options: Any) -> Any:
+            raise error_of("ExpiredToken", 400)
+
+    waited_s: list[float] = []
+
+    def retry(act: Any, limit_s: float) -> Any:
+        waited_s.append(limit_s)
+        return act()
+
+    monkeypatch.setattr(main, "retry", retry)
+    worker = object.__new__(main._Worker)
+    vars(worker).update(attempt=Attempt(Expired(), "run", 0), _log=None)
+    with pytest.raises(UnwritableStoreError, match="expired"):
+        worker.record(Outcome(0, 0, ReplicaStatus.FAILED, "exception", error="boom"))
+    assert waited_s == [main.RETRY_S]
