@@ -151,7 +151,7 @@ def _measured(inventory: Inventory) -> list[tuple[int, int]]:
     """Return the newest attempts of the ranks whose rounds are compared: some that run, before those that do not."""
     begun = {rank for rank, _, name in inventory.records if name == "started"}
     newest = [(rank, inventory.newest(rank)) for rank in sorted(begun)]
-    return sorted(newest, key=lambda each: inventory.has(*each, "outcome"))[:MEASURED_RANKS]
+    return sorted(newest, key=lambda each: inventory.has(each[0], each[1], "outcome"))[:MEASURED_RANKS]
 
 
 def describe_link(link: Any) -> str:
