@@ -70,8 +70,12 @@ def test_removing_a_run_from_a_bucket_deletes_many_at_once(monkeypatch: pytest.M
         batches.append(len(items))
         return [*map(act, items)]
 
+    def note_and_delete(key: str) -> None:
+        deleted.append(key)
+        delete(key)
+
     monkeypatch.setattr("executors.store.parallel.in_parallel", in_parallel)
-    monkeypatch.setattr(store, "delete", lambda key: (deleted.append(key), delete(key)))
+    monkeypatch.setattr(store, "delete", note_and_delete)
     remove_run(store, "run", told.append)
     assert [entry.key for entry in store.list("")] == ["run.json", "runs/run.json"]
     assert sum(batches) == 6002
