@@ -20,7 +20,6 @@ from support.processes import zygote_of as zygote_behind
 from support.runs import all_gone, launcher, pid_of, pids_said, record_of
 
 from executors import LocalProcessExecutor, ReplicaHandle, Run, launch
-from executors.backends.local import zygote_client
 from executors.errors import BackendError, ReplicaLostError
 from executors.testing import eventually
 
@@ -178,7 +177,7 @@ def test_a_launcher_without_room_for_a_zygote_says_so(
     def has_no_room(*args: Any, **options: Any) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(zygote_client.subprocess, "Popen", has_no_room)
+    monkeypatch.setattr("executors.backends.local.zygote_client.subprocess.Popen", has_no_room)
     with pytest.raises(BackendError, match=r"process that forks replicas cannot be started: .*temporarily unavailable"):
         launch(preloaded("is_well = True"), tasks.rank, 1)
 

@@ -142,13 +142,13 @@ def two_users_in_turn(root: Path) -> None:
     root.chmod(0o1777)
     os.umask(0o022)
     training = open_store(root)
-    turns: list[tuple[int, Callable[[], None]]] = [
+    turns: list[tuple[int, Callable[[], object]]] = [
         (ADA, lambda: training.put("ada/heartbeat", b"1")),
         (BOB, lambda: open_store(root).put("bob/task", b"1")),
         (ADA, lambda: open_store(root).put("ada/heartbeat", b"2")),
         (BOB, lambda: open_store(root).put("bob/task", b"2")),
         (ADA, lambda: training.put("ada/heartbeat", b"3")),
-        (BOB, lambda: refused(lambda: open_store(root).put("ada/heartbeat", b"forged"), "Permission denied") and None),
+        (BOB, lambda: refused(lambda: open_store(root).put("ada/heartbeat", b"forged"), "Permission denied")),
     ]
     for user, act in turns:
         as_user(user, act)
@@ -163,7 +163,7 @@ def two_users_in_turn_without_anonymous_files(root: Path) -> None:
     two_users_in_turn(root)
 
 
-def as_user(user: int, act: Callable[[], None]) -> None:
+def as_user(user: int, act: Callable[[], object]) -> None:
     """Act in a process without root's rights."""
     if (pid := os.fork()) == 0:
         code = 1

@@ -11,6 +11,7 @@ from executors.attempt import Attempt
 from executors.errors import StoreError, UnwritableStoreError
 from executors.protocol import Outcome, ReplicaStatus
 from executors.store.memory import MemoryStore
+from executors.store.records import RETRY_S
 from executors.store.s3.address import S3Address
 from executors.store.s3.errors import explain
 from executors.worker import main
@@ -63,4 +64,4 @@ def test_a_replica_whose_credentials_have_expired_does_not_wait_for_its_store(mo
     vars(worker).update(attempt=Attempt(Expired(), "run", 0), _log=None)
     with pytest.raises(UnwritableStoreError, match="expired"):
         worker.record(Outcome(0, 0, ReplicaStatus.FAILED, "exception", error="boom"))
-    assert waited_s == [main.RETRY_S]
+    assert waited_s == [RETRY_S]
