@@ -159,6 +159,8 @@ class DecisionLog:
         """Of all entries that were read."""
         self._n_at_end = 0
         """How many entries had been read when the end was seen last."""
+        self._ahead: dict[int, memoryview | StoreError | None] = {}
+        """What was asked for at once and is still to be read, or why it could not be had; None: it is not there."""
 
     def key(self, index: int) -> str:
         """Name an entry."""
@@ -176,9 +178,12 @@ class DecisionLog:
     def read_for(self, limit_s: float) -> bool:
         """Do the same for some seconds, and return whether that was all; the next call goes on from there."""
         until = time.monotonic() + limit_s
-        while self._read_next():
-            if time.monotonic() >= until:
+        self._ahead = {}  # what was not there then may be there now
+        while (entry := self._find(self._n_skipped + len(self.entries))) is not None:
+            self.entries.append(entry)
+            if not self._ahead and time.monotonic() >= until:
                 return False
+        self._ahead = {}
         self._n_at_end = len(self.entries)
         return True
 
@@ -221,31 +226,27 @@ class DecisionLog:
                 raise problem
         raise StoreError(f"No decision could be added to run {self.run_id!r}: others were always first.")
 
-    def _read_next(self) -> bool:
-        """Read the next entry; return whether there is one, and perhaps another.
+    def _find(self, index: int) -> Decision | None:
+        if index not in self._ahead:
+            self._ahead = self._ask_from(index)
+        data = self._ahead.pop(index)
+        if isinstance(data, StoreError):
+            raise data
+        return None if data is None else self._parse(data, self.key(index), self.store.url)
 
-        Mostly there is none. Where there are many, and each takes a round trip, as many more are asked for at once as
-        were found so far.
+    def _ask_from(self, index: int) -> dict[int, memoryview | StoreError | None]:
+        """Ask for the next entry, of which there is mostly none.
+
+        Where there are many, and each takes a round trip, for as many more at once as were found so far. What fails
+        behind the end does not matter.
         """
-        index, n_found = self._n_skipped + len(self.entries), len(self.entries) - self._n_at_end
+        n_found = len(self.entries) - self._n_at_end
         if self._is_near or n_found < 2:
-            found = self._find(index)
-            self.entries += () if found is None else (found,)
-            return found is not None
+            return {index: self._get(index)}
         from executors.store.parallel import MAX_THREADS, at_store  # its threads need modules that few replicas use
 
         indices = range(index, index + min(n_found, MAX_THREADS))
-        for each, data in zip(indices, at_store(self.store, self._try_to_get, indices), strict=True):
-            if isinstance(data, StoreError):  # behind the end, whether a request fails does not matter
-                raise data
-            if data is None:
-                return False
-            self.entries.append(self._parse(data, self.key(each), self.store.url))
-        return True
-
-    def _find(self, index: int) -> Decision | None:
-        data = self._get(index)
-        return None if data is None else self._parse(data, self.key(index), self.store.url)
+        return dict(zip(indices, at_store(self.store, self._try_to_get, indices), strict=True))
 
     def _try_to_get(self, index: int) -> memoryview | StoreError | None:
         try:
