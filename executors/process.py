@@ -108,11 +108,23 @@ def signal_name(number: int) -> str:
         return f"SIG{number}"
 
 
-def allow_all_descriptors() -> None:
-    """Let this process have as many open files as it may ask for: it may have used up what it was given."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # a sandbox that refuses it
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+class DescriptorReserve:
+    """Descriptors for what a process has still to do when it has used up all that it may have.
+
+    Args:
+        n: how many: a log is read, or an object written or sent.
+    """
+
+    def __init__(self, n: int = 2) -> None:
+        self._held = [os.open(os.devnull, os.O_RDONLY) for _ in range(n)]
+
+    def release(self) -> None:
+        """Let them be used, and as many more as this process may ask for."""
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.suppress(OSError, ValueError):  # a sandbox that refuses it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        while self._held:
+            os.close(self._held.pop())
 
 
 def flush_c_streams() -> None:

@@ -154,8 +154,9 @@ def main() -> int:
         if isinstance(error, SystemExit) and not is_pipe:
             raise
         if not is_pipe:
-            print(f"Error: {error}", file=sys.stderr)
-            with contextlib.suppress(OSError):  # it may be stdout that cannot be written
+            with contextlib.suppress(OSError):  # it may be stderr that cannot be written
+                print(f"Error: {error}", file=sys.stderr)
+            with contextlib.suppress(OSError):  # or stdout
                 call.document_of_failure({"error": str(error), "kind": type(error).__name__})
                 sys.stdout.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails as well
@@ -200,9 +201,10 @@ def _fail(error: Exception, message: str | None = None) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":
         print(text)  # the help itself
         return USAGE
-    print(inert(f"Error: {text}"), file=sys.stderr)
-    if (context := getattr(error, "ctx", None)) is not None:
-        print(f"Try: {context.command_path} --help", file=sys.stderr)
+    with contextlib.suppress(OSError):  # it may be stderr that cannot be written
+        print(inert(f"Error: {text}"), file=sys.stderr)
+        if (context := getattr(error, "ctx", None)) is not None:
+            print(f"Try: {context.command_path} --help", file=sys.stderr)
     call.document_of_failure({"error": text, "kind": type(error).__name__})
     return USAGE
 

@@ -166,7 +166,7 @@ def found_files() -> list[tuple[Path, dict[str, Any]]]:
     files: list[tuple[Path, dict[str, Any]]] = []
     with contextlib.suppress(RuntimeError):  # who has no home has no such file
         own = Path(platformdirs.user_config_path("replicas")) / FILE
-        files = [(own, _table(own))] if os.path.isfile(own) else []
+        files = [(own, _table(own))] if own.is_absolute() and os.path.isfile(own) else []
     here = Path.cwd()
     for folder in (here, *here.parents):
         beside = [(path, table) for name in (FILE, PROJECT) if (table := _table(path := folder / name)) is not None]

@@ -146,7 +146,7 @@ def read_segments(store: Store, run_id: str, kept: dict[str, memoryview] | None 
     if is_thin := len(chosen) < len(listed):
         problems.append(
             f"{len(listed) - len(chosen)} of {len(listed)} segments are left out: together they have more than "
-            f"{MAX_BYTES} bytes. Sums are of the others, and shares of the whole, as goodput, are not known."
+            f"{MAX_BYTES} bytes. Sums are of the others; goodput, and what became of the work, are not known."
         )
     if is_thin and kept is not None:
         for key in kept.keys() - {each.entry.key for each in chosen}:

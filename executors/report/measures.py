@@ -112,7 +112,7 @@ class Measures:
             "times_less": 2 * (self.data_parallel_bytes or 0.0) / moved if moved and is_known else None,
             "restarts": sum(self.restarts.values()),
             "restarts_by_rank": self.restarts,
-            "work": {fate: getattr(ledger, fate) for fate in FATES} if rounds else None,
+            "work": {fate: getattr(ledger, fate) for fate in FATES} if is_known else None,
         }
 
     def of_rank(self, rank: int) -> dict[str, Any]:
@@ -131,9 +131,9 @@ class Measures:
                 "counted": self.counted[rank],
                 **{verdict: sum(row.verdict == verdict for row in rounds) for verdict in ("carried", "dropped")},
             },
-            "lost": work.lost if work is not None else None,
-            "bytes_up": sum(row.up for row in rounds),
-            "bytes_down": sum(row.down for row in rounds),
+            "lost": work.lost if work is not None and self.metrics.is_whole else None,
+            "bytes_up": sum(row.up for row in rounds) if self.metrics.is_whole else None,
+            "bytes_down": sum(row.down for row in rounds) if self.metrics.is_whole else None,
         }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -48,7 +49,8 @@ def attach(
             names, which has to be one that is installed here. Of a run on several backends it may be several executors.
 
     Raises:
-        TypeError: the run is not a string.
+        TypeError: the run is not a string, or what is given as one is no executor.
+        ValueError: two executors are of one backend.
         RunNotFoundError: there is no such run.
         BackendError: the executor is of another backend than the run.
     """
@@ -69,10 +71,16 @@ def attach(
             f"No run {run_id!r} is known on this machine.{did_you_mean(run_id, known_run_ids())} For a run that was "
             f"launched elsewhere give its address, as in 's3://BUCKET/PREFIX/{run_id}'."
         )
-    given: Sequence[Any] = executor if isinstance(executor, list | tuple) else [executor]
-    for each in given:
-        if each is not None and not isinstance(each, str):
-            check_executor(each)
+    given: Sequence[Any] = [executor]
+    if isinstance(executor, list | tuple):
+        given = [check_executor(each) for each in executor]
+        (backend, n), *_ = Counter(each.backend_name for each in given).most_common(1) or [("", 0)]
+        if n > 1:
+            raise ValueError(
+                f"{n} of these executors are of backend {backend!r}, and nothing says which ranks are whose: give one."
+            )
+    elif executor is not None and not isinstance(executor, str):
+        check_executor(executor)
     found = Run(existing_store(url), run_id, executor=executor)
     with contextlib.suppress(CorruptObjectError):  # who needs the record is told; such a run can be removed
         if isinstance(executor, SpreadExecutor):

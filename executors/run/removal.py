@@ -12,6 +12,7 @@ from executors.run.traces import Traces
 from executors.store import Store
 from executors.store.parallel import at_store
 
+ENDS = ("replicas", "decisions", "added", "handles")  # what tells whether a run is over
 MANY = 4096  # objects whose deletion is begun together
 
 
@@ -28,8 +29,8 @@ def remove_files(run: Traces) -> None:
 def remove_run(store: Store, run_id: str, tell: Callable[[str], None] = lambda words: None) -> None:
     """Delete a run that is over, where its records are and in the directory of runs.
 
-    What says that it is over goes behind the rest, and the run's record last: a removal that ends half-way can be begun
-    again.
+    What says that it is over goes behind the rest, and the run's record last, so a removal that ends half-way can be
+    begun again; where it was among the ends of replicas already, a cancel has to say first that these are over.
 
     Args:
         tell: gets a few words on how far it is.
@@ -37,10 +38,11 @@ def remove_run(store: Store, run_id: str, tell: Callable[[str], None] = lambda w
     Raises:
         StoreError: something is left, or the store does not answer.
     """
-    folder, last = folder_of_run(run_id, store.url), (f"{run_id}/replicas/", f"{run_id}/run.json")
+    folder, record = folder_of_run(run_id, store.url), f"{run_id}/run.json"
+    over = tuple(f"{run_id}/{name}/" for name in ENDS)
     stages: list[list[str]] = [[], [], []]
     for entry in store.list(f"{run_id}/"):
-        stages[entry.key.startswith(last) + (entry.key == last[1])].append(entry.key)
+        stages[2 if entry.key == record else entry.key.startswith(over)].append(entry.key)
     left, n_done, n_all = list[str](), 0, sum(map(len, stages))
 
     def delete(key: str) -> str | None:

@@ -61,10 +61,10 @@ def state_path() -> Path:
     """Return where this user's directory of runs is, or would be. Raises: StoreError: there is no home."""
     import platformdirs
 
-    try:
-        return Path(platformdirs.user_state_path("replicas"))
-    except RuntimeError as error:  # neither HOME nor the system says where it is
-        raise StoreError(f"There is no home to keep runs in. {WHAT_TO_SET}") from error
+    with contextlib.suppress(RuntimeError):  # neither HOME nor the system says where it is; before 4.12 the ~ stays
+        if (path := Path(platformdirs.user_state_path("replicas"))).is_absolute():
+            return path
+    raise StoreError(f"There is no home to keep runs in. {WHAT_TO_SET}")
 
 
 def state_dir() -> Path:

@@ -43,12 +43,6 @@ def describe_failure(error: BaseException) -> dict[str, str | None]:
     }
 
 
-def let_go(error: BaseException) -> None:
-    """End what the frames of an exception hold, as open files: there may be none left for what is written next."""
-    for each in _all_of(error):
-        traceback.clear_frames(each.__traceback__)
-
-
 def fingerprint_of(error: BaseException) -> str | None:
     """Return what is the same for two exceptions of one type, at one place, whose messages differ in numbers alone.
 

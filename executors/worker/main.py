@@ -25,7 +25,7 @@ from executors.attempt.outcome import describe_end
 from executors.errors import HangError, ReplicasError, ResultError, StoreError, UnwritableStoreError
 from executors.metrics.recorder import Recorder
 from executors.native import RunSpec
-from executors.process import allow_all_descriptors, children, flush_c_streams, kill_descendants
+from executors.process import DescriptorReserve, children, flush_c_streams, kill_descendants
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import Replica
 from executors.replica.shared_page import SharedPage
@@ -35,7 +35,7 @@ from executors.store.url import split_address
 from executors.task.record import RunRecord
 from executors.task.stored import StoredTask, read_task
 from executors.worker.claim import CancelledBeforeStart, claim
-from executors.worker.failure import describe_failure, fingerprint_of, is_store_failure, let_go
+from executors.worker.failure import describe_failure, fingerprint_of, is_store_failure
 from executors.worker.health_check import LIMIT_S, UnhealthyError, check_health
 from executors.worker.heartbeat import Heartbeat
 from executors.worker.log_copy import FINAL_BYTES, LogCopy
@@ -156,6 +156,8 @@ class _Worker:
         self._log = None if assignment.log_file is None else LogCopy(self.attempt, assignment.log_file)
         self.heartbeat = Heartbeat(self.replica, supervisor_pid=parent, grace_s=grace_s, log=self._log)
         self._tracking: Tracking | None = None
+        self._reserve = DescriptorReserve()
+        self._raised: BaseException | None = None
 
     def run(self) -> int:
         """Call the entrypoint and leave the outcome; return the process's exit code."""
@@ -177,12 +179,12 @@ class _Worker:
             if sigterm_arrived() and not self.heartbeat.supervisor_is_gone:
                 self.stop(None)
                 return TERMINATED  # the supervisor sent SIGTERM, knows why, and writes the outcome
-            allow_all_descriptors()
+            self._reserve.release()
             outcome = self._orphaned() if sigterm_arrived() else self.raised(error)
             _flush()
             half_a_line = assignment.output_tail().rpartition("\n")[2]
             _say("\n" * bool(half_a_line) + f"{outcome.error}\n")
-            let_go(error)
+            self._raised = error  # what it holds would end else, and might take its time, before this is recorded
         self.stop(outcome)
         _flush()
         self._record(outcome)

@@ -138,6 +138,8 @@ def test_a_closed_pipe_is_silent_and_a_full_disk_under_the_output_is_one_error(
     assert (code, error.count("\n"), error.startswith("Error: No run 'never-was'")) == (141, 1, True)
     for verb in ("ls", "logs mine", "collect mine --json"):
         assert in_shell(f"{verb} >/dev/full") == (1, "", "Error: [Errno 28] No space left on device\n"), verb
+    code, said, _ = in_shell("status never-was --json 2>/dev/full")
+    assert (code, json.loads(said)["kind"]) == (2, "RunNotFoundError"), "a document that nothing on stderr is beside"
 
 
 def test_a_huge_log_is_printed_in_bounded_memory(folder: Folder, local: LocalProcessExecutor, state_home: Path) -> None:

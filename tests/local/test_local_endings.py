@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import linecache
 import os
+import resource
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,11 +131,7 @@ def test_a_replica_without_a_free_descriptor_left_says_so_in_its_outcome(
     local: LocalProcessExecutor, holds: str
 ) -> None:
     def leak(for_good: bool) -> None:
-        import resource
-        import sys
-
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, most if for_good else 64))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
         held: list[Any] = []
         if for_good:
             sys.modules["held"] = held  # type: ignore[assignment]
@@ -142,12 +140,23 @@ def test_a_replica_without_a_free_descriptor_left_says_so_in_its_outcome(
             held.append(open("/dev/null"))  # noqa: SIM115 - a leak
 
     (outcome,) = outcomes_of(launch(local, leak, 1, args={"for_good": holds == "its module"}))
-    assert (outcome.reason, outcome.error_line) == (
-        "exception",
-        "OSError: [Errno 24] Too many open files: '/dev/null'",
-    )
+    assert outcome.reason == "exception"
+    assert outcome.error_line == "OSError: [Errno 24] Too many open files: '/dev/null'"
     assert str(outcome.error_place).startswith("tests/local/test_local_endings.py:")
     assert outcome.reported == {"step": 7}
+
+
+def test_what_a_replica_raised_is_recorded_before_its_objects_end(local: LocalProcessExecutor) -> None:
+    def entrypoint() -> None:
+        class Crashes:
+            def __del__(self) -> None:
+                os.abort()
+
+        held = Crashes()
+        raise ValueError(f"with {type(held).__name__}")
+
+    (outcome,) = outcomes_of(launch(local, entrypoint, 1))
+    assert outcome.error_line == "ValueError: with Crashes"
     assert outcome.fingerprint is not None
 
 

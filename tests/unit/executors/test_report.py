@@ -165,7 +165,16 @@ def test_the_page_of_a_part_of_the_measurements_sets_none_of_it_against_the_whol
     shown = page(made)
     for name in ("Goodput", "Time in rounds", "Waiting for others"):
         assert f"<dt>{name}</dt><dd>—</dd><dd>cannot be told</dd>" in shown
-    assert re.search(r"<dt>Moved per replica</dt>\s*<dd>—</dd>", shown)
+    for name in ("Moved per replica", "Work counted"):
+        assert re.search(rf"<dt>{name}</dt>\s*<dd>—</dd>", shown)
+    assert {(row["lost"], row["bytes_up"], row["bytes_down"]) for row in made["replicas"]} == {(None, None, None)}
+
+
+def test_a_report_of_a_part_does_not_say_that_no_work_was_lost() -> None:
+    subject = SCENES["kills"]()
+    assert [text for text in texts_of(document(subject)) if "work was lost" in text]
+    part = replace(subject, metrics=replace(subject.metrics, is_whole=False))
+    assert [text for text in texts_of(document(part)) if "work was lost" in text] == []
 
 
 def test_a_round_beside_the_training_holds_it_up_for_as_long_as_it_is_late() -> None:
