@@ -142,7 +142,9 @@ def test_bad_options_and_gpu_requests_are_refused(state_home: Path) -> None:
     for gpu in ("", ":2", "H100:0", "H100:x", "H100:-1"):
         with pytest.raises(ValueError, match="as in 'H100' or 'H100:2'"):
             launch(gpus(4), tasks.rank, 1, gpu=gpu)
-    for n, gpu in ((5, "H100"), (3, "H100:2"), (1, "H100:8")):
+    with pytest.raises(BackendError, match=r"replica with 8 GPUs .* this machine has, which is 4\. .*'H100:4'"):
+        launch(gpus(4), tasks.rank, 1, gpu="H100:8")
+    for n, gpu in ((5, "H100"), (3, "H100:2")):
         with pytest.raises(BackendError, match=rf"{n} replicas with .* this machine has 4\."):
             launch(gpus(4), tasks.rank, n, gpu=gpu)
     assert not list(state_home.rglob("run.json"))
