@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -162,20 +161,14 @@ def test_a_terminated_collect_leaves_nothing_beside_its_folder(
     assert launch(local, "job:main", 1, run_id="mine").wait(60)
     log = log_of(attach("mine").handles[0], state_home)
     log.unlink()
-    os.mkfifo(log)  # whoever reads it waits
-    writers = list[int]()
-
-    def is_read() -> bool:
-        with contextlib.suppress(OSError):  # nobody has opened it
-            writers.append(os.open(log, os.O_WRONLY | os.O_NONBLOCK))
-        return bool(writers)
-
+    os.mkfifo(log)  # whoever opens it waits: nobody writes
     with folder.started("collect", "mine", "--out", "deep/out") as command:
-        eventually(is_read)  # by the command, or by the run's supervisor, which copies it as its last act
-        eventually(lambda: bool(list(folder.path.glob("deep/.replicas-collect-*"))))
+        eventually(lambda: bool(list(folder.path.glob("deep/.replicas-collect-*/new/0/output.log"))))
         command.interrupt(number)
         assert command.ends() == 130, command.output
-    os.close(writers[0])
+    writer = os.open(log, os.O_RDWR)  # lets go the run's supervisor, which may copy it as its last act
+    log.unlink()
+    os.close(writer)
     assert list((folder.path / "deep").iterdir()) == []
 
 

@@ -248,7 +248,10 @@ def test_a_supervisor_hears_a_notice_while_it_reads_a_long_log(tmp_path: Path, m
         return turns.pop(0), False
 
     monkeypatch.setattr(supervisor._wakeups, "wait", wait)
-    with subprocess.Popen(["sleep", "60"]) as process:
+    ignores = ["sh", "-c", "trap '' TERM; echo; exec sleep 60"]  # it is still there whenever it is looked after
+    with subprocess.Popen(ignores, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
         supervisor._running = {process.pid: replace(supervisor._running[1], pid=process.pid)}
         with pytest.raises(TimeoutError):
             supervisor.run()
