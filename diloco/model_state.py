@@ -7,6 +7,8 @@ payload: all of it where the store does not stream, else one shard.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import sqrt
 from typing import Any
 
 import numpy as np
@@ -14,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from diloco.fragments import Fragment, check_is_whole, marks_of_frozen
-from diloco.outer_optimizer import CHUNK, GivenOptimizer, NesterovSGD, OuterOptimizer
+from diloco.outer_optimizer import GivenOptimizer, NesterovSGD, OuterOptimizer
 from diloco.own_buffers import OwnBuffers
 from diloco.pseudo_gradient import difference, has_moved, live_tensors, pack, set_live
 from diloco.rendezvous.proof import proof_of
-from diloco.rendezvous.training_state import Agreement, Array, Arrays, Packed, Verdict
+from diloco.rendezvous.training_state import Agreement, Applied, Array, Arrays, Packed, Verdict
 from diloco.settings import Settings
-from diloco.shadow import Room, Shadow
+from diloco.shadow import Lost, Room, Shadow
 from diloco.wires import wire_named
-from diloco.wires.wire import BLOCK_ELEMENTS, blocks_of, decoded
+from diloco.wires.wire import BLOCK_ELEMENTS, Pieces, blocks_of, decoded, square_of
 
 
 class ModelState:
@@ -113,8 +115,13 @@ class ModelState:
     def hold(self, fragment: int, *, is_early: bool) -> None:
         self.before_hold()
         check_is_whole(self.model, self.fragments, f"Contribution of rank {self.rank}")
-        if self._trains_on or is_early or not self.wire.is_exact:
-            self._shadows[fragment].hold(f"Contribution of rank {self.rank}")
+        shadow = self._shadows[fragment]
+        if self._trains_on or is_early or not (self.wire.is_exact or self._steps_in_place(fragment)):
+            shadow.hold(f"Contribution of rank {self.rank}")
+
+    def _steps_in_place(self, fragment: int) -> bool:
+        """Return whether what a wire loses of a fragment can be told while it is stepped, from live parameters."""
+        return self.outer[fragment].goes_by_pieces and not self._mix and self._shadows[fragment].is_contiguous
 
     @torch.no_grad()
     def land(self) -> None:
@@ -157,7 +164,7 @@ class ModelState:
     @torch.no_grad()
     def apply(
         self, entry: int, mean: Sequence[memoryview], verdict: Verdict, packed: Packed | None, *, partly: bool
-    ) -> float | None:
+    ) -> Applied:
         fragment, _, shadow = self._of(entry)
         lost, keeps = None, self._keeps(verdict) or (partly and verdict is Verdict.KEPT)
         if self._is_final(entry) or not (partly or keeps or verdict is Verdict.COUNTED):
@@ -166,24 +173,37 @@ class ModelState:
             shadow.keep_work()
         elif verdict is Verdict.COUNTED and packed is not None and not self.wire.is_exact:
             sent = decoded(self.wire, [packed.kept], fragment.n_elements, self._block_elements)
+            if not shadow.is_held:
+                what_is_lost, block = Lost(), self._block_elements
+                around = partial(shadow.stepped_in_place, sent=sent, lost=what_is_lost, block_elements=block)
+                return Applied(self._step(entry, mean, around), what_is_lost.share)
             lost = shadow.take_away(sent, keeps_later=partly or self.keeps_later_work, mix=self._mix)
         elif partly or self.keeps_later_work:
             shadow.take_away_held()
         else:
             shadow.take_anchor(self._mix)
-        self.replay(entry, mean)
+        mean_norm = self.replay(entry, mean)
         shadow.after_step()
-        return lost
+        return Applied(mean_norm, lost)
 
     def _keeps(self, verdict: Verdict | None) -> bool:
         return verdict is None or (verdict is Verdict.KEPT and self.carries)
 
     @torch.no_grad()
-    def replay(self, entry: int, mean: Sequence[memoryview]) -> None:
-        if mean:
-            fragment, _, _ = self._of(entry)
-            pieces = decoded(self.mean_wire, mean, fragment.n_elements, self._block_elements, CHUNK)
-            self.outer[fragment.index].step(entry, pieces)
+    def replay(self, entry: int, mean: Sequence[memoryview]) -> float | None:
+        return self._step(entry, mean) if mean else None
+
+    def _step(self, entry: int, mean: Sequence[memoryview], around: Callable[[Pieces], Pieces] | None = None) -> float:
+        """Step the anchor by a mean, and return its norm.
+
+        Args:
+            around: does something before and after each piece.
+        """
+        fragment, _, _ = self._of(entry)
+        square = _Square()
+        pieces = square.of(decoded(self.mean_wire, mean, fragment.n_elements, self._block_elements))
+        self.outer[fragment.index].step(entry, pieces if around is None else around(pieces))
+        return square.root
 
     def anchors_now(self) -> list[Tensor]:
         return [anchor.clone() for anchor in self.anchors]
@@ -276,3 +296,20 @@ class ModelState:
     def _of(self, entry: int) -> tuple[Fragment, Tensor, Shadow]:
         index = entry % len(self.fragments)
         return self.fragments[index], self.anchors[index], self._shadows[index]
+
+
+class _Square:
+    """Adds up the squares of values that are gone through."""
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+
+    def of(self, pieces: Pieces) -> Pieces:
+        """Yield the pieces."""
+        for first, values in pieces:
+            self._sum += square_of(values) or 0.0
+            yield first, values
+
+    @property
+    def root(self) -> float:
+        return sqrt(self._sum)

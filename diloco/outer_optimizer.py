@@ -21,9 +21,8 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 from diloco.attached_state import from_arrays, to_arrays
 from diloco.fragments import Fragment, Slot
 from diloco.rendezvous.training_state import Array
-from diloco.wires.wire import Floats
+from diloco.wires.wire import PIECE, Floats, Pieces
 
-CHUNK = 256 << 10  # elements; smaller ones cost more in calls than they save in the cache
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -58,12 +57,15 @@ class OuterOptimizer(ABC):
     _digest: str | None = None
     """Of anchor and state; None: not known."""
 
+    goes_by_pieces: bool
+    """Whether each piece of the anchor is stepped before the next one of the mean is asked for."""
+
     @abstractmethod
-    def step(self, entry: int, mean: Iterable[tuple[int, Floats]]) -> None:
+    def step(self, entry: int, mean: Pieces) -> None:
         """Step the anchor by the mean pseudo-gradient.
 
         Args:
-            mean: in consecutive pieces of up to `CHUNK` elements, each with its first element's number.
+            mean: in pieces of up to `PIECE` elements.
         """
 
     def digest(self) -> str:
@@ -96,6 +98,8 @@ class OuterOptimizer(ABC):
 class NesterovSGD(OuterOptimizer):
     """The built-in outer optimizer."""
 
+    goes_by_pieces = True
+
     def __init__(self, fragment: Fragment, anchor: Tensor, schedule: Schedule) -> None:
         self._fragment = fragment
         self._stepped = [slot for slot in fragment.slots if slot.kind == "parameter"]
@@ -103,9 +107,9 @@ class NesterovSGD(OuterOptimizer):
         n_momenta = fragment.n_stepped if schedule.momentum else 0
         self._momentum = torch.zeros(n_momenta, dtype=torch.float32, device="cpu")
         self._schedule = schedule
-        self._step = np.empty(min(CHUNK, fragment.n_elements), np.float32)
+        self._step = np.empty(min(PIECE, fragment.n_elements), np.float32)
 
-    def step(self, entry: int, mean: Iterable[tuple[int, Floats]]) -> None:
+    def step(self, entry: int, mean: Pieces) -> None:
         lr, mu = (np.float32(value) for value in self._schedule.at(entry))
         all_anchors, all_momenta = self._anchor.numpy(), self._momentum.numpy()
         anchors, momenta = xxh3_128(), xxh3_128()
@@ -163,6 +167,8 @@ class NesterovSGD(OuterOptimizer):
 class GivenOptimizer(OuterOptimizer):
     """An outer optimizer of the user's, taken as it is: it sees parameters that are views of the anchor."""
 
+    goes_by_pieces = False
+
     def __init__(self, fragment: Fragment, anchor: Tensor, factory: OptimizerFactory) -> None:
         self._fragment = fragment
         self._anchor = anchor
@@ -174,7 +180,7 @@ class GivenOptimizer(OuterOptimizer):
             raise TypeError(f"outer_optimizer must return a torch.optim.Optimizer, it returned a {kind}.")
         self._factory = factory
 
-    def step(self, entry: int, mean: Iterable[tuple[int, Floats]]) -> None:
+    def step(self, entry: int, mean: Pieces) -> None:
         gradient = torch.empty_like(self._anchor)
         for start, values in mean:
             gradient.numpy()[start : start + len(values)] = values
@@ -211,7 +217,7 @@ class GivenOptimizer(OuterOptimizer):
         self._digest = None
 
 
-def _cut(mean: Iterable[tuple[int, Floats]], n_stepped: int) -> Iterable[tuple[int, int, Floats]]:
+def _cut(mean: Pieces, n_stepped: int) -> Iterable[tuple[int, int, Floats]]:
     """Yield first element, end and values of pieces of which none crosses the end of the stepped part."""
     for start, values in mean:
         end = start + len(values)

@@ -51,7 +51,7 @@ def _outer_step(n: int) -> Callable[[], None]:
     fragment = Fragment(0, (Slot("w", "parameter", (n,), "float32", 0, n),), n, n)
     optimizer, mean = NesterovSGD(fragment, torch.zeros(n), Schedule(0.7, 0.9, 0, 1, None)), np.ones(n, np.float32)
     pieces = [(start, mean[start : start + PIECE]) for start in range(0, n, PIECE)]
-    return lambda: optimizer.step(0, pieces)
+    return lambda: optimizer.step(0, iter(pieces))
 
 
 def _rate(act: Callable[[], object], elements: int) -> float:

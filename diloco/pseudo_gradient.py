@@ -22,6 +22,8 @@ from diloco.wires.wire import BLOCK_ELEMENTS, PIECE, BlockWriter, NotFiniteError
 
 Values = Sequence[tuple[Slot, Tensor]]
 """All tensors of a fragment, in their order."""
+Parts = list[tuple[int, Tensor]]
+"""Parts of tensors that follow each other, flat, each with its first element's number in the fragment."""
 
 
 def live_tensors(model: nn.Module, fragment: Fragment) -> list[tuple[Slot, Tensor]]:
@@ -67,7 +69,7 @@ def pack(
     room = np.empty(min(PIECE, n_elements), np.float32)
     scratch = np.empty(wire.size(min(block_elements, n_elements)), np.uint8).data
     blocks, norms = [], []
-    pieces = _pieces(live, n_elements, block_elements)
+    pieces = pieces_of(live, n_elements, block_elements)
     for n, begin, end in blocks_of(wire, n_elements, block_elements):
         inside = start <= begin and end <= start + len(kept)
         block = kept[begin - start : end - start] if inside else scratch[: end - begin]
@@ -75,10 +77,7 @@ def pack(
         for at in range(0, n, PIECE):
             first, parts = next(pieces)
             values = wire.place(block, n, at, room[: min(PIECE, n - at)])
-            out = torch.from_numpy(values)
-            for number, part in parts:
-                to = out[number - first : number - first + part.numel()]
-                subtract_live(anchor[number : number + part.numel()], part, to)
+            subtract_parts(anchor, first, parts, torch.from_numpy(values))
             try:
                 writer.write(values, at)
             except NotFiniteError:
@@ -111,6 +110,13 @@ def difference(model: nn.Module, fragment: Fragment, anchor: Tensor, out: Tensor
         subtract_live(anchor[slot.start : slot.end], live.reshape(-1), out[slot.start : slot.end])
 
 
+def subtract_parts(anchor: Tensor, first: int, parts: Parts, out: Tensor) -> None:
+    """Write anchor - live to `out` for a piece of a fragment that begins with its element `first`."""
+    for number, part in parts:
+        end = number + part.numel()
+        subtract_live(anchor[number:end], part, out[number - first : end - first])
+
+
 def subtract_live(anchor: Tensor, live: Tensor, out: Tensor) -> None:
     """Write anchor - live to `out`; all are flat and of one size, `live` of any dtype and on any device."""
     if live.dtype != torch.float32 or live.device.type != "cpu":
@@ -124,12 +130,12 @@ def set_live(model: nn.Module, fragment: Fragment, values: Tensor) -> None:
         live.copy_(values[slot.start : slot.end].view(slot.shape))
 
 
-def _pieces(live: Values, n_elements: int, block: int) -> Iterator[tuple[int, list[tuple[int, Tensor]]]]:
-    """Yield pieces of a fragment: the first element, and the parts it is made of, each with its first element.
+def pieces_of(live: Values, n_elements: int, block: int) -> Iterator[tuple[int, Parts]]:
+    """Yield pieces of a fragment: the first element, and the parts of tensors that it is made of. None crosses a block.
 
-    None crosses the end of a block.
+    Parts are views of tensors that are contiguous.
     """
-    first, parts = 0, []
+    first, parts = 0, Parts()
     for slot, values in live:
         flat, at = values.reshape(-1), slot.start
         while at < slot.end:
@@ -140,7 +146,7 @@ def _pieces(live: Values, n_elements: int, block: int) -> Iterator[tuple[int, li
             at = end
             if end == end_of_piece:
                 yield first, parts
-                first, parts = end, []
+                first, parts = end, Parts()
 
 
 def _refuse_what_is_not_finite(live: Values, anchor: Tensor, who: str) -> None:

@@ -12,7 +12,6 @@ training again; no lock guards it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import sqrt
 from typing import Literal
 
@@ -22,8 +21,8 @@ from torch import Tensor, nn
 
 from diloco.device_copies import DeviceCopies
 from diloco.fragments import Fragment
-from diloco.pseudo_gradient import Values, check_shapes, live_tensors
-from diloco.wires.wire import Floats, square_of
+from diloco.pseudo_gradient import Values, check_shapes, live_tensors, pieces_of, subtract_parts
+from diloco.wires.wire import PIECE, Floats, Pieces, square_of
 
 
 class Room:
@@ -51,6 +50,24 @@ class Room:
         """Take memory back. What more is used than two fragments at a time, as at a reload, is let go."""
         if self.keeps and len(self._free[is_pinned]) < 2:
             self._free[is_pinned].append(memory._base if memory._base is not None else memory)
+
+
+class Lost:
+    """Adds up what a wire has lost of what was to be sent."""
+
+    def __init__(self) -> None:
+        self._lost_square = self._square = 0.0
+
+    def leave(self, work: Floats, sent: Floats) -> None:
+        """Replace a piece of the work, anchor - live, by what was sent of it less that work."""
+        self._square += square_of(work) or 0.0
+        np.subtract(sent, work, out=work)
+        self._lost_square += square_of(work) or 0.0
+
+    @property
+    def share(self) -> float | None:
+        """|work - sent| / |work|."""
+        return sqrt(self._lost_square / self._square) if self._square else None
 
 
 class Shadow:
@@ -152,26 +169,47 @@ class Shadow:
             return
         self._turn_into("add").neg_()
 
-    def take_away(self, sent: Iterable[tuple[int, Floats]], *, keeps_later: bool, mix: float) -> float | None:
+    def take_away(self, sent: Pieces, *, keeps_later: bool, mix: float) -> float | None:
         """Let what others have decoded leave the live parameters.
 
         Args:
-            sent: in pieces: the number of the first value, and the values.
             keeps_later: keep what was done since; else only what the wire has lost.
 
         Returns: the share of what was held that the wire lost.
         """
         anchor, memory = self._anchor.numpy(), self._turn_into("add" if keeps_later else "set", mix).numpy()
-        lost_square = square = 0.0
+        lost = Lost()
         for first, values in sent:
             a, b = anchor[first : first + len(values)], memory[first : first + len(values)]
             np.subtract(a, b, out=b)  # what was to be sent
-            square += square_of(b) or 0.0
-            np.subtract(values, b, out=b)
-            lost_square += square_of(b) or 0.0
+            lost.leave(b, values)
             if keeps_later:
                 np.subtract(values, a, out=b)
-        return sqrt(lost_square / square) if square else None
+        return lost.share
+
+    def stepped_in_place(self, mean: Pieces, *, sent: Pieces, lost: Lost, block_elements: int) -> Pieces:
+        """Yield a mean's pieces, and let what was sent leave the live parameters themselves: no step was made since.
+
+        As soon as a piece of the anchor was stepped, the live one is set to it, less what the wire has lost: no memory
+        is taken, and whoever interrupts this finds no parameter half done.
+        """
+        live = live_tensors(self._model, self._fragment)
+        room = torch.empty(min(PIECE, self._fragment.n_elements), dtype=torch.float32, device="cpu")
+        parts_of_live = pieces_of(live, self._fragment.n_elements, block_elements)
+        for (first, g), (_, s), (_, parts) in zip(mean, sent, parts_of_live, strict=True):
+            left = room[: len(g)]
+            subtract_parts(self._anchor, first, parts, left)
+            lost.leave(left.numpy(), s)
+            left[max(0, self._buffers.start - first) :] = 0.0
+            yield first, g
+            left += self._anchor[first : first + len(g)]
+            for number, part in parts:
+                part.copy_(left[number - first : number - first + part.numel()])
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the live parameters may be stepped in place."""
+        return all(values.is_contiguous() for _, values in live_tensors(self._model, self._fragment))
 
     def _turn_into(self, kind: Literal["add", "set"], mix: float = 0.0) -> Tensor:
         if self._copies is not None:

@@ -146,9 +146,8 @@ class Rendezvous:
     def _apply(self, entry: EntryState, seal: Seal, mean: Sequence[memoryview]) -> RoundReport:
         verdict, is_partly = self._verdict(entry, seal)
         began = self._context.clock()
-        mean_norm = self.reducer.norm(entry, mean)  # before the step: the mean may be in memory that it uses
         self._writer.before_step(entry.index, seal)
-        lost = self._training.apply(entry.index, mean, verdict, entry.packed, partly=is_partly)
+        applied = self._training.apply(entry.index, mean, verdict, entry.packed, partly=is_partly)
         ended = self._context.clock()
         self._settle(entry, verdict, is_partly=is_partly)
         self._context.members.seal = seal
@@ -182,10 +181,10 @@ class Rendezvous:
             step_s=ended - began,
             train_s=0.0,
             norm=None if entry.packed is None else hypot(*entry.packed.norms),
-            mean_norm=mean_norm,
+            mean_norm=applied.mean_norm,
             ended=ended,
             busy_s=ended - (entry.started_s if entry.busy_from_s is None else entry.busy_from_s),
-            wire_error=lost,
+            wire_error=applied.wire_error,
         )
 
     def _fate(

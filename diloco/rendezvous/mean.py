@@ -7,20 +7,22 @@ the stored one, which another replica may have written first.
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
 from diloco.rendezvous.envelope import BadRecordError
-from diloco.rendezvous.frames import READ_TRIES, Contribution, MeanHead, Member, Seal, digests_of
+from diloco.rendezvous.frames import READ_TRIES, Contribution, MeanHead, Member, Seal
 from diloco.rendezvous.frames import head_bytes as head_bytes_of
-from diloco.rendezvous.reduction import BadInputError, Blocks, Input
+from diloco.rendezvous.reduction import BadInputError, Input, Write, is_mean
 from diloco.rendezvous.round import Context, EntryState, Range, owners
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class InputGoneError(Exception):
@@ -82,19 +84,6 @@ class Reducer:
         self._usual_s = 0.8 * self._usual_s + 0.2 * (self._context.clock() - entry.sealed_s)
         return [entry.means[shard] for shard in range(seal.shards)]
 
-    @staticmethod
-    def norm(entry: EntryState, mean: Sequence[memoryview]) -> float | None:
-        """Return the norm of a collected mean; None where there is none. What `_check` went through is not again."""
-        n_shards, layout = len(mean), entry.layout
-        squares = [
-            entry.squares[shard]
-            if shard in entry.squares
-            else layout.square(piece, layout.shard(shard, n_shards).n_elements)
-            for shard, piece in enumerate(mean)
-        ]
-        known = [square for square in squares if square is not None]
-        return math.sqrt(sum(known)) if known else None
-
     def _is_due(self, entry: EntryState, seal: Seal, order: list[int], *, asks: bool) -> bool:
         """Return whether a missing shard is this replica's to reduce: after a while for each rank before it.
 
@@ -110,28 +99,39 @@ class Reducer:
         return True
 
     def _bring_about(self, entry: EntryState, seal: Seal, shard: int) -> memoryview | None:
-        started = self._context.clock()
+        key, started = self._keys.mean(entry.index, shard), self._context.clock()
+        head: MeanHead | None
+        payload: memoryview | None = None
         try:
-            head, payload = self._compute(entry, seal, shard)
+            if self._store.maps and self._memory_of_mine(entry, seal, shard) is None:
+                head = self._stream(entry, seal, shard)
+            else:
+                head, payload = self._compute(entry, seal, shard)
         except InputGoneError:
-            entry.blocked = self._keys.mean(entry.index, shard)
+            entry.blocked = key
             return None
         entry.reduce_s += self._context.clock() - started
-        key = self._keys.mean(entry.index, shard)
-        self._store.create(key, [head.head(key, self._proof), payload])
+        if head is not None and payload is not None:
+            self._store.create(key, [head.head(key, self._proof), payload])
         return self._adopt_stored(entry, seal, shard, head, payload)
 
     def _adopt_stored(
-        self, entry: EntryState, seal: Seal, shard: int, head: MeanHead, payload: memoryview
+        self, entry: EntryState, seal: Seal, shard: int, head: MeanHead | None, payload: memoryview | None
     ) -> memoryview | None:
-        """Return the stored shard, whose bytes need not be read when its head is the computed one's."""
+        """Return the stored shard, whose bytes need not be read when its head is that of the computed one.
+
+        Args:
+            head: None: another replica had written the shard.
+            payload: None: it was streamed.
+        """
         key = self._keys.mean(entry.index, shard)
-        mine = head.head(key, self._proof)
-        stored = self._store.peek(key, size=len(mine))
-        if stored is not None and stored == mine:
+        mine = b"" if head is None else head.head(key, self._proof)
+        stored = self._store.peek(key, size=len(mine)) if mine else None
+        is_mine = stored is not None and stored == mine
+        if head is not None and payload is not None and is_mine:
             entry.left_out.update(head.left_out)
             return payload
-        return self._check(entry, seal, shard, self._store.peek(key))
+        return self._check(entry, seal, shard, self._store.peek(key, moves=not is_mine))
 
     def _check(self, entry: EntryState, seal: Seal, shard: int, data: memoryview | None) -> memoryview | None:
         """Return a stored shard of the mean, as it was read or read again; None when there is none."""
@@ -145,11 +145,8 @@ class Reducer:
             payload = data[head_bytes_of(part.end_block - part.first_block) :]
             with suppress(BadRecordError):
                 head = MeanHead.parse(data, key, self._proof, wire=layout.mean_wire.name)
-                fits = len(payload) == part.mean_bytes
-                fits = fits and digests_of(payload, layout.mean_block_bytes, self._proof) == head.blocks
-                if fits and (square := layout.square(payload, part.n_elements)) is not None:
+                if is_mean(payload, layout.blocks(part.n_elements, self._proof), head.blocks):
                     entry.left_out.update(head.left_out)
-                    entry.squares[shard] = square
                     return payload
             self._store.note_bad(key, data)
         return self._recover(entry, seal, shard, head)
@@ -179,22 +176,53 @@ class Reducer:
         Raises: InputGoneError.
         """
         layout, part = entry.layout, entry.layout.shard(shard, seal.shards)
-        sizes = part.n_elements, layout.limits.block_elements
-        blocks = Blocks(*sizes, layout.wire, layout.mean_wire, self._proof)
-        members = seal.inputs
-        # What this process sent is in the store: where the mean fits into its memory, that is free.
-        fits = layout.wire.is_exact and layout.wire.name == layout.mean_wire.name
-        kept = self._kept(entry, seal, part) if fits else None
-        out, is_own = (np.empty(part.mean_bytes, np.uint8).data, False) if kept is None else (kept, True)
-        tries: dict[int, int] = {}
+        blocks = layout.blocks(part.n_elements, self._proof)
+        mine = self._memory_of_mine(entry, seal, shard)
+        out = np.empty(part.mean_bytes, np.uint8).data if mine is None else mine
+
+        def reduce(inputs: Sequence[Input], left_out: tuple[int, ...]) -> tuple[MeanHead, memoryview]:
+            if mine is not None:
+                entry.overwritten.add(shard)
+            return MeanHead(self._context.reduce(inputs, out, blocks), left_out, layout.mean_wire.name), out
+
+        return self._with_inputs(entry, seal, shard, reduce)
+
+    def _stream(self, entry: EntryState, seal: Seal, shard: int) -> MeanHead | None:
+        """Reduce a shard into the store, block by block; None: it is there.
+
+        Raises: InputGoneError.
+        """
+        layout, part = entry.layout, entry.layout.shard(shard, seal.shards)
+        blocks, key = layout.blocks(part.n_elements, self._proof), self._keys.mean(entry.index, shard)
+        out = np.empty(min(part.mean_bytes, layout.mean_block_bytes), np.uint8).data
+        head_bytes = head_bytes_of(part.end_block - part.first_block)
+
+        def reduce(inputs: Sequence[Input], left_out: tuple[int, ...]) -> MeanHead | None:
+            heads: list[MeanHead] = []
+
+            def produce(write: Write) -> bytes:
+                heads.append(
+                    MeanHead(self._context.reduce(inputs, out, blocks, write), left_out, layout.mean_wire.name)
+                )
+                return heads[-1].head(key, self._proof)
+
+            self._store.create_streamed(key, head_bytes, head_bytes + part.mean_bytes, produce)
+            return heads[-1] if heads else None
+
+        return self._with_inputs(entry, seal, shard, reduce)
+
+    def _with_inputs(
+        self, entry: EntryState, seal: Seal, shard: int, act: Callable[[Sequence[Input], tuple[int, ...]], T]
+    ) -> T:
+        """Return what is made of a shard's inputs, and of the ranks whose input has to be left out.
+
+        Raises: InputGoneError.
+        """
+        members, tries = seal.inputs, dict[int, int]()
         while True:
             try:
                 inputs = list(self._context.map(lambda rank: self._input(entry, seal, rank, shard), members))
-                if is_own:
-                    entry.overwritten.add(shard)
-                digests = self._context.reduce(inputs, out, blocks)
-                left_out = tuple(sorted(set(seal.inputs) - set(members)))
-                return MeanHead(digests, left_out, layout.mean_wire.name), out
+                return act(inputs, tuple(sorted(set(seal.inputs) - set(members))))
             except BadInputError as bad:
                 tries[bad.rank] = tries.get(bad.rank, 0) + 1
                 if tries[bad.rank] >= READ_TRIES:
@@ -236,6 +264,12 @@ class Reducer:
             raise InputGoneError  # a write that landed after the sealed one had been used and deleted
         entry.seen[rank] = (contribution, digest)
         return contribution
+
+    def _memory_of_mine(self, entry: EntryState, seal: Seal, shard: int) -> memoryview | None:
+        """Return the memory of what this process sent for a shard, where its mean fits into it: that is stored now."""
+        layout = entry.layout
+        fits = layout.wire.is_exact and layout.wire.name == layout.mean_wire.name
+        return self._kept(entry, seal, layout.shard(shard, seal.shards)) if fits else None
 
     def _kept(self, entry: EntryState, seal: Seal, part: Range) -> memoryview | None:
         """Return the memory of a range of the payload that this process sent, if it was sealed and is in memory."""

@@ -70,9 +70,15 @@ class PatientStore:
         """Why something was not written or deleted, the last time."""
         self.streams = isinstance(store, StreamingStore)
         """Whether the store takes objects while they are being made."""
+        self.maps = self.streams and not copies
+        """Whether what was streamed so can be had again, and takes no memory."""
 
-    def peek(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview | None:
-        """Return the object, or None: there is none, or no answer. An object that was cut off gives fewer bytes."""
+    def peek(self, key: str, *, start: int = 0, size: int | None = None, moves: bool = True) -> memoryview | None:
+        """Return the object, or None: there is none, or no answer. An object that was cut off gives fewer bytes.
+
+        Args:
+            moves: count its bytes as read. What this process has streamed is still in this machine's memory.
+        """
         asked_s = self._clock()
         try:
             data = self._get(key, start, size)
@@ -85,7 +91,7 @@ class PatientStore:
         self._failing.pop("get", None)
         if data is not None and self._copies and isinstance(data.obj, mmap):
             data = memoryview(bytes(data))
-        if data is not None:
+        if data is not None and moves:
             with self._counting:
                 self.read_bytes += len(data)
         return data

@@ -8,14 +8,14 @@ for its digest, its product and its sum. The mean is encoded on the way.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
 from diloco.rendezvous.proof import Proof
-from diloco.wires.wire import PIECE, BlockWriter, NotFiniteError, Wire, blocks_of
+from diloco.wires.wire import PIECE, BlockWriter, NotFiniteError, Wire, blocks_of, decoded
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,27 @@ class Blocks:
     proof: Proof
 
 
+Write: TypeAlias = Callable[[memoryview], object]
+
+
 class Reduce(Protocol):
     """The signature of `weighted_mean`."""
 
-    def __call__(self, inputs: Sequence[Input], out: memoryview, blocks: Blocks) -> tuple[str, ...]: ...
+    def __call__(
+        self, inputs: Sequence[Input], out: memoryview, blocks: Blocks, write: Write | None = None
+    ) -> tuple[str, ...]: ...
 
 
-def weighted_mean(inputs: Sequence[Input], out: memoryview, blocks: Blocks) -> tuple[str, ...]:
+def weighted_mean(
+    inputs: Sequence[Input], out: memoryview, blocks: Blocks, write: Write | None = None
+) -> tuple[str, ...]:
     """Write the mean of the inputs to `out`, encoded, and return the digest of each of its blocks.
 
     Weights are normalised to sum 1; of no inputs the mean is zero. Where both wires are the same exact one, `out` may
     be the memory of an input.
+
+    Args:
+        write: is handed each block, in order; then `out` is memory for one of them.
 
     Raises:
         BadInputError: an input must be left out; `out`, and an input in the same memory, is then overwritten.
@@ -69,7 +79,8 @@ def weighted_mean(inputs: Sequence[Input], out: memoryview, blocks: Blocks) -> t
     digests = []
     for number, (block, to) in enumerate(zip(blocks_of(wire, *sizes), blocks_of(mean_wire, *sizes), strict=True)):
         n, finite = block.n, True
-        writer = BlockWriter(mean_wire, out[to.start : to.end], n, blocks.proof.hash())
+        place = out[to.start : to.end] if write is None else out[: to.end - to.start]
+        writer = BlockWriter(mean_wire, place, n, blocks.proof.hash())
         sources = [source.data[block.start : block.end] for source in inputs]
         hashes = [blocks.proof.hash() for _ in sources]
         for source, digest in zip(sources, hashes, strict=True):
@@ -90,13 +101,35 @@ def weighted_mean(inputs: Sequence[Input], out: memoryview, blocks: Blocks) -> t
             if digest.hexdigest() != source_.digests[number]:
                 raise BadInputError(source_.rank, "is not what its head promises")
         if not finite:
-            raise _worst(inputs, [wire.square(source, n) for source in sources])
+            raise _worst(wire, inputs, sources, n)
         digests.append(writer.digest())
+        if write is not None:
+            write(place)
     return tuple(digests)
 
 
-def _worst(inputs: Sequence[Input], squares: Sequence[float | None]) -> BadInputError:
-    """Return whose input is not finite; where each is, the largest makes a sum that no wire can hold."""
-    sizes = [math.inf if square is None else square for square in squares]
-    position = sizes.index(max(sizes))
-    return BadInputError(inputs[position].rank, "is not finite" if squares[position] is None else "is too large")
+def is_mean(data: memoryview, blocks: Blocks, digests: Sequence[str] | None) -> bool:
+    """Return whether these bytes are an encoded mean of finite values.
+
+    Args:
+        digests: what each block must have; None: they are proven otherwise.
+    """
+    cut = list(blocks_of(blocks.mean_wire, blocks.n_elements, blocks.block_elements))
+    if len(data) != cut[-1].end or (digests is not None and len(digests) != len(cut)):
+        return False
+    for number, (n, start, end) in enumerate(cut):  # each is fetched from memory once
+        block = data[start:end]
+        if digests is not None and blocks.proof.digest(block) != digests[number]:
+            return False
+        if not blocks.mean_wire.is_finite(block, n):
+            return False
+    return True
+
+
+def _worst(wire: Wire, inputs: Sequence[Input], sources: Sequence[memoryview], n: int) -> BadInputError:
+    """Return whose block is not finite; where each is, the largest makes a sum that no wire can hold."""
+    for of, source in zip(inputs, sources, strict=True):
+        if not wire.is_finite(source, n):
+            return BadInputError(of.rank, "is not finite")
+    largest = [max(float(np.abs(values).max()) for _, values in decoded(wire, [source], n, n)) for source in sources]
+    return BadInputError(inputs[largest.index(max(largest))].rank, "is too large")

@@ -15,10 +15,10 @@ from diloco.rendezvous.membership import Identity, Membership
 from diloco.rendezvous.patient_store import Ask, Map, PatientStore, at_once, backoff
 from diloco.rendezvous.phase import Phase, Plan
 from diloco.rendezvous.proof import Proof
-from diloco.rendezvous.reduction import Reduce, weighted_mean
+from diloco.rendezvous.reduction import Blocks, Reduce, weighted_mean
 from diloco.rendezvous.training_state import Packed, TrainingState
 from diloco.rendezvous.turns import Turns
-from diloco.wires.wire import BLOCK_ELEMENTS, Wire, blocks_of
+from diloco.wires.wire import BLOCK_ELEMENTS, Wire
 
 Background = Callable[[Callable[[], None]], None]
 """Runs something beside the training; returns at once."""
@@ -124,12 +124,9 @@ class Layout:
         largest_shard = -(-self.n_blocks // self.n_shards(n_ranks))
         return min(self.size_bytes, largest_shard * self.block_bytes)
 
-    def square(self, mean: memoryview, n_elements: int) -> float | None:
-        """Return the sum of the squares of whole blocks of a mean; None when it is not finite."""
-        blocks = blocks_of(self.mean_wire, n_elements, self.limits.block_elements)
-        squares = [self.mean_wire.square(mean[block.start : block.end], block.n) for block in blocks]
-        known = [square for square in squares if square is not None]
-        return sum(known) if len(known) == len(squares) else None
+    def blocks(self, n_elements: int, proof: Proof) -> Blocks:
+        """Return what is known of so many elements in whole blocks."""
+        return Blocks(n_elements, self.limits.block_elements, self.wire, self.mean_wire, proof)
 
 
 def owners(entry: int, ranks: Iterable[int], shard: int) -> list[int]:
@@ -285,8 +282,6 @@ class EntryState:
     misread: dict[int, int] = field(default_factory=dict)
     """Number of failed readings by rank."""
     means: dict[int, memoryview] = field(default_factory=dict)
-    squares: dict[int, float] = field(default_factory=dict)
-    """By shard, the sum of the squares of a mean that was read."""
     left_out: set[int] = field(default_factory=set)
     reloaded: bool = False
     blocked: str | None = None

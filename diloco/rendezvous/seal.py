@@ -19,7 +19,7 @@ from diloco.rendezvous.envelope import BadRecordError
 from diloco.rendezvous.frames import READ_TRIES, Contribution, Member, Seal, digests_of, hash_order
 from diloco.rendezvous.patient_store import backoff
 from diloco.rendezvous.proof import Proof
-from diloco.rendezvous.reduction import BadInputError, Blocks, Input
+from diloco.rendezvous.reduction import BadInputError, Input, is_mean
 from diloco.rendezvous.round import Context, EntryState
 from diloco.rendezvous.training_state import Verdict
 from executors.errors import CorruptObjectError
@@ -57,7 +57,8 @@ class SealLog:
             size_bytes, wire = layout.mean_bytes, layout.mean_wire.name
             whole = not self.is_rotten(entry)
             seal = Seal.parse(data, key, context.proof, size_bytes=size_bytes, wire=wire, whole=whole)
-            if seal.mean and layout.square(memoryview(seal.mean), layout.n_elements) is None:
+            blocks = layout.blocks(layout.n_elements, context.proof)
+            if seal.mean and not is_mean(memoryview(seal.mean), blocks, None):
                 seal = None
         if seal is None or seal.lost_mean is not None:
             context.store.note_bad(key, data)
@@ -357,8 +358,7 @@ class Sealer:
             return memoryview(b"")
         layout = entry.layout
         out = np.empty(layout.mean_bytes, np.uint8).data
-        sizes, proof = (layout.n_elements, layout.limits.block_elements), self._context.proof
-        blocks = Blocks(*sizes, layout.wire, layout.mean_wire, proof)
+        blocks = layout.blocks(layout.n_elements, self._context.proof)
         try:
             self._context.reduce(inputs, out, blocks)
         except BadInputError as bad:

@@ -54,6 +54,16 @@ class Packed:
         return self.kept[at : at + size_bytes] if at >= 0 and at + size_bytes <= len(self.kept) else None
 
 
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What was found out on the way when a mean was applied; for people."""
+
+    mean_norm: float | None = None
+    """Of the mean; None: there was none."""
+    wire_error: float | None = None
+    """The share of what was held that the wire lost; None: not known, or nothing was counted."""
+
+
 class TrainingState(Protocol):
     """The anchor, the outer optimizer's state and the live work of one replica, by fragment."""
 
@@ -116,18 +126,18 @@ class TrainingState(Protocol):
 
     def apply(
         self, entry: int, mean: Sequence[memoryview], verdict: Verdict, packed: Packed | None, *, partly: bool
-    ) -> float | None:
+    ) -> Applied:
         """Step the anchor by a mean, and leave what that means for the live parameters to `merge`.
+
+        Where no step was made since, they may be set at once.
 
         Args:
             mean: encoded, in consecutive ranges of whole blocks; empty: there is none, and the anchor stays.
             packed: what was sent of what is held.
             partly: the verdict is about what is held alone, and what was done since stays.
-
-        Returns: the share of what was held that the wire lost; None: not known, or nothing was counted.
         """
 
-    def replay(self, entry: int, mean: Sequence[memoryview]) -> None:
+    def replay(self, entry: int, mean: Sequence[memoryview]) -> object:
         """Step the anchor by a mean, unless that is empty, and leave the live parameters alone."""
 
     def land(self) -> None:

@@ -44,5 +44,5 @@ class Fp32:
             np.multiply(values, weight, out=product)
             np.add(acc, product, out=acc)
 
-    def square(self, block: memoryview, n: int) -> float | None:
-        return square_of(np.frombuffer(block, np.float32))
+    def is_finite(self, block: memoryview, n: int) -> bool:
+        return square_of(np.frombuffer(block, np.float32, n)) is not None

@@ -7,18 +7,20 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 import numpy as np
+import torch
 
-from diloco.wires.wire import PIECE, Floats, NotFiniteError
+from diloco.wires.wire import Floats, NotFiniteError
 
 LEAST = np.float32(2.0**-100)
 """Groups of smaller values are zero: no product becomes so small that processors round it in different ways."""
-
-
 LARGEST = float(np.finfo(np.float32).max)
 
 
 class Grouped(ABC):
-    """A block is the float32 scales of its groups, zeros up to a multiple of `align` bytes, and the whole numbers."""
+    """A block is the float32 scales of its groups, zeros up to a multiple of `align` bytes, and the whole numbers.
+
+    What goes group by group is done by torch: its loops over rows take half as long as numpy's, with the same bits.
+    """
 
     name: ClassVar[str]
     group: ClassVar[int]
@@ -70,28 +72,20 @@ class Grouped(ABC):
         if not first:
             np.add(acc, product, out=acc)
 
-    def square(self, block: memoryview, n: int) -> float | None:
-        if not self._are_finite(self._scales(block, n, 0, n)):
-            return None
-        square, room = 0.0, np.empty(min(n, PIECE), np.float32)
-        for start in range(0, n, PIECE):
-            end = min(start + PIECE, n)
-            self._read(block[self.span(n, start, end)], room[: end - start])
-            scales = self._scales(block, n, start, end)
-            square += sum(_square(rows, scales[of]) for rows, of in self._rows(room[: end - start]))
-        return square
+    def is_finite(self, block: memoryview, n: int) -> bool:
+        return self._are_finite(self._scales(block, n, 0, n))
 
     def _to_whole(self, values: Floats, scales: Floats) -> float:
         """Replace values by whole numbers, and set their scales; return the sum of the squares of their products."""
         square = 0.0
         for rows, of in self._rows(values):
-            # As whole numbers, the bits of positive floats are in the order of the floats; numpy finds those sooner.
-            top = np.maximum.reduce(rows.view(np.int32) & 0x7FFFFFFF, axis=1).view(np.float32)
-            scale, inverse = top * np.float32(1 / self.most), np.float32(self.most) / np.maximum(top, LEAST)
+            top: Floats = torch.from_numpy(rows).abs().amax(1).numpy()
+            scale: Floats = top * np.float32(1 / self.most)
+            inverse: Floats = np.divide(np.float32(self.most), np.maximum(top, LEAST))
             scale[top < LEAST] = inverse[top < LEAST] = 0.0
             if not self._are_finite(scale):
                 raise NotFiniteError
-            np.multiply(rows, inverse[:, None], out=rows)
+            _times(rows, inverse)
             np.rint(rows, out=rows)  # top * inverse is never half a unit more than most
             scales[of] = scale
             square += _square(rows, scale)
@@ -100,7 +94,7 @@ class Grouped(ABC):
     def _times(self, whole: Floats, scales: Floats) -> Floats:
         """Multiply whole numbers by their scales, in place; each product is rounded once."""
         for rows, of in self._rows(whole):
-            np.multiply(rows, scales[of, None], out=rows)
+            _times(rows, scales[of])
         return whole
 
     def _are_finite(self, scales: Floats) -> bool:
@@ -124,6 +118,12 @@ class Grouped(ABC):
             yield values[n_whole * self.group :].reshape(1, -1), slice(n_whole, n_whole + 1)
 
 
+def _times(rows: Floats, factors: Floats) -> None:
+    """Multiply each row by its factor, in place."""
+    all_rows = torch.from_numpy(rows)
+    torch.mul(all_rows, torch.from_numpy(factors.copy())[:, None], out=all_rows)  # they may be of a file, read-only
+
+
 def _square(rows: Floats, scales: Floats) -> float:
-    whole = np.einsum("ij,ij->i", rows, rows)  # exact: less than 2**24
+    whole = np.vecdot(rows, rows)  # exact: less than 2**24
     return float(np.dot(whole.astype(np.float64), np.square(scales, dtype=np.float64)))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from diloco import DiLoCo
 from diloco.fragments import Fragment, plan_fragments
-from diloco.outer_optimizer import CHUNK, NesterovSGD, Schedule
+from diloco.outer_optimizer import NesterovSGD, Schedule
 from diloco.wires import FP32
 from diloco.wires.wire import BLOCK_ELEMENTS, Floats, decoded
 
@@ -61,7 +61,7 @@ def time_step(width: int, layers: int, vocabulary: int, repetitions: int) -> dic
 
 
 def pieces_of(mean: Tensor) -> Iterator[tuple[int, Floats]]:
-    return decoded(FP32, [mean.numpy().data.cast("B")], mean.numel(), BLOCK_ELEMENTS, CHUNK)
+    return decoded(FP32, [mean.numpy().data.cast("B")], mean.numel(), BLOCK_ELEMENTS)
 
 
 def _stream(anchor: Tensor, momentum: Tensor, mean: Tensor) -> None:

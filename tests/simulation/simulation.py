@@ -22,7 +22,7 @@ from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, claim
 from diloco.rendezvous.participant import Participant
 from diloco.rendezvous.patient_store import PatientStore
-from diloco.rendezvous.reduction import Blocks, Input, weighted_mean
+from diloco.rendezvous.reduction import Blocks, Input, Write, weighted_mean
 from diloco.rendezvous.restore import Restored
 from diloco.rendezvous.round import Context, Landing, Limits
 from diloco.rendezvous.turns import InTurn, Turns
@@ -284,11 +284,15 @@ def _until_death(job: Callable[[], None]) -> None:
 def _reduce_of_host(host: int) -> Callable[..., tuple[str, ...]]:
     """Return a reduction whose sums differ in the last bit from other hosts', as on unlike processors."""
 
-    def reduce(inputs: Sequence[Input], out: memoryview, blocks: Blocks) -> tuple[str, ...]:
-        weighted_mean(inputs, out, blocks)
-        bits = np.frombuffer(out, np.uint32)
+    def reduce(inputs: Sequence[Input], out: memoryview, blocks: Blocks, write: Write | None = None) -> tuple[str, ...]:
+        made = bytearray()
+        weighted_mean(inputs, out, blocks, None if write is None else made.extend)
+        whole = out if write is None else memoryview(made)
+        bits = np.frombuffer(whole, np.uint32)
         bits ^= np.uint32(host & bool(inputs))
-        return digests_of(out, blocks.mean_wire.size(blocks.block_elements), blocks.proof)
+        if write is not None:
+            write(whole)
+        return digests_of(whole, blocks.mean_wire.size(blocks.block_elements), blocks.proof)
 
     return reduce
 

@@ -19,6 +19,7 @@ from diloco.rendezvous.reduction import weighted_mean
 from diloco.rendezvous.restore import Cursor, Restored
 from diloco.rendezvous.round import owners
 from diloco.rendezvous.snapshot import Pointer, collect_garbage, get_parts
+from diloco.rendezvous.training_state import Applied
 from simulation.invariants import Process
 from simulation.simulation import Simulation, restored_from
 from simulation.simulation import calm as calm_
@@ -235,10 +236,11 @@ def each_fragment_is_compared_with_its_own_next_seal(
             reloaded.append(self.position)
         return reload(self, above)
 
-    def applying(self: Toy, entry: int, *arguments: Any, **options: Any) -> None:
-        apply(self, entry, *arguments, **options)
+    def applying(self: Toy, entry: int, *arguments: Any, **options: Any) -> Applied:
+        applied = apply(self, entry, *arguments, **options)
         if self is simulation.toys[2] and entry == flipped:
             self.flip(entry % n_fragments)
+        return applied
 
     patch.setattr(Cursor, "reload", reloading)
     patch.setattr(Toy, "apply", applying)

@@ -93,10 +93,10 @@ def take_gone_for_corrupt(read: Any, self: Reducer, entry: Any, seal: Seal, rank
 
 
 def average_rotten_inputs(patch: pytest.MonkeyPatch) -> None:
-    def trusting(inputs: list[Input], out: memoryview, blocks: Blocks) -> tuple[str, ...]:
+    def trusting(inputs: list[Input], out: memoryview, blocks: Blocks, write: Any = None) -> tuple[str, ...]:
         size = blocks.wire.size(blocks.block_elements)
         honest = [Input(i.rank, i.weight, i.data, digests_of(i.data, size, UNSIGNED)) for i in inputs]
-        return weighted_mean(honest, out, blocks)
+        return weighted_mean(honest, out, blocks, write)
 
     patch.setattr("simulation.simulation.weighted_mean", trusting)
     patch.setattr("diloco.rendezvous.seal._is_intact", lambda head, payload, block_bytes, proof: True)

@@ -14,6 +14,7 @@ from diloco.errors import DivergenceError
 from diloco.rendezvous.frames import READ_TRIES
 from diloco.rendezvous.loop import Rendezvous
 from diloco.rendezvous.mean import Reducer
+from diloco.rendezvous.training_state import Applied
 from simulation.invariants import Process
 from simulation.simulation import RUN, Simulation, calm
 from simulation.work import SLOTS, Toy
@@ -37,12 +38,13 @@ def heal_a_flipped_bit(when: str, rank: int, n_fragments: int, *, sharded: bool)
             flipped.append(when)
         return packed
 
-    def applying(self: Toy, entry: int, *arguments: Any, **options: Any) -> None:
-        apply(self, entry, *arguments, **options)
+    def applying(self: Toy, entry: int, *arguments: Any, **options: Any) -> Applied:
+        applied = apply(self, entry, *arguments, **options)
         if self is simulation.toys[rank] and entry == 1 and when == "after applying":
             self.flip(entry % n_fragments)
             self.excused_until = entry + n_fragments + 1
             flipped.append(when)
+        return applied
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Toy, "pack", packing)

@@ -16,18 +16,39 @@ from torch import Tensor, nn
 
 from diloco.fragments import plan_fragments
 from diloco.model_state import ModelState
-from diloco.rendezvous.training_state import Packed, Verdict
+from diloco.outer_optimizer import NesterovSGD
+from diloco.rendezvous.training_state import Applied, Packed, Verdict
 from diloco.settings import Settings
+from diloco.wires.wire import Pieces
 from simulation.work import BLOCK_ELEMENTS, Toy, values_of
+
+
+class Stepping(NesterovSGD):
+    """An outer optimizer of an anchor that somebody else steps; piece by piece that becomes what it is then."""
+
+    step_anchor: Callable[[], object]
+
+    def step(self, entry: int, mean: Pieces) -> None:
+        before = self._anchor.clone()
+        self.step_anchor()
+        after = self._anchor.clone()
+        self._anchor.copy_(before)
+        for first, values in mean:
+            self._anchor[first : first + len(values)] = after[first : first + len(values)]
 
 
 class LiveState(ModelState):
     """A model state whose anchor somebody else steps."""
 
-    step: Callable[[], object]
+    def step_by(self, step_anchor: Callable[[], object]) -> None:
+        for outer in self.outer:
+            assert isinstance(outer, Stepping)
+            outer.step_anchor = step_anchor
 
-    def replay(self, entry: int, mean: Sequence[memoryview]) -> None:
-        self.step()
+    def replay(self, entry: int, mean: Sequence[memoryview]) -> float | None:
+        if not mean:
+            self.outer[0].step(entry, iter(()))
+        return super().replay(entry, mean)
 
 
 class Twin(Toy):
@@ -55,6 +76,7 @@ class Twin(Toy):
         settings = Settings.of(given, n_fragments=len(fragments), world_size=1, rank=0)
         self.real = LiveState(model, fragments, settings, block_elements=BLOCK_ELEMENTS)
         self.real.wire, self.real.mean_wire, self.real._is_final = self.wire, self.mean_wire, is_final  # type: ignore[assignment]
+        self.real.outer = [Stepping(f, a, settings.schedule) for f, a in zip(fragments, self.real.anchors, strict=True)]
 
     def _follow_the_anchor(self) -> None:
         for mine, anchor in zip(self.real.anchors, self.anchor, strict=True):
@@ -99,8 +121,8 @@ class Twin(Toy):
 
     def apply(
         self, entry: int, mean: Sequence[memoryview], verdict: Verdict, packed: Packed | None, *, partly: bool
-    ) -> float | None:
-        self.real.step = partial(super().apply, entry, mean, verdict, packed, partly=partly)  # in the midst of it
+    ) -> Applied:
+        self.real.step_by(partial(super().apply, entry, mean, verdict, packed, partly=partly))  # in the midst of it
         return self.real.apply(entry, mean, verdict, packed, partly=partly)
 
     def replay(self, entry: int, mean: Sequence[memoryview]) -> None:

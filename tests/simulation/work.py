@@ -13,7 +13,7 @@ from xxhash import xxh3_128_hexdigest
 
 from diloco.rendezvous.frames import digests_of
 from diloco.rendezvous.proof import UNSIGNED, Proof
-from diloco.rendezvous.training_state import Packed, Verdict
+from diloco.rendezvous.training_state import Applied, Packed, Verdict
 from diloco.wires import FP32
 from diloco.wires.wire import Floats, Wire, blocks_of, decoded
 
@@ -38,8 +38,9 @@ class Multiples:
         return room
 
     def encode(self, values: Floats, block: memoryview, n: int, start: int) -> float:
-        np.frombuffer(block, self._dtype)[:] = self._to_whole(values / self._unit)
-        return self.square(block, n)
+        whole = self._to_whole(values / self._unit)
+        np.frombuffer(block, self._dtype)[:] = whole
+        return float(np.square(whole * self._unit).sum())
 
     def decode(self, block: memoryview, n: int, start: int, room: Floats) -> Floats:
         room[:] = np.frombuffer(block, self._dtype) * self._unit
@@ -51,8 +52,8 @@ class Multiples:
         product[:] = self.decode(block, n, start, product) * weight
         acc[:] = product if first else acc + product
 
-    def square(self, block: memoryview, n: int) -> float:
-        return float(np.square(np.frombuffer(block, self._dtype) * self._unit).sum())
+    def is_finite(self, block: memoryview, n: int) -> bool:
+        return True
 
 
 def whole(values: Floats) -> Floats:
@@ -185,7 +186,7 @@ class Toy:
 
     def apply(
         self, entry: int, mean: Sequence[memoryview], verdict: Verdict, packed: Packed | None, *, partly: bool
-    ) -> float | None:
+    ) -> Applied:
         f = entry % len(self.anchor)
         held = self.held[f]
         work = self.undone[f].copy() if held.values is None else held.values
@@ -205,7 +206,7 @@ class Toy:
             held.ops.append(("only", ZEROS))
         self.replay(entry, mean)
         held.owner, held.values = "the training", None
-        return None
+        return Applied()
 
     def _keeps(self, verdict: Verdict | None) -> bool:
         return verdict is None or (verdict is Verdict.KEPT and self.carries)

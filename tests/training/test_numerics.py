@@ -377,7 +377,7 @@ def test_the_digest_of_a_step_is_that_of_its_result() -> None:
     for n_stepped, n in [(200_000, 300_001), (5, 5), (0, 7)]:
         anchor = torch.randn(n)
         outer = NesterovSGD(Fragment(0, (), n_stepped, n), anchor, Schedule(0.7, 0.9, 0, 1, None))
-        outer.step(0, [(0, torch.randn(n // 2).numpy()), (n // 2, torch.randn(n - n // 2).numpy())])
+        outer.step(0, iter([(0, torch.randn(n // 2).numpy()), (n // 2, torch.randn(n - n // 2).numpy())]))
         while_stepping = outer.digest()
         outer._digest = None
         assert outer.digest() == while_stepping
