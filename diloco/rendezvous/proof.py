@@ -6,10 +6,10 @@ them, under this very key of the store: what is forged, or copied from another r
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 from typing import Any, Protocol, TypeAlias
 
+from blake3 import blake3
 from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_hexdigest
 
 from diloco.errors import ContributionError
@@ -50,7 +50,7 @@ class Checksums:
 
 
 class Signatures:
-    """HMAC-SHA256 of heads, and SHA-256 of payloads, for which a head vouches."""
+    """HMAC-SHA256 of heads, and BLAKE3 of payloads, for which a head vouches: twice as fast as SHA-256 or more."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -59,19 +59,21 @@ class Signatures:
         return hmac.digest(self._key, b"".join((MAGIC, key.encode(), b"\0", head)), "sha256")[:DIGEST_BYTES]
 
     def hash(self) -> Hash:
-        return _Sha256()
+        return _Blake3()
 
     def digest(self, data: Buffer) -> str:
-        return hashlib.sha256(data).hexdigest()[: 2 * DIGEST_BYTES]
+        return blake3(data).hexdigest(length=DIGEST_BYTES)
 
 
-class _Sha256:
+class _Blake3:
     def __init__(self) -> None:
-        self._hash = hashlib.sha256()
-        self.update = self._hash.update
+        self._hash = blake3()
+
+    def update(self, data: Buffer) -> None:
+        self._hash.update(data)
 
     def hexdigest(self) -> str:
-        return self._hash.hexdigest()[: 2 * DIGEST_BYTES]
+        return self._hash.hexdigest(length=DIGEST_BYTES)
 
 
 UNSIGNED = Checksums()

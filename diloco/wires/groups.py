@@ -79,7 +79,8 @@ class Grouped(ABC):
         """Replace values by whole numbers, and set their scales; return the sum of the squares of their products."""
         square = 0.0
         for rows, of in self._rows(values):
-            top: Floats = torch.from_numpy(rows).abs().amax(1).numpy()
+            all_rows = torch.from_numpy(rows)
+            top: Floats = torch.maximum(all_rows.amax(1), -all_rows.amin(1)).numpy()
             scale: Floats = top * np.float32(1 / self.most)
             inverse: Floats = np.divide(np.float32(self.most), np.maximum(top, LEAST))
             scale[top < LEAST] = inverse[top < LEAST] = 0.0

@@ -32,6 +32,8 @@ class CountingStore(FileStore):
         self.read, self.written = Bytes(), Bytes()
         self._layout = Layout(fragment_bytes // 4, Limits(), FP32, FP32)
         self._n_shards = n_shards
+        self._streamed: set[str] = set()
+        """What this process has made in here: mapped, it is the same memory, and nothing moves."""
 
     def reset(self) -> None:
         self.read, self.written = Bytes(), Bytes()
@@ -51,6 +53,7 @@ class CountingStore(FileStore):
 
             head = produce(count_and_write)
             self._count(self.written, key, 0, end)
+            self._streamed.add(key)
             return head
 
         return super().put_if_absent_streamed(key, head_bytes, counting)
@@ -61,7 +64,8 @@ class CountingStore(FileStore):
 
     def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
         data = super().get(key, start=start, size=size)
-        self._count(self.read, key, start, start + len(data))
+        if key not in self._streamed:
+            self._count(self.read, key, start, start + len(data))
         return data
 
     def _count(self, where: Bytes, key: str, start: int, end: int) -> None:

@@ -5,7 +5,6 @@ Each mean is computed again from the contributions that its seal names, each anc
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import json
 import math
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 from xxhash import xxh3_128
 
 Floats = npt.NDArray[np.float32]
@@ -36,7 +36,7 @@ class Proof(NamedTuple):
         return hmac.digest(self.key, b"RPL1" + f"{self.prefix}{name}".encode() + b"\0" + text, "sha256")[:16]
 
     def digest(self, data: bytes) -> str:
-        return xxh3_128(data).hexdigest() if self.key is None else hashlib.sha256(data).hexdigest()[:32]
+        return xxh3_128(data).hexdigest() if self.key is None else blake3(data).hexdigest()[:32]
 
 
 UNSIGNED = Proof()

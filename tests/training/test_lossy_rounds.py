@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.round import Limits
 from diloco.testing import run_replicas
 from diloco.wires import WIRES
+from diloco.wires.wire import Pieces, Wire, decoded
 from executors.store import MemoryStore
 from executors.store.faulty import FaultyStore
 
@@ -118,6 +121,65 @@ def test_a_model_of_bf16_keeps_what_it_can_of_the_rest() -> None:
     small = uneven() < 1
     assert float((model.weight.detach().float() - 30 * uneven())[small].abs().max()) < 1e-3
     assert float((anchor - 30 * uneven())[small].abs().max()) < 1 / 127
+
+
+def of_many_tensors(dtype: torch.dtype) -> nn.Sequential:
+    """Return a model for two fragments, whose tensors end in the midst of blocks; with statistics to average."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(37, 41), nn.BatchNorm1d(41), nn.Linear(41, 13), nn.Linear(13, 700)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wire", LOSSY)
+def test_what_a_wire_loses_is_the_same_whether_work_was_held_or_not(wire: str, dtype: torch.dtype) -> None:
+    """Beside the training it is told from a copy, else from the live parameters while they are stepped."""
+
+    def trained(where: Mapping[str, Any], *, background: bool) -> list[Any]:
+        model, found = of_many_tensors(dtype), list[Any]()
+        options = {"wire": wire, "fragments": 2, "sync_buffers": wire == "bf16", "background": background}
+        with DiLoCo(model, inner_steps=2, _limits=SHARDED, **options, **where) as diloco:
+            work = torch.Generator().manual_seed(1 + where["rank"])
+            for _ in range(8):
+                for tensor in (*model.parameters(), model[1].running_var):
+                    with torch.no_grad():
+                        tensor += (0.01 * torch.randn(tensor.shape, generator=work).abs()).to(dtype)
+                report = diloco.step()
+                assert report is not None
+                found += [report.wire_error, report.norm, report.mean_norm]
+                found += [value.float().numpy().tobytes() for value in model.state_dict().values()]
+            held = [shadow._memory is not None for shadow in diloco._model_state._shadows]
+            assert not any(held), "memory of a model is kept though nothing is on its way"
+        return found
+
+    for one, other in zip(
+        *(run_replicas(2, partial(trained, background=background)) for background in (False, True)), strict=True
+    ):
+        assert one == other
+
+
+def test_whoever_interrupts_a_step_finds_each_live_value_before_or_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(*, stopped: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        model = zeros()
+        diloco = DiLoCo(model, inner_steps=1, wire="int4", mean_wire="fp32", _limits=SHARDED, **PLAIN, **place())
+        nudge(model, uneven() * torch.linspace(1, 2, 1000))
+        before = model.weight.detach().clone()
+        with monkeypatch.context() as patch:
+            if stopped:
+                patch.setattr("diloco.model_state.decoded", until_the_third_block)
+            with suppress(KeyboardInterrupt):
+                diloco.step()
+        return before, model.weight.detach().clone()
+
+    def until_the_third_block(wire: Wire, *payload: Any) -> Pieces:
+        for first, values in decoded(wire, *payload):
+            if first == 600 and wire.name == "fp32":
+                raise KeyboardInterrupt
+            yield first, values
+
+    (before, after), (_, half) = trained(stopped=False), trained(stopped=True)
+    assert (before != after).all(), "this test sees nothing"
+    assert torch.equal(half[0, :600], after[0, :600])
+    assert torch.equal(half[0, 600:], before[0, 600:])
 
 
 @pytest.mark.parametrize("sharded", [True, False])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from blake3 import blake3
 from support.training import next_process, place
 from torch import nn
 
@@ -42,7 +43,7 @@ def test_the_bytes_of_a_signed_frame_are_those_of_the_decision_record() -> None:
     proof = hmac.new(KEY, b"RPL1" + key.encode() + b"\0" + head, hashlib.sha256).digest()[:16]
     assert data.rstrip(b"\0") == b"RPL1" + len(head).to_bytes(4, "little") + proof + head
     payload = b"a block"
-    assert SIGNED.digest(payload) == hashlib.sha256(payload).hexdigest()[:32]
+    assert SIGNED.digest(payload) == blake3(payload).hexdigest()[:32]
     for proves in (SIGNED, UNSIGNED):
         digest = proves.hash()
         digest.update(payload[:3])
