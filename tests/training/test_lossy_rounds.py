@@ -147,7 +147,7 @@ def test_what_a_wire_loses_is_the_same_whether_work_was_held_or_not(wire: str, d
         with DiLoCo(model, inner_steps=2, _limits=SHARDED, **options, **where) as diloco:
             work = torch.Generator().manual_seed(1 + where["rank"])
             for _ in range(8):
-                for tensor in (*model.parameters(), model[1].running_var):
+                for tensor in (*model.parameters(), model.get_buffer("1.running_var")):
                     with torch.no_grad():
                         tensor += (0.01 * torch.randn(tensor.shape, generator=work).abs()).to(dtype)
                 report = diloco.step()
