@@ -1,7 +1,7 @@
 """The training state of a torch model: the anchor, the outer optimizers, and the live parameters.
 
 Beside the model it takes memory for the anchor and the momentum, one float32 copy each, and for the kept part of a
-payload: all of it where the store does not stream, else one shard.
+payload: all of it where the store does not stream or the wire loses something, else one shard.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class ModelState:
 
     def _steps_in_place(self, fragment: int) -> bool:
         """Return whether what a wire loses of a fragment can be told while it is stepped, from live parameters."""
-        return self.outer[fragment].goes_by_pieces and not self._mix and self._shadows[fragment].is_contiguous
+        return self.outer[fragment].goes_by_pieces and not self._mix and self._shadows[fragment].is_within_reach
 
     @torch.no_grad()
     def land(self) -> None:

@@ -6,6 +6,9 @@ leaves the live parameters by adding A' - A + S: what is left of them is what wa
 (error feedback as of 1-bit SGD, Seide et al. 2014, whose memory here is the live parameters). Buffers are statistics,
 and no work: moved so, a variance may become negative. They take the anchor's values, whatever becomes of the work.
 
+Where every step waits for its round, no copy is held unless it must be: what the wire lost is told from the live
+parameters themselves while the anchor is stepped.
+
 So the memory belongs to the training until it is handed over, then to the rounds until it has landed, and then to the
 training again; no lock guards it.
 """
@@ -207,9 +210,10 @@ class Shadow:
                 part.copy_(left[number - first : number - first + part.numel()])
 
     @property
-    def is_contiguous(self) -> bool:
-        """Whether the live parameters may be stepped in place."""
-        return all(values.is_contiguous() for _, values in live_tensors(self._model, self._fragment))
+    def is_within_reach(self) -> bool:
+        """Whether the live parameters can be stepped in place; from a device they would be copied once more for it."""
+        live = live_tensors(self._model, self._fragment)
+        return all(values.is_contiguous() and values.device.type == "cpu" for _, values in live)
 
     def _turn_into(self, kind: Literal["add", "set"], mix: float = 0.0) -> Tensor:
         if self._copies is not None:

@@ -43,9 +43,11 @@ def settings(inner_steps: int) -> dict[str, dict[str, Any]]:
         "int8": {"wire": "int8"},
         "int4": {"wire": "int4"},
         "carry, overlap H/5": {"overlap_steps": inner_steps // 5, "merge": "carry"},
+        "anchor, overlap H/5": {"overlap_steps": inner_steps // 5},
         "carry, overlap H/2": {"overlap_steps": half, "merge": "carry"},
         "anchor, overlap H/2": {"overlap_steps": half},
         "carry, fragments": in_turn,
+        "anchor, fragments": {**in_turn, "merge": "anchor"},
         "carry, fragments, int4": {**in_turn, "wire": "int4"},
     }
 
