@@ -1,6 +1,6 @@
 """What small wires, and rounds beside the training, cost in loss: makes the table of the README.
 
-    python examples/compare_wires.py                                  # 54 runs of half a minute of a core
+    python examples/compare_wires.py                                  # 66 runs of half a minute of a core
     python examples/compare_wires.py --only int8 int4 --seeds 5 --steps 2000 --inner-steps 50
 
 Each run trains the demo's transformer, with replicas that take turns in one process and meet in its memory. With one
