@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from diloco.errors import DiLoCoError
 from diloco.fragments import Fragment, check_is_whole, marks_of_frozen
 from diloco.outer_optimizer import GivenOptimizer, NesterovSGD, OuterOptimizer
 from diloco.own_buffers import OwnBuffers
@@ -48,6 +49,8 @@ class ModelState:
         """Whether this is a later attempt of its rank, whose own buffers may have changed since the run began."""
         self._frozen = marks_of_frozen(model)
         self.own_buffers = OwnBuffers(model, fragments)
+        self._is_torn = False
+        """Whether an outer step began and did not end: some of an anchor was stepped, and nobody knows how much."""
         self._unmoved: dict[int, int] = {}
         """By fragment, the newest entry for which no parameter had moved."""
         self.carries = settings.late == "carry"
@@ -105,6 +108,7 @@ class ModelState:
             values.numpy()[...] = arrays[f"anchor/{name}"]
         for outer in self.outer:
             outer.load_arrays(arrays)
+        self._is_torn = False
 
     def digest(self, fragment: int) -> str:
         return self.outer[fragment].digest()
@@ -139,6 +143,7 @@ class ModelState:
     def pack(
         self, entry: int, write: Callable[[memoryview], object] | None = None, keep: tuple[int, int] | None = None
     ) -> Packed:
+        self.check_is_whole()
         fragment, anchor, shadow = self._of(entry)
         *_, last = blocks_of(self.wire, fragment.n_elements, self._block_elements)
         first, end = (0, last.end) if keep is None else keep
@@ -199,11 +204,22 @@ class ModelState:
         Args:
             around: does something before and after each piece.
         """
+        self.check_is_whole()
         fragment, _, _ = self._of(entry)
         square = _Square()
+        self._is_torn = True
         pieces = square.of(decoded(self.mean_wire, mean, fragment.n_elements, self._block_elements))
         self.outer[fragment.index].step(entry, pieces if around is None else around(pieces))
+        self._is_torn = False
         return square.root
+
+    def check_is_whole(self) -> None:
+        """Raises: DiLoCoError: an outer step was interrupted in its midst."""
+        if self._is_torn:
+            raise DiLoCoError(
+                "An outer step was interrupted in its midst, so this replica's anchor is not the run's any more, and "
+                "nothing more of it is sent. Its live parameters are whole. Start the replica again to go on with it."
+            )
 
     def anchors_now(self) -> list[Tensor]:
         return [anchor.clone() for anchor in self.anchors]
@@ -244,10 +260,14 @@ class ModelState:
             else:
                 set_live(self.model, fragment, anchor - self._mix * progress[index])
 
+    def anchor(self) -> dict[str, Tensor]:
+        """Return a copy of the anchor, by name."""
+        self.check_is_whole()
+        return {name: values.clone() for name, values in self.anchor_views().items()}
+
     def checkpoint(self) -> dict[str, Any]:
         """Return copies of the anchor, by name, and of the outer optimizers' states."""
-        anchor = {name: values.clone() for name, values in self.anchor_views().items()}
-        return {"anchor": anchor, "outer": [outer.state_dict() for outer in self.outer]}
+        return {"anchor": self.anchor(), "outer": [outer.state_dict() for outer in self.outer]}
 
     def check_checkpoint(self, state: Mapping[str, Any], first: int, rounds: int) -> None:
         """Refuse what `load_checkpoint` could not take.
@@ -274,6 +294,7 @@ class ModelState:
             view.copy_(state["anchor"][name])
         for outer, outer_state in zip(self.outer, state["outer"], strict=True):
             outer.load_state_dict(outer_state)
+        self._is_torn = False
 
     def anchor_views(self) -> dict[str, Tensor]:
         """Return the anchor by name, as views."""

@@ -322,8 +322,7 @@ class DiLoCo:
 
     def anchor(self) -> dict[str, Tensor]:
         """Return a float32 copy of the shared parameters, and buffers, by name."""
-        views = self._model_state.anchor_views
-        return self._participant.apart(lambda: {name: values.clone() for name, values in views().items()})
+        return self._participant.apart(self._model_state.anchor)
 
     def state_dict(self) -> dict[str, Any]:
         """Return anchor, outer state and position, to go with a checkpoint of the model in the same run.

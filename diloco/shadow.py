@@ -15,6 +15,7 @@ training again; no lock guards it.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import sqrt
 from typing import Literal
 
@@ -211,9 +212,15 @@ class Shadow:
 
     @property
     def is_within_reach(self) -> bool:
-        """Whether the live parameters can be stepped in place; from a device they would be copied once more for it."""
-        live = live_tensors(self._model, self._fragment)
-        return all(values.is_contiguous() and values.device.type == "cpu" for _, values in live)
+        """Whether live parameters can be stepped in place: none shares memory with another, as if tied by its data.
+
+        From a device they would be copied once more for it.
+        """
+        tensors = [values for _, values in live_tensors(self._model, self._fragment)]
+        if not all(values.is_contiguous() and values.device.type == "cpu" for values in tensors):
+            return False
+        ranges = sorted((values.data_ptr(), values.data_ptr() + values.nbytes) for values in tensors)
+        return all(end <= start for (_, end), (start, _) in pairwise(ranges))
 
     def _turn_into(self, kind: Literal["add", "set"], mix: float = 0.0) -> Tensor:
         if self._copies is not None:

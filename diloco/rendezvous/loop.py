@@ -183,7 +183,7 @@ class Rendezvous:
             norm=None if entry.packed is None else hypot(*entry.packed.norms),
             mean_norm=applied.mean_norm,
             ended=ended,
-            busy_s=ended - (entry.started_s if entry.busy_from_s is None else entry.busy_from_s),
+            busy_s=self._context.clock() - (entry.started_s if entry.busy_from_s is None else entry.busy_from_s),
             wire_error=applied.wire_error,
         )
 

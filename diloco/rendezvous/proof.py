@@ -105,7 +105,10 @@ def check_signed(theirs: Any, mine: str | None) -> None:
     if theirs == mine:
         return
     if theirs is None:
-        raise ContributionError(f"This run is not signed, and this replica has a key ({mine}): start it without.")
+        raise ContributionError(
+            f"Nothing of this run is proven by this replica's key ({mine}): either it was not launched as a signed "
+            "one, and is to be started without, or somebody has written over its beginning."
+        )
     shown = theirs if isinstance(theirs, str) and KEY_ID.fullmatch(theirs) else "unknown"
     has = "no key" if mine is None else f"another one ({mine})"
     raise ContributionError(

@@ -22,7 +22,7 @@ from diloco.rendezvous.proof import check_signed
 from diloco.rendezvous.round import Context, EntryState, Send, Settlement
 from diloco.rendezvous.seal import Sealer, SealLog
 from diloco.rendezvous.snapshot import Pointer, get_parts, put_parts
-from diloco.rendezvous.training_state import Agreement, Arrays, Verdict, check_agreement, unlike_frozen
+from diloco.rendezvous.training_state import Arrays, Verdict, check_agreement, unlike_frozen
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,8 @@ class SnapshotReader:
             if above >= 0:
                 return None
             waited_s = context.clock() - began
+            if knows_start and self._start is None and waited_s >= limits.takeover_after_s:
+                self._check_key(is_alone=True)
             turn_s = self._me.rank * limits.takeover_after_s  # by then every lower rank is held to be dead
             if self._may_offer and waited_s >= turn_s and not self._store.exists(self._keys.snapshot(0)):
                 self._offer_first_anchor()
@@ -161,16 +163,23 @@ class SnapshotReader:
                     self._me.rank, unlike[0], start.rank, len(unlike),
                 )  # fmt: skip
         if self._start is None and self._store.bad_readings(self._keys.snapshot(0)) >= READ_TRIES:
-            self._check_key(mine)
+            self._check_key(is_alone=False)
         return self._start is not None or self._store.bad_readings(self._keys.snapshot(0)) >= AGREEMENT_TRIES
 
-    def _check_key(self, mine: Agreement) -> None:
-        """Tell a replica without the run's key from an agreement that has rotted: what it says decides nothing else."""
-        data = self._store.peek(self._keys.snapshot(0))
-        said = mine
+    def _check_key(self, *, is_alone: bool) -> None:
+        """Tell a replica without the run's key from an agreement that has rotted: what that says decides nothing else.
+
+        Args:
+            is_alone: no later snapshot is proven either. Until then nothing is refused that has a key: whoever can
+                write there may have written over the agreement.
+        """
+        mine = self._training.agreement().get("signed")
+        if mine is not None and not is_alone:
+            return
+        data, said = self._store.peek(self._keys.snapshot(0)), mine
         with suppress(BadRecordError), reading("agreement"):
-            said = mine if data is None else typed(dict, unproven(data)["contract"])
-        check_signed(said.get("signed"), mine.get("signed"))
+            said = mine if data is None else typed(dict, unproven(data)["contract"]).get("signed")
+        check_signed(said, mine)
 
     def _offer_first_anchor(self) -> None:
         """Put one's own initial model under one's own nonce; the pointer in the store then decides.

@@ -24,6 +24,7 @@ COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 RATE = re.compile(r"(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([kMGT]?)(i?)(B|bit|b)?(/s|ps)?", re.IGNORECASE)
 POWERS = ("", "k", "m", "g", "t")
 SECONDS = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(us|ms|s)?")
+SLOWEST = 1000.0  # bytes a second: a number without its unit is less
 UNITS_S = {None: 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
 ASSUMED_NEAR, ASSUMED_FAR = (1e9, 1e9, 0.001), (100e6, 100e6, 0.05)
 """Bytes a second up and down, and the seconds of a request: of a disk, which all share, and of a bucket, of each."""
@@ -63,7 +64,11 @@ def _rate(text: str) -> float:
         is_of_bits = found[4] == "b" or (found[4] or "").lower() == "bit"
         base, bits = 1024 if found[3] else 1000, 8 if is_of_bits else 1
         value = float(found[1]) * base ** POWERS.index(found[2].lower()) / bits
-    if not 1 <= value <= 1e15:
+    if found and value < SLOWEST:
+        raise UsageProblem(
+            f"{text!r} is {value:g} bytes a second, slower than any link. Give a unit: {found[1]}MB, or Mbit."
+        )
+    if not value <= 1e15 or not found:
         raise UsageProblem(f"{text!r} is not a speed. Give bytes or bits a second, such as 20MB, 20e6 or 160Mbit.")
     return value
 

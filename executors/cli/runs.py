@@ -149,7 +149,7 @@ def status(
         for rank, why in attention.items():
             output.say(f"rank {rank} {one_line(why)}", "red")
         return FAILED if attention else 0
-    compared, spares = None if now.is_terminal else compare(found), _words_of_spares(found)
+    compared, spares = compare(found), _words_of_spares(found)
     if as_json:
         up = uptime_document(now, record.created_at, found.newest_attempt)
         document = {**summary.document(), **now.to_json(), "availability": up["availability"]}

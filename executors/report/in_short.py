@@ -12,6 +12,7 @@ from executors.status import name_ranks
 
 MAX_LATE = 3  # ranks that are named
 NOTABLE = 0.02  # of the replicas' time; less is nobody's fault
+TOO_LATE = 0.2  # of the time, held up by rounds: the settings are not those for this link
 UNEVEN = 1.9  # times what a rank costs on average
 MAX_FAILURES = 3
 
@@ -84,11 +85,12 @@ def _held_up(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         when += [f"missing from {row['missing']}"] if row["missing"] else []
         cost = f"{name_duration(row['cost_s'])}, {name_share(row['cost_s'] / alive_s)} of the replicas’ time"
         yield "bad", f"Rank {rank} held the others up for {cost}: {', '.join(when)} of {n} rounds."
-    if (document["numbers"]["hidden"] or 0.0) >= NOTABLE:
-        share = name_share(document["numbers"]["late"])
-        beside = name_share(document["numbers"]["hidden"])
-        yield "plain", f"Rounds held the training up for {share} of the time; {beside} more went on beside it."
-    if not late:
+    held_up, hidden = document["numbers"]["late"] or 0.0, document["numbers"]["hidden"] or 0.0
+    if hidden >= NOTABLE or held_up >= TOO_LATE:
+        beside = f"; {name_share(hidden)} more went on beside it" if hidden else ""
+        tone = "bad" if held_up >= TOO_LATE else "plain"
+        yield tone, f"Rounds held the training up for {name_share(held_up)} of the time{beside}."
+    if not late and held_up < TOO_LATE:
         share = name_share(document["numbers"]["waiting"])
         yield "good", f"Replicas waited for {share} of their time, in {n} rounds, and for none of them in particular."
 

@@ -115,6 +115,7 @@ def test_a_plan_for_a_bucket_has_objects_that_a_bucket_takes(here: HereInstead) 
         (("--steps", "many", *BY_HAND), "--steps 'many' is not a number. Give one such as 20000, 1.3e9"),
         (("--up", "3Mb"), "--up '3Mb' may mean bits or bytes. Give 3Mbit or 3MB."),
         (("--down", "fast"), "--down 'fast' is not a speed. Give bytes or bits a second, such as 20MB"),
+        (("--up", "20"), "--up '20' is 20 bytes a second, slower than any link. Give a unit: 20MB, or Mbit."),
         (("--latency", "soon"), "--latency 'soon' is not a duration."),
         (("--price", "put=5,got=1"), "--price 'got=1' is not a price. The form is put=5,get=0.4,egress=0.09."),
         ((*BY_HAND, "--n", "0"), "--n must be at least 1, got 0."),

@@ -15,7 +15,7 @@ from support.training import PLAIN, leave, next_process, nudge, place
 from torch import nn
 
 from diloco import DiLoCo
-from diloco.errors import QuorumTimeoutError
+from diloco.errors import DiLoCoError, QuorumTimeoutError
 from diloco.rendezvous.envelope import unframe
 from diloco.rendezvous.frames import Contribution, MeanHead, Seal, digests_of, head_bytes
 from diloco.rendezvous.keys import Keys
@@ -165,6 +165,19 @@ def test_what_a_wire_loses_is_the_same_whether_work_was_held_or_not(wire: str, d
         assert bits == bits_of_other
 
 
+@pytest.mark.parametrize("wire", ["fp32", *LOSSY])
+def test_parameters_that_are_tied_by_their_data_are_stepped_once(wire: str) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.zeros(600)), nn.Parameter(torch.zeros(600))])
+    model[1].data = model[0].data
+    options: dict[str, Any] = {"wire": wire, "outer_lr": 0.5, "outer_momentum": 0.0}
+    with DiLoCo(model, inner_steps=1, _limits=SHARDED, **options, **place()) as diloco:
+        for _ in range(3):
+            with torch.no_grad():
+                model[0] += 1.0
+            diloco.step()
+    torch.testing.assert_close(model[0].detach(), torch.full((600,), 1.5), rtol=1e-2, atol=1e-2)
+
+
 def test_whoever_interrupts_a_step_finds_each_live_value_before_or_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def trained(*, stopped: bool) -> tuple[torch.Tensor, torch.Tensor]:
         model = zeros()
@@ -177,6 +190,9 @@ def test_whoever_interrupts_a_step_finds_each_live_value_before_or_after_it(monk
                 patch.setattr("diloco.model_state.decoded", until_the_third_block)
             with suppress(KeyboardInterrupt):
                 diloco.step()
+        for act in (diloco.step, diloco.sync, diloco.anchor, diloco.state_dict, diloco.close) if stopped else ():
+            with pytest.raises(DiLoCoError, match="interrupted in its midst, so this replica's anchor"):
+                act()
         leave(diloco)
         return before, model.weight.detach().clone()
 

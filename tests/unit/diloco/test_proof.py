@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from blake3 import blake3
-from support.training import next_process, place
+from support.training import leave, next_process, nudge, place
 from torch import nn
 
 from diloco import DiLoCo
@@ -20,6 +20,7 @@ from diloco.rendezvous.envelope import BadRecordError, frame, unframe, unproven
 from diloco.rendezvous.frames import Contribution, MeanHead, Member, Seal
 from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.proof import UNSIGNED, proof_of
+from diloco.rendezvous.round import Limits
 from diloco.rendezvous.snapshot import Pointer
 from executors.native import RUN_KEY
 from executors.replica import Replica, set_current_replica
@@ -88,6 +89,9 @@ def test_a_record_is_believed_under_its_own_key_alone_and_only_with_the_run_s() 
 # -- who has the key ---------------------------------------------------------------------------------------------------
 
 
+SOON = Limits(takeover_after_s=0.05, grace_s=0.05)
+
+
 def model() -> nn.Module:
     return nn.Linear(2, 2, bias=False)
 
@@ -101,7 +105,11 @@ def model() -> nn.Module:
             f"This run is signed (key {ID}), and this replica has no key: start it through `replicas`, or pass ",
         ),
         (KEY, OTHER, f"This run is signed (key {ID}), and this replica has another one ({key_id(OTHER)}): start it"),
-        (None, KEY, f"This run is not signed, and this replica has a key ({ID}): start it without."),
+        (
+            None,
+            KEY,
+            f"Nothing of this run is proven by this replica's key ({ID}): either it was not launched as a signed",
+        ),
     ],
     ids=["no key", "another key", "not signed"],
 )
@@ -110,7 +118,24 @@ def test_a_replica_without_the_run_s_key_is_refused_by_name(first: bytes, then: 
     DiLoCo(model(), key=first, **place(store, world_size=2)).close()
     next_process()
     with pytest.raises(ContributionError, match=re.escape(said)):
-        DiLoCo(model(), key=then, **place(store, 1, world_size=2))
+        DiLoCo(model(), key=then, _limits=SOON, **place(store, 1, world_size=2))
+
+
+@pytest.mark.parametrize("contract", [{}, {"signed": "deadbeef"}])
+def test_an_agreement_that_is_forged_keeps_nobody_out_whom_a_rotten_one_does_not(contract: dict[str, str]) -> None:
+    store, key = MemoryStore(), "test/diloco/main/snapshot/0"
+    settings: dict[str, Any] = {"key": KEY, "inner_steps": 1, "snapshot_every": 1, "_limits": SOON}
+    first = DiLoCo(model(), **settings, **place(store, world_size=2))
+    for _ in range(3):
+        nudge(first._model_state.model, torch.ones(2, 2))
+        first.step()
+    first._workers.uploads.finish()
+    store.put(key, frame({"contract": contract}, key, UNSIGNED))
+    next_process()
+    with DiLoCo(model(), allow_no_rounds=True, **settings, **place(store, 1, 2)) as second:
+        assert second.rounds == 3
+        assert torch.equal(second.anchor()["weight"], first.anchor()["weight"])
+    leave(first)
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,16 @@ def test_a_round_beside_the_training_holds_it_up_for_as_long_as_it_is_late() -> 
     assert told < scalars(rounds[0])[1].keys()
 
 
+@pytest.mark.parametrize(("part", "beside"), [(1.0, ""), (0.999, "; < 0.1 % more went on beside it")])
+def test_rounds_that_hide_nothing_behind_the_training_are_no_good_news(part: float, beside: str) -> None:
+    subject = SCENES["beside"]()
+    rows = [replace(row, late_s=part * (row.busy_s or 0.0)) for row in subject.metrics.rounds]
+    made = document(replace(subject, metrics=replace(subject.metrics, rows=rows)))
+    tones = {each["text"]: each["tone"] for each in made["in_short"]}
+    assert tones[f"Rounds held the training up for 53 % of the time{beside}."] == "bad"
+    assert [text for text in tones if text.startswith("Replicas waited")] == []
+
+
 def test_a_page_of_rounds_that_moved_nothing_is_written() -> None:
     subject = made_up(Scene(n=2, rounds=10))
     still = [replace(row, up=0, down=0) for row in subject.metrics.rounds]
