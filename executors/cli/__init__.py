@@ -161,6 +161,11 @@ def main() -> int:
                 sys.stdout.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails as well
         return CLOSED_PIPE if is_pipe else FAILED
+    finally:
+        try:
+            sys.stderr.flush()
+        except OSError:  # or the flush at exit would make another exit code of it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     return code
 
 

@@ -126,7 +126,7 @@ def test_a_closed_pipe_is_silent_and_a_full_disk_under_the_output_is_one_error(
     folder: Folder, local: LocalProcessExecutor
 ) -> None:
     def in_shell(command: str) -> tuple[int, str, str]:
-        line = f"{' '.join(COMMAND)} {command}"
+        line = f"unset PYTHONUNBUFFERED; {' '.join(COMMAND)} {command}"  # which hides what is flushed at exit
         done = subprocess.run(["bash", "-c", line], cwd=folder.path, capture_output=True, text=True, check=False)
         return done.returncode, done.stdout, done.stderr
 

@@ -190,14 +190,14 @@ except ImportError as error:
 
 
 def test_a_bucket_in_which_runs_live_is_checked_before_something_is_created_in_it(s3: S3Server) -> None:
-    store = open_store(s3.url("runs"), is_known=True)
-    assert s3.requests(path="/runs/") == []
+    store = open_store(s3.url("checked"), is_known=True)
+    assert s3.requests(path="/checked/") == []
     assert store.put_if_absent("a", b"")
     assert store.put_if_absent("b", b"")
-    assert [row["method"] for row in s3.requests(path="/runs/")] == ["PUT", "PUT", "DELETE", "PUT", "PUT"]
+    assert [row["method"] for row in s3.requests(path="/checked/")] == ["PUT", "PUT", "DELETE", "PUT", "PUT"]
     s3.misbehave(ignores_condition=True)
     with pytest.raises(UnsafeStoreError):
-        open_store(s3.url("runs"), is_known=True).put_if_absent("c", b"")
+        open_store(s3.url("checked"), is_known=True).put_if_absent("c", b"")
 
 
 def test_credentials_are_never_seen(s3: S3Server, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
