@@ -172,11 +172,12 @@ class ModelState:
     ) -> Applied:
         fragment, _, shadow = self._of(entry)
         lost, keeps = None, self._keeps(verdict) or (partly and verdict is Verdict.KEPT)
+        may_tell_lost = shadow.is_held or self._steps_in_place(fragment.index)
         if self._is_final(entry) or not (partly or keeps or verdict is Verdict.COUNTED):
             shadow.take_anchor()  # a planned run ends with one model
         elif keeps:
             shadow.keep_work()
-        elif verdict is Verdict.COUNTED and packed is not None and not self.wire.is_exact:
+        elif verdict is Verdict.COUNTED and packed is not None and not self.wire.is_exact and may_tell_lost:
             sent = decoded(self.wire, [packed.kept], fragment.n_elements, self._block_elements)
             if not shadow.is_held:
                 what_is_lost, block = Lost(), self._block_elements

@@ -209,6 +209,8 @@ class Shadow:
             left += self._anchor[first : first + len(g)]
             for number, part in parts:
                 part.copy_(left[number - first : number - first + part.numel()])
+        if self._kind in ("add", "set"):  # after a reload something is to be merged besides
+            self._take_buffers()
 
     @property
     def is_within_reach(self) -> bool:
