@@ -169,8 +169,13 @@ class Started:
         self._process.send_signal(number)
 
     def ends(self) -> int:
-        """Wait for its end and return the exit code."""
-        return self._process.wait(60)
+        """Wait for its end and return the exit code, as a shell would.
+
+        Who is interrupted in the midst of an `exec` of source, as where a dataclass is imported, is ended by Python by
+        that signal, whatever was to be the exit code. To a shell that is the same.
+        """
+        code = self._process.wait(60)
+        return 128 + signal.SIGINT if code == -signal.SIGINT else code
 
 
 class Terminal:
