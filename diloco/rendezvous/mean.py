@@ -242,7 +242,8 @@ class Reducer:
         if len(contribution.blocks) != entry.layout.n_blocks or contribution.wire != entry.layout.wire.name:
             raise BadInputError(rank, "has a head of another payload")
         key = self._keys.contribution(entry.index, rank)
-        data = self._store.peek(key, start=entry.layout.head_bytes + part.start, size=part.size_bytes)
+        start = entry.layout.head_bytes + part.start
+        data = self._store.peek(key, start=start, size=part.size_bytes, is_copied=True)  # by the reduction
         if data is None:
             raise InputGoneError
         if len(data) != part.size_bytes:

@@ -73,11 +73,14 @@ class PatientStore:
         self.maps = self.streams and not copies
         """Whether what was streamed so can be had again, and takes no memory."""
 
-    def peek(self, key: str, *, start: int = 0, size: int | None = None, moves: bool = True) -> memoryview | None:
+    def peek(
+        self, key: str, *, start: int = 0, size: int | None = None, moves: bool = True, is_copied: bool = False
+    ) -> memoryview | None:
         """Return the object, or None: there is none, or no answer. An object that was cut off gives fewer bytes.
 
         Args:
             moves: count its bytes as read. What this process has streamed is still in this machine's memory.
+            is_copied: it is copied piece by piece before it is proven.
         """
         asked_s = self._clock()
         try:
@@ -89,7 +92,7 @@ class PatientStore:
             self._failed("get", error)
             return None
         self._failing.pop("get", None)
-        if data is not None and self._copies and isinstance(data.obj, mmap):
+        if data is not None and self._copies and not is_copied and isinstance(data.obj, mmap):
             data = memoryview(bytes(data))
         if data is not None and moves:
             with self._counting:

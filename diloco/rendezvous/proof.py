@@ -26,6 +26,9 @@ DIGEST_BYTES = 16
 class Proof(Protocol):
     """How the replicas of a run prove what they write."""
 
+    copies: bool
+    """Whether what is proven has to be copied before: somebody may write to a file that is mapped here."""
+
     def of_head(self, key: str, head: Buffer) -> bytes:
         """Return the 16 bytes that prove the head of an object with this key."""
 
@@ -39,6 +42,8 @@ class Proof(Protocol):
 class Checksums:
     """xxh3_128, which anybody can make."""
 
+    copies = False
+
     def of_head(self, key: str, head: Buffer) -> bytes:
         return xxh3_128_digest(head)
 
@@ -51,6 +56,8 @@ class Checksums:
 
 class Signatures:
     """HMAC-SHA256 of heads, and BLAKE3 of payloads, for which a head vouches: twice as fast as SHA-256 or more."""
+
+    copies = True
 
     def __init__(self, key: bytes) -> None:
         self._key = key

@@ -82,6 +82,8 @@ def weighted_mean(
         place = out[to.start : to.end] if write is None else out[: to.end - to.start]
         writer = BlockWriter(mean_wire, place, n, blocks.proof.hash())
         sources = [source.data[block.start : block.end] for source in inputs]
+        if blocks.proof.copies:
+            sources = [memoryview(bytes(source)) for source in sources]
         hashes = [blocks.proof.hash() for _ in sources]
         for source, digest in zip(sources, hashes, strict=True):
             digest.update(source[: wire.span(n, 0, n).start])

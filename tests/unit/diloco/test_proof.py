@@ -6,8 +6,10 @@ import hashlib
 import hmac
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from blake3 import blake3
@@ -19,9 +21,12 @@ from diloco.errors import ContributionError
 from diloco.rendezvous.envelope import BadRecordError, frame, unframe, unproven
 from diloco.rendezvous.frames import Contribution, MeanHead, Member, Seal
 from diloco.rendezvous.patient_store import PatientStore
-from diloco.rendezvous.proof import UNSIGNED, proof_of
+from diloco.rendezvous.proof import UNSIGNED, Signatures, proof_of
+from diloco.rendezvous.reduction import Blocks, Input, weighted_mean
 from diloco.rendezvous.round import Limits
 from diloco.rendezvous.snapshot import Pointer
+from diloco.wires import FP32, WIRES
+from diloco.wires.wire import Wire
 from executors.native import RUN_KEY
 from executors.replica import Replica, set_current_replica
 from executors.store import MemoryStore, open_store
@@ -220,3 +225,38 @@ def test_a_rank_takes_up_nothing_that_somebody_else_kept_for_it() -> None:
         fields, _, _ = unframe(store.get(key), key, SIGNED)
         store.put(key, frame(fields, key, proof_of(OTHER)))
     assert attempt() == 0.5
+
+
+class Meddling(Signatures):
+    """Somebody writes to the file of an input, mapped here, as soon as any of it was digested."""
+
+    def __init__(self, file: bytearray) -> None:
+        super().__init__(KEY)
+        self._file = file
+
+    def hash(self) -> Any:
+        digest, file = super().hash(), self._file
+
+        class Hash:
+            hexdigest = digest.hexdigest
+
+            def update(self, data: Any) -> None:
+                digest.update(data)
+                file[:] = bytes(len(file))
+
+        return Hash()
+
+
+@pytest.mark.parametrize("wire", [WIRES["fp32"], WIRES["int8"]], ids=["fp32", "int8"])
+def test_what_is_added_is_what_was_proven_though_its_file_is_written_to_meanwhile(wire: Wire) -> None:
+    n, file = 600, bytearray(wire.size(600))
+    wire.encode(np.linspace(1, 2, n, dtype=np.float32), memoryview(file), n, 0)
+    honest, mean = bytes(file), bytearray(FP32.size(n))
+    blocks = Blocks(n, n, wire, FP32, Meddling(file))
+    weighted_mean([Input(0, 1.0, memoryview(file), (SIGNED.digest(honest),))], memoryview(mean), blocks)
+    assert bytes(file) == bytes(len(file)), "this test sees nothing"
+    again = bytearray(FP32.size(n))
+    weighted_mean(
+        [Input(0, 1.0, memoryview(honest), (SIGNED.digest(honest),))], memoryview(again), replace(blocks, proof=SIGNED)
+    )
+    assert mean == again
