@@ -165,8 +165,8 @@ class DiLoCo:
         settings.check()
         settings.warn_of_few_rounds()
         self._model_state = ModelState(model, fragments_, settings, block_elements=limits.block_elements)
-        patience_s, copies = limits.error_patience_s, settings.key is not None
-        patient = PatientStore(place.store, clock=monotonic, error_patience_s=patience_s, copies=copies)
+        patience_s, proof = limits.error_patience_s, proof_of(settings.key)
+        patient = PatientStore(place.store, clock=monotonic, error_patience_s=patience_s, copies=proof.copies)
         keys = Keys(place.run_id, name)
         me = place.identify(patient, keys)
         self._name = (me.nonce, name)
@@ -176,7 +176,7 @@ class DiLoCo:
         self._workers = workers = Workers(patient, watch, who, is_beside=settings.is_beside)
         context = Context(
             store=patient, keys=keys, me=me, training=self._model_state, plan=settings.plan,
-            proof=proof_of(settings.key), origin=place.origin, limits=limits, min_quorum=min_quorum or 1, weight=weight,
+            proof=proof, origin=place.origin, limits=limits, min_quorum=min_quorum or 1, weight=weight,
             snapshot_every=settings.entries_per_snapshot, carry_rounds=carry_rounds, turns=workers.turns,
             background=workers.uploads, map=workers.map, ask=workers.ask,
         )  # fmt: skip
