@@ -48,9 +48,18 @@ class Liaison:
         self._replica = replica
         self._name = name
         self._is_shown = False
+        self._begun_at = 0
 
-    def plan(self, total_steps: int | None, nonce: str) -> None:
-        """Tell how many steps are planned. Of several that are open, the first is what a replica shows."""
+    def plan(self, total_steps: int | None, nonce: str, begun_at: int = 0) -> None:
+        """Report how many steps are planned. If several DiLoCos are open in a replica, the first one is shown.
+
+        Args:
+            total_steps: planned steps, from `begun_at` on; None: not known.
+            nonce: of the replica's claim.
+            begun_at: the step of the trainer at which the run began.
+        """
+        self._begun_at = begun_at
+        total_steps = None if total_steps is None else begun_at + total_steps
         self._is_shown = self._replica is not None and all(nonce != other for other, _ in is_open)
         if self._replica is not None and self._is_shown:
             reported = self._replica.reported
@@ -63,6 +72,15 @@ class Liaison:
         """Report how many rounds there were; nothing before the first: whoever reads it knows that there was none."""
         if self._replica is not None and self._is_shown and rounds:
             self._replica.reported.update(round=rounds, round_s=round(round_s, 3))
+
+    def show_step(self, step: int) -> None:
+        """Report the step that the run is at, as the live table shows it.
+
+        Args:
+            step: counted from the begin of the run.
+        """
+        if self._is_shown and self._replica is not None:
+            self._replica.count_step(self._begun_at + step)
 
     def record(self, reports: Sequence[RoundReport]) -> None:
         """Keep what rounds were with the run."""

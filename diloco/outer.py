@@ -193,7 +193,7 @@ class DiLoCo:
         self._model_state.own_buffers.give(self._attached.kept_buffers())
         self._steps_before, self._kept_period = self._attached.step, self.rounds // settings.entries_per_snapshot
         self._model_state.before_hold = self._keep_if_due
-        self._liaison.plan(None if total_steps is None else _begun_at + total_steps, me.nonce)
+        self._liaison.plan(total_steps, me.nonce, _begun_at)
         is_open[self._name] = self
         self._liaison.show(self.rounds, self._round_s)
 
@@ -364,7 +364,9 @@ class DiLoCo:
             self._liaison.show(self.rounds, self._round_s)
         self._liaison.record(reports)
         self._same_data.check(reports)
-        self._attached.follow(self.inner_step, self._participant.phase.n_steps)
+        step = self.inner_step
+        self._liaison.show_step(step)
+        self._attached.follow(step, self._participant.phase.n_steps)
         return reports
 
     def _keep_if_due(self) -> None:

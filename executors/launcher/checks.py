@@ -14,7 +14,7 @@ from pathlib import Path
 from executors.errors import NO_DIRECTORY, EntrypointError, ReplicasError, StoreError
 from executors.native import RUN_KEY, NativeExecutor, Package, restarts_replicas
 from executors.protocol import ServerlessExecutor
-from executors.replica import CONTRACT, FOR_THE_WORKER, TORCH_DISTRIBUTED
+from executors.replica import CONTRACT, FOR_THE_WORKER, PROCESS_GROUP
 from executors.report.trackers import BUILT_IN, check_tracker
 from executors.run.spread import SpreadExecutor
 from executors.store import open_store
@@ -105,7 +105,7 @@ def check_environment(executor: ServerlessExecutor, request: LaunchRequest) -> N
             "away, and give each replica a key of yours: DiLoCo(key=…)."
         )
     for name in request.env or {}:
-        if name in (*TORCH_DISTRIBUTED, *CONTRACT, *FOR_THE_WORKER, RUN_KEY):
+        if name in (*PROCESS_GROUP, *CONTRACT, *FOR_THE_WORKER, RUN_KEY):
             raise ValueError(f"env cannot set {name!r}: replicas get or lose it themselves, see the README.")
 
 

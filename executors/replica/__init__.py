@@ -60,8 +60,25 @@ FOR_THE_WORKER = (
 NOTICE_S = "REPLICA_NOTICE_S"  # how long a service leaves to what it has told to end; whoever launches may set it
 LOST_AFTER_S = "REPLICA_LOST_AFTER_S"  # how long a rank may be silent until a spare takes it over; likewise
 UNSEEN = nullcontext()
-# A replica is not a member of a torch process group: a leftover of these would make libraries think it is.
-TORCH_DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# A replica is not a member of a process group. Libraries that find one of these variables conclude that it is: they wait
+# for the other members, log and save in the first member alone, or take over signals. Lightning, for example, turns a
+# SIGTERM into a requeue of the Slurm job if SLURM_NTASKS is set. A launcher inside the replica sets its own.
+PROCESS_GROUP = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),  # torchrun
+    *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_NUM_TASKS"),  # sbatch and srun
+    *("SLURM_PROCID", "SLURM_LOCALID"),
+    *("PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # mpirun
+    *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    *("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK"),  # jsrun
+)
+
+
+def leave_process_group() -> None:
+    """Remove the variables that announce a process group from this process's environment."""
+    for name in PROCESS_GROUP:
+        os.environ.pop(name, None)
 
 
 @dataclass
@@ -86,6 +103,10 @@ class Replica:
     """What its task says of the launch; the task's digest vouches for it, where one came with the start. None: it is a
     helper process, or alone."""
     claimed_nonce: str | None = field(default=None, repr=False)
+    counted_step: int | None = field(default=None, repr=False)
+    """The step that a DiLoCo of this process has reached. None: no DiLoCo counts, or the script reports its own steps."""
+    reports_own_steps: bool = field(default=False, repr=False)
+    """Whether the script has called `report(step=…)`. Its steps then replace those that a DiLoCo counts."""
     is_alone: bool = False
     """Whether `replicas` did not start this process: then nothing of it is kept."""
 
@@ -158,8 +179,16 @@ class Replica:
     def report(self, *, step: int | None = None, loss: float | None = None, **numbers: float) -> None:
         """Show progress: in the live table and `status`, and over time in `Run.metrics()`, at most once a second.
 
-        The first two reports after a round are always kept. Costs some microseconds, so it may be called at every step.
-        Call it in the process that runs the entrypoint.
+        The first two reports after a round are always kept. A call takes some microseconds, so it may be made at every
+        step. Call it in the process that runs the entrypoint.
+
+            replica.report(loss=loss.item(), lr=schedule.get_last_lr()[0])
+
+        Args:
+            step: the script's own step. None, the default: the step that `DiLoCo` counts, if there is one. After the
+                first call with a step, the steps of `DiLoCo` are not shown any more.
+            loss: the loss of this step.
+            numbers: any other numbers, by name.
 
         Raises:
             TypeError: a value is not a number.
@@ -170,11 +199,28 @@ class Replica:
             for name, value in named.items()
             if value is not None
         }
+        if step is not None:
+            self.reports_own_steps, self.counted_step = True, None
+            if self.page is not None:
+                self.page.progress(step=reported["step"])
         self.reported.update(reported)
-        if self.page is not None and step is not None:
-            self.page.progress(step=reported["step"])
         if self.recorder is not None and reported:
-            self.recorder.report(reported)
+            # A loss without its step could not be drawn over steps.
+            counted = self.counted_step
+            self.recorder.report(reported if counted is None else {"step": counted, **reported})
+
+    def count_step(self, step: int) -> None:
+        """Show the step that a `DiLoCo` has reached, unless the script reports its own.
+
+        `DiLoCo.step()` calls this, so it writes two variables and asks no clock: it takes less than a microsecond.
+
+        Args:
+            step: the run's step, from 0.
+        """
+        if not self.reports_own_steps:
+            self.counted_step = self.reported["step"] = step
+            if self.page is not None:
+                self.page.step = step
 
     def progress(self, *, kept: bool = False) -> None:
         """Say that the work goes on; `report(step=…)` and `DiLoCo.step()` do so themselves.

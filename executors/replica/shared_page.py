@@ -63,6 +63,8 @@ class SharedPage:
     """When the rank's last `heartbeat.json` was in the store; infinity: there is to be none any more."""
     tick = _Number(TICK)
     """When the rank's main thread last executed bytecode."""
+    step = _Number(STEP)
+    """The step that the rank has reached; nan: it has reported none."""
     mark = _Number(MARK)
     """When the rank last made progress; 0: never."""
     marks = _Number(MARKS)

@@ -31,8 +31,7 @@ def set_environment(replica: Replica, threads: int | None = None) -> None:
     Args:
         threads: how many torch and OpenMP use, unless the user has set `OMP_NUM_THREADS`. None: left alone.
     """
-    for name in environment.TORCH_DISTRIBUTED:
-        os.environ.pop(name, None)
+    environment.leave_process_group()
     contract = (replica.rank, replica.world_size, replica.run_id, replica.attempt, replica.rendezvous)
     os.environ.update(zip(environment.CONTRACT, map(str, contract), strict=True))
     set_current_replica(replica)

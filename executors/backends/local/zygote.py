@@ -25,6 +25,7 @@ from executors.backends.local.rank import become_supervisor
 from executors.backends.local.request import LocalLaunch, adopt, receive, send
 from executors.errors import EntrypointArgumentsError, EntrypointError
 from executors.process import die_with_parent, fork
+from executors.replica import leave_process_group
 from executors.task.arguments import check_call
 from executors.task.entrypoint import load_entrypoint
 
@@ -39,6 +40,7 @@ def serve(descriptor: int, launcher: int, preload: list[str]) -> None:
     wakeup, wakeup_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(wakeup_writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    leave_process_group()  # a preloaded library may read these variables once, when it is imported
     problem = _import_all(preload)
     gc.freeze()  # what is shared with the children stays shared: their collector does not touch it
     private = [connection.fileno(), wakeup, wakeup_writer]
