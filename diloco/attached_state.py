@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from diloco.rendezvous.envelope import BadRecordError, frame, reading, typed, unframe
 from diloco.rendezvous.frames import READ_TRIES
@@ -33,6 +32,7 @@ from diloco.rendezvous.restore import Restored
 from diloco.rendezvous.round import Background
 from diloco.rendezvous.snapshot import DTYPES, decode_part, digest_of, encode_part, parts_of
 from diloco.rendezvous.training_state import Array, Arrays
+from diloco.schedules import check_can_follow, steps_counted, unwrapped
 from executors.errors import StoreError, kind_of
 
 log = logging.getLogger(__name__)
@@ -125,15 +125,13 @@ class AttachedState:
             TypeError: it has no state that can be taken and given back, or one that is more than tensors and JSON.
             ValueError: the name is taken, or a schedule of this optimizer is attached already.
         """
+        thing = unwrapped(thing)
         if name in self._attached:
             raise ValueError(f"Something is attached as {name!r} already.")
         if any(schedule.optimizer is thing for schedule in self._followers.values()):
             raise ValueError(f"Attach {name!r} before its schedule: its state has a learning rate, too.")
-        if follow and not counts_steps(thing):
-            raise TypeError(
-                f"attach_state({name!r}, …, follow=True) takes a learning rate schedule of torch that counts its steps "
-                f"(last_epoch), got a {type(thing).__name__}. Let it be a function of `inner_step` instead."
-            )
+        if follow:
+            check_can_follow(name, thing)
         take, give = _state_calls(name, thing)
         to_arrays(take(), name)
         state, kept_lead = None, 0
@@ -155,7 +153,7 @@ class AttachedState:
         if follow:
             self._followers[name] = thing
             if lead is None:
-                lead = max(0, thing.last_epoch - self._begun_at - (step if self._me.attempt else self._n_steps))
+                lead = max(0, steps_counted(thing) - self._begun_at - (step if self._me.attempt else self._n_steps))
             self._leads[name] = lead if state is None else kept_lead
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected call of", UserWarning)  # before the optimizer's: on purpose
@@ -174,7 +172,7 @@ class AttachedState:
         if n_steps and self.kept is not None:
             self._let_go, self.kept = self.kept.names(), None
         for name, schedule in self._followers.items():
-            for _ in range(schedule.last_epoch, self.count_of(name, step)):
+            for _ in range(steps_counted(schedule), self.count_of(name, step)):
                 schedule.step()
         gap = step - self.step - (n_steps - self._n_steps)
         self.step, self._n_steps = step, n_steps
@@ -307,12 +305,6 @@ def _joined(found: Arrays) -> dict[str, Array]:
         else:
             arrays[name] = array
     return arrays | {name: np.concatenate([parts[n] for n in range(len(parts))]) for name, parts in pieces.items()}
-
-
-def counts_steps(thing: Any) -> bool:
-    """Return whether a thing is a learning rate schedule of torch that can be stepped to a number of steps."""
-    is_stepped_alone = isinstance(thing, LRScheduler) and not isinstance(thing, ReduceLROnPlateau)
-    return is_stepped_alone and isinstance(getattr(thing, "last_epoch", None), int)
 
 
 def _state_calls(name: str, thing: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:

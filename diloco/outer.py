@@ -247,12 +247,15 @@ class DiLoCo:
         Args:
             name: tells apart what is attached; the same in each attempt.
             thing: has `state_dict` and `load_state_dict`, or is a random generator of torch, numpy or Python. Its
-                state is tensors, arrays and JSON; it is stored as safetensors and JSON, never as a pickle.
-            follow: it is a learning rate schedule of torch: DiLoCo steps it as `inner_step` goes, now and at the end of
-                each `step()`. Do not step it yourself, and attach its optimizer first.
+                state is tensors, arrays and JSON; it is stored as safetensors and JSON, never as a pickle. What
+                `accelerator.prepare` returned is unwrapped.
+            follow: True for a learning rate schedule of torch that counts inner steps. DiLoCo then steps it to
+                `inner_step`, now and at the end of each `step()`. Do not step it yourself, and attach its optimizer
+                first. A schedule that counts epochs must not follow.
 
         Raises:
-            TypeError: it is another thing, or its state is; says where. Later it is left out, with a warning.
+            TypeError: it is another thing, or its state is; the message names the place. It cannot follow; the message
+                has the remedy. A state that becomes another thing later is left out, with a warning.
             ValueError: the name is taken, or a schedule that follows was attached before its optimizer.
         """
         self._check_open()

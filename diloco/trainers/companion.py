@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from diloco.attached_state import counts_steps
 from diloco.errors import ContributionError
 from diloco.outer import DiLoCo
 from diloco.rendezvous.envelope import BadRecordError, reading, typed
@@ -25,6 +24,7 @@ from diloco.rendezvous.patient_store import PatientStore, backoff
 from diloco.rendezvous.proof import proof_of
 from diloco.rendezvous.round import Limits, RoundReport
 from diloco.rendezvous.snapshot import Pointer
+from diloco.schedules import counts_steps, steps_counted, unwrapped
 from executors.replica import current_replica
 
 log = logging.getLogger(__name__)
@@ -84,14 +84,15 @@ class Companion:
 
         After a notice the run is again where its last round was, and behind what the schedule has counted.
         """
+        schedule = unwrapped(schedule)
         if not counts_steps(schedule):
             self.diloco.attach_state(name, schedule)
             return
-        self.diloco.attach_state(name, schedule, follow=True, _lead=max(0, schedule.last_epoch - self._of_trainer))
+        self.diloco.attach_state(name, schedule, follow=True, _lead=max(0, steps_counted(schedule) - self._of_trainer))
         kind: Any = type(schedule)
 
         def step(schedule: Any, *args: Any) -> None:
-            if schedule.last_epoch < self.diloco._attached.count_of(name, self.diloco.inner_step):
+            if steps_counted(schedule) < self.diloco._attached.count_of(name, self.diloco.inner_step):
                 kind.step(schedule, *args)
 
         schedule.__class__ = type(kind.__name__, (kind,), {"step": step})  # an attribute would be in its state

@@ -60,9 +60,9 @@ FOR_THE_WORKER = (
 NOTICE_S = "REPLICA_NOTICE_S"  # how long a service leaves to what it has told to end; whoever launches may set it
 LOST_AFTER_S = "REPLICA_LOST_AFTER_S"  # how long a rank may be silent until a spare takes it over; likewise
 UNSEEN = nullcontext()
-# A replica is not a member of a process group. Libraries that find one of these variables conclude that it is: they wait
-# for the other members, log and save in the first member alone, or take over signals. Lightning, for example, turns a
-# SIGTERM into a requeue of the Slurm job if SLURM_NTASKS is set. A launcher inside the replica sets its own.
+# A replica is not a member of a process group. Libraries that find one of these variables conclude that it is: they
+# wait for the other members, log and save in the first member alone, or take over signals. If SLURM_NTASKS is set,
+# Lightning ignores SIGTERM and requeues the Slurm job at SIGUSR1. A launcher inside the replica sets its own variables.
 PROCESS_GROUP = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"),
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),  # torchrun
@@ -104,7 +104,7 @@ class Replica:
     helper process, or alone."""
     claimed_nonce: str | None = field(default=None, repr=False)
     counted_step: int | None = field(default=None, repr=False)
-    """The step that a DiLoCo of this process has reached. None: no DiLoCo counts, or the script reports its own steps."""
+    """The step that a DiLoCo has reached. None: no DiLoCo counts, or the script reports its own steps."""
     reports_own_steps: bool = field(default=False, repr=False)
     """Whether the script has called `report(step=…)`. Its steps then replace those that a DiLoCo counts."""
     is_alone: bool = False

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     CosineAnnealingLR,
+    ExponentialLR,
     LambdaLR,
     LinearLR,
     LRScheduler,
@@ -22,6 +23,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from diloco import DiLoCo
+from diloco.schedules import steps_counted, unwrapped
 from diloco.trainers.companion import Companion
 from executors.store import MemoryStore
 
@@ -32,6 +34,9 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
     "one cycle": lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=STEPS + 1),
     "in turn": lambda optimizer: SequentialLR(
         optimizer, [LinearLR(optimizer, 0.1, total_iters=10), CosineAnnealingLR(optimizer, STEPS - 10)], [10]
+    ),
+    "chained": lambda optimizer: ChainedScheduler(
+        [LinearLR(optimizer, 0.1, total_iters=10), ExponentialLR(optimizer, 0.99)]
     ),
 }
 
@@ -99,7 +104,7 @@ def test_a_schedule_that_follows_is_where_the_run_is_after_coming_back(kind: str
     assert back.diloco.inner_step == 60
     assert back.rate == pytest.approx(rate_at(60, kind))
     back.train_until(70)
-    assert back.diloco.inner_step == back.schedule.last_epoch == 70
+    assert back.diloco.inner_step == steps_counted(back.schedule) == 70
     assert back.rate == pytest.approx(rate_at(70, kind))
     back.end()
 
@@ -163,15 +168,84 @@ def test_what_does_not_follow_is_named_once_with_the_steps_it_lags(caplog: pytes
     back.end()
 
 
-def test_what_cannot_follow_is_refused() -> None:
+def greedy(optimizer: torch.optim.Optimizer) -> Any:
+    """Return a schedule that is stepped by a metric, as transformers has one."""
+    return SimpleNamespace(last_epoch=0, step=lambda metric: None)
+
+
+WRAPPED: dict[str, tuple[Callable[[torch.optim.Optimizer], Any], str]] = {
+    "an optimizer": (lambda optimizer: optimizer, "An optimizer is attached without follow=True"),
+    "plateau": (ReduceLROnPlateau, r"attach it without follow=True, and call its step\(metric\) yourself"),
+    "by a metric": (greedy, r"call its step\(metric\) yourself"),
+    "Lightning's dictionary": (
+        lambda optimizer: {"scheduler": LinearLR(optimizer), "interval": "step"},
+        "got a dict.*Pass its 'scheduler', if that is stepped once per inner step",
+    ),
+    "a user's wrapper": (lambda optimizer: SimpleNamespace(scheduler=LinearLR(optimizer)), "Pass its .scheduler, if"),
+    "timm's": (
+        lambda optimizer: SimpleNamespace(step=lambda epoch: None, step_update=lambda n: None),
+        r"call its step_update\(diloco.inner_step\) after each diloco.step\(\)",
+    ),
+    "a function": (lambda optimizer: lambda step: 0.1, "a function of `diloco.inner_step`"),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_what_cannot_follow_is_refused_with_its_remedy(kind: str) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
-    without_a_count = ChainedScheduler([LinearLR(optimizer), LinearLR(optimizer)])
     diloco = DiLoCo(nn.Linear(1, 1), **place())
-    by_metric = SimpleNamespace(last_epoch=0, step=lambda metric: None)  # as GreedyLR of transformers
-    for thing in (optimizer, ReduceLROnPlateau(optimizer), without_a_count, by_metric, torch.Generator()):
-        with pytest.raises(TypeError, match=r"takes a learning rate schedule of torch that counts its steps"):
-            diloco.attach_state("schedule", thing, follow=True)
+    made, remedy = WRAPPED[kind]
+    with pytest.raises(TypeError, match=rf"takes a learning rate schedule of torch that counts its steps .*{remedy}"):
+        diloco.attach_state("schedule", made(optimizer), follow=True)
+    leave(diloco)
+
+
+def test_an_optimizer_is_attached_before_its_schedule() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
+    diloco = DiLoCo(nn.Linear(1, 1), **place())
     diloco.attach_state("schedule", LinearLR(optimizer), follow=True)
     with pytest.raises(ValueError, match="Attach 'optimizer' before its schedule"):
         diloco.attach_state("optimizer", optimizer)
     leave(diloco)
+
+
+def test_a_schedule_and_an_optimizer_that_accelerate_prepared_follow_the_run_while_gradients_accumulate() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    store, accelerator = MemoryStore(), accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
+
+    def trained(until: int) -> tuple[DiLoCo, Any]:
+        next_process()
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        model, optimizer, schedule = accelerator.prepare(model, optimizer, SCHEDULES["cosine"](optimizer))
+        diloco = DiLoCo(model, inner_steps=4, snapshot_every=1, **PLAIN, **place(store))
+        diloco.attach_state("optimizer", optimizer)
+        diloco.attach_state("schedule", schedule, follow=True)
+        while diloco.inner_step < until:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(1, 2)).sum())
+                optimizer.step()
+                schedule.step()  # as the script had it: it does no harm
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                diloco.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate_at(until, "cosine"))
+        return diloco, optimizer
+
+    first, _ = trained(8)
+    first._workers.uploads.finish()
+    leave(first)
+    second, optimizer = trained(13)
+    steps = {int(state["step"]) for state in optimizer.optimizer.state.values()}
+    assert steps == {13}, "the optimizer's own state came back, too"
+    leave(second)
+
+
+def test_a_prepared_schedule_that_takes_a_step_per_process_is_refused() -> None:
+    pytest.importorskip("accelerate")
+    from accelerate.scheduler import AcceleratedScheduler
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
+    prepared = SimpleNamespace(accelerator_state=SimpleNamespace(num_processes=4))
+    with pytest.raises(TypeError, match=r"takes 4 steps an update.*Do not prepare the schedule"):
+        unwrapped(AcceleratedScheduler(LinearLR(optimizer), prepared))
