@@ -32,7 +32,7 @@ from diloco.rendezvous.restore import Restored
 from diloco.rendezvous.round import Background
 from diloco.rendezvous.snapshot import DTYPES, decode_part, digest_of, encode_part, parts_of
 from diloco.rendezvous.training_state import Array, Arrays
-from diloco.schedules import check_can_follow, steps_counted, unwrapped
+from diloco.schedules import check_can_follow, last_count_of, steps_counted, unwrapped
 from executors.errors import StoreError, kind_of
 
 log = logging.getLogger(__name__)
@@ -106,6 +106,8 @@ class AttachedState:
         """Those that this process had made then."""
         self._missed = 0
         """Steps of the run that what is attached did not take."""
+        self._ended: set[str] = set()
+        """The names of schedules that have reached their own end before the run's."""
         self._left_out: set[str] = set()
         """The names of what has a state by now that cannot be kept."""
 
@@ -172,7 +174,7 @@ class AttachedState:
         if n_steps and self.kept is not None:
             self._let_go, self.kept = self.kept.names(), None
         for name, schedule in self._followers.items():
-            for _ in range(steps_counted(schedule), self.count_of(name, step)):
+            for _ in range(steps_counted(schedule), self._within(name, schedule, self.count_of(name, step))):
                 schedule.step()
         gap = step - self.step - (n_steps - self._n_steps)
         self.step, self._n_steps = step, n_steps
@@ -183,6 +185,22 @@ class AttachedState:
                 "rank %s: DiLoCo %r went on at step %s; what is attached is from step %s",
                 self._me.rank, self._keys.name, now, own,
             )  # fmt: skip
+
+    def _within(self, name: str, schedule: Any, count: int) -> int:
+        """Return a count of steps, or the last one that a schedule has; a warning says where it ends before the run.
+
+        OneCycleLR, alone or inside another schedule, refuses to be stepped beyond its own total.
+        """
+        if (last := last_count_of(schedule)) is None or count <= last:
+            return count
+        if name not in self._ended:
+            self._ended.add(name)
+            warnings.warn(
+                f"The schedule {name!r} ends at step {last}, before the run does: its last learning rate stays. Make "
+                "it as long as total_steps.",
+                stacklevel=6,
+            )
+        return last
 
     def keep(
         self,

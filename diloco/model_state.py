@@ -261,6 +261,11 @@ class ModelState:
             else:
                 set_live(self.model, fragment, anchor - self._mix * progress[index])
 
+    def take_anchor(self) -> None:
+        """Give the live parameters the anchor's values, unless an interrupted outer step has left no whole anchor."""
+        if not self._is_torn:
+            self.resume(None)
+
     def anchor(self) -> dict[str, Tensor]:
         """Return a copy of the anchor, by name."""
         self.check_is_whole()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from time import monotonic
@@ -34,6 +34,7 @@ from diloco.rendezvous.proof import proof_of
 from diloco.rendezvous.round import Context, Limits, RoundReport
 from diloco.same_data import SameData, SameDataMode
 from diloco.settings import Settings, check_wires
+from diloco.training_loop import TrainingLoop
 from diloco.workers import Workers
 from executors.errors import ReplicasError
 from executors.store import Store
@@ -45,11 +46,20 @@ log = logging.getLogger(__name__)
 class DiLoCo:
     """Keeps a model in step with those of the other replicas of a run.
 
-        diloco = DiLoCo(model, inner_steps=500)
-        for batch in batches:
-            loss = model(batch); loss.backward(); optimizer.step(); optimizer.zero_grad()
+        diloco = DiLoCo(model, inner_steps=500, total_steps=20_000)
+        for step in diloco.steps():
+            loss = model(next(batches)); loss.backward(); optimizer.step(); optimizer.zero_grad()
             diloco.step()
         diloco.close()
+        torch.save(model.state_dict(), "model.pt")  # the anchor: the same on every replica
+
+    A loop over epochs begins where the run is, and ends with it:
+
+        for epoch in range(diloco.inner_step // len(loader), epochs):
+            for batch in loader:
+                …; optimizer.step(); diloco.step()
+                if diloco.is_over:
+                    break
 
     The constructor blocks until all agree on the first anchor, which replaces the model's parameters: the first
     replica to publish its own wins. From then on every replica's anchor is the same, bit for bit, after every round.
@@ -193,6 +203,7 @@ class DiLoCo:
         self._model_state.own_buffers.give(self._attached.kept_buffers())
         self._steps_before, self._kept_period = self._attached.step, self.rounds // settings.entries_per_snapshot
         self._model_state.before_hold = self._keep_if_due
+        self._loop = TrainingLoop(self._settings, begins_at=self.inner_step)
         self._liaison.plan(total_steps, me.nonce, _begun_at)
         is_open[self._name] = self
         self._liaison.show(self.rounds, self._round_s)
@@ -219,9 +230,46 @@ class DiLoCo:
         self._check_open()
         self._liaison.progress()
         self._leave_if_asked(after_round=False)
+        if self.is_over:
+            self._undo_step()
+            return None
+        self._loop.step_called()
         reports = self._in_round(self._participant.step)
         self._leave_if_asked(after_round=bool(reports))
         return RoundReport.sum_of(reports) if reports else None
+
+    def steps(self) -> Iterator[int]:
+        """Return an iterator over the steps that this replica still has to make, for the training loop.
+
+            for step in diloco.steps():
+                loss = model(next(batches)).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                diloco.step()
+
+        It begins at `inner_step`, which is not 0 in a replica that came back, and ends when the run has had its last
+        planned round. Each value is the number of the step that the loop is about to make: 0 for the first one of the
+        run. Call `step()` once for each value. Where the run went on without this replica, or has rounds by the
+        clock, a value may be larger than the one before plus 1.
+
+        Raises:
+            DiLoCoError: no end is planned. Give DiLoCo total_steps, or total_rounds with round_seconds. While
+                iterating: the loop does not call `step()`.
+        """
+        self._check_open()
+        if self._settings.plan.total_steps is None:
+            total = "total_steps" if self._settings.round_seconds is None else "total_rounds"
+            raise DiLoCoError(
+                f"steps() ends at the planned end of the run, and no end is planned. Pass {total}=… to DiLoCo, or "
+                "write a loop of your own that calls step()."
+            )
+        return self._loop.steps(self)
+
+    def _undo_step(self) -> None:
+        """Give the model the anchor again: every replica ends with that, and this step belongs to no round."""
+        self._loop.warn_past_the_end(self.inner_step)
+        self._participant.apart(self._model_state.take_anchor)
 
     def sync(self) -> list[RoundReport]:
         """Have a round of every fragment now; all replicas must call it at the same step. Inner steps count from here.
@@ -262,9 +310,14 @@ class DiLoCo:
         self._attached.attach(name, thing, self.inner_step, follow=follow, lead=_lead)
 
     def close(self) -> None:
-        """Apply what is in flight and leave; does not average. Warns of steps in nobody's average. Safe to call again.
+        """Apply what is in flight, give the model the anchor, and leave the run. Safe to call again.
 
-        Raises: DiLoCoError: this replica has trained, and there was no round at all.
+        Afterwards the model holds the same values on every replica: evaluate and save it now. `close()` has no round
+        of its own. It warns of steps that are in nobody's average; the model then no longer contains them. After
+        training without a single round the model keeps its live values.
+
+        Raises:
+            DiLoCoError: this replica has trained, and there was no round at all.
         """
         self._close(in_order=True)
 
@@ -282,6 +335,8 @@ class DiLoCo:
         self._liaison.show(self.rounds, self._round_s)
         if in_order:
             self._workers.uploads.finish()
+            if self.rounds:  # otherwise the anchor is where the run began, and the live values are all there is
+                self._model_state.take_anchor()
             phase, moved, is_alone = self._participant.phase, self._model_state.has_moved, self._participant.is_alone
             self._settings.check_what_was_averaged(
                 phase.n_steps, max(phase.made), self.rounds, moved, is_alone=is_alone
@@ -312,6 +367,14 @@ class DiLoCo:
         """
         phase = self._participant.phase
         return int(phase.run_step) if self._settings.round_seconds is None else self._steps_before + phase.n_steps
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has had its last planned round: True for ever from then on.
+
+        The training loop ends here; `steps()` ends by itself. False where no end is planned.
+        """
+        return self._settings.plan.is_over(self._participant.position)
 
     @property
     def progress(self) -> float:

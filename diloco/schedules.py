@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 from executors.errors import kind_of
 
@@ -66,6 +66,27 @@ def steps_counted(schedule: Any) -> int:
         return steps_counted(schedule._schedulers[-1])
     counted: int = schedule.last_epoch
     return counted
+
+
+def last_count_of(schedule: Any) -> int | None:
+    """Return how many steps a schedule can take at most: OneCycleLR raises an error beyond its own total.
+
+    Args:
+        schedule: one for which `counts_steps` is true.
+
+    Returns:
+        None if the schedule has no end of its own.
+
+        last_count_of(OneCycleLR(optimizer, 0.1, total_steps=100))  # 100
+    """
+    if isinstance(schedule, OneCycleLR):
+        return int(schedule.total_steps)
+    if isinstance(schedule, SequentialLR):  # its last schedule begins at the last milestone
+        last = last_count_of(schedule._schedulers[-1])
+        return None if last is None else last + (schedule._milestones[-1] if schedule._milestones else 0)
+    if isinstance(schedule, ChainedScheduler):
+        return min((last for each in schedule._schedulers if (last := last_count_of(each)) is not None), default=None)
+    return None
 
 
 def check_can_follow(name: str, thing: Any) -> None:

@@ -268,12 +268,11 @@ class Settings:
             )
         if rounds and uncounted:
             total = "total_steps" if self.round_seconds is None else "total_rounds"
-            advice = f"Tell DiLoCo {total}=…, and its last round is at the last step; or call sync()."
-            if self.plan.is_over(rounds):
-                advice = f"They came after the last round of {total}={getattr(self, total)}: a sync() took its place."
             warnings.warn(
                 f"{uncounted} step{'s' * (uncounted > 1)} of this replica since its last round "
-                f"{'are' if uncounted > 1 else 'is'} in nobody's average ({self.when}). {advice}",
+                f"{'are' if uncounted > 1 else 'is'} in nobody's average ({self.when}), and the model no longer "
+                f"contains {'them' if uncounted > 1 else 'it'}. Pass {total}=… to DiLoCo, and the last round is at the "
+                "last step; or call sync() before close().",
                 stacklevel=5,
             )
 

@@ -63,6 +63,7 @@ class Companion:
                 **{"snapshot_every": self._snapshot_every(options), **options},
                 _begun_at=self.begun_at,
             )
+            self.diloco._loop.trust()  # the callbacks set the trainer's own count of steps
         except ContributionError as error:
             if any(planned in str(error) for planned in ("last_entry", "momentum_warmup")):
                 error.add_note(
@@ -100,7 +101,8 @@ class Companion:
 
     def step(self) -> None:
         """Count a step, once everything else has taken its own."""
-        self.last = self.diloco.step() or self.last
+        if not self.is_over:  # a trainer whose run has ended makes one step before it can be told to stop
+            self.last = self.diloco.step() or self.last
 
     @property
     def trainer_step(self) -> int:
@@ -112,8 +114,8 @@ class Companion:
 
     @property
     def is_over(self) -> bool:
-        """Whether all planned steps were made."""
-        return self.total_steps is not None and self.diloco.inner_step >= self.total_steps
+        """Whether the run has ended, as planned or because a replica stopped it."""
+        return self.diloco.is_over
 
     @torch.no_grad()
     def finish(self, *, is_asked_for: bool, keep_model: bool = False) -> None:
@@ -136,9 +138,7 @@ class Companion:
                 "The trainer ended by itself at step %s of %s planned. A checkpoint that is ahead of the run leaves it "
                 "too few epochs: who comes back needs none.", self.trainer_step, self.begun_at + self.total_steps,
             )  # fmt: skip
-        self.diloco.close()  # which merges what is in flight into the model
-        if not keep_model and self.diloco.rounds:
-            best = self.diloco.anchor()
+        self.diloco.close()  # which gives the model the anchor
         for name, values in best.items():
             live[name].copy_(values)
 
