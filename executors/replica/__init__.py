@@ -156,25 +156,45 @@ class Replica:
         source = f"{self.run_id}/{self.rank}/{self.attempt}".encode()
         return int.from_bytes(hashlib.sha256(source).digest()[:4], "big") >> 1
 
-    def shard(self, dataset: Any) -> Any:
-        """Return this replica's share of a data set: every `world_size`th item, or for `datasets` what that splits.
+    def shard(self, dataset: Any, *, equal: bool = False) -> Any:
+        """Return this replica's share of a data set.
 
-        No two of the ranks that were launched have an item in common, and no item is left out; the longest share has
-        one item more than the shortest. A replica that was added or joined later, whose rank is beyond these, gets one
-        share of `rank + 1`: its items are others', too.
+            train = replica.shard(dataset, equal=True)
+            loader = DataLoader(train, batch_size=32, shuffle=True)
+            diloco = DiLoCo(model, total_steps=epochs * len(loader))   # the same number at every replica
+
+        The share has every `world_size`th item. A data set of `datasets` is split as that library splits it. The ranks
+        of the launch have no item in common. The longest share has one item more than the shortest, and no item is left
+        out. With `equal`, all shares are as long as the shortest, and up to `world_size - 1` items are left out.
+
+        A replica that was added later, whose rank is `world_size` or more, gets items that other replicas have, too:
+        one share of `rank + 1`, or with `equal` as many items as the others.
+
+        Each replica must see the data set in the same order. Shuffle the share, and not the data set.
+
+        The share of a data set of torch, or of your own, has the attributes of that data set. Attributes that you set
+        on the share are set on the data set, which makes the items. A share has `dataset` and `indices`, as a `Subset`
+        of torch has them. A list or an array with a value for each item of the data set, such as `targets`, is not
+        available from the share: take `share.dataset.targets[i]` for each `i` of `share.indices`.
 
         Args:
-            dataset: of `datasets` (by its `split_dataset_by_node`); a sequence, an array or a table; anything with
-                `__len__` and `__getitem__`, as a data set of torch; or an iterable, whose other items are read and left
-                out. Each replica must see the same order: shuffle the share, not what it is made of.
+            dataset: a data set of `datasets` or of torch; a list, an array or a table; anything else with `__len__` and
+                `__getitem__`; or an iterable, of which the share reads all items and leaves out those of others.
+            equal: whether all shares have the same number of items, so that numbers of steps that are made of their
+                length are equal, too. An iterable without a length is read in groups of `world_size` items, and a last
+                group that is not whole is left out. Default False.
 
         Raises:
-            TypeError: it is not a data set, or has no order, as a set.
-            ValueError: it has too few items.
+            TypeError: `dataset` is not a data set, or has no order, as a set. Or `equal` is set for a stream of
+                `datasets`, of which nobody knows how many items each share has.
+            ValueError: `dataset` has too few items.
         """
         from executors.replica.shard import share_of
 
-        return share_of(dataset, self.rank, max(self.world_size, self.rank + 1))
+        if not isinstance(equal, bool):
+            raise TypeError(f"shard() takes equal=True or equal=False, got equal={equal!r}.")
+        of = self.world_size if equal else max(self.world_size, self.rank + 1)
+        return share_of(dataset, self.rank, of, equal)
 
     def report(self, *, step: int | None = None, loss: float | None = None, **numbers: float) -> None:
         """Show progress: in the live table and `status`, and over time in `Run.metrics()`, at most once a second.

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from support.cli import HereInstead
 
+from executors import launch
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
@@ -55,6 +57,35 @@ def test_the_commands_train_follow_collect_and_remove_a_run(here: HereInstead) -
     assert "succeeded" in outputs["status"]
     assert (folder / "first-try-results" / "results.json").is_file()
     assert "first-try" not in run(["replicas", "ls"], folder)
+
+
+EQUAL_SHARES = """
+import torch
+from diloco import DiLoCo
+from executors import current_replica
+from torch.utils.data import DataLoader, TensorDataset
+
+def main():
+    replica, dataset, epochs = current_replica(), TensorDataset(torch.randn(65, 1)), 100
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    {block}
+    with diloco:
+        for _ in range(epochs):
+            for (inputs,) in loader:
+                model(inputs).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                diloco.step()
+    return diloco.inner_step
+"""
+
+
+def test_replicas_with_equal_shares_make_as_many_steps_though_the_items_cannot_be_divided(tmp_path: Path) -> None:
+    block = block_with(PYTHON, "equal=True").replace("\n", "\n    ")
+    (tmp_path / "equal_shares.py").write_text(EQUAL_SHARES.format(block=block))
+    with launch("local", f"{tmp_path / 'equal_shares.py'}:main", n=2, timeout=120) as started:
+        assert started.results() == [100, 100]
 
 
 def test_the_smoke_test_of_the_readme_is_the_file_in_examples() -> None:
