@@ -168,8 +168,7 @@ def train(
     reports: list[RoundReport] = []
     with diloco:
         before = evaluate(model, text) if replica.rank == 0 else math.nan
-        while diloco.inner_step < steps:
-            step = diloco.inner_step
+        for step in diloco.steps():
             loss = inner.step(step)
             report = diloco.step()
             if report is not None:

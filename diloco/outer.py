@@ -57,9 +57,9 @@ class DiLoCo:
 
         for epoch in range(diloco.inner_step // len(loader), epochs):
             for batch in loader:
-                …; optimizer.step(); diloco.step()
                 if diloco.is_over:
                     break
+                …; optimizer.step(); diloco.step()
 
     The constructor blocks until all agree on the first anchor, which replaces the model's parameters: the first
     replica to publish its own wins. From then on every replica's anchor is the same, bit for bit, after every round.

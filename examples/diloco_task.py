@@ -20,7 +20,7 @@ def train(steps: int, inner_steps: int) -> dict[str, float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loss = torch.tensor(0.0)
     with DiLoCo(model, inner_steps=inner_steps, total_steps=steps) as diloco:
-        while diloco.inner_step < steps:
+        for _ in diloco.steps():
             inputs = 4 * torch.rand(256, 2, device=device) - 2  # every replica draws its own
             targets = torch.sin(inputs[:, :1]) * torch.cos(inputs[:, 1:])
             loss = (model(inputs) - targets).square().mean()

@@ -36,7 +36,7 @@ def main(steps: int = 400, inner_steps: int = 10) -> dict[str, object]:
         diloco.attach_state("schedule", schedule, follow=True)  # which steps it
         diloco.attach_state("data", loader)
         batches = chain.from_iterable(repeat(loader))
-        while diloco.inner_step < steps:
+        for _ in diloco.steps():
             inputs, targets = next(batches)
             loss = (model(inputs) - targets).square().mean()
             loss.backward()

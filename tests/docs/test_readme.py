@@ -107,3 +107,21 @@ def test_the_files_that_contributors_are_sent_to_exist() -> None:
     paths = [word for word in re.findall(r"`([\w./]+)`", text) if "/" in word]
     assert len(paths) > 15
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_the_loop_over_epochs_ends_with_the_run_and_begins_where_the_run_is() -> None:
+    import torch
+
+    from diloco import DiLoCo
+    from executors.store import MemoryStore
+
+    model = torch.nn.Linear(1, 1)
+    where = {"store": MemoryStore(), "run_id": "epochs", "rank": 0, "world_size": 1}
+    trained: list[int] = []
+    diloco = DiLoCo(model, inner_steps=2, total_steps=10, outer_lr=1.0, outer_momentum=0.0, **where)
+    for _ in range(4):  # as many as an earlier attempt made
+        diloco.step()
+    scope = {"diloco": diloco, "loader": range(4), "epochs": 9, "train_on": trained.append}
+    exec(block_with(PYTHON, "diloco.is_over"), scope)
+    assert (trained, diloco.inner_step, diloco.is_over) == ([0, 1, 2, 3, 0, 1], 10, True)
+    diloco.close()

@@ -47,7 +47,7 @@ def train(
     with DiLoCo(model, inner_steps=inner_steps, total_steps=steps, _limits=limits, **options) as diloco:
         diloco.attach_state("optimizer", optimizer)
         diloco.attach_state("data", data)
-        while diloco.inner_step < steps:
+        for _ in diloco.steps():
             while closed and diloco.rounds >= closed[0]:
                 pass_gate(folder, closed.pop(0))
             for group in optimizer.param_groups:

@@ -123,7 +123,7 @@ def train(rank: int, url: str, test: Connection) -> dict[str, Any]:
     waits, steps = True, INNER_STEPS * ROUNDS
     limits = Limits(grace_s=2.0, takeover_after_s=0.5)
     with DiLoCo(model, inner_steps=INNER_STEPS, total_steps=steps, _limits=limits, **plain, **where) as diloco:
-        while diloco.inner_step < steps:
+        for _ in diloco.steps():
             if waits and diloco.rounds >= GATE:
                 test.recv()
                 waits = False
