@@ -1,0 +1,498 @@
+"""Measures which outer settings suit short runs: makes docs/results/outer_settings.json and the table of the README.
+
+    python examples/measure_outer_settings.py --lines measured.jsonl --write docs/results/outer_settings.json
+    python examples/measure_outer_settings.py --lines measured.jsonl --table   # print the table of finished runs
+
+One process plays all replicas of a run in its memory, with the outer optimizer and the schedule of `DiLoCo`. No time
+goes into rounds, so the whole grid takes about 40 minutes of one core. Each finished run is one line of the file that
+`--lines` names. An interrupted measurement continues where it stopped.
+
+The held-out loss of each run is compared with two bounds of the same number of steps. The upper bound is one replica
+that trains alone. The lower bound is one process that trains on the batches of all replicas, as data-parallel training
+does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import math
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, stack_module_state, vmap
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from diloco import DiLoCo
+from diloco.demo import ByteTransformer, load_text
+from diloco.fragments import Fragment, plan_fragments
+from diloco.outer_optimizer import NesterovSGD
+from diloco.pseudo_gradient import difference, set_live
+from diloco.settings import Settings
+
+Tensors = dict[str, Tensor]
+ALONE, DATA_PARALLEL = "one replica alone", "data-parallel"
+DEFAULTS = "defaults"
+PLAIN = "plain averaging"
+SETTINGS: dict[str, dict[str, Any]] = {
+    DEFAULTS: {},
+    PLAIN: {"outer_lr": 1.0, "outer_momentum": 0.0},
+    "outer_momentum=0.8": {"outer_momentum": 0.8},
+    "outer_lr=1.0, outer_momentum=0.5": {"outer_lr": 1.0, "outer_momentum": 0.5},
+    "no ramp, no final average": {"momentum_warmup": 0, "final_average": False},
+}
+"""The outer settings that are compared, as arguments of `DiLoCo`."""
+OWN_BUFFERS: dict[str, dict[str, Any]] = {
+    f"{name}, sync_buffers=False": {**SETTINGS[name], "sync_buffers": False} for name in (DEFAULTS, PLAIN)
+}
+"""Compared for models with BatchNorm only: other models have no float buffers."""
+GRIDS: dict[int, dict[int, Sequence[int]]] = {
+    2: {5: (10, 20, 40, 60), 10: (10, 20, 40, 60), 50: (10, 20, 40)},
+    4: {10: (20,)},
+}
+"""Numbers of rounds, by number of replicas and inner steps per round."""
+LONG_STEPS = 1000
+"""Runs of more steps come last."""
+SIDE = 12
+"""Height and width of an image, in pixels."""
+CONTEXT = 24
+"""Bytes of text that a model sees."""
+N_IMAGES = 40_000
+N_HELD_OUT = 2048
+
+
+# -- data ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Data:
+    """Examples to learn from, and examples to be judged by."""
+
+    draw: Callable[[int, int, int, torch.Generator], tuple[Tensor, Tensor]]
+    """From rank, number of replicas, batch size and generator: inputs and targets of the rank's own share."""
+    held_out: tuple[Tensor, Tensor]
+
+
+@cache
+def text() -> Data:
+    """Return the sources of Python's standard library, a share for each replica."""
+    loaded = load_text()
+    share = cache(loaded.share)
+    window = torch.arange(CONTEXT + 1)
+
+    def windows(of: Tensor, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        starts = torch.randint(len(of) - CONTEXT, (batch, 1), generator=generator)
+        drawn = of[starts + window].long()
+        return drawn[:, :-1], drawn[:, 1:]
+
+    def draw(rank: int, n: int, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return windows(share(rank, n), batch, generator)
+
+    return Data(draw, windows(loaded.held_out, 384, torch.Generator().manual_seed(1)))
+
+
+GLYPHS = bytes.fromhex(
+    "3E5149453E00427F400042615149462141454B311814127F1027454545393C4A49493001710905033649494936"
+    "064949291E7E1111117E7F494949363E414141227F4141221C7F494949417F090909013E4149497A7F0808087F"
+    "00417F41002040413F017F081422417F404040407F020C027F7F0408107F3E4141413E7F090909063E4151215E"
+    "7F09192946464949493101017F01013F4040403F1F2040201F3F4038403F631408146307087008076151494543"
+)
+"""Digits and capital letters: a byte for each of the 5 columns of 7 pixels, as on old character displays."""
+N_CLASSES = 36
+
+
+def render(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw glyphs that are turned, scaled, slanted and shifted, over a faint second glyph and noise."""
+    columns = torch.tensor(list(GLYPHS)).view(N_CLASSES, 5)
+    bits = (columns[:, None, :] >> torch.arange(7)[None, :, None]) & 1  # (36, 7, 5)
+    glyphs = functional.pad(bits.float(), (4, 3, 3, 2))[:, None]  # (36, 1, 12, 12)
+
+    def uniform(low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.rand(count, generator=generator)
+
+    def placed(labels: Tensor, shift: float) -> Tensor:
+        angle, scale, slant = uniform(-0.25, 0.25), uniform(0.85, 1.15), uniform(-0.2, 0.2)
+        cos, sin = torch.cos(angle) / scale, torch.sin(angle) / scale
+        rows = [cos, slant - sin, uniform(-shift, shift), sin, cos, uniform(-shift, shift)]
+        grid = functional.affine_grid(torch.stack(rows, 1).view(-1, 2, 3), [count, 1, SIDE, SIDE], align_corners=False)
+        return functional.grid_sample(glyphs[labels], grid, align_corners=False)
+
+    labels = torch.randint(N_CLASSES, (count,), generator=generator)
+    others = torch.randint(N_CLASSES, (count,), generator=generator)
+    contrast = uniform(0.7, 1.3)[:, None, None, None]
+    noise = 0.25 * torch.randn(count, 1, SIDE, SIDE, generator=generator)
+    return contrast * placed(labels, 0.17) + 0.2 * placed(others, 0.9) + noise - 0.25, labels
+
+
+@cache
+def images() -> Data:
+    """Return rendered glyphs, a share for each replica."""
+    inputs, labels = render(N_IMAGES, torch.Generator().manual_seed(2))
+
+    def draw(rank: int, n: int, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        chosen = torch.randint(N_IMAGES // n, (batch,), generator=generator) * n + rank
+        return inputs[chosen], labels[chosen]
+
+    return Data(draw, render(N_HELD_OUT, torch.Generator().manual_seed(3)))
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+
+
+class ByteGRU(nn.Module):
+    """Predicts the next byte, with one recurrent layer: the equations of `nn.GRU`, which `vmap` does not know."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.width = width
+        self.embedding = nn.Embedding(256, 3 * width)  # the input's part of the three gates
+        self.recurrent = nn.Linear(width, 3 * width)
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # (batch, time) -> (batch, time, 256)
+        gates = self.embedding(tokens)
+        state, states = gates.new_zeros(len(tokens), self.width), []
+        for of_input in gates.unbind(1):
+            (reset, update, new), of_state = of_input.chunk(3, -1), self.recurrent(state).chunk(3, -1)
+            new = torch.tanh(new + torch.sigmoid(reset + of_state[0]) * of_state[2])
+            state = new + torch.sigmoid(update + of_state[1]) * (state - new)
+            states.append(state)
+        logits: Tensor = self.head(torch.stack(states, 1))
+        return logits
+
+
+def convolutional(norm: Callable[[int], nn.Module]) -> nn.Module:
+    """Return a network of three convolutions, each with its norm."""
+    layers: list[nn.Module] = []
+    for inside, outside in ((1, 8), (8, 16), (16, 32)):
+        layers += [nn.Conv2d(inside, outside, 3, padding=1, bias=False), norm(outside), nn.ReLU(), nn.MaxPool2d(2)]
+    layers[-1] = nn.AdaptiveAvgPool2d(1)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32, N_CLASSES))
+
+
+def adamw(parameters: Iterable[nn.Parameter], rate: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, rate, fused=True)
+
+
+def sgd(parameters: Iterable[nn.Parameter], rate: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, rate, momentum=0.9, weight_decay=5e-4, fused=True)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, its data, and how one replica trains it."""
+
+    model: Callable[[], nn.Module]
+    data: Callable[[], Data]
+    optimizer: Callable[[Iterable[nn.Parameter], float], torch.optim.Optimizer]
+    rate: float
+    """The inner learning rate at its highest."""
+    batch: int
+    """Examples of each replica's step."""
+
+
+TASKS: dict[str, Task] = {
+    "transformer": Task(partial(ByteTransformer, 32, 1, 2, CONTEXT), text, adamw, 1e-2, 8),
+    "GRU": Task(ByteGRU, text, adamw, 1e-2, 8),
+    "ConvNet, BatchNorm, SGD": Task(partial(convolutional, nn.BatchNorm2d), images, sgd, 0.1, 16),
+    "ConvNet, BatchNorm, AdamW": Task(partial(convolutional, nn.BatchNorm2d), images, adamw, 1e-2, 16),
+    "ConvNet, GroupNorm, AdamW": Task(partial(convolutional, partial(nn.GroupNorm, 4)), images, adamw, 1e-2, 16),
+}
+
+
+class Inner:
+    """The inner steps of many models at once: a warm-up, and a cosine down to a tenth of the learning rate.
+
+    The models are stacked, so that one operation serves all of them: they are too small to keep a processor busy one
+    by one. The stack is the memory of the models. A change of a model is a change of the stack.
+    """
+
+    def __init__(self, task: Task, models: Sequence[nn.Module], *, steps: int) -> None:
+        self._task, self._steps = task, steps
+        self._shape = deepcopy(models[0]).to("meta")
+        self._parameters, self._buffers = stack_module_state(list(models))
+        for index, model in enumerate(models):
+            for name, parameter in model.named_parameters():
+                parameter.data = self._parameters[name].data[index]
+            for name, buffer in model.named_buffers():
+                buffer.data = self._buffers[name][index]
+        self._optimizer = task.optimizer(self._parameters.values(), task.rate)
+
+    def step(self, step: int, batches: Sequence[tuple[Tensor, Tensor]], joined: slice = slice(0)) -> None:
+        """Take one step of each model.
+
+        Args:
+            step: its number, counted from 0.
+            batches: inputs and targets of each model.
+            joined: the models that average their gradients, as in data-parallel training; default: none.
+        """
+        warm_up = max(1, min(40, self._steps // 5))
+        decay = 0.55 + 0.45 * math.cos(math.pi * step / self._steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._task.rate * min(1.0, (step + 1) / warm_up) * decay
+        inputs, targets = (torch.stack(part) for part in zip(*batches, strict=True))
+        with sdpa_kernel(SDPBackend.MATH):  # `vmap` calls the other kernels for one model after the other
+            losses = vmap(self._loss)(self._parameters, self._buffers, inputs, targets)
+            losses.sum().backward()  # type: ignore[no-untyped-call]
+        for parameter in self._parameters.values():
+            assert parameter.grad is not None
+            if len(gradients := parameter.grad[joined]):
+                gradients[:] = gradients.mean(0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _loss(self, parameters: Tensors, buffers: Tensors, inputs: Tensor, targets: Tensor) -> Tensor:
+        return loss_of(functional_call(self._shape, (parameters, buffers), (inputs,)), targets)
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, data: Data) -> float:
+    """Return the mean loss over the held-out examples, with running statistics where the model has some."""
+    model.eval()
+    inputs, targets = data.held_out
+    loss = loss_of(model(inputs), targets).item()
+    model.train()
+    return loss
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    return any(isinstance(module, _BatchNorm) and module.track_running_stats for module in model.modules())
+
+
+@torch.no_grad()
+def with_new_statistics(model: nn.Module, task: Task) -> nn.Module:
+    """Return a copy of a model whose running statistics are those of 1024 examples of the training data."""
+    renewed = deepcopy(model).train()
+    for module in renewed.modules():
+        if isinstance(module, _BatchNorm):
+            module.momentum = 1.0  # the statistics of one large batch replace the old ones
+    renewed(task.data().draw(0, 1, 1024, torch.Generator().manual_seed(4))[0])
+    return renewed
+
+
+# -- training together -------------------------------------------------------------------------------------------------
+
+
+def settings_of(given: Mapping[str, Any], *, inner_steps: int, rounds: int, n: int) -> Settings:
+    """Return the checked settings that `DiLoCo` has with these arguments, its own defaults included."""
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(DiLoCo.__init__).parameters.items()
+        if parameter.default is not inspect.Parameter.empty
+    }
+    found = {"inner_steps": inner_steps, "total_steps": inner_steps * rounds, "n_fragments": 1}
+    settings = Settings.of({**defaults, **given}, **found, world_size=n, rank=0)
+    settings.check()
+    return settings
+
+
+class Together:
+    """Replicas that average in memory: the arithmetic of `DiLoCo` for one fragment over wire="fp32"."""
+
+    def __init__(self, models: Sequence[nn.Module], settings: Settings, *, sync_buffers: bool | None = None) -> None:
+        self._models = models
+        (self._fragment,) = plan_fragments(models[0], 1, sync_buffers=sync_buffers)
+        state = models[0].state_dict()
+        self.anchor = torch.cat([state[slot.name].detach().reshape(-1).float() for slot in self._fragment.slots])
+        self._outer = NesterovSGD(self._fragment, self.anchor, settings.schedule)
+        for model in models:
+            set_live(model, self._fragment, self.anchor)
+
+    @property
+    def fragment(self) -> Fragment:
+        """Where each tensor is in the anchor."""
+        return self._fragment
+
+    @torch.no_grad()
+    def round(self, entry: int) -> None:
+        """Average the pseudo-gradients of all, step the anchor, and give it to all."""
+        weight, delta, mean = np.float32(1 / len(self._models)), torch.empty_like(self.anchor), None
+        for model in self._models:
+            difference(model, self._fragment, self.anchor, delta)
+            # Each product and each sum is rounded by itself, in the order of the ranks, as the product does it.
+            product = delta.numpy() * weight
+            mean = product if mean is None else mean + product
+        assert mean is not None
+        self._outer.step(entry, iter([(0, mean)]))
+        for model in self._models:
+            set_live(model, self._fragment, self.anchor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A point of the grid: trainings that differ in their outer settings only."""
+
+    task: str
+    n: int
+    inner_steps: int
+    rounds: int
+    seed: int
+
+    @property
+    def steps(self) -> int:
+        return self.inner_steps * self.rounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A point of the grid, and what came of each setting."""
+
+    point: Point
+    losses: dict[str, float]
+    """Held-out losses in nats, by setting."""
+    with_new_statistics: dict[str, float]
+    """The same after the running statistics of each BatchNorm were computed again, where the model has some."""
+    seconds: float
+
+    def line(self) -> str:
+        named = asdict(self)
+        return json.dumps({**named.pop("point"), **named})
+
+    @classmethod
+    def of(cls, line: str) -> Measured:
+        named = json.loads(line)
+        point = Point(**{name: named.pop(name) for name in Point.__dataclass_fields__})
+        return cls(point=point, **named)
+
+
+def settings_for(task: Task) -> dict[str, dict[str, Any]]:
+    """Return the settings to compare for a task, by name."""
+    return {**SETTINGS, **(OWN_BUFFERS if has_batch_norm(task.model()) else {})}
+
+
+def measure(point: Point) -> Measured:
+    """Train with all settings on the same batches, and return the held-out losses at the end."""
+    torch.set_num_threads(1)
+    began, task, n = time.monotonic(), TASKS[point.task], point.n
+    names = [DATA_PARALLEL, *settings_for(task)]
+    ranks = [*range(n)] * len(names) + [0]  # the last one is the replica alone
+    torch.manual_seed(point.seed)
+    models = [task.model()]
+    models += [deepcopy(models[0]) for _ in ranks[1:]]
+    of_setting = {name: models[n * index : n * (index + 1)] for index, name in enumerate(names)}
+    inner = Inner(task, models, steps=point.steps)
+    groups = []
+    for name, given in settings_for(task).items():
+        settings = settings_of(given, inner_steps=point.inner_steps, rounds=point.rounds, n=n)
+        groups.append(Together(of_setting[name], settings, sync_buffers=given.get("sync_buffers")))
+    generators = [torch.Generator().manual_seed(1000 * point.seed + rank) for rank in range(n)]
+    for step in range(point.steps):
+        drawn = [task.data().draw(rank, n, task.batch, generators[rank]) for rank in range(n)]
+        inner.step(step, [drawn[rank] for rank in ranks], joined=slice(n))
+        if (step + 1) % point.inner_steps == 0:
+            for group in groups:
+                group.round(step // point.inner_steps)
+    ends = {ALONE: models[-1], **{name: of_setting[name][0] for name in names}}
+    renewed = {}
+    if has_batch_norm(models[0]):
+        renewed = {name: evaluate(with_new_statistics(end, task), task.data()) for name, end in ends.items()}
+    losses = {name: evaluate(end, task.data()) for name, end in ends.items()}
+    seconds = round(time.monotonic() - began, 1)
+    return Measured(point=point, losses=losses, with_new_statistics=renewed, seconds=seconds)
+
+
+def grid(seeds: int, tasks: Sequence[str]) -> list[Point]:
+    """Return the points of the grid: those of the longest runs last, else seed by seed and short runs first."""
+    points = [
+        Point(task=task, n=n, inner_steps=inner_steps, rounds=rounds, seed=seed)
+        for n, by_inner_steps in GRIDS.items()
+        for inner_steps, all_rounds in by_inner_steps.items()
+        for rounds in all_rounds
+        for seed in range(seeds)
+        for task in tasks
+    ]
+    return sorted(points, key=lambda point: (point.steps > LONG_STEPS, point.seed, point.n * point.steps))
+
+
+def read_lines(path: Path) -> list[Measured]:
+    """Return the finished points of a file of lines. A last line that was not written to its end is left out."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [Measured.of(line) for line in lines if line.endswith("\n")]
+
+
+def begin_line(path: Path) -> None:
+    """Remove a last line that was not written to its end, so that the next one begins on a line of its own."""
+    written = path.read_text() if path.exists() else ""
+    path.write_text(written[: written.rfind("\n") + 1])
+
+
+def read_results(path: Path) -> list[Measured]:
+    """Return the points of a file that `write_results` wrote."""
+    return [Measured.of(json.dumps(point)) for point in json.loads(path.read_text())["points"]]
+
+
+def write_results(path: Path, measured: Iterable[Measured]) -> None:
+    """Write all points with how they were measured; a line for each point, in the order of the grid."""
+    ordered = sorted(measured, key=lambda one: tuple(asdict(one.point).values()))
+    about = {
+        "about": "Held-out losses (nats) of short runs from a random start, by outer settings. Lower is better.",
+        "command": f"python examples/{Path(__file__).name} --lines measured.jsonl --write docs/results/{path.name}",
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "machine": platform.machine(),
+        },
+        "settings": {**SETTINGS, **OWN_BUFFERS},
+        "tasks": {
+            name: {
+                "parameters": sum(p.numel() for p in task.model().parameters()),
+                "inner_optimizer": task.optimizer.__name__,
+                "inner_lr": task.rate,
+                "batch": task.batch,
+                "data": task.data.__name__,
+            }
+            for name, task in TASKS.items()
+        },
+        "text": f"bytes of the sources of Python's standard library, {CONTEXT} in a row",
+        "images": f"{N_IMAGES} rendered digits and capital letters of {SIDE} x {SIDE} pixels with noise",
+        "inner_schedule": "warm-up over min(40, steps / 5) steps, then a cosine to a tenth",
+        "with_new_statistics": "the loss after the running statistics were computed again from 1024 training examples",
+    }
+    head = json.dumps(about, indent=1).removesuffix("\n}")
+    points = ",\n".join(f"  {one.line()}" for one in ordered)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'{head},\n "points": [\n{points}\n ]\n}}\n')
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Compare outer settings by the loss that short runs end with.")
+    parser.add_argument("--lines", type=Path, required=True, metavar="FILE", help="finished runs, one JSON line each")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write all results there, with how they were made")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 0 to N - 1; 3")
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS), help="all")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="1")
+    chosen = parser.parse_args(arguments)
+    begin_line(chosen.lines)
+    done = {one.point for one in read_lines(chosen.lines)}
+    points = [point for point in grid(chosen.seeds, chosen.tasks) if point not in done]
+    print(f"{len(done)} points are finished, {len(points)} are left.", file=sys.stderr, flush=True)
+    with chosen.lines.open("a") as lines, ProcessPoolExecutor(chosen.processes, get_context("spawn")) as pool:
+        for future in as_completed([pool.submit(measure, point) for point in points]):
+            lines.write(future.result().line() + "\n")
+            lines.flush()
+    if chosen.write is not None:
+        write_results(chosen.write, read_lines(chosen.lines))
+
+
+if __name__ == "__main__":
+    main()
