@@ -12,6 +12,7 @@ so is the model that `train()` leaves.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import math
 import os
@@ -20,12 +21,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torch.utils.data import IterableDataset
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from diloco.errors import DuplicateWorkError
 from diloco.same_data import ADVICE
 from diloco.trainers.companion import Companion, check_options
 from diloco.trainers.data_position import DataPosition
+from executors.errors import kind_of
 from executors.replica import Replica, current_replica, find_replica
 
 A = TypeVar("A", bound=TrainingArguments)
@@ -47,16 +49,34 @@ SEEDS_APART = 10_007
 def replica_arguments(args: A) -> A:
     """Return a replica's own copy of the arguments: another order of the data, another folder, another name.
 
-    Pass it to `Trainer` in the place of `args`. With `push_to_hub` rank 0 alone pushes, to the repository that `args`
-    names. Outside a replica nothing is changed. No argument gives a stream another order: train on
-    `current_replica().shard(dataset)`.
+    Pass the copy to `Trainer` instead of `args`, and use it wherever the script uses `args`. The copy has the class of
+    `args`, which may be a subclass of TrainingArguments, as TRL's SFTConfig. No argument gives a stream another order:
+    train on `current_replica().shard(dataset)`.
+
+        args = replica_arguments(TrainingArguments("out", max_steps=4000))  # writes to out/0, out/1, …
+
+    With `push_to_hub`, rank 0 alone pushes, to the repository that `args` names. On the other ranks `push_to_hub` is
+    then False in `args` itself, too, because scripts end by `if args.push_to_hub: trainer.push_to_hub()`.
+
+    Args:
+        args: the arguments of the script. In a process that is not a replica, the copy equals them.
+
+    Raises:
+        TypeError: `args` is not TrainingArguments.
     """
+    if not isinstance(args, TrainingArguments):
+        raise TypeError(
+            f"replica_arguments(…) takes TrainingArguments, or a subclass as TRL's SFTConfig, got {kind_of(args)}."
+        )
     own, replica = copy.copy(args), find_replica()
     if replica is not None:
         folder = args.output_dir or "trainer_output"
         own.output_dir = os.path.join(folder, str(replica.rank))
+        if getattr(args, "logging_dir", None):  # transformers 4 made one of output_dir when args were made
+            own.logging_dir = os.path.join(args.logging_dir, str(replica.rank))
         own.hub_model_id = args.hub_model_id or Path(folder).absolute().name  # else it would be the rank
-        own.push_to_hub = args.push_to_hub and replica.rank == 0
+        if replica.rank != 0:
+            own.push_to_hub = args.push_to_hub = False
         own.run_name = f"{args.run_name or replica.run_id}-{replica.rank}"
         own.data_seed = (args.seed if args.data_seed is None else args.data_seed) + SEEDS_APART * replica.rank
         own.seed = args.seed + SEEDS_APART * replica.rank
@@ -114,6 +134,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
             )
         if problem := _problem_of(args):
             raise ValueError(problem)
+        if replica.rank != 0:
+            _leave_pushes_to_rank_0()
         self._folder = OwnFolder(Path(args.output_dir), replica)
         self._folder.check()
         # A rank that was added is beyond the world_size of the launch, which may be 1.
@@ -195,7 +217,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         if state.log_history:
             state.log_history[-1].update(logs)
         numbers = {name: value for name, value in logs.items() if type(value) in (int, float)}
-        current_replica().report(**{**numbers, "step": state.global_step})
+        current_replica().report(**numbers)  # with the step that DiLoCo counts, which is the trainer's
 
     def _mend_means(self, logs: dict[str, Any], step: int) -> None:
         """Let means be those of this replica's steps: the trainer divides by the run's, made while it was away, too."""
@@ -239,6 +261,26 @@ def _problem_of(args: TrainingArguments) -> str | None:
     if args.auto_find_batch_size:
         return "DiLoCoCallback needs a batch size that stays: auto_find_batch_size=False."
     return None
+
+
+@functools.cache  # once in a process
+def _leave_pushes_to_rank_0() -> None:
+    """Let `trainer.push_to_hub()` do nothing in this process, for trainers that have a DiLoCoCallback.
+
+    Scripts call it at their end, on each replica. All would push the same model to one repository at the same time, and
+    all but one commit would fail. A callback can neither reach its trainer nor keep it from pushing, so the method of
+    the class is replaced. That happens in processes of replicas other than rank 0 alone.
+    """
+    push_to_hub = Trainer.push_to_hub
+
+    @functools.wraps(push_to_hub)
+    def pushed_by_rank_0(trainer: Any, *args: Any, **options: Any) -> Any:
+        if not any(isinstance(each, DiLoCoCallback) for each in trainer.callback_handler.callbacks):
+            return push_to_hub(trainer, *args, **options)
+        log.warning("rank %s: push_to_hub() is left to rank 0, which has the same model.", current_replica().rank)
+        return None
+
+    Trainer.push_to_hub = pushed_by_rank_0
 
 
 class OwnFolder:

@@ -117,7 +117,8 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         numbers: dict[str, Any] = {}
         if companion.last is not None and companion.last is not before:
             numbers = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
-        current_replica().report(**{**numbers, "step": companion.trainer_step})
+        if numbers:
+            current_replica().report(**numbers)  # with the step that DiLoCo counts, which is the trainer's
         if companion.is_over:
             trainer.should_stop = True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +44,35 @@ def test_rank_0_alone_pushes_and_to_the_repository_that_was_asked_for(asked: str
         own.append(replica_arguments(args))
     assert [each.push_to_hub for each in own] == [True, False]
     assert {each.hub_model_id for each in own} == {asked or "model"}
+
+
+@dataclasses.dataclass
+class Config(transformers.TrainingArguments):  # type: ignore[misc, name-defined]
+    """Arguments as TRL has them: a subclass with fields of its own."""
+
+    max_length: int = 1024
+
+
+def test_the_arguments_of_a_subclass_keep_their_class_and_fields() -> None:
+    set_current_replica(Replica(1, 2, "run", 0, "memory://hf"))
+    own = replica_arguments(Config("out", max_length=8, use_cpu=True))
+    assert (type(own), own.max_length, own.output_dir) == (Config, 8, "out/1")
+
+
+def test_what_is_no_training_arguments_is_refused_by_its_kind() -> None:
+    with pytest.raises(TypeError, match=r"takes TrainingArguments, or a subclass as TRL's SFTConfig, got a dict\."):
+        replica_arguments({"output_dir": "out"})  # type: ignore[type-var]
+
+
+def test_a_script_that_asks_its_own_arguments_at_the_end_pushes_from_rank_0_alone() -> None:
+    """`Trainer(model, replica_arguments(args))`, and at the end `if args.push_to_hub: trainer.push_to_hub()`."""
+    asked = []
+    for rank in (0, 1, 2):
+        args = transformers.TrainingArguments("somewhere/model", push_to_hub=True, use_cpu=True)
+        set_current_replica(Replica(rank, 3, "run", 0, "memory://hf"))
+        replica_arguments(args)
+        asked.append(args.push_to_hub)
+    assert asked == [True, False, False]
 
 
 def test_two_replicas_in_one_folder_are_refused_both_and_told_of_their_own(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from executors.report.root_cause import MAX_CHARACTERS
 from executors.store import MemoryStore
 
 transformers = pytest.importorskip("transformers", reason="pip install 'serverless-replicas[hf-trainer]'")
+from diloco.trainers import hf  # noqa: E402
 from diloco.trainers.companion import Companion  # noqa: E402
 from diloco.trainers.hf import OWN_ORDER, DiLoCoCallback, replica_arguments  # noqa: E402
 
@@ -81,6 +82,24 @@ def test_a_tracker_that_was_put_behind_gets_rounds_and_means_of_the_replicas_own
     assert "diloco/round" in tracker.rows[-1]
     for told, kept in zip(tracker.rows, back.state.log_history, strict=True):
         assert told == {name: value for name, value in kept.items() if name in told}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_script_that_pushes_at_its_end_pushes_from_rank_0_alone(
+    tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pushed = []
+    monkeypatch.setattr(transformers.Trainer, "push_to_hub", lambda trainer, message: pushed.append(message))
+    hf._leave_pushes_to_rank_0.cache_clear()
+    set_current_replica(Replica(rank, 2, "another", 0, "memory://hf"))
+    one = trainer(tmp_path, MemoryStore())
+    one.train()
+    one.push_to_hub("the end")
+    assert pushed == (["the end"] if rank == 0 else [])
+    assert ("push_to_hub() is left to rank 0" in caplog.text) == (rank != 0)
+    transformers.Trainer(Model(), arguments(tmp_path / "another")).push_to_hub("of no run")
+    assert pushed[-1] == "of no run"
+    hf._leave_pushes_to_rank_0.cache_clear()
 
 
 def test_the_best_model_stays_where_the_trainer_was_told_to_load_it(tmp_path: Path) -> None:
