@@ -3,20 +3,29 @@
     trainer = Trainer(max_steps=4000, callbacks=[DiLoCoCallback(inner_steps=100)])
     trainer.fit(module, DataLoader(current_replica().shard(dataset)))
 
-Give each replica its own data, and its own `default_root_dir` where they share a file system.
+Give each replica its own data. Logs and checkpoints are in a folder for each rank: `default_root_dir/0`, …
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
+import os
+import socket
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from diloco.trainers.companion import Companion, check_options
 from diloco.trainers.data_position import DataPosition
-from executors.replica import current_replica
+from executors.replica import current_replica, find_replica
+
+log = logging.getLogger(__name__)
 
 
 class DiLoCoCallback(Callback):  # type: ignore[misc]
@@ -27,6 +36,9 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
     loads a stream, of which Lightning has fetched one more; else as many batches of the epoch are left out as were
     seen. A `ckpt_path` is where a run begins; who comes back may be given it again, and goes on where the run is. When
     training ends, the module is the anchor.
+
+    Each replica has folders of its own: the rank is added to `default_root_dir`, to the `save_dir` of a CSVLogger and a
+    TensorBoardLogger, and to the `dirpath` of a ModelCheckpoint. `ModelCheckpoint.best_model_path` has the whole path.
 
     Args:
         inner_steps: batches with a step of the optimizer from one round to the next.
@@ -42,11 +54,20 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         self._data = DataPosition()
         self._step = 0
         """The trainer's, after the newest batch."""
+        self._folders: OwnFolders | None = None
 
     @property
     def diloco(self) -> Any:
         """The `DiLoCo`, once training has begun."""
         return None if self._companion is None else self._companion.diloco
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._folders is None and (replica := find_replica()) is not None:
+            self._folders = OwnFolders(trainer, replica.rank)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._folders is not None:
+            self._folders.remove_unused()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.world_size != 1 or not isinstance(trainer.strategy, SingleDeviceStrategy):
@@ -136,3 +157,64 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
         """Return anchor, outer state and position, for whoever reads a checkpoint: a training begins with its model."""
         return {} if self._companion is None else {"diloco": self._companion.diloco.state_dict()}
+
+
+class OwnFolders:
+    """Folders of logs and checkpoints that no other replica writes to.
+
+    A logger of Lightning chooses its folder `version_N` by a listing. Replicas that start together choose the same N.
+    So the rank becomes part of each path, which needs no agreement. Lightning makes the loggers' folders before the
+    first hook of a callback: these stay empty, and are removed at the end.
+
+    Args:
+        trainer: its loggers and checkpoint callbacks are changed.
+        rank: of this replica.
+    """
+
+    def __init__(self, trainer: Trainer, rank: int) -> None:
+        self._rank = rank
+        self._unused: list[Path] = []
+        trainer._default_root_dir = self._own(trainer.default_root_dir)
+        for logger in trainer.loggers:
+            if isinstance(logger, (CSVLogger, TensorBoardLogger)):
+                self._move(logger)
+            elif not type(logger).__module__.startswith("lightning.") and (logger.save_dir or logger.log_dir):
+                # Lightning's others (wandb, mlflow, …) begin a run of their own in each process.
+                log.warning(
+                    "rank %s: %s may write to %r in each replica. Give each its own folder, by current_replica().rank.",
+                    rank, type(logger).__name__, logger.save_dir or logger.log_dir,
+                )  # fmt: skip
+        for each in trainer.callbacks:
+            if isinstance(each, Checkpoint) and getattr(each, "dirpath", None) is not None:
+                each.dirpath = self._own(each.dirpath)
+
+    def _own(self, folder: str | os.PathLike[str]) -> str:
+        """Return a folder of this rank's own, below a folder or equal to it.
+
+        It is equal where the script has added the rank itself, as the last part of the path.
+        """
+        path = os.fspath(folder)
+        return path if os.path.basename(os.path.normpath(path)) == str(self._rank) else f"{path}/{self._rank}"
+
+    def _move(self, logger: Any) -> None:
+        """Let a logger write to a folder of this rank's own, as if it had been made with that folder."""
+        if os.path.isdir(logger.log_dir):  # else it is in a bucket, or not made yet
+            self._unused.append(Path(logger.log_dir))
+        if logger._experiment is not None and isinstance(logger, TensorBoardLogger):
+            logger._experiment.close()
+            with contextlib.suppress(OSError):  # another part of the script has begun to write to it
+                for file in Path(logger.log_dir).glob(f"events.*.{socket.gethostname()}.{os.getpid()}.*"):
+                    file.unlink()
+        logger._experiment = None
+        logger._root_dir = self._own(logger._root_dir)
+        if isinstance(logger, CSVLogger):
+            logger._save_dir = self._own(logger._save_dir)
+        if isinstance(logger.version, int) and os.path.isdir(logger.log_dir):  # of an earlier attempt
+            logger._version = logger._get_next_version()
+
+    def remove_unused(self) -> None:
+        """Remove the folders that loggers made before they were moved, as far as they are empty."""
+        for folder in self._unused:
+            for each in (folder, folder.parent):
+                with contextlib.suppress(OSError):  # not empty, or removed by another replica
+                    each.rmdir()

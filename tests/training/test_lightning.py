@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from support.training import next_process, place
 from torch import nn
 
 from diloco.errors import DiLoCoError
-from executors.replica import Replica, set_current_replica
+from executors.replica import Replica, leave_process_group, set_current_replica
 from executors.replica.shared_page import SharedPage
 from executors.store import MemoryStore
 
@@ -223,7 +224,7 @@ def test_a_rank_that_comes_back_with_its_checkpoint_of_a_later_epoch_trains_to_t
     fit(store, plain_loader(), dies_at=29, also=[keeper], **more)
     next_process()
     set_current_replica(replica_of("another", 1))
-    ours, _, trainer = fit(store, plain_loader(), ckpt_path=tmp_path / "it.ckpt", **more)
+    ours, _, trainer = fit(store, plain_loader(), ckpt_path=tmp_path / "0/it.ckpt", **more)
     assert trainer.global_step == ours.diloco.inner_step == 39
 
 
@@ -247,8 +248,8 @@ def test_a_training_after_another_in_one_replica_takes_a_name_of_its_own(tmp_pat
     keeper = lightning.callbacks.ModelCheckpoint(tmp_path, filename="it", every_n_train_steps=10)
     _, died, _ = fit(None, plain_loader(), dies_at=11, folder=tmp_path, also=[keeper])
     with pytest.raises(DiLoCoError, match="named 'main' of this replica has left"):
-        fit(None, plain_loader(), folder=tmp_path, ckpt_path=tmp_path / "it.ckpt")
-    ours, back, trainer = fit(None, plain_loader(), folder=tmp_path, ckpt_path=tmp_path / "it.ckpt", name="second")
+        fit(None, plain_loader(), folder=tmp_path, ckpt_path=tmp_path / "0/it.ckpt")
+    ours, back, trainer = fit(None, plain_loader(), folder=tmp_path, ckpt_path=tmp_path / "0/it.ckpt", name="second")
     assert (trainer.global_step, ours.diloco.rounds) == (STEPS, -(-(STEPS - 10) // INNER))
     assert len(back.seen) == 2 * (STEPS - 10), died.seen
 
@@ -261,3 +262,81 @@ def test_a_long_validation_is_progress(tmp_path: Path) -> None:
     )
     trainer.validate(Module(), plain_loader(), verbose=False)
     assert page.marks == N_ITEMS // 2
+
+
+def fit_as(rank: int, folder: Path, loggers: Any, *, attempt: int = 0, also: Sequence[Any] = ()) -> Any:
+    """Train as one of two ranks that chose their loggers' versions at the same moment, and return the trainer."""
+    set_current_replica(Replica(rank, 2, "another", attempt, "memory://lightning", claimed_nonce=f"{rank}-{attempt}"))
+    next_process()
+    _, _, trainer = fit(MemoryStore(), plain_loader(), folder=folder, logger=loggers, also=also, log_every_n_steps=1)
+    return trainer
+
+
+class Logs(lightning.Callback):  # type: ignore[misc, name-defined]
+    """Logs a number at the first step."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        trainer.logger.log_metrics({"number": 1.0}, 0)
+
+
+@pytest.mark.parametrize("kind", ["CSVLogger", "TensorBoardLogger"])
+@pytest.mark.parametrize("is_default", [True, False])
+def test_ranks_that_start_together_log_to_folders_of_their_own(tmp_path: Path, kind: str, is_default: bool) -> None:
+    makes = getattr(lightning.loggers, kind)
+    folders = []
+    for rank in (0, 1):
+        logger: Any = True if is_default else makes(tmp_path, version=0)  # both have found no version
+        trainer = fit_as(rank, tmp_path, logger, also=[Logs()])
+        folders.append(Path(trainer.log_dir).relative_to(tmp_path))
+        assert any((tmp_path / folders[-1]).iterdir())
+    assert folders == [Path(f"{rank}/lightning_logs/version_0") for rank in (0, 1)]
+    assert not (tmp_path / "lightning_logs").exists(), "what Lightning made first is removed"
+
+
+def test_an_attempt_after_another_keeps_the_logs_of_the_first(tmp_path: Path) -> None:
+    for attempt in (0, 1):
+        trainer = fit_as(1, tmp_path, lightning.loggers.CSVLogger(tmp_path), attempt=attempt)
+    assert Path(trainer.log_dir) == tmp_path / "1/lightning_logs/version_1"
+
+
+def test_checkpoints_are_in_folders_of_their_own_and_a_rank_in_the_path_is_not_added_twice(tmp_path: Path) -> None:
+    found = []
+    for rank in (0, 1):
+        for folder in (tmp_path / "given", tmp_path / "with_rank" / str(rank)):
+            keeper = lightning.callbacks.ModelCheckpoint(folder, every_n_train_steps=STEPS)
+            fit_as(rank, tmp_path, False, also=[keeper])
+            found.append(Path(keeper.best_model_path).parent.relative_to(tmp_path))
+    assert found == [Path(each) for each in ("given/0", "with_rank/0", "given/1", "with_rank/1")]
+
+
+def test_checkpoints_without_a_folder_are_below_the_loggers(tmp_path: Path) -> None:
+    keeper = lightning.callbacks.ModelCheckpoint(every_n_train_steps=STEPS)
+    fit_as(1, tmp_path, True, also=[keeper])
+    assert Path(keeper.best_model_path).parent == tmp_path / "1/lightning_logs/version_0/checkpoints"
+
+
+def test_a_logger_of_the_users_own_is_named_with_its_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Own(lightning.loggers.logger.DummyLogger):  # type: ignore[misc, name-defined]
+        save_dir = "here"
+
+    fit_as(1, tmp_path, Own())
+    assert "rank 1: Own may write to 'here' in each replica." in caplog.text
+
+
+def test_in_a_slurm_job_lightning_takes_over_no_signal_and_is_no_task_of_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the worker's removal of these, Lightning ignores SIGTERM, and requeues the job at SIGUSR1."""
+    for name, value in [("SLURM_NTASKS", "4"), ("SLURM_PROCID", "3"), ("SLURM_JOB_ID", "1234"), ("SLURM_NNODES", "2")]:
+        monkeypatch.setenv(name, value)
+    leave_process_group()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    during: list[Any] = []
+    look = lightning.callbacks.LambdaCallback(
+        on_train_start=lambda trainer, module: during.append(signal.getsignal(signal.SIGUSR1))
+    )
+    trainer = fit_as(1, tmp_path, True, also=[look])
+    assert type(trainer._accelerator_connector.cluster_environment).__name__ == "LightningEnvironment"
+    assert during == [before[signal.SIGUSR1]]
+    assert {number: signal.getsignal(number) for number in before} == before
+    assert Path(trainer.log_dir).parent == tmp_path / "1/lightning_logs"
