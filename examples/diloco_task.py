@@ -28,7 +28,7 @@ def train(steps: int, inner_steps: int) -> dict[str, float]:
             optimizer.step()
             optimizer.zero_grad()
             diloco.step()  # counts; every `inner_steps` steps the replicas average what they learned
-            replica.report(step=diloco.inner_step, loss=loss.item())
+            replica.report(loss=loss.item())
     if replica.rank == 0:
         torch.save(model.state_dict(), "model.pt")
         replica.save_artifact("model.pt", "model.pt")

@@ -43,7 +43,7 @@ def main(steps: int = 400, inner_steps: int = 10) -> dict[str, object]:
             optimizer.step()
             optimizer.zero_grad()
             diloco.step()
-            replica.report(step=diloco.inner_step, loss=loss.item())
+            replica.report(loss=loss.item())
     digest = hashlib.sha256(b"".join(values.numpy().tobytes() for values in model.state_dict().values()))
     return {"loss_before": loss_before, "loss": loss_of(model, held_out), "model": digest.hexdigest()}
 

@@ -61,7 +61,7 @@ def test_the_arguments_of_a_subclass_keep_their_class_and_fields() -> None:
 
 def test_what_is_no_training_arguments_is_refused_by_its_kind() -> None:
     with pytest.raises(TypeError, match=r"takes TrainingArguments, or a subclass as TRL's SFTConfig, got a dict\."):
-        replica_arguments({"output_dir": "out"})  # type: ignore[type-var]
+        replica_arguments({"output_dir": "out"})
 
 
 def test_a_script_that_asks_its_own_arguments_at_the_end_pushes_from_rank_0_alone() -> None:
