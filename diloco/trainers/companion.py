@@ -179,7 +179,8 @@ def check_options(inner_steps: int, options: Mapping[str, Any]) -> dict[str, Any
         if name in options:
             raise TypeError(
                 f"A trainer ends after a number of steps that is every replica's, so its rounds go by inner_steps, got "
-                f"{name}={options[name]!r}. For rounds by the clock write the loop yourself: for step in diloco.steps()."
+                f"{name}={options[name]!r}. For rounds by the clock, write a loop of your own: for step in "
+                "diloco.steps()."
             )
     inspect.signature(DiLoCo).bind(nn.Module(), inner_steps=inner_steps, total_steps=None, **options)
     return {"inner_steps": inner_steps, **options}
