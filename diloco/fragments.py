@@ -1,7 +1,8 @@
 """What is synchronised together: parameters and float buffers, grouped into fragments, each laid out flat.
 
-Everything is keyed by name. Frozen parameters are not sent, tied ones once (under their first name). Integer buffers
-stay local, and so do buffers that the model does not save or that hold infinities: masks and tables, not statistics.
+Everything is keyed by name, without what wrappers such as `torch.compile` add to it (`tensor_names`). Frozen parameters
+are not sent. Tied ones are sent once, under their first name. Integer buffers stay local, and so do buffers that the
+model does not save or that hold infinities: these are masks and tables, not statistics.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite, prod
 from typing import Literal, TypeAlias
 
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 
 from diloco.errors import ContributionError
 from diloco.rendezvous.frames import head_bytes
+from diloco.tensor_names import by_clean_name, check_is_unsharded, clean_name, modules_by_clean_name, saved_buffers
 from diloco.wires import wire_named
 from diloco.wires.wire import BLOCK_ELEMENTS
 from executors.errors import kind_of
@@ -66,10 +69,12 @@ def plan_fragments(
     Raises:
         ValueError: there is nothing to train, not enough layers, or the lists do not cover the model once; or buffers
             are to be averaged over a wire that is too coarse for them.
+        TypeError: the model is not a module, or its parameters cannot be averaged: they are pieces, or not numbers.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {kind_of(model)}.")
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    check_is_unsharded(model)
+    parameters = by_clean_name(model, ((name, p) for name, p in model.named_parameters() if p.requires_grad))
     if not parameters:
         raise ValueError("The model has no trainable parameters: nothing would be synchronised.")
     for name, parameter in parameters.items():
@@ -113,7 +118,8 @@ def check_sizes(fragments: Sequence[Fragment], wire: str, store: Store) -> None:
 def check_is_whole(model: nn.Module, fragments: Sequence[Fragment], who: str) -> None:
     """Raises: ContributionError: something is trained by now that is in no fragment."""
     known = {slot.name for fragment in fragments for slot in fragment.slots}
-    if new := [name for name, p in model.named_parameters() if p.requires_grad and name not in known]:
+    trained = by_clean_name(model, ((name, p) for name, p in model.named_parameters() if p.requires_grad))
+    if new := [name for name in trained if name not in known]:
         raise ContributionError(
             f"{who}: {new[0]!r} is trained and in nobody's average: when this DiLoCo was made it was frozen, or not in "
             f"the model ({len(new)} such). Make DiLoCo when all that is ever trained requires gradients; freeze later."
@@ -123,7 +129,7 @@ def check_is_whole(model: nn.Module, fragments: Sequence[Fragment], who: str) ->
 def marks_of_frozen(model: nn.Module) -> dict[str, float]:
     """Return a number for each frozen parameter that tells weights of other origin, whatever machine made them."""
     marks = {}
-    for name, p in model.named_parameters():
+    for name, p in by_clean_name(model, model.named_parameters()).items():
         if not p.requires_grad and type(p.data) is Tensor and p.is_floating_point() and not p.is_meta and p.numel():
             mark = p.detach().reshape(-1)[:: -(-p.numel() // MARK_VALUES)].cpu().double().abs().mean().item()
             marks.update({name: mark} if isfinite(mark) else {})
@@ -132,11 +138,10 @@ def marks_of_frozen(model: nn.Module) -> dict[str, float]:
 
 def synchronised_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that are averaged: of floats, saved with the model, finite."""
-    saved = model.state_dict(keep_vars=True).keys()
     return {
         name: buffer
-        for name, buffer in model.named_buffers()
-        if name in saved and buffer.is_floating_point() and bool(torch.isfinite(buffer).all())
+        for name, buffer in saved_buffers(model).items()
+        if buffer.is_floating_point() and bool(torch.isfinite(buffer).all())
     }
 
 
@@ -182,7 +187,7 @@ def _layers(
 ) -> tuple[list[list[str]], list[list[str]]]:
     """Return the names of each layer of the model's longest stack, and those of every other module."""
     stacks = []
-    for path, module in model.named_modules():
+    for path, module in modules_by_clean_name(model).items():
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
             prefixes = [f"{path}.{child}." if path else f"{child}." for child, _ in module.named_children()]
             layers = [[name for name in parameters if name.startswith(prefix)] for prefix in prefixes]
@@ -225,8 +230,13 @@ def _parameters_of(model: nn.Module, item: nn.Module | str, index: int) -> Itera
     if isinstance(item, nn.Module):
         yield from item.parameters()
         return
-    named = dict(model.named_parameters(remove_duplicate=False))
-    found = [p for name, p in named.items() if name == item or name.startswith(f"{item}.")]
+    named = [*model.named_parameters(remove_duplicate=False)]
+    # Names with the prefixes of wrappers are understood, too, since the user may have printed them. Clean names come
+    # first: a layer that is called `module` is meant, and not all that is inside a wrapper.
+    for name_of in (partial(clean_name, model), str):
+        found = [p for name, p in named if f"{name_of(name)}.".startswith(f"{item}.")]
+        if found:
+            break
     if not found:
         raise ValueError(f"fragments[{index}] names {item!r}, which is not a parameter or module of the model.")
     yield from found

@@ -68,7 +68,8 @@ class DiLoCo:
     its work at once, waits for nobody, and is in phase again after the next round; its work is not lost.
 
     Args:
-        model: any module. Its trainable parameters are shared, by name; the anchor is float32 on the CPU.
+        model: any module that is not sharded, as by FSDP. Its trainable parameters are shared, by name. Prefixes that
+            `torch.compile` or DistributedDataParallel add are not part of a name. The anchor is float32 on the CPU.
         inner_steps: calls of `step()` from one round of a fragment to the next; a multiple of the fragments. None: 500.
         round_seconds: rounds by the clock instead, for replicas of unlike speeds: a fragment's round is due so long
             after its last one, and work weighs as many steps as it is made of. Train until `progress` is 1.
@@ -387,7 +388,12 @@ class DiLoCo:
         return min(1.0, self._participant.phase.run_step / total)
 
     def anchor(self) -> dict[str, Tensor]:
-        """Return a float32 copy of the shared parameters, and buffers, by name."""
+        """Return a float32 copy of the shared parameters and buffers, by name.
+
+            plain.load_state_dict(diloco.anchor(), strict=False)   # where model = torch.compile(plain)
+
+        Names have no prefix of a wrapper, whether this replica's model is compiled or not.
+        """
         return self._participant.apart(self._model_state.anchor)
 
     def state_dict(self) -> dict[str, Any]:

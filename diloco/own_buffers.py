@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from xxhash import xxh3_128
 
 from diloco.fragments import MARK_VALUES, Fragment
+from diloco.tensor_names import saved_buffers
 
 LARGE = 1 << 20
 """Values of a table, as quantised weights, that takes too long to read whenever state is kept."""
@@ -46,11 +47,13 @@ class OwnBuffers:
         return {name: b for name, b in self._all().items() if self._digest(name, b) != self._at_first.get(name)}
 
     def _all(self) -> dict[str, Tensor]:
-        saved = self._model.state_dict(keep_vars=True).keys() - self._averaged
         return {
             name: buffer
-            for name, buffer in self._model.named_buffers()
-            if name in saved and type(buffer) is Tensor and buffer.layout == torch.strided and not buffer.is_meta
+            for name, buffer in saved_buffers(self._model).items()
+            if name not in self._averaged
+            and type(buffer) is Tensor
+            and buffer.layout == torch.strided
+            and not buffer.is_meta
         }
 
     def _digest(self, name: str, buffer: Tensor) -> bytes:

@@ -18,6 +18,7 @@ from diloco.errors import ContributionError
 from diloco.fragments import Fragment, Slot
 from diloco.rendezvous.proof import Proof
 from diloco.rendezvous.training_state import Packed, shape_difference
+from diloco.tensor_names import find_tensor
 from diloco.wires.wire import BLOCK_ELEMENTS, PIECE, BlockWriter, NotFiniteError, Wire, blocks_of
 
 Values = Sequence[tuple[Slot, Tensor]]
@@ -27,11 +28,11 @@ Parts = list[tuple[int, Tensor]]
 
 
 def live_tensors(model: nn.Module, fragment: Fragment) -> list[tuple[Slot, Tensor]]:
-    """Return a fragment's tensors in the model, as they are now."""
-    return [
-        (slot, (model.get_parameter if slot.kind == "parameter" else model.get_buffer)(slot.name).detach())
-        for slot in fragment.slots
-    ]
+    """Return a fragment's tensors in the model, as they are now.
+
+    Raises: ContributionError: the model has one of them no more.
+    """
+    return [(slot, find_tensor(model, slot.name, slot.kind).detach()) for slot in fragment.slots]
 
 
 def check_shapes(live: Values, who: str) -> None:

@@ -25,6 +25,7 @@ from diloco.rendezvous.proof import proof_of
 from diloco.rendezvous.round import Limits, RoundReport
 from diloco.rendezvous.snapshot import Pointer
 from diloco.schedules import counts_steps, steps_counted, unwrapped
+from diloco.tensor_names import by_clean_name
 from executors.replica import current_replica
 
 log = logging.getLogger(__name__)
@@ -127,8 +128,8 @@ class Companion:
         """
         for schedule, kind in self._held:
             schedule.__class__ = kind
-        buffers = dict(self.model.named_buffers())
-        live = {**dict(self.model.named_parameters()), **buffers}
+        buffers = by_clean_name(self.model, self.model.named_buffers())  # the anchor has no other names
+        live: dict[str, torch.Tensor] = {**by_clean_name(self.model, self.model.named_parameters()), **buffers}
         best: dict[str, torch.Tensor] = {}
         if keep_model:
             merged = {*self.diloco.anchor(), *buffers}  # also what is frozen by now
