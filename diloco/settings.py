@@ -279,8 +279,7 @@ class Settings:
     def agreed(self) -> dict[str, Any]:
         """Return the settings that every replica must share.
 
-        Of several that differ the first is named: the planned steps come before `snapshot_every`, which a trainer
-        derives from them.
+        Some are derived from arguments. `given` has those arguments, so that an error can name what the user wrote.
         """
         given = self.outer_optimizer
         if given is None:
@@ -303,7 +302,13 @@ class Settings:
             "final_average": self.final_average,
             **outer,
             **({} if self.key is None else {"signed": key_id(self.key)}),
+            "given": self._given(),
         }
+
+    def _given(self) -> dict[str, Any]:
+        """Return the arguments, by name, that `agreed` has only in a derived form."""
+        total = {"total_steps": self.total_steps} if self.round_seconds is None else {}
+        return {**total, "momentum_warmup": self.momentum_warmup, "snapshot_every": self.snapshot_every}
 
 
 def _at_least(name: str, value: Any, least: int, also: str = "") -> None:

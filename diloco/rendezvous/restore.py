@@ -154,7 +154,8 @@ class SnapshotReader:
         """
         mine = self._training.agreement()
         if self._start is None and (start := self._pointer(0)) is not None:
-            check_agreement(mine, start.agreement, run_id=self._keys.run_id, author=start.rank)
+            run_id, rank = self._keys.run_id, self._me.rank
+            check_agreement(mine, start.agreement, run_id=run_id, author=start.rank, rank=rank)
             self._start = start
             if unlike := unlike_frozen(mine, start.agreement):
                 log.warning(

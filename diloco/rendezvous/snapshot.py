@@ -70,6 +70,9 @@ class Pointer:
                 tuple(shape)
             if not all(isinstance(mark, float) for mark in typed(dict, agreement.get("frozen", {})).values()):
                 raise TypeError("frozen")
+            given = typed(dict, agreement.get("given", {}))  # shown in errors, beside what this replica was given
+            if not all(isinstance(value, str | int | float | None) for value in given.values()):
+                raise TypeError("given")
             parts, state = (tuple(typed(str, digest) for digest in typed(list, fields[k])) for k in ("parts", "state"))
             return cls(nonce, int(fields["rank"]), parts, state, agreement, max(0, typed(int, fields["first"])))
 

@@ -164,22 +164,91 @@ class TrainingState(Protocol):
         """Set the live parameters to the anchor less `progress`, as far as verdicts leave it; None: to the anchor."""
 
 
-def check_agreement(mine: Agreement, agreed: Agreement, *, run_id: str, author: int) -> None:
+ARGUMENTS = (
+    *("round_seconds", "inner_steps", "total_steps", "total_rounds", "fragments", "wire", "mean_wire"),
+    *("outer_optimizer", "outer_lr", "outer_momentum", "momentum_warmup", "final_average", "snapshot_every"),
+)
+"""Those of `DiLoCo` that all replicas share, in the order in which an error names them."""
+NOT_SETTINGS = ("tensors", "frozen", "given")
+MAX_SHOWN = 60
+FEW = 0.02
+"""Numbers of steps that differ by so small a part are probably made of the lengths of shares."""
+
+
+def check_agreement(mine: Agreement, agreed: Agreement, *, run_id: str, author: int, rank: int) -> None:
     """Refuse to join a run with another model or other settings.
 
+    Settings decide, and arguments explain: the error names the arguments that differ. It names a derived setting only
+    if no argument differs. Arguments that differ and lead to the same settings are no problem.
+
+    Args:
+        mine: the agreement of this replica.
+        agreed: the agreement of the run.
+        run_id: the id of the run.
+        author: the rank that began the run.
+        rank: the rank of this replica.
+
     Raises:
-        ContributionError: names the first difference.
+        ContributionError: names the first tensor that differs, or all arguments that do, with both values.
     """
-    difference = _tensor_difference(mine["tensors"], agreed.get("tensors", {})) or next(
-        (
-            f"{setting} is {agreed.get(setting)!r} there and {mine.get(setting)!r} here"
-            for setting in {**agreed, **mine}
-            if setting not in ("tensors", "frozen") and mine.get(setting) != agreed.get(setting)
-        ),
-        None,
-    )
-    if difference is not None:
-        raise ContributionError(f"This replica does not fit run {run_id!r}, begun by rank {author}: {difference}.")
+    who = f"Rank {rank} does not fit run {run_id!r}"
+    if difference := _tensor_difference(mine["tensors"], agreed.get("tensors", {})):
+        raise ContributionError(f"{who}, begun by rank {author}: {difference}.")
+    names = [name for name in {**agreed, **mine} if name not in NOT_SETTINGS and mine.get(name) != agreed.get(name)]
+    if names:
+        raise ContributionError(f"{who}: {_settings_difference(names, mine, agreed, author, rank)}")
+
+
+def _settings_difference(derived: list[str], mine: Agreement, agreed: Agreement, author: int, rank: int) -> str:
+    """Describe how settings differ, and what to do.
+
+    Args:
+        derived: the names of the settings that differ.
+    """
+    if "begun_at" in derived:  # a trainer subtracts it from its total, so the numbers of steps differ, too
+        there, here = (agreement.get("begun_at", 0) for agreement in (agreed, mine))
+        return (
+            f"the trainer of rank {author} began at step {_shown(there)}, and that of rank {rank} at step "
+            f"{_shown(here)}. Let all replicas begin from the same checkpoint, or none of them."
+        )
+    ours, theirs = ({**agreement, **agreement.get("given", {})} for agreement in (mine, agreed))
+    # An argument that differs and changed no setting is not the reason: it may be the default, written out.
+    reasons = {*derived, *(["total_steps"] if {"last_entry", "inner_steps"} & {*derived} else [])}
+    names = [name for name in ARGUMENTS if name in reasons and ours.get(name) != theirs.get(name)]
+    if "total_steps" in names and "snapshot_every" in names:
+        names.remove("snapshot_every")  # a trainer derives it from the total, and the user did not give it
+    if not names:
+        names, ours, theirs = derived, {**mine}, {**agreed}
+    now = f"rank {rank} has" if rank != author else "it now has"  # after a resume
+    difference = f"rank {author} began it with {_values(names, theirs)}, and {now} {_values(names, ours)}."
+    if rank != author and names == ["total_steps"] and _are_close(ours.get("total_steps"), theirs.get("total_steps")):
+        return (
+            f"{difference} Where total_steps comes from the length of a loader, use shard(dataset, equal=True): "
+            "other shares may differ by one item."
+        )
+    return f"{difference} A run keeps the arguments that it began with: give them to all replicas."
+
+
+def _values(names: list[str], values: Mapping[str, Any]) -> str:
+    """Return `inner_steps=10 and total_steps=400`, without those that are None, unless all are."""
+    named = [name for name in names if values.get(name) is not None] or names
+    return " and ".join(f"{name}={_shown(values.get(name))}" for name in named)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
+
+
+def _are_close(ours: Any, theirs: Any) -> bool:
+    """Return whether two numbers of steps may be epochs of loaders whose shares differ by one item.
+
+    So many epochs of one batch more or less differ by the number of epochs, which both are multiples of.
+    """
+    if type(ours) is not int or type(theirs) is not int or ours == theirs:
+        return False
+    apart, most = abs(ours - theirs), max(ours, theirs)
+    return apart <= FEW * most or most % apart == 0
 
 
 def _tensor_difference(mine: Mapping[str, Any], agreed: Mapping[str, Any]) -> str | None:

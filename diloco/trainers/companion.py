@@ -66,11 +66,10 @@ class Companion:
             )
             self.diloco._loop.trust()  # the callbacks set the trainer's own count of steps
         except ContributionError as error:
-            if any(planned in str(error) for planned in ("last_entry", "momentum_warmup")):
+            if "total_steps=" in str(error):  # an argument of DiLoCo that this user did not give
                 error.add_note(
-                    f"This trainer plans {total_steps} steps, from step {self.begun_at}. Where replicas plan unlike "
-                    "numbers of them, because their shares of the data have unlike lengths, tell all the same: "
-                    "max_steps=…"
+                    f"total_steps is what this trainer plans: {total_steps} steps, from step {self.begun_at}. Give all "
+                    "replicas the same max_steps, or shares of one length: shard(dataset, equal=True)."
                 )
             raise
 

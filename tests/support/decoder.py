@@ -156,6 +156,9 @@ class Run:
         ]
         tensors = self._tensors(0, start)
         self.anchors = [self._flat(tensors, "anchor", names) for names in self.names]
+        if (total := contract["given"].get("total_steps")) is not None:
+            n_fragments, inner_steps = contract["fragments"], contract["inner_steps"]
+            assert contract["last_entry"] == -(-total * n_fragments // inner_steps) + n_fragments - 2
         has_momentum = contract["outer_momentum"] != 0
         self.momenta = [np.zeros(n if has_momentum else 0, F32) for n in contract["stepped"]]
         for names, momentum in zip(self.names, self.momenta, strict=True):

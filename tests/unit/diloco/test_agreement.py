@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.training import adam, next_process, place
+from support.training import adam, leave, next_process, place
 from torch import nn
 
 from diloco import DiLoCo
 from diloco.errors import ContributionError
 from diloco.rendezvous.training_state import check_agreement
+from diloco.trainers.companion import Companion
 from executors.store import MemoryStore
 
 
@@ -30,25 +31,30 @@ def two_layers(order: str = "ab", size: int = 2) -> nn.Module:
 
 PLANNED: dict[str, Any] = {"inner_steps": 2, "total_steps": 400, "momentum_warmup": 9, "round_timeout_s": 5.0}
 CLOCKED: dict[str, Any] = {"inner_steps": None, "total_steps": None, "round_seconds": 30, "total_rounds": 40}
-SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "snapshot_every": ({}, {"snapshot_every": 11}, "snapshot_every is 10 there and 11 here"),
-    "inner_steps": ({}, {"inner_steps": 4, "total_steps": 800}, "inner_steps is 2 there and 4 here"),
-    "round_seconds": (CLOCKED, {**CLOCKED, "round_seconds": 40}, "round_seconds is 30.0 there and 40.0 here"),
-    "total_rounds": (CLOCKED, {**CLOCKED, "total_rounds": 41}, "total_rounds is 40 there and 41 here"),
-    "steps or the clock": ({}, CLOCKED, "inner_steps is 2 there and None here"),
-    "momentum_warmup": ({}, {"momentum_warmup": 8}, "momentum_warmup is 9 there and 8 here"),
-    "last_entry": ({}, {"total_steps": 402}, "last_entry is 199 there and 200 here"),
-    "final_average": ({}, {"final_average": False}, "final_average is True there and False here"),
-    "wire": ({"mean_wire": "bf16"}, {"wire": "int8", "mean_wire": "bf16"}, "wire is 'fp32' there and 'int8' here"),
-    "mean_wire": ({"wire": "int4"}, {"wire": "int4", "mean_wire": "fp32"}, "mean_wire is 'int8' there and 'fp32' here"),
-    "outer_lr": ({}, {"outer_lr": 0.5}, "outer_lr is 0.7 there and 0.5 here"),
-    "outer_momentum": ({}, {"outer_momentum": 0.8}, "outer_momentum is 0.9 there and 0.8 here"),
-    "outer_optimizer": (
-        {"outer_optimizer": sgd}, {"outer_optimizer": adam}, "outer_optimizer is 'sgd' there and 'adam' here",
-    ),
-    "a given outer_optimizer": ({}, {"outer_optimizer": adam}, "outer_lr is 0.7 there and None here"),
-    "no outer_optimizer": ({"outer_optimizer": sgd}, {}, "outer_optimizer is 'sgd' there and None here"),
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "snapshot_every": ({}, {"snapshot_every": 11}, "snapshot_every=10", "snapshot_every=11"),
+    "inner_steps": ({}, {"inner_steps": 4, "total_steps": 800},
+                    "inner_steps=2 and total_steps=400", "inner_steps=4 and total_steps=800"),
+    "round_seconds": (CLOCKED, {**CLOCKED, "round_seconds": 40}, "round_seconds=30.0", "round_seconds=40.0"),
+    "total_rounds": (CLOCKED, {**CLOCKED, "total_rounds": 41}, "total_rounds=40", "total_rounds=41"),
+    "steps or the clock": ({}, CLOCKED,
+                           "inner_steps=2 and total_steps=400", "round_seconds=30.0 and total_rounds=40"),
+    "momentum_warmup": ({}, {"momentum_warmup": 8}, "momentum_warmup=9", "momentum_warmup=8"),
+    "momentum_warmup, by default": ({}, {"momentum_warmup": "auto"}, "momentum_warmup=9", "momentum_warmup='auto'"),
+    "no total": ({"total_steps": None}, {}, "total_steps=None", "total_steps=400"),
+    "final_average": ({}, {"final_average": False}, "final_average=True", "final_average=False"),
+    "wire": ({"mean_wire": "bf16"}, {"wire": "int8", "mean_wire": "bf16"}, "wire='fp32'", "wire='int8'"),
+    "mean_wire": ({"wire": "int4"}, {"wire": "int4", "mean_wire": "fp32"}, "mean_wire='int8'", "mean_wire='fp32'"),
+    "outer_lr": ({}, {"outer_lr": 0.5}, "outer_lr=0.7", "outer_lr=0.5"),
+    "outer_momentum": ({}, {"outer_momentum": 0.8}, "outer_momentum=0.9", "outer_momentum=0.8"),
+    "outer_optimizer": ({"outer_optimizer": sgd}, {"outer_optimizer": adam},
+                        "outer_optimizer='sgd'", "outer_optimizer='adam'"),
+    "a given outer_optimizer": ({}, {"outer_optimizer": adam},
+                                "outer_lr=0.7 and outer_momentum=0.9", "outer_optimizer='adam'"),
+    "several": ({}, {"outer_lr": 0.5, "wire": "bf16", "mean_wire": "fp32"},
+                "wire='fp32' and outer_lr=0.7", "wire='bf16' and outer_lr=0.5"),
 }  # fmt: skip
+"""What two replicas were given beyond `PLANNED`, and what the error says that each has."""
 
 
 def refusal(first: tuple[nn.Module, dict[str, Any]], second: tuple[nn.Module, dict[str, Any]]) -> str:
@@ -62,10 +68,58 @@ def refusal(first: tuple[nn.Module, dict[str, Any]], second: tuple[nn.Module, di
     return str(caught.value)
 
 
-def test_a_replica_with_another_setting_is_refused() -> None:
-    for there, here, difference in SETTINGS.values():
-        message = refusal((two_layers(), there), (two_layers(), here))
-        assert message == f"This replica does not fit run 'test', begun by rank 0: {difference}."
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_replica_that_was_given_other_arguments_is_refused_with_those_of_both(name: str) -> None:
+    there, here, begun_with, has = SETTINGS[name]
+    message = refusal((two_layers(), there), (two_layers(), here))
+    assert message == (
+        f"Rank 1 does not fit run 'test': rank 0 began it with {begun_with}, and rank 1 has {has}. "
+        "A run keeps the arguments that it began with: give them to all replicas."
+    )
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [(39, 38), (400, 395), (38, 40), (5000, 4960), (80, 40)],  # some of them epochs of loaders of a batch less
+)
+def test_steps_that_come_from_shares_of_other_lengths_are_named_with_the_remedy(there: int, here: int) -> None:
+    planned = {"inner_steps": 1, "momentum_warmup": "auto"}
+    message = refusal(
+        (two_layers(), {**planned, "total_steps": there}), (two_layers(), {**planned, "total_steps": here})
+    )
+    assert message == (
+        f"Rank 1 does not fit run 'test': rank 0 began it with total_steps={there}, and rank 1 has total_steps={here}. "
+        "Where total_steps comes from the length of a loader, use shard(dataset, equal=True): other shares may differ "
+        "by one item."
+    )
+
+
+def test_other_numbers_of_steps_that_make_the_same_rounds_are_no_difference() -> None:
+    store = MemoryStore()
+    options = {**PLANNED, "inner_steps": 10}
+    with DiLoCo(two_layers(), **{**options, "total_steps": 398}, **place(store, 0, 2), allow_no_rounds=True):
+        DiLoCo(two_layers(), **{**options, "total_steps": 399}, **place(store, 1, 2), allow_no_rounds=True).close()
+
+
+def test_a_trainers_plan_is_named_by_the_trainers_own_argument_too() -> None:
+    store = MemoryStore()
+    options = {name: value for name, value in PLANNED.items() if name != "total_steps"}
+    diloco = DiLoCo(two_layers(), **{**options, "total_steps": 400}, **place(store, 0, 2))
+    with pytest.raises(ContributionError, match="use shard") as caught:
+        Companion(two_layers(), 395, {**options, **place(store, 1, 2)})
+    assert caught.value.__notes__ == [
+        "total_steps is what this trainer plans: 395 steps, from step 0. Give all replicas the same max_steps, or "
+        "shares of one length: shard(dataset, equal=True)."
+    ]
+    leave(diloco)
+
+
+def test_trainers_that_begin_at_other_steps_are_named_as_such() -> None:
+    begun = refusal((two_layers(), {"_begun_at": 5, "total_steps": 395}), (two_layers(), {}))
+    assert begun == (
+        "Rank 1 does not fit run 'test': the trainer of rank 0 began at step 5, and that of rank 1 at step 0. Let all "
+        "replicas begin from the same checkpoint, or none of them."
+    )
 
 
 MODELS: dict[str, tuple[nn.Module, nn.Module, str]] = {
@@ -96,13 +150,12 @@ def test_no_setting_that_replicas_must_share_is_left_out_of_the_comparison(outer
     with DiLoCo(two_layers(), outer_optimizer=outer_optimizer, **place(MemoryStore())) as diloco:
         contract = dict(diloco._model_state.agreement())
     outer = {"outer_lr", "outer_momentum"} if outer_optimizer is None else {"outer_optimizer"}
-    optional = {"round_seconds", "total_rounds", "steps or the clock"}
-    optional |= {"outer_lr", "outer_momentum", "outer_optimizer", "a given outer_optimizer", "no outer_optimizer"}
-    assert set(contract) == (set(SETTINGS) - optional) | outer | {"tensors", "fragments", "stepped"}
-    for setting in set(contract) - {"tensors"}:
+    always = {"fragments", "stepped", "inner_steps", "wire", "mean_wire", "final_average", "momentum_warmup"}
+    assert set(contract) == always | outer | {"tensors", "last_entry", "snapshot_every", "given"}
+    for setting in set(contract) - {"tensors", "given"}:
         for other in ({**contract, setting: "another"}, {k: v for k, v in contract.items() if k != setting}):
             if other.get(setting) == contract[setting]:
                 continue  # None is as good as nothing
             for here, there in ((contract, other), (other, contract)):
-                with pytest.raises(ContributionError, match=f"begun by rank 3: {setting} is .* there and .* here"):
-                    check_agreement(here, there, run_id="test", author=3)
+                with pytest.raises(ContributionError, match=f"rank 3 began it with .*{setting}=|rank 2 has {setting}="):
+                    check_agreement(here, there, run_id="test", author=3, rank=2)

@@ -142,6 +142,7 @@ HOSTILE_POINTERS: list[dict[str, Any]] = [
     *({"contract": value} for value in CONTRACTS),
     *({"first": value} for value in (None, "1", 0.5, [1])),
     *({"contract": {"tensors": {"w": value}}} for value in TENSORS),
+    *({"contract": {"given": value}} for value in ([], "total_steps", {"total_steps": [1]}, {"total_steps": {}})),
 ]
 Parse = Callable[[bytes], object]
 TABLES: list[tuple[str, Parse, dict[str, Any], list[dict[str, Any]]]] = [
