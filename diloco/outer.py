@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from diloco.attached_state import AttachedState
 from diloco.errors import DiLoCoError
 from diloco.fragments import FragmentSpec, check_sizes, plan_fragments
-from diloco.liaison import Liaison, check_is_free, is_open, leave_all
 from diloco.model_state import ModelState
 from diloco.outer_optimizer import OptimizerFactory
 from diloco.rendezvous.keys import Keys
@@ -32,6 +31,7 @@ from diloco.rendezvous.participant import Participant
 from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.proof import proof_of
 from diloco.rendezvous.round import Context, Limits, RoundReport
+from diloco.replica_link import ReplicaLink, check_is_free, is_open, leave_all
 from diloco.same_data import SameData, SameDataMode
 from diloco.settings import Settings, check_wires
 from diloco.training_loop import TrainingLoop
@@ -163,7 +163,7 @@ class DiLoCo:
         _begun_at: int = 0,
     ) -> None:
         place = find_place(store, run_id, rank, world_size)
-        self._liaison = Liaison(place.replica, name)
+        self._liaison = ReplicaLink(place.replica, name)
         limits = _limits or Limits(grace_s=grace_s, round_timeout_s=round_timeout_s)
         if place.is_alone:  # its memory is not to fill up: what a mean is made of is deleted behind the last snapshot
             snapshot_every, limits = 1, replace(limits, small_bytes=0)
@@ -207,6 +207,7 @@ class DiLoCo:
         self._loop = TrainingLoop(self._settings, begins_at=self.inner_step)
         self._liaison.plan(total_steps, me.nonce, _begun_at)
         is_open[self._name] = self
+        self._liaison.note_step(self._participant.phase.run_step, settings.plan.total_steps)  # all may be done already
         self._liaison.show(self.rounds, self._round_s)
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -435,6 +436,7 @@ class DiLoCo:
         if reports:
             self._liaison.show(self.rounds, self._round_s)
         self._liaison.record(reports)
+        self._liaison.note_step(self._participant.phase.run_step, self._settings.plan.total_steps)
         self._same_data.check(reports)
         step = self.inner_step
         self._liaison.show_step(step)

@@ -112,7 +112,8 @@ def _readable_code(code: Any) -> int | None:
 
 ENDINGS = {
     "timeout": "ran into its time limit of {limit_s:g} s.",
-    "hang": "made no progress for {for_s:.0f} s (limit {limit_s:.3g} s){where}: {diagnosis}.{stacks}",
+    "hang": "{seen} for {for_s:.0f} s{where} (limit {limit}): {diagnosis}.{remedy}{stacks}",
+    "alive": "works again.",
     "oom": "was killed by the kernel (SIGKILL): out of memory.",
     "signal": "was ended by signal {number} ({name}).",
     "terminated": "was terminated by {name}, not sent by `replicas`.",

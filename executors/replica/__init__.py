@@ -243,27 +243,40 @@ class Replica:
                 self.page.step = step
 
     def progress(self, *, kept: bool = False) -> None:
-        """Say that the work goes on; `report(step=…)` and `DiLoCo.step()` do so themselves.
+        """Mark that the work continues. `report(step=…)` and `DiLoCo.step()` do so themselves.
 
-        A replica that made progress, and then makes none for longer than its limit (`--hang-timeout`), is taken for one
-        that hangs. Call this, as the rest up to `ending_s`, in the thread that runs the entrypoint.
+        A supervisor takes a replica for one that hangs if it was idle for a minute, or worked for half an hour, since
+        its last mark. `--hang-timeout` sets another limit. Call this, as the methods up to `ending_s`, in the thread
+        that runs the entrypoint.
 
         Args:
-            kept: something is left that the next attempt need not do again, as a checkpoint; DiLoCo counts the rounds
-                that took this attempt's work itself. Restarts are given up after some attempts that left nothing.
+            kept: True if this attempt left something that the next one need not do again, as a checkpoint. DiLoCo
+                counts the rounds that took this attempt's work itself. After some attempts that left nothing, the
+                replica is not restarted any more.
+
+        Example:
+            for batch in validation:
+                evaluate(batch)
+                replica.progress()
         """
         if self.page is not None:
             self.page.progress(kept)
 
     def section(self, name: str, limit_s: float | None = None) -> AbstractContextManager[None]:
-        """Return a context in which another limit counts: `with replica.section("evaluate", limit_s=600): …`.
+        """Return a context in which another limit on hanging counts.
 
         Args:
-            limit_s: seconds that it may go on without `progress`. None: learned from earlier sections of that name.
-                inf: no limit but on single calls in which Python does not run, as where it waits for others.
+            name: tells apart sections whose limits are learned.
+            limit_s: seconds until a mark of progress is due, whether the replica is active or idle; more than 0. None:
+                as between two steps, learned from earlier sections of this name. inf: no limit but on single calls in
+                which Python does not run, for code that waits for others.
 
         Raises:
             ValueError: the limit is not more than 0.
+
+        Example:
+            with replica.section("evaluate", limit_s=600):
+                evaluate(model)
         """
         if limit_s is not None and not limit_s > 0:
             raise ValueError(f"section({name!r}): limit_s must be more than 0, got {limit_s!r}.")
@@ -307,6 +320,26 @@ class Replica:
             self.recorder.round(ended, fields)
         if self.page is not None:
             self.page.progress(int(fields["verdict"] == "counted"), round_=fields["entry"] + 1)
+
+    def open_training(self) -> None:
+        """Tell the supervisor that a DiLoCo is open: from now on this replica owes it marks of progress.
+
+        Example:
+            replica.open_training()
+        """
+        if self.page is not None:
+            self.page.open_training()
+
+    def finish_training(self) -> None:
+        """Tell the supervisor that every DiLoCo of this process has ended: the rest may take as long as it takes.
+
+        The next mark of progress undoes this.
+
+        Example:
+            replica.finish_training()
+        """
+        if self.page is not None:
+            self.page.finish_training()
 
     def record_left(self, *, name: str, work: float) -> None:
         """Keep how much work is in no round when a DiLoCo is closed."""

@@ -26,9 +26,11 @@ OTHERS = "others"
     READY, BEAT, TICK, MARK, MARKS, KEPT, SINCE, ROW, LIMIT, UNWATCHED, ATOMIC_SINCE, ATOMIC_LEFT, ENDING_AT, NOTICE,
     STEP, ROUND, MAIN_THREAD, STACKS_FILE, N_STACKS, WRITTEN, HANG_RAISED_AT, CLAIMED,
     N_DECISIONS, BEATEN, LEFT_AT, LEFT_WITH, HAS_RESULT, STORE_FAILED,
-) = range(28)  # fmt: skip
-ROWS, ROW_SIZE, N_ROWS = 32, 8, 24  # of each section: a name of 48 bytes, its longest interval, how many there were
-LONGEST, COUNT = 6, 7
+    OPENED_AT, FINISHED_AFTER, BEAT_THREAD, HEARTBEAT_THREAD,
+) = range(32)  # fmt: skip
+# Of each section: a name of 48 bytes, its longest interval, the number of intervals, its longest idle stretch.
+ROWS, ROW_SIZE, N_ROWS = 40, 9, 24
+LONGEST, COUNT, IDLE = 6, 7, 8
 NAME_BYTES = LONGEST * 8
 DIAGNOSIS = (ROWS + N_ROWS * ROW_SIZE) * 8  # the rest of the head
 FIRST_ROW = ROWS + LONGEST
@@ -77,6 +79,14 @@ class SharedPage:
     atomic_since = _Number(ATOMIC_SINCE)
     """Since when it is in what is not to be interrupted; 0: it is not."""
     atomic_left = _Number(ATOMIC_LEFT)
+    opened_at = _Number(OPENED_AT)
+    """When the rank last opened a DiLoCo; 0: it has opened none."""
+    finished_after = _Number(FINISHED_AFTER)
+    """One more than the number of marks with which the rank's last DiLoCo finished; 0: none has."""
+    beat_thread = _Number(BEAT_THREAD)
+    """The native id of the thread that beats: its work is not the rank's."""
+    heartbeat_thread = _Number(HEARTBEAT_THREAD)
+    """The native id of the thread that writes heartbeats and measurements to the store: as `beat_thread`."""
     main_thread = _Number(MAIN_THREAD)
     """The main thread's ident, by which a dump of the stacks names it."""
     stacks_file = _Number(STACKS_FILE)
@@ -146,6 +156,15 @@ class SharedPage:
         if round_ is not None:
             numbers[ROUND] = round_
 
+    def open_training(self) -> None:
+        """Note that the rank has opened a DiLoCo: from here on it owes marks of progress."""
+        self._numbers[OPENED_AT] = monotonic()
+        self._numbers[FINISHED_AFTER] = 0
+
+    def finish_training(self) -> None:
+        """Note that every DiLoCo of the rank has ended. It owes no more marks; the next mark undoes this."""
+        self._numbers[FINISHED_AFTER] = self._numbers[MARKS] + 1
+
     def enter(self, name: str, limit_s: float | None = None) -> None:
         """Begin a section, in which its limit counts instead of that of the steps.
 
@@ -198,7 +217,7 @@ class SharedPage:
     @property
     def section(self) -> str:
         """The innermost section that the rank is in."""
-        return self._name_at(self._current_row)
+        return self._name_at(self.current_row)
 
     @property
     def limit_s(self) -> float | None:
@@ -212,8 +231,29 @@ class SharedPage:
 
         Those of the steps, in a section that waits for others.
         """
-        row = FIRST_ROW if self.limit_s == math.inf else self._current_row
+        row = FIRST_ROW if self.limit_s == math.inf else self.current_row
         return int(self._numbers[row + 1]), self._numbers[row]
+
+    @property
+    def is_finished(self) -> bool:
+        """True if every DiLoCo of the rank has ended, and the rank has made no mark since."""
+        return self._numbers[FINISHED_AFTER] == self._numbers[MARKS] + 1
+
+    @property
+    def longest_idle_s(self) -> float:
+        """The longest time in seconds that a section was idle and went on, in the attempts so far."""
+        return self._numbers[self.current_row - LONGEST + IDLE]
+
+    def note_idle(self, row: int, idle_s: float) -> None:
+        """Note that a section was idle, and went on. Called by the supervisor alone, which measures it.
+
+        Args:
+            row: the section, by `current_row`.
+            idle_s: for how long, in seconds.
+        """
+        at = row - LONGEST + IDLE
+        if idle_s > self._numbers[at]:
+            self._numbers[at] = idle_s
 
     @property
     def reached(self) -> dict[str, float] | None:
@@ -278,7 +318,8 @@ class SharedPage:
     # -- the rows ----------------------------------------------------------------------------------------------------
 
     @property
-    def _current_row(self) -> int:
+    def current_row(self) -> int:
+        """Where the page keeps the intervals of the section that the rank is in."""
         row = self._numbers[ROW]
         return int(row) if FIRST_ROW <= row < FIRST_ROW + N_ROWS * ROW_SIZE else FIRST_ROW  # torn
 

@@ -1,11 +1,11 @@
-"""What is to follow when a replica ends or hangs, as `--restarts` and `--hang-timeout` say it."""
+"""The rules for replicas that end or hang: `--restarts`, `--hang-timeout` and `--start-timeout`."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Self
 
 from executors.durations import parse_duration
@@ -17,6 +17,9 @@ NEVER_RESTARTED = ("cancelled", "stopped", "fenced")
 HOWS = ("fork", "launch")
 MAX_RESTARTS = 1000
 LEAST_S, MAX_S = 0.001, 1e8
+DEFAULT_START_S = 1800.0
+"""Seconds that a replica may be idle before its first mark of progress."""
+LEAST_START_S, START_FACTOR = 60.0, 5.0  # of the start limit that an explicit limit between marks implies
 EXIT_CODE = re.compile("0|-?[1-9][0-9]{0,9}")
 SETTINGS = ("run", "backoff", "no_progress", "within", "together", "how")
 
@@ -142,42 +145,113 @@ class Restarts:
 
 @dataclass(frozen=True)
 class HangLimits:
-    """How long a replica may go on without progress: `--hang-timeout`.
+    """How long a replica may run without progress: `--hang-timeout` and `--start-timeout`.
 
-    Both None: learned from the intervals between marks ("auto"); `is_off`: never judged.
+    Args:
+        soft_s: seconds without a mark of progress until the stacks are kept and `HangError` is raised. None: the limits
+            follow from what the replica did so far ("auto").
+        hard_s: seconds without a mark until the process is killed. None together with `soft_s`.
+        is_off: True if no limit applies between marks.
+        start_s: seconds from the start of an attempt to its first mark. None: implied by `hard_s`, else the default.
+
+    Example:
+        HangLimits.of("2m:3m", "20m").start_limit_s
     """
 
     soft_s: float | None = None
     hard_s: float | None = None
     is_off: bool = False
+    start_s: float | None = None
 
     @classmethod
-    def parse(cls, text: str | float | None) -> Self:
-        """Read `auto`, `off`, `SOFT` or `SOFT:HARD`; a number alone has a hard limit of one and a half times it.
+    def of(cls, hang_timeout: str | float | None = None, start_timeout: str | float | None = None) -> Self:
+        """Return the limits that a user asked for.
+
+        Args:
+            hang_timeout: `auto`, `off`, `SOFT` or `SOFT:HARD`; a number alone has a hard limit of one and a half times
+                it. None: `auto`.
+            start_timeout: seconds, a duration such as `20m`, or `auto`. None: `auto`.
 
         Raises:
-            ValueError: it is none.
+            ValueError: one of them is none of these.
+
+        Example:
+            HangLimits.of("2m:3m", "20m")
         """
-        if text is None or text == "auto":
+        found = cls._of_marks(hang_timeout)
+        if start_timeout is None or start_timeout == "auto":
+            return found
+        try:
+            start_s = parse_duration(str(start_timeout))
+        except ValueError:
+            start_s = math.nan
+        if not LEAST_S <= start_s <= MAX_S:
+            raise ValueError(
+                f"start_timeout is a duration of at least {LEAST_S} s, as in 20m, or auto, got {str(start_timeout)!r}."
+            )
+        return replace(found, start_s=start_s)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read the text that `str` gives, as in `120s:180s,start=1200s`: the form that records have.
+
+        Args:
+            text: the limits of a run, as recorded.
+
+        Raises:
+            ValueError: the text is not that form.
+
+        Example:
+            HangLimits.parse("auto,start=1200s")
+        """
+        marks, comma, start = str(text).partition(",")
+        name, equals, start_s = start.partition("=")
+        if comma and (name, equals) != ("start", "="):
+            raise ValueError(f"limits on hanging are written as in 120s:180s,start=1200s, got {text!r}.")
+        return cls.of(marks, start_s if comma else None)
+
+    @classmethod
+    def _of_marks(cls, asked: str | float | None) -> Self:
+        if asked is None or asked == "auto":
             return cls()
-        if text == "off":
+        if asked == "off":
             return cls(is_off=True)
-        soft, colon, hard = str(text).partition(":")
+        soft, colon, hard = str(asked).partition(":")
         try:
             soft_s = parse_duration(soft)
             hard_s = parse_duration(hard) if colon else 1.5 * soft_s
         except ValueError:
-            raise ValueError(f"hang_timeout is SOFT, SOFT:HARD, auto or off, as in 2m:3m, got {text!r}.") from None
+            raise ValueError(
+                f"hang_timeout is SOFT, SOFT:HARD, auto or off, as in 2m:3m, got {str(asked)!r}."
+            ) from None
         if not LEAST_S <= soft_s <= hard_s <= MAX_S:
             raise ValueError(
-                f"hang_timeout: the soft limit is at least {LEAST_S} s and at most the hard one, got {text!r}."
+                f"hang_timeout: the soft limit is at least {LEAST_S} s and at most the hard one, got {str(asked)!r}."
             )
         return cls(soft_s, hard_s)
 
+    @property
+    def are_explicit(self) -> bool:
+        """True if the user gave a number for the time between two marks: it ends a replica also without restarts."""
+        return self.soft_s is not None
+
+    @property
+    def start_limit_s(self) -> float | None:
+        """Seconds from the start of an attempt to its first mark; None: no number was given, and none is implied.
+
+        A replica whose steps take up to HARD imports, compiles and reads its data first: that takes longer than a step,
+        and never less time than a step may take.
+        """
+        if self.start_s is not None or self.hard_s is None:
+            return self.start_s
+        return max(self.hard_s, min(DEFAULT_START_S, max(LEAST_START_S, START_FACTOR * self.hard_s)))
+
     def __str__(self) -> str:
         if self.soft_s is None or self.hard_s is None:
-            return "off" if self.is_off else "auto"
-        return f"{_seconds(self.soft_s)}:{_seconds(self.hard_s)}"
+            marks = "off" if self.is_off else "auto"
+        else:
+            marks = f"{_seconds(self.soft_s)}:{_seconds(self.hard_s)}"
+        return marks if self.start_s is None else f"{marks},start={_seconds(self.start_s)}"
 
 
 _CAPPED = tuple(reason for reason in REASONS if reason not in NEVER_RESTARTED)

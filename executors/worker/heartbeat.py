@@ -69,6 +69,8 @@ class Heartbeat:
         _thread.start_new_thread(self._run, ())
 
     def _run(self) -> None:
+        if self._replica.page is not None:
+            self._replica.page.heartbeat_thread = _thread.get_native_id()
         beaten_at = -BEAT_S
         copied_at = time.monotonic()
         while not self._stop.acquire(timeout=LOOK_S):

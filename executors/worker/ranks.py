@@ -19,7 +19,7 @@ from executors.protocol import Reason
 from executors.replica.shared_page import SharedPage
 from executors.store import store_at
 from executors.task.stored import StoredTask, read_task
-from executors.worker.limits import LOOK_S, Watchdog
+from executors.worker.watchdog import LOOK_S, Watchdog
 
 NEVER = float("inf")
 ATOMIC_LOOK_S = 0.5
@@ -175,16 +175,16 @@ class Running:
                 ranks.write_log(
                     self.asked, f"replicas: what runs at the exit of the process took {LEAVE_S:g} s: killed"
                 )
-        finding = self.watchdog.look(now) if self.ending is None else None
-        if finding is not None and not finding.is_kill:
+        report = self.watchdog.look(now) if self.ending is None else None
+        if report is not None and not report.is_kill:
             with contextlib.suppress(OSError):
-                ranks.write_log(self.asked, finding.stacks or finding.sentence)
-            if finding.stacks is not None:
-                self.stacks, self.stacks_at = [*self.stacks, finding.stacks][-MOST_UNKEPT:], now
+                ranks.write_log(self.asked, report.stacks or report.sentence)
+            if report.stacks is not None:
+                self.stacks, self.stacks_at = [*self.stacks, report.stacks][-MOST_UNKEPT:], now
         if now >= self.stacks_at:
             self.keep_stacks()
-        if finding is not None and finding.is_kill:
-            self.ending, self.error, self.deadline = "hang", finding.sentence, NEVER
+        if report is not None and report.is_kill:
+            self.ending, self.error, self.deadline = "hang", report.sentence, NEVER
             self.asked_at, self.kill_at = -NEVER, now
         return self.watchdog.next_look_at if self.ending is None else now + LOOK_S
 

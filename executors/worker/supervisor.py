@@ -28,9 +28,9 @@ from executors.worker.answers import Answers
 from executors.worker.cancel_looks import STORE_LIMIT_S, CancelLooks
 from executors.worker.ends import EndRecords, Ends, is_overtaken, mark_cancelled, seen_from_outside
 from executors.worker.fail_fast import end_others
-from executors.worker.limits import Watchdog
 from executors.worker.ranks import NEVER, UNKILLABLE_S, Ranks, Running, how_started
 from executors.worker.wakeups import Wakeups
+from executors.worker.watchdog import Watchdog
 
 WATCH_PAUSE_S = 0.1  # looks at many ranks fall together
 STOPPED = "the run was stopped"

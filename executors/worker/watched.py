@@ -64,6 +64,7 @@ def _beat(page: SharedPage) -> None:
     pause, called, add = _thread.allocate_lock(), _TICK(tick), ctypes.pythonapi.Py_AddPendingCall
     pause.acquire()
     ticked_at = -1.0
+    page.beat_thread = _thread.get_native_id()
     while True:
         page.beat = monotonic()
         if page.tick != ticked_at:  # else the call before is still to be made

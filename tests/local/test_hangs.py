@@ -19,7 +19,7 @@ from executors import LocalProcessExecutor, current_replica, launch
 from executors.process import activity
 from executors.replica import Replica
 from executors.testing.helpers import eventually
-from executors.worker import limits
+from executors.worker import watchdog
 
 SOFT_S, HARD_S = 4, 7
 HELD = "the GIL is held by a call that "
@@ -30,7 +30,7 @@ FOUND = {
     "lock": (WAITS, "in take_a_lock_twice", 3),
     "mutex with the GIL": (HELD + "waits", "in take_a_mutex_twice", -signal.SIGKILL),
     "mutex": (WAITS, "in take_a_mutex_twice", -signal.SIGKILL),
-    "loop": ("running, without progress: hanging.py:", "in loop_for_ever", 3),
+    "loop": ("the main thread runs Python code: hanging.py:", "in loop_for_ever", 3),
     "recv": (WAITS, "in receive_nothing", 3),
     "stopped": ("stopped by SIGSTOP", "", -signal.SIGKILL),
 }
@@ -90,24 +90,24 @@ def hung() -> dict[str, Watched]:
 @pytest.mark.parametrize("kind", HANGS)
 def test_a_hang_is_named_and_its_stacks_say_where_before_it_is_ended(kind: str, hung: dict[str, Watched]) -> None:
     rank, (diagnosis, frame, exit_code) = hung[kind], FOUND[kind]
-    for finding in rank.findings:
-        assert finding.sentence.startswith("Replica 3 of 8 made no progress for ")
-        assert f"(limit {SOFT_S} s) after step 812: {diagnosis}" in finding.sentence
-    dumps = [finding.stacks for finding in rank.findings if finding.stacks]
+    for report in rank.reports:
+        assert report.sentence.startswith("Replica 3 of 8 made no progress for ")
+        assert f" after step 812 (limit {SOFT_S} s, --hang-timeout): {diagnosis}" in report.sentence
+    dumps = [report.stacks for report in rank.reports if report.stacks]
     assert len(dumps) == (0 if kind == "stopped" else 2), "the second tells stuck from slow"
     for dump in dumps:
         first, _, stacks = dump.partition("\n")
         assert diagnosis in first
         assert frame in stacks
     assert rank.exit_code == exit_code
-    assert rank.findings[-1].is_kill == (exit_code == -signal.SIGKILL)
-    assert ("replicas logs RUN -r 3 --stacks" in rank.findings[-1].sentence) == bool(dumps)
+    assert rank.reports[-1].is_kill == (exit_code == -signal.SIGKILL)
+    assert ("replicas logs RUN -r 3 --stacks" in rank.reports[-1].sentence) == bool(dumps)
 
 
 @pytest.mark.parametrize("task", FINE)
 def test_what_goes_on_or_may_be_slow_is_left_alone(task: object, hung: dict[str, Watched]) -> None:
     rank = hung[getattr(task, "__name__", "")]
-    assert (rank.findings, rank.exit_code) == ([], 0)
+    assert (rank.reports, rank.exit_code) == ([], 0)
 
 
 def test_an_atomic_part_is_finished_before_the_error_is_raised(tmp_path: Path) -> None:
@@ -167,11 +167,11 @@ def test_a_rank_that_somebody_debugs_is_not_judged() -> None:
     gdb.kill()
     gdb.communicate()
     os.waitpid(rank.pid, 0)
-    assert rank.findings == []
+    assert rank.reports == []
 
 
 def test_a_rank_that_stays_in_an_atomic_part_is_ended_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "ATOMIC_LIMIT_S", 2.0)
+    monkeypatch.setattr(watchdog, "ATOMIC_LIMIT_S", 2.0)
 
     def stay(replica: Replica) -> None:
         replica.report(step=0)
@@ -180,7 +180,7 @@ def test_a_rank_that_stays_in_an_atomic_part_is_ended_all_the_same(monkeypatch: 
 
     rank = start(stay, "1s:2s")
     watch([rank])
-    assert (rank.exit_code, rank.findings[-1].is_kill) == (-signal.SIGKILL, True)
+    assert (rank.exit_code, rank.reports[-1].is_kill) == (-signal.SIGKILL, True)
 
 
 def test_an_outcome_says_how_far_its_attempt_came_and_what_another_alike_has_in_common(
@@ -212,5 +212,5 @@ def test_a_file_that_has_the_number_of_the_stacks_is_left_alone(tmp_path: Path) 
     rank = start(close_all_and_open, "1s:2s")
     watch([rank])
     assert rank.exit_code == 3
-    assert [finding.stacks for finding in rank.findings] == [None, None]
+    assert [report.stacks for report in rank.reports] == [None, None]
     assert {file.read_text() for file in tmp_path.iterdir()} == {""}

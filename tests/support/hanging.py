@@ -16,7 +16,7 @@ from executors.native import RunSpec
 from executors.replica import Replica
 from executors.replica.shared_page import SharedPage
 from executors.task.policy import HangLimits
-from executors.worker.limits import Finding, Watchdog
+from executors.worker.watchdog import Watchdog, WatchdogReport
 from executors.worker.watched import be_watched
 
 GRACE_S = 1.0
@@ -76,7 +76,7 @@ class Watched:
     page: SharedPage
     pid: int
     watchdog: Watchdog
-    findings: list[Finding] = field(default_factory=list)
+    reports: list[WatchdogReport] = field(default_factory=list)
     exit_code: int | None = None
 
 
@@ -115,10 +115,10 @@ def watch(ranks: list[Watched], *, for_s: float = 60.0) -> None:
             pid, status = os.waitpid(rank.pid, os.WNOHANG)
             if pid:
                 rank.exit_code = os.waitstatus_to_exitcode(status)
-            elif (finding := rank.watchdog.look(time.monotonic())) is not None:
-                rank.findings.append(finding)
-                rank.page.n_stacks += finding.stacks is not None
-                if finding.is_kill:
+            elif (report := rank.watchdog.look(time.monotonic())) is not None:
+                rank.reports.append(report)
+                rank.page.n_stacks += report.stacks is not None
+                if report.is_kill:
                     kill(rank)
 
 

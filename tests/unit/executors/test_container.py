@@ -32,8 +32,8 @@ from executors.task.stored import StoredTask
 from executors.worker import main
 from executors.worker.container import BEAT_LATE_S, ContainerRanks, ContainerSupervisor, imports_torch
 from executors.worker.heartbeat import Heartbeat
-from executors.worker.limits import Watchdog
 from executors.worker.ranks import NEVER, STUCK_S, Running
+from executors.worker.watchdog import Watchdog
 
 
 def supervised(folder: Path, restarts: str | None = None) -> tuple[ContainerSupervisor, Attempt, SharedPage]:

@@ -22,8 +22,8 @@ from executors.supervision.rules import MOST_REFUSED, RunFacts, decide, made_pro
 from executors.task.policy import HangLimits, Restarts
 from executors.worker.ends import CLOCKS_DRIFT, Ends, seen_from_outside
 from executors.worker.failure import describe_failure
-from executors.worker.limits import Watchdog
 from executors.worker.ranks import NEVER, Running
+from executors.worker.watchdog import Watchdog
 
 FACTS = RunFacts(run_id="run", world_size=4, launched_at=0.0, has_progress=True)
 EARLY = replace(FACTS, has_progress=False)

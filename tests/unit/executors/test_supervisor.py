@@ -24,9 +24,9 @@ from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.orders import order_stop
 from executors.task.policy import HangLimits
 from executors.worker import ends, ranks, supervisor
-from executors.worker.limits import Finding, Watchdog
 from executors.worker.ranks import NEVER, STUCK_S, Running
 from executors.worker.supervisor import Supervisor
+from executors.worker.watchdog import Watchdog, WatchdogReport
 
 TERMINATED = -15
 
@@ -251,8 +251,8 @@ def test_stacks_that_the_store_does_not_take_at_first_are_there_when_it_does(
 ) -> None:
     scene = Scene(monkeypatch, pid, n=1)
     (running,) = scene.supervisor._running.values()
-    finding, now = Finding("It hangs.", "It hangs.\nIn main."), time.monotonic()
-    looks = [finding, *[None] * 20]
+    report, now = WatchdogReport("It hangs.", "It hangs.\nIn main."), time.monotonic()
+    looks = [report, *[None] * 20]
     monkeypatch.setattr(running.watchdog, "look", lambda _: looks.pop(0))
     scene.store.fails = True
     running.watch(now, scene.ranks)

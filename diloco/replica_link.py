@@ -1,4 +1,4 @@
-"""Between a DiLoCo and its replica: what it reports, that it goes on, and whether it is to leave."""
+"""The link from a DiLoCo to its replica: reports, marks of progress, and the request to leave."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ is_open: WeakValueDictionary[tuple[str, str], object] = WeakValueDictionary()
 """What is open in this process, by nonce and name: two of one name would be taken for one model."""
 planned: dict[str, int] = {}
 """By nonce, the steps that a replica shows because a DiLoCo planned them: any others are the script's own."""
+finished: set[tuple[str, str]] = set()
+"""The names of those in `is_open` that have made all their planned steps."""
 
 
 def check_is_free(name: tuple[str, str]) -> None:
@@ -39,27 +41,47 @@ def leave_all(nonce: str, leave: Callable[[Any], None]) -> None:
     raise SystemExit(LEAVING)
 
 
-class Liaison:
-    """What is told to a replica, and heard from it. Nothing, in a process that is none."""
+class ReplicaLink:
+    """Passes the reports and marks of one DiLoCo to its replica. Does nothing in a process that is not a replica.
+
+    Args:
+        replica: the replica of this process; None if this process is not a replica.
+        name: the name of the DiLoCo.
+
+    Raises:
+        ValueError: the name is not a word.
+
+    Example:
+        link = ReplicaLink(find_replica(), "main")
+    """
 
     def __init__(self, replica: Replica | None, name: str) -> None:
         if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:
             raise ValueError(f"name must be a word without '/', as in 'main', got name={name!r}.")
         self._replica = replica
         self._name = name
+        self._nonce = ""
         self._is_shown = False
         self._begun_at = 0
 
     def plan(self, total_steps: int | None, nonce: str, begun_at: int = 0) -> None:
-        """Report how many steps are planned. If several DiLoCos are open in a replica, the first one is shown.
+        """Tell the replica that this DiLoCo is open, and how many steps are planned.
+
+        If several DiLoCos are open in a replica, the replica shows the first one.
 
         Args:
             total_steps: planned steps, from `begun_at` on; None: not known.
             nonce: of the replica's claim.
             begun_at: the step of the trainer at which the run began.
+
+        Example:
+            link.plan(1000, replica.nonce)
         """
-        self._begun_at = begun_at
+        self._nonce, self._begun_at = nonce, begun_at
         total_steps = None if total_steps is None else begun_at + total_steps
+        finished.discard((nonce, self._name))
+        if self._replica is not None:
+            self._replica.open_training()
         self._is_shown = self._replica is not None and all(nonce != other for other, _ in is_open)
         if self._replica is not None and self._is_shown:
             reported = self._replica.reported
@@ -89,12 +111,42 @@ class Liaison:
                 self._replica.record_round(report.ended, name=self._name, **report.line())
 
     def record_left(self, work: float) -> None:
-        """Keep how much work is in no round."""
+        """Record how much work is in no round when the DiLoCo is closed, and that it owes no more progress.
+
+        Args:
+            work: in steps.
+
+        Example:
+            link.record_left(2.0)
+        """
         if self._replica is not None:
             self._replica.record_left(name=self._name, work=work)
+        finished.discard((self._nonce, self._name))
+        self._finish_if_last()
+
+    def note_step(self, step: float, total_steps: float | None) -> None:
+        """Note how far the training is: behind its last planned step it owes no more progress.
+
+        A final evaluation, a save or an upload follows then, often before `close()`.
+
+        Args:
+            step: the run's step.
+            total_steps: the step at which the training ends; None if that is not planned.
+
+        Example:
+            link.note_step(1000, 1000)
+        """
+        if self._replica is not None and total_steps is not None and step >= total_steps:
+            finished.add((self._nonce, self._name))
+            self._finish_if_last()
+
+    def _finish_if_last(self) -> None:
+        """Tell the replica that its training is finished, unless another DiLoCo still trains."""
+        if self._replica is not None and all(key in finished for key in is_open if key[0] == self._nonce):
+            self._replica.finish_training()
 
     def progress(self) -> None:
-        """Tell that the training goes on."""
+        """Mark progress: the training continues."""
         if self._replica is not None:
             self._replica.progress()
 

@@ -1,0 +1,325 @@
+"""Measures what a process and its descendants do: processor time, disk and pipe traffic, TCP traffic.
+
+A supervisor asks this only about a rank that has made no progress for some seconds. The answer tells work that reports
+nothing (an evaluation, a compile, an upload) from a hang that waits for something that never comes.
+
+The measure must not depend on how busy the machine is. A thread that computes beside 20 others gets a twentieth of its
+time, or less. So each thread counts with `run / (run + sleep)`, where the time that it waited for a processor is left
+out: that is the share of a core that it would use on an idle machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+BUSY_CORES = 0.05
+"""A tree that wants this share of one core is active."""
+BUSY_BYTES_PER_S = 32 * 1024
+"""A tree that moves this many bytes per second is active."""
+MIN_SAMPLES_WAITING_ON_DISK = 2
+"""One sample in state D is chance; two samples of one window are a slow disk."""
+MIN_MEASURED_S = 0.03
+"""Processor time is reported in hundredths of a second: less than three of them is noise."""
+N_SAMPLES = 5
+"""Samples in a window."""
+RUNNABLE_SHARE = 0.8
+"""A tree that had something to run in this share of the samples is active."""
+STARVED = 0.99
+"""A thread that waited for a processor for this share of a window wants a whole core."""
+CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+MAX_PROCESSES = 256
+"""A tree with more processes is measured in part: the rest could only make it look more active."""
+
+_SOCK_DIAG_BY_FAMILY, _NLMSG_DONE, _NLMSG_ERROR = 20, 3, 2
+_NETLINK_SOCK_DIAG = 4
+AF_NETLINK: int = getattr(socket, "AF_NETLINK", 16)
+_NLM_F_REQUEST_DUMP = 0x301
+_INET_DIAG_INFO = 2
+_ASK_FOR_INFO = 1 << (_INET_DIAG_INFO - 1)
+_ALL_TCP_STATES = 0xFFF & ~(1 << 10)  # all but LISTEN
+_INODE_AT = 68  # of `struct inet_diag_msg`, which is 72 bytes long
+_BYTES_ACKED_AT = 120  # of `struct tcp_info`; bytes_received follows (Linux 4.1)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Counters of a tree of processes at one moment; only differences between two samples mean anything."""
+
+    at: float
+    threads: dict[int, tuple[int, int]]
+    """By thread id: nanoseconds on a processor, and nanoseconds spent waiting for one. Empty if the kernel has none."""
+    cpu_s: float
+    """Processor time of the tree, with processes that have ended."""
+    io_bytes: int
+    """Bytes read and written by system calls of the `read` and `write` families."""
+    tcp_bytes: dict[int, int]
+    """By socket inode: bytes received plus bytes sent that the other side has acknowledged. Empty if not available."""
+    can_see_tcp: bool
+    """False if the kernel did not answer for the sockets: then the next sample has nothing to be compared with."""
+    is_waiting_on_disk: bool
+    """True if a thread is in state D: it waits for a disk, or for a page that is being read."""
+    is_runnable: bool
+    """True if a thread is in state R: it runs, or waits for a processor."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a tree of processes did between two samples.
+
+    Args:
+        cores: cores that it wanted: on an idle machine it would have kept this many busy.
+        bytes_per_s: bytes per second that it moved through files, pipes and TCP connections.
+        is_waiting_on_disk: True if it was seen to wait for a disk.
+        is_always_runnable: True if it had something to run whenever it was sampled.
+    """
+
+    cores: float
+    bytes_per_s: float = 0.0
+    is_waiting_on_disk: bool = False
+    is_always_runnable: bool = False
+
+    @property
+    def is_active(self) -> bool:
+        """True if a process that only waits does not do this much."""
+        is_busy = self.cores >= BUSY_CORES or self.bytes_per_s >= BUSY_BYTES_PER_S
+        return is_busy or self.is_waiting_on_disk or self.is_always_runnable
+
+
+class ActivityMeter:
+    """Samples one tree of processes and tells whether it is active.
+
+    Args:
+        pid: the process at the root of the tree, on this machine.
+        window_s: seconds that an answer covers, in `N_SAMPLES` samples. A short window sees chance.
+
+    Example:
+        meter = ActivityMeter(pid)
+        meter.look(monotonic())  # again every `meter.every_s` seconds
+    """
+
+    def __init__(self, pid: int, window_s: float = 10.0) -> None:
+        self._pid, self.window_s = pid, window_s
+        self._samples = deque[Sample]()
+        self._next_at = 0.0
+
+    @property
+    def every_s(self) -> float:
+        """Seconds between two samples."""
+        return self.window_s / N_SAMPLES
+
+    def reset(self) -> None:
+        """Forget the samples: what was before the next one counts for nothing."""
+        self._samples.clear()
+        self._next_at = 0.0
+
+    def look(self, now: float, ignored_threads: Collection[int] = ()) -> bool | None:
+        """Take a sample if one is due.
+
+        Args:
+            now: the time by `time.monotonic`.
+            ignored_threads: native ids of threads that do not count: our own, which beat in a hung process, too.
+
+        Returns:
+            True if the tree is active now; False if it is idle. None: no sample was due, or no window is complete yet.
+            A tree that the kernel does not show counts as active.
+        """
+        if now < self._next_at:
+            return None
+        self._next_at = now + self.every_s
+        taken = take_sample(self._pid, now, ignored_threads)
+        if taken is None:
+            self._samples.clear()
+            return True
+        samples = self._samples
+        samples.append(taken)
+        # Keep the newest sample that is old enough to begin a window, and those after it.
+        while len(samples) > 1 and now - samples[1].at >= self.window_s:
+            samples.popleft()
+        if now - samples[0].at < self.window_s:
+            return None
+        if not usage_between(list(samples)).is_active:
+            return False
+        # A burst early in the window is over: it must not make the time of the last activity later than it was.
+        newest = usage_between([samples[-2], samples[-1]])
+        return newest.is_active or taken.is_waiting_on_disk or taken.is_runnable
+
+
+def usage_between(samples: Sequence[Sample]) -> Usage:
+    """Return what a tree of processes did between the first and the last of some samples.
+
+    Args:
+        samples: at least two, oldest first.
+
+    Example:
+        usage_between([before, after]).is_active
+    """
+    first, last, later = samples[0], samples[-1], samples[1:]
+    span_s = max(last.at - first.at, 1e-3)
+    cpu_s = last.cpu_s - first.cpu_s
+    cores = cpu_s / span_s if cpu_s >= MIN_MEASURED_S else 0.0
+    wanted = 0.0
+    for thread, (run_ns, wait_ns) in last.threads.items():
+        run_before, wait_before = first.threads.get(thread, (0, 0))
+        if run_ns < run_before:
+            continue  # the id belongs to another thread now
+        run_s, wait_s = (run_ns - run_before) / 1e9, (wait_ns - wait_before) / 1e9
+        asleep_s = max(0.0, span_s - run_s - wait_s)
+        wanted += 1.0 if wait_s >= STARVED * span_s else run_s / max(run_s + asleep_s, 1e-9)
+    # Pair by pair: a connection that is closed takes its counters with it, and each request may open another.
+    tcp_bytes = sum(
+        max(0, n_bytes - before.tcp_bytes.get(inode, 0))
+        for before, after in itertools.pairwise(samples)
+        if before.can_see_tcp
+        for inode, n_bytes in after.tcp_bytes.items()
+    )
+    return Usage(
+        cores=max(cores, wanted),
+        bytes_per_s=max(0, last.io_bytes - first.io_bytes + tcp_bytes) / span_s,
+        is_waiting_on_disk=sum(sample.is_waiting_on_disk for sample in later) >= MIN_SAMPLES_WAITING_ON_DISK,
+        # Where a processor is so scarce that a thread waits for whole windows, its counters stand still.
+        is_always_runnable=sum(sample.is_runnable for sample in later) >= max(3.0, RUNNABLE_SHARE * len(later)),
+    )
+
+
+def take_sample(root: int, now: float, ignored_threads: Collection[int] = ()) -> Sample | None:
+    """Read the counters of a process and its descendants.
+
+    Args:
+        root: its pid.
+        now: the time that the sample gets.
+        ignored_threads: native ids of threads that do not count.
+
+    Returns:
+        The sample; None if the process has ended, or the kernel does not show it.
+
+    Example:
+        take_sample(os.getpid(), time.monotonic())
+    """
+    threads: dict[int, tuple[int, int]] = {}
+    cpu_s, io_bytes, inodes, states = 0.0, 0, set[int](), set[str]()
+    pending, n_processes = [root], 0
+    while pending and n_processes < MAX_PROCESSES:
+        pid = pending.pop()
+        fields = _stat_fields(f"/proc/{pid}/stat")
+        if fields is None:
+            if pid == root:
+                return None
+            continue
+        n_processes += 1
+        # With the children that it has waited for: short processes that ended between two samples count, too.
+        cpu_s += sum(map(int, fields[11:15])) / CLOCK_TICKS_PER_S
+        io_bytes += _io_bytes(f"/proc/{pid}/io")
+        inodes |= _socket_inodes(pid)
+        for tid in _numbered(f"/proc/{pid}/task"):
+            base = f"/proc/{pid}/task/{tid}"
+            # A child of one of our own threads is still a child.
+            pending += [int(child) for child in _read(f"{base}/children").split()]
+            own = _stat_fields(f"{base}/stat")
+            if own is None:
+                continue
+            if tid in ignored_threads:
+                cpu_s -= (int(own[11]) + int(own[12])) / CLOCK_TICKS_PER_S
+                io_bytes -= _io_bytes(f"{base}/io")
+                continue
+            states.add(own[0])
+            times = _read(f"{base}/schedstat").split()
+            if len(times) >= 2:
+                threads[tid] = int(times[0]), int(times[1])
+    if not any(run_ns for run_ns, _ in threads.values()):
+        threads = {}  # a kernel without these counters shows zeros
+    tcp_bytes = _tcp_bytes(inodes) if inodes else {}
+    return Sample(now, threads, cpu_s, io_bytes, tcp_bytes or {}, tcp_bytes is not None, "D" in states, "R" in states)
+
+
+def _read(path: str) -> bytes:
+    """Return a small file of /proc; nothing if it is not there, or not for this user."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.read(descriptor, 65536)
+        finally:
+            os.close(descriptor)
+    return b""
+
+
+def _stat_fields(path: str) -> list[str] | None:
+    """Return the fields of a `stat` file from the state on; a zombie has them, too."""
+    data = _read(path)
+    return data.rpartition(b")")[2].decode().split() if data else None
+
+
+def _io_bytes(path: str) -> int:
+    found = 0
+    for line in _read(path).splitlines()[:2]:  # rchar and wchar
+        found += int(line.partition(b":")[2])
+    return found
+
+
+def _numbered(folder: str) -> list[int]:
+    with contextlib.suppress(OSError):
+        return [int(name) for name in os.listdir(folder)]
+    return []
+
+
+def _socket_inodes(pid: int) -> set[int]:
+    found = set[int]()
+    for descriptor in _numbered(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError, ValueError):
+            target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+            if target.startswith("socket:["):
+                found.add(int(target[8:-1]))
+    return found
+
+
+def _tcp_bytes(inodes: Collection[int]) -> dict[int, int] | None:
+    """Return the bytes that went through some TCP sockets of this network namespace, by inode; None if unknown.
+
+    Linux counts `send` nowhere in `/proc/PID/io`, so an upload from memory shows only here (sock_diag(7)).
+    """
+    found: dict[int, int] = {}
+    try:
+        with socket.socket(AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG) as netlink:
+            netlink.settimeout(1.0)
+            for family in (socket.AF_INET, socket.AF_INET6):
+                wanted = struct.pack("=BBBxI48x", family, socket.IPPROTO_TCP, _ASK_FOR_INFO, _ALL_TCP_STATES)
+                header = struct.pack("=IHHII", 16 + len(wanted), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST_DUMP, 1, 0)
+                netlink.send(header + wanted)
+                for message in _messages(netlink):
+                    inode = struct.unpack_from("=I", message, _INODE_AT)[0]
+                    if inode in inodes:
+                        found[inode] = _bytes_of(message)
+    except (OSError, struct.error):  # a sandbox without it
+        return None
+    return found
+
+
+def _messages(netlink: socket.socket) -> Iterator[bytes]:
+    while True:
+        data = netlink.recv(1 << 18)
+        at = 0
+        while at + 16 <= len(data):
+            size, kind = struct.unpack_from("=IH", data, at)
+            if kind == _NLMSG_ERROR:
+                raise OSError("sock_diag was refused")
+            if kind == _NLMSG_DONE or size < 16:
+                return
+            yield data[at + 16 : at + size]
+            at += (size + 3) & ~3
+
+
+def _bytes_of(message: bytes) -> int:
+    at = 72
+    while at + 4 <= len(message):
+        size, kind = struct.unpack_from("=HH", message, at)
+        if kind == _INET_DIAG_INFO and size >= 4 + _BYTES_ACKED_AT + 16:
+            acked, received = struct.unpack_from("=QQ", message, at + 4 + _BYTES_ACKED_AT)
+            return int(acked + received)
+        at += max(4, (size + 3) & ~3)
+    return 0

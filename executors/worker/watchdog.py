@@ -1,0 +1,428 @@
+"""Judges whether a rank is alive: which limit counts, when it is reached, and the steps that end the rank then.
+
+ADR 0043 has the table of states and limits, and the reasons. In short: a mark of progress is proof of life. Without
+marks, an idle rank is judged after a minute. An active rank is judged after half an hour, because it may be evaluating.
+A beat or a tick proves only that some code runs, and is no progress.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from executors.attempt.outcome import describe_end
+from executors.native import RunSpec
+from executors.process import Activity, activity
+from executors.replica.shared_page import ATOMIC_LIMIT_S, STEPS, SharedPage
+from executors.task.policy import DEFAULT_START_S, HangLimits
+from executors.worker.activity import ActivityMeter
+from executors.worker.failure import is_users_file
+from executors.worker.watched import HANG_SIGNAL, STACKS_NAME, STACKS_SIGNAL
+
+N_TO_LEARN = 6  # intervals of a section, before the idle limit follows from them
+LONGEST_TIMES = 5.0  # a learned limit is this many times the longest of what was seen
+LATE_TICK_S = 15.0  # of a tick on a loaded machine
+LOOK_S = 1.0
+OLD_S = 2.5  # a rank beats and ticks once a second
+READ_S, AGAIN_S = 0.2, 1.0  # a dump takes milliseconds; a second one tells stuck from slow
+BUSY = 0.05  # of a core
+LEAST_BUSY_S = 0.03  # of processor time, which is counted in hundredths: to dump its stacks takes one or two
+MAX_STACKS, MAX_DUMPS = 1 << 20, 20
+_THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """The limits, in seconds, where the user gave none. Tests inject shorter ones.
+
+    Args:
+        idle_s: least idle limit between two marks.
+        unknown_idle_s: idle limit where nothing is learned yet: at the start, in a new section, at the end.
+        active_s: least limit on an active rank between two marks; from opening a DiLoCo to the first mark as well.
+        call_s: limit on one call, of a rank that waits for others.
+        kill_after_s: from a limit of these to SIGKILL.
+    """
+
+    idle_s: float = 60.0
+    unknown_idle_s: float = DEFAULT_START_S
+    active_s: float = 1800.0
+    call_s: float = 300.0
+    kill_after_s: float = 60.0
+
+    def window_s(self, idle_limit_s: float) -> float:
+        """Return how long a window of activity is: a sixth of the limit, so that six windows in a row agree.
+
+        A longer limit can do with fewer samples. A minute is enough, whatever the limit is.
+        """
+        return min(idle_limit_s / 6, 60.0)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A limit that counts now.
+
+    Args:
+        kind: a key of `SEEN`.
+        since: the time, by `time.monotonic`, from which it counts.
+        soft_s: seconds until stacks are kept and `HangError` is raised.
+        hard_s: seconds until SIGKILL.
+        ends: True if the rank is ended; False if it is only reported.
+        source: the option or the state that the number comes from, for the sentence.
+    """
+
+    kind: str
+    since: float
+    soft_s: float
+    hard_s: float
+    ends: bool
+    source: str = ""
+
+
+SEEN = {
+    "idle": "was idle",
+    "active": "worked without progress",
+    "given": "made no progress",
+    "section": "made no progress",
+    "start": "made no first progress",
+    "call": "waited in one call",
+}
+"""The observation that the sentence about a limit begins with, by the kind of the limit."""
+REMEDIES = {
+    "idle": 'replica.section("evaluate", limit_s=…), replica.progress() or --hang-timeout allow more time.',
+    "active": 'replica.section("evaluate", limit_s=…), replica.progress() or --hang-timeout allow more time.',
+    "given": 'A longer --hang-timeout, replica.section("evaluate", limit_s=…) or replica.progress() allow more time.',
+    "section": "A larger limit_s allows more time.",
+    "start": "--start-timeout allows more time.",
+    "call": "",
+}
+"""How the user allows more time, by the kind of the limit."""
+
+
+@dataclass(frozen=True)
+class WatchdogReport:
+    """The result of a look at a rank that its supervisor must act on."""
+
+    sentence: str
+    """As in `Replica 3 of 8 was idle for 61 s after step 812 (limit 60 s, …): …`; the error of a kill."""
+    stacks: str | None = None
+    """The text for `Running.keep_stacks` and the log: the sentence, and below it the stacks of the rank's threads."""
+    is_kill: bool = False
+    """True if the supervisor must end the rank now: SIGKILL to it and all below; outcome `failed`, `hang`."""
+
+
+class Watchdog:
+    """Looks at one attempt's process again and again, and takes steps against it when a limit is reached.
+
+    It asks for stacks, asks again after a second, and has the rank raise `HangError`. It sends the signals for that.
+    Its supervisor acts on the reports: it keeps stacks, and kills.
+
+    Args:
+        page: the memory that the rank shares with its supervisor.
+        pid: the rank's process.
+        limits: the run's limits, as the user asked for them.
+        ends: True if limits that the user did not give end the rank, too. A given number always does.
+        term_grace_s: seconds that the rank has after it raised `HangError`.
+        spec: the run, for the sentences.
+        rank: the rank, for the sentences.
+        defaults: the limits where `limits` has no number.
+
+    Example:
+        watchdog = Watchdog(page, pid, HangLimits(), ends=True, term_grace_s=5.0, spec=spec, rank=3)
+        report = watchdog.look(monotonic())
+    """
+
+    def __init__(
+        self,
+        page: SharedPage,
+        pid: int,
+        limits: HangLimits,
+        *,
+        ends: bool,
+        term_grace_s: float,
+        spec: RunSpec,
+        rank: int,
+        defaults: Defaults = Defaults(),
+    ) -> None:
+        self._page, self._pid, self.limits, self.ends, self._defaults = page, pid, limits, ends, defaults
+        self._grace_s, self._spec, self._rank = term_grace_s, spec, rank
+        self._floor = 0.0
+        """Time before this counts for nothing: the machine slept, or a debugger was attached."""
+        self._started_at = page.since
+        """When the attempt began, moved by the time that does not count for its start."""
+        self._mark = self._since = self._idle_since = page.since
+        """The rank's newest mark; the same, moved by time that does not count; when the rank was last seen active."""
+        self._row = page.current_row
+        self._meter = ActivityMeter(pid)
+        self._was_idle = False
+        """True if the rank was measured to be idle since `_idle_since`."""
+        self._steps: Iterator[tuple[float, WatchdogReport | None]] | None = None
+        self._limit: Limit | None = None
+        """The limit that the rank has reached."""
+        self._is_reported = False
+        """True if the rank was reported to hang, and not yet to be alive again."""
+        self._now = page.since
+        self._seen: tuple[float, float] | None = None
+        """A time, and the CPU time that the rank had used by then."""
+        self._frame = ""
+        self.next_look_at = page.since + LOOK_S
+        """When to look next, by `time.monotonic`."""
+
+    def look(self, now: float) -> WatchdogReport | None:
+        """Look at the rank, and send it the signals that are due. An early look costs nothing.
+
+        Args:
+            now: the time by `time.monotonic`.
+
+        Returns:
+            What the supervisor must act on; None if there is nothing.
+        """
+        page, late_s, passed_s = self._page, now - self.next_look_at, now - self._now
+        if late_s < 0:
+            return None
+        if late_s > LOOK_S and self._steps is None:  # this machine slept, or a store held the supervisor up
+            self._floor = min(now, max(page.since, self._floor) + late_s)
+            self._idle_since = min(now, self._idle_since + late_s)
+            self._started_at = min(now, self._started_at + late_s)
+        elif page.unwatched or page.limit_s is not None:  # waits and sections with a limit are not part of the start
+            self._started_at = min(now, self._started_at + passed_s)
+        self._now, self.next_look_at = now, now + LOOK_S
+        self._note_mark()
+        limit = self._next_limit()
+        if self._steps is not None and not page.diagnosis and not self._is_same(limit):
+            # The rank made a mark, or became active: the steps against it end here.
+            self._steps = None
+            if self._is_reported:
+                return self._alive_again()
+        if self._steps is None:
+            if limit is None:
+                return None
+            if (left_s := limit.since + limit.soft_s - now) > 0:
+                self.next_look_at = now + min(LOOK_S, left_s)
+                if now - page.beat > OLD_S - LOOK_S:
+                    self._measure(activity(self._pid))
+                return None
+            if (seen := activity(self._pid)) is not None and seen.is_traced:  # the user debugs it
+                self._floor = self._idle_since = now
+                self.next_look_at = now + min(LOOK_S, limit.soft_s)
+                return None
+            self._limit = limit
+            self._steps = self._take_steps(limit)
+        wait_s, report = next(self._steps)
+        self.next_look_at = self._now + wait_s
+        self._is_reported |= report is not None
+        return report
+
+    # -- which limit counts ------------------------------------------------------------------------------------------
+
+    def _note_mark(self) -> None:
+        """Begin again behind a mark of progress or a change of section, and leave out time that does not count."""
+        mark = self._page.since
+        self._since = max(mark, self._floor)
+        if mark == self._mark:
+            return
+        if self._was_idle:  # for this long it was idle, and went on all the same
+            self._page.note_idle(self._row, max(0.0, mark - self._idle_since))
+        self._mark, self._idle_since = mark, self._since
+        self._row, self._was_idle = self._page.current_row, False
+        self._meter.reset()
+
+    def _next_limit(self) -> Limit | None:
+        """Return the limit that is reached first if nothing changes; None if none counts."""
+        found = list(self._limits())
+        for limit in found:
+            if limit.kind == "idle" and self._is_active(limit):
+                if self._was_idle:
+                    self._page.note_idle(self._row, self._now - self._idle_since)
+                self._idle_since, self._was_idle = self._now, False
+                return self._next_limit_of(list(self._limits()))
+        return self._next_limit_of(found)
+
+    @staticmethod
+    def _next_limit_of(limits: list[Limit]) -> Limit | None:
+        return min(limits, key=lambda limit: limit.since + limit.soft_s, default=None)
+
+    def _limits(self) -> Iterator[Limit]:
+        """Yield the limits of the state that the rank is in: the table of ADR 0043, from the most special state on."""
+        page, limits, least = self._page, self.limits, self._defaults
+        ends = self.ends or limits.are_explicit
+        if page.unwatched or (limits.is_off and (limits.start_s is None or page.marks)):
+            return
+        if page.limit_s == math.inf:  # it waits for others: their limits count, and a tick is enough
+            if not limits.is_off:
+                call_s = least.call_s if limits.soft_s is None else max(limits.soft_s, LATE_TICK_S)
+                hard_s = max(limits.hard_s or 0.0, 1.5 * call_s)
+                yield Limit("call", max(self._since, page.tick), call_s, hard_s, ends)
+        elif page.limit_s is not None:
+            if not limits.is_off:
+                source = f"limit_s of section {page.section!r}"
+                yield Limit("section", self._since, page.limit_s, 1.5 * page.limit_s, True, source)
+        elif page.is_finished:  # before the start: a restart behind the last step has no mark, and only evaluates
+            yield self._idle_limit(least.unknown_idle_s, "after the last round", ends=ends)
+        elif not page.marks:
+            yield from self._limits_of_start(ends=ends)
+        elif limits.soft_s is not None and limits.hard_s is not None:
+            yield Limit("given", self._since, limits.soft_s, limits.hard_s, True, "--hang-timeout")
+        else:
+            n_intervals, longest_s = page.intervals
+            idle_s, active_s = least.unknown_idle_s, max(least.active_s, LONGEST_TIMES * longest_s)
+            if n_intervals >= N_TO_LEARN:
+                idle_s = max(least.idle_s, LONGEST_TIMES * page.longest_idle_s)
+            yield self._idle_limit(idle_s, ends=ends)
+            yield Limit("active", self._since, active_s, active_s + least.kill_after_s, ends)
+
+    def _limits_of_start(self, *, ends: bool) -> Iterator[Limit]:
+        """Yield the limits before the first mark."""
+        limits, least = self.limits, self._defaults
+        if (start_s := limits.start_limit_s) is not None:
+            source = "--start-timeout" if limits.start_s is not None else "implied by --hang-timeout"
+            yield Limit("start", max(self._started_at, self._floor), start_s, 1.5 * start_s, True, source)
+            return
+        # A script that never reports is idle at times, and may compute for days.
+        yield self._idle_limit(least.unknown_idle_s, "at the start", ends=ends)
+        if self._page.opened_at:
+            since = max(self._since, self._page.opened_at)
+            yield Limit("start", since, least.active_s, least.active_s + least.kill_after_s, ends, "from DiLoCo(…) on")
+
+    def _idle_limit(self, limit_s: float, source: str = "", *, ends: bool) -> Limit:
+        return Limit("idle", self._idle_since, limit_s, limit_s + self._defaults.kill_after_s, ends, source)
+
+    def _is_active(self, limit: Limit) -> bool:
+        """Return whether the rank is seen to be active now. Soon after a mark it is not even looked at."""
+        window_s = self._defaults.window_s(limit.soft_s)
+        if self._now - self._since < window_s / 2:
+            return False
+        self._meter.window_s = window_s
+        ours = {int(self._page.beat_thread), int(self._page.heartbeat_thread)}
+        is_active = self._meter.look(self._now, ours)
+        self._was_idle |= is_active is False
+        return is_active is True
+
+    def _is_same(self, limit: Limit | None) -> bool:
+        """Return whether a limit is the one that was reached, and still counts from the same time."""
+        reached = self._limit
+        return reached is not None and limit is not None and (reached.kind, reached.since) == (limit.kind, limit.since)
+
+    # -- the steps against a rank that has reached its limit ---------------------------------------------------------
+
+    def _take_steps(self, limit: Limit) -> Iterator[tuple[float, WatchdogReport | None]]:
+        """Yield a report or None after each step, and how long to wait until the next step."""
+        for is_again in (False, True):
+            asked = self._ask_for_stacks()
+            yield READ_S, None
+            stacks = "" if asked is None else _read(asked)
+            self._meter.reset()  # a dump is work of ours
+            self._frame = _frame_of(stacks, int(self._page.main_thread)) or self._frame
+            sentence = self._sentence(limit)
+            report = WatchdogReport(sentence, f"{sentence}\n{stacks}" if stacks else None)
+            yield (0.0 if is_again else AGAIN_S - READ_S), report
+        if limit.ends:  # once the stacks are kept: the outcome that this brings about names them
+            self._page.accuse(sentence)
+            self._signal(HANG_SIGNAL)
+            yield LOOK_S, None
+        while (wait_s := self._kill_at(limit) - self._now) > 0 or not limit.ends:
+            yield (min(wait_s, LOOK_S) if limit.ends else LOOK_S), None
+        sentence = self._sentence(limit)
+        self._page.accuse(sentence)
+        while True:
+            yield LOOK_S, WatchdogReport(sentence, is_kill=True)
+
+    def _kill_at(self, limit: Limit) -> float:
+        """Return when the rank is killed: at the hard limit, or when it has raised and had its grace."""
+        page = self._page
+        at = page.hang_raised_at + self._grace_s if page.hang_raised_at else limit.since + limit.hard_s
+        return min(at, page.atomic_since) + ATOMIC_LIMIT_S if page.atomic_since else at
+
+    def _alive_again(self) -> WatchdogReport:
+        """Withdraw what was reported: whoever reads the newest dump must not take the rank for one that hangs."""
+        self._is_reported = False
+        sentence = describe_end("alive", self._rank, self._spec.world_size)
+        return WatchdogReport(sentence, sentence if self._page.n_stacks else None)
+
+    def _ask_for_stacks(self) -> int | None:
+        """Have the rank dump its stacks; return the file that they come to. None: it cannot."""
+        seen = activity(self._pid)
+        is_able = self._page.ready and self._page.stacks_file >= 0 and self._page.n_stacks < MAX_DUMPS
+        if not is_able or (seen is not None and seen.is_stopped):
+            return None
+        try:
+            path = f"/proc/{self._pid}/fd/{int(self._page.stacks_file)}"
+            if STACKS_NAME not in os.readlink(path):
+                return None  # the user's code closed it, and has another one of that number
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            os.ftruncate(file, 0)
+        except OSError:
+            return None
+        self._signal(STACKS_SIGNAL)
+        return file
+
+    def _signal(self, number: int) -> None:
+        if self._page.ready:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, number)
+
+    # -- what it looks like ------------------------------------------------------------------------------------------
+
+    def _diagnosis(self) -> str:
+        """Return what the rank does instead of making progress."""
+        seen, page = activity(self._pid), self._page
+        if seen is not None and seen.is_stopped:
+            return "stopped by SIGSTOP"
+        if self._now - page.beat > OLD_S:
+            is_busy = self._measure(seen)
+            return "the GIL is held by a call" + {True: " that computes", False: " that waits", None: ""}[is_busy]
+        frame = f": {self._frame}" if self._frame else ""
+        if self._now - page.tick > OLD_S:
+            return f"the main thread waits in a call{frame}"
+        return f"the main thread runs Python code{frame}"
+
+    def _measure(self, seen: Activity | None) -> bool | None:
+        """Return whether the rank has computed since the look before; None if that is unknown."""
+        before, self._seen = self._seen, None if seen is None else (self._now, seen.cpu_s)
+        if seen is None or before is None or self._now <= before[0]:
+            return None
+        return seen.cpu_s - before[1] > max(LEAST_BUSY_S, BUSY * (self._now - before[0]))
+
+    def _sentence(self, limit: Limit) -> str:
+        reached, n = self._page.reached or {}, int(self._page.n_stacks)
+        where = [f" after {name} {reached[name]:.0f}" for name in ("step", "round") if name in reached]
+        stacks = f" All stacks: replicas logs {self._spec.run_id} -r {self._rank} --stacks." if n else ""
+        if self._page.section != STEPS and limit.kind in ("idle", "active"):
+            where = [*where[:1], f" in section {self._page.section!r}"]
+        return describe_end(
+            "hang",
+            self._rank,
+            self._spec.world_size,
+            seen=SEEN[limit.kind],
+            for_s=self._now - limit.since,
+            where="".join(where[:2] if limit.kind in ("idle", "active") else where[:1]),
+            limit=f"{round(limit.soft_s, 1):g} s" + (limit.source and f", {limit.source}"),
+            diagnosis=self._diagnosis(),
+            remedy=REMEDIES[limit.kind] and f" {REMEDIES[limit.kind]}",
+            stacks=stacks,
+        )
+
+
+def _read(file: int) -> str:
+    try:
+        return os.pread(file, MAX_STACKS, 0).decode(errors="replace")
+    finally:
+        os.close(file)
+
+
+def _frame_of(stacks: str, main_thread: int) -> str | None:
+    """Return the user's innermost frame in the main thread, as `train.py:12 in main`; else the innermost of all."""
+    found, is_main = [], False
+    for line in stacks.splitlines():
+        if thread := _THREAD.match(line):
+            is_main = int(thread[1], 16) == main_thread
+        elif is_main and (frame := _FRAME.match(line)):
+            found.append(frame)
+    users = [frame for frame in found if is_users_file(frame[1])]
+    for frame in (*users, *found):
+        return f"{os.path.basename(frame[1])}:{frame[2]} in {frame[3]}"
+    return None
