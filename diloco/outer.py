@@ -272,6 +272,7 @@ class DiLoCo:
         """Give the model the anchor again: every replica ends with that, and this step belongs to no round."""
         self._loop.warn_past_the_end(self.inner_step)
         self._participant.apart(self._model_state.take_anchor)
+        self._liaison.note_step(self._participant.phase.run_step, self._settings.plan.total_steps)
 
     def sync(self) -> list[RoundReport]:
         """Have a round of every fragment now; all replicas must call it at the same step. Inner steps count from here.

@@ -138,6 +138,18 @@ ENDINGS = {
 """How a replica ended, in the words that follow `Replica 3 of 8`."""
 
 
+def says_alive(stacks: str) -> bool:
+    """Return True if a dump of stacks is the note that its replica, which was taken for one that hangs, works again.
+
+    Args:
+        stacks: the text that the supervisor kept.
+
+    Example:
+        says_alive("Replica 3 of 8 works again.")
+    """
+    return stacks.partition("\n")[0].endswith(" " + ENDINGS["alive"])
+
+
 def describe_cancel(rank: int, why: str) -> str:
     """Return a sentence, as in `Replica 3 was ended: the launcher of this attached run ended.`"""
     return f"Replica {rank} was ended: {why.rstrip('.')}."

@@ -40,6 +40,7 @@ EXAMPLES = {
     "chaos": ["kill:rank=1,round=3"],
     "restarts": 3,
     "hang-timeout": "2m:3m",
+    "start-timeout": "20m",
     "health-check": "checks.py:gpu",
     "tracker": "trackio",
     "columns": "lr,gnorm",

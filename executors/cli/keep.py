@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from executors.run.run import Run
     from executors.supervision.decisions import DecisionLog
 
-SETTING = re.compile(r"(?:^|,)(restarts|hang)=(.*?)(?=,(?:restarts|hang)=|$)")
-SET = "Other rules from here on: restarts=5, restarts=3/1h,oom=0 or hang=off. Repeatable."
+SETTING = re.compile(r"(?:^|,)(restarts|hang|start)=(.*?)(?=,(?:restarts|hang|start)=|$)")
+SET = "Other rules from here on: restarts=5, restarts=3/1h,oom=0, hang=off or start=20m. Repeatable."
 LONGEST_S = 120.0  # of a single pass; what is due later is left to the next
 WITHIN = f"How long replicas have to come to a good place ({DURATIONS}). Default: 10m."
 
@@ -60,12 +60,12 @@ def watch(
     """
     from executors.cli.live import watch as watch_to_its_end
     from executors.cli.summary import Summary, heading
-    from executors.supervision.decisions import DecisionLog
+    from executors.supervision.decisions import DecisionLog, hang_of
     from executors.supervision.lease import LeaseHolder
     from executors.supervision.orders import order_policy
 
     output = Output(as_json)
-    restarts, hang = _settings(set_)
+    restarts, hang, start = _settings(set_)
     found = find_run(run, rendezvous, backend, option, volume)
     with usage_errors():
         recipes = _recipes(found, env, secret, task_digest=task_digest, trust_bucket=trust_bucket)
@@ -73,8 +73,11 @@ def watch(
     needs_lease = any(recipe.spec.lease_s is not None for recipe in recipes)
     if not needs_lease:  # else there is something to do in any case
         _check_policy(found, log, restarts)
-    if restarts is not None or hang is not None:
-        order_policy(log, restarts, hang)
+    if restarts is not None or hang is not None or start is not None:
+        limits = None
+        if hang is not None or start is not None:
+            limits = hang_of(log.read(), HangLimits.parse(recipes[0].spec.hang)).changed(hang, start)
+        order_policy(log, restarts, limits)
     log.read()
     output.say(heading(found), "bold")
     lease = None
@@ -129,16 +132,19 @@ def stop(
     return Summary.of(found).finish(output)
 
 
-def _settings(texts: Sequence[str] | None) -> tuple[Restarts | None, HangLimits | None]:
-    """Return the values of --set."""
+def _settings(texts: Sequence[str] | None) -> tuple[Restarts | None, str | None, str | None]:
+    """Return the values of --set: for --restarts, --hang-timeout and --start-timeout."""
     found: dict[str, str] = {}
     for text in texts or ():
         parts = SETTING.findall(text)
         if ",".join(f"{name}={value}" for name, value in parts) != text or not text:
-            refuse(f"--set {text!r}: the form is --set restarts=5, --set hang=off, or both with a comma.")
+            refuse(
+                f"--set {text!r}: the form is --set restarts=5, --set hang=off, --set start=20m, or several by commas."
+            )
         found |= dict(parts)
     with usage_errors():
-        return Restarts.of(found.get("restarts")), HangLimits.parse(found["hang"]) if "hang" in found else None
+        HangLimits.of(found.get("hang"), found.get("start"))
+        return Restarts.of(found.get("restarts")), found.get("hang"), found.get("start")
 
 
 def _recipes(

@@ -65,7 +65,14 @@ RESTARTS = (
     "Bring back replicas that end, up to N times each: N, N/1h for any hour, with caps for reasons or exit codes as in "
     "3,oom=0,75=inf. 0: only what is nobody's fault. Default: nothing restarts."
 )
-HANG = "How long a replica may go on without progress: SOFT[:HARD] as in 2m:3m, auto or off. Default: auto."
+HANG = (
+    "How long a replica may run without progress: SOFT[:HARD] as in 2m:3m, auto or off. Default: auto, which is 1 min "
+    "for an idle replica, 30 min for an active one, and more if its steps are longer."
+)
+START = (
+    f"How long a replica may take from its start to its first progress ({DURATIONS}), or auto. Default: auto, which "
+    "follows from --hang-timeout; without that, 30 min idle."
+)
 AS_FOR_LAUNCH, FROM_HERE_ON = "As for launch,", "for all ranks from here on. Default: as before."
 SPARES = "Start S containers more, which stand by for replicas that lose theirs; with --restarts, in a cloud."
 HEALTH_CHECK = "A function that each new process calls before the task, for 60 s at most: pkg.mod:f, path/file.py:f."
@@ -103,6 +110,7 @@ def launch(
     ] = GATHER_S,
     restarts: Annotated[str | None, Option(metavar="N[/SPAN],…", help=RESTARTS)] = None,
     hang_timeout: Annotated[str | None, Option(metavar="SOFT[:HARD]", help=HANG)] = None,
+    start_timeout: Annotated[str | None, Option(metavar="DURATION|auto", help=START)] = None,
     spares: Annotated[int, Option(metavar="S", help=SPARES)] = 0,
     health_check: Annotated[str | None, Option(metavar="NAME", help=HEALTH_CHECK)] = None,
     signed: Annotated[bool, Option("--signed", help=SIGNED)] = False,
@@ -162,6 +170,7 @@ def launch(
                         min_replicas=min_replicas,
                         restarts=restarts,
                         hang_timeout=hang_timeout,
+                        start_timeout=start_timeout,
                         spares=spares,
                         health_check=health_check,
                         signed=signed,
@@ -260,6 +269,9 @@ def resume(
     ] = None,
     restarts: Annotated[str | None, Option(metavar="N[/SPAN],…", help=f"{AS_FOR_LAUNCH} {FROM_HERE_ON}")] = None,
     hang_timeout: Annotated[str | None, Option(metavar="SOFT[:HARD]", help=f"{AS_FOR_LAUNCH} {FROM_HERE_ON}")] = None,
+    start_timeout: Annotated[
+        str | None, Option(metavar="DURATION|auto", help=f"{AS_FOR_LAUNCH} {FROM_HERE_ON}")
+    ] = None,
     detach: Annotated[bool, Option("--detach", "-d", help="Return at once; the run continues.")] = False,
     task_digest: Annotated[str | None, Option(metavar="SHA256", help=TASK_DIGEST)] = None,
     trust_bucket: Annotated[bool, Option("--trust-bucket", help=TRUST_BUCKET)] = False,
@@ -290,6 +302,7 @@ def resume(
                     gather_s=gather,
                     restarts=restarts,
                     hang_timeout=hang_timeout,
+                    start_timeout=start_timeout,
                     detach=detach,
                     task_digest=task_digest,
                     trust_bucket=trust_bucket,

@@ -51,6 +51,7 @@ def launch(
     tracker: str | None = None,
     restarts: Restarts | int | str | None = None,
     hang_timeout: str | float | None = None,
+    start_timeout: str | float | None = None,
     spares: int = 0,
     health_check: str | None = None,
     signed: bool = False,
@@ -95,8 +96,13 @@ def launch(
             as "pkg.mod:Class"; see `report.trackers.Tracker`. One tracker run a rank; what fails there is a warning.
         restarts: bring back replicas that end, up to so many times each: a number, a text as "3/1h,oom=0", or a
             `Restarts`. 0: only those whose end is nobody's fault. None: nothing restarts.
-        hang_timeout: how long a replica may go on without progress: seconds, "SOFT:HARD" as in "2m:3m", "off", or
-            "auto": learned. With "auto" a replica is ended only where `restarts` is given.
+        hang_timeout: how long a replica may run without progress: seconds, "SOFT:HARD" as in "2m:3m", "off", or
+            "auto". With "auto" the limit is a minute for an idle replica and 30 minutes for one that uses the
+            processor, a disk or the network; it grows with what the replica did before. It ends a replica only if
+            `restarts` is given.
+        start_timeout: how long a replica may take from its start to its first progress: seconds, a text such as "20m",
+            or "auto". None: "auto", which follows from a number in `hang_timeout`; without one, a replica that is idle
+            for 30 minutes before its first progress is ended if `restarts` is given.
         spares: start so many jobs more, which stand by for replicas that lose their containers; with `restarts`, on
             backends in a cloud.
         health_check: a function without arguments, as "pkg.mod:f", that each new process calls before the entrypoint,
@@ -138,6 +144,7 @@ def launch(
         "tracker": tracker,
         "restarts": Restarts.of(restarts),
         "hang_timeout": None if hang_timeout is None else str(hang_timeout),
+        "start_timeout": None if start_timeout is None else str(start_timeout),
         "spares": spares,
         "health_check": health_check,
         "signed": signed,
@@ -196,5 +203,6 @@ def _bring_back(
         detach=request.detach,
         restarts=request.restarts,
         hang_timeout=request.hang_timeout,
+        start_timeout=request.start_timeout,
         task_digest=task.digest,
     )

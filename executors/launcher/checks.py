@@ -115,16 +115,20 @@ def with_policy(executor: ServerlessExecutor, request: LaunchRequest) -> LaunchR
     Raises:
         ValueError: nobody could start a replica again, or watch it, where somebody relies on it.
     """
-    name, is_limited = executor.backend_name, HangLimits.parse(request.hang_timeout).soft_s is not None
+    limits = HangLimits.of(request.hang_timeout, request.start_timeout)
+    name, is_limited = executor.backend_name, limits.start_limit_s is not None
     if restarts_replicas(executor) or (request.restarts is None and not is_limited):
         return request
     if not isinstance(executor, NativeExecutor):
         raise ValueError(
-            f"Backend {name!r} takes no restarts= (--restarts) and no hang_timeout= (--hang-timeout): its five verbs "
-            "start all replicas or none, and nobody is beside them. Leave these away."
+            f"Backend {name!r} takes no restarts= (--restarts), hang_timeout= (--hang-timeout) or start_timeout= "
+            "(--start-timeout): it has no process that supervises a replica. Remove these."
         )
-    print(f"replicas: backend {name!r} starts nothing again: restarts and hang_timeout do not count", file=sys.stderr)
-    return replace(request, restarts=None, hang_timeout=None)
+    print(
+        f"replicas: backend {name!r} restarts no replica: restarts, hang_timeout and start_timeout do not count",
+        file=sys.stderr,
+    )
+    return replace(request, restarts=None, hang_timeout=None, start_timeout=None)
 
 
 def check_spares(executor: ServerlessExecutor, request: LaunchRequest) -> None:

@@ -24,7 +24,11 @@ from executors.task.policy import HangLimits, Restarts
 FILE, PROJECT = "replicas.toml", "pyproject.toml"
 # A name has no twenty letters and digits in a row; a token, which somebody may take for one, has.
 SECRET = re.compile(r"(?!.*(?=[A-Za-z]*[0-9])[A-Za-z0-9]{20})[A-Za-z_][A-Za-z0-9_.-]{0,63}")
-POLICIES: Mapping[str, Callable[[str], object]] = {"restarts": Restarts.parse, "hang-timeout": HangLimits.parse}
+POLICIES: Mapping[str, Callable[[str], object]] = {
+    "restarts": Restarts.parse,
+    "hang-timeout": HangLimits.of,
+    "start-timeout": lambda text: HangLimits.of(start_timeout=text),
+}
 Place = tuple[str, ...]  # ("n",), ("args", "steps") or ("option", "modal", "region")
 
 

@@ -59,6 +59,7 @@ def resume(
     gather_s: float | None = None,
     restarts: Restarts | int | str | None = None,
     hang_timeout: str | float | None = None,
+    start_timeout: str | float | None = None,
     detach: bool = False,
     task_digest: str | None = None,
     trust_bucket: bool = False,
@@ -73,7 +74,7 @@ def resume(
         gpu, timeout, gather_s: None: as the run was launched. `gather_s` goes with its `min_replicas`.
             A run with `max_cost` gives each rank no more than what is left of its share; a new run from its snapshot
             has that much money once more.
-        restarts, hang_timeout: as for `launch`, for all ranks from here on. None: as before.
+        restarts, hang_timeout, start_timeout: as for `launch`, for all ranks from here on. None: as before.
         env, secrets: as for `launch`. Values are not recorded, so those of the launch have to be given again.
         detach: go on when this process ends.
         task_digest: the sha256 of the task, for a run that another machine launched: `Run.task_digest` there.
@@ -99,7 +100,7 @@ def resume(
         StoreError: the run was aborted, which is final for its id; or its task is not the one that was launched.
     """
     new_restarts = Restarts.of(restarts)
-    new_hang = None if hang_timeout is None else HangLimits.parse(hang_timeout)
+    HangLimits.of(hang_timeout, start_timeout)  # refuses a wrong value before anything is read
     task = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
     launched = task.launched_with
     run.fleet.named = frozenset(ranks or ())
@@ -107,8 +108,11 @@ def resume(
     given["verb"] = "resume --from-snapshot" if from_snapshot else "resume"
     recipes = recipes_of(run, task, ranks=range(run.world_size) if from_snapshot else ranks, **given)
     executor = native_executor(run)
-    if (new_restarts or new_hang) and not restarts_replicas(executor):
-        raise ValueError(f"Backend {run.backend!r} starts nothing again: leave restarts= and hang_timeout= away.")
+    has_new_hang = hang_timeout is not None or start_timeout is not None
+    if (new_restarts or has_new_hang) and not restarts_replicas(executor):
+        raise ValueError(
+            f"Backend {run.backend!r} restarts no replica. Remove restarts=, hang_timeout= and start_timeout=."
+        )
     if from_snapshot:
         _check_that_all_ended(run, ranks)
     elif exists(run.store, f"{run.run_id}/abort.json"):
@@ -117,7 +121,7 @@ def resume(
         raise ValueError(f"Run {run.run_id!r} was launched without min_replicas, so gather_s= (--gather) says nothing.")
     log = DecisionLog(run.store, run.run_id, key=spec_of(run, task, detach=detach).key)
     policy = new_restarts or policy_of(log.read(), Restarts.of(launched.restarts))
-    hang = new_hang or hang_of(log.entries, HangLimits.parse(launched.hang))
+    hang = hang_of(log.entries, HangLimits.parse(launched.hang)).changed(hang_timeout, start_timeout)
     more: Any = {
         "restarts": None if policy is None else str(policy),
         "hang": str(hang),
@@ -131,8 +135,8 @@ def resume(
     n_seen = len(log.read())
     next_attempts = _next_attempts(run, ranks, {rank for recipe in recipes for rank in recipe.spec.ranks})
     _check_backends(run, next_attempts)
-    if new_restarts or new_hang:
-        order_policy(log, new_restarts, new_hang)
+    if new_restarts or has_new_hang:
+        order_policy(log, new_restarts, hang if has_new_hang else None)
     if (barring := order_resume(log, next_attempts, n_seen)) is not None:
         what = "cancelled" if barring.kind == "cancel" else "stopped"
         raise LaunchError(f"Run {run.run_id!r} was {what} meanwhile by {_name(barring.by)}.", cancelled=True)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from executors.attempt import Attempt, Claim, Intent
+from executors.attempt.outcome import says_alive
 from executors.errors import StoreError
 from executors.protocol import Outcome, ReplicaStatus
 from executors.status import RunStatus
@@ -22,8 +23,8 @@ from executors.task.policy import Restarts
 from executors.task.record import RunRecord
 
 KINDS = (
-    "launched", "claimed", "first_progress", "hang_suspected", "stacks", "notice", "ended", "decided", "cancelled",
-    "gave_up", "stopped", "finished",
+    "launched", "claimed", "first_progress", "hang_suspected", "stacks", "works_again", "notice", "ended", "decided",
+    "cancelled", "gave_up", "stopped", "finished",
 )  # fmt: skip
 USUAL = ("launched", "claimed", "first_progress", "finished")
 OF_DECISIONS = {"cancel": "cancelled", "give_up": "gave_up", "stop": "stopped"}
@@ -197,6 +198,8 @@ class EventReader:
             rank, attempt, number, at, is_first = dump
             where = Attempt(self._store, self._run_id, rank, attempt)
             diagnosis = read_stacks(where, number)[:HEAD_BYTES].partition("\n")[0]
+            if says_alive(diagnosis):
+                return [Event(kind="works_again", at=at, rank=rank, attempt=attempt, why=diagnosis)]
             event = Event(kind="stacks", at=at, rank=rank, attempt=attempt, why=f"stacks/{number}.txt")
             return [*([replace(event, kind="hang_suspected", why=diagnosis)] if is_first else []), event]
 

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from executors.attempt import Attempt, Claim
+from executors.attempt.outcome import says_alive
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.status import ReplicaState, RunStatus
 from executors.store.inventory import Inventory
@@ -105,8 +106,10 @@ def wants_attention(now: RunStatus, inventory: Inventory, newest: Callable[[int]
         elif dumps and state.status is ReplicaStatus.RUNNING:
             number, at = max((dump[2], dump[3]) for dump in dumps)
             attempt = newest(state.rank).at(state.attempt)
-            if not _goes_on(attempt, at):
-                found[state.rank] = f"may hang: {read_stacks(attempt, number).partition(chr(10))[0]}"
+            stacks = read_stacks(attempt, number)
+            # The supervisor's own note is better than any report: an evaluation is active, and reports nothing.
+            if not says_alive(stacks) and not _goes_on(attempt, at):
+                found[state.rank] = f"may hang: {stacks.partition(chr(10))[0]}"
     return found
 
 

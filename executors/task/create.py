@@ -93,7 +93,7 @@ def plan_run(
         max_cost=request.max_cost,
         fail_fast=request.fail_fast,
         restarts=None if request.restarts is None else str(Restarts.of(request.restarts)),
-        hang=str(HangLimits.parse(request.hang_timeout)),
+        hang=str(HangLimits.of(request.hang_timeout, request.start_timeout)),
         spares=request.spares,
         health_check=request.health_check,
         signed=request.signed,

@@ -63,6 +63,7 @@ class LaunchRequest:
     tracker: str | None = None
     restarts: Restarts | str | None = None
     hang_timeout: str | None = None
+    start_timeout: str | None = None
     spares: int = 0
     health_check: str | None = None
     signed: bool = False
@@ -105,7 +106,7 @@ class LaunchRequest:
             raise ValueError(f"min_replicas is from 1 to n={self.n}, got min_replicas={self.min_replicas!r}.")
         if not isinstance(self.gather_s, int | float) or not 0 <= self.gather_s < FAR_AHEAD:
             raise ValueError(f"gather_s is a number of seconds, got gather_s={self.gather_s!r}.")
-        Restarts.of(self.restarts), HangLimits.parse(self.hang_timeout)
+        Restarts.of(self.restarts), HangLimits.of(self.hang_timeout, self.start_timeout)
         if type(self.spares) is not int or not 0 <= self.spares <= MAX_WORLD_SIZE:
             raise ValueError(f"spares is a number from 0 to {MAX_WORLD_SIZE}, got spares={self.spares!r}.")
         if self.run_id is not None:

@@ -210,6 +210,23 @@ class HangLimits:
             raise ValueError(f"limits on hanging are written as in 120s:180s,start=1200s, got {text!r}.")
         return cls.of(marks, start_s if comma else None)
 
+    def changed(self, hang_timeout: str | float | None = None, start_timeout: str | float | None = None) -> Self:
+        """Return these limits with other values.
+
+        Args:
+            hang_timeout: as for `of`. None: as it is here.
+            start_timeout: as for `of`. None: as it is here.
+
+        Raises:
+            ValueError: one of them is not a limit.
+
+        Example:
+            HangLimits.of("2m", "20m").changed(start_timeout="1h")
+        """
+        asked = self.of(hang_timeout, start_timeout)
+        marks = self if hang_timeout is None else asked
+        return replace(marks, start_s=self.start_s if start_timeout is None else asked.start_s)
+
     @classmethod
     def _of_marks(cls, asked: str | float | None) -> Self:
         if asked is None or asked == "auto":

@@ -209,6 +209,7 @@ USAGE = [
     (["--n", "2", "--rendezvous", "s3://"], "An S3 store needs a bucket"),
     (["--n", "2", "--rendezvous", "s3:/bucket"], "as in 's3://bucket'"),
     (["--n", "2", "--restarts", "3,oon=1"], "restarts: No setting 'oon'. Did you mean 'oom'?"),
+    (["--n", "2", "--start-timeout", "soon"], "start_timeout is a duration of at least 0.001 s, as in 20m, or auto"),
     (["--n", "2", "--hang-timeout", "2m:1m"], "is at least 0.001 s and at most the hard one, got '2m:1m'"),
     (["--n", "2", "--gather", "5m"], "(--gather) waits for what min_replicas= can do without"),
     (["--n", "2", "--rendezvous", "/proc/nothing"], "/proc/nothing"),
@@ -245,7 +246,17 @@ def test_a_dry_run_shows_the_exact_request_and_leaves_no_trace(folder: Folder, s
     rendezvous.mkdir()
     before = sorted(folder.path.rglob("*"))
     arguments = ("--arg", "times=3", "--env", "TOKEN=hunter2", "--rendezvous", rendezvous, "--timeout", "90")
-    more = ("--restarts", "3/1h,oom=0", "--hang-timeout", "2m", "--run-id", "planned", "--dry-run")
+    more = (
+        "--restarts",
+        "3/1h,oom=0",
+        "--hang-timeout",
+        "2m",
+        "--start-timeout",
+        "20m",
+        "--run-id",
+        "planned",
+        "--dry-run",
+    )
     result = folder.launch("job:main", *arguments, *more, PYTHONDONTWRITEBYTECODE="1")
     assert result.code == 0, result
     request = result.json["request"]
@@ -253,8 +264,11 @@ def test_a_dry_run_shows_the_exact_request_and_leaves_no_trace(folder: Folder, s
     assert request["spec"]["env"] == {"TOKEN": "***"}
     assert set(request["environ"].values()) == {"***"}
     assert (request["timeout_s"], request["term_grace_s"]) == (90.0, 0.5)
-    assert (request["spec"]["restarts"], request["spec"]["hang"]) == ("3/3600s,oom=0", "120s:180s")
-    assert (result.json["run.json"]["restarts"], result.json["run.json"]["hang"]) == ("3/3600s,oom=0", "120s:180s")
+    assert (request["spec"]["restarts"], request["spec"]["hang"]) == ("3/3600s,oom=0", "120s:180s,start=1200s")
+    assert (result.json["run.json"]["restarts"], result.json["run.json"]["hang"]) == (
+        "3/3600s,oom=0",
+        "120s:180s,start=1200s",
+    )
     assert result.json["task/task.json"]["args"] == {"times": 3}
     assert result.json["run.json"]["env"] == ["TOKEN"]
     assert "hunter2" not in result.stdout + result.stderr

@@ -174,7 +174,10 @@ def test_what_it_cannot_do_is_refused_by_name(state_home: Path) -> None:
 
 def test_a_policy_of_restarts_does_not_count_and_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     run = launch("inline", "os:getpid", 1, restarts=3)
-    assert "backend 'inline' starts nothing again: restarts and hang_timeout do not count" in capsys.readouterr().err
+    assert (
+        "backend 'inline' restarts no replica: restarts, hang_timeout and start_timeout do not count"
+        in capsys.readouterr().err
+    )
     assert run.record.restarts is None
 
 

@@ -6,26 +6,30 @@ import pytest
 from typer import BadParameter
 
 from executors.cli.keep import _settings
-from executors.task.policy import HangLimits, Restarts
+from executors.task.policy import Restarts
 
 
 @pytest.mark.parametrize(
     ("texts", "settings"),
     [
-        ([], (None, None)),
-        (["restarts=5"], (Restarts(per_replica=5), None)),
-        (["restarts=3/1h,oom=0,hang=off"], (Restarts.parse("3/1h,oom=0"), HangLimits(is_off=True))),
-        (["hang=2m:3m,restarts=0"], (Restarts(per_replica=0), HangLimits(120.0, 180.0))),
-        (["hang=off", "restarts=1"], (Restarts(per_replica=1), HangLimits(is_off=True))),
+        ([], (None, None, None)),
+        (["restarts=5"], (Restarts(per_replica=5), None, None)),
+        (["restarts=3/1h,oom=0,hang=off"], (Restarts.parse("3/1h,oom=0"), "off", None)),
+        (["hang=2m:3m,restarts=0"], (Restarts(per_replica=0), "2m:3m", None)),
+        (["hang=off", "restarts=1"], (Restarts(per_replica=1), "off", None)),
+        (["start=20m"], (None, None, "20m")),
+        (["hang=2m,start=20m,restarts=1"], (Restarts(per_replica=1), "2m", "20m")),
     ],
 )
 def test_other_rules_are_read_also_several_at_once(
-    texts: list[str], settings: tuple[Restarts | None, HangLimits | None]
+    texts: list[str], settings: tuple[Restarts | None, str | None, str | None]
 ) -> None:
     assert _settings(texts) == settings
 
 
-@pytest.mark.parametrize("text", ["", "restart=3", "restarts=three", "hang=1,2", "restarts=1,runs=2", "3"])
+@pytest.mark.parametrize(
+    "text", ["", "restart=3", "restarts=three", "hang=1,2", "start=soon", "start=auto:2", "restarts=1,runs=2", "3"]
+)
 def test_what_is_no_rule_is_refused(text: str) -> None:
     with pytest.raises(BadParameter):
         _settings([text])

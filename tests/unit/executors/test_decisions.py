@@ -73,6 +73,25 @@ def test_a_policy_that_makes_no_sense_is_refused_by_name(text: str, says: str) -
 def test_a_hang_limit_alone_has_a_hard_one_of_one_and_a_half_times() -> None:
     assert HangLimits.parse("2m") == HangLimits(120.0, 180.0)
     assert [str(HangLimits.parse(text)) for text in ("auto", "off", "90s:2m")] == ["auto", "off", "90s:120s"]
+    for hang, start in ((None, None), ("off", "1h"), ("90s:2m", 20.5), (60, "auto"), ("auto", "20m")):
+        limits = HangLimits.of(hang, start)
+        assert HangLimits.parse(str(limits)) == limits, "a record says the same"
+
+
+def test_new_limits_on_hanging_leave_those_that_are_not_given_as_they_are() -> None:
+    launched = HangLimits.of("2m:3m", "20m")
+    assert launched.changed() == launched
+    assert str(launched.changed(start_timeout="1h")) == "120s:180s,start=3600s"
+    assert str(launched.changed("off")) == "off,start=1200s"
+    assert str(launched.changed("1m", "auto")) == "60s:90s"
+
+
+@pytest.mark.parametrize(
+    "text", ["auto,", "auto,20m", "auto,begin=20m", "2m,start=soon", "2m,start=0", "2m,start=-5", "auto,start=1e12"]
+)
+def test_a_record_with_other_limits_on_hanging_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"hanging|start_timeout"):
+        HangLimits.parse(text)
 
 
 def test_of_two_writers_the_second_computes_again_behind_the_first() -> None:

@@ -139,6 +139,18 @@ def test_dumps_that_lie_close_together_are_one_suspicion(run: MadeUp, monkeypatc
     ]
 
 
+def test_a_rank_that_works_again_is_an_event_and_no_new_suspicion(run: MadeUp) -> None:
+    run.look()
+    times = {0: 1060.0, 1: 1061.0, 2: 1080.0}
+    for number in times:
+        text = b"Replica 1 works again." if number == 2 else b"Replica 1 waits: recv\nThread ...\n"
+        run.store.put(run.attempt(1, 1).key(f"stacks/{number}.txt"), text)
+    found = Inventory.of(run.store, "run")
+    found = replace(found, stacks=frozenset((1, 1, number, at) for number, at in times.items()))
+    kinds = [event.kind for event in run.reader.new(found, run.status())]
+    assert kinds == ["hang_suspected", "stacks", "stacks", "works_again"]
+
+
 def test_a_look_at_a_run_in_which_nothing_happens_is_one_request(run: MadeUp, monkeypatch: pytest.MonkeyPatch) -> None:
     run.look()
     inventory, asked = Inventory.of(run.store, "run"), list[str]()
@@ -297,6 +309,16 @@ def test_what_was_reported_before_the_stacks_is_no_progress_whatever_its_clock_s
     assert rank.may_hang
     rank.measure(1, 103_655, {"t": 3590, "step": 2}, {"t": 3610, "rss": 1}, {"t": 3640, "rss": 1})
     assert rank.may_hang
+
+
+def test_a_rank_that_its_supervisor_says_works_again_is_not_said_to_hang(
+    run: MadeUp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Suspected(run, monkeypatch, 0.0)
+    assert rank.may_hang
+    rank.at(103_700)
+    run.store.put(run.attempt(0).key("stacks/1.txt"), b"Replica 0 of 1 works again.")
+    assert not rank.may_hang
 
 
 def test_what_was_reported_before_the_stacks_is_no_progress_where_it_came_after_an_outage_of_the_store(

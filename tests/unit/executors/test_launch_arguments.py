@@ -92,10 +92,20 @@ def nothing_written(state_home: Path) -> Iterator[None]:
         ({"entrypoint": "no_such.py", "argv": []}, EntrypointImportError, "does not exist"),
         ({"executor": "locla"}, LookupError, "Did you mean 'local'?"),
         ({"executor": PopenExecutor(), "env": {"A": "1"}}, ValueError, "'popen' takes no env="),
-        ({"executor": PopenExecutor(), "restarts": 3}, ValueError, "'popen' takes no restarts= (--restarts)"),
-        ({"executor": PopenExecutor(), "hang_timeout": 60}, ValueError, "'popen' takes no restarts= (--restarts)"),
+        (
+            {"executor": PopenExecutor(), "restarts": 3},
+            ValueError,
+            "'popen' takes no restarts= (--restarts), hang_timeout=",
+        ),
+        (
+            {"executor": PopenExecutor(), "hang_timeout": 60},
+            ValueError,
+            "'popen' takes no restarts= (--restarts), hang_timeout=",
+        ),
         ({"restarts": -1}, ValueError, "is a whole number, got '-1'"),
         ({"restarts": True}, TypeError, "or a Restarts, got True"),
+        ({"executor": PopenExecutor(), "start_timeout": 60}, ValueError, "start_timeout= (--start-timeout)"),
+        ({"start_timeout": "soon"}, ValueError, "start_timeout is a duration of at least 0.001 s, as in 20m, or auto"),
         ({"hang_timeout": "soon"}, ValueError, "hang_timeout is SOFT, SOFT:HARD, auto or off"),
     ],
 )

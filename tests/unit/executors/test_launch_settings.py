@@ -109,8 +109,11 @@ def test_variables_of_the_environment_are_texts_of_their_flags(monkeypatch: pyte
 
 
 def test_a_policy_may_be_a_number() -> None:
-    write("replicas.toml", "restarts = 3\nhang-timeout = 90\n[profile.firm]\nrestarts = '5/1h,oom=0'\n")
-    assert read().values == {"restarts": "3", "hang-timeout": "90"}
+    write(
+        "replicas.toml",
+        "restarts = 3\nhang-timeout = 90\nstart-timeout = '20m'\n[profile.firm]\nrestarts = '5/1h,oom=0'\n",
+    )
+    assert read().values == {"restarts": "3", "hang-timeout": "90", "start-timeout": "20m"}
     assert read(profile="firm").values["restarts"] == "5/1h,oom=0"
 
 
@@ -146,6 +149,8 @@ REFUSED = {
     "timeout = [1]": "{file}: timeout takes seconds, or a duration as in '1h30m', got [1].",
     "restarts = '3,oon=1'": "{file}: restarts: No setting 'oon'. Did you mean 'oom'?",
     "restarts = true": "{file}: restarts takes a string, got true.",
+    "start-timeout = 'soon'": "{file}: start_timeout is a duration of at least 0.001 s, as in 20m, or auto, "
+    "got 'soon'.",
     "hang-timeout = 'soon'": "{file}: hang_timeout is SOFT, SOFT:HARD, auto or off, as in 2m:3m, got 'soon'.",
     "chaos = 'kill:rank=1'": '{file}: chaos takes a list, each item a string, got "kill:rank=1".',
     "dry-run = 1": "{file}: dry-run takes true or false, got 1.",

@@ -195,8 +195,8 @@ def page_in(state: str) -> SharedPage:
         ),
         (
             "120s", "marks", always,
-            "Replica 3 of 8 made no progress for 120 s (limit 120 s, --hang-timeout): the main thread runs Python code. "
-            'A longer --hang-timeout, replica.section("evaluate", limit_s=…) or replica.progress() allow more time.',
+            "Replica 3 of 8 made no progress for 120 s (limit 120 s, --hang-timeout): the main thread runs Python code."
+            ' A longer --hang-timeout, replica.section("evaluate", limit_s=…) or replica.progress() allow more time.',
         ),
         (
             "120s", "section of 30 s", always,
