@@ -100,6 +100,25 @@ def fork() -> int:
         return os.fork()
 
 
+def private_file(data: bytes = b"") -> int:
+    """Return a descriptor of a file without a name, which a new process can be given and no other can open.
+
+    Args:
+        data: what it holds; the descriptor is then at its beginning.
+    """
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("replicas")
+    else:
+        import tempfile
+
+        with tempfile.TemporaryFile() as file:  # it has no name any more
+            descriptor = os.dup(file.fileno())
+    with open(descriptor, "wb", closefd=False) as writer:
+        writer.write(data)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
 def signal_name(number: int) -> str:
     """Name a signal."""
     try:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from executors import module_search
 from executors.attempt import TICKS, Attempt, collect_rows
 from executors.attempt.outcome import PID
 from executors.errors import BackendError, StoreError
@@ -227,15 +228,16 @@ def _process_of(attempt: Attempt, handle: ReplicaHandle) -> _Process:
 @contextlib.contextmanager
 def _surroundings_of(run: RunSpec, rank: int, entrypoint: str | Callable[..., Any]) -> Iterator[None]:
     """Give a replica in this process its environment, and afterwards this process its own back."""
-    environ, argv, paths, modules, replica = dict(os.environ), sys.argv, [*sys.path], {*sys.modules}, find_replica()
+    environ, argv, modules, replica = dict(os.environ), sys.argv, {*sys.modules}, find_replica()
     os.environ.pop(RUN_KEY, None)  # it would be another run's
     os.environ.update({**run.env, **run.credentials, RANK: str(rank)})
     try:
-        yield
+        with module_search.restored():
+            yield
     finally:
         os.environ.clear()
         os.environ.update(environ)
-        sys.argv, sys.path[:] = argv, paths
+        sys.argv = argv
         set_current_replica(replica)
         file = re.match(r"(.*\.py)(:\w+)?$", entrypoint) if isinstance(entrypoint, str) else None
         if file and (name := Path(file[1]).stem) not in modules:

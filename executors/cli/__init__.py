@@ -22,6 +22,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from executors.cli.output import CANCELLED, CLOSED_PIPE, FAILED, USAGE, call, inert
 from executors.errors import NO_DIRECTORY, LaunchError, ReplicasError
+from executors.module_search import reserve_names
 
 VERBS = {
     "launch": "launch", "ls": "runs", "status": "runs", "logs": "logs", "events": "happened", "wait": "runs",
@@ -137,9 +138,10 @@ def main() -> int:
         if getattr(sys, name) is None:  # its caller has closed it
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115 - until the end
     try:
+        here = os.getcwd()
+        reserve_names([here])  # a user's `logging.py` is not for what this command imports
         if not sys.flags.safe_path:
-            sys.path.insert(0, os.getcwd())  # as `python -m` does, so that `train:main` is found there
-        os.getcwd()
+            sys.path.insert(0, here)  # as `python -m` does, so that `train:main` is found there
     except FileNotFoundError:
         return _fail(ReplicasError(NO_DIRECTORY))
     _show_warnings_as_lines()
@@ -187,10 +189,27 @@ def _call() -> int:
     except Exception as error:
         if not hasattr(error, "format_message"):  # not one of typer's: a defect, shown with its traceback
             raise
-        return _fail(error, error.format_message() + HINTS.get(getattr(error, "option_name", ""), ""))
+        return _fail(error, error.format_message() + _hint(error, arguments))
     if returned == CANCELLED:
         call.document_of_failure({"exit_code": CANCELLED, "error": "interrupted"})
     return returned if isinstance(returned, int) else 0
+
+
+def _hint(error: Exception, arguments: Sequence[str]) -> str:
+    """Return what to do about a mistake of the command line, to follow its message; often nothing.
+
+    Args:
+        error: typer's.
+        arguments: the command line, without what follows `--`.
+    """
+    option = getattr(error, "option_name", "")
+    if option in HINTS or arguments[:1] != ["launch"]:
+        return HINTS.get(option, "")
+    entrypoint = next((each for each in arguments if each.endswith(".py")), None)
+    is_unknown = type(error).__name__ == "NoSuchOption" or "unexpected extra argument" in str(error)
+    if entrypoint is None or not is_unknown:
+        return ""
+    return f" If it is one of {entrypoint}, put it behind --: replicas launch {entrypoint} --n 4 -- {option or '…'} …"
 
 
 def _split_argv(arguments: list[str]) -> tuple[list[str], list[str] | None]:

@@ -42,9 +42,11 @@ if TYPE_CHECKING:
 
 TASKS = "replicas.tasks"  # the group of entry points that names the default task
 ENTRYPOINT = (
-    "What each replica calls: pkg.mod:function, path/file.py:function, or path/file.py (its main). A file without a "
-    "main, or with -- ARGV… behind all options, is run as a script. Default: the task that comes with the installation."
+    "What each replica calls: pkg.mod:function, path/file.py:function, or path/file.py. Without a function, main is "
+    "called where `python path/file.py` would do no more; else the file is run as a script. With -- ARGV… behind all "
+    "options it always is. Default: the task that comes with the installation."
 )
+MODULE = "Run ENTRYPOINT, a module or package, as `python -m ENTRYPOINT ARGV…` does."
 BACKEND = "A backend's name, or pkg.mod:Class; or several with their numbers of replicas, as in slurm:4,modal:4."
 ARG = "An argument of the entrypoint, as its annotation says; without one JSON, else a string. Repeatable."
 TIMEOUT = f"How long each replica may run ({DURATIONS}). Default: one hour in a cloud, else a cluster's limit, or none."
@@ -91,6 +93,7 @@ def launch(
     entrypoint: Annotated[str | None, Argument(metavar="ENTRYPOINT", help=ENTRYPOINT)] = None,
     *,
     n: Annotated[int | None, Option("--n", metavar="N", help="How many replicas.")] = None,
+    module: Annotated[bool, Option("--module", "-m", help=MODULE)] = False,
     backend: Annotated[str, Option("--backend", "-b", metavar="NAME", help=BACKEND)] = "local",
     arg: Annotated[list[str] | None, Option("--arg", "-a", metavar="K=V", help=ARG)] = None,
     gpu: Annotated[str | None, Option(metavar="GPU", help="A GPU for each replica, as in H100 or H100:2.")] = None,
@@ -148,6 +151,8 @@ def launch(
                     refuse(f"--tee {wrong}: the ranks are 0 to {total - 1}.")
                 if tee and (detach or backend == "inline"):
                     refuse("--tee belongs to a run that is watched here: leave --detach and --backend inline away.")
+                if module and (entrypoint is None or entrypoint.endswith(".py") or set(":/") & {*entrypoint}):
+                    refuse(f"-m runs a module, as in -m pkg.train: got {entrypoint!r}.")
                 given, chosen = parse_texts("--arg", arg), options_of(backend, option, volume)
                 request = named(
                     LaunchRequest(
@@ -155,7 +160,7 @@ def launch(
                         n=total,
                         args={name: value for name, value in args.items() if name not in given},
                         arg_texts={**texts, **given},
-                        argv=context.obj,
+                        argv=[] if module and context.obj is None else context.obj,
                         rendezvous=rendezvous,
                         run_id=run_id,
                         gpu=gpu,
@@ -205,7 +210,8 @@ def launch(
 launch.epilog = (  # type: ignore[attr-defined]
     "[bold]Examples[/bold]\n\nreplicas launch --n 4"
     "\n\nreplicas launch train.py:main --n 8 --arg steps=500 --arg lr=0.01"
-    "\n\nreplicas launch train.py --n 4 -- --lr 1e-3 --epochs 2"
+    "\n\nreplicas launch train.py --n 4 -- --lr 1e-3 --out 'out/${rank}'"
+    "\n\nreplicas launch -m pkg.train --n 4 -- --lr 1e-3"
     "\n\nreplicas launch train.py --n 64 --option max_parallel=4 --option preload=\\[] --timeout 10m"
     "\n\nreplicas launch --n 4 --chaos kill:rank=1,round=20 --chaos store:delay=0.05,lost=0.02"
     "\n\nreplicas launch pkg.train:main --n 8 --backend my.cloud:Executor --rendezvous /shared/runs --detach"

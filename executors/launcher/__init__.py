@@ -71,8 +71,9 @@ def launch(
         args: keyword arguments of the entrypoint; JSON values when it is given by name. In texts, also in dicts, lists
             and tuples, each replica replaces `${rank}`, `${run_id}`, `${attempt}` and `${world_size}` by its own;
             `$${rank}` is the text `${rank}`, and any other `$` stays as it is.
-        argv: run the file that the entrypoint names as a script, `__main__`, with these arguments. A file without a
-            `main` is one also without them. Its result is None.
+        argv: run the file or module that the entrypoint names as a script, with these arguments, in which each replica
+            fills in placeholders as in `args`. Its result is None. A file whose part below `if __name__ ==
+            "__main__"` does more than call `main()` is run so without them, too; see ADR 0044.
         rendezvous: the url of the store in which the run lives. None: a directory of this user.
         run_id: a name of your choice for the run. None: two words and four hex digits.
         gpu: a GPU per replica, as in "H100" or "H100:2".

@@ -24,7 +24,7 @@ from executors.task.entrypoint import (
     check_entrypoint,
     describe,
     find_definition,
-    is_script,
+    runs_as_script,
     shown,
     signature_in,
 )
@@ -45,7 +45,10 @@ def check_working_directory() -> None:
 
 
 def resolved(request: LaunchRequest) -> LaunchRequest:
-    """Return the request with its script as a function of `argv`, and its texts as the values that they mean.
+    """Return the request with a script as a function of `argv`, and its texts as the values that they mean.
+
+    Args:
+        request: as the user gave it.
 
     Raises:
         EntrypointImportError: no such file or module.
@@ -54,7 +57,7 @@ def resolved(request: LaunchRequest) -> LaunchRequest:
     entrypoint, argv = request.entrypoint, request.argv
     if not isinstance(entrypoint, str):
         return request
-    if argv is None and is_script(entrypoint):
+    if argv is None and runs_as_script(entrypoint, has_arguments=bool(request.args or request.arg_texts)):
         argv = []
     if argv is not None:
         args = {"argv": list(argv), **(request.args or {}), **(request.arg_texts or {})}
@@ -75,7 +78,8 @@ def resolved(request: LaunchRequest) -> LaunchRequest:
 def check_same(request: LaunchRequest, task: StoredTask) -> None:
     """Refuse to go on with something else than what is asked for now; what was pickled is not looked into."""
     n, entrypoint = task.launched_with.world_size, task.launched_with.entrypoint
-    if request.n != n or describe(request.entrypoint) != entrypoint:
+    # Which of a file's two forms is meant shows only with its arguments, which a resume may leave out.
+    if request.n != n or shown(describe(request.entrypoint)) != shown(entrypoint):
         raise ValueError(
             f"Run {task.run_id!r} has {n} replicas of {shown(entrypoint)}; it cannot be resumed as {request.n} of "
             f"{shown(describe(request.entrypoint))}."

@@ -26,6 +26,7 @@ from executors.launcher.checks import (
     with_policy,
     with_tracker,
 )
+from executors.module_search import describe_hidden
 from executors.native import GATHER_S, NativeExecutor, Package
 from executors.protocol import ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor, import_path
@@ -220,6 +221,8 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
     request = with_policy(executor, request)
     if (script := script_of(request.entrypoint)) is not None:
         check_python(script_header(script), script)
+        if words := describe_hidden(script):
+            print(f"replicas: {words}", file=sys.stderr)
     check_spares(executor, request)
     check_pickle(executor, request)
     check_named(request)

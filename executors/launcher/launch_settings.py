@@ -36,7 +36,7 @@ from executors.task.launch_request import LaunchRequest
 
 RENAMED = {"secrets": "secret", "gather_s": "gather"}
 NOT_IN_FILES = ("args", "arg_texts", "argv", "env", "origins")  # fields of a request
-COMMAND_ONLY = {"columns": str, "tee": str, "json": bool, "dry-run": bool, "volume": list[str]}
+COMMAND_ONLY = {"columns": str, "tee": str, "json": bool, "dry-run": bool, "volume": list[str], "module": bool}
 ANY_BACKEND = ""
 
 
@@ -176,6 +176,8 @@ def filled(
         if key in values and (merged[each.name] is None or merged[each.name] == each.default):
             merged[each.name] = values[key]
             origins[key] = settings.found[(key,)].origin
+    if values.get("module") and merged["argv"] is None:
+        merged["argv"] = []
     mine = asked.get("args") or {}
     if callable(merged["entrypoint"]):
         args, texts = {**args, **{name: json_or_text(text) for name, text in texts.items()}}, {}

@@ -80,9 +80,12 @@ def main() -> None:
     requirements = [kept(each) if each in task.get("pins", ()) else each for each in task["requirements"]]
     if not all(is_satisfied(requirement) for requirement in requirements):
         install(requirements, put)
-    paths = [folder / "packages", workspace, *(workspace / path for path in task["paths"])]
+    # The worker puts the workspace before these once it has reserved the names of what it imports itself: PYTHONPATH
+    # precedes the standard library, of which a module of the workspace may have the name.
+    paths = [workspace, *(workspace / path for path in task["paths"])]
+    os.environ["REPLICA_SYS_PATH"] = os.pathsep.join(map(str, paths))
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *([before] if before else [])])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder / "packages"), *([before] if before else [])])
     os.environ["REPLICA_BOOTSTRAP_S"] = f"{time.monotonic() - began:.3f}"
     # -P: else the workspace came first, where a module may be called as one of ours or of the standard library.
     os.execve(sys.executable, [sys.executable, "-P", "-m", "executors.worker"], os.environ)

@@ -16,9 +16,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from executors.errors import StoreError
+from executors.module_search import new_python
 from executors.store.parallel import at_store, in_parallel
 from executors.store.protocol import Store
 from executors.store.url import directory_of, is_near, open_store
@@ -58,14 +59,13 @@ def measure_link(url: str, n: int) -> dict[str, float]:
 
 
 def _measure_together(store: Store, prefix: str, n_processes: int) -> list[dict[str, float]]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", __name__, store.url, prefix]
+    command = new_python(f"from {__name__} import main\nmain()", store.url, prefix)
     processes: list[subprocess.Popen[str]] = []
     try:
         for index in range(n_processes):
             processes.append(
                 subprocess.Popen(
-                    [*command, str(index)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+                    [*command, str(index)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                     start_new_session=True,  # Ctrl-C is for the one who asked
                 )
             )  # fmt: skip
@@ -178,5 +178,6 @@ def _main(url: str, prefix: str, index: str, stdin: IO[str], stdout: IO[str]) ->
     return 0
 
 
-if __name__ == "__main__":
+def main() -> NoReturn:
+    """Measure as the arguments of this process say, and leave it."""
     sys.exit(_main(sys.argv[1], sys.argv[2], sys.argv[3], sys.stdin, sys.stdout))

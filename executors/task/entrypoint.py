@@ -5,8 +5,14 @@
     path/file.py:f    function f of a file
     path/file.py      its `main`
 
-A file is loaded under its stem, so the guarded part of a script does not run: but for `path/file.py:__main__`, a
-function of `argv` that runs the file as a script.
+A file is loaded under its stem, so its part below `if __name__ == "__main__"` does not run. Two more forms run that
+part. Both are functions of `argv`.
+
+    path/file.py:__main__    as `python path/file.py ARGV…` runs it
+    pkg.mod:__main__         as `python -m pkg.mod ARGV…` runs it
+
+`runs_as_script` decides which form a name without a function stands for. The entrypoint of each form finds its own file
+as `sys.argv[0]`.
 """
 
 from __future__ import annotations
@@ -33,6 +39,7 @@ from executors.errors import (
     did_you_mean,
     kind_of,
 )
+from executors.module_search import RESERVED, search_first
 
 SCRIPT = "__main__"
 MAX_CHOICES = 3
@@ -81,12 +88,13 @@ def check_entrypoint(text: str, args: Mapping[str, Any]) -> None:
     tree, function = found
     if function == SCRIPT:
         if unknown := sorted(set(args) - {"argv"}):
-            file = shown(text)
             raise EntrypointArgumentsError(
-                f"{file!r} runs as a script, which takes no argument {unknown[0]!r}. Give its options behind --: "
-                f"replicas launch {file} --n 4 -- --{unknown[0]} …"
+                f"{shown(text)!r} runs as a script, which takes no argument {unknown[0]!r}. Give its options behind "
+                f"--: {command_for(text)} -- --{unknown[0]} …"
             )
         return
+    if (file := parse_entrypoint(text).file) is not None:
+        _check_name(file.stem, text)
     _check_definition(tree, function, args, text)
 
 
@@ -109,6 +117,13 @@ def find_source(text: str) -> tuple[Path, str] | None:
             f"Entrypoint {text!r}: there is no module {name.module!r} on sys.path. Run the command from the folder "
             "that holds it, or install it."
         )
+    if function == SCRIPT and spec.submodule_search_locations is not None:
+        spec = find_module(f"{name.module}.{SCRIPT}")
+        if spec is None:
+            raise EntrypointImportError(
+                f"Entrypoint {text!r} is a package without a __main__.py, so `python -m {text}` cannot run it either. "
+                f"Name a module of it, as in {text}.train."
+            )
     if spec.origin is None or not spec.origin.endswith(".py"):
         return None  # built in, or compiled: only loading it would show
     return Path(spec.origin), function
@@ -127,23 +142,96 @@ def find_definition(text: str) -> tuple[ast.Module, str] | None:
     return tree, found[1]
 
 
-def is_script(text: str) -> bool:
-    """Return whether an entrypoint names a file that has no `main`, and that does something when it is run."""
+def runs_as_script(text: str, *, has_arguments: bool = False) -> bool:
+    """Return whether an entrypoint without a function's name is run as `python` runs it, and not by calling its `main`.
+
+    A call of `main` has a result, and Python's way of running a file has none. So `main` is called where that is all
+    that Python would do. ADR 0044 has the table.
+
+    Args:
+        text: the entrypoint.
+        has_arguments: whether the launch gives keyword arguments, which only a function takes.
+
+    Raises:
+        EntrypointImportError: there is no such file or module, or its source has a syntax error.
+
+    Example:
+        runs_as_script("train.py")  # True for a file that ends with: if __name__ == "__main__": main(parse_args())
+    """
     name = parse_entrypoint(text)
-    if name.file is None or ":" in text:
-        return False
+    if ":" in text or (name.file is None and find_module(name.module) is None):
+        return False  # it names a function
     found = find_definition(text)
-    assert found is not None
-    names = _names_in(found[0])
+    names = None if found is None else _names_in(found[0])
+    if found is None or names is None:
+        return False
+    tree = found[0]
+    if "main" not in names:
+        # A module without a `main` is named by mistake more often than it is meant to be run: that takes -m.
+        return name.file is not None and _does_something(tree)
+    if has_arguments:
+        return False
+    guard = _guarded(tree)
+    if guard is None:
+        return _calls_main_unguarded(tree)
+    definition = _definition_in(tree, "main")
+    needs_arguments = isinstance(definition, ast.FunctionDef) and _needed_by(definition.args) != []
+    return needs_arguments or isinstance(definition, ast.AsyncFunctionDef) or not _only_calls_main(guard)
+
+
+def _does_something(tree: ast.Module) -> bool:
+    """Return whether running a module does more than to define things."""
     runs = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match)
-    return (
-        names is not None
-        and "main" not in names
-        and any(
-            isinstance(node, runs) or (isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant))
-            for node in found[0].body
-        )
+    return any(
+        isinstance(node, runs) or (isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant))
+        for node in tree.body
     )
+
+
+def _is_guard(node: ast.stmt) -> bool:
+    """Return whether a statement is an `if __name__ == "__main__"`, perhaps with more in its condition."""
+    return isinstance(node, ast.If) and any(
+        isinstance(each, ast.Compare)
+        and {"'__main__'", "__name__"} <= {ast.unparse(side) for side in (each.left, *each.comparators)}
+        for each in ast.walk(node.test)
+    )
+
+
+def _guarded(tree: ast.Module) -> list[ast.stmt] | None:
+    """Return the statements of a module that run only in a script; None: it has no such part."""
+    guards = [node for node in tree.body if isinstance(node, ast.If) and _is_guard(node)]
+    return [statement for guard in guards for statement in guard.body] if guards else None
+
+
+def _only_calls_main(guard: Sequence[ast.stmt]) -> bool:
+    """Return whether statements call `main` without arguments, once, and at most keep or print what it returns.
+
+    `sys.exit(main())` is more: there the result is an exit code.
+    """
+    if len(guard) != 1 or not isinstance(statement := guard[0], ast.Expr | ast.Assign | ast.AnnAssign):
+        return False
+    return ast.unparse(statement.value or statement) in ("main()", "print(main())")
+
+
+def _calls_main_unguarded(tree: ast.Module) -> bool:
+    """Return whether loading a module calls `main`, or hands it to what does, as `fire.Fire(main)`."""
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    calls = [
+        call
+        for node in tree.body
+        if not isinstance(node, definitions)
+        for call in ast.walk(node)
+        if isinstance(call, ast.Call) and (isinstance(node, ast.Expr) or ast.unparse(call.func) == "main")
+    ]
+    return any("main" in map(ast.unparse, (call.func, *call.args)) for call in calls)
+
+
+def _needed_by(taken: ast.arguments) -> list[str]:
+    """Return the names of the parameters without a default."""
+    positional = [*taken.posonlyargs, *taken.args]
+    needed = positional[: len(positional) - len(taken.defaults)]
+    needed += [arg for arg, value in zip(taken.kwonlyargs, taken.kw_defaults, strict=True) if value is None]
+    return [arg.arg for arg in needed]
 
 
 def signature_in(tree: ast.Module, function: str) -> ast.arguments | None:
@@ -206,6 +294,11 @@ def check_nothing_loads() -> None:
 def load_entrypoint(text: str) -> Callable[..., Any]:
     """Import an entrypoint. Runs the user's module, so only replicas and throw-away processes call it.
 
+    From here on `sys.argv` is that of the entrypoint: its file alone, since the user may parse it while importing.
+
+    Args:
+        text: the entrypoint.
+
     Raises:
         EntrypointImportError: no such file, module or function. What the module itself raises is passed on.
     """
@@ -214,17 +307,39 @@ def load_entrypoint(text: str) -> Callable[..., Any]:
 
 
 def _load(text: str) -> Callable[..., Any]:
-    if prepared := _prepared.get(text):
-        return _attribute(_load_file(prepared.path, text, prepared), prepared.function, text)
     name = parse_entrypoint(text)
-    if name.file is not None and name.function == SCRIPT:
-        return functools.partial(_run_script, name.file)
     if name.file is not None:
+        sys.argv = [str(name.file)]
+        if name.function == SCRIPT:
+            return functools.partial(_run_script, name.file)
+        if prepared := _prepared.get(text):
+            return _attribute(_load_file(prepared.path, text, prepared), prepared.function, text)
         return _attribute(_load_file(name.file.resolve(), text), name.function or "main", text)
-    if name.function is None and "." in name.module and find_module(name.module) is None:
-        module, _, function = name.module.rpartition(".")
-        return _attribute(_import(module, text), function, text)
-    return _attribute(_import(name.module, text), name.function or "main", text)
+    if name.function == SCRIPT:
+        return functools.partial(_run_module, name.module)
+    module, function, spec = name.module, name.function or "main", find_module(name.module)
+    if spec is None and name.function is None and "." in module:
+        module, _, function = module.rpartition(".")
+        spec = find_module(module)
+    sys.argv = [module if spec is None or spec.origin is None else spec.origin]
+    return _attribute(_import(module, text), function, text)
+
+
+def argv_of(function: Callable[..., Any]) -> list[str]:
+    """Return what a callable finds as `sys.argv`: the file that it is defined in, as a script would find its own."""
+    named = named_by(function)
+    code = getattr(_unwrapped(named), "__code__", None)
+    file = getattr(sys.modules.get(str(getattr(named, "__module__", None))), "__file__", None)
+    return [str(code.co_filename if code is not None else file or named.__qualname__)]
+
+
+def _unwrapped(function: Any) -> Any:
+    """Return the function below decorators that say what they wrap; `inspect` takes too long to import for this."""
+    seen: set[int] = set()
+    while hasattr(function, "__wrapped__") and id(function) not in seen:
+        seen.add(id(function))
+        function = function.__wrapped__
+    return function
 
 
 def _run_script(file: Path, argv: Sequence[str] = ()) -> None:
@@ -232,8 +347,16 @@ def _run_script(file: Path, argv: Sequence[str] = ()) -> None:
     import runpy
 
     sys.argv = [str(file), *argv]
-    sys.path.insert(0, str(file.resolve().parent))
+    search_first(str(file.resolve().parent))
     runpy.run_path(str(file), run_name=SCRIPT)
+
+
+def _run_module(module: str, argv: Sequence[str] = ()) -> None:
+    """Run a module, or the `__main__.py` of a package, as `python -m module argv…` does."""
+    import runpy
+
+    sys.argv = [module, *argv]  # runpy replaces the first by the module's file
+    runpy.run_module(module, run_name=SCRIPT, alter_sys=True)
 
 
 def runs_nothing(what: str, kind: str) -> EntrypointError:
@@ -258,6 +381,7 @@ def _import(module: str, text: str) -> Any:
 def _load_file(path: Path, text: str, prepared: _PreparedFile | None = None) -> Any:
     if prepared is None and not path.is_file():
         raise EntrypointImportError(f"Entrypoint {text!r}: the file {str(path)!r} does not exist.")
+    _check_name(path.stem, text)
     module = sys.modules.get(path.stem)
     if module is not None:
         if getattr(module, "__file__", None) and os.path.realpath(str(module.__file__)) == str(path):
@@ -266,7 +390,7 @@ def _load_file(path: Path, text: str, prepared: _PreparedFile | None = None) -> 
             f"Entrypoint {text!r} would be loaded as {path.stem!r}, which is another module "
             f"({getattr(module, '__file__', 'built in')}). Rename the file."
         )
-    sys.path.insert(0, str(path.parent))  # as for `python path/file.py`: its neighbours can be imported
+    search_first(str(path.parent))  # as for `python path/file.py`: its neighbours can be imported
     spec = importlib.util.spec_from_file_location(path.stem, path) if prepared is None else prepared.spec
     assert spec is not None
     assert spec.loader is not None
@@ -281,6 +405,15 @@ def _load_file(path: Path, text: str, prepared: _PreparedFile | None = None) -> 
         del sys.modules[path.stem]
         raise
     return module
+
+
+def _check_name(stem: str, text: str) -> None:
+    """Raises: EntrypointImportError: a file cannot be loaded under its name, which in a replica is another module's."""
+    if stem in RESERVED:
+        raise EntrypointImportError(
+            f"Entrypoint {text!r} would be loaded as {stem!r}, which is another module, of Python or of an installed "
+            "package. Rename the file."
+        )
 
 
 def _attribute(module: Any, function: str, text: str) -> Callable[..., Any]:
@@ -348,7 +481,9 @@ def _check_definition(tree: ast.Module, function: str, args: Mapping[str, Any], 
         public = [name for name in known if not name.startswith("_")]
         if function == "main" and ":" not in text and public:
             choices = " or ".join(f"{text}:{name}" for name in public[:MAX_CHOICES])
-            raise EntrypointImportError(f"Entrypoint {text!r} has no main. Name the function: {choices}")
+            is_module = not text.endswith(".py") and _does_something(tree)
+            run = f" Or run it as python -m {text} does: {command_for(f'{text}:{SCRIPT}')}" if is_module else ""
+            raise EntrypointImportError(f"Entrypoint {text!r} has no main. Name the function: {choices}{run}")
         raise EntrypointImportError(f"Entrypoint {text!r}: {function!r} does not exist in it.{_hint(function, known)}")
     definition = _definition_in(tree, function)
     if isinstance(definition, ast.AsyncFunctionDef) and not definition.decorator_list:
@@ -379,8 +514,14 @@ def _hint(name: str, known: list[str]) -> str:
 
 
 def shown(entrypoint: str) -> str:
-    """Return an entrypoint's name as people write it: a script is its file."""
+    """Return an entrypoint's name as people write it: a script is its file, or its module."""
     return entrypoint.removesuffix(f":{SCRIPT}")
+
+
+def command_for(entrypoint: str) -> str:
+    """Return the command that launches an entrypoint as a script, without what follows `--`."""
+    name = shown(entrypoint).partition(":")[0]
+    return f"replicas launch {name if name.endswith('.py') else f'-m {name}'} --n 4"
 
 
 def describe(entrypoint: str | Callable[..., Any]) -> str:

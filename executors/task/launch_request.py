@@ -46,7 +46,7 @@ class LaunchRequest:
     """Arguments as texts of a command line, which the entrypoint's annotations explain; `args` then has their values.
     """
     argv: Sequence[str] | None = None
-    """The entrypoint is a file, run as a script with these arguments."""
+    """The entrypoint is a file or a module, run as a script with these arguments."""
     rendezvous: str | Path | None = None
     run_id: str | None = None
     gpu: str | None = None
@@ -119,8 +119,8 @@ class LaunchRequest:
             raise ValueError(
                 "args go to a function and argv to a script: give one of them (--arg, or what follows --)."
             )
-        if not isinstance(self.entrypoint, str) or not self.entrypoint.endswith(".py"):
+        if not isinstance(self.entrypoint, str) or ":" in self.entrypoint:
             raise ValueError(
-                f"argv, or what follows --, goes to a file that is run as a script, as in 'train.py', got "
-                f"{describe(self.entrypoint)!r}."
+                f"argv, or what follows --, goes to a file or module that is run as a script, as in 'train.py' or "
+                f"'pkg.train', got {describe(self.entrypoint)!r}."
             )

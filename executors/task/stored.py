@@ -14,7 +14,7 @@ from executors.protocol import ServerlessExecutor
 from executors.store import Store
 from executors.store.records import get_at_most, retry
 from executors.task.arguments import annotations_of, check_call, from_texts
-from executors.task.entrypoint import load_entrypoint, loading, prepare_entrypoint
+from executors.task.entrypoint import argv_of, load_entrypoint, loading, prepare_entrypoint
 from executors.task.placeholders import fill
 from executors.task.record import LaunchedWith, TaskRecord
 from executors.task.sources import show_sources
@@ -122,7 +122,7 @@ class StoredTask:
             prepare_entrypoint(self.record.entrypoint)
 
     def load(self, replica: Mapping[str, object]) -> tuple[Callable[..., Any], Mapping[str, Any]]:
-        """Import or unpickle the entrypoint, and return it with its arguments.
+        """Import or unpickle the entrypoint, and return it with its arguments; `sys.argv` is its own from then on.
 
         Args:
             replica: what stands for the placeholders in its arguments; see `fill`.
@@ -149,6 +149,7 @@ class StoredTask:
         pickled = self.read("callable.pkl", self.record.callable_sha256)
         with loading("the module of a callable"):
             function, args = cloudpickle.loads(pickled)
+        sys.argv = argv_of(function)
         show_sources(self.record.sources)
         return function, fill(args, replica)
 

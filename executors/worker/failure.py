@@ -17,6 +17,9 @@ INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 VARYING = re.compile(r"\d+ sub-exceptions?|0x[0-9a-fA-F]+|\d+")  # counts, addresses and numbers in a message
 ANSWERS_OF_STORES = (KeyNotFoundError, CorruptObjectError, UnsafeStoreError)
+LAST_LINES, FEW_LINES, MAX_LAST_WORDS = 12, 6, 300
+FRAME = " \t│╭╮╰╯─|+-"
+NAMED_ERROR = re.compile(r"(?i)\berror\b\W*\s\w")  # also argparse's `train.py: error: …`, and fire's `ERROR: …`
 MAX_MESSAGE = 10_000  # characters that tell two errors apart
 NOTEBOOK = ("/ipykernel_", "<ipython-input-")
 
@@ -41,6 +44,20 @@ def describe_failure(error: BaseException) -> dict[str, str | None]:
         "error_place": place,
         "fingerprint": fingerprint_of(error),
     }
+
+
+def last_error(printed: str) -> str:
+    """Return by which line a program said why it left: the last that names an error, else its last few lines.
+
+    Parsers of options print usage and advice around that line, and some a frame. Hydra names no error.
+
+    Args:
+        printed: the end of what the program printed.
+    """
+    lines = [line.strip(FRAME) for line in printed.splitlines()[-LAST_LINES:]]
+    lines = [line for line in lines if line]
+    named = [line for line in lines if NAMED_ERROR.search(line)]
+    return (named[-1] if named else " ".join(lines[-FEW_LINES:]) or "nothing.")[-MAX_LAST_WORDS:]
 
 
 def fingerprint_of(error: BaseException) -> str | None:

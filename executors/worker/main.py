@@ -32,10 +32,11 @@ from executors.replica.shared_page import SharedPage
 from executors.store import store_at
 from executors.store.records import OUTAGE_S, RETRY_S, is_gone, read_record, retry
 from executors.store.url import split_address
+from executors.task.entrypoint import command_for
 from executors.task.record import RunRecord
 from executors.task.stored import StoredTask, read_task
 from executors.worker.claim import CancelledBeforeStart, claim
-from executors.worker.failure import describe_failure, fingerprint_of, is_store_failure
+from executors.worker.failure import describe_failure, fingerprint_of, is_store_failure, last_error
 from executors.worker.health_check import LIMIT_S, UnhealthyError, check_health
 from executors.worker.heartbeat import Heartbeat
 from executors.worker.log_copy import FINAL_BYTES, LogCopy
@@ -47,7 +48,7 @@ from executors.worker.watched import be_watched, end_watch
 if TYPE_CHECKING:
     from executors.worker.tracking import Tracking
 
-MAX_LAST_LINE = 300
+BAD_OPTIONS = 2  # argparse and click leave so
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ def call(run: str, digest: str | None = None) -> Any:
     rank = int(os.environ[environment.RANK])
     spec = RunSpec(run_id, store_url, "", record.world_size, (rank,), launched_at=record.created_at)
     worker = _Worker(Assignment(spec, rank))
+    argv = sys.argv
     set_environment(worker.replica)
     worker.heartbeat.start()
     try:
@@ -117,6 +119,8 @@ def call(run: str, digest: str | None = None) -> Any:
         if isinstance(raised, KeyboardInterrupt):
             with contextlib.suppress(StoreError):
                 worker.attempt.request_cancel()
+    finally:
+        sys.argv = argv  # it is the caller's process
     worker.stop(outcome)
     if error is not None:
         try:
@@ -158,6 +162,8 @@ class _Worker:
         self._tracking: Tracking | None = None
         self._reserve = DescriptorReserve()
         self._raised: BaseException | None = None
+        self._entrypoint: str | None = None
+        """The entrypoint that was given no options of its own; None while it is not known, or was given some."""
 
     def run(self) -> int:
         """Call the entrypoint and leave the outcome; return the process's exit code."""
@@ -200,6 +206,8 @@ class _Worker:
         """Return the task to call, having checked this process's health and begun to hand its numbers to a tracker."""
         replica = self.replica
         launched = replica.launched = task.record.launched_with
+        if not (task.record.args or {}).get("argv"):  # else the user knows where they go
+            self._entrypoint = task.record.entrypoint
         if launched is not None and launched.health_check is not None:
             seed_generators(replica, task.record.seed, but=set())  # the check may import the user's module
             with replica.section("health check", LIMIT_S):
@@ -243,8 +251,10 @@ class _Worker:
             said = f" ({error.code})" if isinstance(error.code, str) else ""
             text = f"The entrypoint ended its process with exit code {code}{said} instead of returning a result."
             _flush()
-            if not said and (last := self._assignment.output_tail().strip().rpartition("\n")[2]):
-                text += f" Its last line was: {last[:MAX_LAST_LINE]}"  # argparse says there what is wrong
+            if not said and (tail := self._assignment.output_tail().strip()):
+                text += f" It said: {last_error(tail)}"
+            if code == BAD_OPTIONS and self._entrypoint is not None:
+                text += f" The options of a script go behind --: {command_for(self._entrypoint)} -- …"
             return self._failed("no_result", text, code, fingerprint=fingerprint_of(error))
         if isinstance(error, NoGpuError):
             return self._failed("start_failed", str(error), 1, fingerprint=fingerprint_of(error))

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from executors import replica as environment
 from executors.errors import ReplicasError
+from executors.module_search import reserve_names, search_first
 from executors.native import RUN_KEY, RunSpec
 from executors.process import become_subreaper
 from executors.task.policy import HangLimits, Restarts
@@ -27,6 +28,7 @@ TERM_GRACE_S = 5.0
 def main() -> NoReturn:
     """Run the replica that the environment describes, and leave its process."""
     folder = os.environ.pop(environment.FOLDER, None)
+    _find_users_modules()
     try:
         code = _run()
     except (ReplicasError, ValueError) as error:
@@ -36,6 +38,20 @@ def main() -> NoReturn:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
     os._exit(code)
+
+
+def _find_users_modules() -> None:
+    """Let the user's modules be found, here and by Pythons that the user starts; no reserved name is looked for there.
+
+    The Pythons that the user starts are the user's: there, these folders come first for every name.
+    """
+    paths = [path for path in os.environ.pop(environment.SYS_PATH, "").split(os.pathsep) if path]
+    reserve_names([os.getcwd(), *paths])
+    for path in reversed(paths):
+        search_first(path)
+    if paths:
+        first, *others = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # our packages come before all
+        os.environ["PYTHONPATH"] = os.pathsep.join([first, *paths, *others])
 
 
 def _run() -> int:

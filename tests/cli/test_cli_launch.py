@@ -213,7 +213,7 @@ USAGE = [
     (["--n", "2", "--hang-timeout", "2m:1m"], "is at least 0.001 s and at most the hard one, got '2m:1m'"),
     (["--n", "2", "--gather", "5m"], "(--gather) waits for what min_replicas= can do without"),
     (["--n", "2", "--rendezvous", "/proc/nothing"], "/proc/nothing"),
-    (["--n", "2", "--", "--lr", "1"], "goes to a file that is run as a script, as in 'train.py', got 'job:main'."),
+    (["--n", "2", "--", "--lr", "1"], "is run as a script, as in 'train.py' or 'pkg.train', got 'job:main'."),
     (["--nn", "2"], "--nn"),
     (["--n", "2", "-o", "max_parallel=2"], "-o"),
 ]  # fmt: skip

@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("protocol", "process"),
+    ("protocol", "process", "module_search"),
     ("native", "errors", "durations"),
     ("logs", "store", "status"),
     ("attempt", "task"),
@@ -45,7 +45,7 @@ STANDS_ALONE = "executors/shipping/bootstrap.py"  # runs where our packages are 
 TESTING = ("executors.testing", "diloco.testing")
 REPEATED = ("__init__.py", "__main__.py", "errors.py", "executor.py", "protocol.py")
 MAX_PRIVATE_PARAMETERS = 7  # besides self
-MAX_ENTRIES = 24  # of `ls executors`
+MAX_ENTRIES = 25  # of `ls executors`
 
 
 def files_of(*packages: str) -> dict[str, Path]:

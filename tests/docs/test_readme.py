@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-from support.cli import HereInstead
+from support.cli import FAST, HereInstead
 
 from executors import launch
 
@@ -57,6 +58,26 @@ def test_the_commands_train_follow_collect_and_remove_a_run(here: HereInstead) -
     assert "succeeded" in outputs["status"]
     assert (folder / "first-try-results" / "results.json").is_file()
     assert "first-try" not in run(["replicas", "ls"], folder)
+
+
+def test_the_commands_run_scripts_as_they_are(here: HereInstead) -> None:
+    folder = here.folder.path
+    options = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\n"
+    options += "parser.add_argument('--out')\nargs = parser.parse_args()\nprint(args.lr, args.out)\n"
+    hydra = "import hydra\n@hydra.main(version_base=None)\ndef main(cfg): print(cfg.lr)\n"
+    hydra += "if __name__ == '__main__': main()\n"
+    (folder / "pkg").mkdir()
+    (folder / "pkg/train.py").write_text(options)
+    printed = []
+    for line in block_with(SHELL, "as python train.py").splitlines():
+        program, *arguments = shlex.split(line, comments=True)
+        (folder / "train.py").write_text(hydra if "hydra" in line else options)
+        arguments = ["+lr=1e-3" if each == "lr=1e-3" else each for each in arguments]  # no file of defaults is here
+        told = here.replicas(*arguments[: -1 - arguments[::-1].index("--")], *FAST, *arguments[arguments.index("--") :])
+        assert (program, told.code) == ("replicas", 0), told
+        printed.append(here.replicas("logs", told.stdout.split(":")[0], "--rank", "3").stdout)
+    assert printed == ["1e-3 out/3\n", "1e-3 None\n", "0.001\n"]
+    assert len({path.parent for path in (folder / "out").glob("*/*")}) == 1
 
 
 EQUAL_SHARES = """

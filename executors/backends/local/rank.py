@@ -51,7 +51,12 @@ def become_supervisor(launch: LocalLaunch, launcher_pidfd: int, reply: int) -> N
             _leave_guard([launcher_pidfd, reply], launch.term_grace_s + GUARD_S)
             become_subreaper()
             # First: the store may need the launcher's credentials.
-            adopt(launch.cwd, launch.sys_path, {**launch.environ, **launch.spec.env, **launch.spec.credentials})
+            adopt(
+                launch.cwd,
+                launch.sys_path,
+                launch.user_folders,
+                {**launch.environ, **launch.spec.env, **launch.spec.credentials},
+            )
             _unbuffer_streams()
             store_at(launch.spec.store_url)  # checked once for all ranks; the supervisor's own must not wait
             ranks = LocalRanks(launch, [launcher_pidfd, reply])

@@ -6,12 +6,13 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from executors.attempt import Attempt, parse_handle
+from executors.module_search import reserve_names, user_folders
 from executors.native import RUN_KEY, RunSpec
 from executors.process import this_machine, this_process
 from executors.protocol import ReplicaHandle
@@ -24,15 +25,22 @@ def surroundings() -> dict[str, Any]:
     """Return what a replica inherits of its launcher: as it is now, not as it was when the zygote started."""
     paths = [os.path.abspath(path) for path in sys.path]
     environ = {name: value for name, value in os.environ.items() if name != RUN_KEY}  # it would be another run's
-    return {"cwd": os.getcwd(), "sys_path": paths, "environ": environ}
+    return {"cwd": os.getcwd(), "sys_path": paths, "user_folders": user_folders(), "environ": environ}
 
 
-def adopt(cwd: str, sys_path: list[str], environ: Mapping[str, str]) -> None:
+def adopt(cwd: str, sys_path: list[str], users: Sequence[str], environ: Mapping[str, str]) -> None:
     """Take over a launcher's surroundings.
+
+    Args:
+        cwd: the launcher's working directory.
+        sys_path: the launcher's `sys.path`.
+        users: the folders of it that hold the user's modules, where no reserved name is looked for.
+        environ: the environment, as a whole.
 
     Raises:
         OSError: the launcher's directory is gone.
     """
+    reserve_names(users)
     for name in os.environ.keys() - environ.keys():
         del os.environ[name]
     for name, value in environ.items():
@@ -51,6 +59,8 @@ class LocalLaunch:
     cwd: str
     sys_path: list[str]
     environ: Mapping[str, str]
+    user_folders: Sequence[str] = ()
+    """Folders of `sys_path` in which no reserved name is looked for; see `module_search`."""
     timeout_s: float | None = None
     max_parallel: int | None = None
     term_grace_s: float = 5.0

@@ -17,6 +17,7 @@ import os
 import select
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -24,10 +25,23 @@ from executors.backends.local.preload import import_named, measure
 from executors.backends.local.rank import become_supervisor
 from executors.backends.local.request import LocalLaunch, adopt, receive, send
 from executors.errors import EntrypointArgumentsError, EntrypointError
-from executors.process import die_with_parent, fork
+from executors.module_search import reserve_names
+from executors.process import die_with_parent, fork, private_file
 from executors.replica import leave_process_group
 from executors.task.arguments import check_call
-from executors.task.entrypoint import load_entrypoint
+from executors.task.entrypoint import command_for, load_entrypoint
+from executors.worker.failure import last_error
+
+MAX_PRINTED = 1 << 16  # of what an entrypoint that is checked prints
+
+
+def main() -> None:
+    """Be the zygote that the first argument of this process describes."""
+    descriptor, launcher, paths, users, preload = json.loads(sys.argv[1])
+    sys.argv = [""]  # what is imported from here on finds no arguments of ours
+    reserve_names(users)
+    sys.path[:] = paths
+    serve(descriptor, launcher, preload)
 
 
 def serve(descriptor: int, launcher: int, preload: list[str]) -> None:
@@ -146,18 +160,30 @@ def _fork_and_hear(be: Callable[[int], NoReturn], close: list[int], launcher_pid
 def _be_check(request: dict[str, Any], reply: int) -> NoReturn:
     name = f"Entrypoint {request['entrypoint']!r}"
     answer: dict[str, Any] = {}
+    printed = -1
     try:
         os.setsid()
         die_with_parent()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        adopt(request["cwd"], request["sys_path"], request["environ"])
+        adopt(request["cwd"], request["sys_path"], request["user_folders"], request["environ"])
         measured = measure(request["imports"])
+        printed = private_file()
+        os.dup2(printed, 2)  # argparse says there why it leaves
         check_call(load_entrypoint(request["entrypoint"]), request["args"], name)
         answer = {"measured": measured}
     except EntrypointArgumentsError as error:
         answer = {"kind": "arguments", "error": str(error)}
     except EntrypointError as error:
         answer = {"kind": "import", "error": str(error)}
+    except SystemExit as left:
+        sys.stderr.flush()
+        said = last_error(os.pread(printed, MAX_PRINTED, 0).decode(errors="replace"))
+        where = f"{command_for(request['entrypoint'])} -- …"
+        answer = {
+            "kind": "import",
+            "error": f"{name}: importing it ended the process with exit code {left.code!r}. It said: {said} If it "
+            f"parses options, give them behind --, which runs it as a script: {where}",
+        }
     except BaseException as error:
         import traceback
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from executors.backends.local.request import receive, send
 from executors.errors import BackendError
+from executors.module_search import new_python, user_folders
 from executors.process import signal_name
 
 EXIT_S = 5.0  # from the end of its connection to that of the process
@@ -22,10 +23,8 @@ EXIT_S = 5.0  # from the end of its connection to that of the process
 _START = """
 import gc
 gc.disable()  # importing torch makes a million objects and no garbage: collecting takes a quarter of the time
-import json, sys
-descriptor, launcher, sys.path[:], preload = json.loads(sys.argv[1])
-from executors.backends.local.zygote import serve
-serve(descriptor, launcher, preload)
+from executors.backends.local.zygote import main
+main()
 """
 
 
@@ -107,10 +106,10 @@ class ZygoteClient:
         with theirs:
             paths = [os.path.abspath(path) for path in sys.path]  # '' means this directory, as of now
             self._environ = dict(os.environ)
-            argument = json.dumps([theirs.fileno(), os.getpid(), paths, list(self._preload)])
+            argument = json.dumps([theirs.fileno(), os.getpid(), paths, user_folders(), list(self._preload)])
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", _START, argument],
+                    new_python(_START, argument),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,

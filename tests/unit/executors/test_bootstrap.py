@@ -88,6 +88,33 @@ def test_from_a_directory_too_as_the_rank_that_the_number_of_its_pod_stands_for(
     assert outcome_of(spec, rank=3).result == 6
 
 
+def test_the_workspace_is_not_searched_for_what_has_the_name_of_another_module(cloud: Cloud, shared: Path) -> None:
+    trap = "raise RuntimeError('imported in place of another')"
+    names = (
+        "logging",
+        "typing",
+        "types",
+        "random",
+        "json",
+        "executors",
+        "diloco",
+        "numpy",
+        "torch",
+        "tenacity",
+        "site",
+    )
+    task = (
+        "import os, logging, utils, executors\ndef main(): return [utils.NAME, logging.INFO, os.environ['PYTHONPATH']]"
+    )
+    files = {**dict.fromkeys(names, trap), "utils": "NAME = 'mine'", "train_of_user": task}
+    workspace = write_files(shared.parent / "trapped", **files)
+    spec = ship(shared, workspace, "train_of_user.py:main", {})
+    assert ended(cloud.start(spec)) == (0, "", "")
+    name, level, paths = outcome_of(spec).result
+    assert (name, level) == ("mine", 20)
+    assert [Path(path).name for path in paths.split(":")] == ["packages", "workspace"], "for Pythons of the user"
+
+
 def test_the_command_is_short_carries_no_secret_and_is_the_same_for_every_run() -> None:
     python, option, source = bootstrap_command()
     assert (python, option) == ("python", "-c")

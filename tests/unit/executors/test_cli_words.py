@@ -12,6 +12,7 @@ from executors.cli import SYNONYMS, command_of, main
 VERBS: dict[str, Any] = command_of().commands
 SHORT = {
     "-a": {"--arg"},
+    "-m": {"--module"},
     "-b": {"--backend"},
     "-d": {"--detach"},
     "-e": {"--env"},

@@ -15,12 +15,13 @@ import pytest
 from executors.errors import EntrypointArgumentsError, EntrypointError, EntrypointImportError
 from executors.task.arguments import check_call
 from executors.task.entrypoint import (
+    argv_of,
     check_entrypoint,
     describe,
-    is_script,
     load_entrypoint,
     parse_entrypoint,
     prepare_entrypoint,
+    runs_as_script,
 )
 
 TRAIN = """
@@ -264,18 +265,112 @@ def test_a_lambda_and_a_decorated_function_pass() -> None:
     check_call(functools.cache(lambda x: x), {"x": 1}, "f")
 
 
+GUARD = "\nif __name__ == '__main__':\n    "
+CALLED = {
+    "its main takes nothing, and there is no guard": "def main(): ...",
+    "its main has defaults, and there is no guard": "def main(steps=1): ...",
+    "its main needs arguments, and there is no guard": "def main(steps): ...",
+    "the guard calls main": f"def main(steps=1): ...{GUARD}main()",
+    "the guard prints what main returns": f"def main(): ...{GUARD}print(main())",
+    "the guard keeps what main returns": f"def main(): ...{GUARD}result = main()",
+    "main is decorated, and the guard calls it": f"@record\ndef main(): ...{GUARD}main()",
+    "main is imported, and the guard calls it": f"from elsewhere import main{GUARD}main()",
+}
+RUN = {
+    "there is no main": "print(1)",
+    "the guard parses options for main": f"def main(args): ...{GUARD}main(parser.parse_args())",
+    "the guard sets something up before": f"def main(): ...{GUARD}torch.manual_seed(0)\n    main()",
+    "the guard makes an exit code of what main returns": f"def main(): ...{GUARD}sys.exit(main())",
+    "the guard gives main arguments": f"def main(steps=1): ...{GUARD}main(steps=3)",
+    "the guard hands main to fire": f"def main(lr=0.1): ...{GUARD}fire.Fire(main)",
+    "the guard hands main to typer": f"def main(lr: float = 0.1): ...{GUARD}typer.run(main)",
+    "the guard spawns processes": f"def main(rank, size): ...{GUARD}mp.spawn(main, nprocs=2)",
+    "hydra fills the parameters of main": f"@hydra.main(config_path='conf')\ndef main(cfg): ...{GUARD}main()",
+    "click fills the parameters of main": f"@click.command()\n@click.option('--lr')\ndef main(lr): ...{GUARD}main()",
+    "main is a command of typer": f"@app.command()\ndef main(lr: float = 0.1): ...{GUARD}app()",
+    "main is async": f"async def main(): ...{GUARD}asyncio.run(main())",
+    "the guard is written the other way round": "def main(): ...\nif '__main__' == __name__:\n    go(main())",
+    "loading the file calls main": "def main(): ...\nmain()",
+    "loading the file hands main to fire": "def main(): ...\nfire.Fire(main)",
+    "loading the file keeps what main returns": "def main(): ...\nresult = main()",
+    "loading the file calls main where a condition holds": "def main(): ...\nif DEBUG:\n    main()",
+}
+
+
+@pytest.mark.parametrize("source", CALLED.values(), ids=CALLED.keys())
+def test_main_is_called_where_python_would_do_no_more(workspace: Path, source: str) -> None:
+    (workspace / "rule_of_user.py").write_text(source)
+    for text in ("rule_of_user.py", "rule_of_user"):
+        assert not runs_as_script(text), text
+        assert not runs_as_script(text, has_arguments=True), text
+
+
+@pytest.mark.parametrize("source", RUN.values(), ids=RUN.keys())
+def test_a_file_is_run_as_a_script_where_python_would_do_more_than_call_main(workspace: Path, source: str) -> None:
+    (workspace / "rule_of_user.py").write_text(source)
+    assert runs_as_script("rule_of_user.py")
+    assert not runs_as_script("rule_of_user.py:main"), "a function that is named is called"
+    if "main(" in source:
+        assert runs_as_script("rule_of_user"), "so is a module"
+        assert not runs_as_script("rule_of_user.py", has_arguments=True), "only a function takes arguments"
+
+
 def test_a_file_without_a_main_that_does_something_is_a_script(workspace: Path) -> None:
-    assert is_script("scripts/script_of_user.py")
-    for text in ("scripts/train_of_user.py", "scripts/script_of_user.py:train", "plain_of_user", "json"):
-        assert not is_script(text), text
+    assert runs_as_script("scripts/script_of_user.py")
+    for text in ("scripts/script_of_user.py:train", "plain_of_user.train", "json"):
+        assert not runs_as_script(text), text
     (workspace / "only_definitions.py").write_text("'''Words.'''\nimport sys\nN = 3\ndef mian(): ...\n")
-    assert not is_script("only_definitions.py"), "it would do nothing: somebody misspelt main"
+    assert not runs_as_script("only_definitions.py"), "it would do nothing: somebody misspelt main"
     with pytest.raises(EntrypointImportError, match=r"has no main. Name the function: only_definitions.py:mian$"):
         check_entrypoint("only_definitions.py", {})
     (workspace / "only_definitions.py").write_text("def plain(): ...\ndef other(): ...\ndef _own(): ...\n")
     told = r"has no main\. Name the function: only_definitions.py:plain or only_definitions.py:other$"
     with pytest.raises(EntrypointImportError, match=told):
         check_entrypoint("only_definitions.py", {})
+
+
+@pytest.mark.parametrize("text", ["plain_of_user.train", "scripts/train_of_user.py:train", "pkg_of_user.sub.job:main"])
+def test_an_entrypoint_finds_its_own_file_alone_in_argv(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    (workspace / "pkg_of_user/__init__.py").write_text("")
+    (workspace / "pkg_of_user/sub/__init__.py").write_text("")
+    (workspace / "pkg_of_user/sub/job.py").write_text("import sys\nARGV = [*sys.argv]\ndef main(): return ARGV\n")
+    monkeypatch.setattr(sys, "argv", ["ours", "[9, 10432]"])
+    function = load_entrypoint(text)
+    (file,) = sys.argv
+    assert Path(file).samefile(str(sys.modules[function.__module__].__file__))
+    if text.endswith("main"):
+        assert function() == [file], "it is so while the module is imported, too"
+
+
+def test_a_callable_finds_the_file_that_it_is_defined_in(workspace: Path) -> None:
+    assert argv_of(functools.partial(functools.cache(test_a_lambda_and_a_decorated_function_pass))) == [__file__]
+    assert argv_of(Holder("a secret")) == [__file__]
+
+
+def test_a_module_runs_as_python_does_with_m(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = workspace / "runs_of_user"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "other.py").write_text("NAME = 'relative'\n")
+    (package / "train.py").write_text("import sys\nfrom .other import NAME\nprint(__name__, NAME, *sys.argv)\n")
+    monkeypatch.setattr(sys, "argv", ["before"])
+    check_entrypoint("runs_of_user.train:__main__", {"argv": []})
+    load_entrypoint("runs_of_user.train:__main__")(argv=["--lr", "1"])
+    assert capsys.readouterr().out == f"__main__ relative {package / 'train.py'} --lr 1\n"
+    with pytest.raises(EntrypointImportError, match=r"package without a __main__\.py.*as in runs_of_user\.train"):
+        check_entrypoint("runs_of_user:__main__", {"argv": []})
+    (package / "__main__.py").write_text("import sys\nprint('package', *sys.argv[1:])\n")
+    check_entrypoint("runs_of_user:__main__", {"argv": []})
+    load_entrypoint("runs_of_user:__main__")(argv=["--lr", "1"])
+    assert capsys.readouterr().out == "package --lr 1\n"
+    told = r"has no main\. Name the function: .* Or run it as .*: replicas launch -m runs_of_user\.train --n 4"
+    (package / "train.py").write_text("def fit(): ...\nfit()\n")
+    with pytest.raises(EntrypointImportError, match=told):
+        check_entrypoint("runs_of_user.train", {})
 
 
 def test_a_script_runs_as_python_would_run_it(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,184 @@
+"""Which module a name means in a process that runs our code and then the user's.
+
+Python looks into the folder of a script before everything else, also for what the standard library and the installed
+packages import. A `random.py` or `logging.py` of the user would so break torch, numpy and this project. Therefore some
+names are reserved in the processes that we start: those of the standard library, of our packages, and of the packages
+that ours need. A reserved name is never looked for in the user's folders. Any other name is found as Python finds it,
+the user's folders first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
+
+OURS = ("executors", "diloco")
+DEPENDENCIES = frozenset({
+    "torch", "numpy", "tenacity", "cloudpickle", "xxhash", "blake3", "typer", "click", "rich", "platformdirs",
+    "packaging", "jinja2", "inotify_simple", "boto3",
+    # What these need in turn.
+    "functorch", "torchgen", "sympy", "mpmath", "networkx", "filelock", "fsspec", "typing_extensions", "markupsafe",
+    "markdown_it", "mdurl", "pygments", "shellingham", "botocore", "s3transfer", "jmespath", "urllib3", "dateutil",
+    "six", "annotated_doc",
+})  # fmt: skip
+"""What our packages and the store of buckets import, directly or through each other."""
+NOT_RESERVED = frozenset({"test", "this", "antigravity", "turtle", "turtledemo", "idlelib", "tkinter", "__hello__"})
+"""Of the standard library, what no library imports: `test.py` is a usual name for a user's module."""
+RESERVED = (sys.stdlib_module_names | DEPENDENCIES | {*OURS}) - NOT_RESERVED
+ROOT = str(Path(__file__).parents[1])
+STANDARD_LIBRARY = os.path.dirname(os.__file__)
+EXTENSIONS = ("lib-dynload", "DLLs")  # folders of sys.path with the standard library's compiled modules
+MAX_FILES, MAX_BYTES = 200, 1 << 20  # more of a user's files are not read to warn of a name
+SET_PATHS = """
+import sys
+n = int(sys.argv[1])
+sys.path[:] = sys.argv[2 : 2 + n]
+del sys.argv[1 : 2 + n]
+"""
+"""What a new Python runs first. It imports nothing: PYTHONPATH may name the user's folder."""
+
+_user_folders: set[str] = set()
+
+
+class ReservedNames:
+    """A finder of `sys.meta_path` that answers for reserved names, and leaves every other to the finders behind it."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        """Return the spec of a reserved top-level module; None for any other name.
+
+        Args:
+            name: the module's full name.
+            path: where a package looks for its modules; None for a top-level module.
+            target: not used.
+        """
+        if path is not None or name not in RESERVED:
+            return None
+        if name in OURS:
+            places = [ROOT]
+        elif name in sys.stdlib_module_names:
+            places = [STANDARD_LIBRARY, *(entry for entry in sys.path if os.path.basename(entry) in EXTENSIONS)]
+        else:
+            places = [entry for entry in sys.path if not _is_users(entry)]
+        found = PathFinder.find_spec(name, places)
+        # A folder without __init__.py is no package of that name: a later finder may know the real one.
+        return None if found is None or found.loader is None else found
+
+
+def reserve_names(folders: Iterable[str]) -> None:
+    """Keep reserved names out of the user's folders from here on, in this process and those it forks.
+
+    Args:
+        folders: folders of `sys.path` that hold the user's own modules.
+    """
+    _user_folders.update(map(os.path.realpath, folders))
+    if ReservedNames not in sys.meta_path:
+        # Behind the finders of built-in and frozen modules, which need no path, and before that of sys.path.
+        at = sys.meta_path.index(PathFinder) if PathFinder in sys.meta_path else 0
+        sys.meta_path.insert(at, ReservedNames)
+
+
+def search_first(folder: str) -> None:
+    """Let Python find the user's modules in a folder before any other, but for reserved names.
+
+    Args:
+        folder: where the user's modules are, as that of a script.
+    """
+    reserve_names([folder])
+    sys.path.insert(0, folder)
+
+
+@contextlib.contextmanager
+def restored() -> Iterator[None]:
+    """Undo within a process of the user's what the block changes: `sys.path`, and which names are reserved."""
+    paths, folders, has_finder = [*sys.path], {*_user_folders}, ReservedNames in sys.meta_path
+    try:
+        yield
+    finally:
+        sys.path[:] = paths
+        _user_folders.clear()
+        _user_folders.update(folders)
+        if not has_finder and ReservedNames in sys.meta_path:
+            sys.meta_path.remove(ReservedNames)
+
+
+def user_folders() -> list[str]:
+    """Return the folders that hold the user's modules, as far as this process knows: where it is, and its script's."""
+    with contextlib.suppress(OSError):  # the working directory was deleted
+        here = os.getcwd()
+        script = getattr(sys.modules.get("__main__"), "__file__", None)
+        beside = [os.path.dirname(os.path.abspath(script))] if script else []
+        return sorted({*map(os.path.realpath, (here, *beside)), *_user_folders})
+    return sorted(_user_folders)
+
+
+def new_python(code: str, *arguments: str) -> list[str]:
+    """Return the command of a new Python that runs code of ours, and finds nothing of it in the user's folders.
+
+    Args:
+        code: what it runs, with `sys.argv[1:]` being the arguments.
+        arguments: of the code.
+
+    Example:
+        subprocess.Popen(new_python("from executors.store.link import main; main()", url))
+    """
+    users = {*user_folders()}
+    paths = [os.path.abspath(entry) for entry in sys.path]  # '' means this directory, as of now
+    # Ours last: a folder of the user's may hold us, as where somebody works on this project itself.
+    paths = [*(path for path in paths if os.path.realpath(path) not in users), ROOT]
+    return [sys.executable, "-P", "-c", SET_PATHS + code, str(len(paths)), *paths, *arguments]
+
+
+def _is_users(entry: str) -> bool:
+    return os.path.realpath(entry) in _user_folders
+
+
+def describe_hidden(file: Path) -> str | None:
+    """Say which of the user's modules a replica does not get though a file imports them; None: there is none.
+
+    The file's imports are followed to the files beside it. Nothing is run.
+
+    Args:
+        file: the user's file that is loaded or run.
+    """
+    folder, pending, seen = file.parent, [file], {file}
+    while pending and len(seen) <= MAX_FILES:
+        source = pending.pop(0)
+        for name in _imports_of(source):
+            beside = next((each for each in _candidates(folder, name) if each.is_file()), None)
+            if beside is None or beside in seen:
+                continue
+            if name in RESERVED:
+                owner = "Python's own module" if name in sys.stdlib_module_names else "the installed package"
+                return (
+                    f"{source.name} imports {name!r}. In a replica that is {owner}, and not your "
+                    f"{beside.relative_to(folder)}: rename yours if you mean it."
+                )
+            seen.add(beside)
+            pending.append(beside)
+    return None
+
+
+def _candidates(folder: Path, name: str) -> tuple[Path, ...]:
+    return folder / name / "__init__.py", folder / f"{name}.py"
+
+
+def _imports_of(file: Path) -> list[str]:
+    """Return the top-level names that a file imports, in order; none where it cannot be read or parsed."""
+    import ast  # here, since most commands need it for nothing else
+
+    found: dict[str, None] = {}
+    with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
+        if file.stat().st_size > MAX_BYTES:
+            return []
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.Import):
+                found |= dict.fromkeys(alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found[node.module.partition(".")[0]] = None
+    return list(found)
