@@ -89,7 +89,10 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
 
     A replica that comes back goes on with its optimizer, its schedule and its data where its newest snapshot was, and
     at the step where the run is, whatever checkpoint `train()` is to resume from: that is where a new run begins. When
-    training ends, the model is the anchor, unless `load_best_model_at_end` chose another.
+    training ends, the model is the anchor.
+
+    With `load_best_model_at_end` each replica ends with the best model that it evaluated and saved itself. These are
+    one model if evaluations are at rounds (`eval_steps` is a multiple of `inner_steps`) and no replica was away.
 
     The log has `diloco/round` and `diloco/wait_s`, and its means are of this replica's own steps, where the Trainer
     divides by the run's. Trackers of `report_to` are told before this callback is, and get neither: put them behind it
@@ -145,6 +148,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         # Whether a stream is a share cannot be told from it, so who has own arguments is taken to know.
         if max(replica.world_size, replica.rank + 1) > 1 and not has_own:
             log.warning("rank %s: %s", replica.rank, SAME_STREAM if is_stream else SAME_ORDER)
+        if args.load_best_model_at_end:
+            self._warn_of_own_best(args, state, with_["train_dataloader"])
         self._begun_at = self._logged_at = state.global_step
         companion = Companion(with_["model"], state.max_steps, self._options, begun_at=state.global_step)
         optimizer = with_["optimizer"]
@@ -161,6 +166,17 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         self._folder.check()
         if args.enable_jit_checkpoint:
             self._note_sigterm()
+
+    def _warn_of_own_best(self, args: TrainingArguments, state: TrainerState, loader: Any) -> None:
+        """Warn if evaluations are between rounds, where the model is this replica's own and not the anchor."""
+        inner_steps = self._options["inner_steps"]
+        every = state.eval_steps if args.eval_strategy == "steps" else _updates_per_epoch(args, state, loader)
+        if every % inner_steps:
+            log.warning(
+                "load_best_model_at_end: an evaluation every %s steps falls between the rounds, which are every %s, so "
+                "each replica ends with a model of its own. Use eval_strategy='steps' and eval_steps=%s.",
+                every, inner_steps, math.ceil(every / inner_steps) * inner_steps,
+            )  # fmt: skip
 
     def _note_sigterm(self) -> None:
         """Let the trainer save its checkpoint at SIGTERM, and the replica end after that."""
@@ -240,12 +256,17 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
             self._folder.leave()
 
 
+def _updates_per_epoch(args: TrainingArguments, state: TrainerState, loader: Any) -> int:
+    """Return the optimizer's steps in an epoch; for a stream, which has no length, those of the whole training."""
+    try:
+        return max(1, math.ceil(len(loader) / args.gradient_accumulation_steps))
+    except TypeError:
+        return int(state.max_steps)
+
+
 def _begin_of_data(args: TrainingArguments, state: TrainerState, loader: Any) -> tuple[int, int]:
     """Return the epoch in which the trainer begins after a checkpoint, and how many of its batches it leaves out."""
-    try:
-        updates = max(1, math.ceil(len(loader) / args.gradient_accumulation_steps))
-    except TypeError:  # a stream has no length
-        updates = state.max_steps
+    updates = _updates_per_epoch(args, state, loader)
     epoch, made = divmod(state.global_step, updates)
     return epoch, 0 if args.ignore_data_skip else made * args.gradient_accumulation_steps
 

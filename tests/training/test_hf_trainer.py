@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,6 +119,22 @@ def test_the_best_model_stays_where_the_trainer_was_told_to_load_it(tmp_path: Pa
     one.train()
     assert one.state.best_global_step < STEPS
     assert not is_anchor(one.model, one.ours.diloco)
+
+
+@pytest.mark.parametrize(
+    ("evaluates", "advice"),
+    [
+        ({"eval_strategy": "steps", "eval_steps": INNER, "save_strategy": "steps", "save_steps": INNER}, None),
+        ({"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5}, "eval_steps=8"),
+        ({"eval_strategy": "epoch", "save_strategy": "epoch"}, "an evaluation every 13 steps .* eval_steps=16"),
+    ],
+)
+def test_who_keeps_the_best_of_models_between_rounds_is_told_that_it_is_each_replicas_own(
+    tmp_path: Path, evaluates: dict[str, Any], advice: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer(tmp_path, MemoryStore(), load_best_model_at_end=True, **evaluates).train()
+    (said,) = [line for line in caplog.messages if line.startswith("load_best_model_at_end")] or [""]
+    assert re.search(advice, said) if advice else not said
 
 
 def test_the_best_model_stays_where_training_ends_early_with_a_round_on_its_way(tmp_path: Path) -> None:
