@@ -259,7 +259,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
 def _updates_per_epoch(args: TrainingArguments, state: TrainerState, loader: Any) -> int:
     """Return the optimizer's steps in an epoch; for a stream, which has no length, those of the whole training."""
     try:
-        return max(1, math.ceil(len(loader) / args.gradient_accumulation_steps))
+        return max(1, math.ceil(len(loader) / int(args.gradient_accumulation_steps)))
     except TypeError:
         return int(state.max_steps)
 
