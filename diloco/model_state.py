@@ -24,6 +24,7 @@ from diloco.rendezvous.proof import proof_of
 from diloco.rendezvous.training_state import Agreement, Applied, Array, Arrays, Packed, Verdict
 from diloco.settings import Settings
 from diloco.shadow import Lost, Room, Shadow
+from diloco.unshared_state import UnsharedState
 from diloco.wires import wire_named
 from diloco.wires.wire import BLOCK_ELEMENTS, Pieces, blocks_of, decoded, square_of
 
@@ -49,6 +50,7 @@ class ModelState:
         """Whether this is a later attempt of its rank, whose own buffers may have changed since the run began."""
         self._frozen = marks_of_frozen(model)
         self.own_buffers = OwnBuffers(model, fragments)
+        self.unshared = UnsharedState(model, fragments)
         self._is_torn = False
         """Whether an outer step began and did not end: some of an anchor was stepped, and nobody knows how much."""
         self._unmoved: dict[int, int] = {}
@@ -90,7 +92,8 @@ class ModelState:
         marks = self._frozen if self.is_back else self._frozen | self.own_buffers.marks
         frozen = {"frozen": marks} if marks else {}
         stepped = [fragment.n_stepped for fragment in self.fragments]  # before the buffers
-        return {"tensors": tensors, "stepped": stepped, **self._settings.agreed(), **frozen}
+        more = {"more": self.unshared.lines()} if self.unshared.more else {}
+        return {"tensors": tensors, "stepped": stepped, **self._settings.agreed(), **frozen, **more}
 
     def arrays(self) -> Arrays:
         arrays: dict[str, Array] = {f"anchor/{name}": values.numpy() for name, values in self.anchor_views().items()}

@@ -35,6 +35,7 @@ from diloco.replica_link import ReplicaLink, check_is_free, is_open, leave_all
 from diloco.same_data import SameData, SameDataMode
 from diloco.settings import Settings, check_wires
 from diloco.training_loop import TrainingLoop
+from diloco.unshared_state import FIRST_BYTES, LATER_BYTES, RestWriter
 from diloco.workers import Workers
 from executors.errors import ReplicasError
 from executors.store import Store
@@ -194,6 +195,7 @@ class DiLoCo:
         for layout in context.layouts:
             self._model_state.reserve(layout.kept_bytes(place.world_size, streams=patient.streams))
         self._attached = AttachedState(patient, keys, me, workers.uploads, settings.plan, context.proof, _begun_at)
+        self._rest = None if place.is_alone else RestWriter(patient, keys, me.rank, proof, workers.uploads)
         self._same_data = SameData(same_data, me.rank, place.replica, self._model_state.had_moved)
         self._participant = Participant(context)
         self._round_s, self._closed, kept = 0.0, False, self._attached.kept
@@ -201,8 +203,11 @@ class DiLoCo:
             self._participant.start(None if kept is None else kept.restored(self._model_state.sizes()))
         if context.origin is not None and kept is None:
             self._attached.take_over(context.origin, self.rounds)
+        if self._rest is not None and self._participant.has_begun_the_run:
+            self._rest.keep(0, self._model_state.unshared.first(), FIRST_BYTES)
         self._model_state.own_buffers.give(self._attached.kept_buffers())
         self._steps_before, self._kept_period = self._attached.step, self.rounds // settings.entries_per_snapshot
+        self._rest_period = self._kept_period
         self._model_state.before_hold = self._keep_if_due
         self._loop = TrainingLoop(self._settings, begins_at=self.inner_step)
         self._liaison.plan(total_steps, me.nonce, _begun_at)
@@ -337,6 +342,7 @@ class DiLoCo:
             self._liaison.record_left(self._participant.undecided)
         self._liaison.show(self.rounds, self._round_s)
         if in_order:
+            self._keep_rest()
             self._workers.uploads.finish()
             if self.rounds:  # otherwise the anchor is where the run began, and the live values are all there is
                 self._model_state.take_anchor()
@@ -431,6 +437,9 @@ class DiLoCo:
             reports = act()
         if reports:
             self._keep_if_due()
+            if (period := self.rounds // self._settings.entries_per_snapshot) != self._rest_period:
+                self._rest_period = period
+                self._keep_rest()
             self._participant.phase.left()
             log.debug("rank %s: %s", self._settings.rank, RoundReport.sum_of(reports))
         self._round_s += monotonic() - began
@@ -456,6 +465,11 @@ class DiLoCo:
         """Keep what is attached, with this replica's live work; nothing is in flight."""
         here, state = self._participant, self._model_state
         self._attached.keep(self.rounds, here.apart(state.progress), here.uncounted_since, state.own_buffers.changed())
+
+    def _keep_rest(self) -> None:
+        """Keep the buffers that only this replica has, for readers of the run, if this is the replica that does so."""
+        if self._rest is not None and self._participant.is_first_member:
+            self._rest.keep(self.rounds, self._model_state.own_buffers.changed(), LATER_BYTES)
 
     def _leave_if_asked(self, *, after_round: bool) -> None:
         """Leave by `SystemExit`, with each DiLoCo of this replica, where it is asked to end."""

@@ -26,6 +26,11 @@ from diloco.wires.wire import PIECE, Floats, Pieces
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
+def never(entry: int) -> bool:
+    """Return False: no entry is a plain average."""
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """How far the outer step goes at each entry.
@@ -40,12 +45,12 @@ class Schedule:
     warmup: int
     """Rounds of a fragment until the momentum is full; 0: at once."""
     n_fragments: int
-    last_entry: int | None
-    """The last planned entry, if a final average is wanted."""
+    is_average: Callable[[int], bool] = never
+    """Tells whether an entry is a plain average, as the last planned round of each fragment."""
 
     def at(self, entry: int) -> tuple[float, float]:
         """Return learning rate and momentum for an entry."""
-        if self.last_entry is not None and self.last_entry - self.n_fragments < entry <= self.last_entry:
+        if self.is_average(entry):
             return 1.0, 0.0
         ramp = min(1.0, (entry // self.n_fragments) / self.warmup) if self.warmup else 1.0
         return self.lr, self.momentum * ramp
@@ -193,9 +198,7 @@ class GivenOptimizer(OuterOptimizer):
         self._digest = None
 
     def fresh_digest(self) -> str:
-        digest = xxh3_128(_bytes(self._anchor))
-        _digest_state(digest, self._optimizer.state_dict()["state"])
-        self._digest = digest.hexdigest()
+        self._digest = digest_of_given(self._anchor, self._optimizer.state_dict()["state"])
         return self._digest
 
     def arrays(self) -> Mapping[str, Array]:
@@ -215,6 +218,13 @@ class GivenOptimizer(OuterOptimizer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._optimizer.load_state_dict(copy.deepcopy(state))  # else its tensors are the checkpoint's
         self._digest = None
+
+
+def digest_of_given(anchor: Tensor, state: Any) -> str:
+    """Digest an anchor and the `state` of a user's outer optimizer, as its `state_dict` has it."""
+    digest = xxh3_128(_bytes(anchor))
+    _digest_state(digest, state)
+    return digest.hexdigest()
 
 
 def _cut(mean: Pieces, n_stepped: int) -> Iterable[tuple[int, int, Floats]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self
 
 from diloco.errors import DiLoCoError
-from diloco.outer_optimizer import OptimizerFactory, Schedule
+from diloco.outer_optimizer import OptimizerFactory, Schedule, never
 from diloco.rendezvous.frames import MAX_WEIGHT
 from diloco.rendezvous.phase import Plan
 from diloco.wires import DEFAULT_MEAN_WIRE, WIRES
@@ -57,11 +57,12 @@ class Settings:
     begun_at: int = 0
     """The step of a trainer at which the run began: from a checkpoint of that."""
     key: bytes | None = field(default=None, repr=False)
+    _plan: Plan | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, given: Mapping[str, Any], **found: Any) -> Self:
         """Return what was given under the names of the settings; some was found out."""
-        named: dict[str, Any] = {setting.name: given.get(setting.name) for setting in fields(cls)}
+        named: dict[str, Any] = {setting.name: given.get(setting.name) for setting in fields(cls) if setting.init}
         return cls(**{**named, **found})
 
     def check(self) -> None:
@@ -176,7 +177,18 @@ class Settings:
 
     @property
     def plan(self) -> Plan:
-        """How the inner steps, or the time, are divided into rounds."""
+        """How the inner steps, or the time, are divided into rounds.
+
+        It is always the same object, which everything else shares: an extension of the run changes it.
+        """
+        if self._plan is None:
+            object.__setattr__(self, "_plan", self.first_plan)
+        assert self._plan is not None
+        return self._plan
+
+    @property
+    def first_plan(self) -> Plan:
+        """The plan of the arguments alone, without any extension of the run: all replicas agree on this one."""
         n, overlap = self.n_fragments, None if self.overlap_steps == "auto" else self.overlap_steps
         if self.round_seconds is None:
             return Plan(self.steps_of_round // n, n, overlap, self.total_steps)
@@ -199,7 +211,8 @@ class Settings:
     @property
     def planned_rounds(self) -> int | None:
         """Rounds of each fragment, where the total is known."""
-        return None if self.plan.n_entries is None else self.plan.n_entries // self.n_fragments
+        n_entries = self.first_plan.n_entries
+        return None if n_entries is None else n_entries // self.n_fragments
 
     @property
     def warmup(self) -> int:
@@ -213,8 +226,8 @@ class Settings:
     @property
     def schedule(self) -> Schedule:
         """How far the built-in outer optimizer goes at each entry."""
-        last_entry = self.plan.last_entry if self.final_average else None
-        return Schedule(self.outer_lr, self.outer_momentum, self.warmup, self.n_fragments, last_entry)
+        is_average = self.plan.is_final if self.final_average else never
+        return Schedule(self.outer_lr, self.outer_momentum, self.warmup, self.n_fragments, is_average)
 
     @property
     def entries_per_snapshot(self) -> int:
@@ -297,7 +310,7 @@ class Settings:
             **by_clock,
             "inner_steps": self.steps_of_round if self.round_seconds is None else None,
             "momentum_warmup": self.warmup,
-            "last_entry": self.plan.last_entry,
+            "last_entry": self.first_plan.last_entry,
             "snapshot_every": self.entries_per_snapshot,
             "final_average": self.final_average,
             **outer,

@@ -33,6 +33,17 @@ class Keys:
     def snapshot(self, entry: int) -> str:
         return self._under(f"snapshot/{entry}")
 
+    def snapshots(self) -> str:
+        """Return the prefix of all snapshots' pointers."""
+        return self._under("snapshot/")
+
+    def rest(self, entry: int) -> str:
+        return self._under(f"rest/{entry}")
+
+    def rests(self) -> str:
+        """Return the prefix of what replicas keep of their models beside the anchor."""
+        return self._under("rest/")
+
     def part(self, entry: int, nonce: str, index: int) -> str:
         return self._under(f"part/{entry}/{nonce}/{index}")
 

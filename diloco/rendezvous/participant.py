@@ -65,7 +65,7 @@ class Participant:
         if restored is not None:
             self.phase.is_restored = [True] * self._n_fragments
         self.position = self._rounds.position
-        self.phase.begin(self._plan.step_before(self.position))
+        self.phase.begin(self._plan.step_before(self.position), position=self.position)
         try:
             self._join_the_others()
         except BaseException:
@@ -76,6 +76,17 @@ class Participant:
     def first(self) -> int:
         """The first entry of the log: a run that goes on from another's snapshot does not begin at 0."""
         return self._rounds.rendezvous.cursor.first
+
+    @property
+    def has_begun_the_run(self) -> bool:
+        """Whether the log begins with this replica's model."""
+        return self._rounds.rendezvous.cursor.is_author
+
+    @property
+    def is_first_member(self) -> bool:
+        """Whether this is the lowest rank that the newest seal names: one replica does what all could do."""
+        seal = self._members.seal
+        return seal is not None and min(seal.members) == self._context.me.rank
 
     @property
     def place(self) -> dict[str, Any]:
@@ -98,7 +109,7 @@ class Participant:
         self.position, self._sent = position, None
         self.phase.made = [0] * self._n_fragments
         self.phase.is_restored = [True] * self._n_fragments
-        self.phase.begin(base, since)
+        self.phase.begin(base, since, position=position)
         self._join_the_others()
         return reports
 

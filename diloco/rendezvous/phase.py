@@ -7,20 +7,25 @@ the seal at the step at which it sees it. Durations are a replica's own; no cloc
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 STEPS_APART = 2
 """Steps of the slowest replica that others wait for it, by the clock: in the midst of one the mean arrives, where work
 left before it, and in that of another the next round is due."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Plan:
     """How the inner steps of a run are divided into entries of the log, or its time.
 
     With a known total every fragment has its last round at the last step: the last entries, one for each fragment, are
     due there, one after the other.
+
+    A run that was extended has several totals, each with its own last entries. The steps up to one total, and from
+    there to the next, are a *stage*. So replicas that know of an extension, and others that do not know of it yet,
+    agree on all entries up to the earlier total.
 
     By the clock, what is called a step of the plan is the time of one entry: `steps_per_entry` is 1, and each replica
     makes as many inner steps in it as it can.
@@ -34,6 +39,25 @@ class Plan:
     total_steps: int | None = None
     entry_s: float | None = None
     """By the clock: seconds from one fragment's round to the next fragment's, by each replica's own."""
+    earlier: tuple[int, ...] = ()
+    """The totals before the run was extended to `total_steps`, in ascending order."""
+    _stages: tuple[_Stage, ...] = field(init=False, repr=False, compare=False)
+    """Derived from the totals: a training loop asks for them at every step."""
+
+    def __post_init__(self) -> None:
+        self._stages = tuple(self._divided())
+
+    def extend(self, total: int) -> bool:
+        """Add a stage up to a larger total. Return False, and change nothing, if the plan has no total or a larger one.
+
+        Args:
+            total: in the unit of `total_steps`.
+        """
+        if self.total_steps is None or total <= self.total_steps:
+            return False
+        self.earlier, self.total_steps = (*self.earlier, self.total_steps), total
+        self._stages = tuple(self._divided())
+        return True
 
     @property
     def overlaps(self) -> bool:
@@ -48,29 +72,67 @@ class Plan:
     @property
     def n_entries(self) -> int | None:
         """How many entries a planned run has."""
-        if self.total_steps is None:
-            return None
-        return -(-self.total_steps // self.steps_per_entry) + self.n_fragments - 1
+        return self._stages[-1].end_entry
 
     @property
     def last_entry(self) -> int | None:
         return None if self.n_entries is None else self.n_entries - 1
 
+    @property
+    def last_entries(self) -> tuple[int, ...]:
+        """The last entry of each stage; none where no total is known."""
+        return tuple(stage.end_entry - 1 for stage in self._stages if stage.end_entry is not None)
+
     def step_before(self, position: int) -> int:
         """Return the run's step at which everything before an entry has been adopted."""
-        return int(self.capped(position * self.steps_per_entry))
+        stage = self._stage_of(position)
+        step = stage.first_step + (position - stage.first_entry) * self.steps_per_entry
+        return step if stage.end_step is None else min(step, stage.end_step)
 
-    def capped(self, step: float) -> float:
-        """Return the step, or the last planned one."""
-        return step if self.total_steps is None else min(step, self.total_steps)
+    def position_at(self, step: int) -> int:
+        """Return how many entries have been adopted when a replica in phase has made a step of the run."""
+        for stage in self._stages:
+            if stage.end_step is None or step < stage.end_step or stage.end_step == self.total_steps:
+                break
+        position = stage.first_entry + max(0, step - stage.first_step) // self.steps_per_entry
+        if stage.end_step is None or stage.end_entry is None:
+            return position
+        # At the last step of a stage every fragment has a round, so that no entry before its end is the answer.
+        return stage.end_entry if step >= stage.end_step else min(position, stage.end_entry - self.n_fragments)
+
+    def end_of(self, position: int) -> int | None:
+        """Return the last step of the stage in which an entry lies. None: no total is known."""
+        return self.total_steps if not self.earlier else self._stage_of(position).end_step
 
     def is_over(self, position: int) -> bool:
         """Return whether nothing is planned from this entry on: one more would be a round alone."""
         return self.last_entry is not None and position > self.last_entry
 
     def is_final(self, entry: int) -> bool:
-        """Return whether this is the last planned round of its fragment."""
-        return self.last_entry is not None and entry > self.last_entry - self.n_fragments
+        """Return whether this is the last planned round of its fragment, in the whole plan or before an extension."""
+        return any(last - self.n_fragments < entry <= last for last in self.last_entries)
+
+    def _divided(self) -> Iterator[_Stage]:
+        first_entry, first_step = 0, 0
+        for end in (*self.earlier, self.total_steps):
+            n = None if end is None else -(-(end - first_step) // self.steps_per_entry) + self.n_fragments - 1
+            end_entry = None if n is None else first_entry + n
+            yield _Stage(first_entry, first_step, end_entry, end)
+            first_entry, first_step = end_entry or 0, end or 0
+
+    def _stage_of(self, position: int) -> _Stage:
+        stages = self._stages
+        return next((s for s in stages if s.end_entry is None or position < s.end_entry), stages[-1])
+
+
+class _Stage(NamedTuple):
+    """The entries and steps of a plan up to one of its totals."""
+
+    first_entry: int
+    first_step: int
+    end_entry: int | None
+    """The entry behind its last one. None: no total is known."""
+    end_step: int | None
 
 
 class Phase:
@@ -82,6 +144,8 @@ class Phase:
     def __init__(self, plan: Plan, clock: Callable[[], float]) -> None:
         self.base: float = 0
         """The run's step when the newest entry was adopted."""
+        self.position = 0
+        """The next entry to merge."""
         self.since: float = 0
         """Steps that the run counts since then; negative where an entry was adopted before its round was due."""
         self.n_steps = 0
@@ -121,16 +185,22 @@ class Phase:
     @property
     def run_step(self) -> float:
         """The run's step: that of its newest entry, and at most the steps beyond of what is open or on its way."""
-        total, plan = self._plan.total_steps, self._plan
-        if self.is_over or (total is not None and self.base >= total):
+        end, plan = self._end, self._plan
+        if self.is_over or (end is not None and self.base >= end):
             return self.base + self.since  # beyond what was planned
         most = plan.steps_per_entry * (2 if plan.overlap_steps is None and plan.entry_s is None else 1)
-        return plan.capped(self.base + min(self.since, most))
+        return _capped(self.base + min(self.since, most), end)
 
     @property
     def is_at_the_end(self) -> bool:
-        """Whether all planned steps were made."""
-        return self._plan.total_steps is not None and self.run_step >= self._plan.total_steps
+        """Whether all planned steps were made, or all up to a total that the run was extended from."""
+        end = self._end
+        return end is not None and self.run_step >= end
+
+    @property
+    def _end(self) -> int | None:
+        """The last step of the stage that this replica is in."""
+        return self._plan.end_of(self.position)
 
     @property
     def is_due(self) -> bool:
@@ -189,9 +259,16 @@ class Phase:
         """Note that training goes on from here: the time of the rendezvous is not part of it."""
         self._left_s = self._clock()
 
-    def begin(self, base: float, since: float = 0) -> None:
-        """Continue from the step that others, or a checkpoint, have reached."""
-        self.base, self.is_over = self._plan.capped(base), False
+    def begin(self, base: float, since: float = 0, *, position: int = 0) -> None:
+        """Continue from the step that others, or a checkpoint, have reached.
+
+        Args:
+            base: the run's step when the newest entry was adopted.
+            since: steps since then.
+            position: the next entry.
+        """
+        self.position = position
+        self.base, self.is_over = _capped(base, self._end), False
         self.go_on(since)
 
     def go_on(self, since: float) -> None:
@@ -205,10 +282,11 @@ class Phase:
         By the clock, from the time at which they were had; or at which the last was due, where that was later.
         """
         spe, entry_s = self._plan.steps_per_entry, self._plan.entry_s
-        step = self._plan.capped(self.run_step + (n_entries - 1) * spe)
+        end = self._end
+        step = _capped(self.run_step + (n_entries - 1) * spe, end)
         self._advance(n_entries)
-        if entry_s is None:
-            self.since = self._within_the_plan(step - self.base)
+        if entry_s is None:  # steps before the end of a stage are none of the next one
+            self.since = self._within_the_plan(step - self.base) if self._end == end else 0
         else:
             self._count_from(max(landed_s, self._counts_from_s + entry_s))
 
@@ -223,21 +301,25 @@ class Phase:
 
     def _within_the_plan(self, since: float) -> float:
         """Return 0 at the last planned step: what is made before or beyond it is in nobody's average."""
-        return 0 if self.base == self._plan.total_steps else since
+        return 0 if self.base == self._end else since
 
     def _count_from(self, from_s: float) -> None:
         """Count from a time; nothing is due before the next step was made. A plan's end is not waited for."""
-        now, total = self._clock(), self._plan.total_steps
-        self._counts_from_s = from_s if total is None or self.base < total else min(from_s, now)
+        now, end = self._clock(), self._end
+        self._counts_from_s = from_s if end is None or self.base < end else min(from_s, now)
         self.since = min(0.0, (now - self._counts_from_s) / (self._plan.entry_s or 1.0))
 
     def synchronised(self, step: float, base: float) -> None:
         """Go on after rounds outside their time: they are worth the steps that were made, not an entry's."""
-        self.base = self._plan.capped(base)
-        self.go_on(self._plan.capped(step) - self.base)
+        self.base = _capped(base, self._end)
+        self.go_on(_capped(step, self._end) - self.base)
 
     def _advance(self, n_entries: int) -> None:
-        self.base = self._plan.capped(self.base + n_entries * self._plan.steps_per_entry)
+        self.position += n_entries
+        if self._plan.earlier:  # each stage begins at its own step, wherever the entries of the one before end
+            self.base = self._plan.step_before(self.position)
+        else:
+            self.base = _capped(self.base + n_entries * self._plan.steps_per_entry, self._plan.total_steps)
         self._steps, self._trained_s = 0, 0.0
 
     # -- what the rounds know ------------------------------------------------------------------------------------------
@@ -277,3 +359,8 @@ class Phase:
             return (plan.overlap_steps or 0.0) * plan.entry_s
         steps = plan.steps_per_entry if plan.overlap_steps is None else plan.overlap_steps
         return steps * self.seconds / plan.steps_per_entry
+
+
+def _capped(step: float, end: float | None) -> float:
+    """Return the step, or the last one that is planned."""
+    return step if end is None else min(step, end)

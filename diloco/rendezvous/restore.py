@@ -145,6 +145,11 @@ class SnapshotReader:
         """The first entry of this log, as far as is known."""
         return 0 if self._start is None else self._start.first
 
+    @property
+    def is_author(self) -> bool:
+        """Whether the first state of the log is this process's, as far as is known."""
+        return self._start is not None and self._start.nonce == self._me.nonce
+
     def _find_start(self) -> bool:
         """Read where the log begins and compare the agreements, once; return False while that cannot be seen.
 
@@ -237,6 +242,11 @@ class Cursor:
     def first(self) -> int:
         """The first entry of this log."""
         return self._reader.first
+
+    @property
+    def is_author(self) -> bool:
+        """Whether the log begins with this process's state."""
+        return self._reader.is_author
 
     def give_up_old(self, verdicts: list[Verdict | None], progress: Any) -> list[Verdict | None]:
         """Return verdicts on restored work in which none is kept that has waited for as many rounds as it may.

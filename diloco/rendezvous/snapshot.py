@@ -252,10 +252,18 @@ def collect_garbage(store: PatientStore, keys: Keys, newest: int, snapshot_every
     else:
         return
     numbered = re.compile(rf"{re.escape(keys.rounds())}(\d+)/|{re.escape(keys.parts())}(\d+)/")
-    for key in [*store.found(keys.rounds()), *store.found(keys.parts())]:
+    listed = store.found(keys.rounds())  # what is kept beside the anchor is below the same prefix
+    for key in [*listed, *store.found(keys.parts())]:
         found = numbered.match(key)
         if found and int(found[1] or found[2]) < horizon:
             store.remove(key)
+    rests = [
+        int(key.rpartition("/")[2]) for key in listed if re.fullmatch(rf"{re.escape(keys.rests())}\d{{1,15}}", key)
+    ]
+    newest_before = max((entry for entry in rests if entry <= horizon), default=0)
+    for entry in rests:
+        if 0 < entry < newest_before:  # the first has the frozen parameters, which no later one repeats
+            store.remove(keys.rest(entry))
     _collect_own(store, keys, horizon)
 
 

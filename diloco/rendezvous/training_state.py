@@ -21,7 +21,7 @@ Array = npt.NDArray[Any]
 Arrays = Mapping[str, Array]
 Agreement = Mapping[str, Any]
 """JSON. `tensors` maps each synchronised name to [shape, dtype, fragment], `frozen` those that are not to a number that
-tells their values from others; the rest are settings."""
+tells their values from others, `more` names what else a model's `state_dict` has; the rest are settings."""
 FROZEN_TOLERANCE = 1e-3
 """Relative: machines compute tables, and round weights, a little differently; other seeds differ by more."""
 
@@ -169,7 +169,7 @@ ARGUMENTS = (
     *("outer_optimizer", "outer_lr", "outer_momentum", "momentum_warmup", "final_average", "snapshot_every"),
 )
 """Those of `DiLoCo` that all replicas share, in the order in which an error names them."""
-NOT_SETTINGS = ("tensors", "frozen", "given")
+NOT_SETTINGS = ("tensors", "frozen", "given", "more")
 MAX_SHOWN = 60
 FEW = 0.02
 """Numbers of steps that differ by so small a part are probably made of the lengths of shares."""

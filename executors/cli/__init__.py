@@ -26,9 +26,9 @@ from executors.module_search import reserve_names
 
 VERBS = {
     "launch": "launch", "ls": "runs", "status": "runs", "logs": "logs", "events": "happened", "wait": "runs",
-    "watch": "keep", "collect": "collect", "report": "report", "export": "export", "stop": "keep", "cancel": "runs",
-    "resume": "launch", "add": "add", "rm": "runs", "plan": "plan", "doctor": "doctor", "backends": "backends",
-    "config": "config",
+    "watch": "keep", "collect": "collect", "model": "model", "report": "report", "export": "export", "stop": "keep",
+    "cancel": "runs", "resume": "launch", "add": "add", "rm": "runs", "plan": "plan", "doctor": "doctor",
+    "backends": "backends", "config": "config",
 }  # fmt: skip
 """In which module here each verb is, in the order of the help."""
 SYNONYMS = {
@@ -44,6 +44,7 @@ SYNONYMS = {
     **dict.fromkeys(("scale", "grow"), "add"),
     **dict.fromkeys(("results", "fetch", "get"), "collect"),
     **dict.fromkeys(("restart", "retry"), "resume"),
+    **dict.fromkeys(("weights", "checkpoint", "save"), "model"),
     **dict.fromkeys(("page", "html", "plot"), "report"),
     **dict.fromkeys(("csv", "tensorboard", "dump"), "export"),
     **dict.fromkeys(("remove", "delete", "del"), "rm"),

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 OUT = "A folder for results.json, and for logs (of all attempts) and artifacts by rank."
 RESULTS = "results.json"
+MAX_NAMED = 8  # artifacts; the rest is counted
 OF_ITS_NAME = (None, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ)
 
 
@@ -60,11 +61,14 @@ def collect(
     summary = Summary.of(found, in_time=in_time)
     document, code = finite(summary.document()), summary.code or 0
     skipped: list[dict[str, Any]] = []
+    artifacts: list[str] = []
     if out is not None:
         try:
             with Interrupts(), _whole_folder(out) as folder:  # also SIGTERM lets it remove what it has begun
                 skipped = _write(found, document, folder)
                 sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+                kept = sorted(path for path in folder.glob("*/artifacts/**/*") if path.is_file())
+                artifacts = [path.relative_to(folder).as_posix() for path in kept]
         except OSError as error:
             if isinstance(error, ReplicasError):
                 raise
@@ -74,18 +78,24 @@ def collect(
                 output.document({**document, "out": None, "skipped": [], "error": why})
             return FAILED
         output.say(f"Wrote {len(sizes)} files, {sum(sizes):,} bytes, to {out}")
+        for artifact in artifacts[:MAX_NAMED]:
+            output.say(f"  {one_line(artifact)}", "dim")
+        if len(artifacts) > MAX_NAMED:
+            output.say(f"  … and {len(artifacts) - MAX_NAMED} more artifacts", "dim")
         for left in skipped:
             what = f"the artifact {left['artifact']!r}" if "artifact" in left else f"the log {left['log']!r}"
             output.say(one_line(f"Skipped {what} of rank {left['rank']}: {left['problem']}"), "yellow")
             code = code or (FAILED if left["is_unreadable"] else 0)
     if as_json:
-        output.document({**document, "out": None if out is None else str(out.absolute()), "skipped": skipped})
+        place = None if out is None else str(out.absolute())
+        output.document({**document, "out": place, "artifacts": artifacts, "skipped": skipped})
         return code
     output.tell_notes(document)
     if out is None:
         for row in document["replicas"]:
             output.say(output.line(row))
     summary.print_failures(output)
+    summary.print_model(output)
     return code
 
 

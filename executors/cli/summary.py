@@ -21,6 +21,7 @@ from executors.protocol import Outcome, ReplicaStatus
 from executors.report.failures import group_failures, words_of
 from executors.report.root_cause import headline, last_frames
 from executors.run import run_index
+from executors.run.model_of_run import has_model
 from executors.run.restart_states import was_stopped
 from executors.run.run import Run
 from executors.status import FAILED_EARLY, name_ranks
@@ -160,10 +161,16 @@ class Summary:
                 output.say()
                 output.say("Starting the run again unchanged does not help (exit code 93).", "yellow")
             output.say()
+            self.print_model(output)
             output.say(f"More: replicas status {reference(self.run)} (or: logs, collect)", "dim")
         if output.as_json:
             output.document(document)
         return self.code or 0
+
+    def print_model(self, output: Output) -> None:
+        """Name the command that writes the trained model, if the run has one."""
+        if has_model(self.run.store, self.run.run_id, self.outcomes):
+            output.say(f"The model: replicas model {reference(self.run)} --out model.safetensors", "dim")
 
     def _others(self) -> str:
         """Name those that did not succeed."""

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from executors.errors import BackendError, StoreError, UntrustedTaskError
-from executors.native import RUN_KEY, InstallsRequirements, NativeExecutor, RunSpec
+from executors.native import InstallsRequirements, NativeExecutor, RunSpec
 from executors.run.fleet import Site
 from executors.run.launch_hands import Recipe
-from executors.run.run_index import KEYS, damage_of_note, find_key, reference
+from executors.run.run_index import damage_of_note, needed_key, reference
 from executors.run.spread import SpreadExecutor, as_one
 from executors.run.traces import Traces
 from executors.status import name_ranks
@@ -304,17 +304,7 @@ def _who(run: Traces, place: Placement) -> str:
 
 def _key_of(run: Traces, launched: LaunchedWith) -> str | None:
     """Return the key of a signed run, which this machine keeps since it launched the run, or is told."""
-    if launched.key_id is None:
-        return None
-    key = find_key(run.run_id, launched.key_id)
-    if key is None:
-        given = f", nor is it what {RUN_KEY} holds here" if RUN_KEY in os.environ else ""
-        raise ValueError(
-            f"Run {run.run_id!r} is signed (key {launched.key_id}), and this machine does not have its key{given}. Set "
-            f"{RUN_KEY} to what {KEYS}/{run.run_id} holds on the machine that launched the run, by default in "
-            "~/.local/state/replicas."
-        )
-    return key
+    return None if launched.key_id is None else needed_key(run.run_id, launched.key_id)
 
 
 def vouched_task(run: Traces, *, task_digest: str | None = None, trust_bucket: bool = False) -> StoredTask:

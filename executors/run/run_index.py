@@ -290,6 +290,26 @@ def find_key(run_id: str, wanted: str) -> str | None:
     return None
 
 
+def needed_key(run_id: str, wanted: str) -> str:
+    """Return the key of a signed run, of the environment or as this machine keeps it.
+
+    Args:
+        run_id: the run.
+        wanted: the key's id.
+
+    Raises:
+        ValueError: neither has it.
+    """
+    key = find_key(run_id, wanted)
+    if key is None:
+        given = f", nor is it what {RUN_KEY} holds here" if RUN_KEY in os.environ else ""
+        raise ValueError(
+            f"Run {run_id!r} is signed (key {wanted}), and this machine does not have its key{given}. Set {RUN_KEY} to "
+            f"what {KEYS}/{run_id} holds on the machine that launched the run, by default in ~/.local/state/replicas."
+        )
+    return key
+
+
 def key_file(run_id: str) -> Path:
     """Return where this machine keeps the key of a signed run."""
     return state_path() / KEYS / check_run_id(run_id)

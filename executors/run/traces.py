@@ -289,6 +289,60 @@ class Traces:
         """List all objects where a rank keeps its files, also those whose names cannot be written to."""
         return kept_artifacts(self.store, rank, replica_prefix(self.run_id, self.check_rank(rank)))
 
+    def model(self, *, step: int | None = None, name: str = "main", **more: Any) -> dict[str, Any]:
+        """Return the model that the run has trained, as it is after its newest round: tensors by name.
+
+        It is read from the run's store alone, also while replicas train, and what is read is proven by its digests.
+        Averaged are the trained parameters and float buffers. `save_model` says what else is there.
+
+            model.load_state_dict(attach("first-try").model())
+
+        Args:
+            step: take the newest round at or before this step of the run. None: the newest. Rounds older than the
+                second newest snapshot are deleted.
+            name: which DiLoCo of the run, where it has several.
+            more: any of these. `rounds`: the same as `step`, by the number of a round. `dtype`: "live", the dtypes of
+                the model, which is the default; or "float32", the averaged values as they are. `outer_optimizer`:
+                the one that the run was given, if it was given one; without it only snapshots are available.
+
+        Raises:
+            RunNotFoundError: the run has no DiLoCo of this name.
+            DiLoCoError: the store does not have such a round any more; says which ones it has.
+            ValueError: the run is signed, and this machine does not have its key.
+            MissingDependencyError: torch is not installed here.
+        """
+        from executors.run.model_of_run import load_reader, source_of
+
+        source = source_of(self.store, self.run_id, self.record.key_id, name)
+        return dict(load_reader().read_model(source, step=step, **more).tensors)
+
+    def save_model(self, path: str | Path, *, step: int | None = None, name: str = "main", **more: Any) -> Any:
+        """Write the model that the run has trained into a safetensors file, over the file if there is one.
+
+            run.save_model("model.safetensors")
+            model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
+
+        Frozen parameters, and buffers that are not averaged, are those of one replica. They are there where they are
+        small: 256 MiB at the beginning of the run, and 64 MiB of buffers later.
+
+        Args:
+            path: of the file.
+            step, name, more: as for `model`.
+
+        Returns: what was written: `rounds`, `step`, `tensors`, `missing` (the names that the model has beside these)
+            and `notes`.
+
+        Raises:
+            OSError: the file cannot be written.
+            RunNotFoundError, DiLoCoError, ValueError, MissingDependencyError: as `model`.
+        """
+        from executors.run.model_of_run import load_reader, source_of
+
+        reader, source = load_reader(), source_of(self.store, self.run_id, self.record.key_id, name)
+        found = reader.read_model(source, step=step, **more)
+        reader.save_model(found, Path(path))
+        return found
+
     def report(self, path: str | Path) -> Path:
         """Write the run, as it is now, as one self-contained HTML page; return its path.
 

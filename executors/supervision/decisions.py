@@ -47,6 +47,7 @@ MAX_DECISION_BYTES, MAX_LOG_BYTES = 512 << 10, 64 << 20  # as objects they take 
 MAX_RANK, MAX_ATTEMPT = 10**6, 10_000
 MAX_STARTS = 20_000  # of one entry: a run has 10,000 ranks, and perhaps as many that were added
 MAX_WORDS = 2000
+MAX_TOTAL = 10**12  # steps or rounds of a run
 MAX_TRIES = 1000  # of an append, each lost to another writer
 ENDING, OTHERS = ("give_up", "stop", "cancel"), ("restart", "resume", "policy")
 WHAT_ENDS = ("rank", "ended", "why", "words", "within_s", "by", "nonce")
@@ -103,6 +104,10 @@ class Decision(Record):
     restarts: str | None = checked(nullable(parsed(Restarts.parse)), None)
     """Of a policy: the new one."""
     hang: str | None = checked(nullable(parsed(HangLimits.parse)), None)
+    total_steps: int | None = checked(nullable(integer(1, MAX_TOTAL)), None)
+    """Of a policy: the planned steps of the run from here on, which extend it."""
+    total_rounds: int | None = checked(nullable(integer(1, MAX_TOTAL)), None)
+    """The same of a run whose rounds go by the clock: the planned rounds."""
     by: str = checked(text(1000), "")
     nonce: str = checked(text(100), "")
     at: float = checked(number(LONG_AGO, FAR_AHEAD), 0.0)
@@ -318,3 +323,14 @@ def hang_of(log: Sequence[Decision], launched: HangLimits) -> HangLimits:
         if entry.kind == "policy" and entry.hang is not None:
             return HangLimits.parse(entry.hang)
     return launched
+
+
+def extensions_of(log: Sequence[Decision]) -> dict[str, list[int]]:
+    """Return the totals that a run was extended to, in their order, by what they count: steps and rounds."""
+    totals: dict[str, list[int]] = {"total_steps": [], "total_rounds": []}
+    for entry in log:
+        for name, found in totals.items():
+            total = getattr(entry, name)
+            if entry.kind == "policy" and total is not None and total > max(found, default=0):
+                found.append(total)
+    return totals

@@ -17,7 +17,7 @@ from diloco.outer_optimizer import NesterovSGD, Schedule
 from diloco.wires import FP32
 from diloco.wires.wire import BLOCK_ELEMENTS, Floats, decoded
 
-SCHEDULE = Schedule(lr=0.7, momentum=0.9, warmup=0, n_fragments=1, last_entry=None)
+SCHEDULE = Schedule(lr=0.7, momentum=0.9, warmup=0, n_fragments=1)
 ENTRY = 1
 
 

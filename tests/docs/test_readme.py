@@ -8,10 +8,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 from support.cli import FAST, HereInstead
 
-from executors import launch
+from executors import attach, launch
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -49,7 +51,7 @@ def test_the_commands_train_follow_collect_and_remove_a_run(here: HereInstead) -
     folder = here.folder.path
     (folder / "train.py").write_text(block_with(PYTHON, "# train.py"))
     outputs = {}
-    for line in block_with(SHELL, "replicas launch train.py:main").splitlines():
+    for line in block_with(SHELL, "--run-id first-try").splitlines():
         program, verb, *arguments = line.split()
         told = here.replicas(verb, *arguments)
         assert (program, told.code) == ("replicas", 0), told
@@ -78,6 +80,35 @@ def test_the_commands_run_scripts_as_they_are(here: HereInstead) -> None:
         printed.append(here.replicas("logs", told.stdout.split(":")[0], "--rank", "3").stdout)
     assert printed == ["1e-3 out/3\n", "1e-3 None\n", "0.001\n"]
     assert len({path.parent for path in (folder / "out").glob("*/*")}) == 1
+
+
+def lines_of(here: HereInstead, block: str) -> dict[str, str]:
+    """Run the lines of a block of the README, and return what each verb printed last."""
+    outputs = {}
+    for line in block.splitlines():
+        program, verb, *arguments = line.split()
+        told = here.replicas(verb, *arguments)
+        assert (program, told.code) == ("replicas", 0), told
+        outputs[verb] = told.stdout
+    return outputs
+
+
+def test_the_trained_model_is_saved_evaluated_and_trained_further_as_the_readme_says(here: HereInstead) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    folder = here.folder.path
+    (folder / "train.py").write_text(block_with(PYTHON, "# train.py"))
+    (folder / "evaluate.py").write_text(block_with(PYTHON, "# evaluate.py"))
+    launched = next(line for line in block_with(SHELL, "--run-id first-try").splitlines() if "launch" in line)
+    lines_of(here, launched)
+    told = lines_of(here, block_with(SHELL, "replicas model first-try --out"))
+    assert "It is the model of first-try after round 30, step 300." in told["model"]
+    weights = load_file(folder / "model.safetensors")["weight"]
+    assert float(run([sys.executable, "evaluate.py"], folder).split()[1]) == pytest.approx(
+        weights.sum().item(), abs=1e-5
+    )
+    assert torch.equal(weights, attach("first-try").model()["weight"])
 
 
 EQUAL_SHARES = """
@@ -137,7 +168,7 @@ def test_the_loop_over_epochs_ends_with_the_run_and_begins_where_the_run_is() ->
     from executors.store import MemoryStore
 
     model = torch.nn.Linear(1, 1)
-    where = {"store": MemoryStore(), "run_id": "epochs", "rank": 0, "world_size": 1}
+    where: dict[str, Any] = {"store": MemoryStore(), "run_id": "epochs", "rank": 0, "world_size": 1}
     trained: list[int] = []
     diloco = DiLoCo(model, inner_steps=2, total_steps=10, outer_lr=1.0, outer_momentum=0.0, **where)
     for _ in range(4):  # as many as an earlier attempt made

@@ -9,7 +9,7 @@ import hmac
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -140,7 +140,13 @@ class Part(NamedTuple):
 class Run:
     """The log of one run, read from its first state on."""
 
-    def __init__(self, objects: Objects, block_elements: int = 1 << 20, proof: Proof = UNSIGNED) -> None:
+    def __init__(
+        self,
+        objects: Objects,
+        block_elements: int = 1 << 20,
+        proof: Proof = UNSIGNED,
+        extensions: Sequence[int] = (),
+    ) -> None:
         self._objects = objects
         self._proof = proof
         self._block = block_elements
@@ -150,6 +156,7 @@ class Run:
         self.contract = contract = start["contract"]
         self.position = start["first"]
         """The next entry."""
+        self.last_entries = self._last_entries(extensions)
         self.names = [
             [name for name, (_, _, fragment) in contract["tensors"].items() if fragment == index]
             for index in range(contract["fragments"])
@@ -165,6 +172,19 @@ class Run:
             if stepped := [name for name in names if f"momentum/{name}" in tensors]:  # of the run that it goes on from
                 momentum[:] = self._flat(tensors, "momentum", stepped)
         assert start["state"] == [self.state(index) for index in range(contract["fragments"])]
+
+    def _last_entries(self, extensions: Sequence[int]) -> list[int]:
+        """Return the last entry of the first plan and of each total that the run was extended to."""
+        c = self.contract
+        if c["last_entry"] is None:
+            return []
+        by_clock = c["inner_steps"] is None
+        unit, per_entry = (c["fragments"], 1) if by_clock else (1, c["inner_steps"] // c["fragments"])
+        lasts, before = [c["last_entry"]], unit * (c["total_rounds"] if by_clock else c["given"]["total_steps"])
+        for total in extensions:
+            lasts.append(lasts[-1] + -(-(unit * total - before) // per_entry) + c["fragments"] - 1)
+            before = unit * total
+        return lasts
 
     def _get(self, key: str) -> bytes:
         self.read.add(key)
@@ -184,6 +204,20 @@ class Run:
     @staticmethod
     def _flat(tensors: Mapping[str, Floats], kind: str, names: list[str]) -> Floats:
         return np.concatenate([tensors[f"{kind}/{name}"].reshape(-1) for name in names])
+
+    @property
+    def rests(self) -> list[int]:
+        """The rounds after which a replica kept what its model has beside the anchor."""
+        return sorted(int(key.removeprefix("rest/")) for key in self._objects if key.startswith("rest/"))
+
+    def rest(self, entry: int) -> dict[str, Any]:
+        """Return what was kept, by name; what numpy has no type for as its bits."""
+        data, found = self._get(f"rest/{entry}"), self._frame(f"rest/{entry}")
+        assert found.head["rank"] in range(10**6)
+        assert self._proof.digest(data[found.end :]) == found.head["digest"]
+        tensors = safetensors(data[found.end :])
+        assert tensors.keys() <= self.contract["more"].keys()
+        return tensors
 
     def state(self, fragment: int) -> str:
         """Return the digest of a fragment's anchor and momentum."""
@@ -295,9 +329,9 @@ class Run:
     def _step(self, entry: int, fragment: int, g: Floats) -> None:
         """Take the outer step; each operation is rounded to float32."""
         c, n_fragments, n = self.contract, len(self.names), self.contract["stepped"][fragment]
-        last = c["last_entry"] if c["final_average"] else None
+        lasts = self.last_entries if c["final_average"] else []
         lr, mu = c["outer_lr"], c["outer_momentum"]
-        if last is not None and last - n_fragments < entry <= last:
+        if any(last - n_fragments < entry <= last for last in lasts):
             lr, mu = 1.0, 0.0
         elif c["momentum_warmup"]:
             mu *= min(1.0, (entry // n_fragments) / c["momentum_warmup"])
@@ -337,7 +371,7 @@ def state_of_given(anchor: Floats, tensors: Mapping[str, Any], fragment: int) ->
 def safetensors(data: bytes) -> dict[str, Any]:
     """Return the arrays of a file."""
     end = 8 + int.from_bytes(data[:8], "little")
-    kinds = {"F32": "<f4", "U8": "u1", "I64": "<i8", "I16": "<i2"}
+    kinds = {"F32": "<f4", "U8": "u1", "I64": "<i8", "I16": "<i2", "I32": "<i4", "BOOL": "?"}
     found: dict[str, Any] = {}
     for name, about in json.loads(data[8:end]).items():
         start, stop = about["data_offsets"]

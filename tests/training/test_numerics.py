@@ -301,7 +301,7 @@ def test_work_that_no_seal_counted_stays_in_the_live_parameters_unless_it_is_dro
 
 
 def test_the_ramp_and_the_final_average_follow_the_plan() -> None:
-    schedule = Schedule(lr=0.7, momentum=0.8, warmup=4, n_fragments=2, last_entry=19)
+    schedule = Schedule(lr=0.7, momentum=0.8, warmup=4, n_fragments=2, is_average=lambda entry: 17 < entry <= 19)
     assert [schedule.at(k) for k in (0, 1)] == [(0.7, 0.0)] * 2
     assert schedule.at(5)[1] == pytest.approx(0.4)
     assert schedule.at(9) == schedule.at(17) == (0.7, 0.8)
@@ -338,7 +338,7 @@ for name, mean_name in DEFAULT_MEAN_WIRE.items():
     model.flat = nn.Parameter(torch.from_numpy(values()))
     (fragment,) = plan_fragments(model, 1, sync_buffers=False)
     anchor = torch.from_numpy(values())
-    outer = NesterovSGD(fragment, anchor, Schedule(0.7, 0.9, 3, 1, None))
+    outer = NesterovSGD(fragment, anchor, Schedule(0.7, 0.9, 3, 1))
     for entry in range(3):
         inputs = []
         for rank in range(3):
@@ -376,7 +376,7 @@ def test_all_processors_come_to_the_same_bits() -> None:
 def test_the_digest_of_a_step_is_that_of_its_result() -> None:
     for n_stepped, n in [(200_000, 300_001), (5, 5), (0, 7)]:
         anchor = torch.randn(n)
-        outer = NesterovSGD(Fragment(0, (), n_stepped, n), anchor, Schedule(0.7, 0.9, 0, 1, None))
+        outer = NesterovSGD(Fragment(0, (), n_stepped, n), anchor, Schedule(0.7, 0.9, 0, 1))
         outer.step(0, iter([(0, torch.randn(n // 2).numpy()), (n // 2, torch.randn(n - n // 2).numpy())]))
         while_stepping = outer.digest()
         outer._digest = None

@@ -20,7 +20,7 @@ from executors.store import Data, MemoryStore
 
 N, EVERY, ROUNDS, BLOCK_ELEMENTS = 3, 4, 60, 16
 SIZE = 48
-KINDS = ("contribution", "mean", "part", "own", "seal", "snapshot")
+KINDS = ("contribution", "mean", "part", "own", "seal", "snapshot", "rest")
 
 
 class Counting(MemoryStore):
@@ -61,6 +61,7 @@ def test_a_run_of_sixty_rounds_never_keeps_more_than_the_protocol_says(sharded: 
 
     def body(where: Mapping[str, Any]) -> int:
         model = nn.Sequential(nn.Linear(24, 1, bias=False), nn.Linear(1, 24, bias=False))
+        model.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         limits = Limits(small_bytes=0 if sharded else 1 << 20, block_elements=BLOCK_ELEMENTS)
         options: dict[str, Any] = {"inner_steps": n_fragments, "fragments": n_fragments, "snapshot_every": EVERY}
         with DiLoCo(model, **options, **where, _limits=limits) as diloco:
@@ -69,6 +70,7 @@ def test_a_run_of_sixty_rounds_never_keeps_more_than_the_protocol_says(sharded: 
                 with torch.no_grad():
                     for parameter in model.parameters():
                         parameter.add_(0.01 * (1 + where["rank"]))
+                    model.get_buffer("steps").add_(1)
                 diloco.step()
                 diloco._workers.uploads.finish()  # rounds take no time here: what is kept is stored before the next
             return diloco.rounds
@@ -82,6 +84,7 @@ def test_a_run_of_sixty_rounds_never_keeps_more_than_the_protocol_says(sharded: 
     assert bool(most["mean"]) is sharded
     assert 0 < most["part"] <= 3  # a snapshot is one part here
     assert 0 < most["own"] <= 2 * 3 * N  # a record and its tensors, as often as there are snapshots
+    assert 2 <= most["rest"] <= 4  # the first, and those of the last snapshots
     # What is never deleted: a pointer each `snapshot_every` rounds, and a seal each, of up to 100 bytes a member.
     assert most["seal"] == ROUNDS
     assert ROUNDS // EVERY // 2 <= most["snapshot"] <= ROUNDS // EVERY + 1

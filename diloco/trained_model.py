@@ -1,0 +1,488 @@
+"""The model that a run has trained, computed from the run's store alone.
+
+A reader takes the newest snapshot, proves it by its digests, and applies the means after it, as a replica does that
+comes back. So it gets the anchor of the newest round, also while replicas train, and writes nothing. `replicas model`
+and `Run.model` reach this module through an entry point, because executors know nothing of training.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from time import monotonic
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diloco.attached_state import from_arrays
+from diloco.errors import DiLoCoError
+from diloco.fragments import Fragment, Slot
+from diloco.outer_optimizer import (
+    GivenOptimizer,
+    NesterovSGD,
+    OptimizerFactory,
+    OuterOptimizer,
+    Schedule,
+    digest_of_given,
+    never,
+)
+from diloco.rendezvous.envelope import BadRecordError, reading
+from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.patient_store import PatientStore
+from diloco.rendezvous.phase import Plan
+from diloco.rendezvous.proof import proof_of
+from diloco.rendezvous.round import Limits
+from diloco.rendezvous.snapshot import Pointer
+from diloco.rendezvous.stored_log import Agreed, More, StoredLog
+from diloco.rendezvous.training_state import Array, Arrays
+from diloco.unshared_state import restored
+from diloco.wires import wire_named
+from diloco.wires.wire import decoded
+from executors.errors import CorruptObjectError, RunNotFoundError
+from executors.store import Store
+from executors.store.artifacts import replacing
+from executors.store.protocol import FolderStore
+
+Dtype = Literal["live", "float32"]
+PATIENCE_S = 60.0
+TRIES = 3
+"""How often the newest state is looked for: a running run deletes older ones."""
+FORMAT_NAMES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Which run a model is read from, and what a reader has to know beside its store.
+
+    Args:
+        store: where the run is.
+        run_id: its id.
+        name: the name of its DiLoCo.
+        key: of a signed run.
+        extensions: the totals that the run was extended to: `total_steps`, or by the clock `total_rounds`.
+        limits: how its payloads are cut; None: as always.
+    """
+
+    store: Store
+    run_id: str
+    name: str = "main"
+    key: bytes | None = None
+    extensions: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    limits: Limits | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """The model of a run after one of its rounds."""
+
+    run_id: str
+    name: str
+    rounds: int
+    """Rounds of all fragments so far."""
+    step: int | None
+    """The run's step after that round. None: the run has rounds by the clock."""
+    tensors: Mapping[str, Tensor]
+    """By the names of the model's `state_dict`."""
+    missing: Mapping[str, str]
+    """The names that the model's `state_dict` has beside these: what each is."""
+    notes: Sequence[str] = ()
+    """What a user of the model should know."""
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(values.nbytes for values in self.tensors.values())
+
+
+def read_model(
+    source: Source,
+    *,
+    step: int | None = None,
+    rounds: int | None = None,
+    dtype: Dtype = "live",
+    outer_optimizer: OptimizerFactory | None = None,
+) -> TrainedModel:
+    """Return the model of a run after its newest round, or after an earlier one that its store still has.
+
+    Args:
+        source: the run.
+        step: take the newest round at or before this step of the run. None: the newest.
+        rounds: take the state after so many rounds, or the newest before. None: the newest.
+        dtype: "live": each tensor has the dtype that it has in the model. "float32": the anchor as it is.
+        outer_optimizer: the run's own, if it has one. Without it only the rounds of snapshots can be had.
+
+    Raises:
+        RunNotFoundError: the run has no DiLoCo of this name.
+        DiLoCoError: the run has rounds by the clock and `step` is given; or no such round is in the store any more.
+        CorruptObjectError: what the store holds is not what replicas wrote.
+
+    Example:
+        `read_model(Source(store=store_at("runs"), run_id="first-try")).tensors["weight"]`
+    """
+    if dtype not in ("live", "float32"):
+        raise ValueError(f"dtype must be 'live' or 'float32', got dtype={dtype!r}.")
+    log = open_log(source)
+    agreed, plan = log.agreed, log.agreed.plan(source.extensions)
+    most = _most_rounds(source, agreed, plan, step, rounds)
+    try:
+        state, notes = _newest(source, log, plan, most, outer_optimizer)
+    except _NoSuchRound:
+        raise DiLoCoError(f"{_what_is_asked(source, most, step)} {_what_is_left(log, plan)}") from None
+    tensors = dict(_as_live(agreed, state.anchor_views()) if dtype == "live" else state.anchor_views())
+    missing, more_notes = _add_the_rest(log, state.position, tensors)
+    return TrainedModel(
+        run_id=source.run_id,
+        name=source.name,
+        rounds=state.position,
+        step=None if agreed.inner_steps is None else plan.step_before(state.position),
+        tensors=tensors,
+        missing=missing,
+        notes=(*notes, *more_notes),
+    )
+
+
+def save_model(model: TrainedModel, path: Path) -> int:
+    """Write a model as a safetensors file, all of it or nothing, over the file if there is one; return its bytes.
+
+    Args:
+        model: the model.
+        path: of the file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "run": model.run_id, "rounds": str(model.rounds)}}
+    at = 0
+    for name, values in model.tensors.items():
+        kind = FORMAT_NAMES[str(values.dtype).removeprefix("torch.")]
+        header[name] = {"dtype": kind, "shape": list(values.shape), "data_offsets": [at, at + values.nbytes]}
+        at += values.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)  # the format pads with spaces
+    with replacing(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for values in model.tensors.values():
+            file.write(values.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return 8 + len(text) + at
+
+
+def open_log(source: Source) -> StoredLog:
+    """Return the log of a run.
+
+    Raises:
+        RunNotFoundError: the run has no DiLoCo of this name.
+        CorruptObjectError: its first state cannot be read, or was made with another key.
+    """
+    proof = proof_of(source.key)
+    patient = PatientStore(source.store, clock=monotonic, error_patience_s=PATIENCE_S, copies=proof.copies)
+    log = StoredLog(patient, Keys(source.run_id, source.name), proof, source.limits)
+    if log.start is None:
+        names = names_in(source.store, source.run_id)
+        others = f" It has: {', '.join(names)}." if names else " Its replicas have not begun, or train without DiLoCo."
+        raise RunNotFoundError(f"Run {source.run_id!r} has no DiLoCo named {source.name!r}.{others}")
+    return log
+
+
+def names_in(store: Store, run_id: str) -> list[str]:
+    """Return the names of the DiLoCos of a run."""
+    prefix = f"{run_id}/diloco/"
+    if isinstance(store, FolderStore):
+        return sorted(store.folders(prefix))
+    return sorted({entry.key.removeprefix(prefix).partition("/")[0] for entry in store.list(prefix)})
+
+
+def _most_rounds(source: Source, agreed: Agreed, plan: Plan, step: int | None, rounds: int | None) -> int | None:
+    """Return the round that is asked for at most. None: the newest."""
+    for name, value in (("step", step), ("rounds", rounds)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise ValueError(f"{name} must be a whole number of at least 0, got {name}={value!r}.")
+    if step is None:
+        return rounds
+    if agreed.inner_steps is None:
+        raise DiLoCoError(
+            f"Run {source.run_id!r} has rounds by the clock, so step={step} names none. Use the number of a round: "
+            "--round, or rounds=."
+        )
+    at = plan.position_at(step)
+    return at if rounds is None else min(at, rounds)
+
+
+class _NoSuchRound(Exception):
+    """The store has no state of so early a round."""
+
+
+# -- the anchor --------------------------------------------------------------------------------------------------------
+
+
+class State:
+    """Anchor and outer state of a run before one of its entries.
+
+    Args:
+        agreed: what the run's replicas agreed on.
+        plan: how the run is divided into entries.
+        outer_optimizer: the run's own. None: the built-in one, or unknown: then no mean can be applied.
+    """
+
+    def __init__(self, agreed: Agreed, plan: Plan, outer_optimizer: OptimizerFactory | None) -> None:
+        self.position = 0
+        """The next entry."""
+        self.fragments = _fragments_of(agreed)
+        self.is_stepped = agreed.outer_optimizer is None or outer_optimizer is not None
+        self._agreed = agreed
+        self._anchors = [torch.zeros(fragment.n_elements) for fragment in self.fragments]
+        self._outer: list[OuterOptimizer] = []
+        self._arrays: Arrays = {}
+        is_average = plan.is_final if agreed.final_average else never
+        schedule = Schedule(agreed.outer_lr, agreed.outer_momentum, agreed.warmup, agreed.n_fragments, is_average)
+        for fragment, anchor in zip(self.fragments, self._anchors, strict=True):
+            if agreed.outer_optimizer is None:
+                self._outer.append(NesterovSGD(fragment, anchor, schedule))
+            elif outer_optimizer is not None:
+                self._outer.append(GivenOptimizer(fragment, anchor, outer_optimizer))
+
+    def load(self, position: int, pointer: Pointer, arrays: Arrays) -> None:
+        """Take a snapshot.
+
+        Raises:
+            BadRecordError: it is not one of this run's model, or not what its pointer promises.
+        """
+        with reading("snapshot of this model"):
+            for name, view in self.anchor_views().items():
+                view.numpy()[...] = arrays[f"anchor/{name}"]
+            for outer in self._outer:
+                outer.load_arrays(arrays)
+            self.position, self._arrays = position, arrays
+            if (*self.digests(),) != pointer.state:
+                raise ValueError("its digests are others")
+
+    def digests(self) -> Iterator[str]:
+        """Yield the digest of each fragment."""
+        for fragment in self.fragments:
+            yield self.digest(fragment.index)
+
+    def digest(self, fragment: int) -> str:
+        """Return the digest of the anchor and the outer state of a fragment."""
+        if self._outer:
+            return self._outer[fragment].digest()
+        state = from_arrays(self._arrays, f"outer/{fragment}") or {"state": {}}
+        return digest_of_given(self._anchors[fragment], state["state"])
+
+    @torch.no_grad()
+    def apply(self, mean: Sequence[memoryview]) -> None:
+        """Step the anchor by the mean of the next entry. Nothing where no replica sent any work."""
+        fragment = self.fragments[self.position % len(self.fragments)]
+        if mean:
+            wire, n_elements = wire_named(self._agreed.mean_wire), fragment.n_elements
+            self._outer[fragment.index].step(self.position, decoded(wire, mean, n_elements, self.block_elements))
+        self.position += 1
+
+    block_elements = Limits().block_elements
+    """How many elements of a payload have a digest of their own."""
+
+    def anchor_views(self) -> dict[str, Tensor]:
+        """Return the anchor by name, as views."""
+        return {
+            slot.name: anchor[slot.start : slot.end].view(slot.shape)
+            for fragment, anchor in zip(self.fragments, self._anchors, strict=True)
+            for slot in fragment.slots
+        }
+
+    def arrays(self) -> dict[str, Array]:
+        """Return anchor and outer state under the names that snapshots have for them."""
+        arrays: dict[str, Array] = {f"anchor/{name}": view.numpy() for name, view in self.anchor_views().items()}
+        for outer in self._outer:
+            arrays |= outer.arrays()
+        if not self._outer:
+            arrays |= {name: values for name, values in self._arrays.items() if name.startswith("outer/")}
+        return arrays
+
+
+def _check_shapes(agreed: Agreed, arrays: Arrays) -> None:
+    """Check that a snapshot has what the run agreed on, before memory of these sizes is taken.
+
+    Raises:
+        BadRecordError: it does not.
+    """
+    with reading("snapshot of this model"):
+        for name, (shape, _, _) in agreed.tensors.items():
+            values = arrays[f"anchor/{name}"]
+            if values.dtype != np.float32 or values.shape != shape:
+                raise ValueError(f"{name!r} is {values.dtype} of shape {values.shape}")
+
+
+def _fragments_of(agreed: Agreed) -> list[Fragment]:
+    fragments = []
+    for index in range(agreed.n_fragments):
+        slots: list[Slot] = []
+        at = 0
+        for name, (shape, dtype, fragment) in agreed.tensors.items():
+            if fragment == index:
+                end = at + prod(shape)
+                kind: Literal["parameter", "buffer"] = "parameter" if end <= agreed.stepped[index] else "buffer"
+                slots.append(Slot(name, kind, shape, dtype, at, end))
+                at = end
+        fragments.append(Fragment(index, tuple(slots), agreed.stepped[index], at))
+    return fragments
+
+
+def _newest(
+    source: Source, log: StoredLog, plan: Plan, most: int | None, outer_optimizer: OptimizerFactory | None
+) -> tuple[State, list[str]]:
+    """Return the state after the newest round, of at most so many, and what should be known of it.
+
+    Raises:
+        _NoSuchRound: no such round is in the store any more.
+    """
+    for _ in range(TRIES):
+        damaged: str | None = None
+        for entry in log.snapshots():
+            if most is not None and entry > most:
+                continue
+            if (found := log.load(entry)) is None:
+                continue
+            try:
+                _check_shapes(log.agreed, found[1])
+                state = State(log.agreed, plan, outer_optimizer)
+                state.block_elements = (source.limits or Limits()).block_elements
+                state.load(entry, *found)
+                _replay(log, state, most)
+            except BadRecordError as error:
+                damaged = str(error)
+                continue
+            return state, _notes_on(log, state, most)
+        if damaged is not None:
+            raise CorruptObjectError(f"No snapshot of run {source.run_id!r} is what was written. {damaged}")
+    raise _NoSuchRound
+
+
+def _replay(log: StoredLog, state: State, most: int | None) -> None:
+    """Apply the rounds after a snapshot, as far as they are complete.
+
+    Raises:
+        BadRecordError: a seal was made from another state than this one.
+    """
+    while state.is_stepped and (most is None or state.position < most):
+        if (found := log.round(state.position)) is None:
+            return
+        seal, mean = found
+        fragment = state.position % len(state.fragments)
+        if seal.anchor != state.digest(fragment):
+            raise BadRecordError(f"Round {state.position + 1} was made from another state than the one before it.")
+        state.apply(mean)
+
+
+def _notes_on(log: StoredLog, state: State, most: int | None) -> list[str]:
+    """Say which rounds the store has beyond a state that was asked for."""
+    if (most is not None and state.position >= most) or not log.is_sealed(state.position):
+        return []
+    if not state.is_stepped:
+        return [
+            f"This is the newest snapshot, after round {state.position}. Later rounds need the run's outer optimizer "
+            f"({log.agreed.outer_optimizer}): Run.model(outer_optimizer=…)."
+        ]
+    if log.is_sealed(state.position + len(state.fragments)):
+        return [f"Round {state.position + 1} and later ones are left out: data of that round is missing or damaged."]
+    return [f"Round {state.position + 1} is not complete yet, and left out."]
+
+
+def _what_is_asked(source: Source, most: int | None, step: int | None) -> str:
+    run = f"Run {source.run_id!r}"
+    if most is None:
+        return f"{run} has no whole snapshot in its store."
+    asked = f"round {most}" if step is None else f"step {step}"
+    return f"{run} has no state of {asked} any more: older rounds are deleted behind the snapshots."
+
+
+def _what_is_left(log: StoredLog, plan: Plan) -> str:
+    """Say which rounds the store still has, where the asked one is not among them."""
+    kept = sorted(entry for entry in log.snapshots() if log.has_parts(entry))
+    if not kept:
+        return "Its model is not available."
+    agreed, every = log.agreed, "after every round"
+    end = kept[-1]
+    if agreed.outer_optimizer is None:
+        while log.is_sealed(end):
+            end += 1
+    else:
+        every = f"after the rounds {', '.join(map(str, kept))} only"
+    if agreed.inner_steps is None:
+        return f"Available: rounds {kept[0]} to {end}, {every}."
+    return f"Available: steps {plan.step_before(kept[0])} to {plan.step_before(end)}, {every}."
+
+
+# -- as the live model has it ------------------------------------------------------------------------------------------
+
+
+def _as_live(agreed: Agreed, anchor: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for name, values in anchor.items():
+        dtype = getattr(torch, agreed.tensors[name][1], None)
+        if not isinstance(dtype, torch.dtype) or str(dtype).removeprefix("torch.") not in FORMAT_NAMES:
+            raise CorruptObjectError(
+                f"The run says that {name!r} is of {agreed.tensors[name][1]!r}, which is no dtype."
+            )
+        yield name, values.to(dtype)
+
+
+def _add_the_rest(log: StoredLog, position: int, tensors: dict[str, Tensor]) -> tuple[dict[str, str], list[str]]:
+    """Add what a replica kept of its model beside the anchor; return what is missing, and what should be known.
+
+    Args:
+        position: the rounds of the anchor: nothing newer is taken.
+        tensors: the anchor; changed.
+    """
+    more, notes = log.agreed.more, list[str]()
+    wanted = {name: each for name, each in more.items() if each.kind in ("frozen", "buffer")}
+    found: dict[str, tuple[int, int, Tensor]] = {}
+    for entry in (each for each in log.rests() if each <= position) if wanted else ():
+        if wanted.keys() <= found.keys():
+            break
+        if (rest := log.rest(entry)) is None:
+            continue
+        try:
+            kept = restored(rest)
+        except (ValueError, RuntimeError) as error:
+            raise CorruptObjectError(f"What round {entry} kept is not what it says: {error}.") from error
+        for name in kept.keys() & wanted.keys() - found.keys():
+            if _fits(kept[name], wanted[name]):
+                found[name] = entry, rest.rank, kept[name]
+    tensors |= {name: values for name, (_, _, values) in found.items()}
+    for name, each in more.items():
+        if each.kind == "tied" and each.same_as in tensors:
+            tensors[name] = tensors[each.same_as]
+    own = {name: found[name] for name, each in wanted.items() if each.kind == "buffer" and name in found}
+    if own:
+        name, (entry, rank, _) = next(iter(own.items()))
+        others = f" and {len(own) - 1} more" if len(own) > 1 else ""
+        when = "at the beginning of the run" if not entry else f"after round {entry}"
+        notes.append(f"Not averaged: {name!r}{others}. The values are those of rank {rank}, {when}.")
+    missing = {name: _described(each) for name, each in more.items() if name not in tensors}
+    if missing:
+        name, size = next(iter(missing)), sum(_bytes_of(more[name]) for name in missing)
+        notes.append(
+            f"Not in the run: {len(missing)} of the model's tensors ({size / 1e6:,.1f} MB), the first is {name!r} "
+            f"({missing[name]}). Build the model as the run did, then load with strict=False."
+        )
+    return missing, notes
+
+
+def _fits(values: Tensor, more: More) -> bool:
+    return tuple(values.shape) == more.shape and str(values.dtype).removeprefix("torch.") == more.dtype
+
+
+def _described(more: More) -> str:
+    return "not a tensor" if more.kind == "other" else f"{more.kind}, {more.dtype}, {list(more.shape)}"
+
+
+def _bytes_of(more: More) -> int:
+    dtype = getattr(torch, more.dtype, None)
+    return prod(more.shape) * (dtype.itemsize if isinstance(dtype, torch.dtype) else 1) if more.kind != "other" else 0

@@ -1,0 +1,152 @@
+"""What a model's `state_dict` has beside the anchor, and a bounded copy of it in the run.
+
+The anchor has the trained parameters and the averaged buffers. A whole model needs the rest, too: frozen parameters,
+buffers that each replica has for itself, and second names of tied parameters. The run names all of these, so that a
+reader knows what is missing, and keeps them where they are small.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from diloco.fragments import Fragment
+from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.patient_store import PatientStore
+from diloco.rendezvous.proof import Proof
+from diloco.rendezvous.round import Background
+from diloco.rendezvous.snapshot import DTYPES
+from diloco.rendezvous.stored_log import More, Rest
+from diloco.rendezvous.training_state import Array
+from diloco.tensor_names import clean_name, find_tensor
+from executors.errors import StoreError
+
+log = logging.getLogger(__name__)
+
+FIRST_BYTES = 256 << 20
+"""Of frozen parameters and buffers, kept once, by one replica. A larger frozen model has a place of its own anyway."""
+LATER_BYTES = 64 << 20
+"""Of buffers that training has changed, kept by one replica between two snapshots."""
+MOST_NAMED = 20_000
+_HELD_AS = {"bfloat16": torch.int16, "float8_e4m3fn": torch.uint8, "float8_e5m2": torch.uint8}
+"""The type whose bits stand for one that numpy lacks."""
+_NUMPY = {np.dtype(dtype) for dtype in DTYPES.values()}
+
+
+class UnsharedState:
+    """What one replica's model has beside the anchor."""
+
+    def __init__(self, model: nn.Module, fragments: Sequence[Fragment]) -> None:
+        self._model = model
+        slots = [slot for fragment in fragments for slot in fragment.slots]
+        first_names = {id(find_tensor(model, slot.name, slot.kind)): slot.name for slot in slots}
+        anchored = set(first_names.values())
+        parameters = {id(parameter) for parameter in model.parameters()}
+        self.more: dict[str, More] = {}
+        for name, value in self._state().items():
+            if name in anchored:
+                continue
+            if not isinstance(value, Tensor):
+                self.more[name] = More("other")
+                continue
+            kind = "tied" if id(value) in first_names else "frozen" if id(value) in parameters else "buffer"
+            same_as = first_names.get(id(value), "")
+            self.more[name] = More(kind, _name_of(value.dtype), tuple(value.shape), same_as)
+
+    def _state(self) -> dict[str, Any]:
+        """Return what the model saves, by clean names: those of the model without its wrappers."""
+        return {clean_name(self._model, name): value for name, value in self._model.state_dict(keep_vars=True).items()}
+
+    def lines(self) -> dict[str, list[object]]:
+        """Return what there is, for the agreement: at most `MOST_NAMED` entries."""
+        return {name: more.line() for name, more in [*self.more.items()][:MOST_NAMED]}
+
+    def first(self) -> dict[str, Tensor]:
+        """Return frozen parameters and buffers as they are now: all of them, or only the buffers, or nothing.
+
+        Each is left out where it would be more than `FIRST_BYTES`.
+        """
+        state = self._state()
+        kinds = (("frozen", "buffer"), ("buffer",))
+        for chosen in kinds:
+            found = {
+                name: state[name] for name, more in self.more.items() if more.kind in chosen and _is_plain(state[name])
+            }
+            if sum(value.nbytes for value in found.values()) <= FIRST_BYTES:
+                return found
+        return {}
+
+
+class RestWriter:
+    """Keeps the rest of one replica's model with the run. An object that cannot be kept is a line in the log."""
+
+    def __init__(self, store: PatientStore, keys: Keys, rank: int, proof: Proof, background: Background) -> None:
+        self._store = store
+        self._keys = keys
+        self._rank = rank
+        self._proof = proof
+        self._background = background
+        self._kept: set[int] = set()
+
+    def keep(self, position: int, tensors: Mapping[str, Tensor], most_bytes: int) -> None:
+        """Copy tensors as they are now, and store the copy beside the training, once for each position."""
+        if position in self._kept or not tensors or sum(value.nbytes for value in tensors.values()) > most_bytes:
+            return
+        self._kept.add(position)
+        arrays: dict[str, Array] = {}
+        dtypes: dict[str, str] = {}
+        for name, value in tensors.items():
+            dtype = _name_of(value.dtype)
+            bits = value.detach().cpu().contiguous()
+            if dtype in _HELD_AS:
+                dtypes[name], bits = dtype, bits.view(_HELD_AS[dtype])
+            arrays[name] = np.array(bits.numpy())
+        rest = Rest(self._rank, arrays, dtypes)
+        self._background(lambda: self._put(position, rest))
+
+    def _put(self, position: int, rest: Rest) -> None:
+        store, key = self._store.for_thread(), self._keys.rest(position)
+        try:
+            store.create(key, rest.data(key, self._proof))
+        except StoreError as error:
+            log.warning("rank %s could not keep the rest of its model after round %s: %s", self._rank, position, error)
+
+
+def restored(rest: Rest) -> dict[str, Tensor]:
+    """Return what was kept, as tensors of their own types.
+
+    Raises:
+        ValueError, RuntimeError: an array does not fit the type that it is said to be of.
+    """
+    found: dict[str, Tensor] = {}
+    for name, array in rest.arrays.items():
+        bits = torch.from_numpy(np.array(array))
+        dtype = rest.dtypes.get(name)
+        if dtype is not None:
+            if dtype not in _HELD_AS or bits.dtype != _HELD_AS[dtype]:
+                raise ValueError(f"{name!r} is of {dtype[:40]!r}")
+            bits = bits.view(getattr(torch, dtype))
+        found[name] = bits
+    return found
+
+
+def _is_plain(value: Tensor) -> bool:
+    """Return whether a tensor can be kept: a subclass, as of quantised weights, has a meaning beyond its values."""
+    if type(value) not in (Tensor, nn.Parameter) or value.is_meta or value.layout != torch.strided:
+        return False
+    dtype = _name_of(value.dtype)
+    if dtype in _HELD_AS:
+        return True
+    try:
+        return torch.empty(0, dtype=value.dtype).numpy().dtype in _NUMPY
+    except TypeError:  # numpy has no such type
+        return False
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

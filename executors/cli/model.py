@@ -1,0 +1,79 @@
+"""The verb `model`: what a run has trained, as a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from executors.cli.options import BackendOptions, ExecutorOption, RendezvousOption, RunArgument, find_run, parse_path
+from executors.cli.output import JsonOption, Output, one_line, refuse, usage_errors
+from executors.errors import ReplicasError
+
+OUT = "The file to write, in the safetensors format."
+STEP = "The newest round at or before this step of the run. Default: the newest round."
+ROUND = "The same, by the number of a round: for runs with rounds by the clock."
+NAME = "Which DiLoCo of the run: DiLoCo(model, name=…)."
+DTYPE = "live: each tensor as the model has it. float32: the averaged values as they are."
+DTYPES = ("live", "float32")
+
+
+def model(
+    run: RunArgument,
+    out: Annotated[Path, Option("--out", "-o", metavar="FILE", parser=parse_path, help=OUT)],
+    step: Annotated[int | None, Option("--step", metavar="N", min=0, help=STEP)] = None,
+    round_: Annotated[int | None, Option("--round", metavar="N", min=0, help=ROUND)] = None,
+    name: Annotated[str, Option("--name", metavar="NAME", help=NAME)] = "main",
+    dtype: Annotated[str, Option("--dtype", metavar="live|float32", help=DTYPE)] = "live",
+    rendezvous: RendezvousOption = None,
+    backend: ExecutorOption = None,
+    option: BackendOptions = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Write the model that a run has trained with DiLoCo into a file.
+
+    It is read from the run's store alone, also while the run continues. A file of that name is replaced.
+    """
+    from executors.report.words import name_number, name_size
+
+    output = Output(as_json)
+    if dtype not in DTYPES:
+        refuse(f"--dtype is one of {' and '.join(DTYPES)}, got {dtype!r}.")
+    found = find_run(run, rendezvous, backend, option)
+    try:
+        with usage_errors(), output.busy(f"Reading the model of {found.run_id}"):
+            written = found.save_model(out, step=step, rounds=round_, name=name, dtype=dtype)
+    except OSError as error:
+        if isinstance(error, ReplicasError):  # a key that the store does not have is one of both
+            raise
+        refuse(f"Cannot write to {str(out)!r}: {error.strerror}.")
+    n_values = sum(values.numel() for values in written.tensors.values())
+    where = f"round {written.rounds}" + (f", step {written.step}" if written.step is not None else "")
+    about = f"{len(written.tensors)} tensors, {name_number(n_values)} values, {name_size(out.stat().st_size)}"
+    output.say(f"Wrote {out}: {about}. It is the model of {found.run_id} after {where}.")
+    for note in written.notes:
+        output.say(one_line(note), "yellow")
+    if as_json:
+        output.document(
+            {
+                "run_id": found.run_id,
+                "name": name,
+                "out": str(out.absolute()),
+                "rounds": written.rounds,
+                "step": written.step,
+                "tensors": {
+                    key: {"dtype": str(values.dtype).removeprefix("torch."), "shape": list(values.shape)}
+                    for key, values in written.tensors.items()
+                },
+                "missing": dict(written.missing),
+                "notes": list(written.notes),
+            }
+        )
+    return 0
+
+
+model.epilog = (  # type: ignore[attr-defined]
+    "[bold]Examples[/bold]\n\nreplicas model first-try --out model.safetensors"
+    "\n\nreplicas model s3://BUCKET/runs/first-try --out at-4000.safetensors --step 4000"
+)

@@ -1,0 +1,74 @@
+"""The trained model of a run, through the package that trains: executors know nothing of rounds or tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.metadata import entry_points
+from typing import Any
+
+from executors.errors import MissingDependencyError, ReplicasError, StoreError
+from executors.protocol import Outcome
+from executors.run.run_index import needed_key
+from executors.store import Store
+from executors.store.records import exists, retry
+from executors.store.run_key import parse_key
+from executors.supervision.decisions import DecisionLog, extensions_of
+
+READERS = "replicas.model"  # the group of entry points that names what reads models
+
+
+def load_reader(name: str = "default") -> Any:
+    """Return what reads the models of runs, which an installed package announces.
+
+    Args:
+        name: "default": the module. "extension": the function that checks an extension.
+
+    Raises:
+        ReplicasError: no package announces one.
+        MissingDependencyError: the package needs another one, as torch, which is not installed here.
+    """
+    found = list(entry_points(group=READERS, name=name))
+    if not found:
+        raise ReplicasError(f"No installed package reads models (group {READERS!r}). Install this package again.")
+    try:
+        return found[0].load()
+    except ImportError as error:
+        missing = getattr(error, "name", None) or str(error)
+        raise MissingDependencyError(
+            f"The model of a run cannot be read without the package {missing.partition('.')[0]!r}, which is not "
+            "installed here. Install PyTorch and what trains with it, or use a machine that has them."
+        ) from error
+
+
+def source_of(store: Store, run_id: str, key_id: str | None, name: str) -> Any:
+    """Return where the reader finds a run, with its key and its extensions.
+
+    Args:
+        store: where the run is.
+        run_id: its id.
+        key_id: of a signed run, the id of its key, as its record says. None: it is not signed.
+        name: the name of its DiLoCo.
+
+    Raises:
+        ValueError: the run is signed, and this machine does not have its key.
+    """
+    key = None if key_id is None else needed_key(run_id, key_id)
+    extensions = extensions_of(retry(DecisionLog(store, run_id, key=key).read))
+    found = None if key is None else parse_key(key)
+    return load_reader().Source(store=store, run_id=run_id, name=name, key=found, extensions=extensions)
+
+
+def has_model(store: Store, run_id: str, outcomes: Iterable[Outcome]) -> bool:
+    """Return whether replicas of an ended run had rounds of a DiLoCo named `main`, whose model a command can write.
+
+    Args:
+        store: where the run is. It is asked only if a replica reported a round.
+        run_id: the run.
+        outcomes: how its replicas ended.
+    """
+    if not any("round" in (outcome.reached or {}) for outcome in outcomes):
+        return False
+    try:
+        return exists(store, f"{run_id}/diloco/main/snapshot/0")
+    except StoreError:  # a hint is not worth an error
+        return False

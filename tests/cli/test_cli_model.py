@@ -1,0 +1,109 @@
+"""`replicas model`: what a run has trained, as a file; from any machine, while it runs and after."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from servers.s3.server import S3Server
+from support.chaos_tasks import train
+from support.cli import HereInstead
+
+from executors import LocalProcessExecutor, Run, attach, launch
+from executors.errors import MissingDependencyError
+from executors.native import RUN_KEY
+from executors.run.run_index import key_file
+
+LOCAL = LocalProcessExecutor(term_grace_s=0.5)
+
+
+def trained(folder: Path, run_id: str = "mine", **more: object) -> Run:
+    args = {"folder": str(folder), "rounds": 8, "snapshot_every": 3}
+    run = launch(LOCAL, train, 2, args=args, seed=1, run_id=run_id, **more)  # type: ignore[arg-type]
+    run.results()
+    return run
+
+
+def test_the_file_has_the_model_and_the_command_says_after_which_round(here: HereInstead, tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    done = here.replicas("model", "mine", "--out", tmp_path / "m.safetensors")
+    assert done.code == 0, done
+    assert "It is the model of mine after round 8, step " in done.stdout
+    found = load_file(tmp_path / "m.safetensors")
+    again = run.model()
+    assert found.keys() == again.keys()
+    assert all(torch.equal(values, again[name]) for name, values in found.items())
+    document = here.replicas("model", "mine", "-o", tmp_path / "m.safetensors", "--round", 7, "--json").json
+    assert (document["rounds"], document["missing"], set(document["tensors"])) == (7, {}, set(found))
+
+
+def test_what_cannot_be_had_is_an_error_and_no_file(here: HereInstead, tmp_path: Path) -> None:
+    trained(tmp_path)
+    file = tmp_path / "m.safetensors"
+    for options, says in (
+        (("--step", 0), "Available: steps "),
+        (("--name", "other"), "It has: main"),
+        (("--dtype", "half"), "--dtype is one of live and float32"),
+        (("--step", -1), "-1"),
+    ):
+        done = here.replicas("model", "mine", "--out", file, *options)
+        assert done.code == 2
+        assert says in done.stderr
+        assert not file.exists()
+    done = here.replicas("model", "mine", "--out", tmp_path / "none" / "m.safetensors")
+    assert done.code == 2
+    assert "Cannot write to" in done.stderr
+    launch(LOCAL, "job:main", 1, run_id="other").wait()
+    done = here.replicas("model", "other", "--out", file)
+    assert "train without DiLoCo" in done.stderr
+
+
+def test_a_run_at_a_bucket_is_read_by_its_address_and_a_signed_one_with_its_key(
+    here: HereInstead, tmp_path: Path, s3: S3Server, state_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trained(tmp_path, rendezvous=s3.url("runs"), signed=True)
+    assert run.model().keys()
+    key = key_file("mine").read_text()
+    shutil.rmtree(state_home)  # another machine
+    done = here.replicas("model", run.url, "--out", tmp_path / "m.safetensors")
+    assert done.code == 2
+    assert RUN_KEY in done.stderr
+    monkeypatch.setenv(RUN_KEY, key)
+    assert here.replicas("model", run.url, "--out", tmp_path / "m.safetensors").code == 0
+    assert attach(run.url).model().keys() == load_file(tmp_path / "m.safetensors").keys()
+
+
+def test_the_ends_of_launch_and_collect_name_the_command_for_the_model_and_the_artifacts(
+    here: HereInstead, tmp_path: Path
+) -> None:
+    trained(tmp_path)
+    line = "The model: replicas model mine --out model.safetensors"
+    assert line in here.replicas("wait", "mine").stdout
+    assert line in here.replicas("collect", "mine", "--out", tmp_path / "out").stdout
+    launch(LOCAL, "job:keep", 1, run_id="other").wait()
+    told = here.replicas("collect", "other", "--out", tmp_path / "others")
+    assert "\n  0/artifacts/model/weights.txt\n" in told.stdout
+    assert "The model:" not in told.stdout
+
+
+def test_without_torch_the_message_names_the_package(tmp_path: Path) -> None:
+    trained(tmp_path)
+    code = """
+import sys
+sys.modules["torch"] = None
+from executors import attach
+from executors.errors import MissingDependencyError
+from executors.native import RUN_KEY
+try:
+    attach("mine").model()
+except MissingDependencyError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "without the package 'torch'" in done.stdout
+    assert MissingDependencyError.__mro__
