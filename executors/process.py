@@ -74,6 +74,8 @@ class Activity(NamedTuple):
     is_traced: bool
     """Whether a debugger is attached."""
     cpu_s: float
+    is_runnable: bool = False
+    """Whether its main thread runs, or waits for a processor."""
 
 
 def activity(pid: int) -> Activity | None:
@@ -87,7 +89,12 @@ def activity(pid: int) -> Activity | None:
         return None
     tracer = status.partition("TracerPid:")[2].partition("\n")[0].strip()
     ticks = int(fields[11]) + int(fields[12])
-    return Activity(fields[0] == "T", tracer not in ("", "0"), ticks / os.sysconf("SC_CLK_TCK"))
+    return Activity(
+        is_stopped=fields[0] == "T",
+        is_traced=tracer not in ("", "0"),
+        cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
+        is_runnable=fields[0] == "R",
+    )
 
 
 def fork() -> int:

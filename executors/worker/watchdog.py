@@ -28,7 +28,7 @@ LONGEST_TIMES = 5.0  # a learned limit is this many times the longest of what wa
 LATE_TICK_S = 15.0  # of a tick on a loaded machine
 LOOK_S = 1.0
 OLD_S = 2.5  # a rank beats and ticks once a second
-READ_S, AGAIN_S = 0.2, 1.0  # a dump takes milliseconds; a second one tells stuck from slow
+READ_S, READ_LIMIT_S, AGAIN_S = 0.1, 3.0, 1.0  # a dump takes milliseconds; a second one tells stuck from slow
 BUSY = 0.05  # of a core
 LEAST_BUSY_S = 0.03  # of processor time, which is counted in hundredths: to dump its stacks takes one or two
 MAX_STACKS, MAX_DUMPS = 1 << 20, 20
@@ -202,7 +202,7 @@ class Watchdog:
             if limit is None:
                 return None
             if (left_s := limit.since + limit.soft_s - now) > 0:
-                self.next_look_at = now + min(LOOK_S, left_s)
+                self.next_look_at = now + min(LOOK_S, left_s, self._meter.every_s)
                 if now - page.beat > OLD_S - LOOK_S:
                     self._measure(activity(self._pid))
                 return None
@@ -312,14 +312,24 @@ class Watchdog:
     def _take_steps(self, limit: Limit) -> Iterator[tuple[float, WatchdogReport | None]]:
         """Yield a report or None after each step, and how long to wait until the next step."""
         for is_again in (False, True):
-            asked = self._ask_for_stacks()
-            yield READ_S, None
-            stacks = "" if asked is None else _read(asked)
+            stacks = ""
+            if (asked := self._ask_for_stacks()) is not None:
+                try:
+                    # A dump grows while it is written, and begins late on a machine with much else to do.
+                    until, size, before = self._now + READ_LIMIT_S, 0, -1
+                    while self._now < until and (size == 0 or size != before):
+                        yield READ_S, None
+                        before, size = size, os.fstat(asked).st_size
+                    stacks = os.pread(asked, MAX_STACKS, 0).decode(errors="replace")
+                finally:
+                    os.close(asked)
+            else:
+                yield READ_S, None
             self._meter.reset()  # a dump is work of ours
             self._frame = _frame_of(stacks, int(self._page.main_thread)) or self._frame
             sentence = self._sentence(limit)
             report = WatchdogReport(sentence, f"{sentence}\n{stacks}" if stacks else None)
-            yield (0.0 if is_again else AGAIN_S - READ_S), report
+            yield (0.0 if is_again else AGAIN_S), report
         if limit.ends:  # once the stacks are kept: the outcome that this brings about names them
             self._page.accuse(sentence)
             self._signal(HANG_SIGNAL)
@@ -385,6 +395,8 @@ class Watchdog:
         before, self._seen = self._seen, None if seen is None else (self._now, seen.cpu_s)
         if seen is None or before is None or self._now <= before[0]:
             return None
+        if seen.is_runnable:  # beside many others it gets less of a core than the least that counts
+            return True
         return seen.cpu_s - before[1] > max(LEAST_BUSY_S, BUSY * (self._now - before[0]))
 
     def _sentence(self, limit: Limit) -> str:
@@ -405,13 +417,6 @@ class Watchdog:
             remedy=REMEDIES[limit.kind] and f" {REMEDIES[limit.kind]}",
             stacks=stacks,
         )
-
-
-def _read(file: int) -> str:
-    try:
-        return os.pread(file, MAX_STACKS, 0).decode(errors="replace")
-    finally:
-        os.close(file)
 
 
 def _frame_of(stacks: str, main_thread: int) -> str | None:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
+import sys
+import tempfile
+import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
-from support.hanging import HANGS, Watched, kill, start, watch
+from support.hanging import COMPUTES, HANGS, SHORT, Watched, kill, start, watch
 
 from executors import LocalProcessExecutor, current_replica, launch
 from executors.process import activity
@@ -33,6 +40,10 @@ FOUND = {
     "loop": ("the main thread runs Python code: hanging.py:", "in loop_for_ever", 3),
     "recv": (WAITS, "in receive_nothing", 3),
     "stopped": ("stopped by SIGSTOP", "", -signal.SIGKILL),
+    "poll": ("the main thread runs Python code: hanging.py:", "in poll_for_ever", 3),
+    "fork": (WAITS, "in wait_for_a_child_that_waits", 3),
+    "data loader": (WAITS, "in wait_for_a_worker_that_waits", 3),
+    "import": ("the main thread waits in a call: waits_at_import.py:2", "in import_a_module_that_waits", 3),
 }
 """What is said, the frame that its stacks have, and the exit code: 3 where HangError arrived."""
 
@@ -102,6 +113,175 @@ def test_a_hang_is_named_and_its_stacks_say_where_before_it_is_ended(kind: str, 
     assert rank.exit_code == exit_code
     assert rank.reports[-1].is_kill == (exit_code == -signal.SIGKILL)
     assert ("replicas logs RUN -r 3 --stacks" in rank.reports[-1].sentence) == bool(dumps)
+
+
+# With the defaults, shortened: a rank that is idle is ended after 4 s, one that is active after 14 s.
+
+
+def be_known(replica: Replica) -> None:
+    """Make enough marks that the limits of a known section count."""
+    for step in range(9):
+        replica.report(step=step)
+
+
+def hang(kind: str, replica: Replica) -> None:
+    be_known(replica)
+    HANGS[kind]()
+
+
+def hang_at_the_start(kind: str, _: Replica) -> None:
+    HANGS[kind]()
+
+
+def hang_in_a_round(replica: Replica) -> None:
+    """Be in one call to a store that never answers."""
+    be_known(replica)
+    with replica.section("round", math.inf):
+        HANGS["recv"]()
+
+
+def hang_at_the_end(replica: Replica) -> None:
+    be_known(replica)
+    replica.finish_training()
+    HANGS["recv"]()
+
+
+EVALUATION_S = SHORT.idle_s + 3
+
+
+def evaluate(replica: Replica) -> None:
+    be_known(replica)
+    spin(EVALUATION_S)
+
+
+def evaluate_in_a_subprocess(replica: Replica) -> None:
+    be_known(replica)
+    subprocess.run([sys.executable, "-c", f"import time\nend = time.monotonic() + {EVALUATION_S}\n{SPIN}"], check=True)
+
+
+def evaluate_in_another_thread(replica: Replica) -> None:
+    be_known(replica)
+    thread = threading.Thread(target=spin, args=(EVALUATION_S,))
+    thread.start()
+    thread.join()
+
+
+def upload_from_memory(replica: Replica) -> None:
+    be_known(replica)
+    here, there = tcp_pair()
+    threading.Thread(target=lambda: [None for _ in iter(lambda: there.recv(65536), b"")], daemon=True).start()
+    end = time.monotonic() + EVALUATION_S
+    while time.monotonic() < end:
+        here.sendall(b"x" * 20_000)
+        time.sleep(0.05)
+
+
+def save_to_a_slow_disk(replica: Replica) -> None:
+    be_known(replica)
+    end = time.monotonic() + EVALUATION_S
+    with tempfile.TemporaryFile() as file:
+        while time.monotonic() < end:
+            file.write(b"x" * 20_000)
+            file.flush()
+            time.sleep(0.05)
+
+
+def evaluate_for_long_after_the_end(replica: Replica) -> None:
+    be_known(replica)
+    replica.finish_training()
+    spin(SHORT.active_s + 3)
+
+
+def wait_for_others_for_long(replica: Replica) -> None:
+    be_known(replica)
+    end = time.monotonic() + SHORT.active_s + 3
+    with replica.section("round", math.inf):
+        while time.monotonic() < end:
+            time.sleep(0.1)
+
+
+def compute_and_never_report(_: Replica) -> None:
+    spin(SHORT.active_s + 3)
+
+
+SPIN = "while time.monotonic() < end: pass"
+
+
+def spin(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        here = socket.create_connection(server.getsockname())
+        return here, server.accept()[0]
+
+
+WORK = [
+    evaluate, evaluate_in_a_subprocess, evaluate_in_another_thread, upload_from_memory, save_to_a_slow_disk,
+    evaluate_for_long_after_the_end, wait_for_others_for_long, compute_and_never_report,
+]  # fmt: skip
+IN_STATES: dict[str, tuple[Callable[[Replica], None], str]] = {
+    "in a round": (hang_in_a_round, "auto"),
+    "after the last DiLoCo": (hang_at_the_end, "auto"),
+    "after the last DiLoCo, --hang-timeout": (hang_at_the_end, "1s:2s"),
+    "at the start": (partial(hang_at_the_start, "import"), "auto"),
+    "at the start, --start-timeout": (partial(hang_at_the_start, "poll"), "auto,start=3s"),
+    "at the start, computing, --start-timeout": (partial(hang_at_the_start, "loop"), "auto,start=3s"),
+}
+ENDED_WITHIN_S = {
+    "in a round": (SHORT.call_s, 1.5 * SHORT.call_s),
+    "after the last DiLoCo": (SHORT.unknown_idle_s, SHORT.unknown_idle_s + SHORT.kill_after_s),
+    "after the last DiLoCo, --hang-timeout": (SHORT.unknown_idle_s, SHORT.unknown_idle_s + SHORT.kill_after_s),
+    "at the start": (SHORT.unknown_idle_s, SHORT.unknown_idle_s + SHORT.kill_after_s),
+    "at the start, --start-timeout": (3.0, 4.5),
+    "at the start, computing, --start-timeout": (3.0, 4.5),
+}
+"""The soft and the hard limit of each."""
+
+
+@pytest.fixture(scope="module")
+def judged() -> dict[str, Watched]:
+    """All at the same time, with the defaults."""
+    ranks = {kind: start(partial(hang, kind), "auto") for kind in HANGS}
+    ranks |= {state: start(task, limits) for state, (task, limits) in IN_STATES.items()}
+    ranks |= {task.__name__: start(task, "auto") for task in WORK}
+    watch(list(ranks.values()), for_s=120)
+    return ranks
+
+
+@pytest.mark.parametrize("kind", [kind for kind in HANGS if kind not in COMPUTES])
+def test_a_rank_that_waits_is_ended_as_idle(kind: str, judged: dict[str, Watched]) -> None:
+    rank = judged[kind]
+    assert rank.exit_code in (3, -signal.SIGKILL)
+    assert re.search(rf"was idle for \d+ s after step 8 \(limit {SHORT.idle_s:g} s\)", rank.reports[0].sentence)
+    assert 'replica.section("evaluate", limit_s=' in rank.reports[0].sentence
+    assert kind == "stopped" or any(report.stacks for report in rank.reports), "its stacks are kept"
+
+
+@pytest.mark.parametrize("kind", COMPUTES)
+def test_a_rank_that_computes_without_progress_is_ended_later(kind: str, judged: dict[str, Watched]) -> None:
+    rank = judged[kind]
+    assert rank.exit_code == 3
+    expected = rf"worked without progress for \d+ s after step 8 \(limit {SHORT.active_s:g} s\)"
+    assert re.search(expected, rank.reports[0].sentence)
+    assert rank.reports[0].stacks
+
+
+@pytest.mark.parametrize("state", IN_STATES)
+def test_a_hang_in_any_state_is_ended_with_its_stacks_kept(state: str, judged: dict[str, Watched]) -> None:
+    rank, (soft_s, _) = judged[state], ENDED_WITHIN_S[state]
+    assert rank.exit_code == 3
+    assert f"(limit {soft_s:g} s" in rank.reports[0].sentence
+    assert rank.reports[0].stacks
+
+
+@pytest.mark.parametrize("task", WORK)
+def test_work_without_reports_is_not_ended(task: Callable[[Replica], None], judged: dict[str, Watched]) -> None:
+    rank = judged[task.__name__]
+    assert (rank.reports, rank.exit_code) == ([], 0)
 
 
 @pytest.mark.parametrize("task", FINE)

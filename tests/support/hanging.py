@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import importlib
+import math
+import multiprocessing
 import os
 import re
 import signal
 import socket
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from executors.native import RunSpec
+from executors.process import descendants, kill_descendants
 from executors.replica import Replica
 from executors.replica.shared_page import SharedPage
 from executors.task.policy import HangLimits
-from executors.worker.watchdog import Watchdog, WatchdogReport
+from executors.worker.watchdog import Defaults, Watchdog, WatchdogReport
 from executors.worker.watched import be_watched
 
 GRACE_S = 1.0
@@ -57,6 +65,36 @@ def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def poll_for_ever() -> None:
+    while True:
+        time.sleep(0.01)
+
+
+def wait_for_a_child_that_waits() -> None:
+    """Fork while a lock is held: the child waits for it for ever, as a library does whose thread held it."""
+    lock = threading.Lock()
+    lock.acquire()
+    pid = os.fork()
+    if pid == 0:
+        lock.acquire()
+    os.waitpid(pid, 0)
+
+
+def wait_for_a_worker_that_waits() -> None:
+    """Be a data loader whose worker process reads from a pipe that nobody writes to."""
+    asked, answered = multiprocessing.Pipe(), multiprocessing.Pipe()
+    worker = multiprocessing.get_context("fork").Process(target=asked[1].recv, daemon=True)
+    worker.start()
+    answered[0].recv()
+
+
+def import_a_module_that_waits() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "waits_at_import.py").write_text("import time\ntime.sleep(600)\n")
+        sys.path.insert(0, folder)
+        importlib.import_module("waits_at_import")
+
+
 HANGS: Mapping[str, Callable[[], None]] = {
     "sleep with the GIL": sleep_with_the_gil,
     "regular expression": search_back_and_forth,
@@ -66,7 +104,15 @@ HANGS: Mapping[str, Callable[[], None]] = {
     "loop": loop_for_ever,
     "recv": receive_nothing,
     "stopped": stop,
+    "poll": poll_for_ever,
+    "fork": wait_for_a_child_that_waits,
+    "data loader": wait_for_a_worker_that_waits,
+    "import": import_a_module_that_waits,
 }
+COMPUTES = ("regular expression", "loop")
+"""Those that keep a processor busy: from outside they look like work."""
+SHORT = Defaults(idle_s=4.0, unknown_idle_s=8.0, active_s=14.0, call_s=4.0, kill_after_s=2.0)
+"""The defaults, shortened: an active rank may go on for longer than an idle one."""
 
 
 @dataclass
@@ -78,9 +124,11 @@ class Watched:
     watchdog: Watchdog
     reports: list[WatchdogReport] = field(default_factory=list)
     exit_code: int | None = None
+    ended_at: float = math.inf
+    """By `time.monotonic`."""
 
 
-def start(entrypoint: Callable[[Replica], None], limits: str) -> Watched:
+def start(entrypoint: Callable[[Replica], None], limits: str, defaults: Defaults = SHORT) -> Watched:
     """Fork a rank that is watched; it leaves with 3 after HangError, with 4 after another exception."""
     page = SharedPage()
     pid = os.fork()
@@ -93,6 +141,7 @@ def start(entrypoint: Callable[[Replica], None], limits: str) -> Watched:
         except BaseException as error:  # noqa: BLE001 - of a process that ends here
             code = 3 if type(error).__name__ == "HangError" and str(error) == page.diagnosis else 4
         finally:
+            kill_descendants(os.getpid())  # as the worker does when it leaves
             os._exit(code)
     watchdog = Watchdog(
         page,
@@ -102,6 +151,7 @@ def start(entrypoint: Callable[[Replica], None], limits: str) -> Watched:
         term_grace_s=GRACE_S,
         spec=RunSpec("RUN", "memory://hanging", "00", 8, (3,)),
         rank=3,
+        defaults=defaults,
     )
     return Watched(page, pid, watchdog)
 
@@ -114,7 +164,7 @@ def watch(ranks: list[Watched], *, for_s: float = 60.0) -> None:
         for rank in living:
             pid, status = os.waitpid(rank.pid, os.WNOHANG)
             if pid:
-                rank.exit_code = os.waitstatus_to_exitcode(status)
+                rank.exit_code, rank.ended_at = os.waitstatus_to_exitcode(status), time.monotonic()
             elif (report := rank.watchdog.look(time.monotonic())) is not None:
                 rank.reports.append(report)
                 rank.page.n_stacks += report.stacks is not None
@@ -123,5 +173,9 @@ def watch(ranks: list[Watched], *, for_s: float = 60.0) -> None:
 
 
 def kill(rank: Watched) -> None:
-    """End a rank as its supervisor does."""
+    """End a rank as its supervisor does, with the processes that it started."""
+    below = descendants(rank.pid)
     os.kill(rank.pid, signal.SIGKILL)
+    for pid in below:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

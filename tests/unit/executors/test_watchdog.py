@@ -11,6 +11,7 @@ import pytest
 
 from executors.attempt import Attempt
 from executors.native import RunSpec
+from executors.process import Activity
 from executors.replica.shared_page import SharedPage
 from executors.store.memory import MemoryStore
 from executors.task.policy import HangLimits
@@ -25,7 +26,7 @@ INF = math.inf
 class FakeMeter:
     """Says at each sample whether the rank is active, as a test wants it."""
 
-    window_s = 10.0
+    window_s = every_s = 10.0
 
     def __init__(self, is_active: Callable[[float], bool]) -> None:
         self.is_active, self.next_at, self.n_samples = is_active, 0.0, 0
@@ -326,7 +327,7 @@ def test_what_a_rank_goes_on_after_counts_anew() -> None:
     page = SharedPage()
     page.progress()
     watchdog = watchdog_of(page, "20s:40s")
-    assert [at for at, _ in looked(watchdog, page, START + 20.5)] == [20.2]
+    assert [at for at, _ in looked(watchdog, page, START + 20.5)] == [20.1]
     page.since = START + 20.6
     found = looked(watchdog, page, START + 60)
     assert [at for at, _ in found] == pytest.approx([21, 40.8, 41.8], abs=0.3)
@@ -351,7 +352,9 @@ def test_time_in_which_nobody_looked_counts_for_nothing() -> None:
     assert found[0][0] == pytest.approx(509.2, abs=1)
 
 
-def test_what_waits_for_others_is_judged_by_its_calls_alone() -> None:
+def test_what_waits_for_others_is_judged_by_its_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asleep = Activity(is_stopped=False, is_traced=False, cpu_s=0.0)
+    monkeypatch.setattr(rules, "activity", lambda _: asleep)
     page = SharedPage()
     page.progress()
     page.enter("round", INF)

@@ -1,0 +1,207 @@
+"""What real processes look like from outside: work is active, whatever it uses, and waiting is not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from executors.process import kill_descendants
+from executors.worker import activity
+from executors.worker.activity import ActivityMeter, Sample, Usage, take_sample, usage_between
+
+SPIN = "while True: pass"
+SPAN_S = 1.0
+
+
+@contextlib.contextmanager
+def process(code: str, *arguments: str) -> Iterator[int]:
+    """Run Python code in a process that has printed a line when it begins."""
+    text = f"import os, socket, subprocess, sys, threading, time\nprint(flush=True)\n{code}"
+    running = subprocess.Popen([sys.executable, "-c", text, *arguments], stdout=subprocess.PIPE)
+    try:
+        assert running.stdout is not None
+        running.stdout.readline()
+        yield running.pid
+    finally:
+        kill_descendants(running.pid)
+        running.kill()
+        running.communicate()
+
+
+@pytest.fixture
+def sink() -> Iterator[int]:
+    """A server that reads whatever it is sent; its port."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    threading.Thread(target=read, args=(connection,), daemon=True).start()
+
+        def read(connection: socket.socket) -> None:
+            with connection:
+                while connection.recv(1 << 16):
+                    pass
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield server.getsockname()[1]
+
+
+def usage_of(pid: int, n: int = 5) -> Usage:
+    samples = []
+    for number in range(n):
+        if number:
+            time.sleep(SPAN_S / (n - 1))
+        sample = take_sample(pid, time.monotonic())
+        assert sample is not None
+        samples.append(sample)
+    return usage_between(samples)
+
+
+WORK = {
+    "computes": SPIN,
+    "computes in another thread": f"def f():\n  {SPIN}\nthreading.Thread(target=f).start(); threading.Event().wait()",
+    "waits for a process that computes": f"subprocess.run([sys.executable, '-c', '{SPIN}'])",
+    "has a grandchild that computes": (
+        "subprocess.run([sys.executable, '-c', 'import subprocess, sys; '\n"
+        f'                \'subprocess.run([sys.executable, "-c", "{SPIN}"])\'])'
+    ),
+    "starts one short process after the other": "while True: subprocess.run(['sh', '-c', 'for i in 1 2; do :; done'])",
+    "writes a file": (
+        "f = open(sys.argv[2], 'wb', 0)\nwhile True: f.seek(0); f.write(b'x' * 20_000); time.sleep(0.05)"
+    ),
+    "uploads from memory": (
+        "s = socket.create_connection(('127.0.0.1', int(sys.argv[1])))\n"
+        "while True: s.sendall(b'x' * 20_000); time.sleep(0.05)"
+    ),
+    "opens a connection for each part of an upload": (
+        "while True:\n with socket.create_connection(('127.0.0.1', int(sys.argv[1]))) as s: s.sendall(b'x' * 40_000); "
+        "time.sleep(0.1)"
+    ),
+}
+WAITING = {
+    "sleeps": "time.sleep(600)",
+    "polls": "while True: time.sleep(0.05)",
+    "waits for a lock": "l = threading.Lock(); l.acquire(); l.acquire()",
+    "waits for an answer": "s = socket.create_connection(('127.0.0.1', int(sys.argv[1]))); s.recv(1)",
+    "waits for a child that waits": "subprocess.run(['sleep', '600'])",
+    "waits for a child that it forked and that waits for a lock": (
+        "l = threading.Lock(); l.acquire(); pid = os.fork()\nl.acquire() if pid == 0 else os.waitpid(pid, 0)"
+    ),
+}
+
+
+@pytest.mark.parametrize("code", WORK.values(), ids=WORK)
+def test_work_is_active(code: str, sink: int, tmp_path: object) -> None:
+    with process(code, str(sink), f"{tmp_path}/file") as pid:
+        usage_of(pid)  # what it does to begin
+        assert usage_of(pid).is_active
+
+
+@pytest.mark.parametrize("code", WAITING.values(), ids=WAITING)
+def test_waiting_is_idle(code: str, sink: int) -> None:
+    with process(code, str(sink)) as pid:
+        usage_of(pid)
+        assert not usage_of(pid).is_active
+
+
+def test_a_stopped_process_is_idle() -> None:
+    with process(SPIN) as pid:
+        os.kill(pid, signal.SIGSTOP)
+        usage_of(pid)
+        assert not usage_of(pid).is_active
+
+
+def test_threads_of_ours_do_not_count() -> None:
+    code = f"def f():\n  print(threading.get_native_id(), flush=True)\n  {SPIN}\nthreading.Thread(target=f).start()"
+    running = subprocess.Popen(
+        [sys.executable, "-c", f"import threading\n{code}\nthreading.Event().wait()"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert running.stdout is not None
+        ours = {int(running.stdout.readline())}
+        before = take_sample(running.pid, 0.0, ours)
+        time.sleep(SPAN_S)
+        after = take_sample(running.pid, SPAN_S, ours)
+        assert before is not None
+        assert after is not None
+        assert not usage_between([before, after]).is_active
+    finally:
+        running.kill()
+        running.communicate()
+
+
+def sample_at(at: float, *, run_s: float = 0.0, wait_s: float = 0.0, cpu_s: float = 0.0, **more: object) -> Sample:
+    values = {"io_bytes": 0, "tcp_bytes": {}, "can_see_tcp": True, "is_waiting_on_disk": False, "is_runnable": False}
+    threads = {7: (int(run_s * 1e9), int(wait_s * 1e9))}
+    return Sample(at, threads, cpu_s or run_s, **(values | more))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("run_s", "wait_s", "is_active"),
+    [
+        (10.0, 0.0, True),
+        (0.5, 9.49, True),  # it computes beside twenty others
+        (0.01, 9.98, True),
+        (0.0, 10.0, True),  # nobody lets it run at all
+        (0.4, 0.0, False),
+        (0.02, 5.0, False),  # a loop over sleep, each of whose turns waits for a processor
+        (0.3, 7.0, True),
+    ],
+)
+def test_how_much_a_thread_wants_does_not_depend_on_the_load(run_s: float, wait_s: float, *, is_active: bool) -> None:
+    samples = [sample_at(0.0), sample_at(10.0, run_s=run_s, wait_s=wait_s)]
+    assert usage_between(samples).is_active is is_active
+
+
+def test_a_tree_that_always_has_something_to_run_is_active_where_its_counters_stand_still() -> None:
+    samples = [sample_at(at, is_runnable=True) for at in range(0, 12, 2)]
+    assert usage_between(samples).is_active
+    samples[2:4] = [sample_at(4), sample_at(6)]
+    assert not usage_between(samples).is_active, "now and then everybody is runnable"
+
+
+def test_a_slow_disk_is_active_and_one_wait_for_it_is_chance() -> None:
+    samples = [sample_at(at) for at in range(0, 12, 2)]
+    samples[1] = sample_at(2, is_waiting_on_disk=True)
+    assert not usage_between(samples).is_active
+    samples[3] = sample_at(6, is_waiting_on_disk=True)
+    assert usage_between(samples).is_active
+
+
+def test_sockets_that_could_not_be_seen_before_are_not_counted_from_their_begin() -> None:
+    blind = sample_at(0.0, can_see_tcp=False)
+    assert usage_between([blind, sample_at(2.0, tcp_bytes={5: 1 << 30})]).bytes_per_s == 0
+
+
+def test_a_process_that_the_kernel_does_not_show_counts_as_active(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activity, "take_sample", lambda *_: None)
+    assert ActivityMeter(1).look(0.0) is True
+
+
+def test_an_old_burst_does_not_move_the_time_of_the_last_activity(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = iter([sample_at(0.0)] + [sample_at(float(at), run_s=1.5) for at in range(2, 20, 2)])
+    monkeypatch.setattr(activity, "take_sample", lambda *_: next(taken))
+    meter = ActivityMeter(1, window_s=10.0)
+    answers: list[bool | None] = [meter.look(float(at)) for at in range(0, 20, 2)]
+    assert answers == [None] * 5 + [False] * 5
+
+
+def test_a_kernel_without_queue_times_is_judged_by_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: Callable[[str], bytes] = activity._read
+    monkeypatch.setattr(activity, "_read", lambda path: b"" if path.endswith("schedstat") else read(path))
+    with process(SPIN) as pid:
+        assert usage_of(pid).is_active
+    with process(WAITING["polls"]) as pid:
+        usage_of(pid)
+        assert not usage_of(pid).is_active
