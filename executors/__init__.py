@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import executors.process  # noqa: F401 - first: on Windows it ends the process with one sentence
 from executors.errors import ReplicasError
 from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
 from executors.replica import current_replica

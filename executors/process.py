@@ -1,35 +1,65 @@
-"""Processes on this machine, seen through /proc: their identity, their descendants, and ending them all."""
+"""Everything in which operating systems differ: processes, pipes, files without a name, cores and memory.
+
+The product calls what only one system has through this module alone, so that a port is a change of one file. Linux
+answers from /proc. macOS answers through `ps` and `sysctl`, and offers what a client needs: it launches, watches and
+ends replicas elsewhere. A supervisor of local processes needs Linux, see `CAN_SUPERVISE`.
+"""
 
 from __future__ import annotations
 
+import sys
+
+if sys.platform == "win32":
+    # Before the imports below, which Windows does not have: the user gets a sentence instead of a traceback.
+    sys.exit("replicas runs on Linux and macOS. On Windows, use WSL 2.")
+
 import contextlib
 import ctypes
+import errno
+import fcntl
 import os
 import re
 import resource
 import signal
 import socket
-import sys
+import struct
 import time
 import warnings
 from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _libc = ctypes.CDLL(None, use_errno=True)
 PR_SET_PDEATHSIG = 1
 FIRST_PID_NAMESPACE = 0xEFFFFFFC  # the inode of the one that a machine boots with, in every kernel
 PR_SET_CHILD_SUBREAPER = 36
+FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
+MACOS_MAX_FILES = 10_240  # OPEN_MAX: `setrlimit` refuses more there, also where the hard limit is "unlimited"
+PS_LIMIT_S = 10.0
+NVIDIA_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+"""Where a driver for Linux says its version."""
+CAN_SUPERVISE = sys.platform == "linux"
+"""True where this module offers all that a supervisor of replicas needs: pidfd, /proc and orphans that come to it."""
+_NAMES = {"linux": "Linux", "darwin": "macOS"}
+
+
+def system_name() -> str:
+    """Return the name of this operating system for a message, as in "macOS"."""
+    return _NAMES.get(sys.platform, sys.platform)
 
 
 @cache
 def this_machine() -> str:
     """Name this boot and process namespace: where a pid means what it means here."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        space = os.readlink("/proc/self/ns/pid")
-    except OSError:  # sandboxes with a /proc of their own making
+        if sys.platform == "linux":
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            space = os.readlink("/proc/self/ns/pid")
+        else:
+            boot = "".join(_output_of("sysctl", "-n", "kern.bootsessionuuid")[1].split()) or "unknown"
+            space = "one"  # macOS has no namespaces of processes
+    except OSError:  # sandboxes with a /proc of their own making, or without these programs
         boot = space = "unknown"
     return f"{socket.gethostname()} {boot} {space}"
 
@@ -40,7 +70,15 @@ def this_process() -> str:
 
 
 def start_time(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since the boot; None when it has ended, or is a zombie."""
+    """Return when a process started; None when it has ended, is a zombie, or the system does not show it.
+
+    The unit is the system's: clock ticks since the boot on Linux, seconds of Unix time on macOS. A value only serves to
+    be compared with another one of the same process identifier.
+    """
+    if sys.platform != "linux":
+        with contextlib.suppress(OSError):  # a sandbox that forbids `ps`
+            return next((process.started for process in _listed("-p", str(pid))), None)
+        return None
     fields = _stat(pid)
     return None if fields is None else int(fields[19])
 
@@ -50,6 +88,8 @@ def is_alive(pid: int, started: int) -> bool:
 
     A process that this user is not shown (/proc has an option for it, `hidepid`) may be that one, and counts as it.
     """
+    if sys.platform != "linux":
+        return _is_alive_by_ps(pid, started)
     with contextlib.suppress(PermissionError):
         if start_time(pid) == started:
             return True
@@ -65,6 +105,73 @@ def _is_hidden(pid: int) -> bool:
     except OSError as error:
         return isinstance(error, PermissionError)
     return False
+
+
+def _is_alive_by_ps(pid: int, started: int) -> bool:
+    # The cheap question first: `ps` is a process of its own, and most processes that are asked about have ended.
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        if not isinstance(error, PermissionError):
+            return False
+    try:
+        found = [process.started for process in _listed("-p", str(pid))]
+    except OSError:  # a sandbox forbids `ps`: a process that exists counts as the one that is meant
+        return True
+    return bool(found) and started in (0, *found)  # 0: the time could not be read when it was noted
+
+
+class _Listed(NamedTuple):
+    """One living process, as `ps` lists it."""
+
+    pid: int
+    parent: int
+    started: int
+
+
+def _listed(*which: str) -> list[_Listed]:
+    """List living processes through `ps`, as BSD and macOS have it; zombies are left out.
+
+    Args:
+        which: the processes, as arguments of `ps`: `-ax` for all, or `-p` and a pid.
+
+    Raises:
+        OSError: `ps` cannot be run here.
+    """
+    import calendar
+    from email.utils import parsedate  # reads the format of `ctime` in every locale, unlike `time.strptime`
+
+    # One column an option: in `pid=,ppid=` the heading of the first column would be ",ppid=".
+    columns = [part for name in ("pid=", "ppid=", "stat=", "lstart=") for part in ("-o", name)]
+    found = []
+    of_ps, text = _output_of("ps", *which, *columns)
+    for line in text.splitlines():
+        pid, parent, state, started = line.split(None, 3)
+        date = parsedate(started)
+        # `ps` lists itself, which has ended by now. A caller who kills all descendants would never be done with them.
+        if date is not None and not state.startswith("Z") and int(pid) != of_ps:
+            found.append(_Listed(int(pid), int(parent), calendar.timegm(date)))
+    return found
+
+
+def _output_of(*command: str) -> tuple[int, str]:
+    """Run a program of the system; return its pid and what it printed, which is nothing if it failed.
+
+    Raises:
+        OSError: the program cannot be run, or does not end.
+    """
+    import subprocess  # here: it imports `threading`, which the process that forks replicas does without
+
+    # In C and UTC: the same process must have the same start, whatever locale and time zone the user has set since.
+    environ = {**os.environ, "LC_ALL": "C", "TZ": "UTC"}
+    nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
+    with subprocess.Popen(command, env=environ, stdin=nothing, stdout=pipe, stderr=nothing, text=True) as process:
+        try:
+            printed, _ = process.communicate(timeout=PS_LIMIT_S)
+        except subprocess.TimeoutExpired as error:
+            process.kill()
+            raise OSError(errno.ETIMEDOUT, f"{command[0]} did not answer in {PS_LIMIT_S:g} s") from error
+    return process.pid, printed if process.returncode == 0 else ""
 
 
 class Activity(NamedTuple):
@@ -113,7 +220,7 @@ def private_file(data: bytes = b"") -> int:
     Args:
         data: what it holds; the descriptor is then at its beginning.
     """
-    if hasattr(os, "memfd_create"):
+    if sys.platform == "linux":
         descriptor = os.memfd_create("replicas")
     else:
         import tempfile
@@ -146,7 +253,9 @@ class DescriptorReserve:
 
     def release(self) -> None:
         """Let them be used, and as many more as this process may ask for."""
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if sys.platform == "darwin" and (most == resource.RLIM_INFINITY or most > MACOS_MAX_FILES):
+            most = max(limit, MACOS_MAX_FILES)
         with contextlib.suppress(OSError, ValueError):  # a sandbox that refuses it
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         while self._held:
@@ -179,9 +288,8 @@ def children(pid: int) -> list[int]:
 def descendants(root: int, spare: Collection[int] = ()) -> list[int]:
     """List the living processes below `root`, without those in `spare` and what is below them."""
     children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit() and (fields := _stat(int(name))) is not None:
-            children.setdefault(int(fields[1]), []).append(int(name))
+    for pid, parent in _parents():
+        children.setdefault(parent, []).append(pid)
     found: list[int] = []
     pending = [root]
     while pending:
@@ -190,6 +298,17 @@ def descendants(root: int, spare: Collection[int] = ()) -> list[int]:
                 found.append(pid)
                 pending.append(pid)
     return found
+
+
+def _parents() -> Iterator[tuple[int, int]]:
+    """Yield the pid of each living process, and its parent's."""
+    if sys.platform != "linux":
+        with contextlib.suppress(OSError):  # a sandbox that forbids `ps`: nothing is known
+            yield from ((process.pid, process.parent) for process in _listed("-ax"))
+        return
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (fields := _stat(int(name))) is not None:
+            yield int(name), int(fields[1])
 
 
 def kill_descendants(root: int, spare: Collection[int] = (), limit_s: float = 5.0) -> list[int]:
@@ -212,10 +331,16 @@ def kill_descendants(root: int, spare: Collection[int] = (), limit_s: float = 5.
 
 def usable_cores() -> int:
     """Return how many cores this process may keep busy: of its affinity, its control groups' quotas, `CPU_CORES`."""
-    limits = [float(len(os.sched_getaffinity(0))), *_cpu_quotas()]
+    limits = [float(_cores()), *_cpu_quotas()]
     with contextlib.suppress(ValueError):
         limits.append(float(os.environ.get("CPU_CORES", "")))  # as Hugging Face Jobs say it
     return max(1, int(min(limit for limit in limits if limit > 0)))
+
+
+def _cores() -> int:
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS binds no process to cores
 
 
 def _cpu_quotas(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[float]:
@@ -301,6 +426,144 @@ def be_killed_first(by: int = 500) -> None:
         file.write_text(str(min(1000, int(file.read_text()) + by)))
 
 
+def wakeup_pipe() -> tuple[int, int]:
+    """Return a new pipe's reading and writing end, as `signal.set_wakeup_fd` needs them: neither blocks.
+
+    Programs that this process starts do not inherit them. `os.pipe2` would do the same, and macOS lacks it.
+    """
+    ends = os.pipe()
+    for end in ends:
+        os.set_blocking(end, False)
+    return ends
+
+
+def open_process(pid: int) -> int:
+    """Return a descriptor of a process, which `poll` reports as readable when the process has ended.
+
+    Raises:
+        OSError: there is no such process, or this system has no such descriptors.
+    """
+    if sys.platform != "linux":
+        raise _not_here("pidfd_open")
+    return os.pidfd_open(pid)
+
+
+def signal_open_process(descriptor: int, number: signal.Signals) -> None:
+    """Send a signal to the process of a descriptor, and never to a later process of the same pid.
+
+    Raises:
+        OSError: the process has ended, or is another user's.
+    """
+    if sys.platform != "linux":
+        raise _not_here("pidfd_send_signal")
+    signal.pidfd_send_signal(descriptor, number)
+
+
+def lock_holder(descriptor: int, byte: int) -> int | None:
+    """Return the pid of the process that holds the POSIX lock of one byte of an open file; None if there is none.
+
+    Raises:
+        OSError: the file system knows no such locks, or this system lays the question out differently.
+    """
+    if sys.platform != "linux":
+        raise _not_here("F_GETLK")
+    asked = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    kind, _, _, _, pid = struct.unpack(FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+    return pid if kind != fcntl.F_UNLCK and pid > 0 else None  # of another machine on a network file system: negative
+
+
+def memory_file(name: str) -> int:
+    """Return the descriptor of a new file in memory, which `open_file_of` finds from another process.
+
+    Raises:
+        OSError: this system, or a sandbox, has no such files.
+    """
+    if sys.platform != "linux":
+        raise _not_here("memfd_create")
+    return os.memfd_create(name)
+
+
+def open_file_of(pid: int, descriptor: int, name: str) -> int | None:
+    """Open, for reading and writing, the file in memory that another process has under a descriptor.
+
+    Args:
+        name: as given to `memory_file`.
+
+    Returns: a descriptor of this process; None if the process has another file there by now.
+
+    Raises:
+        OSError: the process has ended, or has no such descriptor.
+    """
+    path = f"/proc/{pid}/fd/{descriptor}"
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC) if name in os.readlink(path) else None
+
+
+def open_unnamed(folder: str, mode: int) -> tuple[int, str]:
+    """Create a file for writing that has no name yet; return its descriptor, and a path from which to link it.
+
+    Raises:
+        OSError: the folder's file system has no such files (EOPNOTSUPP, EISDIR, EINVAL or ENOENT), or this system.
+    """
+    if sys.platform != "linux":
+        raise _not_here("O_TMPFILE", errno.EOPNOTSUPP)
+    descriptor = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, mode)
+    return descriptor, f"/proc/self/fd/{descriptor}"
+
+
+def open_inotify() -> Any:
+    """Return an `inotify_simple.INotify`, with which the kernel reports changes in folders.
+
+    Raises:
+        OSError: this user has no more of them, the package is missing, or this system has none.
+    """
+    if sys.platform != "linux":
+        raise _not_here("inotify")
+    try:
+        from inotify_simple import INotify
+    except ImportError as error:
+        raise OSError(errno.ENOSYS, str(error)) from error
+    return INotify()
+
+
+def inotify_limit() -> int:
+    """Return how many folders this user may have the kernel watch. Raises: OSError: it is not shown."""
+    return int(Path("/proc/sys/fs/inotify/max_user_watches").read_text())
+
+
+def memory_in_use() -> int:
+    """Return the bytes of memory that this process holds; on macOS, the most that it ever held.
+
+    Raises:
+        OSError: a sandbox does not show it.
+    """
+    if sys.platform != "linux":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def thread_names() -> list[str]:
+    """List the names of this process's threads, also those that Python does not know. Raises: OSError: not shown."""
+    found = []
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            found.append(Path(f"/proc/self/task/{thread}/comm").read_text().strip())
+    return found
+
+
+def open_paths() -> list[str]:
+    """List the paths of the files that this process has open. Raises: OSError: not shown."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # it was that of the list
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return found
+
+
+def _not_here(call: str, number: int = errno.ENOSYS) -> OSError:
+    return OSError(number, f"{system_name()} has no {call}")
+
+
 def _stat(pid: int) -> list[str] | None:
     """Return a living process's fields of /proc/<pid>/stat, from the state on; the name before may hold anything."""
     try:
@@ -315,6 +578,8 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def _prctl(option: int, value: int) -> None:
+    if sys.platform != "linux":
+        raise _not_here("prctl")
     if _libc.prctl(option, value, 0, 0, 0) != 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))

@@ -11,6 +11,8 @@ import contextlib
 import importlib
 import inspect
 import re
+import types
+import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ from executors.errors import BackendError, ReplicasError, UnknownBackendError, d
 from executors.native import KeepsOptions, Recordable
 from executors.protocol import ServerlessExecutor
 from executors.store.records import is_plain_number
+from executors.task.arguments import json_or_text
 from executors.task.record import Placement
 
 ENTRY_POINTS = "replicas.backends"
@@ -32,6 +35,14 @@ BUILT_IN = {
 }
 VERBS = ("launch_replicas", "poll", "stream_logs", "cancel", "collect")
 ATTRIBUTES = ("backend_name", "supports_inter_replica_network")
+
+
+class OptionText(str):
+    """The value of a backend's option as the user wrote it.
+
+    The type of the option decides how to read it. For an option that takes a text, as a version of Python is, `3.14` is
+    a text. For an option that takes a number, it is a number.
+    """
 
 
 def known_backends() -> dict[str, str]:
@@ -71,7 +82,7 @@ def get_executor(name: str, options: Mapping[str, Any] | None = None) -> Serverl
     """Make the executor of a backend.
 
     Args:
-        options: keyword arguments of its constructor.
+        options: keyword arguments of its constructor. An `OptionText` is read as its option's type wants it.
 
     Raises:
         UnknownBackendError, BackendError: as `executor_class`; or it is registered by another name than its
@@ -79,7 +90,7 @@ def get_executor(name: str, options: Mapping[str, Any] | None = None) -> Serverl
         ValueError: an option that the backend does not have; the message names the nearest.
     """
     cls = executor_class(name)
-    options = dict(options or {})
+    options = read_options(cls, options or {})
     check_option_names(name, cls, options)
     executor = check_executor(cls(**options))
     if ":" not in name and executor.backend_name != name:  # its runs would be recorded by a name that leads nowhere
@@ -100,6 +111,72 @@ def check_option_names(backend: str, cls: type, names: Iterable[str]) -> None:
                 known = ", ".join(sorted(taken)) or "none"
                 hint = did_you_mean(option, taken)
                 raise ValueError(f"Backend {backend!r} has no option {option!r}.{hint} Its options: {known}.")
+
+
+def read_options(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with each text read as the type of its option wants it.
+
+    Args:
+        cls: the executor's class, whose constructor declares the types.
+        options: the values by name. Those that are no `OptionText` stay as they are.
+
+    Example:
+        read_options(ModalExecutor, {"python_version": OptionText("3.14"), "memory_mb": OptionText("512")})
+        # {"python_version": "3.14", "memory_mb": 512}
+    """
+    parameters = parameters_of(cls)
+    empty = inspect.Parameter.empty
+    return {
+        name: _read(value, parameters[name].annotation if name in parameters else empty)
+        if isinstance(value, OptionText)
+        else value
+        for name, value in options.items()
+    }
+
+
+def _read(text: str, hint: Any) -> Any:
+    text = str(text)
+    value = json_or_text(text)
+    # A list or an object in the place of a text is a mistake, and is refused as one.
+    is_text = isinstance(value, bool | int | float | None) and not fits(value, hint) and fits(text, hint)
+    return text if is_text else value
+
+
+def parameters_of(cls: type) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a class's constructor by name, with their types as far as those can be found."""
+    try:
+        return inspect.signature(cls, eval_str=True).parameters
+    except (NameError, TypeError, AttributeError):  # a third party's annotations may name what is not imported
+        return inspect.signature(cls).parameters
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Return whether a JSON value is of a type; every value fits a type that JSON cannot express.
+
+    Args:
+        value: the value, as `json.loads` returns it.
+        hint: the type, as an annotation.
+
+    Example:
+        fits([64, 128], list[int])  # True
+    """
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, part) for part in parts)
+    if origin is typing.Literal:
+        return value in parts
+    if hint is None or hint is type(None):
+        return value is None
+    if hint in (bool, str):
+        return isinstance(value, hint)
+    if hint in (int, float):
+        return isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
+    kind = origin or hint
+    if isinstance(kind, type) and issubclass(kind, Mapping):
+        return isinstance(value, dict)
+    if isinstance(kind, type) and issubclass(kind, Sequence):
+        return isinstance(value, list) and (not parts or all(fits(item, parts[0]) for item in value))
+    return True
 
 
 def executor_of_record(

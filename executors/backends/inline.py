@@ -84,13 +84,13 @@ class InlineExecutor:
         if n_replicas != 1:
             raise ValueError(
                 f"n must be 1 on the backend 'inline', which runs one replica in this process, got n={n_replicas}. "
-                "For more, use the backend 'local'."
+                "For more, use another backend: local on Linux, or a cloud backend such as modal or hf."
             )
         for name, value in (("gpu", gpu), ("timeout", timeout)):
             if value is not None:
                 raise ValueError(
                     f"Backend 'inline' takes no {name}, got {name}={value!r}: the entrypoint runs in this process, "
-                    "with what it has and as long as it takes. Leave it away, or use the backend 'local'."
+                    "with what it has and as long as it takes. Remove it, or use another backend."
                 )
         if missing := [name for name in secrets if name not in os.environ]:
             raise ValueError(f"The secret {missing[0]!r} is not set. Set it in this process's environment.")

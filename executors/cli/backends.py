@@ -5,12 +5,11 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import types
-import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from executors.cli.output import JsonOption, Output, refuse
+from executors.registry import fits, parameters_of, read_options
 
 if TYPE_CHECKING:
     from executors.protocol import ServerlessExecutor
@@ -74,12 +73,21 @@ def make_executor(backend: str, options: Mapping[str, Any]) -> ServerlessExecuto
 
 
 def check_options(backend: str, cls: type, options: Mapping[str, Any]) -> None:
-    """Refuse a value of another type than the constructor declares. `get_executor` checks the names."""
-    parameters = _parameters_of(cls)
-    for name, value in options.items():
-        if name in parameters and not _fits(value, parameters[name].annotation):
+    """Refuse a value of another type than the constructor declares. `get_executor` checks the names.
+
+    Args:
+        backend: its name, for the message.
+        cls: the executor's class.
+        options: the values by name. An `OptionText` is read as its option's type wants it.
+    """
+    parameters = parameters_of(cls)
+    for name, value in read_options(cls, options).items():
+        if name in parameters and not fits(value, parameters[name].annotation):
             kind = _name_type(parameters[name].annotation)
-            refuse(f"Option {name!r} of backend {backend!r} takes {kind}, got {value!r}.")
+            # In a file, 3.10 without quotes is a number, and the same number as 3.1.
+            is_unquoted = isinstance(value, bool | int | float) and fits("", parameters[name].annotation)
+            advice = " Write it in quotes." if is_unquoted else ""
+            refuse(f"Option {name!r} of backend {backend!r} takes {kind}, got {value!r}.{advice}")
 
 
 def describe_options(cls: type) -> list[dict[str, Any]]:
@@ -93,16 +101,9 @@ def describe_options(cls: type) -> list[dict[str, Any]]:
             "default": None if is_required else json.loads(json.dumps(parameter.default, default=repr, skipkeys=True)),
             "help": texts.get(name, ""),
         }
-        for name, parameter in _parameters_of(cls).items()
+        for name, parameter in parameters_of(cls).items()
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     ]
-
-
-def _parameters_of(cls: type) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(cls, eval_str=True).parameters
-    except (NameError, TypeError, AttributeError):  # a third party's annotations may name what is not imported
-        return inspect.signature(cls).parameters
 
 
 def _name_type(annotation: Any) -> str:
@@ -111,27 +112,6 @@ def _name_type(annotation: Any) -> str:
         return ""
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     return re.sub(r"\b(?:\w+\.)+(\w)", r"\1", text)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a JSON value is of a type; every value fits a type that JSON cannot express."""
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, part) for part in parts)
-    if origin is typing.Literal:
-        return value in parts
-    if hint is None or hint is type(None):
-        return value is None
-    if hint in (bool, str):
-        return isinstance(value, hint)
-    if hint in (int, float):
-        return isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
-    kind = origin or hint
-    if isinstance(kind, type) and issubclass(kind, Mapping):
-        return isinstance(value, dict)
-    if isinstance(kind, type) and issubclass(kind, Sequence):
-        return isinstance(value, list) and (not parts or all(_fits(item, parts[0]) for item in value))
-    return True
 
 
 def _texts_of_arguments(doc: str) -> dict[str, str]:

@@ -168,7 +168,10 @@ def config(
         settings = read_settings(keys, config=config or (), profile=profile, entrypoint=entrypoint)
         _check_options(settings)
     if as_json:
-        found = {".".join(place): vars(setting) for place, setting in settings.found.items()}
+        found = {
+            ".".join(place): {"value": setting.value, "origin": setting.origin}
+            for place, setting in settings.found.items()
+        }
         output.document({"files": list(settings.files), "profile": profile, "settings": found})
         return 0
     lines: list[tuple[str, str]] = []

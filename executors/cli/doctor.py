@@ -19,6 +19,7 @@ from executors.cli.options import BackendOptions, RendezvousOption, parse_values
 from executors.cli.output import FAILED, JsonOption, Output
 from executors.errors import BackendError, ReplicasError, StoreError
 from executors.native import NativeExecutor
+from executors.process import CAN_SUPERVISE, inotify_limit, open_inotify
 from executors.protocol import ServerlessExecutor
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def _check_machine(is_local: bool) -> Iterator[Finding]:
         advice = f"Runs of this user live in {path}. Set XDG_STATE_HOME to a directory you can write."
         yield check("runs", lambda: _check_store(str(state_dir())), advice)
         yield _check_disk(path)
-    if is_local:
+    if is_local and CAN_SUPERVISE:  # elsewhere no replica runs, so that there is nothing to advise
         yield _check_inotify()
 
 
@@ -107,11 +108,9 @@ def _check_disk(path: Path) -> Finding:
 
 def _check_inotify() -> Finding:
     try:
-        from inotify_simple import INotify
-
-        with contextlib.closing(INotify()):
-            limit = Path("/proc/sys/fs/inotify/max_user_watches").read_text().strip()
-    except (OSError, ImportError) as error:
+        with contextlib.closing(open_inotify()):
+            limit = inotify_limit()
+    except OSError as error:
         return Finding("inotify", "note", str(error), WITHOUT_INOTIFY)
     return Finding("inotify", "ok", f"{limit} watches")
 

@@ -29,6 +29,7 @@ from executors.cli.output import (
 from executors.cli.summary import reference
 from executors.cli.tee import Tee
 from executors.errors import BackendError, ReplicasError, StoreError, unknown_name
+from executors.process import wakeup_pipe
 from executors.protocol import ReplicaStatus
 from executors.run.run import Run
 from executors.run.waiter import Patience
@@ -51,7 +52,7 @@ class Interrupts:
         self._old: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._reader, self._writer = wakeup_pipe()
         self._old_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # by nohup

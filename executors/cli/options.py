@@ -15,6 +15,7 @@ from executors.cli.backends import check_options
 from executors.cli.output import UsageProblem, note, refuse, usage_errors
 from executors.durations import DURATIONS
 from executors.errors import BackendError
+from executors.registry import OptionText
 from executors.task.arguments import json_or_text
 
 if TYPE_CHECKING:
@@ -110,7 +111,10 @@ def options_of(backend: str, option: Sequence[str] | None, volume: Sequence[str]
                 refuse("--volume belongs to one backend: of several, give --option NAME.volumes='{…}'.")
             return values
         if volumes := volumes_of(volume, name_of(backend)):
-            values["volumes"] = {**values.get("volumes", {}), **volumes}
+            given = json_or_text(values["volumes"]) if "volumes" in values else {}
+            if not isinstance(given, dict):
+                refuse(f'--option volumes={values["volumes"]}: the form is --option \'volumes={{"/path": "NAME"}}\'.')
+            values["volumes"] = {**given, **volumes}
     return values
 
 
@@ -160,10 +164,15 @@ def _options_by_name(option: Sequence[str] | None) -> dict[str, dict[str, Any]]:
 
 
 def parse_values(option: str, texts: Sequence[str] | None) -> dict[str, Any]:
-    """Return the values of `k=v` texts: JSON where they parse as JSON, else strings."""
-    values = {name: json_or_text(text) for name, text in parse_texts(option, texts).items()}
+    """Return the values of `k=v` texts as texts, which the backend's constructor says how to read.
+
+    Args:
+        option: the name of the flag, for messages.
+        texts: what the user gave, each as NAME=VALUE.
+    """
+    values = {name: OptionText(text) for name, text in parse_texts(option, texts).items()}
     note_python_words(option, values)
-    return values
+    return dict(values)
 
 
 def note_python_words(option: str, values: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ from executors.launcher.settings_files import (
     given_file,
     header_level,
 )
-from executors.registry import executor_class
+from executors.registry import OptionText, executor_class, read_options
 from executors.task.arguments import convert, describe, json_or_text
 from executors.task.launch_request import LaunchRequest
 
@@ -73,9 +73,9 @@ class Settings:
         return values, texts
 
     def options(self, backend: str) -> dict[str, Any]:
-        """Return the options of a backend."""
+        """Return the options of a backend; those of a variable as an `OptionText`."""
         return {
-            place[2]: setting.value
+            place[2]: setting.value if setting.text is None else OptionText(setting.text)
             for place, setting in self.found.items()
             if place[0] == "option" and place[1] in (backend, ANY_BACKEND)
         }
@@ -186,7 +186,7 @@ def filled(
     if executor is None or isinstance(executor, str):
 
         def make(name: str) -> Any:
-            options = settings.options(name)
+            options = read_options(executor_class(name), settings.options(name))
             if volumes := volumes_of(values.get("volume"), name):
                 options["volumes"] = {**options.get("volumes", {}), **volumes}
             return get_executor(name, options)
@@ -231,8 +231,10 @@ def _environment(keys: Mapping[str, Any]) -> dict[Place, Setting]:
                 if bad := [name for name, equals, _ in pairs if not (name and equals)]:
                     raise ValueError(f"{bad[0]!r} is not of the form NAME=VALUE.")
                 for name, _, value in pairs:
-                    path = ("args", name) if key == "arg" else ("option", ANY_BACKEND, name)
-                    found[path] = Setting(_Text(value) if key == "arg" else json_or_text(value), variable)
+                    if key == "arg":
+                        found[("args", name)] = Setting(_Text(value), variable)
+                    else:
+                        found[("option", ANY_BACKEND, name)] = Setting(json_or_text(value), variable, value)
             elif kind is Duration:
                 found[(key,)] = Setting(parse_duration(text), variable)
             else:

@@ -42,6 +42,8 @@ class Setting:
 
     value: Any
     origin: str
+    text: str | None = None
+    """The value of an option of a backend as a variable gives it; None: it is a value of a file."""
 
 
 @dataclass(frozen=True)

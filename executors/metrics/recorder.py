@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 import time
 from collections import deque
@@ -17,6 +16,7 @@ from typing import Any
 
 from executors.errors import StoreError
 from executors.metrics.rows import RESERVED
+from executors.process import memory_in_use
 from executors.store import Store
 from executors.store.records import exists
 from executors.store.url import is_near
@@ -194,9 +194,7 @@ class Recorder:
 
 
 def _usage(cores: float) -> dict[str, Any]:
-    with open("/proc/self/statm", "rb") as file:
-        rss = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return {"cpu": round(cores, 3), "rss": rss, **_gpu_usage()}
+    return {"cpu": round(cores, 3), "rss": memory_in_use(), **_gpu_usage()}
 
 
 def _gpu_usage() -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A directory as a store: one file per object, found under its key.
 
-Objects are written to an anonymous file (`O_TMPFILE`, or a hidden one where the file system has none) and get
+Objects are written to an anonymous file (or a hidden one, where the system or the file system has none) and get
 their name only when they are whole: by `link`, which fails if the name is taken, or by `rename`, which replaces
 it. So nothing half-written is ever visible, and creation is exclusive across processes and, on a network file system
 with working `link`, across machines. A killed writer leaves nothing, or a hidden file, which is removed when the
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from executors.errors import KeyNotFoundError, StoreError, UnsafeStoreError, UnwritableStoreError
+from executors.process import open_unnamed
 from executors.store.no_links import PATH_ONLY, open_without_links
 from executors.store.protocol import (
     MAX_KEY_BYTES,
@@ -158,15 +159,15 @@ class FileStore:
         """Open a file without a name, which is gone at the end unless it was linked."""
         hidden = None
         try:
-            descriptor = os.open(self._folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-        except (AttributeError, OSError) as error:  # macOS, or a file system without O_TMPFILE
-            if isinstance(error, OSError) and error.errno not in NO_ANONYMOUS_FILES:
+            descriptor, path = open_unnamed(self._folder, 0o666)
+        except OSError as error:  # macOS, or a file system without such files
+            if error.errno not in NO_ANONYMOUS_FILES:
                 raise
             flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
-            hidden = self._hidden_path()
+            path = hidden = self._hidden_path()
             descriptor = _in_folder_of(hidden, lambda folder, name: os.open(name, flags, 0o666, dir_fd=folder))
         try:
-            yield _NewFile(descriptor, hidden or f"/proc/self/fd/{descriptor}")
+            yield _NewFile(descriptor, path)
         finally:
             os.close(descriptor)
             if hidden is not None:
@@ -281,7 +282,8 @@ def _whose(path: Path) -> str:
     for place in (*reversed(path.parents), path):
         with contextlib.suppress(OSError, KeyError):  # it is behind the one in the way; its user has no name
             found = f" {str(place)!r} belongs to {place.owner()}."
-            if not os.access(place, os.R_OK | (os.X_OK if place.is_dir() else 0), effective_ids=True):
+            asked = os.R_OK | (os.X_OK if place.is_dir() else 0)
+            if not os.access(place, asked, effective_ids=os.access in os.supports_effective_ids):
                 break
     return found
 

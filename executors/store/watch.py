@@ -8,11 +8,12 @@ first wait for a prefix only starts watching it, and returns at once.
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from executors.process import open_inotify
 from executors.store.faulty import FaultyStore
 from executors.store.file import FileStore
 from executors.store.protocol import Store
@@ -27,12 +28,10 @@ class Watch:
     def __init__(self, root: Path | None) -> None:
         self._root = root
         self._watched: dict[str, int] = {}
-        self._inotify = None
-        if root is not None and sys.platform == "linux":
-            with contextlib.suppress(OSError):  # out of inotify instances: sleeping is slower and as correct
-                from inotify_simple import INotify
-
-                self._inotify = INotify()
+        self._inotify: Any = None
+        if root is not None:
+            with contextlib.suppress(OSError):  # no inotify, or none left: sleeping is slower and as correct
+                self._inotify = open_inotify()
 
     def wait(self, timeout_s: float, prefixes: Sequence[str]) -> None:
         """Return when something changed below a prefix (a folder: `runs/a/seal/`), or after `timeout_s`."""

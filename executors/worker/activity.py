@@ -285,7 +285,7 @@ def _tcp_bytes(inodes: Collection[int]) -> dict[int, int] | None:
     """
     found: dict[int, int] = {}
     try:
-        with socket.socket(AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG) as netlink:
+        with socket.socket(AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as netlink:
             netlink.settimeout(1.0)
             for family in (socket.AF_INET, socket.AF_INET6):
                 wanted = struct.pack("=BBBxI48x", family, socket.IPPROTO_TCP, _ASK_FOR_INFO, _ALL_TCP_STATES)

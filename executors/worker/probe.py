@@ -11,23 +11,20 @@ import subprocess
 import sys
 import time
 from importlib import metadata
-from pathlib import Path
 
-from executors.process import usable_cores
+from executors.process import NVIDIA_DRIVER_FILE, usable_cores
 from executors.replica import BOOTSTRAP_S
 
-DRIVER = "/proc/driver/nvidia/version"
 PACKAGES = ("torch", "numpy", "boto3", "modal", "huggingface_hub", "kubernetes")
 
 
 def describe_environment() -> dict[str, str]:
     """Return the facts about where this process runs: system, Python, packages, cores, GPUs."""
-    cores = usable_cores() if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "system": f"{platform.system()} {platform.release()}",
         "python": f"{platform.python_version()} at {sys.executable}",
         "packages": ", ".join(map(_version, PACKAGES)),
-        "cores": str(cores),
+        "cores": str(usable_cores()),
         "gpus": _gpus(),
     }
 
@@ -54,7 +51,7 @@ def probe(gpu: str | None = None) -> dict[str, str]:
 def driver_version() -> str | None:
     """Return the version of the NVIDIA driver; None where there is none."""
     with contextlib.suppress(OSError):
-        if found := re.search(r"\b\d+\.\d[\d.]*", Path(DRIVER).read_text()):
+        if found := re.search(r"\b\d+\.\d[\d.]*", NVIDIA_DRIVER_FILE.read_text()):
             return found.group()
     listed = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
     return listed[0] if listed else None

@@ -11,12 +11,12 @@ import errno
 import fcntl
 import os
 import signal
-import struct
 from pathlib import Path
+
+from executors.process import lock_holder, open_process, signal_open_process
 
 NAME = "supervisors.lock"
 RANKS_PER_ATTEMPT = 1 << 20  # each attempt has a stretch of the file, which stays empty
-FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
 
 def open_locks(folder: Path) -> int:
@@ -37,10 +37,10 @@ def wake(folder: Path, rank: int, attempt: int) -> bool:
     if pid is None:
         return False
     with contextlib.suppress(OSError):  # it has ended, or is another user's
-        descriptor = os.pidfd_open(pid)
+        descriptor = open_process(pid)
         try:
             if holder(folder, rank, attempt) == pid:  # else it ended, and the pid may be another's by now
-                signal.pidfd_send_signal(descriptor, signal.SIGUSR1)
+                signal_open_process(descriptor, signal.SIGUSR1)
                 return True
         finally:
             os.close(descriptor)
@@ -54,12 +54,10 @@ def holder(folder: Path, rank: int, attempt: int) -> int | None:
     except OSError:
         return None
     try:
-        asked = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, attempt * RANKS_PER_ATTEMPT + rank, 1, 0)
-        kind, _, _, _, pid = struct.unpack(FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+        return lock_holder(descriptor, attempt * RANKS_PER_ATTEMPT + rank)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
         return None
     finally:
         os.close(descriptor)
-    return pid if kind != fcntl.F_UNLCK and pid > 0 else None  # of another machine on a network file system: negative

@@ -8,6 +8,8 @@ import select
 import signal
 import time
 
+from executors.process import wakeup_pipe
+
 LONGEST_S = 60.0
 
 
@@ -22,7 +24,7 @@ class Wakeups:
         self._launcher_pidfd = launcher_pidfd
         self.signals: tuple[signal.Signals, ...] = (signal.SIGCHLD, signal.SIGUSR1)
         """Those that wake it; they do nothing else."""
-        self.descriptors = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self.descriptors = wakeup_pipe()
         """What a rank must not keep."""
 
     def listen(self) -> None:

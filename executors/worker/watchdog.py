@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from executors.attempt.outcome import describe_end
 from executors.native import RunSpec
-from executors.process import Activity, activity
+from executors.process import Activity, activity, open_file_of
 from executors.replica.shared_page import ATOMIC_LIMIT_S, STEPS, SharedPage
 from executors.task.policy import DEFAULT_START_S, HangLimits
 from executors.worker.activity import ActivityMeter
@@ -360,10 +360,9 @@ class Watchdog:
         if not is_able or (seen is not None and seen.is_stopped):
             return None
         try:
-            path = f"/proc/{self._pid}/fd/{int(self._page.stacks_file)}"
-            if STACKS_NAME not in os.readlink(path):
+            file = open_file_of(self._pid, int(self._page.stacks_file), STACKS_NAME)
+            if file is None:
                 return None  # the user's code closed it, and has another one of that number
-            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             os.ftruncate(file, 0)
         except OSError:
             return None

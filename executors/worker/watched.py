@@ -16,6 +16,7 @@ from time import monotonic
 from types import FrameType
 
 from executors.errors import HangError
+from executors.process import memory_file
 from executors.replica.shared_page import SharedPage
 
 SIGRTMIN: int = getattr(signal, "SIGRTMIN", 34)  # macOS has none; there only `inline` runs, which is not watched
@@ -32,8 +33,8 @@ def be_watched(page: SharedPage) -> None:
     """Begin to beat, and to answer signals. Called by the main thread of a process of our own."""
     global _page
     _page = page
-    with contextlib.suppress(OSError, AttributeError):  # a sandbox, or a Python, without it: no stacks
-        file = os.memfd_create(STACKS_NAME)
+    with contextlib.suppress(OSError, AttributeError):  # a sandbox or a system without it: no stacks
+        file = memory_file(STACKS_NAME)
         fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # the supervisor truncates it
         faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
         page.stacks_file = file

@@ -42,6 +42,24 @@ SDKS = {
     "mlflow": "executors/report/trackers/mlflow.py",
 }
 STANDS_ALONE = "executors/shipping/bootstrap.py"  # runs where our packages are not yet
+SYSTEMS = "executors/process.py"
+"""The only file that calls what one operating system has and another lacks."""
+OF_ONE_SYSTEM = (
+    *("sys.platform", "platform.system", "os.uname", "os.name"),
+    *("os.pipe2", "os.pidfd_open", "signal.pidfd_send_signal", "os.memfd_create", "os.sched_getaffinity"),
+    *("os.O_TMPFILE", "os.O_DIRECT", "os.eventfd", "os.posix_fadvise", "os.copy_file_range", "os.splice"),
+    *("os.getxattr", "os.setxattr", "os.waitid", "os.setns", "os.unshare", "os.getrandom", "os.fdatasync"),
+    *("signal.SIGRTMIN", "signal.sigtimedwait", "signal.sigwaitinfo", "select.epoll", "select.kqueue"),
+    *("socket.SO_PEERCRED", "socket.SOCK_CLOEXEC", "mmap.MAP_POPULATE", "resource.prlimit", "inotify_simple.INotify"),
+)
+OF_LINUX = ("/proc/", "/sys/fs/", "/dev/shm", "prctl")
+SYSTEMS_ALLOWED = {
+    ("executors/worker/probe.py", "platform.system"): "doctor prints the name of the system",
+    ("executors/worker/activity.py", "/proc/"): "measures for a supervisor, which needs Linux; one idea, one file",
+    ("executors/worker/chaos.py", "/sys/fs/"): "`--chaos oom` needs root and control groups, and says so elsewhere",
+    ("executors/shipping/bootstrap.py", "/proc/"): "stands alone, and runs in a container",
+    ("executors/backends/kubernetes_manifest.py", "/dev/shm"): "a path in a container",
+}
 TESTING = ("executors.testing", "diloco.testing")
 REPEATED = ("__init__.py", "__main__.py", "errors.py", "executor.py", "protocol.py")
 MAX_PRIVATE_PARAMETERS = 7  # besides self
@@ -179,6 +197,37 @@ def test_an_sdk_is_imported_by_its_own_adapter_alone_and_lazily() -> None:
             imported = imports_of(path, only_at_the_top=bool(is_at_home))
             offenders += [f"{name} imports {other}" for other in imported if is_inside(other, sdk)]
     assert offenders == []
+
+
+def test_one_file_alone_knows_operating_systems() -> None:
+    found = set()
+    for path in files_of("executors", "diloco").values():
+        where = str(path.relative_to(ROOT))
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                name = f"{node.value.id}.{node.attr}"
+                found |= {(where, name)} if name in OF_ONE_SYSTEM else set()
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
+                found |= {(where, part) for part in OF_LINUX if node.value.startswith(part)}
+    assert {each for each in found if each[0] != SYSTEMS} <= SYSTEMS_ALLOWED.keys(), "put the call into that file"
+
+
+def test_on_windows_importing_and_the_command_say_one_sentence() -> None:
+    code = """
+import sys
+sys.platform = "win32"
+sys.modules.update(resource=None, fcntl=None)  # which Windows lacks: an import is an ImportError
+{}
+"""
+    for last in (
+        "import executors",
+        "from executors.cli import main",
+        "import runpy; runpy.run_module('executors.cli')",
+    ):
+        command = [sys.executable, "-c", code.format(last)]
+        told = subprocess.run(command, capture_output=True, text=True, check=False)
+        sentence = "replicas runs on Linux and macOS. On Windows, use WSL 2.\n"
+        assert (told.returncode, told.stdout, told.stderr) == (1, "", sentence)
 
 
 def test_the_contract_suites_are_imported_by_tests_alone() -> None:

@@ -14,12 +14,14 @@ import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from grpclib import Status
 from servers.modal.server import TOKEN_SECRET, ModalServer
 from servers.s3.server import CREDENTIALS, S3Server
+from support.cli import Folder, HereInstead
 from support.modal import alive, create_of, of_backend
 from support.sandboxes import gpu
 
@@ -394,3 +396,25 @@ def test_ctrl_c_during_the_wait_for_a_gpu_ends_everything(modal_runs: ModalServe
     assert alive(modal_runs) == []
     rows = attach("otter").outcomes()
     assert [(str(row.status), row.reason) for row in rows] == [("cancelled", "cancelled")] * 4
+
+
+# The command
+
+
+def test_a_version_of_python_is_a_text_wherever_an_option_is_given(
+    modal_runs: ModalServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = HereInstead(Folder(Path.cwd()), monkeypatch, capsys)
+    launch = ("launch", "job.py:main", "--backend", "modal", "--n", 1, "--dry-run")
+    for version in ("3.14", "3.10"):  # as a number, the second is 3.1
+        told = here.replicas(*launch, "--option", f"python_version={version}", "--option", "memory_mb=512")
+        (job,) = told.json["request"]["jobs"]
+        assert (job["image"]["debian_slim"], job["memory"]) == (version, 512)
+    monkeypatch.setenv("REPLICAS_OPTION", "python_version=3.10 memory_mb=512")
+    (job,) = here.replicas(*launch).json["request"]["jobs"]
+    assert (job["image"]["debian_slim"], job["memory"]) == ("3.10", 512)
+    monkeypatch.delenv("REPLICAS_OPTION")
+    Path("replicas.toml").write_text("[option.modal]\npython_version = 3.10\n")
+    told = here.replicas(*launch)
+    assert (told.code, "takes str | None, got 3.1. Write it in quotes." in told.stderr) == (2, True), told
+    assert modal_runs.sandboxes == []

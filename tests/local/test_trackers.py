@@ -9,6 +9,7 @@ import struct
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,7 @@ def test_trackio_has_a_run_for_each_rank_that_its_next_attempt_goes_on_with(
     run = tracked_and_resumed(local, "trackio", {"TRACKIO_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1"})
     rows: dict[tuple[str, str], list[float]] = {}
     (database,) = tmp_path.glob("replicas*.db")
-    with sqlite3.connect(database) as connection:
+    with closing(sqlite3.connect(database)) as connection:  # else Python 3.13 warns in a later test
         for name, text in connection.execute("SELECT run_name, metrics FROM metrics ORDER BY id"):
             rows.setdefault((name, "loss"), []).extend(v for k, v in json.loads(text).items() if k == "loss")
         configs = [json.loads(text) for (text,) in connection.execute("SELECT config FROM configs")]

@@ -107,12 +107,20 @@ class Folder:
         self.path = path
         (path / "job.py").write_text(JOB)
 
+    def command(self, *arguments: object) -> list[str]:
+        """Return the program and the arguments of one call of the command."""
+        return [*COMMAND, *map(str, arguments)]
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment in which the command is called."""
+        return dict(os.environ)
+
     def replicas(self, *arguments: object, environ: dict[str, str] | None = None) -> Result:
         """Call the command and wait for its end."""
         done = subprocess.run(
-            [*COMMAND, *map(str, arguments)],
+            self.command(*arguments),
             cwd=self.path,
-            env={**os.environ, "COLUMNS": "120", **(environ or {})},
+            env={**self.environment(), "COLUMNS": "120", **(environ or {})},
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,
@@ -133,8 +141,9 @@ class Folder:
         output = self.path / f"output-{os.urandom(4).hex()}"
         with open(output, "wb") as file:
             process = subprocess.Popen(
-                [*COMMAND, *map(str, arguments)],
+                self.command(*arguments),
                 cwd=self.path,
+                env=self.environment(),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

@@ -7,7 +7,6 @@ import functools
 import os
 import re
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from executors.backends.local.zygote_client import ZygoteClient, zygote
 from executors.errors import BackendError, EntrypointArgumentsError, EntrypointImportError, LaunchError, StoreError
 from executors.logs import last_of
 from executors.native import Log, Observation, Parent, Recordable, RunSpec, Unfinished
-from executors.process import is_alive, this_machine
+from executors.process import CAN_SUPERVISE, is_alive, system_name, this_machine
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
 from executors.run.run_index import folder_of_run, local_store, remember, settle, state_dir, state_path
@@ -112,7 +111,7 @@ class LocalProcessExecutor:
 
     def warm_up(self) -> None:
         """Let the process that forks replicas begin its imports, without waiting for it."""
-        if sys.platform == "linux" and not self.finds_imports:
+        if CAN_SUPERVISE and not self.finds_imports:
             zygote(self.preload).start()
 
     def _zygote(self, entrypoint: object, env: Mapping[str, str] | None = None) -> ZygoteClient:
@@ -135,8 +134,7 @@ class LocalProcessExecutor:
 
         An entrypoint given by name is imported and its arguments are bound in a throw-away process.
         """
-        if sys.platform != "linux":
-            raise BackendError(f"The local backend needs Linux; this is {sys.platform}.")
+        _refuse_other_systems()
         if n_replicas < 1:
             raise ValueError(f"n must be at least 1, got n={n_replicas}.")
         if timeout is not None and not timeout > 0:
@@ -185,6 +183,7 @@ class LocalProcessExecutor:
             LaunchError: a replica could not be started; those before it were ended.
             RunExistsError: this machine knows a run of the same id in another store.
         """
+        _refuse_other_systems()  # here, too: a resume and an addition launch without the check
         if run is None:
             self.check_launch(n_replicas, entrypoint, entrypoint_args, gpu=gpu, timeout=timeout)
             request = LaunchRequest(entrypoint=entrypoint, n=n_replicas, args=entrypoint_args, gpu=gpu, timeout=timeout)
@@ -375,6 +374,15 @@ class _Watch(Record):
         is_restarted = host == its_host and boot != its_boot
         # Other machines may have the same name: that it is this one is known where the run was launched from here.
         return not is_restarted or folder_of_run(attempt.run_id, attempt.store.url) is None
+
+
+def _refuse_other_systems() -> None:
+    """Raises: BackendError: this system lacks what a supervisor of local replicas needs."""
+    if not CAN_SUPERVISE:
+        raise BackendError(
+            f"Backend 'local' needs Linux, and this machine runs {system_name()}. Use the backend inline for one "
+            "replica in this process, or a cloud backend such as modal or hf for several."
+        )
 
 
 def _gpus_of_this_machine() -> list[str]:

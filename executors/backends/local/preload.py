@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from executors.errors import EntrypointError, StoreError
-from executors.process import fork
+from executors.process import fork, open_paths, thread_names
 from executors.run.run_index import state_path
 from executors.task.entrypoint import find_definition, find_module, find_source
 
@@ -117,22 +117,14 @@ def import_named(name: str) -> None:
 
 def _threads() -> int:
     """Count the threads of this process that would not survive a fork as they should."""
-    if len(os.listdir("/proc/self/task")) > 1:
+    if len(thread_names()) > 1:
         pid = fork()  # at which OpenBLAS ends its threads, to start them again when they are needed
         if pid == 0:
             os._exit(0)
         os.waitpid(pid, 0)
-    found = 0
-    for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError):  # it has ended
-            found += Path(f"/proc/self/task/{thread}/comm").read_text().strip() not in SAFE_THREADS
-    return found
+    return sum(name not in SAFE_THREADS for name in thread_names())
 
 
 def _gpus() -> int:
     """Count the open files of GPUs."""
-    found = 0
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found += os.readlink(f"/proc/self/fd/{number}").startswith(("/dev/nvidia", "/dev/kfd"))
-    return found
+    return sum(path.startswith(("/dev/nvidia", "/dev/kfd")) for path in open_paths())

@@ -26,7 +26,7 @@ from executors.backends.local.rank import become_supervisor
 from executors.backends.local.request import LocalLaunch, adopt, receive, send
 from executors.errors import EntrypointArgumentsError, EntrypointError
 from executors.module_search import reserve_names
-from executors.process import die_with_parent, fork, private_file
+from executors.process import die_with_parent, fork, open_process, private_file, wakeup_pipe
 from executors.replica import leave_process_group
 from executors.task.arguments import check_call
 from executors.task.entrypoint import command_for, load_entrypoint
@@ -47,11 +47,11 @@ def main() -> None:
 def serve(descriptor: int, launcher: int, preload: list[str]) -> None:
     """Be the zygote: import, then answer requests until the launcher is gone."""
     connection = socket.socket(fileno=descriptor)
-    launcher_pidfd = os.pidfd_open(launcher)
+    launcher_pidfd = open_process(launcher)
     if os.getppid() != launcher:
         return  # it ended before we could watch it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the launcher's business
-    wakeup, wakeup_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    wakeup, wakeup_writer = wakeup_pipe()
     signal.set_wakeup_fd(wakeup_writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     leave_process_group()  # a preloaded library may read these variables once, when it is imported
@@ -134,7 +134,7 @@ def _fork_and_hear(be: Callable[[int], NoReturn], close: list[int], launcher_pid
     Raises:
         OSError: this machine has no room for another process.
     """
-    reader, writer = os.pipe2(os.O_CLOEXEC)
+    reader, writer = os.pipe()
     try:
         pid = fork()
     except OSError:

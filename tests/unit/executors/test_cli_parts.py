@@ -23,6 +23,7 @@ from executors.cli.output import (
 )
 from executors.cli.summary import exit_code, find_summary
 from executors.protocol import Outcome, Reason
+from executors.registry import OptionText, read_options
 
 
 def outcome(rank: int, reason: Reason | None = None) -> Outcome:
@@ -85,6 +86,7 @@ class Typed:
         labels: Mapping[str, str] | None = None,
         on: bool = False,
         anything: Any = None,
+        text: str | None = None,
         untyped=None,
     ) -> None: ...
 
@@ -111,6 +113,32 @@ def test_the_value_of_an_option_has_the_type_its_constructor_declares() -> None:
         with pytest.raises(UsageProblem, match=f"Option '{option}' of backend 'typed' takes"):
             check_options("typed", Typed, {option: bad})
     check_options("unresolved", Unresolved, {"gpu": "any"})
+
+
+def test_the_text_of_an_option_is_read_as_its_constructor_wants_it() -> None:
+    for option, text, expected in (
+        ("count", "3", 3),
+        ("count", "null", None),
+        ("speed", "3.14", 3.14),
+        ("names", '["a"]', ["a"]),
+        ("on", "true", True),
+        ("text", "3.14", "3.14"),
+        ("text", "007", "007"),
+        ("text", "1e3", "1e3"),
+        ("text", "true", "true"),
+        ("text", "null", None),
+        ("text", '"quoted"', "quoted"),
+        ("text", "a text", "a text"),
+        ("untyped", "3", 3),
+        ("of another class", "3", 3),
+    ):
+        read = read_options(Typed, {option: OptionText(text)})[option]
+        assert (type(read), read) == (type(expected), expected), (option, text)
+    check_options("typed", Typed, {"text": OptionText("3.14")})
+    with pytest.raises(UsageProblem, match=r"Option 'text' of backend 'typed' takes str \| None, got \['a'\]"):
+        check_options("typed", Typed, {"text": OptionText('["a"]')})
+    with pytest.raises(UsageProblem, match=r"got 3\.1\. Write it in quotes\."):
+        check_options("typed", Typed, {"text": 3.10})
 
 
 def test_an_option_is_described_by_its_signature_and_its_docstring() -> None:
