@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ from diloco.attached_state import AttachedState
 from diloco.errors import DiLoCoError
 from diloco.fragments import FragmentSpec, check_sizes, plan_fragments
 from diloco.model_state import ModelState
+from diloco.one_process import check_is_one_process, check_is_opener
 from diloco.outer_optimizer import OptimizerFactory
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import find_place
@@ -164,6 +166,8 @@ class DiLoCo:
         _begun_at: int = 0,
     ) -> None:
         place = find_place(store, run_id, rank, world_size)
+        check_is_one_process(place, rank)
+        self._pid = os.getpid()
         self._liaison = ReplicaLink(place.replica, name)
         limits = _limits or Limits(grace_s=grace_s, round_timeout_s=round_timeout_s)
         if place.is_alone:  # its memory is not to fill up: what a mean is made of is deleted behind the last snapshot
@@ -180,7 +184,7 @@ class DiLoCo:
         patience_s, proof = limits.error_patience_s, proof_of(settings.key)
         patient = PatientStore(place.store, clock=monotonic, error_patience_s=patience_s, copies=proof.copies)
         keys = Keys(place.run_id, name)
-        me = place.identify(patient, keys)
+        me = place.identify(patient, keys, proof)
         self._name = (me.nonce, name)
         check_is_free(self._name)
         self._model_state.rank, self._model_state.is_back = me.rank, me.attempt > 0
@@ -330,7 +334,7 @@ class DiLoCo:
         self._close(in_order=True)
 
     def _close(self, *, in_order: bool) -> None:
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:  # a forked process does not leave for the one that opened this
             return
         self._closed = True
         is_open.pop(self._name, None)
@@ -432,6 +436,7 @@ class DiLoCo:
 
     def _in_round(self, act: Callable[[], list[RoundReport]]) -> list[RoundReport]:
         """Return the rounds that something brings about, once they are reported and what is attached is kept."""
+        check_is_opener(self._pid)
         began = monotonic()
         with self._liaison.waiting("round"):
             reports = act()
@@ -485,5 +490,6 @@ class DiLoCo:
         self._workers.uploads.finish()
 
     def _check_open(self) -> None:
+        check_is_opener(self._pid)
         if self._closed:
             raise DiLoCoError("This DiLoCo is closed: it has left the run.")

@@ -74,6 +74,10 @@ class Keys:
     def mean(self, entry: int, shard: int) -> str:
         return self._under(f"r{entry}/mean/{shard}")
 
+    def process(self, rank: int, attempt: int) -> str:
+        """Return the key of the record of which process of an attempt takes part."""
+        return self._under(f"process/{rank}/{attempt}")
+
     def bye(self, rank: int, attempt: int) -> str:
         return self._under(f"bye/{rank}/{attempt}")
 

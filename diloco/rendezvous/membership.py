@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import secrets
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import monotonic, sleep
-from typing import Literal
+from typing import Literal, Self
 
 from diloco.errors import AbortedError, DiLoCoError, FencedError
+from diloco.rendezvous.envelope import BadRecordError, frame, reading, typed, unframe
 from diloco.rendezvous.frames import Contribution, Seal
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.patient_store import PatientStore
-from diloco.rendezvous.proof import check_key, check_signed
+from diloco.rendezvous.proof import Proof, check_key, check_signed
 from executors.errors import CorruptObjectError, ReplicasError, RunNotFoundError
 from executors.replica import Replica, current_replica, find_replica, run_key
 from executors.store import MemoryStore, Store, store_at
@@ -29,6 +32,7 @@ from executors.store.run_key import key_id
 log = logging.getLogger(__name__)
 
 JOIN = "join"
+MAX_HOST = 255
 MISREAD = 3
 """So many readings that are no record mean that there is none."""
 DELETED_LOOKS, DELETED_LOOK_S = 3, 10.0
@@ -122,12 +126,83 @@ def _owner(claimed: memoryview | None) -> str | None:
         return None
 
 
-_claimed: dict[tuple[str, str, int | None], str] = {}
+_claimed: dict[tuple[str, str, int | None, int], str] = {}
 
 
 def process_nonce(url: str, run_id: str, rank: int | None) -> str:
-    """Return this process's one nonce for a rank (None: a joiner) of a run: several DiLoCos share one claim."""
-    return _claimed.setdefault((url, run_id, rank), secrets.token_hex(8))
+    """Return this process's one nonce for a rank (None: a joiner) of a run: several DiLoCos share one claim.
+
+    A process that was forked is another one, which has nonces of its own.
+    """
+    return _claimed.setdefault((url, run_id, rank, os.getpid()), secrets.token_hex(8))
+
+
+@dataclass(frozen=True, slots=True)
+class Opener:
+    """The content of `process/<rank>/<attempt>`: the process of an attempt that opened a DiLoCo of a name."""
+
+    nonce: str
+    pid: int
+    host: str
+
+    def data(self, key: str, proof: Proof) -> bytes:
+        """Return the record as it is stored under a key."""
+        return frame({"nonce": self.nonce, "pid": self.pid, "host": self.host[:MAX_HOST]}, key, proof)
+
+    @classmethod
+    def parse(cls, data: memoryview, key: str, proof: Proof) -> Self:
+        """Return the record that a replica has stored under a key.
+
+        Raises:
+            BadRecordError: these bytes are not such a record.
+        """
+        fields, _, _ = unframe(data, key, proof)
+        with reading("record of a process"):
+            nonce, pid, host = typed(str, fields["nonce"]), typed(int, fields["pid"]), typed(str, fields["host"])
+            if len(nonce) > MAX_HOST or len(host) > MAX_HOST:
+                raise ValueError(f"more than {MAX_HOST} characters")
+            return cls(nonce, pid, host)
+
+
+def claim_process(store: PatientStore, keys: Keys, me: Identity, proof: Proof, pause: Callable[[], None]) -> None:
+    """Claim this attempt's part in a rendezvous for this process, which may have claimed it before.
+
+    The processes of a replica share its rank and its nonce. Two of them would be one replica to all others, and the
+    work of one would silently be lost.
+
+    Args:
+        store: the store of the run.
+        keys: the keys of the rendezvous.
+        me: the replica that this process takes itself for.
+        proof: what proves records: a forged one must not keep the replica out of a signed run.
+        pause: waits before the store is asked again.
+
+    Raises:
+        DiLoCoError: another process of this attempt has claimed it.
+    """
+    key, mine = keys.process(me.rank, me.attempt), process_nonce(store.store.url, keys.run_id, me.rank)
+    while True:
+        store.create(key, Opener(mine, os.getpid(), socket.gethostname()).data(key, proof))
+        data = store.peek(key, size=MAX_RECORD_BYTES)
+        if data is None:
+            pause()
+            continue
+        try:
+            opener = Opener.parse(data, key, proof)
+        except BadRecordError as error:
+            store.note_bad(key, data)
+            if store.bad_readings(key) >= MISREAD:  # better several processes unseen than a replica kept out
+                log.warning("Whether other processes of rank %s take part is not known: %s (%s)", me.rank, error, key)
+                return
+            pause()
+            continue
+        if opener.nonce == mine:
+            return
+        raise DiLoCoError(
+            f"Rank {me.rank} takes part by another process already: {opener.pid} on {opener.host!r}, and this is "
+            f"{os.getpid()} on {socket.gethostname()!r}. DiLoCo takes one process per replica so far, so launch more "
+            "replicas instead of several processes in each."
+        )
 
 
 class Membership:
@@ -335,13 +410,21 @@ class Place:
             check_signed(record.key_id, None if key is None else key_id(key))
         return key
 
-    def identify(self, store: PatientStore, keys: Keys) -> Identity:
+    def identify(self, store: PatientStore, keys: Keys, proof: Proof) -> Identity:
         """Return the claim that this process has already, or claim the next attempt, or the next rank.
 
-        Raises: DiLoCoError: it has left under this name: nobody waits for it, and its run is where it was left.
+        Args:
+            store: the store of the run.
+            keys: the keys of the rendezvous.
+            proof: what proves records of the run.
+
+        Raises:
+            DiLoCoError: the replica has left under this name, so no other replica waits for it. Or another process of
+                the replica takes part.
         """
         replica = self.replica
-        if replica is not None and (replica.run_id, replica.rank) == (self.run_id, self.rank):
+        is_own = replica is not None and (replica.run_id, replica.rank) == (self.run_id, self.rank)
+        if is_own and replica is not None:
             me = Identity(replica.rank, self.world_size, replica.attempt, replica.nonce)
         else:
             nonce = process_nonce(store.store.url, self.run_id, self.rank)
@@ -351,6 +434,8 @@ class Place:
                 f"The DiLoCo named {keys.name!r} of this replica has left, and this one would go on with its model, at "
                 "its step. Give each training another name: DiLoCo(model, name=…)."
             )
+        if is_own:  # else the claim is this process's own already
+            claim_process(store, keys, me, proof, lambda: sleep(0.01))
         return me
 
 

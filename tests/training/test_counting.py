@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -125,7 +126,7 @@ def test_what_a_seal_counted_after_a_state_was_kept_is_not_there_again_in_who_st
 
     def dying(where: Mapping[str, Any]) -> None:
         train_until(3, *begin(where))
-        del _claimed["memory://", "test", 0]  # from here on as another process
+        del _claimed["memory://", "test", 0, os.getpid()]  # from here on as another process
         died.set()
         gone_on.wait()
         model, diloco = begin(where)
