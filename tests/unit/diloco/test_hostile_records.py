@@ -88,6 +88,7 @@ LISTS: list[Any] = [None, True, 3, "1", {}, {"0": 1}, [[1]], [None], ["1"], [Tru
 FLAGS: list[Any] = [0, 1, None, "true", []]
 TENSORS: list[Any] = [None, 3, [], [[2], "float32"], [2, "float32", 0]]
 CONTRACTS: list[Any] = [None, True, 3, "{}", [], {"tensors": None}, {"tensors": []}]
+GIVEN: list[Any] = [[], "total_steps", {"total_steps": [1]}, {"total_steps": {}}]
 MEMBERS: list[Any] = [[], {}, None, 3, "0", True, {"0": None}, {"0": []}, {"0": {}}, {"0": "nonce"}]
 RANKS = ["-1", "1.0", "", " 1", "0x1", "٣", "1" * 5_000, "nan", "00000000"]
 WHOLE = [number for number in NUMBERS if not (isinstance(number, int) and number is not True and number >= 0)]
@@ -142,7 +143,7 @@ HOSTILE_POINTERS: list[dict[str, Any]] = [
     *({"contract": value} for value in CONTRACTS),
     *({"first": value} for value in (None, "1", 0.5, [1])),
     *({"contract": {"tensors": {"w": value}}} for value in TENSORS),
-    *({"contract": {"given": value}} for value in ([], "total_steps", {"total_steps": [1]}, {"total_steps": {}})),
+    *({"contract": {"given": value}} for value in GIVEN),
 ]
 Parse = Callable[[bytes], object]
 TABLES: list[tuple[str, Parse, dict[str, Any], list[dict[str, Any]]]] = [
