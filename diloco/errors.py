@@ -4,6 +4,7 @@
     ├── QuorumTimeoutError           also TimeoutError; names the missing ranks
     ├── ContributionError            names, shapes, dtypes or finiteness; also ValueError
     ├── DuplicateWorkError           several replicas train on the same data
+    ├── StaleCopyError               an optimizer undid a round
     ├── DivergenceError              two anchors for one round
     ├── FencedError                  a newer attempt owns this rank
     └── AbortedError                 a peer aborted the run
@@ -39,6 +40,17 @@ class ContributionError(DiLoCoError, ValueError):
 
 class DuplicateWorkError(DiLoCoError):
     """Other replicas send the same work, round after round: they train on the same data."""
+
+
+class StaleCopyError(DiLoCoError):
+    """An optimizer keeps a copy of the weights and put a parameter back to its value before a round.
+
+    Example:
+        try:
+            diloco.step()
+        except StaleCopyError as error:
+            print(error)  # names the parameter, the optimizer and the remedy
+    """
 
 
 class DivergenceError(DiLoCoError):

@@ -46,6 +46,8 @@ class ModelState:
         self.rank = settings.rank
         self.before_hold: Callable[[], None] = lambda: None
         """Called before work is held: until that is handed over, the rounds do nothing beside the training."""
+        self.before_merge: Callable[[], None] = lambda: None
+        """Called before the live parameters are changed by a round; perhaps several times for one."""
         self.is_back = False
         """Whether this is a later attempt of its rank, whose own buffers may have changed since the run began."""
         self._frozen = marks_of_frozen(model)
@@ -137,6 +139,8 @@ class ModelState:
 
     @torch.no_grad()
     def merge(self) -> None:
+        if any(shadow.has_landed for shadow in self._shadows):
+            self.before_merge()
         for shadow in self._shadows:
             shadow.merge()
 
@@ -183,6 +187,7 @@ class ModelState:
         elif verdict is Verdict.COUNTED and packed is not None and not self.wire.is_exact and may_tell_lost:
             sent = decoded(self.wire, [packed.kept], fragment.n_elements, self._block_elements)
             if not shadow.is_held:
+                self.before_merge()
                 what_is_lost, block = Lost(), self._block_elements
                 around = partial(shadow.stepped_in_place, sent=sent, lost=what_is_lost, block_elements=block)
                 return Applied(self._step(entry, mean, around), what_is_lost.share)

@@ -21,6 +21,7 @@ from typing import Any, Literal, Self
 
 from torch import Tensor, nn
 
+from diloco.also import AlsoAveraged, TensorsAsModule
 from diloco.attached_state import AttachedState
 from diloco.errors import DiLoCoError
 from diloco.fragments import FragmentSpec, check_sizes, plan_fragments
@@ -36,6 +37,7 @@ from diloco.rendezvous.round import Context, Limits, RoundReport
 from diloco.replica_link import ReplicaLink, check_is_free, is_open, leave_all
 from diloco.same_data import SameData, SameDataMode
 from diloco.settings import Settings, check_wires
+from diloco.stale_copies import EarlyCopies, StaleCopies
 from diloco.training_loop import TrainingLoop
 from diloco.unshared_state import FIRST_BYTES, LATER_BYTES, RestWriter
 from diloco.workers import Workers
@@ -168,7 +170,10 @@ class DiLoCo:
         place = find_place(store, run_id, rank, world_size)
         check_is_one_process(place, rank)
         self._pid = os.getpid()
+        where = {"store": store, "run_id": run_id, "rank": rank, "world_size": world_size, "key": key}
+        self._where: dict[str, Any] = where  # for the DiLoCos of what is averaged besides
         self._liaison = ReplicaLink(place.replica, name)
+        self._limits = _limits
         limits = _limits or Limits(grace_s=grace_s, round_timeout_s=round_timeout_s)
         if place.is_alone:  # its memory is not to fill up: what a mean is made of is deleted behind the last snapshot
             snapshot_every, limits = 1, replace(limits, small_bytes=0)
@@ -203,8 +208,15 @@ class DiLoCo:
         self._same_data = SameData(same_data, me.rank, place.replica, self._model_state.had_moved)
         self._participant = Participant(context)
         self._round_s, self._closed, kept = 0.0, False, self._attached.kept
+        self._is_also, self._also = isinstance(model, TensorsAsModule), list[tuple[DiLoCo, TensorsAsModule]]()
+        self._stale = StaleCopies(model, fragments_)
+        self._early = EarlyCopies(model, () if me.attempt else self._stale.names)
+        self._stale.before_merge()
         with self._liaison.waiting("first anchor"):
             self._participant.start(None if kept is None else kept.restored(self._model_state.sizes()))
+        self._stale.after_merge("the first anchor")
+        self._early.look()
+        self._model_state.before_merge = self._stale.before_merge
         if context.origin is not None and kept is None:
             self._attached.take_over(context.origin, self.rounds)
         if self._rest is not None and self._participant.has_begun_the_run:
@@ -236,6 +248,7 @@ class DiLoCo:
             FencedError: a newer attempt of this rank has begun; this one is to end.
             AbortedError, RunNotFoundError: a peer aborted the run, or it was deleted.
             DuplicateWorkError: other replicas train on the same data.
+            StaleCopyError: the optimizer undid the round before, from a copy of the weights of its own.
             SystemExit: this replica is asked to end (`Replica.ending_s`). What is attached was kept.
         """
         self._check_open()
@@ -245,7 +258,12 @@ class DiLoCo:
             self._undo_step()
             return None
         self._loop.step_called()
+        self._stale.check(self._also_pointers)
+        self._early.warn()
         reports = self._in_round(self._participant.step)
+        for other, _ in self._also:
+            if not other.is_over:
+                other._in_round(other._participant.step)
         self._leave_if_asked(after_round=bool(reports))
         return RoundReport.sum_of(reports) if reports else None
 
@@ -291,7 +309,10 @@ class DiLoCo:
         """
         self._check_open()
         self._liaison.progress()
-        return self._in_round(self._participant.sync)
+        reports = self._in_round(self._participant.sync)
+        for other, _ in self._also:
+            other._in_round(other._participant.sync)
+        return reports
 
     def attach_state(self, name: str, thing: Any, *, follow: bool = False, _lead: int | None = None) -> None:
         """Keep a state with the snapshots, so that this rank's next attempt goes on with it and the loss has no bump.
@@ -320,6 +341,51 @@ class DiLoCo:
         """
         self._check_open()
         self._attached.attach(name, thing, self.inner_step, follow=follow, lead=_lead)
+        self._stale.warn_of_copies(thing, self._also_pointers())
+
+    def average_also(self, thing: AlsoAveraged) -> None:
+        """Average tensors outside the model in each round, too: an EMA of the weights, or an optimizer's copies.
+
+            ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+            diloco.average_also(ema)
+
+        Every replica then has the same EMA after each round and after `close()`. Each value becomes its plain average
+        over the replicas; the outer optimizer does not touch it. All replicas must call this in the same order, before
+        their first step. It costs as many bytes a round as a model of that size.
+
+        A copy that was made before `DiLoCo(model)` takes the values of the first anchor.
+
+        Args:
+            thing: a module, with its frozen parameters and its saved buffers of floats; a mapping from names to
+                tensors; or a function that returns such a mapping, for tensors that are replaced by new ones.
+
+        Raises:
+            TypeError: it is none of these.
+            ValueError: it has no tensor of floats.
+            DiLoCoError: this replica has made a step already.
+        """
+        self._check_open()
+        if self._participant.phase.n_steps:
+            raise DiLoCoError("average_also() must be called before the first step(): the others have none of it yet.")
+        tensors = TensorsAsModule(thing)
+        self._early.take_anchor(tensors.tensors().values())
+        names = (
+            "inner_steps", "round_seconds", "total_steps", "total_rounds", "wire", "mean_wire", "late", "carry_rounds",
+            "min_quorum", "grace_s", "round_timeout_s", "weight", "snapshot_every",
+        )  # fmt: skip
+        options: dict[str, Any] = {name: getattr(self._settings, name) for name in names}
+        other = DiLoCo(
+            tensors, outer_lr=1.0, outer_momentum=0.0, allow_no_rounds=True, same_data="allow",
+            name=f"{self._name[1]}.also{len(self._also)}", _limits=self._limits, _begun_at=self._settings.begun_at,
+            **options, **self._where,
+        )  # fmt: skip
+        other._same_data.expect_no_moves()
+        other._model_state.before_hold = tensors.refresh
+        self._also.append((other, tensors))
+
+    def _also_pointers(self) -> set[int]:
+        """Return where the tensors that are averaged besides lie in memory."""
+        return {tensor.data_ptr() for _, tensors in self._also for tensor in tensors.tensors().values()}
 
     def close(self) -> None:
         """Apply what is in flight, give the model the anchor, and leave the run. Safe to call again.
@@ -337,6 +403,7 @@ class DiLoCo:
         if self._closed or os.getpid() != self._pid:  # a forked process does not leave for the one that opened this
             return
         self._closed = True
+        self._stale.close()
         is_open.pop(self._name, None)
         try:
             with self._liaison.waiting("round"):
@@ -350,6 +417,11 @@ class DiLoCo:
             self._workers.uploads.finish()
             if self.rounds:  # otherwise the anchor is where the run began, and the live values are all there is
                 self._model_state.take_anchor()
+            if self._is_also:
+                return  # the DiLoCo of the model says what was averaged
+            for other, tensors in self._also:
+                tensors.refresh()
+                other._close(in_order=True)
             phase, moved, is_alone = self._participant.phase, self._model_state.has_moved, self._participant.is_alone
             self._settings.check_what_was_averaged(
                 phase.n_steps, max(phase.made), self.rounds, moved, is_alone=is_alone
@@ -449,6 +521,7 @@ class DiLoCo:
             log.debug("rank %s: %s", self._settings.rank, RoundReport.sum_of(reports))
         self._round_s += monotonic() - began
         if reports:
+            self._stale.after_merge(f"round {reports[-1].round}")
             self._liaison.show(self.rounds, self._round_s)
         self._liaison.record(reports)
         self._liaison.note_step(self._participant.phase.run_step, self._settings.plan.total_steps)

@@ -41,6 +41,10 @@ class SameData:
         self._in_a_row = 0
         self._has_counted = False
 
+    def expect_no_moves(self) -> None:
+        """Say nothing where no value moves: an average of weights may not have begun yet."""
+        self._has_counted = True
+
     def check(self, reports: Iterable[RoundReport]) -> None:
         """Warn when it begins; show it beside the replica's other numbers while it lasts.
 

@@ -119,6 +119,11 @@ class Shadow:
                 self.memory[slot.start : slot.end].copy_(values.reshape(-1))
         self.is_held = True
 
+    @property
+    def has_landed(self) -> bool:
+        """Whether `merge` changes the live parameters."""
+        return self._kind is not None or self._shift is not None
+
     def merge(self) -> None:
         """Take what has landed into the live parameters, in float32 on their device."""
         kind, shift = self._kind, self._shift

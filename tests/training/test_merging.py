@@ -116,7 +116,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.filterwarnings("ignore:.* in nobody.s average", "ignore:Only .* rounds are planned")
+@pytest.mark.filterwarnings(
+    "ignore:.* in nobody.s average", "ignore:Only .* rounds are planned", "ignore:.*after the end of the run"
+)
 def test_the_thread_changes_no_bit(case: str) -> None:
     """Of anchors and live parameters, at no step, however fast it is."""
     options = dict(CASES[case])

@@ -1,0 +1,72 @@
+"""Tensors outside the model that are averaged in each round: an EMA's, or an optimizer's own copies of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from executors.errors import kind_of
+
+AlsoAveraged: TypeAlias = nn.Module | Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
+"""A module, tensors by name, or a function that returns these: of an optimizer that replaces its tensors."""
+
+
+class TensorsAsModule(nn.Module):
+    """A module whose parameters share their memory with given tensors, so that these can be averaged.
+
+    Args:
+        thing: where the tensors are. Only tensors of floating point numbers are taken; of a module its parameters,
+            frozen or not, and its saved buffers.
+
+    Raises:
+        TypeError: `thing` is none of these, or holds something that is not a tensor.
+        ValueError: it has no tensor of floating point numbers.
+
+    Example:
+        TensorsAsModule({"z": z})
+    """
+
+    def __init__(self, thing: AlsoAveraged) -> None:
+        super().__init__()
+        self._thing = thing if not isinstance(thing, nn.Module) else None
+        self._module = (thing,) if isinstance(thing, nn.Module) else ()  # in a tuple: it is not a submodule
+        self._names: list[str] = []
+        for number, (name, tensor) in enumerate(self.tensors().items()):
+            # By number: a parameter's name must have no dots. By shape: the error of another model names it.
+            self._names.append(name)
+            self.register_parameter(f"{number}:{name.replace('.', '/')}", nn.Parameter(tensor.detach()))
+        if not self._names:
+            raise ValueError(f"average_also() takes tensors of floating point numbers, and {kind_of(thing)} has none.")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name, as they are now."""
+        if self._module:
+            (module,) = self._module
+            saved = module.state_dict(keep_vars=True).keys()
+            found: Mapping[str, Tensor] = {
+                **dict(module.named_parameters()),
+                **{name: buffer for name, buffer in module.named_buffers() if name in saved},
+            }
+        else:
+            given = self._thing() if callable(self._thing) else self._thing
+            if not isinstance(given, Mapping):
+                raise TypeError(
+                    "average_also() takes a module, a mapping from names to tensors, or a function that returns such a "
+                    f"mapping, got {kind_of(given)}."
+                )
+            found = given
+        for name, tensor in found.items():
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"average_also() takes tensors, got {kind_of(tensor)} as {name!r}.")
+        return {str(name): tensor for name, tensor in found.items() if tensor.is_floating_point()}
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Share memory with the tensors that are there now: an optimizer may have made new ones."""
+        tensors = self.tensors()
+        for name, parameter in zip(self._names, self.parameters(), strict=True):
+            if parameter.data_ptr() != tensors[name].data_ptr():
+                parameter.data = tensors[name].detach()

@@ -1,0 +1,461 @@
+"""Copies of the parameters outside the model: recognised when they undo a round, or were made before the first anchor.
+
+An optimizer with a copy of its own (float32 master weights, the `z` of schedule-free optimizers) writes that copy into
+the model at its next step, and so undoes each round without a word. `StaleCopies` compares a few values of the
+parameters one step after a merge. Values nearer to where they were before the merge are a suspicion, and no proof: with
+rounds as short as a step, or a loss that one step minimizes, an honest optimizer does the same. So the next optimizer
+step is a test. The suspected values are moved far right before it, when the gradient is already computed, and looked at
+after it. An optimizer that steps the model's own parameters keeps the move; one with a copy does not.
+
+A copy alone is no fault either: it may take the merged values after each round. So the test convicts only together with
+a merge that was clearly undone, or with a second suspicion.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from threading import get_ident
+from typing import Any
+from weakref import ReferenceType, ref
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from diloco.errors import StaleCopyError
+from diloco.fragments import Fragment
+
+MOST_TENSORS = 8
+"""Parameters compared after one merge; the next merge compares the next ones. 8 take about 40 microseconds."""
+VALUES = 32
+"""Neighboring values compared of each."""
+CLEARED = 3
+"""Suspicions that the test refuted, after which an optimizer is trusted: each test moves a few values for a step."""
+STRIKES = 3
+"""Merges in a row, each undone though not clearly, that convict an optimizer with a copy of the weights."""
+FEW = 8
+"""A parameter with fewer values, as the bias of one output, is near its old value by chance too often."""
+UNTESTED = 3
+"""Merges in a row, each clearly undone, that convict an optimizer which is none of torch and so cannot be tested."""
+FAR = 16.0
+"""How many times the largest recent change of any compared value the test moves values."""
+CLEARLY = 0.5
+"""A merge was clearly undone where values are back to within this share of the way that it had moved them."""
+ENOUGH = 64
+"""Values, of two parameters at least, that are needed to say so."""
+Values = NDArray[np.float32]
+
+
+class _Sample:
+    """A few neighboring values of one parameter.
+
+    Args:
+        name, parameter: as the model has them.
+        start: the first value, of the flat parameter.
+    """
+
+    __slots__ = ("name", "parameter", "start")
+
+    def __init__(self, name: str, parameter: Tensor, start: int) -> None:
+        self.name, self.parameter, self.start = name, parameter, start
+
+    @property
+    def n_values(self) -> int:
+        return min(VALUES, self.parameter.numel())
+
+    def view(self) -> Tensor:
+        """Return the values as they are now, as a view of the parameter: what is written to it is written there."""
+        values = self.parameter.detach()
+        if values.is_contiguous():
+            return values.view(-1)[self.start : self.start + VALUES]
+        while values.dim() > 1:  # a convolution in channels_last: values beside each other in its last dimension
+            values = values[self.start % len(values)]
+        return values[:VALUES]
+
+    def read(self) -> Values:
+        """Return a float32 copy of the values."""
+        view = self.view()
+        if view.dtype == torch.float32 and view.device.type == "cpu":
+            return view.numpy().copy()  # a third of the time of the general way
+        return view.float().cpu().numpy().copy()
+
+
+def _read(samples: Sequence[_Sample]) -> Values:
+    """Return the values of some samples as (n_samples, VALUES), with zeros where a sample has fewer."""
+    values = np.zeros((len(samples), VALUES), np.float32)
+    for row, sample in zip(values, samples, strict=True):
+        view = sample.view()
+        if view.dtype != torch.float32 or view.device.type != "cpu":
+            view = view.float().cpu()
+        row[: len(view)] = view.numpy()
+    return values
+
+
+class StaleCopies:
+    """Watches one model for optimizers that put back what a merge has changed.
+
+    Args:
+        model: the one whose trainable parameters are shared.
+        fragments: its parts; only parameters are compared, since buffers are statistics.
+
+    Example:
+        stale = StaleCopies(model, fragments)
+        stale.before_merge(); merge(); stale.after_merge("round 3")
+        optimizer.step()
+        stale.check()  # StaleCopyError
+    """
+
+    def __init__(self, model: nn.Module, fragments: Sequence[Fragment]) -> None:
+        self._model = model
+        self.names = [
+            slot.name for f in fragments for slot in f.slots if slot.kind == "parameter" and slot.end > slot.start
+        ]
+        self._next = 0
+        """The first parameter to compare after the next merge."""
+        self._samples: list[_Sample] = []
+        """What is compared around the merge that goes on; empty between two merges."""
+        self._before: Values | None = None
+        """(n_samples, VALUES): what was read before it."""
+        self._merge: tuple[list[_Sample], Values, Values] | None = None
+        """What a merge has changed, with the values before and after it, until the next step was made."""
+        self._when = ""
+        """Which merge that was, for the message."""
+        self._test: _Test | None = None
+        self._n_cleared = self._n_untested = 0
+        self._convicts: list[str] = []
+        """Parameters of which the optimizer has a copy, and whose next merge will say whether it follows the rounds."""
+        self._n_strikes = 0
+        self._named = ""
+        """The optimizer, as the message names it."""
+        self._optimizers: list[Optimizer] = []
+        """Those that make a step before the first `check`."""
+        self._hook: RemovableHandle | None = register_optimizer_step_pre_hook(self._note_optimizer)
+        self._warned_of: set[str] = set()
+        self._thread = get_ident()
+        """The training's. Hooks are called for every optimizer of the process: other threads may train other models."""
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether nothing is compared any more: the optimizer was tested often enough."""
+        return self._n_cleared >= CLEARED
+
+    def before_merge(self) -> None:
+        """Read the values that a merge is about to change. Further calls before `after_merge` change nothing."""
+        if self._samples or self.is_trusted:
+            return
+        n = min(MOST_TENSORS, len(self.names))
+        turn = [self.names[(self._next + i) % len(self.names)] for i in range(n)]
+        for number, name in enumerate(list(dict.fromkeys([*self._convicts, *turn]))[:n]):
+            parameter = self._model.get_parameter(name)
+            # Another place each time: of an embedding, most rows have not changed since the last round.
+            start = (self._next * 7919 + number * 104729) % max(1, parameter.numel() - VALUES + 1)
+            self._samples.append(_Sample(name, parameter, start))
+        self._before = _read(self._samples)
+        self._next += n
+
+    def after_merge(self, when: str) -> None:
+        """Read the values that the merge has changed.
+
+        Args:
+            when: names the merge in an error, as in "round 3".
+        """
+        samples, self._samples = self._samples, []
+        self._when, self._merge = when, None
+        if samples and self._before is not None:
+            self._merge = samples, self._before, _read(samples)
+
+    def _note_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if get_ident() == self._thread and all(optimizer is not other for other in self._optimizers):
+            self._optimizers.append(optimizer)
+
+    def warn_of_copies(self, optimizer: Any, averaged: Collection[int]) -> None:
+        """Warn, once for each key, of states of an optimizer that are copies of the parameters it steps.
+
+        A state within a fifth of its parameter is a copy, and no moment of gradients: these are not near it by chance.
+
+        Args:
+            optimizer: anything; without a `state` of torch's kind, it has no such states.
+            averaged: where tensors lie in memory that `average_also` was given.
+        """
+        state = getattr(optimizer, "state", None)
+        names = {parameter: name for name, parameter in self._model.named_parameters()}
+        entries = state.items() if isinstance(state, dict) else ()
+        looked = [(p, v) for p, v in entries if p in names and isinstance(v, dict) and p.numel() >= VALUES]
+        for parameter, values in looked[:MOST_TENSORS]:  # an optimizer treats them alike
+            for key, value in values.items():
+                if key in self._warned_of or not isinstance(value, Tensor) or value.shape != parameter.shape:
+                    continue
+                if value.data_ptr() in averaged or not _is_near(value, parameter.detach()):
+                    continue
+                self._warned_of.add(key)
+                warnings.warn(
+                    f"{type(optimizer).__name__} keeps a copy of {names[parameter]!r} in its state ({key!r}), which "
+                    "rounds do not change. Average such copies with diloco.average_also(), as README shows under "
+                    "'What does not go with DiLoCo'.",
+                    stacklevel=4,
+                )
+
+    def check(self, averaged: Callable[[], Collection[int]] = tuple) -> None:
+        """Compare, once, in the first step after a merge; a test that was begun a step earlier ends here.
+
+        Args:
+            averaged: returns where tensors lie in memory that `average_also` was given.
+
+        Raises:
+            StaleCopyError: the optimizer has put a parameter back.
+        """
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+            for optimizer in self._optimizers:
+                self.warn_of_copies(optimizer, averaged())
+            self._optimizers = []
+        if self._test is not None:
+            self._end_test(self._test)
+        if self._merge is None:
+            return
+        merge, self._merge = self._merge, None
+        undone = _Undone.of(*merge)
+        if undone is None:
+            self._convicts, self._n_strikes, self._n_untested = [], 0, 0
+        elif again := [name for name in self._convicts if name in undone.names]:
+            self._convicts, self._n_strikes = again, self._n_strikes + 1
+            if self._n_strikes >= STRIKES:
+                raise StaleCopyError(_message(again[0], self._when, self._named))
+        elif not self.is_trusted:
+            self._test = _Test(undone, self._when)
+
+    def _end_test(self, test: _Test) -> None:
+        self._test = None
+        found = test.end()
+        if found is None:  # no optimizer of torch made a step since
+            self._n_untested = self._n_untested + 1 if test.undone.is_clear else 0
+            if self._n_untested >= UNTESTED:
+                raise StaleCopyError(_message(test.undone.names[0], test.when, "the optimizer"))
+        elif not found:
+            self._n_cleared += 1
+        elif test.undone.is_clear:
+            raise StaleCopyError(_message(found[0], test.when, _named(test.optimizers)))
+        else:
+            self._convicts, self._n_strikes, self._named = found, 1, _named(test.optimizers)
+
+    def close(self) -> None:
+        """Watch nothing any more."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if self._test is not None:
+            self._test.end()
+            self._test = None
+
+
+class _Undone:
+    """What one step after a merge seems to have undone.
+
+    Args:
+        samples: nearer to their values before the merge than to the merged ones.
+        change: the largest change of any compared value, by the merge or since.
+        is_clear: whether so many values are back that chance, or one large step, cannot have done it.
+    """
+
+    def __init__(self, samples: Sequence[_Sample], change: float, *, is_clear: bool) -> None:
+        self.samples, self.change, self.is_clear = samples, change, is_clear
+        self.names = [sample.name for sample in samples]
+
+    @classmethod
+    def of(cls, samples: Sequence[_Sample], before: Values, after: Values) -> _Undone | None:
+        """Compare what a merge changed with the values now; None: no parameter is nearer to its values before it.
+
+        Args:
+            before, after: (n_samples, VALUES), the values before and after the merge; zeros where there are fewer.
+        """
+        now = _read(samples)
+        back, ahead, moved = now - before, now - after, after - before
+        back_square, moved_square = (np.einsum("ij,ij->i", each, each) for each in (back, moved))
+        is_moved = moved_square > 1e-12 * np.einsum("ij,ij->i", after, after)
+        is_near = is_moved & (back_square < np.einsum("ij,ij->i", ahead, ahead))
+        if not is_near.any():
+            return None
+        near = [sample for sample, each in zip(samples, is_near, strict=True) if each and sample.n_values >= FEW]
+        if not near:
+            return None
+        change = max(_largest(back), _largest(ahead), _largest(moved))
+        is_back = float(back_square[is_near].sum()) <= CLEARLY**2 * float(moved_square[is_near].sum())
+        is_clear = len(near) > 1 and sum(sample.n_values for sample in near) >= ENOUGH and is_back
+        return cls(near, change, is_clear=is_clear)
+
+
+class _Test:
+    """Moves suspected values right before the next optimizer step, and says afterwards whether they stayed moved."""
+
+    def __init__(self, undone: _Undone, when: str) -> None:
+        self.undone = undone
+        self.when = when
+        self.optimizers: list[Optimizer] = []
+        self._moved: list[tuple[_Sample, Values, float]] = []
+        self._thread = get_ident()
+        self._hook: RemovableHandle = register_optimizer_step_pre_hook(self._move)
+
+    @torch.no_grad()
+    def _move(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Called before each step of any optimizer of torch; the first one that can step the values moves them.
+
+        That is one with the parameters themselves, or with tensors of their shapes, as copies are.
+        """
+        if get_ident() != self._thread:
+            return  # of another replica: tests have several in one process
+        stepped = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        shapes, own = {tensor.shape for tensor in stepped}, {id(tensor) for tensor in stepped}
+        parameters = [sample.parameter for sample in self.undone.samples]
+        if not any(id(p) in own or p.shape in shapes for p in parameters):
+            return  # of another model, as a discriminator's
+        if all(optimizer is not other for other in self.optimizers):
+            self.optimizers.append(optimizer)
+        if self._moved:
+            return
+        for sample in self.undone.samples:
+            before = sample.read()
+            by = FAR * max(self.undone.change, 1e-3 * _largest(before))
+            sample.view().add_(by)
+            self._moved.append((sample, before, by))
+
+    @torch.no_grad()
+    def end(self) -> list[str] | None:
+        """Move the values back, and return the names of parameters that were put back; None: no step was made."""
+        self._hook.remove()
+        if not self._moved:
+            return None
+        found = []
+        for sample, before, by in self._moved:
+            moved = sample.read() - before
+            if abs(float(np.median(moved))) < by / 4:
+                found.append(sample.name)
+            else:
+                sample.view().sub_(by)
+        return found
+
+
+class EarlyCopies:
+    """Finds copies of the parameters that were made before the first anchor replaced them.
+
+    An EMA of the weights that is made before `DiLoCo(model)` begins at values that the run does not have.
+
+    Args:
+        model: with the values that it has before the first anchor.
+        names: its parameters that the anchor replaces.
+    """
+
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+        self._before: dict[tuple[int, ...], list[tuple[_Sample, Values]]] = {}
+        for name in names:
+            parameter = model.get_parameter(name)
+            if parameter.numel() >= VALUES:  # values of a bias are often equal by chance
+                sample = _Sample(name, parameter, 0)
+                self._before.setdefault(tuple(parameter.shape), []).append((sample, sample.read()))
+        self._found: list[tuple[ReferenceType[Tensor], _Sample, Values]] = []
+
+    def look(self) -> None:
+        """Look for tensors that still have the values from before the anchor. Takes milliseconds; call it once."""
+        changed: dict[tuple[int, ...], list[tuple[_Sample, Values]]] = {}
+        for shape, samples in self._before.items():
+            if moved := [(s, b) for s, b in samples if not np.array_equal(s.read(), b) and _largest(b)]:
+                changed[shape] = moved
+        own = {s.parameter.data_ptr() for samples in self._before.values() for s, _ in samples}
+        for thing in gc.get_objects() if changed else ():
+            if not issubclass(type(thing), Tensor):  # isinstance would call __class__ of proxies
+                continue
+            with suppress(Exception):  # a tensor without storage, or of a class that refuses to be read
+                if not thing.is_floating_point() or thing.data_ptr() in own:
+                    continue
+                for sample, before in changed.get(tuple(thing.shape), ()):
+                    values = thing.detach().reshape(-1)[:VALUES].float().cpu().numpy()
+                    if np.array_equal(values, before) and not _is_in_state_dict(thing):
+                        self._found.append((ref(thing), sample, before))
+        self._before = {}
+
+    def take_anchor(self, tensors: Iterable[Tensor]) -> None:
+        """Give copies among these tensors the values that the parameters have now."""
+        pointers = {tensor.data_ptr() for tensor in tensors}
+        left = []
+        for reference, sample, before in self._found:
+            tensor = reference()
+            if tensor is not None and tensor.data_ptr() in pointers:
+                with torch.no_grad():
+                    tensor.copy_(sample.parameter)
+            else:
+                left.append((reference, sample, before))
+        self._found = left
+
+    def warn(self) -> None:
+        """Warn, once, of copies that still have the old values."""
+        found, self._found = self._found, []
+        names = []
+        for reference, sample, before in found:
+            tensor = reference()
+            if tensor is not None and np.array_equal(tensor.detach().reshape(-1)[:VALUES].float().cpu(), before):
+                names.append(sample.name)
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            warnings.warn(
+                f"A tensor outside the model holds {names[0]!r}{more} as it was before the first anchor, like an EMA "
+                "made too early. Make copies of the weights after DiLoCo(model), or pass them to "
+                "diloco.average_also().",
+                stacklevel=4,
+            )
+
+
+def _message(name: str, when: str, optimizer: str) -> str:
+    remedy = (
+        "Copy the model's parameters into the optimizer's copy after each round, that is when step() returns a report"
+    )
+    if when == "the first anchor":
+        remedy = (
+            "Create the optimizer after DiLoCo(model), and copy the model's parameters into its copy after each round"
+        )
+    return (
+        f"{optimizer[:1].upper()}{optimizer[1:]} put {name!r} back to its value before {when}: it keeps a copy of the "
+        f"weights, so rounds have no effect. {remedy}; README, 'What does not go with DiLoCo', has an example."
+    )
+
+
+def _named(optimizers: Sequence[Optimizer]) -> str:
+    """Name the optimizers that made a step, with an object that wraps one, as for master weights."""
+    names = []
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        referrers = gc.get_referrers(optimizer)
+        referrers += [owner for each in referrers if type(each) is dict for owner in gc.get_referrers(each)]
+        for owner in referrers:
+            kind = type(owner)
+            is_wrapper = callable(getattr(kind, "step", None)) and not kind.__module__.startswith(("torch.", "diloco."))
+            if is_wrapper and kind.__name__ != name:
+                name = f"{kind.__name__} (around {name})"
+                break
+        names.append(name)
+    return f"optimizer {' or '.join(dict.fromkeys(names))}" if names else "the optimizer"
+
+
+def _is_in_state_dict(tensor: Tensor) -> bool:
+    """Return whether a copy of `model.state_dict()` holds a tensor, as scripts keep one of their best model."""
+    return any(isinstance(each, OrderedDict) and hasattr(each, "_metadata") for each in gc.get_referrers(tensor))
+
+
+def _is_near(value: Tensor, parameter: Tensor) -> bool:
+    """Return whether a tensor is within a fifth of a parameter, by norm, and not zero."""
+    norm = float(parameter.float().norm())
+    return norm > 0 and float((value.to(parameter.device).float() - parameter.float()).norm()) <= 0.2 * norm
+
+
+def _distance(a: Values, b: Values) -> float:
+    return float(np.linalg.norm(a - b))
+
+
+def _largest(values: Values) -> float:
+    return float(np.abs(values).max()) if values.size else 0.0

@@ -1,0 +1,401 @@
+"""Optimizers and averages that keep copies of the weights: those that undo a round are found."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from support.training import PLAIN, leave, place
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from diloco import DiLoCo
+from diloco.errors import DiLoCoError, StaleCopyError
+from diloco.fragments import plan_fragments
+from diloco.stale_copies import CLEARED, StaleCopies
+from diloco.testing import run_replicas
+from executors.store import MemoryStore
+
+
+class MasterWeights:
+    """Steps float32 copies of the weights and writes them into the model, as apex and Megatron do."""
+
+    def __init__(self, model: nn.Module, lr: float = 0.01) -> None:
+        self.parameters = list(model.parameters())
+        self.copies = [p.detach().clone().float() for p in self.parameters]
+        self.inner = torch.optim.AdamW(self.copies, lr)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for master, parameter in zip(self.copies, self.parameters, strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        self.inner.step()
+        for master, parameter in zip(self.copies, self.parameters, strict=True):
+            parameter.copy_(master)
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def copy_model_to_master(self) -> None:
+        for master, parameter in zip(self.copies, self.parameters, strict=True):
+            master.copy_(parameter)
+
+
+class OwnSgd:
+    """An optimizer that is none of torch's, with a copy of the weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.pairs = [(p, p.detach().clone()) for p in model.parameters()]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter, master in self.pairs:
+            if parameter.grad is not None:
+                master -= 0.01 * parameter.grad
+            parameter.copy_(master)
+
+    def zero_grad(self) -> None:
+        for parameter, _ in self.pairs:
+            parameter.grad = None
+
+
+class InState(torch.optim.SGD):
+    """An optimizer of torch that keeps its masters in its state."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                master = self.state[p].setdefault("master", p.detach().clone())
+                master -= 0.01 * p.grad
+                p.copy_(master)
+
+
+def mlp(seed: int = 0, *, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1)).to(dtype)
+
+
+def train(
+    model: nn.Module,
+    optimizer: Any,
+    diloco: DiLoCo,
+    steps: int,
+    rank: int = 0,
+    after: Callable[[Any], None] = lambda report: None,
+) -> None:
+    """Make steps on this rank's own data."""
+    draw = torch.Generator().manual_seed(rank)
+    dtype = next(model.parameters()).dtype
+    for _ in range(steps):
+        x = torch.randn(32, 16, generator=draw)
+        loss = (model(x.to(dtype)).float().squeeze(1) - x.sum(1).tanh()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after(diloco.step())
+
+
+def error_of(make: Callable[[nn.Module], Any], inner_steps: int, **options: Any) -> list[str]:
+    """Return how each of two replicas ends that train with an optimizer."""
+
+    def body(where: Mapping[str, Any]) -> str:
+        model = mlp()
+        diloco = DiLoCo(model, inner_steps=inner_steps, **{**PLAIN, **options}, **where)
+        try:
+            train(model, make(model), diloco, 6 * inner_steps, where["rank"])
+        except StaleCopyError as error:
+            return str(error)
+        finally:
+            leave(diloco)
+        return ""
+
+    return run_replicas(2, body)
+
+
+@pytest.mark.parametrize("inner_steps", [1, 2, 10])
+@pytest.mark.parametrize("options", [{}, {"outer_lr": 0.7, "outer_momentum": 0.9}, {"background": True}], ids=str)
+def test_an_optimizer_with_master_weights_is_named_with_the_parameter_and_the_remedy(
+    inner_steps: int, options: dict[str, Any]
+) -> None:
+    for error in error_of(MasterWeights, inner_steps, **options):
+        assert error.startswith("Optimizer MasterWeights (around AdamW) put '"), error
+        assert any(f"before round {n}:" in error for n in (1, 2, 3)), error
+        assert "Copy the model's parameters into the optimizer's copy after each round" in error
+
+
+@pytest.mark.filterwarnings("ignore:.*keeps a copy of:UserWarning")
+@pytest.mark.parametrize(("kind", "name"), [(lambda m: InState(m.parameters(), 0.01), "InState"), (OwnSgd, "The opt")])
+def test_masters_in_the_state_or_in_an_optimizer_that_is_none_of_torch_are_found(kind: Any, name: str) -> None:
+    for error in error_of(kind, 10):
+        assert name in error
+
+
+def test_masters_in_bfloat16_training_are_found() -> None:
+    def body(where: Mapping[str, Any]) -> bool:
+        model = mlp(dtype=torch.bfloat16)
+        diloco = DiLoCo(model, inner_steps=10, **PLAIN, **where)
+        with pytest.raises(StaleCopyError):
+            train(model, MasterWeights(model), diloco, 60, where["rank"])
+        leave(diloco)
+        return True
+
+    assert run_replicas(2, body) == [True, True]
+
+
+def test_masters_that_take_the_models_values_after_each_round_train_as_one_model() -> None:
+    def body(where: Mapping[str, Any]) -> list[Tensor]:
+        model = mlp()
+        with DiLoCo(model, inner_steps=5, total_steps=30, **PLAIN, **where) as diloco:
+            optimizer = MasterWeights(model)
+
+            def take(report: Any) -> None:
+                if report is not None:
+                    optimizer.copy_model_to_master()
+
+            train(model, optimizer, diloco, 30, where["rank"], take)
+        return [p.detach().clone() for p in model.parameters()]
+
+    first, second = run_replicas(2, body)
+    assert all(map(torch.equal, first, second))
+
+
+HONEST: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1),
+    "a large momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.95, nesterov=True),
+    "adamw": lambda p: torch.optim.AdamW(p, 0.01),
+    "a large step": lambda p: torch.optim.AdamW(p, 0.3),
+    "decay": lambda p: torch.optim.AdamW(p, 0.01, weight_decay=1.0),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.01),
+    "adagrad": lambda p: torch.optim.Adagrad(p, 0.1),
+    "rprop": lambda p: torch.optim.Rprop(p, 0.01),
+    "fused": lambda p: torch.optim.AdamW(p, 0.01, foreach=True),
+}
+
+
+@pytest.mark.parametrize("inner_steps", [1, 3])
+@pytest.mark.parametrize("kind", HONEST)
+def test_an_honest_optimizer_is_never_taken_for_one_with_a_copy(kind: str, inner_steps: int) -> None:
+    make = HONEST[kind]
+    options = {"outer_lr": 0.7, "outer_momentum": 0.9}
+    assert error_of(lambda model: make(list(model.parameters())), inner_steps, **options) == ["", ""]
+
+
+@pytest.mark.parametrize("inner_steps", [1, 2])
+def test_a_loss_that_one_step_minimizes_undoes_each_merge_and_is_no_copy(inner_steps: int) -> None:
+    """Each replica is back at its own minimum after every step: from outside this looks as an undone round does."""
+
+    def body(where: Mapping[str, Any]) -> tuple[float, int]:
+        model = nn.Linear(64, 1, bias=False)
+        target = torch.full((1, 64), 1.0 + where["rank"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        diloco = DiLoCo(model, inner_steps=inner_steps, **PLAIN, **where)
+        for _ in range(10 * inner_steps):
+            (model.weight - target).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            diloco.step()
+        value = float(diloco.anchor()["weight"].mean())
+        cleared = diloco._stale._n_cleared
+        leave(diloco)
+        return value, cleared
+
+    for value, cleared in run_replicas(2, body):
+        assert value == pytest.approx(1.5)
+        assert cleared == CLEARED  # from then on nothing is compared, and no value is moved
+
+
+def test_the_test_of_a_suspicion_leaves_parameters_as_they_were_but_for_rounding() -> None:
+    model, other = nn.Linear(64, 1, bias=False), nn.Linear(64, 1, bias=False)
+    other.load_state_dict(model.state_dict())
+    stale = StaleCopies(model, plan_fragments(model, 1, sync_buffers=None))
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, other)]
+    before = model.weight.detach().clone()
+    stale.before_merge()
+    for each in (model, other):
+        with torch.no_grad():
+            each.weight.add_(0.5)
+    stale.after_merge("round 1")
+    for number in range(4):
+        for each, optimizer in zip((model, other), optimizers, strict=True):
+            each.weight.grad = (each.weight.detach() - before) * 10 if not number else torch.ones_like(each.weight)
+            optimizer.step()
+        stale.check()
+    torch.testing.assert_close(model.weight, other.weight)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)])
+def test_parameters_in_any_layout_are_compared_and_kept(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    target = torch.ones_like(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    diloco = DiLoCo(model, inner_steps=1, outer_lr=0.5, outer_momentum=0.5, momentum_warmup=0, **place())
+    for _ in range(8):
+        (model.weight - target).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        diloco.step()
+    leave(diloco)
+
+
+# -- averages of weights -----------------------------------------------------------------------------------------------
+
+
+def test_an_ema_of_a_module_is_one_and_the_same_on_every_replica() -> None:
+    def body(where: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor], int]:
+        model = mlp(where["rank"])
+        with DiLoCo(model, inner_steps=5, total_steps=20, **PLAIN, **where) as diloco:
+            ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+            diloco.average_also(ema)
+            optimizer = torch.optim.SGD(model.parameters(), 0.05)
+            train(model, optimizer, diloco, 20, where["rank"], lambda report: ema.update_parameters(model))
+        return [p.detach() for p in model.parameters()], [p.detach() for p in ema.parameters()], int(ema.n_averaged)
+
+    (model, ema, n), (other, other_ema, _) = run_replicas(2, body)
+    assert all(map(torch.equal, model, other))
+    assert all(map(torch.equal, ema, other_ema))
+    assert n == 20
+    assert not any(map(torch.equal, model, ema))
+
+
+def test_an_average_made_before_the_diloco_is_warned_of_and_takes_the_anchor_when_it_is_averaged_too() -> None:
+    def body(where: Mapping[str, Any]) -> tuple[str, float, float]:
+        model = mlp(where["rank"])
+        early, averaged = copy.deepcopy(model), copy.deepcopy(model)
+        best = copy.deepcopy(model.state_dict())  # as scripts keep one of their best model
+        diloco = DiLoCo(model, inner_steps=5, **PLAIN, **where)
+        diloco.average_also(averaged)
+        weight = diloco.anchor()["0.weight"]
+        away = float((averaged[0].weight.detach() - weight).abs().max())
+        try:
+            diloco.step()
+        except UserWarning as warning:  # the tests' settings make errors of warnings
+            return str(warning), away, float(best["0.weight"].mean())
+        finally:
+            leave(diloco)
+        return "", away, float(early[0].weight.detach().mean())
+
+    told = run_replicas(2, body)
+    assert [away for _, away, _ in told] == [0.0, 0.0]
+    first, second = sorted(message for message, _, _ in told)
+    assert first == ""  # its own values became the anchor
+    assert "and 2 more as it was before the first anchor, like an EMA made too early" in second
+    assert "diloco.average_also()" in second
+
+
+def test_tensors_that_an_optimizer_replaces_are_found_anew_in_each_round() -> None:
+    def body(where: Mapping[str, Any]) -> Tensor:
+        model, held = nn.Linear(1, 1), {"slow": torch.full((4,), float(where["rank"]))}
+        diloco = DiLoCo(model, inner_steps=2, total_steps=4, **PLAIN, **where)
+        diloco.average_also(lambda: held)
+        start = held["slow"].clone()
+        for _ in range(4):
+            held["slow"] = held["slow"] + 1.0 + where["rank"]
+            diloco.step()
+        diloco.close()
+        return held["slow"] - start
+
+    first, second = run_replicas(2, body)
+    assert torch.equal(first, second)
+    assert first.tolist() == [6.0] * 4  # 4 steps of 1.5 on average
+
+
+@pytest.mark.parametrize(
+    ("thing", "words"),
+    [
+        (3, "takes a module, a mapping from names to tensors"),
+        ({"a": 1}, "takes tensors, got"),
+        ({"a": torch.arange(3)}, "has none"),
+        (nn.Identity(), "has none"),
+    ],
+)
+def test_what_cannot_be_averaged_is_refused_by_name(thing: Any, words: str) -> None:
+    diloco = DiLoCo(nn.Linear(1, 1), inner_steps=2, **place())
+    with pytest.raises((TypeError, ValueError), match=words):
+        diloco.average_also(thing)
+    leave(diloco)
+
+
+def test_what_is_averaged_besides_is_named_before_the_first_step() -> None:
+    diloco = DiLoCo(nn.Linear(1, 1), inner_steps=2, **place())
+    diloco.step()
+    with pytest.raises(DiLoCoError, match="before the first step"):
+        diloco.average_also(nn.Linear(1, 1))
+    leave(diloco)
+
+
+# -- copies in an optimizer's state ------------------------------------------------------------------------------------
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Schedule-free SGD (Defazio et al., 2405.15682): y is in the model and z in the state, as its authors have it."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter], lr: float, beta: float = 0.9) -> None:
+        super().__init__(parameters, {"lr": lr, "beta": beta, "k": 0, "train_mode": True})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            weight = 1 / (group["k"] + 1)
+            for y in group["params"]:
+                z = self.state[y].setdefault("z", y.detach().clone())
+                y.data.lerp_(z, weight)
+                y.data.add_(y.grad, alpha=group["lr"] * (group["beta"] * (1 - weight) - 1))
+                z.sub_(y.grad, alpha=group["lr"])
+            group["k"] += 1
+
+    def eval(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.lerp_(self.state[p]["z"], 1 - 1 / group["beta"])
+
+
+def test_an_optimizer_that_keeps_weights_in_its_state_is_warned_of_in_its_first_step() -> None:
+    model = mlp()
+    optimizer = ScheduleFree(model.parameters(), 0.05)
+    diloco = DiLoCo(model, inner_steps=5, **PLAIN, **place())
+    with pytest.warns(UserWarning, match=r"ScheduleFree keeps a copy of '0.weight' in its state \('z'\)"):
+        train(model, optimizer, diloco, 1)
+    leave(diloco)
+
+
+def test_an_optimizer_that_is_attached_with_copies_in_its_state_is_warned_of_at_once() -> None:
+    model = mlp()
+    optimizer = ScheduleFree(model.parameters(), 0.05)
+    for p in model.parameters():
+        optimizer.state[p]["z"] = p.detach().clone()
+    diloco = DiLoCo(model, inner_steps=5, **PLAIN, **place())
+    with pytest.warns(UserWarning, match="average_also"):
+        diloco.attach_state("optimizer", optimizer)
+    leave(diloco)
+
+
+def test_a_schedule_free_optimizer_whose_z_is_averaged_too_ends_with_one_model_better_than_alone() -> None:
+    def held_out(model: nn.Module) -> float:
+        x = torch.randn(4096, 16, generator=torch.Generator().manual_seed(99))
+        with torch.no_grad():
+            return float((model(x).squeeze(1) - x.sum(1).tanh()).square().mean())
+
+    def body(where: Mapping[str, Any]) -> tuple[list[Tensor], float]:
+        model = mlp()
+        optimizer = ScheduleFree(model.parameters(), 0.1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            diloco = DiLoCo(model, inner_steps=10, total_steps=300, **PLAIN, **where)
+            for p in model.parameters():
+                optimizer.state[p]["z"] = p.detach().clone()
+            diloco.average_also(lambda: {name: optimizer.state[p]["z"] for name, p in model.named_parameters()})
+            train(model, optimizer, diloco, 300, where["rank"])
+            diloco.close()
+        optimizer.eval()
+        return [p.detach().clone() for p in model.parameters()], held_out(model)
+
+    ((first, loss), (second, _)) = run_replicas(2, body)
+    assert all(map(torch.equal, first, second))
+    alone = body(place(MemoryStore()))[1]
+    assert loss < alone
