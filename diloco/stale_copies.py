@@ -46,8 +46,8 @@ UNTESTED = 3
 """Merges in a row, each clearly undone, that convict an optimizer which is none of torch and so cannot be tested."""
 FAR = 16.0
 """How many times the largest recent change of any compared value the test moves values."""
-CLEARLY = 0.5
-"""A merge was clearly undone where values are back to within this share of the way that it had moved them."""
+CLEARLY = 0.75
+"""A merge was clearly undone if all compared values are back to within this share of the way that it had moved them."""
 ENOUGH = 64
 """Values, of two parameters at least, that are needed to say so."""
 Values = NDArray[np.float32]
@@ -283,12 +283,15 @@ class _Undone:
         is_near = is_moved & (back_square < np.einsum("ij,ij->i", ahead, ahead))
         if not is_near.any():
             return None
-        near = [sample for sample, each in zip(samples, is_near, strict=True) if each and sample.n_values >= FEW]
+        is_large = np.array([sample.n_values >= FEW for sample in samples])
+        near = [sample for sample, each in zip(samples, is_near & is_large, strict=True) if each]
         if not near:
             return None
         change = max(_largest(back), _largest(ahead), _largest(moved))
-        is_back = float(back_square[is_near].sum()) <= CLEARLY**2 * float(moved_square[is_near].sum())
-        is_clear = len(near) > 1 and sum(sample.n_values for sample in near) >= ENOUGH and is_back
+        counted = is_moved & is_large
+        n_values = sum(sample.n_values for sample, each in zip(samples, counted, strict=True) if each)
+        is_back = float(back_square[counted].sum()) <= CLEARLY**2 * float(moved_square[counted].sum())
+        is_clear = is_back and n_values >= ENOUGH and int(counted.sum()) > 1
         return cls(near, change, is_clear=is_clear)
 
 
