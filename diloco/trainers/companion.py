@@ -55,6 +55,7 @@ class Companion:
         self.total_steps = None if total_steps is None else total_steps - self.begun_at
         self.last: RoundReport | None = None
         """The newest round."""
+        self._has_asked = False
         self._held: list[tuple[Any, type[Any]]] = []
         """Schedules that go with the run, and their classes."""
         try:
@@ -116,6 +117,21 @@ class Companion:
     def is_over(self) -> bool:
         """Whether the run has ended, as planned or because a replica stopped it."""
         return self.diloco.is_over
+
+    def stop(self) -> bool:
+        """Ask all replicas to end at one of the next rounds, because this trainer was told to stop early.
+
+        One replica that ended by itself would keep a model that no other has, while the others train on without it.
+
+        Returns: whether this trainer must continue until `is_over`. False if it may end now.
+        """
+        stop = getattr(self.diloco, "stop", None)
+        if stop is None or self.is_over:
+            return False
+        if not self._has_asked:
+            self._has_asked = True
+            stop()
+        return not self.is_over
 
     @torch.no_grad()
     def finish(self, *, is_asked_for: bool, keep_model: bool = False) -> None:

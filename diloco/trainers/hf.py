@@ -116,6 +116,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         self._advice = ADVICE
         """What gives each replica its own data."""
         self._was_terminated = False
+        self._control: tuple[Any, type[Any]] | None = None
+        """The trainer's control, and its class before this training."""
         self._begun_at = self._logged_at = 0
         self._n_steps = self._n_unlogged = 0
         """Those that this replica made; the run's went on where it was away."""
@@ -163,9 +165,33 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         self._data.go_to(with_["train_dataloader"])
         state.global_step = companion.trainer_step
         self._companion = companion
+        self._ends_together(control)
         self._folder.check()
         if args.enable_jit_checkpoint:
             self._note_sigterm()
+
+    def _ends_together(self, control: TrainerControl) -> None:
+        """Let the trainer see that training should stop only when the run is over, on all replicas at the same round.
+
+        An EarlyStoppingCallback, or any other callback, sets `control.should_training_stop` on this replica alone, in
+        an evaluation, and the trainer leaves its loop right after that. No hook of a callback is called in between. So
+        the attribute becomes a property, of this control alone.
+        """
+        kind, name, ours = type(control), "should_training_stop", self
+
+        def get(control: Any) -> bool:
+            is_asked = bool(control.__dict__[name])
+            companion = ours._companion
+            if not is_asked or companion is None or companion.is_over or ours._was_terminated:
+                return is_asked
+            return not companion.stop()
+
+        def put(control: Any, value: bool) -> None:
+            control.__dict__[name] = value
+
+        # The name of the class is a key of the state that a checkpoint keeps.
+        self._control = control, kind
+        control.__class__ = type(kind.__name__, (kind,), {name: property(get, put)})
 
     def _warn_of_own_best(self, args: TrainingArguments, state: TrainerState, loader: Any) -> None:
         """Warn if evaluations are between rounds, where the model is this replica's own and not the anchor."""
@@ -250,6 +276,9 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         assert self._companion is not None
         if self._was_terminated and find_replica() is not None:  # the trainer has saved, and put the handler back
             os.kill(os.getpid(), signal.SIGTERM)
+        if self._control is not None:
+            changed, kind = self._control
+            changed.__class__ = kind
         is_best = bool(args.load_best_model_at_end and state.best_model_checkpoint)
         self._companion.finish(is_asked_for=control.should_training_stop, keep_model=is_best)
         if self._folder is not None:

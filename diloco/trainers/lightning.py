@@ -55,6 +55,8 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         self._step = 0
         """The trainer's, after the newest batch."""
         self._folders: OwnFolders | None = None
+        self._min_steps: int | None = None
+        """The script's own: it does not stop early before that."""
 
     @property
     def diloco(self) -> Any:
@@ -90,6 +92,8 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
                 companion.attach_schedule(f"schedule {number}", each.scheduler)
             else:
                 companion.diloco.attach_state(f"schedule {number}", each.scheduler)
+        self._min_steps = trainer.fit_loop.epoch_loop.min_steps
+        trainer.fit_loop.epoch_loop.min_steps = math.inf
         self._attach_data(trainer)
         self._set_step(trainer, pl_module)
 
@@ -140,14 +144,31 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
             numbers = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
         if numbers:
             current_replica().report(**numbers)  # with the step that DiLoCo counts, which is the trainer's
+        self._end_together(trainer)
+
+    def _end_together(self, trainer: Trainer) -> None:
+        """Let the trainer stop early only when the run is over, on all replicas at the same round.
+
+        An EarlyStopping sets `trainer.should_stop` on this replica alone. Lightning does not stop before `min_steps`,
+        so these are infinite until the run is over.
+        """
+        companion, loop = self._companion, trainer.fit_loop.epoch_loop
+        assert companion is not None
         if companion.is_over:
-            trainer.should_stop = True
+            loop.min_steps, trainer.should_stop = self._min_steps, True
+            return
+        loop.min_steps = self._min_steps
+        is_asked = trainer.should_stop and trainer.fit_loop._can_stop_early  # the script may have a least of its own
+        if not (is_asked and not companion.stop()):
+            loop.min_steps = math.inf
+            trainer.should_stop = trainer.should_stop and not is_asked  # else it logs each step
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         current_replica().progress()  # a validation may take longer than any step
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._companion is not None:
+            trainer.fit_loop.epoch_loop.min_steps = self._min_steps
             self._companion.finish(is_asked_for=trainer.should_stop)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

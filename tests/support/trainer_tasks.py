@@ -81,3 +81,86 @@ def train_for_ever(folder: str) -> None:
     data = [{"x": float(at)} for at in range(64)]
     Trainer(Model(), args, train_dataset=data, callbacks=[DiLoCoCallback(inner_steps=5), Slow()]).train()
     raise AssertionError("the replica was cancelled")
+
+
+def stop_early(trainer: str, folder: str) -> dict[str, Any]:
+    """A training that rank 0 alone asks to end, after step 20 of 2000; returns where it ended, and with which model."""
+    import hashlib
+
+    import torch
+
+    from executors import current_replica
+
+    torch.manual_seed(0)
+    train = {"hf": _stop_early_of_hf, "lightning": _stop_early_of_lightning}[trainer]
+    step, diloco, model = train(folder, current_replica().rank == 0)
+    values = b"".join(values.detach().numpy().tobytes() for values in model.parameters())
+    return {"step": step, "rounds": diloco.rounds, "model": hashlib.sha256(values).hexdigest()}
+
+
+def _stop_early_of_hf(folder: str, decides: bool) -> tuple[int, Any, Any]:
+    import torch
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from diloco.trainers.hf import DiLoCoCallback, replica_arguments
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(1, 1)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": (self.linear(x.unsqueeze(1)).squeeze(1) - x / 64).square().mean()}
+
+    class Stops(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **with_: Any) -> None:
+            time.sleep(0.005)  # so that 2000 steps are longer than a replica needs to hear of the decision
+            control.should_training_stop |= decides and state.global_step >= 20
+
+    args = TrainingArguments(
+        folder, max_steps=2000, report_to="none", disable_tqdm=True, use_cpu=True, remove_unused_columns=False,
+        save_strategy="no", logging_strategy="no", learning_rate=1e-3,
+    )  # fmt: skip
+    ours = DiLoCoCallback(inner_steps=10)
+    made = Trainer(
+        Model(),
+        replica_arguments(args),
+        train_dataset=[{"x": float(at)} for at in range(64)],
+        callbacks=[ours, Stops()],
+    )
+    made.train()
+    return made.state.global_step, ours.diloco, made.model
+
+
+def _stop_early_of_lightning(folder: str, decides: bool) -> tuple[int, Any, Any]:
+    import lightning.pytorch as lightning
+    import torch
+
+    from diloco.trainers.lightning import DiLoCoCallback
+    from executors import current_replica
+
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            time.sleep(0.005)
+            loss: torch.Tensor = (self.linear(batch.unsqueeze(1)).squeeze(1) - batch / 64).square().mean()
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), 1e-3)
+
+    class Stops(lightning.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop |= decides and trainer.global_step >= 20
+
+    ours = DiLoCoCallback(inner_steps=10)
+    trainer = lightning.Trainer(
+        max_steps=2000, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[ours, Stops()], default_root_dir=folder,
+    )  # fmt: skip
+    module, data = Module(), torch.arange(64.0) + current_replica().rank / 2
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=8))  # type: ignore[arg-type]
+    return trainer.global_step, ours.diloco, module

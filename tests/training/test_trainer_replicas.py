@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.trainer_tasks import LOCAL, STARTS_WITHIN_S, calm_and_killed, has_reported, train_for_ever
+from support.trainer_tasks import LOCAL, STARTS_WITHIN_S, calm_and_killed, has_reported, stop_early, train_for_ever
 
+from diloco import DiLoCo
 from executors import launch
 from executors.testing import eventually
 
@@ -45,3 +46,15 @@ def test_at_sigterm_the_trainer_saves_its_checkpoint_and_the_replica_ends(tmp_pa
     (checkpoint,) = tmp_path.glob("checkpoint-*")
     assert {"trainer_state.json", "optimizer.pt", "scheduler.pt"} <= {path.name for path in checkpoint.iterdir()}
     assert not (checkpoint / "checkpoint-is-incomplete.txt").exists()
+
+
+@pytest.mark.xfail(not hasattr(DiLoCo, "stop"), reason="DiLoCo.stop() is not built yet", strict=True)
+@pytest.mark.parametrize(("trainer", "needs"), [("hf", "transformers"), ("lightning", "lightning")])
+def test_a_training_that_one_replica_stops_ends_at_one_round_with_one_model(
+    trainer: str, needs: str, tmp_path: Path
+) -> None:
+    pytest.importorskip(needs)
+    args = {"trainer": trainer, "folder": str(tmp_path)}
+    results = launch(LOCAL, stop_early, 2, args=args, timeout=300).results()
+    assert results[0] == results[1], "the same step, round and model"
+    assert 20 <= results[0]["step"] < 2000
