@@ -13,6 +13,7 @@ import torch
 from support.hf_trainers import INNER, ITEMS, STEPS, WARNINGS, Killed, Model, Stream, arguments, is_anchor, trainer
 from support.training import next_process, place
 
+from diloco import DiLoCo
 from diloco.errors import DuplicateWorkError
 from diloco.same_data import ADVICE, SameData
 from executors.replica import Replica, set_current_replica
@@ -149,6 +150,28 @@ def test_the_best_model_stays_where_training_ends_early_with_a_round_on_its_way(
 
     for name, values in load_file(tmp_path / "checkpoint-5/model.safetensors").items():
         assert torch.equal(one.model.state_dict()[name], values), name
+
+
+class Stops(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Asks the trainer to stop, in an evaluation, as an EarlyStoppingCallback does."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **with_: Any) -> None:
+        control.should_training_stop = True
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_who_is_told_to_stop_asks_the_run_once_and_trains_until_the_run_is_over(
+    tmp_path: Path, is_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[int]()
+    monkeypatch.setattr(DiLoCo, "stop", lambda diloco: asked.append(diloco.inner_step), raising=False)
+    one = trainer(tmp_path, MemoryStore(), eval_strategy="steps", eval_steps=5)
+    one.add_callback(Stops())
+    if is_first:
+        one.add_callback(one.pop_callback(DiLoCoCallback))
+    one.train()
+    assert (asked, one.state.global_step) == ([5], STEPS)
+    assert type(one.control) is transformers.TrainerControl, "the trainer's own again"
 
 
 def test_progress_of_a_run_from_a_checkpoint_counts_the_trainers_steps(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from support.training import next_process, place
 from torch import nn
 
+from diloco import DiLoCo
 from diloco.errors import DiLoCoError
 from executors.replica import Replica, leave_process_group, set_current_replica
 from executors.replica.shared_page import SharedPage
@@ -262,6 +263,27 @@ def test_a_long_validation_is_progress(tmp_path: Path) -> None:
     )
     trainer.validate(Module(), plain_loader(), verbose=False)
     assert page.marks == N_ITEMS // 2
+
+
+class Stops(lightning.Callback):  # type: ignore[misc, name-defined]
+    """Asks the trainer to stop after its first validation, as an EarlyStopping does."""
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        trainer.should_stop = True
+
+
+@pytest.mark.parametrize("least", [None, 20])
+def test_who_is_told_to_stop_asks_the_run_once_and_trains_until_the_run_is_over(
+    tmp_path: Path, least: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[int]()
+    monkeypatch.setattr(DiLoCo, "stop", lambda diloco: asked.append(diloco.inner_step), raising=False)
+    monkeypatch.setattr(Module, "val_dataloader", lambda self: [torch.tensor([0.0])])
+    more: dict[str, Any] = {"val_check_interval": 5, "num_sanity_val_steps": 0, "min_steps": least}
+    _, _, trainer = fit(MemoryStore(), plain_loader(), folder=tmp_path, also=[Stops()], **more)
+    assert asked == [6 if least is None else least], "the step after the validation, not before min_steps"
+    assert trainer.global_step == STEPS
+    assert trainer.fit_loop.epoch_loop.min_steps == least
 
 
 def fit_as(rank: int, folder: Path, loggers: Any, *, attempt: int = 0, also: Sequence[Any] = ()) -> Any:
