@@ -28,6 +28,7 @@ from diloco.fragments import FragmentSpec, check_sizes, plan_fragments
 from diloco.model_state import ModelState
 from diloco.one_process import check_is_one_process, check_is_opener
 from diloco.outer_optimizer import OptimizerFactory
+from diloco.rendezvous.extension import Extension, total_of_start
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import find_place
 from diloco.rendezvous.participant import Participant
@@ -166,6 +167,7 @@ class DiLoCo:
         key: bytes | None = None,
         _limits: Limits | None = None,
         _begun_at: int = 0,
+        _is_trainers: bool = False,
     ) -> None:
         place = find_place(store, run_id, rank, world_size)
         check_is_one_process(place, rank)
@@ -206,6 +208,12 @@ class DiLoCo:
         self._attached = AttachedState(patient, keys, me, workers.uploads, settings.plan, context.proof, _begun_at)
         self._rest = None if place.is_alone else RestWriter(patient, keys, me.rank, proof, workers.uploads)
         self._same_data = SameData(same_data, me.rank, place.replica, self._model_state.had_moved)
+        self._extension = Extension(
+            place.replica if place.is_of_replica else None, settings.plan, unit=settings.unit_of_total,
+            per_total=settings.plan_steps_per_total, is_trainers=_is_trainers,
+        )  # fmt: skip
+        self._find_total = partial(total_of_start, patient, keys, settings.key)
+        self._extension.look(self._find_total)
         self._participant = Participant(context)
         self._round_s, self._closed, kept = 0.0, False, self._attached.kept
         self._is_also, self._also = isinstance(model, TensorsAsModule), list[tuple[DiLoCo, TensorsAsModule]]()
@@ -226,7 +234,7 @@ class DiLoCo:
         self._rest_period = self._kept_period
         self._model_state.before_hold = self._keep_if_due
         self._loop = TrainingLoop(self._settings, begins_at=self.inner_step)
-        self._liaison.plan(total_steps, me.nonce, _begun_at)
+        self._liaison.plan(settings.total_of_steps, me.nonce, _begun_at)
         is_open[self._name] = self
         self._liaison.note_step(self._participant.phase.run_step, settings.plan.total_steps)  # all may be done already
         self._liaison.show(self.rounds, self._round_s)
@@ -413,6 +421,9 @@ class DiLoCo:
             self._liaison.record_left(self._participant.undecided)
         self._liaison.show(self.rounds, self._round_s)
         if in_order:
+            phase = self._participant.phase
+            at = self.rounds if self._settings.round_seconds is not None else self.inner_step
+            self._extension.check_what_was_trained(phase.n_steps, at, is_over=self.is_over)
             self._keep_rest()
             self._workers.uploads.finish()
             if self.rounds:  # otherwise the anchor is where the run began, and the live values are all there is
@@ -513,6 +524,8 @@ class DiLoCo:
         with self._liaison.waiting("round"):
             reports = act()
         if reports:
+            if self.is_over and self._extension.look(self._find_total):
+                self._liaison.replan(self._settings.total_of_steps)
             self._keep_if_due()
             if (period := self.rounds // self._settings.entries_per_snapshot) != self._rest_period:
                 self._rest_period = period

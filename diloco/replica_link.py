@@ -90,6 +90,20 @@ class ReplicaLink:
             if total_steps is not None:
                 reported["total_steps"] = planned[nonce] = total_steps
 
+    def replan(self, total_steps: int | None) -> None:
+        """Tell the replica that more steps are planned than before.
+
+        Args:
+            total_steps: planned steps, from the begin of the run on; None: rounds go by the clock.
+
+        Example:
+            link.replan(2000)
+        """
+        finished.discard((self._nonce, self._name))
+        if self._replica is not None and self._is_shown and total_steps is not None:
+            self._replica.reported["total_steps"] = planned[self._nonce] = self._begun_at + total_steps
+        self.progress()
+
     def show(self, rounds: int, round_s: float) -> None:
         """Report how many rounds there were; nothing before the first: whoever reads it knows that there was none."""
         if self._replica is not None and self._is_shown and rounds:

@@ -197,6 +197,21 @@ class Settings:
         return Plan(1, n, share, total, entry_s)
 
     @property
+    def unit_of_total(self) -> str:
+        """The name of the argument that says how long the run is."""
+        return "total_steps" if self.round_seconds is None else "total_rounds"
+
+    @property
+    def plan_steps_per_total(self) -> int:
+        """Steps of the plan in one of `unit_of_total`: by the clock each round has an entry for each fragment."""
+        return 1 if self.round_seconds is None else self.n_fragments
+
+    @property
+    def total_of_steps(self) -> int | None:
+        """Planned inner steps, with all extensions. None: not known, or rounds go by the clock."""
+        return self.plan.total_steps if self.round_seconds is None else None
+
+    @property
     def is_beside(self) -> bool:
         """Whether rounds go on beside the training."""
         return self.plan.overlaps if self.background == "auto" else self.background

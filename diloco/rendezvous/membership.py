@@ -390,6 +390,11 @@ class Place:
     """Whether this process is no replica at all, so that nobody will ever read what it stores."""
 
     @property
+    def is_of_replica(self) -> bool:
+        """Whether this is the run that this process is a replica of."""
+        return self.replica is not None and self.replica.run_id == self.run_id and not self.is_alone
+
+    @property
     def origin(self) -> str | None:
         """The run whose newest whole snapshot this one begins from."""
         replica = self.replica

@@ -64,6 +64,7 @@ class Companion:
                 total_steps=self.total_steps,
                 **{"snapshot_every": self._snapshot_every(options), **options},
                 _begun_at=self.begun_at,
+                _is_trainers=True,
             )
             self.diloco._loop.trust()  # the callbacks set the trainer's own count of steps
         except ContributionError as error:

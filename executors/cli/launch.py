@@ -85,6 +85,8 @@ TASK_DIGEST = (
 )
 TRUST_BUCKET = "Start whatever the run's rendezvous holds, with the credentials found here."
 
+TOTAL_STEPS = "Extend the run to N inner steps: ranks that have succeeded start again, too."
+TOTAL_ROUNDS = "Extend a run with rounds by the clock to N rounds."
 FROM_SNAPSHOT = "Begin a new run instead, where this one's newest whole snapshot is: for one that has rotted."
 
 
@@ -282,12 +284,15 @@ def resume(
     task_digest: Annotated[str | None, Option(metavar="SHA256", help=TASK_DIGEST)] = None,
     trust_bucket: Annotated[bool, Option("--trust-bucket", help=TRUST_BUCKET)] = False,
     from_snapshot: Annotated[bool, Option("--from-snapshot", help=FROM_SNAPSHOT)] = False,
+    total_steps: Annotated[int | None, Option(metavar="N", min=1, help=TOTAL_STEPS)] = None,
+    total_rounds: Annotated[int | None, Option(metavar="N", min=1, help=TOTAL_ROUNDS)] = None,
     rendezvous: RendezvousOption = None,
     as_json: JsonOption = False,
 ) -> int:
     """Start every rank again that ended without succeeding, and watch the run to its end.
 
-    A replica that trains with DiLoCo catches up with the others, or continues where all stopped.
+    A replica that trains with DiLoCo catches up with the others, or continues where all stopped. With --total-steps it
+    trains beyond the planned end.
     """
     from executors.cli.live import Interrupts
     from executors.run.resume import resume as start_again
@@ -313,10 +318,17 @@ def resume(
                     task_digest=task_digest,
                     trust_bucket=trust_bucket,
                     from_snapshot=from_snapshot,
+                    total_steps=total_steps,
+                    total_rounds=total_rounds,
                     tell=tell,
                 )
         except KeyboardInterrupt:
             return cancelled_early(output)
+        if resumed is found:  # extended, and every rank still runs
+            output.say(f"Extended {found.run_id}. Its replicas continue when they reach their old total.")
+            if as_json:
+                output.document(found.status().to_json())
+            return 0
         if from_snapshot:
             output.say(f"{found.run_id} goes on as {resumed.run_id}, from its newest whole snapshot.")
         return _finish(resumed, output, interrupts, detach=detach, timeout_s=timeout)

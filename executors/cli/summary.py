@@ -22,7 +22,7 @@ from executors.report.failures import group_failures, words_of
 from executors.report.root_cause import headline, last_frames
 from executors.run import run_index
 from executors.run.model_of_run import has_model
-from executors.run.restart_states import was_stopped
+from executors.run.restart_states import counted, was_stopped
 from executors.run.run import Run
 from executors.status import FAILED_EARLY, name_ranks
 from executors.supervision.decisions import Decision
@@ -76,6 +76,8 @@ def exit_code(
     n_done = sum(outcome.status is ReplicaStatus.SUCCEEDED for outcome in outcomes)
     if enough is not None and n_done >= enough and not interrupted:
         return 0
+    if enough is None:  # with `enough`, a rank that a user has removed is one of those that may be missing
+        outcomes = counted(decisions, outcomes)
     cancelled = [outcome for outcome in outcomes if outcome.status is ReplicaStatus.CANCELLED]
     if interrupted or not all(FAILED_EARLY in (end.error or "") or was_stopped(decisions, end) for end in cancelled):
         return CANCELLED
@@ -157,6 +159,10 @@ class Summary:
                 output.say()
                 asked = f"at least {enough} were asked for"
                 output.say(f"{n_done} of {len(self.outcomes)} replicas succeeded; {asked}.{self._others()}", "yellow")
+            removed = self._removed()
+            if removed:
+                output.say()
+                output.say(f"{removed}, which leaves the result of the others as it is.", "yellow")
             if self.code == HOPELESS:
                 output.say()
                 output.say("Starting the run again unchanged does not help (exit code 93).", "yellow")
@@ -166,6 +172,15 @@ class Summary:
         if output.as_json:
             output.document(document)
         return self.code or 0
+
+    def _removed(self) -> str:
+        """Name the ranks that a user has cancelled by themselves; empty: there are none, or they count."""
+        if self.run.record.min_replicas is not None:
+            return ""
+        left = {outcome.rank for outcome in counted(self.run.decisions, self.outcomes)}
+        ranks = [outcome.rank for outcome in self.outcomes if outcome.rank not in left]
+        were = "were" if len(ranks) > 1 else "was"
+        return f"{name_ranks(ranks).capitalize()} {were} cancelled with `cancel --rank`" if ranks else ""
 
     def print_model(self, output: Output) -> None:
         """Name the command that writes the trained model, if the run has one."""

@@ -12,7 +12,7 @@ import stat
 import sys
 import time
 from _thread import allocate_lock  # not `threading`: every fork of a process that has it runs its hook
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -148,6 +148,24 @@ class Replica:
         """
         said = self.launched or self.record
         return None if said is None else said.continues
+
+    def extensions(self) -> Mapping[str, Sequence[int]]:
+        """Return the totals that `replicas resume` has extended the run to so far, in their order.
+
+        `DiLoCo` follows them: `total_steps`, or `total_rounds` of a run whose rounds go by the clock.
+
+        Raises:
+            StoreError: the store does not answer, or holds something else there.
+
+        Example:
+            replica.extensions()   # {"total_steps": [800], "total_rounds": []}
+        """
+        if self.is_alone:
+            return {}
+        from executors.supervision.decisions import DecisionLog, extensions_of
+
+        log = DecisionLog(self.store, self.run_id, key=os.environ.get(RUN_KEY))
+        return extensions_of(retry(log.read))
 
     @property
     def seed(self) -> int:

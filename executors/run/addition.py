@@ -12,7 +12,7 @@ from executors.attempt import Attempt, half_way
 from executors.durations import name_duration
 from executors.errors import BackendError, LaunchError, StoreError
 from executors.native import NativeExecutor
-from executors.protocol import ReplicaHandle, ServerlessExecutor
+from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor
 from executors.run.fleet import check_single_ranks
 from executors.run.launch_hands import Recipe
@@ -191,14 +191,16 @@ def _check_run(run: Traces) -> None:
     try:
         now = run.status(reports=False)
         ended = now.counts if now.is_terminal else ""
+        has_failed = any(state.status is not ReplicaStatus.SUCCEEDED for state in now.replicas)
     except BackendError:  # of its replicas the store tells
         attempts = (Attempt(run.store, run.run_id, rank).newest() for rank in run.fleet.ranks)
-        ended = "all have ended" if all(each.outcome() is not None for each in attempts) else ""
+        has_failed, ended = True, "all have ended" if all(each.outcome() is not None for each in attempts) else ""
     if ended:
-        raise ValueError(
-            f"Run {run.run_id!r} is over ({ended}), so nothing can join it. Resume it first: "
-            f"replicas resume {run.run_id}"
-        )
+        name = reference(run.run_id, run.store.url)
+        # Of a run that has succeeded, `resume` alone would answer that there is no replica to resume.
+        more = "" if has_failed else " --total-steps N"
+        how = f"{'Resume' if has_failed else 'Extend'} it first: replicas resume {name}{more}"
+        raise ValueError(f"Run {run.run_id!r} has ended ({ended}), so no replica can join it. {how}")
 
 
 def _check_start(

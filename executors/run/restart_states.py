@@ -10,7 +10,7 @@ from functools import cached_property
 from threading import Lock
 
 from executors.errors import CorruptObjectError
-from executors.protocol import STOPPED, Outcome, ReplicaStatus
+from executors.protocol import BY_USER, STOPPED, Outcome, ReplicaStatus
 from executors.run.run_index import find_key, reference
 from executors.status import Decided, ReplicaState, RestartState
 from executors.store import Store
@@ -199,6 +199,35 @@ def was_stopped(log: Sequence[Decision], outcome: Outcome) -> bool:
         if entry.kind == "cancel" and entry.rank in (None, outcome.rank) and entry.words != STOPPED:
             return False
     return True
+
+
+def was_removed(log: Sequence[Decision], outcome: Outcome) -> bool:
+    """Return whether a user has cancelled this very rank, and not the run: the others were to go on without it.
+
+    Args:
+        log: the decisions on the run.
+        outcome: how the newest attempt of the rank ended.
+    """
+    if outcome.status is not ReplicaStatus.CANCELLED:
+        return False
+    for entry in reversed(log):
+        if (entry.kind == "resume" and outcome.rank in entry.start) or entry.kind == "stop":
+            return False
+        if entry.kind == "cancel" and entry.rank in (None, outcome.rank):
+            return entry.rank is not None and entry.words == BY_USER
+    return False
+
+
+def counted(log: Sequence[Decision], outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Return the outcomes that decide how a run ended: without ranks that a user has removed, if any other succeeded.
+
+    Args:
+        log: the decisions on the run.
+        outcomes: of all its ranks.
+    """
+    rest = [outcome for outcome in outcomes if not was_removed(log, outcome)]
+    has_success = any(outcome.status is ReplicaStatus.SUCCEEDED for outcome in rest)
+    return rest if has_success else list(outcomes)
 
 
 def _is_within(seconds: float, since: float, now: float) -> bool:

@@ -29,6 +29,7 @@ from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.run.fleet import check_single_ranks
 from executors.run.handles import keep_handles
 from executors.run.launch_hands import Recipe
+from executors.run.model_of_run import load_reader
 from executors.run.prices import affordable_s
 from executors.run.recipe import native_executor, recipes_of, spec_of, vouched_task
 from executors.run.run import Run
@@ -37,8 +38,9 @@ from executors.run.spread import options_to_note
 from executors.status import ReplicaState, name_ranks
 from executors.store.parallel import in_parallel
 from executors.store.records import exists
+from executors.store.run_key import parse_key
 from executors.store.url import new_run_id
-from executors.supervision.decisions import DecisionLog, hang_of, policy_of
+from executors.supervision.decisions import MAX_TOTAL, DecisionLog, extensions_of, hang_of, policy_of
 from executors.supervision.lease import hold_lease, release_lease
 from executors.supervision.orders import abandon_run, order_cancel, order_policy, order_resume, take_back_resume
 from executors.task.create import continue_run
@@ -64,6 +66,8 @@ def resume(
     task_digest: str | None = None,
     trust_bucket: bool = False,
     from_snapshot: bool = False,
+    total_steps: int | None = None,
+    total_rounds: int | None = None,
     tell: Callable[[str], None] = lambda words: None,
 ) -> Run:
     """Start a new attempt of every rank that ended without succeeding.
@@ -84,13 +88,19 @@ def resume(
             are the rounds after that snapshot and all work that was in none, artifacts stay with the old run, and ranks
             that joined do not come along. What `DiLoCo.attach_state` kept until that snapshot does. The old run's
             store is needed until the new run has had its first round. An entrypoint without `DiLoCo` begins anew.
+        total_steps: extend the run to so many inner steps, more than it was planned with. Ranks that have succeeded are
+            started, too, and replicas that still run continue to the new total when they reach the old one. The script
+            keeps its own total: `DiLoCo` knows of the extension, and a loop over `diloco.steps()` goes on.
+        total_rounds: the same for a run whose rounds go by the clock.
         tell: gets a few words on how far the start is, where it takes long.
 
-    Returns: the run, with the handles of the new attempts; from a snapshot, the new run.
+    Returns: the run, with the handles of the new attempts; from a snapshot, the new run. `run` itself if it was
+        extended and every rank still runs.
 
     Raises:
-        ValueError: no rank can be resumed, one of `ranks` still runs (from a snapshot: any rank does), a value of the
-            environment is missing, or a secret, option or key that is not taken from a record.
+        ValueError: no rank can be resumed, the run cannot be extended so, one of `ranks` still runs (from a snapshot:
+            any rank does), a value of the environment is missing, or a secret, option or key that is not taken from a
+            record.
         UntrustedTaskError: another machine launched the run, and nobody vouches for its task.
         BackendError: the backend cannot start single ranks, or one of several is not to be had here.
         AlreadyResumedError: another process is resuming the same ranks. When it is some of them, the others are
@@ -101,6 +111,7 @@ def resume(
     """
     new_restarts = Restarts.of(restarts)
     HangLimits.of(hang_timeout, start_timeout)  # refuses a wrong value before anything is read
+    totals = _totals(total_steps, total_rounds)
     task = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
     launched = task.launched_with
     run.fleet.named = frozenset(ranks or ())
@@ -128,15 +139,21 @@ def resume(
         "gather_s": launched.gather_s if gather_s is None else gather_s,
     }
     recipes = [replace(recipe, spec=replace(recipe.spec, **more)) for recipe in recipes]
+    if totals:
+        _check_extension(run, log, recipes[0].spec.key, totals)
     if from_snapshot:
-        return _begin_from_snapshot(run, task, recipes[0], tell)
+        extensions = [{name: total} for name, found in extensions_of(log.entries).items() for total in found]
+        return _begin_from_snapshot(run, task, recipes[0], [*extensions, *([totals] if totals else [])], tell)
     if not executor.needs_shared_rendezvous:  # it would refuse when the log says already that ranks are resumed
         settle(run.run_id, run.store.url, task.digest)
     n_seen = len(log.read())
-    next_attempts = _next_attempts(run, ranks, {rank for recipe in recipes for rank in recipe.spec.ranks})
+    startable = {rank for recipe in recipes for rank in recipe.spec.ranks}
+    next_attempts = _next_attempts(run, ranks, startable, is_extended=bool(totals))
     _check_backends(run, next_attempts)
-    if new_restarts or has_new_hang:
-        order_policy(log, new_restarts, hang if has_new_hang else None)
+    if new_restarts or has_new_hang or totals:
+        order_policy(log, new_restarts, hang if has_new_hang else None, totals=totals)
+    if not next_attempts:
+        return run
     if (barring := order_resume(log, next_attempts, n_seen)) is not None:
         what = "cancelled" if barring.kind == "cancel" else "stopped"
         raise LaunchError(f"Run {run.run_id!r} was {what} meanwhile by {_name(barring.by)}.", cancelled=True)
@@ -177,6 +194,41 @@ def resume(
     return found
 
 
+def _totals(total_steps: int | None, total_rounds: int | None) -> dict[str, int]:
+    """Return the new total of a run under its name; empty: it is not extended.
+
+    Raises:
+        TypeError, ValueError: it is not a number of steps or rounds, or both are given.
+    """
+    given = {"total_steps": total_steps, "total_rounds": total_rounds}
+    totals = {name: total for name, total in given.items() if total is not None}
+    if len(totals) > 1:
+        raise ValueError("Give total_steps (--total-steps) or total_rounds (--total-rounds), not both.")
+    for name, total in totals.items():
+        if isinstance(total, bool) or not isinstance(total, int):
+            raise TypeError(f"{name} must be a whole number, got {name}={total!r}.")
+        if not 1 <= total <= MAX_TOTAL:
+            raise ValueError(f"{name} must be from 1 to {MAX_TOTAL}, got {name}={total}.")
+    return totals
+
+
+def _check_extension(run: Run, log: DecisionLog, key: str | None, totals: Mapping[str, int]) -> None:
+    """Check that a run can be extended so, as far as this machine can tell.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    for name, total in totals.items():
+        newest = max(extensions_of(log.entries)[name], default=0)
+        if total < newest:
+            raise ValueError(f"Run {run.run_id!r} was extended to {name}={newest} already, got {name}={total}.")
+    try:
+        check = load_reader("extension")
+    except ReplicasError:  # a machine without what trains: the replicas check the order themselves
+        return
+    check(run.store, run.run_id, None if key is None else parse_key(key), totals)
+
+
 def _check_that_all_ended(run: Run, ranks: Sequence[int] | None) -> None:
     if ranks is not None:
         raise ValueError("A new run from a snapshot has all ranks: leave ranks= away.")
@@ -188,8 +240,14 @@ def _check_that_all_ended(run: Run, ranks: Sequence[int] | None) -> None:
         )
 
 
-def _begin_from_snapshot(run: Run, task: StoredTask, recipe: Recipe, tell: Callable[[str], None]) -> Run:
-    """Write and start a new run of the task, as `launch` does."""
+def _begin_from_snapshot(
+    run: Run, task: StoredTask, recipe: Recipe, extensions: Sequence[Mapping[str, int]], tell: Callable[[str], None]
+) -> Run:
+    """Write and start a new run of the task, as `launch` does.
+
+    Args:
+        extensions: the totals that the old run was extended to, which the new one takes over.
+    """
     executor, limits = native_executor(run, run.fleet.groups[0]), {**recipe.limits}
     if (max_cost := task.launched_with.max_cost) is not None:
         affordable = affordable_s(executor, recipe.spec.world_size, limits["gpu"], max_cost)
@@ -201,6 +259,8 @@ def _begin_from_snapshot(run: Run, task: StoredTask, recipe: Recipe, tell: Calla
         options, more = options_to_note(executor)
         remember(spec.run_id, run.store.url, spec.task_digest, options, spec.secret_names, more)
         keep_key(spec.run_id, spec.key)  # the old run's: what this one begins from is signed with it
+        for totals in extensions:
+            order_policy(DecisionLog(run.store, spec.run_id, key=spec.key), totals=totals)
         lease = hold_lease(run.store, spec)
         handles = executor.launch_replicas(spec.world_size, recipe.entrypoint, {}, **limits, run=spec, tell=tell)
     except BaseException as error:
@@ -257,8 +317,12 @@ def _end_begun(
     in_parallel(end, list(begun.values()))
 
 
-def _next_attempts(run: Run, ranks: Sequence[int] | None, startable: Collection[int]) -> dict[int, int]:
+def _next_attempts(
+    run: Run, ranks: Sequence[int] | None, startable: Collection[int], *, is_extended: bool = False
+) -> dict[int, int]:
     """Choose the ranks to resume, and number their next attempts: each follows the one whose end was seen.
+
+    In a run that is extended, ranks that have succeeded continue, too, and it is no error if every rank still runs.
 
     Were the numbers asked for later, two who resume at the same time would each have one, and start two copies.
     """
@@ -272,7 +336,8 @@ def _next_attempts(run: Run, ranks: Sequence[int] | None, startable: Collection[
         if not (states[rank].status.is_terminal or states[rank].restart.is_awaited):
             raise ValueError(f"Rank {rank} of run {run.run_id!r} is {states[rank].status}; only what ended is resumed.")
     ended = [s for s in states.values() if s.status.is_terminal or s.restart.is_awaited]
-    asked = [s for s in ended if (s.status is not ReplicaStatus.SUCCEEDED if ranks is None else s.rank in ranks)]
+    done = () if is_extended else (ReplicaStatus.SUCCEEDED,)
+    asked = [s for s in ended if (s.status not in done if ranks is None else s.rank in ranks)]
     if foreign := [s.rank for s in asked if s.rank not in startable]:
         names, where = name_ranks(foreign), ", ".join(sorted({states[rank].backend for rank in foreign}))
         print(f"replicas: {names} on {where}: added elsewhere, so started only if named, as --rank.", file=sys.stderr)
@@ -283,8 +348,15 @@ def _next_attempts(run: Run, ranks: Sequence[int] | None, startable: Collection[
         rank, attempt = next(iter(resumed.items()))
         by = f"ordered by {_name(_decided(states[rank]).get('by'))}"
         raise AlreadyResumedError(_being_resumed(run, list(resumed), attempt, by))
-    if not found:
-        raise ValueError(f"Run {run.run_id!r} has no replica to resume: {run.status().counts}.")
+    if not found and not (is_extended and not asked):
+        status, name = run.status(), reference(run.run_id, run.store.url)
+        advice = ""
+        if status.is_terminal:
+            advice = (
+                f" To train it further: replicas resume {name} --total-steps N. To begin a new run from its model: "
+                f"replicas launch … --from {name}"
+            )
+        raise ValueError(f"Run {run.run_id!r} has no replica to resume: {status.counts}.{advice}")
     return found
 
 

@@ -17,6 +17,7 @@ from executors.run.notebook import Display, in_notebook
 from executors.run.outside_keeper import OutsideKeeper
 from executors.run.progress import View, open_view
 from executors.run.removal import remove_files, remove_run
+from executors.run.restart_states import counted
 from executors.run.run_logs import Ranks
 from executors.run.traces import Traces
 from executors.run.waiter import Waiter
@@ -89,7 +90,8 @@ class Run(Traces):
     def results(self) -> list[Any]:
         """Wait, and return what each replica's entrypoint returned, in rank order.
 
-        When as many as `min_replicas` gave a result, it is None for the others.
+        When as many as `min_replicas` gave a result, it is None for the others. It is None, too, for ranks that were
+        cancelled by themselves, as with `cancel(rank=2)`, if any other rank gave a result.
 
         Raises:
             ReplicaError: a replica gave no result. The error is the earliest failure, with the remote traceback as its
@@ -98,7 +100,7 @@ class Run(Traces):
         self.wait()
         outcomes = self.outcomes()
         n_done = sum(outcome.status is ReplicaStatus.SUCCEEDED for outcome in outcomes)
-        if n_done < (self.record.min_replicas or len(outcomes)):
+        if n_done < (self.record.min_replicas or len(counted(self.decisions, outcomes))):
             raise_root_cause(outcomes)
         return [outcome.result for outcome in outcomes]
 

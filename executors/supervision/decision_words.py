@@ -83,6 +83,9 @@ def line_of(entry: Decision, earlier: Earlier, run: str, alike: Collection[int] 
         return f"resuming {name_ranks(entry.start)} as {attempts}"
     changed = {"restarts": entry.restarts, "hang timeout": entry.hang}
     words = ", ".join(f"{name} {value}" for name, value in changed.items() if value is not None)
+    totals = {"steps": entry.total_steps, "rounds": entry.total_rounds}
+    if extended := " and ".join(f"{value} {name}" for name, value in totals.items() if value is not None):
+        return f"extended to {extended}" + (f"; from here on: {words}" if words else "")
     return f"from here on: {words}" if words else "an entry without the run's key, which counts for nothing"
 
 

@@ -102,19 +102,31 @@ def take_back_resume(log: DecisionLog, start: Mapping[int, int], why: str) -> No
         log.append(entry)
 
 
-def order_policy(log: DecisionLog, restarts: Restarts | None, hang: HangLimits | None) -> None:
-    """Let other rules count from here on; None: as before.
+def order_policy(
+    log: DecisionLog,
+    restarts: Restarts | None = None,
+    hang: HangLimits | None = None,
+    *,
+    totals: Mapping[str, int] | None = None,
+) -> None:
+    """Let other rules count from here on.
+
+    Args:
+        log: the run's log of decisions.
+        restarts: which ends are answered by a restart. None: as before.
+        hang: the limits on hanging. None: as before.
+        totals: the total that the run is extended to, as `total_steps` or `total_rounds`. None: as before.
 
     Raises:
         StoreError: the store does not answer, or holds something else there.
     """
-    new = Decision(
-        kind="policy", restarts=None if restarts is None else str(restarts), hang=None if hang is None else str(hang)
-    )
+    rules = {"restarts": None if restarts is None else str(restarts), "hang": None if hang is None else str(hang)}
+    new = Decision(kind="policy", **rules, **(totals or {}))  # type: ignore[arg-type]
 
     def entry(entries: Sequence[Decision]) -> Decision | None:
         last = next((each for each in reversed(entries) if each.kind == "policy"), None)
-        is_same = last is not None and (last.restarts, last.hang) == (new.restarts, new.hang)
+        said = ("restarts", "hang", "total_steps", "total_rounds")
+        is_same = last is not None and all(getattr(last, name) == getattr(new, name) for name in said)
         return None if is_same else new
 
     log.append(entry)

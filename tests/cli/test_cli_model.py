@@ -11,13 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from servers.s3.server import S3Server
-from support.chaos_tasks import train
+from support.chaos_tasks import closed_gates, train
 from support.cli import HereInstead
 
 from executors import LocalProcessExecutor, Run, attach, launch
 from executors.errors import MissingDependencyError
 from executors.native import RUN_KEY
 from executors.run.run_index import key_file
+from executors.testing import eventually
 
 LOCAL = LocalProcessExecutor(term_grace_s=0.5)
 
@@ -99,6 +100,7 @@ sys.modules["torch"] = None
 from executors import attach
 from executors.errors import MissingDependencyError
 from executors.native import RUN_KEY
+from executors.testing import eventually
 try:
     attach("mine").model()
 except MissingDependencyError as error:
@@ -107,3 +109,57 @@ except MissingDependencyError as error:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "without the package 'torch'" in done.stdout
     assert MissingDependencyError.__mro__
+
+
+def test_a_run_is_extended_after_its_success_and_add_and_resume_say_how(here: HereInstead, tmp_path: Path) -> None:
+    trained(tmp_path)
+    refused = here.replicas("resume", "mine")
+    assert (
+        "no replica to resume: 2 succeeded. To train it further: replicas resume mine --total-steps N" in refused.stderr
+    )
+    assert "Extend it first: replicas resume mine --total-steps N" in here.replicas("add", "mine", "--n", 1).stderr
+    for options, says in (
+        (("--total-steps", 40), "--total-steps must be more: got 40"),
+        (("--total-rounds", 50), "use --total-steps instead of --total-rounds"),
+        (("--total-steps", 50, "--total-rounds", 50), "not both"),
+    ):
+        refused = here.replicas("resume", "mine", *options)
+        assert (refused.code, says in refused.stderr) == (2, True), refused
+    extended = here.replicas("resume", "mine", "--total-steps", 65)
+    assert extended.code == 0, extended
+    assert "extended to 65 steps" in extended.stdout
+    assert "extended from 40 to 65 steps" in here.replicas("logs", "mine", "--rank", 1).stdout
+    done = here.replicas("model", "mine", "--out", tmp_path / "m.safetensors", "--json").json
+    assert (done["rounds"], done["step"]) == (13, 65)
+    refused = here.replicas("resume", "mine", "--total-steps", 50)
+    assert "was extended to total_steps=65 already, got total_steps=50" in refused.stderr
+
+
+def test_a_run_that_trains_is_extended_without_a_restart(here: HereInstead, tmp_path: Path) -> None:
+    args = {"folder": str(tmp_path / "gates"), "rounds": 6, "gates": [3]}
+    with closed_gates(tmp_path / "gates", [3]) as open_gate, launch(LOCAL, train, 2, args=args, run_id="mine") as run:
+        eventually(lambda: all(state.reported.get("round") == 3 for state in run.status().replicas))
+        told = here.replicas("resume", "mine", "--total-steps", 50)
+        assert told.code == 0, told
+        assert "Its replicas continue when they reach their old total" in told.stdout
+        open_gate(3)
+        run.results()
+        assert {replica.attempt for replica in run.status().replicas} == {0}
+    assert here.replicas("model", "mine", "--out", tmp_path / "m", "--json").json["step"] == 50
+
+
+def test_a_rank_that_was_cancelled_on_purpose_does_not_change_the_result_of_the_others(
+    here: HereInstead, tmp_path: Path
+) -> None:
+    run = launch(LOCAL, "job:hang", 2, args={"ranks": [1]}, run_id="mine")
+    eventually(lambda: "hanging" in run.logs(1))
+    assert here.replicas("cancel", "mine", "--rank", 1).code == 0
+    ended = here.replicas("wait", "mine")
+    assert ended.code == 0, ended
+    assert "Rank 1 was cancelled with `cancel --rank`" in ended.stdout
+    assert run.results() == [None, None]
+    with launch(LOCAL, "job:hang", 2, run_id="all") as other:
+        eventually(lambda: all("hanging" in other.logs(rank) for rank in range(2)))
+        for rank in range(2):
+            here.replicas("cancel", "all", "--rank", rank)
+        assert here.replicas("wait", "all").code == 130

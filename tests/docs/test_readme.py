@@ -109,6 +109,9 @@ def test_the_trained_model_is_saved_evaluated_and_trained_further_as_the_readme_
         weights.sum().item(), abs=1e-5
     )
     assert torch.equal(weights, attach("first-try").model()["weight"])
+    lines_of(here, block_with(SHELL, "--total-steps 800"))
+    longer = here.replicas("model", "first-try", "--out", folder / "longer.safetensors")
+    assert "after round 80, step 800." in longer.stdout
 
 
 EQUAL_SHARES = """

@@ -1,0 +1,201 @@
+"""Extending a run beyond its planned end: where a replica learns of it, and what is checked before it is ordered.
+
+An extension is an entry in the run's log of decisions, so it belongs to the run and reaches every attempt on every
+machine. The script keeps the total that it gives to DiLoCo. Up to that total all replicas agree on every entry, whether
+they know of the extension or not (`Plan`), so a replica may learn of it at any time before it leaves.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from diloco.errors import DiLoCoError
+from diloco.rendezvous.envelope import BadRecordError
+from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.patient_store import PatientStore
+from diloco.rendezvous.phase import Plan
+from diloco.rendezvous.proof import proof_of
+from diloco.rendezvous.stored_log import Agreed, StoredLog
+from executors.errors import CorruptObjectError, StoreError
+from executors.store import Store
+
+PATIENCE_S = 60.0
+UNITS = {"total_steps": "--total-steps", "total_rounds": "--total-rounds"}
+
+
+class Orders(Protocol):
+    """A replica that knows to which totals its run was extended."""
+
+    def extensions(self) -> Mapping[str, Sequence[int]]:
+        """Return the totals, in their order: `total_steps` and `total_rounds`."""
+
+
+class Extension:
+    """The extensions of a run, as one DiLoCo follows them.
+
+    Args:
+        orders: the replica of this process. None: it is not a replica of this run, and no order reaches it.
+        plan: the plan of the DiLoCo, which is changed.
+        unit: the name of the argument that says the total: `total_steps` or `total_rounds`.
+        per_total: steps of the plan in one of that unit.
+        is_trainers: whether a trainer runs the loop, which ends after its own number of steps.
+    """
+
+    def __init__(
+        self, orders: Orders | None, plan: Plan, *, unit: str, per_total: int, is_trainers: bool = False
+    ) -> None:
+        self._orders = orders
+        self._plan = plan
+        self._unit = unit
+        self._per_total = per_total
+        self._is_trainers = is_trainers
+        self._told: set[str] = set()
+        self.refused = ""
+        """Why the newest order has no effect here. Empty: it has, or there is none."""
+
+    @property
+    def total(self) -> int | None:
+        """The total that the run was extended to. None: it was not extended."""
+        total = self._plan.total_steps
+        return None if not self._plan.earlier or total is None else total // self._per_total
+
+    def look(self, find_total: Callable[[], int | None]) -> bool:
+        """Read the orders, and return whether the plan has become longer. A line on stderr says so.
+
+        Args:
+            find_total: returns the total that the run began with. Replicas whose own totals lead to the same rounds
+                may differ in it, and all must count from one. None: this replica begins the run.
+        """
+        if self._orders is None:
+            return False
+        try:
+            ordered = self._orders.extensions()
+        except StoreError as error:  # training without the extension is right, too: whoever knows of it goes on
+            warnings.warn(f"The extensions of this run cannot be read: {error}", stacklevel=4)
+            return False
+        totals = ordered.get(self._unit, ())
+        self.refused = self._why_not(ordered)
+        if self.refused or not totals:
+            if self.refused and self.refused not in self._told:
+                self._told.add(self.refused)
+                print(f"replicas: {self.refused}", file=sys.stderr)
+            return False
+        before = self._plan.total_steps
+        if not self._plan.earlier and (first := find_total()) is not None:
+            self._plan.total_steps = first * self._per_total
+        has_grown = [self._plan.extend(total * self._per_total) for total in totals]
+        if any(has_grown):
+            what = "steps" if self._unit == "total_steps" else "rounds"
+            planned = 0 if before is None else before // self._per_total
+            print(f"replicas: this run was extended from {planned} to {totals[-1]} {what}.", file=sys.stderr)
+        return any(has_grown)
+
+    def _why_not(self, ordered: Mapping[str, Sequence[int]]) -> str:
+        """Say why orders to extend have no effect. Empty: they have, or there are none."""
+        others = [(name, totals[-1]) for name, totals in ordered.items() if totals and name != self._unit]
+        mine = ordered.get(self._unit, ())
+        if not mine and not others:
+            return ""
+        if self._is_trainers:
+            return (
+                "This run was extended, and a trainer ends after its own number of steps. Launch a new run with more "
+                "steps from this one: replicas launch … --from RUN"
+            )
+        if not mine:
+            name, total = others[0]
+            return (
+                f"This run was extended by {UNITS[name]} {total}, and this DiLoCo counts {self._unit}. "
+                f"Resume the run with {UNITS[self._unit]} N."
+            )
+        if self._plan.total_steps is None:
+            return f"This run was extended, and this DiLoCo has no {self._unit}: the script itself ends the training."
+        return ""
+
+    def check_what_was_trained(self, steps: int, at: int, *, is_over: bool) -> None:
+        """Check that the training loop has followed an extension.
+
+        Args:
+            steps: inner steps that this process has made.
+            at: the run's step, or by the clock its round.
+            is_over: whether the run has had its last planned round.
+
+        Raises:
+            DiLoCoError: the run was extended, and this attempt has not made a single step.
+        """
+        if is_over and not self.refused:
+            return
+        total = self.total
+        if not self.refused and total is None:
+            return
+        why = self.refused or (
+            f"This run was extended to {self._unit}={total}, and the training loop has ended at {at}. End the loop "
+            "with `for step in diloco.steps()`, or when diloco.is_over is True."
+        )
+        if not steps:
+            raise DiLoCoError(f"{why} Nothing was trained.")
+        if not self.refused:
+            warnings.warn(why, stacklevel=5)
+
+
+def check_extension(store: Store, run_id: str, key: bytes | None, asked: Mapping[str, int]) -> None:
+    """Check, before anything is ordered, that a run can be extended so.
+
+        check_extension(store, "first-try", None, {"total_steps": 800})
+
+    Args:
+        store: where the run is.
+        run_id: its id.
+        key: of a signed run.
+        asked: the new total, under `total_steps` or `total_rounds`.
+
+    Raises:
+        ValueError: says why no DiLoCo of the run would go on.
+    """
+    proof = proof_of(key)
+    patient = PatientStore(store, clock=lambda: 0.0, error_patience_s=PATIENCE_S, copies=proof.copies)
+    prefix = f"{run_id}/diloco/"
+    names = {entry.key.removeprefix(prefix).partition("/")[0] for entry in store.list(prefix)}
+    found: dict[str, Agreed] = {}
+    for name in sorted(names):
+        log = StoredLog(patient, Keys(run_id, name), proof)
+        try:
+            if log.start is not None:
+                found[name] = log.agreed
+        except (BadRecordError, CorruptObjectError):  # replicas say more of it than is known here
+            return
+    if not found:
+        raise ValueError(f"Run {run_id!r} has nothing to extend: its replicas have not begun, or train without DiLoCo.")
+    problems = [problem for name, agreed in found.items() if (problem := _problem(run_id, agreed, asked))]
+    if len(problems) == len(found):
+        raise ValueError(problems[0])
+
+
+def _problem(run_id: str, agreed: Agreed, asked: Mapping[str, int]) -> str:
+    """Say why a DiLoCo would not go on to a new total. Empty: it would."""
+    by_clock = agreed.inner_steps is None
+    unit = "total_rounds" if by_clock else "total_steps"
+    option, other = UNITS[unit], next(iter(asked))
+    if unit not in asked:
+        how = "by the clock" if by_clock else "by steps"
+        return f"Run {run_id!r} has rounds {how}: use {option} instead of {UNITS[other]}."
+    if agreed.total_steps is None:
+        return (
+            f"Run {run_id!r} has no {unit}: DiLoCo was given none, so the script itself ends the training. "
+            f"Resume it without {option}."
+        )
+    if asked[unit] <= agreed.total_steps:
+        began = f"Run {run_id!r} was begun with {unit}={agreed.total_steps}"
+        return f"{began}, and {option} must be more: got {asked[unit]}."
+    return ""
+
+
+def total_of_start(store: PatientStore, keys: Keys, key: bytes | None) -> int | None:
+    """Return the total that a run began with, in its own unit. None: it has not begun, or has none."""
+    log = StoredLog(store, keys, proof_of(key))
+    try:
+        return None if log.start is None else log.agreed.total_steps
+    except CorruptObjectError:  # an agreement that has rotted does not end a run
+        return None

@@ -1,0 +1,230 @@
+"""A run that is extended beyond its planned end: all replicas go on to the new total, whenever they learn of it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support import decoder
+from support.training import nudge
+from torch import nn
+
+from diloco import DiLoCo
+from diloco.errors import DiLoCoError
+from diloco.rendezvous.extension import check_extension
+from diloco.rendezvous.phase import Plan
+from diloco.trained_model import Source, read_model
+from executors.replica import Replica, set_current_replica
+from executors.store import MemoryStore
+from executors.supervision.decisions import Decision, DecisionLog, extensions_of
+from executors.supervision.orders import order_policy
+
+OPTIONS: dict[str, Any] = {"inner_steps": 4, "snapshot_every": 3}
+
+pytestmark = pytest.mark.filterwarnings("ignore:Only .* rounds")
+
+
+@pytest.fixture(autouse=True)
+def _no_replica_is_left() -> Iterator[None]:
+    yield
+    set_current_replica(None)
+
+
+def extend(store: MemoryStore, key: str | None = None, **totals: int) -> None:
+    order_policy(DecisionLog(store, "run", key=key), totals=totals)
+
+
+class Attempt:
+    """One attempt of the only replica of a run."""
+
+    def __init__(self, store: MemoryStore, attempt: int = 0, **options: Any) -> None:
+        replica = Replica(rank=0, world_size=1, run_id="run", attempt=attempt, rendezvous=store.url)
+        record = SimpleNamespace(continues=None, key_id=None)
+        replica.__dict__ |= {"store": store, "record": record, "claimed_nonce": secrets.token_hex(8)}
+        store.put(replica.key("started.json"), f'{{"nonce": "{replica.nonce}"}}'.encode())
+        set_current_replica(replica)
+        torch.manual_seed(0)
+        self.replica = replica
+        self.model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1))
+        self.diloco = DiLoCo(self.model, **{**OPTIONS, **options})
+        self.rounds_at: dict[int, int] = {}
+        """By step, how many rounds there were after it."""
+
+    def train(self, until: int = 10**9) -> Attempt:
+        for step in self.diloco.steps():
+            if step >= until:
+                break
+            nudge(self.model, 0.01 * (1 + step % 7))
+            self.diloco.step()
+            self.rounds_at[self.diloco.inner_step] = self.diloco.rounds
+        return self
+
+    def die(self) -> None:
+        self.diloco._close(in_order=False)
+
+
+@pytest.mark.parametrize("fragments", [1, 2, 4])
+@pytest.mark.parametrize("total", [20, 18])
+@pytest.mark.parametrize("died_at", [20, 14, 5])
+def test_a_run_that_ended_or_died_goes_on_to_the_new_total(fragments: int, total: int, died_at: int) -> None:
+    store = MemoryStore()
+    first = Attempt(store, fragments=fragments, total_steps=total).train(until=died_at)
+    first.diloco.close() if first.diloco.is_over else first.die()
+    extend(store, total_steps=37)
+    second = Attempt(store, 1, fragments=fragments, total_steps=total).train()
+    assert second.diloco.inner_step == 37
+    assert second.diloco.is_over
+    second.diloco.close()
+    plan = Plan(4 // fragments, fragments, total_steps=total)
+    at_old_end = plan.n_entries
+    plan.extend(37)
+    assert second.diloco.rounds == plan.n_entries
+    if died_at < total:
+        assert second.rounds_at[total] == at_old_end, "every fragment has a round at the old end, too"
+    anchor = second.model.state_dict()
+    found = read_model(Source(store=store, run_id="run", extensions={"total_steps": [37]}))
+    assert (found.step, found.rounds) == (37, plan.n_entries)
+    assert all(torch.equal(found.tensors[name], values) for name, values in anchor.items())
+
+
+def test_a_replica_that_trains_learns_of_it_at_its_old_end_and_makes_the_same_anchors() -> None:
+    alone, store = MemoryStore("before"), MemoryStore("meanwhile")
+    Attempt(alone, total_steps=20).train().diloco.close()
+    extend(alone, total_steps=40)
+    before = Attempt(alone, 1, total_steps=20).train()
+    running = Attempt(store, total_steps=20).train(until=11)
+    extend(store, total_steps=40)
+    running.train()
+    assert running.diloco.rounds == before.diloco.rounds == 10
+    assert running.replica.reported["total_steps"] == 40
+    assert [outer.digest() for outer in running.diloco._model_state.outer] == [
+        outer.digest() for outer in before.diloco._model_state.outer
+    ]
+
+
+def test_the_log_of_an_extended_run_is_computed_again_by_the_adr() -> None:
+    class Keeping(MemoryStore):
+        def delete(self, key: str) -> None:
+            pass
+
+    store = Keeping()
+    Attempt(store, total_steps=16, fragments=2).train().diloco.close()
+    extend(store, total_steps=30)
+    extend(store, total_steps=43)
+    again = Attempt(store, 1, total_steps=16, fragments=2).train()
+    prefix = "run/diloco/main/"
+    objects = {entry.key.removeprefix(prefix): bytes(store.get(entry.key)) for entry in store.list(prefix)}
+    run = decoder.Run(objects, extensions=(30, 43))
+    assert [*run][-1] + 1 == again.diloco.rounds
+    values = {name: part for fragment in range(2) for name, part in run.anchor(fragment).items()}
+    for name, anchor in again.diloco.anchor().items():
+        assert values[name].tobytes() == anchor.numpy().tobytes()
+
+
+def test_rounds_by_the_clock_are_extended_by_their_number() -> None:
+    store = MemoryStore()
+    options: dict[str, Any] = {"inner_steps": None, "round_seconds": 1e-6, "total_rounds": 4}
+    Attempt(store, **options).train().diloco.close()
+    extend(store, total_rounds=9)
+    again = Attempt(store, 1, **options).train()
+    assert again.diloco.rounds == 9
+    assert read_model(Source(store=store, run_id="run", extensions={"total_rounds": [9]})).rounds == 9
+
+
+def test_a_loop_that_ends_at_its_own_total_is_told_that_nothing_was_trained() -> None:
+    store = MemoryStore()
+    Attempt(store, total_steps=8).train().diloco.close()
+    extend(store, total_steps=16)
+    again = Attempt(store, 1, total_steps=8)
+    with pytest.raises(
+        DiLoCoError, match=r"extended to total_steps=16, and the training loop has ended at 8\. .*steps\(\)"
+    ):
+        again.diloco.close()
+    part = Attempt(store, 2, total_steps=8).train(until=12)
+    with pytest.warns(UserWarning, match="the training loop has ended at 12"):
+        part.diloco.close()
+
+
+def test_an_order_that_a_replica_cannot_follow_is_said_and_another_one_still_counts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    store = MemoryStore()
+    Attempt(store, total_steps=8).train().diloco.close()
+    extend(store, total_rounds=16)
+    wrong = Attempt(store, 1, total_steps=8)
+    assert "extended by --total-rounds 16, and this DiLoCo counts total_steps" in capsys.readouterr().err
+    assert wrong.diloco.is_over
+    with pytest.raises(DiLoCoError, match="Nothing was trained"):
+        wrong.diloco.close()
+    extend(store, total_steps=16)
+    assert Attempt(store, 2, total_steps=8).train().diloco.inner_step == 16
+    trainer = Attempt(store, 3, total_steps=8, _is_trainers=True)
+    assert "launch … --from RUN" in capsys.readouterr().err
+    trainer.die()
+
+
+def test_replicas_whose_own_totals_differ_within_a_round_agree_on_the_extension() -> None:
+    store = MemoryStore()
+    Attempt(store, total_steps=18).train().diloco.close()
+    extend(store, total_steps=29)
+    again = Attempt(store, 1, total_steps=20)
+    assert again.diloco.inner_step == 18
+    assert again.train().diloco.rounds == 5 + 3
+
+
+@pytest.mark.parametrize(
+    ("options", "asked", "says"),
+    [
+        ({"total_steps": 8}, {"total_steps": 8}, "was begun with total_steps=8, and --total-steps must be more: got 8"),
+        ({"total_steps": 8}, {"total_rounds": 9}, "has rounds by steps: use --total-steps instead of --total-rounds"),
+        ({}, {"total_steps": 9}, "has no total_steps: DiLoCo was given none"),
+        (
+            {"inner_steps": None, "round_seconds": 9.0, "total_rounds": 3},
+            {"total_steps": 9},
+            "has rounds by the clock: use --total-rounds instead of --total-steps",
+        ),
+    ],
+)
+def test_what_cannot_be_extended_is_refused_before_it_is_ordered(
+    options: dict[str, Any], asked: dict[str, int], says: str
+) -> None:
+    store = MemoryStore()
+    with pytest.raises(ValueError, match="has nothing to extend"):
+        check_extension(store, "run", None, asked)
+    Attempt(store, **options).die()
+    with pytest.raises(ValueError, match=says):
+        check_extension(store, "run", None, asked)
+
+
+def test_without_the_key_of_a_signed_run_nobody_extends_it() -> None:
+    store, key = MemoryStore(), "ab" * 32
+    store.put("run/decisions/000000.json", Decision(kind="policy", total_steps=99).to_bytes())
+    extend(store, key, total_steps=50)
+    assert extensions_of(DecisionLog(store, "run", key=key).read())["total_steps"] == [50]
+    assert extensions_of(DecisionLog(store, "run").read())["total_steps"] == [99]
+
+
+def test_a_plan_divides_steps_before_and_after_an_extension_alike() -> None:
+    plan = Plan(steps_per_entry=5, n_fragments=4, total_steps=102)
+    assert (plan.n_entries, plan.last_entries) == (24, (23,))
+    assert not plan.extend(102)
+    assert plan.extend(150)
+    assert plan.last_entries == (23, 23 + 10 + 3)
+    assert [plan.step_before(entry) for entry in (20, 21, 24, 25, 33, 34, 37)] == [100, 102, 102, 107, 147, 150, 150]
+    assert [entry for entry in range(40) if plan.is_final(entry)] == [20, 21, 22, 23, 33, 34, 35, 36]
+    assert [plan.position_at(step) for step in (0, 99, 101, 102, 106, 107, 149, 150, 999)] == [
+        0,
+        19,
+        20,
+        24,
+        24,
+        25,
+        33,
+        37,
+        37,
+    ]
+    assert (plan.end_of(23), plan.end_of(24), plan.is_over(36), plan.is_over(37)) == (102, 150, False, True)
