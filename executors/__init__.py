@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import executors.process  # noqa: F401 - first: on Windows it ends the process with one sentence
-from executors.errors import ReplicasError
+from executors.errors import ReplicasError, ReplicasWarning
 from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
 from executors.replica import current_replica
 from executors.store import Store, open_store
@@ -37,6 +37,7 @@ __all__ = [
     "ReplicaHandle",
     "ReplicaStatus",
     "ReplicasError",
+    "ReplicasWarning",
     "Run",
     "ServerlessExecutor",
     "SlurmExecutor",

@@ -205,3 +205,13 @@ class CorruptObjectError(StoreError):
 
 class UnsafeStoreError(StoreError):
     """`put_if_absent` is not atomic in this store, so nothing may be decided there."""
+
+
+class ReplicasWarning(UserWarning):
+    """A warning that is an event of its run when a replica raises it.
+
+    Every warning that code of `executors` or `diloco` raises in a replica is an event. This category marks a warning
+    of any other code as one, too:
+
+        warnings.warn("The data set has 3 unreadable files.", ReplicasWarning)
+    """

@@ -138,6 +138,18 @@ class ServerlessExecutor(Protocol):
 
 
 @dataclass(frozen=True)
+class WarningCount:
+    """How many warnings an attempt has left so far, and the first of them."""
+
+    count: int
+    """How many the run's events list: each text once, and one more if some are in the log only."""
+    first: str
+    """The text of the first one, cut to 200 characters."""
+    first_at: float
+    """When the first one came, in Unix time, by the clock of the replica's host."""
+
+
+@dataclass(frozen=True)
 class Outcome:
     """How one attempt of one rank ended."""
 
@@ -180,6 +192,10 @@ class Outcome:
     """The names of the dumps of its threads' stacks."""
     was_refused: bool = False
     """Whether it was not started because its service gave it no machine, so that nothing of it ran."""
+    warned: WarningCount | None = None
+    """The warnings that it left. None: it left none, or its last heartbeat says it."""
+    trained_alone: bool = False
+    """Whether it made an optimizer of torch, and nothing in it asked for its rank or created a DiLoCo."""
 
     @classmethod
     def of_row(cls, rank: int, attempt: int, row: Mapping[str, Any]) -> Outcome:

@@ -7,11 +7,11 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from executors.durations import name_duration
-from executors.protocol import BY_USER, Outcome, ReplicaStatus
+from executors.protocol import BY_USER, Outcome, ReplicaStatus, WarningCount
 
 FAILED_EARLY = "failed before the first round"
 STEPS_PER_S, TOTAL_STEPS = "steps_per_s", "total_steps"
@@ -34,6 +34,7 @@ NO_COLUMNS = (TOTAL_STEPS, SAME_DATA_AS)
 N_MORE = 3  # columns for other numbers, where nobody says which
 MAX_STEPS, MAX_LEFT_S = 1e15, 1e9  # reports may be any numbers
 MAX_COLUMNS = 50  # in a notebook
+MAX_WARNING = 240  # characters of a warning in a line
 MAX_DECIDED, MAX_LINE = 8, 1000  # lines of decisions that are shown at once, and characters of each
 HEADINGS = {"round_s": "in rounds", STEPS_PER_S: "steps/s", "note": ""}
 
@@ -125,6 +126,8 @@ class ReplicaState:
     """Whether its records tell how it is."""
     restart: RestartState = field(default_factory=RestartState)
     backend: str = ""
+    warned: WarningCount | None = None
+    """The warnings of this attempt, as its last heartbeat or its outcome counts them."""
 
     @property
     def is_over(self) -> bool:
@@ -199,7 +202,59 @@ class ReplicaState:
         }
         outcome = self.outcome
         more = {"reason": outcome and outcome.reason, "exit_code": outcome and outcome.exit_code}
+        more |= {"n_warnings": 0 if self.warned is None else self.warned.count}
         return {**row, "note": self.note, **more, **self.restart.to_json()}
+
+
+def alone_warning(outcomes: Sequence[Outcome]) -> str | None:
+    """Return the warning of a run in which each replica trained without the others; None: the outcomes do not say so.
+
+    Args:
+        outcomes: how the newest attempt of each rank ended; of a rank that has not, none.
+    """
+    if len(outcomes) < 2 or not all(outcome.trained_alone for outcome in outcomes):
+        return None
+    return (
+        f"None of the {len(outcomes)} replicas created a DiLoCo, so each trained alone. To train one model together, "
+        "put a DiLoCo beside the optimizer."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundWarning:
+    """One warning of a run."""
+
+    text: str
+    at: float
+    """When it came first, in Unix time."""
+    rank: int | None = None
+    """None: it is about the whole run."""
+    attempt: int | None = None
+    count: int = 1
+    """How often it came."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as plain JSON."""
+        return asdict(self)
+
+
+def describe_warnings(found: Sequence[FoundWarning], n: int, reference: str) -> str:
+    """Say in one line how many warnings a run has: `3 warnings, the first: rank 2: …; replicas events RUN`.
+
+    Args:
+        found: those whose texts are known.
+        n: how many there are, at least as many as are known.
+        reference: what finds the run again in a shell.
+
+    Returns: text that may hold anything: a record in a store is foreign. The caller makes it inert for its medium.
+    """
+    first = min(found, key=lambda each: each.at)
+    ranks = {each.rank for each in found if each.text == first.text and each.rank is not None}
+    whose = f"{name_ranks(ranks)}: " if ranks and not first.text.startswith(f"rank {first.rank} ") else ""
+    text = first.text.rstrip(".")
+    text = text if len(text) <= MAX_WARNING else f"{text[: MAX_WARNING - 1]}…"
+    begin = "1 warning: " if n == 1 else f"{n} warnings, the first: "
+    return f"{begin}{whose}{text}; replicas events {reference}"
 
 
 def is_failure(outcome: Outcome, min_replicas: int | None) -> bool:
@@ -293,6 +348,25 @@ class RunStatus:
         """How many seconds the run has to go, as far as its replicas tell."""
         return None if self.progress is None else self.progress.left_s
 
+    @property
+    def warnings(self) -> list[FoundWarning]:
+        """The first warning of each replica that has any, and that of the run. `Run.warnings()` reads all of them."""
+        found = [
+            FoundWarning(text=each.warned.first, at=each.warned.first_at, rank=each.rank, attempt=each.attempt)
+            for each in self.replicas
+            if each.warned is not None
+        ]
+        outcomes = [each.outcome for each in self.replicas if each.outcome is not None]
+        if len(outcomes) == len(self.replicas) and (text := alone_warning(outcomes)) is not None:
+            found.append(FoundWarning(text=text, at=self.last_at))
+        return found
+
+    @property
+    def n_warnings(self) -> int:
+        """How many different warnings the newest attempts have, and the run."""
+        own = sum(each.warned.count for each in self.replicas if each.warned is not None)
+        return own + sum(each.rank is None for each in self.warnings)
+
     def describe_progress(self, more: Sequence[str] = ()) -> str:
         """Say in one line how far it is: `3 running, 1 failed: round 4, step 120-130 of 400, loss 2.31`."""
         parts = []
@@ -318,6 +392,8 @@ class RunStatus:
             "prospects": self.prospects,
             "joined": self.joined,
             "left_s": self.left_s,
+            "n_warnings": self.n_warnings,
+            "warnings": [each.to_json() for each in self.warnings],
             "restarts_by_reason": dict(self.restarts_by_reason),
             "replicas": [replica.to_json() for replica in self.replicas],
         }
@@ -356,7 +432,10 @@ class RunStatus:
         body = "".join(f"<tr>{row}</tr>" for row in rows)
         words = "; ".join(filter(None, [self.counts, self.prospects]))
         title = _escape(f"{self.run_id} on {self.backend}: {words}")
-        lines = "".join(f"<p>{_escape(each.line)}</p>" for each in self.decided[-MAX_DECIDED:])
+        told = [each.line for each in self.decided[-MAX_DECIDED:]]
+        if found := self.warnings:
+            told.append(describe_warnings(found, self.n_warnings, self.run_id))
+        lines = "".join(f"<p>{_escape(line)}</p>" for line in told)
         return f"<p>{title}</p>{lines}{between}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 

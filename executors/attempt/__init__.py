@@ -6,7 +6,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from executors.attempt.outcome import (
@@ -18,11 +18,12 @@ from executors.attempt.outcome import (
     encode_outcome,
     only_numbers,
     parse_outcome,
+    warning_count,
 )
 from executors.attempt.pauses import wait_until_terminal
 from executors.errors import CorruptObjectError, UnknownHandleError, UnwritableStoreError
 from executors.process import this_process
-from executors.protocol import BY_USER, Outcome, Reason, ReplicaHandle, ReplicaStatus
+from executors.protocol import BY_USER, Outcome, Reason, ReplicaHandle, ReplicaStatus, WarningCount
 from executors.store import Store, store_at
 from executors.store.records import (
     FAR_AHEAD,
@@ -49,6 +50,8 @@ from executors.store.url import RUN_ID, was_deleted
 T = TypeVar("T")
 TOLD_BY_SERVICES = ("preempted", "timeout")
 TICKS = integer(0, 2**63)
+WARNED = "replicas.warnings"
+"""Where a heartbeat has its count of warnings. Names that replicas report are keyword arguments: they have no dot."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,16 +69,26 @@ class Claim(Record):
 
 @dataclass(frozen=True)
 class Beat:
-    """`heartbeat.json`: that a replica lived at a time, and what it reported last."""
+    """`heartbeat.json`: that a replica lived at a time, what it reported last, and how many warnings it left."""
 
     at: float
     reported: Mapping[str, float]
+    warned: WarningCount | None = None
 
     @classmethod
     def parse(cls, data: Any, key: str = "heartbeat.json", url: str = "") -> Beat:
         fields = Fields(data, key, url)
         at = fields.take("at", number(LONG_AGO, FAR_AHEAD))
-        return cls(at, only_numbers({name: value for name, value in fields.values.items() if name != "at"}))
+        warned = fields.take(WARNED, nullable(warning_count), None)
+        reported = {name: value for name, value in fields.values.items() if name not in ("at", WARNED)}
+        return cls(at, only_numbers(reported), warned)
+
+    def to_bytes(self) -> bytes:
+        """Return the heartbeat as it is stored: one line of JSON."""
+        record: dict[str, Any] = {name: value for name, value in self.reported.items() if name != WARNED}
+        if self.warned is not None:
+            record[WARNED] = asdict(self.warned)
+        return to_bytes({**record, "at": self.at})
 
 
 STALE_INTENT_S = 1800.0  # of a launch: its calls wait for each other, and each until its job is scheduled

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from executors.protocol import ENDED, REASONS, Outcome, ReplicaStatus
+from executors.errors import CorruptObjectError
+from executors.protocol import ENDED, REASONS, Outcome, ReplicaStatus, WarningCount
 from executors.store.records import (
     FAR_AHEAD,
     LONG_AGO,
@@ -36,6 +37,8 @@ OUTPUT_TAIL_LINES = 200  # that a service is asked for, where a replica left no 
 MAX_OUTCOME_BYTES = 32 << 20
 MAX_ERROR = 1 << 20  # characters
 MAX_PLACE = 1000  # characters
+MAX_WARNINGS = 64  # different texts of one attempt
+MAX_FIRST = 200  # characters of the first warning in a heartbeat or an outcome
 
 
 def parse_outcome(data: Any, key: str = "outcome.json", url: str = "") -> Outcome:
@@ -73,7 +76,29 @@ def parse_outcome(data: Any, key: str = "outcome.json", url: str = "") -> Outcom
         notice=fields.take("notice", nullable(text(40)), None),
         stacks=fields.take("stacks", list_of(text(100)), ()),
         was_refused=fields.take("was_refused", flag, False),
+        warned=fields.take("warned", nullable(warning_count), None),
+        trained_alone=fields.take("trained_alone", flag, False),
     )
+
+
+def warning_count(value: Any) -> WarningCount:
+    """Check how many warnings an attempt left, as its heartbeat or its outcome says.
+
+    Args:
+        value: a JSON value: {"count": 2, "first": "…", "first_at": 1.7e9}.
+
+    Raises:
+        ValueError: the value is something else; the message names what was expected.
+    """
+    try:
+        fields = Fields(json_object(value), "warnings")
+        return WarningCount(
+            count=fields.take("count", integer(1, MAX_WARNINGS + 1)),
+            first=fields.take("first", text(MAX_FIRST)),
+            first_at=fields.take("first_at", number(LONG_AGO, FAR_AHEAD)),
+        )
+    except CorruptObjectError as error:
+        raise ValueError(f"a count of warnings ({error})") from None
 
 
 def only_numbers(found: Mapping[str, Any]) -> dict[str, float]:

@@ -96,6 +96,7 @@ def collect(
             output.say(output.line(row))
     summary.print_failures(output)
     summary.print_model(output)
+    summary.print_warnings(output)
     return code
 
 

@@ -12,7 +12,8 @@ from executors.supervision.events import Event
 
 AS_JSON = "Print a JSON object on a line for each."
 STYLES = {
-    "ended": "red", "hang_suspected": "yellow", "notice": "yellow", "works_again": "green", "cancelled": "yellow",
+    "ended": "red", "hang_suspected": "yellow", "notice": "yellow", "works_again": "green", "warning": "yellow",
+    "cancelled": "yellow",
     "gave_up": "bold red", "stopped": "bold red", "decided": "cyan",
 }  # fmt: skip
 TOLD = ("decided", "works_again", "cancelled", "gave_up", "stopped")  # whose words say it all
@@ -26,7 +27,7 @@ def events(
     option: BackendOptions = None,
     as_json: Annotated[bool, Option("--json", help=AS_JSON)] = False,
 ) -> int:
-    """Show what happened in a run: launches, first progress, hangs, ends, and what was decided about them."""
+    """Show what happened in a run: launches, first progress, warnings, hangs, ends, and decisions on them."""
     found = find_run(run, rendezvous, backend, option)
     output, began_at = Output(), found.record.created_at
     call.has_document = as_json  # many, a line each
@@ -51,4 +52,5 @@ def line_of_event(event: Event, began_at: float) -> str:
     which = f" (attempt {event.attempt})" if event.attempt else ""
     by = f" by {event.actor}" if event.kind in ("launched", "claimed") and event.actor else ""
     more = ": ".join(filter(None, (event.reason, event.why)))
+    more += f" ({event.count} times)" if event.count > 1 else ""
     return one_line(f"{elapsed} {who} {event.kind.replace('_', ' ')}{took}{which}{by}{': ' if more else ''}{more}")

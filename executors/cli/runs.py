@@ -38,7 +38,7 @@ from executors.errors import BackendError, CorruptObjectError, ReplicasError, Ru
 from executors.native import name_of_job, page_of_job
 from executors.protocol import ReplicaStatus
 from executors.run.run_index import find_preparation
-from executors.status import MAX_DECIDED, MAX_LINE
+from executors.status import MAX_DECIDED, MAX_LINE, describe_warnings
 from executors.store.parallel import at_store
 from executors.store.url import is_near
 from executors.task.entrypoint import shown
@@ -123,7 +123,7 @@ def status(
     """Show the status of each replica of a run."""
     from executors.cli.live import note_unknown_columns
     from executors.cli.planned import compare
-    from executors.cli.summary import Summary, code_of, heading
+    from executors.cli.summary import Summary, code_of, heading, reference
     from executors.cli.table import replica_table, title
     from executors.run.progress import bars
     from executors.supervision.uptime import uptime_document, wants_attention
@@ -176,6 +176,9 @@ def status(
         output.say(compared.describe(), "yellow" if compared.ratio >= SLOW else "dim")
     for each in now.decided[-MAX_DECIDED:]:
         output.say(f"[{name_duration(each.at - record.created_at):>6}] {one_line(each.line, MAX_LINE)}", "yellow")
+    if found_warnings := now.warnings:
+        line = describe_warnings(found_warnings, now.n_warnings, reference(found))
+        output.say(one_line(line, MAX_LINE), "yellow")
     note_unknown_columns(columns or (), now)
     for replica in now.replicas:
         if (job := name_of_job(handles.get(replica.rank))) is not None:

@@ -15,6 +15,7 @@ from executors.cli.output import (
     Output,
     finite,
     name_limit,
+    note,
     one_line,
 )
 from executors.protocol import Outcome, ReplicaStatus
@@ -24,13 +25,14 @@ from executors.run import run_index
 from executors.run.model_of_run import has_model
 from executors.run.restart_states import counted, was_stopped
 from executors.run.run import Run
-from executors.status import FAILED_EARLY, name_ranks
+from executors.status import FAILED_EARLY, MAX_LINE, FoundWarning, describe_warnings, name_ranks
 from executors.supervision.decisions import Decision
 from executors.task.entrypoint import shown
 
 K = TypeVar("K")
 V = TypeVar("V")
 MAX_LINES = 8  # of failures or results; the rest is counted
+MAX_WARNINGS = 200  # in a document; `replicas events RUN --json` has all
 
 
 def heading(run: Run, timeout_s: float | None = None, *, n: int | None = None) -> str:
@@ -117,12 +119,15 @@ class Summary:
     run: Run
     outcomes: Sequence[Outcome]
     code: int | None
+    warnings: Sequence[FoundWarning] = ()
+    """The warnings of all attempts, the oldest first."""
 
     @classmethod
     def of(cls, run: Run, *, in_time: bool = True, interrupted: bool = False) -> Summary:
         """Summarise a run that was watched to its end, or until the time was over."""
         outcomes = run.outcomes()
-        return cls(run, outcomes, code_of(run, outcomes, interrupted=interrupted) if in_time else TIMED_OUT)
+        code = code_of(run, outcomes, interrupted=interrupted) if in_time else TIMED_OUT
+        return cls(run, outcomes, code, run.warnings(note))
 
     def document(self) -> dict[str, Any]:
         """Return the summary as JSON."""
@@ -139,6 +144,8 @@ class Summary:
             "signed": record.signed,
             "exit_code": self.code,
             "summary": find_summary(self.outcomes),
+            "n_warnings": len(self.warnings),
+            "warnings": [each.to_json() for each in self.warnings[:MAX_WARNINGS]],
             "replicas": [{**outcome.to_row(), "attempt": outcome.attempt} for outcome in self.outcomes],
         }
 
@@ -163,6 +170,7 @@ class Summary:
             if removed:
                 output.say()
                 output.say(f"{removed}, which leaves the result of the others as it is.", "yellow")
+            self.print_warnings(output)
             if self.code == HOPELESS:
                 output.say()
                 output.say("Starting the run again unchanged does not help (exit code 93).", "yellow")
@@ -203,6 +211,13 @@ class Summary:
             output.say(f"{name_ranks(ranks)}: {one_line(text)}")
         if len(groups) > MAX_LINES:
             output.say(f"… and {len(groups) - MAX_LINES} more: replicas collect {reference(self.run)}", "dim")
+
+    def print_warnings(self, output: Output) -> None:
+        """Print one line on the warnings of the run, if it has any."""
+        if self.warnings:
+            output.say()
+            line = describe_warnings(self.warnings, len(self.warnings), reference(self.run))
+            output.say(one_line(line, MAX_LINE), "yellow")
 
     def print_failures(self, output: Output) -> None:
         """Print each distinct failure once: what happened, in which ranks, where their logs are; the earliest first."""

@@ -58,6 +58,8 @@ class Recorder:
         self._is_near = is_near(store.url)
         self.on_line: Callable[[float, Mapping[str, Any]], None] | None = None
         """Gets each line as it is kept, and its Unix time, in the thread beside the training; never waits."""
+        self.on_warning: Callable[[str], None] = lambda text: None
+        """Gets a sentence, once, when measurements cannot be written. Never waits."""
         # Between the threads: each hands over by one operation that cannot be interrupted.
         self._made = deque[tuple[float, Mapping[str, Any]]]()
         self._reported = deque[tuple[float, Mapping[str, float]]]()
@@ -185,8 +187,10 @@ class Recorder:
             self._retry_at = self._clock() + RETRY_S
             if not self._has_complained:
                 self._has_complained = True
+                text = f"rank {self._rank}: measurements wait in memory: {error}"
+                self.on_warning(text)
                 with contextlib.suppress(OSError, ValueError, AttributeError):  # the disk is full; closed by the user
-                    sys.stderr.write(f"replicas: rank {self._rank}: measurements wait in memory: {error}\n")
+                    sys.stderr.write(f"replicas: {text}\n")
             return False
         self._closed = None
         self._n_segments += 1

@@ -24,6 +24,7 @@ from executors.errors import KeyNotFoundError, ReplicasError
 from executors.metrics.recorder import Recorder
 from executors.native import RUN_KEY
 from executors.replica.shared_page import Atomic, Section, SharedPage, Unwatched
+from executors.replica.warning_log import WarningLog
 from executors.store import Store, store_at
 from executors.store.records import read_record, retry
 from executors.store.run_key import parse_key
@@ -98,6 +99,8 @@ class Replica:
     """What `report` was given so far; the worker's heartbeat carries it."""
     recorder: Recorder | None = field(default=None, repr=False)
     """Keeps what is measured over time. None: nothing is kept, as in a helper process."""
+    warnings: WarningLog | None = field(default=None, repr=False)
+    """Collects warnings, which are events of the run. None: they are in the log alone, as in a helper process."""
     page: SharedPage | None = field(default=None, repr=False)
     """What its supervisor sees of it. None: it has no supervisor, or is a helper process."""
     launched: LaunchedWith | None = field(default=None, repr=False)
@@ -110,6 +113,9 @@ class Replica:
     """Whether the script has called `report(step=…)`. Its steps then replace those that a DiLoCo counts."""
     is_alone: bool = False
     """Whether `replicas` did not start this process: then nothing of it is kept."""
+    knows_rank: bool = field(default=False, repr=False)
+    """Whether the user's code has asked for this object, or its arguments or variables have `${rank}`. Then each
+    replica may do something else on purpose."""
 
     @cached_property
     def store(self) -> Store:
@@ -390,7 +396,10 @@ class Replica:
                 if entry.is_file():
                     self.save_artifact(f"{name}/{relative}", entry)
                 elif entry.is_symlink() or not entry.is_dir():
-                    print(f"replicas: save_artifact({name!r}) leaves out {relative!r}: not a file.", file=sys.stderr)
+                    left_out = f"save_artifact({name!r}) leaves out {relative!r}: not a file."
+                    print(f"replicas: {left_out}", file=sys.stderr)
+                    if self.warnings is not None:
+                        self.warnings.add(left_out, place="save_artifact")
             return
         if not stat.S_ISREG(source.stat().st_mode):
             raise ValueError(f"save_artifact({name!r}, …): {str(source)!r} is neither a file nor a folder.")
@@ -417,6 +426,8 @@ def find_replica() -> Replica | None:
     with _lock:
         if _current is None and any(name in os.environ for name in CONTRACT):
             _current = replica_from(os.environ)
+        if _current is not None:
+            _current.knows_rank = True
         return _current
 
 

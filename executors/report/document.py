@@ -32,7 +32,7 @@ MIN_POINTS = 50  # of a line; where many names leave it fewer, the last of them 
 MAX_NAMES = 24
 MAX_NAME = 40  # characters
 MAX_SETTINGS, MAX_ARGUMENTS, MAX_VALUE = 60, 200, 2000
-MAX_PROBLEMS, MAX_NOTABLE, MAX_EVENTS = 20, 8, 500
+MAX_PROBLEMS, MAX_NOTABLE, MAX_EVENTS, MAX_WARNINGS = 20, 8, 500, 100
 ANCHOR = "first loss after each round"
 AFTER = 0.1  # of the way to the next round: a loss that was reported by then is almost the anchor's
 SETTINGS = (
@@ -112,7 +112,9 @@ def document(subject: Subject) -> dict[str, Any]:
         ],
         "timeline": timeline_document(metrics, subject.events),
         "rounds": rounds,
-        "events": [_happened(event, metrics.began_at) for event in subject.events[-MAX_EVENTS:]],
+        "warnings": _warnings(subject.events)[:MAX_WARNINGS],
+        "n_warnings": sum(event.kind == "warning" for event in subject.events),
+        "events": [_happened(event, metrics.began_at) for event in _shown(subject.events)],
         "n_events": len(subject.events),
         "failures": failures_document(subject.outcomes, newest, len(now.replicas)),
         "configuration": _configuration(subject),
@@ -212,6 +214,24 @@ def first_losses(metrics: Metrics) -> dict[tuple[str, int], list[Point]]:
 def _anchor(metrics: Metrics) -> list[Point]:
     found = first_losses(metrics).values()
     return sorted((fmean(x for x, _ in points), fmean(y for _, y in points)) for points in found)
+
+
+def _warnings(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """Return each text that replicas warned of once, the oldest first, with the ranks that it came from."""
+    found: dict[str, dict[str, Any]] = {}
+    for event in events:
+        if event.kind == "warning":
+            text = one_line(event.why, MAX_VALUE)
+            row = found.setdefault(text, {"text": text, "at": event.at, "ranks": [], "count": 0})
+            row["ranks"] = sorted({*row["ranks"], *([] if event.rank is None else [event.rank])})
+            row["count"] += event.count
+    return [*found.values()]
+
+
+def _shown(events: Sequence[Event]) -> Sequence[Event]:
+    """Return the events of the table: the last ones, and of the warnings the first, which leave room for all others."""
+    late = {id(event) for event in [event for event in events if event.kind == "warning"][MAX_WARNINGS:]}
+    return [event for event in events if id(event) not in late][-MAX_EVENTS:]
 
 
 def _happened(event: Event, began_at: float) -> dict[str, Any]:

@@ -29,6 +29,10 @@ def _sentences(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "bad", f"{failure['words'].rstrip('.')}."
     for problem in document["problems"][:MAX_FAILURES]:
         yield "bad", problem
+    if document["n_warnings"]:
+        first, n = document["warnings"][0], document["n_warnings"]
+        whose = f"{name_ranks(first['ranks'])}: " if first["ranks"] else ""
+        yield "bad", f"{'1 warning' if n == 1 else f'{n} warnings, the first'}: {whose}{first['text'].rstrip('.')}."
     yield from _loss(document)
     yield from _late(document)
     yield from _lost(document)

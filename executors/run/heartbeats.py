@@ -41,7 +41,7 @@ class Heartbeats:
             has_beat: whether it has left a heartbeat.
         """
         if state.outcome is not None and state.outcome.reported is not None:
-            return replace(state, reported=dict(state.outcome.reported))
+            return replace(state, reported=dict(state.outcome.reported), warned=state.outcome.warned)
         number, beat = self._last.get(state.rank, (None, None))
         if number != state.attempt:
             try:
@@ -52,7 +52,8 @@ class Heartbeats:
                 self._last[state.rank] = (state.attempt, beat)
         if beat is None:
             return state
-        return replace(state, heartbeat_age_s=self._age_s(state, beat), reported=dict(beat.reported))
+        age_s = self._age_s(state, beat)
+        return replace(state, heartbeat_age_s=age_s, reported=dict(beat.reported), warned=beat.warned)
 
     def _age_s(self, state: ReplicaState, beat: Beat) -> float:
         """Return how old a heartbeat is: as its host's clock says, which may be wrong, but within what was seen."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from executors.attempt import Attempt, replica_prefix
-from executors.errors import BackendError, ReplicasError, RunNotFoundError, StoreError
+from executors.errors import BackendError, CorruptObjectError, ReplicasError, RunNotFoundError, StoreError
 from executors.logs.follower import WHOLE
 from executors.metrics.metrics import Metrics, read_metrics
 from executors.native import page_of_job
@@ -23,14 +23,14 @@ from executors.run.run_index import Note, check_is_located, find_key, noted_at_l
 from executors.run.run_logs import EVERYTHING, Lines, Ranks, RunLogs, Which
 from executors.run.run_logs import Note as LogNote
 from executors.run.spread import SpreadExecutor, as_one
-from executors.status import RunStatus, name_ranks
+from executors.status import FoundWarning, RunStatus, name_ranks
 from executors.store import Store
 from executors.store.artifacts import Artifact, kept_artifacts
 from executors.store.inventory import Inventory
 from executors.store.records import retry
 from executors.store.url import address_of
 from executors.supervision.decisions import Decision, DecisionLog
-from executors.supervision.events import Event, EventReader
+from executors.supervision.events import Event, EventReader, read_warnings
 from executors.task.record import RunRecord, find_run_record
 
 log = logging.getLogger(__name__)
@@ -267,6 +267,35 @@ class Traces:
             if not follow or now.is_terminal:
                 return
             time.sleep(pause_s)
+
+    def warnings(self, note: LogNote = log.warning) -> list[FoundWarning]:
+        """Return the warnings of all attempts so far, and that of the run, the oldest first.
+
+        Each text of an attempt is there once, with how often it came. Costs one read for each attempt that left any.
+
+        Args:
+            note: is told of each record that cannot be read.
+
+        Raises:
+            StoreError: the store cannot be read.
+
+        Example:
+            for warning in run.warnings():
+                print(warning.rank, warning.text)
+        """
+        now = self.status(reports=False)
+        attempts = [Attempt(self.store, self.run_id, *key) for key in sorted(self.inventory.warnings)]
+
+        def read(attempt: Attempt) -> list[FoundWarning]:
+            try:
+                return read_warnings(attempt)
+            except CorruptObjectError as error:
+                note(str(error))
+                return []
+
+        found = [each for some in self._observer.map(read, attempts) for each in some]
+        found += [each for each in now.warnings if each.rank is None]
+        return sorted(found, key=lambda each: each.at)
 
     @property
     def inventory(self) -> Inventory:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from executors.store import Store
 
@@ -11,6 +12,7 @@ RECORD = re.compile(
     r"([0-9]{4}|[1-9][0-9]{4,6})/(0|[1-9][0-9]{0,3})/(boot|started|handle|intent|outcome|heartbeat)\.json"
 )
 STACKS = re.compile(r"([0-9]{4}|[1-9][0-9]{4,6})/(0|[1-9][0-9]{0,3})/stacks/(0|[1-9][0-9]{0,3})\.txt")
+WARNINGS = re.compile(r"([0-9]{4}|[1-9][0-9]{4,6})/(0|[1-9][0-9]{0,3})/warnings\.json")
 BEGINNINGS = ("started", "handle", "intent", "outcome")
 
 
@@ -22,22 +24,31 @@ class Inventory:
     """Rank, attempt, and the record's name."""
     stacks: frozenset[tuple[int, int, int, float]] = frozenset()
     """Rank, attempt, number and time of each dump of stacks."""
+    warnings: Mapping[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
+    """By rank and attempt, the time and the size of its warnings: they change when the record is written again."""
 
     @classmethod
     def of(cls, store: Store, run_id: str) -> Inventory:
         """List the replicas of a run."""
         prefix = f"{run_id}/replicas/"
         records, stacks = set[tuple[int, int, str]](), set[tuple[int, int, int, float]]()
+        warnings = dict[tuple[int, int], tuple[float, int]]()
         for entry in store.list(prefix):
             if found := RECORD.fullmatch(entry.key, len(prefix)):
                 records.add((int(found[1]), int(found[2]), found[3]))
             elif found := STACKS.fullmatch(entry.key, len(prefix)):
                 stacks.add((int(found[1]), int(found[2]), int(found[3]), entry.modified_at))
-        return cls(frozenset(records), frozenset(stacks))
+            elif found := WARNINGS.fullmatch(entry.key, len(prefix)):
+                warnings[int(found[1]), int(found[2])] = (entry.modified_at, entry.size_bytes)
+        return cls(frozenset(records), frozenset(stacks), warnings)
 
     def __or__(self, other: Inventory) -> Inventory:
         """Return what either knows of: a record is never taken back, and a list may be older than one before it."""
-        return Inventory(self.records | other.records, self.stacks | other.stacks)
+        warnings = {
+            key: max(each for each in (self.warnings.get(key), other.warnings.get(key)) if each)
+            for key in self.warnings.keys() | other.warnings.keys()
+        }
+        return Inventory(self.records | other.records, self.stacks | other.stacks, warnings)
 
     def has(self, rank: int, attempt: int, name: str) -> bool:
         """Tell whether an attempt has left a record, such as `started`."""

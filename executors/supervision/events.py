@@ -1,4 +1,7 @@
-"""What happened in a run, as events that are derived from its records: nothing is stored for them."""
+"""What happened in a run, as events that are derived from its records.
+
+Only warnings have a record of their own, `warnings.json` of each attempt: its replica writes it.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,11 @@ from typing import Any, TypeVar
 
 from executors.attempt import Attempt, Claim, Intent
 from executors.attempt.outcome import says_alive
+from executors.attempt.warning_record import NAME as WARNINGS
+from executors.attempt.warning_record import KeptWarnings
 from executors.errors import StoreError
 from executors.protocol import Outcome, ReplicaStatus
-from executors.status import RunStatus
+from executors.status import FoundWarning, RunStatus
 from executors.store.inventory import Inventory
 from executors.store.records import FAR_AHEAD, find_record, get_at_most, number
 from executors.supervision.decision_words import Earlier, line_of
@@ -23,7 +28,8 @@ from executors.task.policy import Restarts
 from executors.task.record import RunRecord
 
 KINDS = (
-    "launched", "claimed", "first_progress", "hang_suspected", "stacks", "works_again", "notice", "ended", "decided",
+    "launched", "claimed", "first_progress", "warning", "hang_suspected", "stacks", "works_again", "notice", "ended",
+    "decided",
     "cancelled", "gave_up", "stopped", "finished",
 )  # fmt: skip
 USUAL = ("launched", "claimed", "first_progress", "finished")
@@ -32,6 +38,7 @@ NO_PROGRESS = ("rss", "left_with", "left_out")  # lines of segments that are not
 SEGMENT_BYTES = 4 << 20
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0  # between two looks for the first report of an attempt
 SUSPICION_S = 10.0  # dumps that lie closer together are of one suspicion
+MORE = "more warnings of this attempt are in its log only."
 HEAD_BYTES = 2000  # of a dump; its first line is the diagnosis
 MAX_DUMP_BYTES = 4 << 20
 T = TypeVar("T")
@@ -57,6 +64,8 @@ class Event:
     """For people."""
     duration_s: float | None = None
     """How long an attempt lived, took to its first progress, or stays down; how long the run took."""
+    count: int = 1
+    """How often it happened until it was read: a warning may come many times."""
 
     @property
     def is_usual(self) -> bool:
@@ -101,6 +110,8 @@ class EventReader:
         self._ask = defaultdict[tuple[int, int], tuple[float, float]](lambda: (0.0, FIRST_PAUSE_S))
         """When to ask for a first report next, and how long to wait then."""
         self._is_launch_told = False
+        self._read_warnings = dict[tuple[int, int], tuple[float, int]]()
+        """By rank and attempt, which version of its warnings was read last."""
 
     def new(self, inventory: Inventory, now: RunStatus) -> list[Event]:
         """Return what happened since the last call, in the order of time.
@@ -121,9 +132,11 @@ class EventReader:
             found += self._read(read, [Attempt(self._store, self._run_id, *key[:2]) for key in keys])
         found += self._first_progress(inventory)
         found += self._hangs(inventory)
+        found += self._warnings(inventory)
         found += self._decisions()
         found.sort(key=lambda event: event.at)
         if now.is_terminal:
+            found += [event_of_warning(each) for each in now.warnings if each.rank is None]
             at = max([now.last_at, *(entry.at for entry in self._log.entries[-1:])])
             took_s, status = max(0.0, at - record.created_at), str(now.status)
             found.append(Event(kind="finished", at=at, reason=status, why=now.counts, duration_s=took_s))
@@ -205,6 +218,21 @@ class EventReader:
 
         return self._read(read, new)
 
+    def _warnings(self, inventory: Inventory) -> Iterator[Event]:
+        """Yield warnings whose texts are new. The record of an attempt is read again only when it was written again."""
+        fresh = sorted(key for key, version in inventory.warnings.items() if self._read_warnings.get(key) != version)
+        self._read_warnings.update((key, inventory.warnings[key]) for key in fresh)
+
+        def read(key: tuple[int, int]) -> list[Event]:
+            return [event_of_warning(each) for each in read_warnings(Attempt(self._store, self._run_id, *key))]
+
+        for event in self._read(read, fresh):
+            text = MORE if event.why.endswith(MORE) else event.why  # whose number may have changed since
+            told = ("warning", event.rank, event.attempt, text)
+            if told not in self._seen:
+                self._seen.add(told)
+                yield event
+
     def _decisions(self) -> Iterator[Event]:
         try:
             log = self._log.read()
@@ -215,6 +243,31 @@ class EventReader:
             yield event_of_decision(entry, line_of(entry, self._earlier, self._run_id))
             self._earlier.add(entry)
         self._n_decisions = len(log)
+
+
+def read_warnings(attempt: Attempt) -> list[FoundWarning]:
+    """Return the warnings of an attempt in the order in which they came first; none if it left no record.
+
+    Args:
+        attempt: one that may be of any run: its record is foreign, and is read within bounds.
+
+    Raises:
+        StoreError: the record cannot be read.
+    """
+    kept = attempt.find(WARNINGS, KeptWarnings.parse)
+    if kept is None:
+        return []
+    place: Any = {"rank": attempt.rank, "attempt": attempt.number}
+    found = [FoundWarning(text=each.text, at=each.at, count=each.count, **place) for each in kept.warnings]
+    if kept.left_out:
+        at = max((each.last_at for each in kept.warnings), default=0.0)
+        found.append(FoundWarning(text=f"{kept.left_out} {MORE}", at=at, **place))
+    return found
+
+
+def event_of_warning(found: FoundWarning) -> Event:
+    """Return a warning as an event."""
+    return Event(kind="warning", at=found.at, rank=found.rank, attempt=found.attempt, why=found.text, count=found.count)
 
 
 def events_of_end(outcome: Outcome, claimed_at: float | None = None) -> list[Event]:

@@ -29,7 +29,7 @@ from executors.native import RunSpec
 from executors.process import be_killed_first, die_with_parent, fork, oom_kills_in_group, usable_cores
 from executors.protocol import Reason
 from executors.replica.shared_page import SharedPage
-from executors.store.records import retry, to_bytes
+from executors.store.records import retry
 from executors.store.url import was_deleted
 from executors.supervision.lease import LeaseWatch
 from executors.task.stored import StoredTask
@@ -103,8 +103,8 @@ class ContainerSupervisor(Supervisor):
             return
         with contextlib.suppress(StoreError):
             beat = attempt.find("heartbeat.json", Beat.parse)
-            reported = {} if beat is None else dict(beat.reported)
-            attempt.store.put(attempt.key("heartbeat.json"), to_bytes({**reported, "at": time.time()}))
+            beat = Beat(0.0, {}) if beat is None else beat
+            attempt.store.put(attempt.key("heartbeat.json"), replace(beat, at=time.time()).to_bytes())
 
     def _leave_behind(self, running: Running) -> None:
         """Leave the container, which its service takes back: the next process would be stuck as well."""

@@ -15,11 +15,12 @@ import sys
 import time
 from collections.abc import Iterator
 
+from executors.attempt import Beat
 from executors.errors import StoreError
 from executors.process import kill_descendants
+from executors.protocol import WarningCount
 from executors.replica import Replica
 from executors.status import STEPS_PER_S
-from executors.store.records import to_bytes
 from executors.store.url import was_deleted
 from executors.worker.log_copy import LIVE_BYTES, LogCopy
 from executors.worker.pace import Pace
@@ -51,10 +52,13 @@ class Heartbeat:
         self._grace_s = grace_s
         self._key = replica.key("heartbeat.json")
         self._written: dict[str, float] = {}
+        self._written_count: WarningCount | None = None
         self._writing = _thread.allocate_lock()
         self._is_stopped = False
-        self._stop = _thread.allocate_lock()  # held until the thread is to end
-        self._stop.acquire()
+        self._wakeup = _thread.allocate_lock()  # held until the thread is to look, or to end
+        self._wakeup.acquire()
+        if replica.warnings is not None:
+            replica.warnings.on_first = self._wake
         self._has_complained = False
         self._pace = Pace()
 
@@ -73,12 +77,16 @@ class Heartbeat:
             self._replica.page.heartbeat_thread = _thread.get_native_id()
         beaten_at = -BEAT_S
         copied_at = time.monotonic()
-        while not self._stop.acquire(timeout=LOOK_S):
+        while True:
+            self._wakeup.acquire(timeout=LOOK_S)
+            if self._is_stopped:
+                return
             if self.supervisor_is_gone:
                 self._end_process()
             now = time.monotonic()
             self._pace.look(now, self._replica.reported.get("step"))
-            if self._replica.reported != self._written or now - beaten_at >= BEAT_S:
+            self._write_warnings()  # before the beat that counts them: whoever reads the count finds the record
+            if self._is_news or now - beaten_at >= BEAT_S:
                 self.beat()
                 beaten_at = now
             if self._log is not None and now - copied_at >= COPY_S:
@@ -105,8 +113,10 @@ class Heartbeat:
         with self._writing:
             if not self._is_stopped:
                 self._is_stopped = True
-                self._stop.release()
-            if self._replica.reported != self._written:
+                self._wake()
+            if self._replica.warnings is not None:
+                self._replica.warnings.write(is_last=True)
+            if self._is_news:
                 self._write()
             if self._replica.recorder is not None and not self._run_is_gone:
                 self._replica.recorder.look(is_last=True)
@@ -121,6 +131,25 @@ class Heartbeat:
         finally:
             self._note(math.inf)
 
+    def _wake(self) -> None:
+        """Make the thread look at once. Safe in any thread: of two calls at the same time one is enough."""
+        with contextlib.suppress(RuntimeError):  # it is awake already
+            self._wakeup.release()
+
+    def _write_warnings(self) -> None:
+        with self._writing:
+            if not self._is_stopped and self._replica.warnings is not None:
+                self._replica.warnings.write()
+
+    @property
+    def _is_news(self) -> bool:
+        """Whether the last heartbeat that was written lacks something."""
+        return self._replica.reported != self._written or self._count != self._written_count
+
+    @property
+    def _count(self) -> WarningCount | None:
+        return None if self._replica.warnings is None else self._replica.warnings.count
+
     @property
     def _run_is_gone(self) -> bool:
         return was_deleted(self._replica.store, self._replica.run_id)
@@ -128,18 +157,21 @@ class Heartbeat:
     def _write(self) -> None:
         if self._run_is_gone:
             return
-        reported = dict(self._replica.reported)
+        reported, count = dict(self._replica.reported), self._count
         pace = self._pace.steps_per_s(time.monotonic())
         measured = {} if pace is None else {STEPS_PER_S: pace}
         try:
-            self._replica.store.put(self._key, to_bytes({**measured, **reported, "at": time.time()}))
+            self._replica.store.put(self._key, Beat(time.time(), {**measured, **reported}, count).to_bytes())
             self._note(time.monotonic())
         except StoreError as error:
             if not self._has_complained:
                 self._has_complained = True
+                text = f"rank {self._replica.rank}: no heartbeat: {error}"
+                if self._replica.warnings is not None:
+                    self._replica.warnings.add(text, place="heartbeat")
                 with contextlib.suppress(OSError, ValueError, AttributeError):  # the disk is full; closed by the user
-                    sys.stderr.write(f"replicas: rank {self._replica.rank}: no heartbeat: {error}\n")
-        self._written = reported
+                    sys.stderr.write(f"replicas: {text}\n")
+        self._written, self._written_count = reported, count
 
     def _note(self, beaten_at: float) -> None:
         """Note when the store had the last beat: the supervisor beats while this thread waits for the store."""
@@ -149,6 +181,8 @@ class Heartbeat:
     def _end_process(self) -> None:
         """End this replica in its supervisor's place: let it clean up, then kill it and all it started."""
         os.kill(os.getpid(), signal.SIGTERM)
-        self._stop.acquire(timeout=self._grace_s)
+        deadline = time.monotonic() + self._grace_s
+        while not self._is_stopped and (left_s := deadline - time.monotonic()) > 0:
+            self._wakeup.acquire(timeout=left_s)  # a warning wakes this thread, too
         kill_descendants(os.getpid())
         os.kill(os.getpid(), signal.SIGKILL)

@@ -29,6 +29,7 @@ from executors.process import DescriptorReserve, children, flush_c_streams, kill
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import Replica
 from executors.replica.shared_page import SharedPage
+from executors.replica.warning_log import WarningLog
 from executors.store import store_at
 from executors.store.records import OUTAGE_S, RETRY_S, is_gone, read_record, retry
 from executors.store.url import split_address
@@ -42,7 +43,16 @@ from executors.worker.heartbeat import Heartbeat
 from executors.worker.log_copy import FINAL_BYTES, LogCopy
 from executors.worker.result import to_json_value
 from executors.worker.sigterm import TERMINATED, handle_sigterm, ignore_sigterm, sigterm_arrived
-from executors.worker.surroundings import NoGpuError, check_gpu, fill_in_environment, seed_generators, set_environment
+from executors.worker.surroundings import (
+    EARLY_WARNINGS,
+    NoGpuError,
+    check_gpu,
+    fill_in_environment,
+    seed_generators,
+    set_environment,
+)
+from executors.worker.trained_alone import has_trained_alone
+from executors.worker.warning_hook import heard
 from executors.worker.watched import be_watched, end_watch
 
 if TYPE_CHECKING:
@@ -111,20 +121,21 @@ def call(run: str, digest: str | None = None) -> Any:
     argv = sys.argv
     set_environment(worker.replica)
     worker.heartbeat.start()
-    try:
-        outcome = worker.succeeded(_called(worker.load(read_task(worker.attempt.store, run_id, digest))))
-        error: BaseException | None = None
-    except BaseException as raised:
-        outcome, error = worker.raised(raised), raised
-        if isinstance(raised, KeyboardInterrupt):
-            with contextlib.suppress(StoreError):
-                worker.attempt.request_cancel()
-    finally:
-        sys.argv = argv  # it is the caller's process
-    worker.stop(outcome)
+    with heard(worker.warnings):  # this process goes on afterwards, and its later warnings are not the replica's
+        try:
+            outcome = worker.succeeded(_called(worker.load(read_task(worker.attempt.store, run_id, digest))))
+            error: BaseException | None = None
+        except BaseException as raised:
+            outcome, error = worker.raised(raised), raised
+            if isinstance(raised, KeyboardInterrupt):
+                with contextlib.suppress(StoreError):
+                    worker.attempt.request_cancel()
+        finally:
+            sys.argv = argv  # it is the caller's process
+        worker.stop(outcome)
     if error is not None:
         try:
-            worker.attempt.record(outcome, retry_s=RETRY_S)
+            worker.attempt.record(worker.with_warnings(outcome), retry_s=RETRY_S)
         except StoreError as failure:  # nobody has seen yet what was raised, and that counts for more
             _say(f"replicas: rank {rank}: how it ended cannot be recorded: {failure}\n")
         raise error
@@ -155,18 +166,27 @@ class _Worker:
         self.replica.page = assignment.page
         if assignment.page is not None:
             assignment.page.claimed = number + 1
+        self.warnings = self.replica.warnings = WarningLog(self.attempt)
+        while EARLY_WARNINGS:
+            self.warnings.add(EARLY_WARNINGS.pop(0))
         self.replica.recorder = Recorder(store, spec.run_id, rank, number, began=began)
+        self.replica.recorder.on_warning = self.warnings.add
         parent, grace_s = assignment.supervisor_pid, assignment.term_grace_s
         self._log = None if assignment.log_file is None else LogCopy(self.attempt, assignment.log_file)
         self.heartbeat = Heartbeat(self.replica, supervisor_pid=parent, grace_s=grace_s, log=self._log)
         self._tracking: Tracking | None = None
         self._reserve = DescriptorReserve()
         self._raised: BaseException | None = None
+        self._task: StoredTask | None = None
         self._entrypoint: str | None = None
         """The entrypoint that was given no options of its own; None while it is not known, or was given some."""
 
     def run(self) -> int:
         """Call the entrypoint and leave the outcome; return the process's exit code."""
+        with heard(self.warnings):
+            return self._run()
+
+    def _run(self) -> int:
         assignment = self._assignment
         try:
             set_environment(self.replica, assignment.torch_threads)
@@ -204,7 +224,7 @@ class _Worker:
 
     def load(self, task: StoredTask) -> Callable[[], Any]:
         """Return the task to call, having checked this process's health and begun to hand its numbers to a tracker."""
-        replica = self.replica
+        replica, self._task = self.replica, task
         launched = replica.launched = task.record.launched_with
         if not (task.record.args or {}).get("argv"):  # else the user knows where they go
             self._entrypoint = task.record.entrypoint
@@ -219,7 +239,7 @@ class _Worker:
         # Loaded before the generators are seeded: what it draws is not the user's. Begun after: it loads more modules.
         page = functools.partial(write_page, replica) if replica.rank == 0 else None
         about = tracked(task, replica, self._assignment.spec.launched_at)
-        tracking = Tracking(launched.tracker, about, page)
+        tracking = Tracking(launched.tracker, about, page, self.warnings.add)
         loaded = _load(replica, task, self._assignment)
         self._tracking, replica.recorder.on_line = tracking, tracking.take
         tracking.start()
@@ -231,6 +251,7 @@ class _Worker:
         if self._tracking is not None:
             has_succeeded = outcome is not None and outcome.status is ReplicaStatus.SUCCEEDED
             self._tracking.finish(has_succeeded=has_succeeded, is_hurried=outcome is None or sigterm_arrived())
+            self.warnings.write(is_last=True)  # what the tracker did not finish
 
     def succeeded(self, value: Any) -> Outcome:
         """Return the outcome of an entrypoint that returned: a success, unless what it returned is not a JSON value."""
@@ -240,7 +261,8 @@ class _Worker:
             return self._failed("result_not_serializable", str(error), 1, fingerprint=fingerprint_of(error))
         if (page := self.replica.page) is not None and page.knows_of_end:
             return self._left(page, result)
-        return self._ended(ReplicaStatus.SUCCEEDED, None, exit_code=0, result=result)
+        alone = self._task is not None and has_trained_alone(self.replica, self._task.record)
+        return self._ended(ReplicaStatus.SUCCEEDED, None, exit_code=0, result=result, trained_alone=alone)
 
     def raised(self, error: BaseException) -> Outcome:
         """Return the outcome of an entrypoint that raised, or left by `SystemExit`."""
@@ -314,10 +336,16 @@ class _Worker:
         with self.heartbeat.left_to_supervisor():
             return retry(lambda: self._write(outcome), OUTAGE_S)
 
+    def with_warnings(self, outcome: Outcome) -> Outcome:
+        """Return the outcome with the count of this attempt's warnings."""
+        return replace(outcome, warned=self.warnings.count)
+
     def _write(self, outcome: Outcome) -> Outcome:
+        outcome = self.with_warnings(outcome)
+        self.warnings.write(is_last=True)  # before the outcome: whoever finds that finds all of the attempt
         if self._log is None:
             return self.attempt.record(outcome)
-        self._log.put(FINAL_BYTES)  # before the outcome: who finds that finds the whole
+        self._log.put(FINAL_BYTES)
         recorded = self.attempt.record(outcome)
         self._log.put(FINAL_BYTES)  # nothing more, unless the store came back between the two
         return recorded
@@ -369,15 +397,19 @@ def _load(replica: Replica, stored: StoredTask, assignment: Assignment) -> Calla
 
         if warning := difference(stored.record.python_version, stored.record.torch):
             print(warning, file=sys.stderr)
+            if replica.warnings is not None:
+                replica.warnings.add(warning)
     seeded = seed_generators(replica, stored.record.seed, but=set())
     launched = stored.record.launched_with  # not all of what a resume or an addition gives is in it
     given = {*assignment.spec.env, *(launched.env if launched is not None else ())}
-    function, args = stored.load(fill_in_environment(replica, given))
+    own = fill_in_environment(replica, given)
+    function, args = stored.load(own)
     if assignment.gpu is not None:
         check_gpu(assignment.gpu)
     seed_generators(replica, stored.record.seed, but=seeded)
     if stored.record.rank_env is not None:
         os.environ[stored.record.rank_env] = str(replica.rank)
+    replica.knows_rank = replica.knows_rank or "rank" in own.used or stored.record.rank_env is not None
     return functools.partial(function, **args)
 
 

@@ -8,7 +8,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from executors import replica as environment
 from executors.errors import ReplicasError
@@ -17,6 +17,8 @@ from executors.task.placeholders import NAMES, fill
 
 GPU_RELEASE_S, GPU_PAUSE_S = 50.0, 0.5
 OTHER_FRAMEWORKS = ("jax", "tensorflow")
+EARLY_WARNINGS: list[str] = []
+"""Warnings of this process from before its replica had claimed an attempt."""
 
 
 class NoGpuError(ReplicasError):
@@ -41,13 +43,27 @@ def set_environment(replica: Replica, threads: int | None = None) -> None:
             sys.modules["torch"].set_num_threads(int(said))
 
 
-def fill_in_environment(replica: Replica, given: Iterable[str]) -> dict[str, object]:
-    """Fill in the placeholders in variables; return what stands for them.
+class OwnValues(dict[str, object]):
+    """A replica's own values for the placeholders, by name."""
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        super().__init__(values)
+        self.used: set[str] = set()
+        """The names of the placeholders that were replaced so far."""
+
+    def __getitem__(self, name: str) -> object:
+        self.used.add(name)
+        return super().__getitem__(name)
+
+
+def fill_in_environment(replica: Replica, given: Iterable[str]) -> OwnValues:
+    """Replace the placeholders in variables; return the values of all placeholders.
 
     Args:
-        given: the names of those that a person gave.
+        replica: whose values they are.
+        given: the names of the variables that the user gave.
     """
-    own = {name: getattr(replica, name) for name in NAMES}
+    own = OwnValues({name: getattr(replica, name) for name in NAMES})
     for name in given:
         if name in os.environ:
             os.environ[name] = fill(os.environ[name], own)
@@ -100,7 +116,9 @@ def await_gpu_release(pid: int, limit_s: float = GPU_RELEASE_S) -> None:
             _say(f"waiting until process {pid}, which has ended, is gone from the GPU")
             has_told = True
         if time.monotonic() - began > limit_s:
-            _say(f"process {pid} is still on the GPU after {limit_s:g} s; starting all the same")
+            still = f"process {pid} is still on the GPU after {limit_s:g} s; starting all the same"
+            _say(still)
+            EARLY_WARNINGS.append(f"{still}.")
             return
         time.sleep(GPU_PAUSE_S)
 

@@ -34,11 +34,20 @@ class Tracking:
 
     Args:
         name: of the tracker, as the task says it.
-        write_page: writes the page of the run, for a tracker that takes it.
+        tracked: what the tracker gets to know of this replica and its run.
+        write_page: writes the page of the run, for a tracker that takes it. None: it gets no page.
+        on_warning: gets a sentence, once, when the tracker fails. It is in stderr, too.
     """
 
-    def __init__(self, name: str, tracked: Tracked, write_page: Callable[[Path], object] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        tracked: Tracked,
+        write_page: Callable[[Path], object] | None = None,
+        on_warning: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self._name = name
+        self._on_warning = on_warning
         self._tracked = tracked
         self._write_page = write_page
         self._waiting = queue.Queue[tuple[float, Mapping[str, Any]] | None](MAX_WAITING)
@@ -123,8 +132,10 @@ class Tracking:
     def _complain(self, what: str) -> None:
         if not self._has_complained:
             self._has_complained = True
+            text = f"rank {self._tracked.rank}: the tracker {self._name!r} {what}"
+            self._on_warning(text)
             with contextlib.suppress(OSError, ValueError, AttributeError):  # the disk is full; closed by the user
-                sys.stderr.write(f"replicas: rank {self._tracked.rank}: the tracker {self._name!r} {what}\n")
+                sys.stderr.write(f"replicas: {text}\n")
 
 
 def tracked(task: StoredTask, replica: Replica, launched_at: float) -> Tracked:

@@ -20,6 +20,7 @@ def test_executors_offers_exactly_these_names() -> None:
         "ReplicaHandle",
         "ReplicaStatus",
         "ReplicasError",
+        "ReplicasWarning",
         "Run",
         "ServerlessExecutor",
         "SlurmExecutor",

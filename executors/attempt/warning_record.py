@@ -1,0 +1,62 @@
+"""`warnings.json`: the warnings of one attempt, each text once, with how often it came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from executors.attempt.outcome import MAX_WARNINGS
+from executors.store.records import (
+    FAR_AHEAD,
+    LONG_AGO,
+    Record,
+    checked,
+    integer,
+    list_of,
+    nested,
+    number,
+    text,
+    to_bytes,
+)
+
+NAME = "warnings.json"
+MAX_CHARACTERS = 1000
+"""Of a text. 64 texts of 1000 characters, each escaped, are below the 1 MiB that a record may have."""
+MAX_COUNT = 2**53
+MOMENT = number(LONG_AGO, FAR_AHEAD)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptWarning(Record):
+    """One text that an attempt warned of."""
+
+    text: str = checked(text(MAX_CHARACTERS))
+    at: float = checked(MOMENT)
+    """When it came first, in Unix time, by the clock of the replica's host."""
+    last_at: float = checked(MOMENT)
+    """When it came last."""
+    count: int = checked(integer(1, MAX_COUNT))
+    """How often it came."""
+
+
+def _some(value: Any) -> Sequence[KeptWarning]:
+    """Expect a list of at most `MAX_WARNINGS` warnings."""
+    found = list_of(nested(KeptWarning))(value)
+    if len(found) > MAX_WARNINGS:
+        raise ValueError(f"a list of at most {MAX_WARNINGS}")
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptWarnings(Record):
+    """The warnings of one attempt so far."""
+
+    warnings: Sequence[KeptWarning] = checked(_some)
+    """In the order in which the texts came first."""
+    left_out: int = checked(integer(0, MAX_COUNT), 0)
+    """How many more came whose texts are not kept: the log has them."""
+
+    def to_bytes(self) -> bytes:
+        """Return the record as it is stored: one line of JSON."""
+        return to_bytes({"warnings": [asdict(each) for each in self.warnings], "left_out": self.left_out})

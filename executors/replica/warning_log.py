@@ -1,0 +1,143 @@
+"""The warnings of one attempt: collected in any thread of the replica, written beside the training.
+
+The thread that warns only changes a list in memory. The heartbeat's thread writes the whole record again when it is
+due, so a loop that warns costs neither the training nor the bucket.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from _thread import RLock  # not `threading`: every fork of a process that has it runs its hook
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+from executors.attempt import Attempt
+from executors.attempt.outcome import MAX_FIRST, MAX_WARNINGS
+from executors.attempt.warning_record import MAX_CHARACTERS, NAME, KeptWarning, KeptWarnings
+from executors.errors import StoreError
+from executors.protocol import WarningCount
+from executors.store.url import was_deleted
+
+MAX_OF_PLACE = 8
+"""Texts of one place in the code: a message with a number in it must not take the room of all others."""
+N_AT_ONCE = 8
+"""The first texts of an attempt are written at once: its process may not live for long."""
+NEW_S, REPEAT_S = 10.0, 60.0  # how long a later text waits for others, and how long a repeat of a known one
+RETRY_S = 5.0
+CUT = "…"
+
+
+class WarningLog:
+    """Collects the warnings of one attempt and writes them to its `warnings.json`.
+
+    `add` may be called by any thread of the process that made this. The other methods belong to the thread that writes.
+
+    Args:
+        attempt: whose record it is.
+        clock: returns seconds, for the time between two writes.
+        now: returns the Unix time, for the moments of the warnings.
+
+    Example:
+        warnings = WarningLog(attempt)
+        warnings.add("The data set has 3 unreadable files.")
+        warnings.write(is_last=True)
+    """
+
+    def __init__(
+        self, attempt: Attempt, *, clock: Callable[[], float] = time.monotonic, now: Callable[[], float] = time.time
+    ) -> None:
+        self._attempt = attempt
+        self._clock = clock
+        self._now = now
+        self._pid = os.getpid()
+        self.on_first: Callable[[], None] = lambda: None
+        """Called for each of the first texts, in the thread that warned: it makes the writing thread look."""
+        # Re-entrant: a signal handler that warns may interrupt the thread that holds it.
+        self._lock = RLock()
+        self._kept: dict[str, KeptWarning] = {}
+        self._of_place: Counter[str] = Counter()
+        self._left_out = 0
+        self._due_at: float | None = None
+        """When to write. None: nothing is new."""
+
+    def add(self, text: str, place: str = "") -> None:
+        """Take a warning; never raises and never waits for the store. A process that was forked off adds nothing.
+
+        Args:
+            text: for people. It is cut to `MAX_CHARACTERS`, and a leading `rank 3: ` is left out.
+            place: where in the code it comes from, as a module and a line. At most `MAX_OF_PLACE` texts of one place
+                are kept; the empty text is no place and has no such limit.
+
+        Example:
+            warnings.add("rank 3: the tracker 'wandb' refuses numbers", place="executors.worker.tracking")
+        """
+        if os.getpid() != self._pid:
+            return
+        try:
+            at, text = self._now(), self._tidy(text)
+            with self._lock:
+                is_among_first = self._merge(text, place, at)
+            if is_among_first:
+                self.on_first()
+        except Exception:  # noqa: BLE001 - a warning that cannot be kept is still in the log, and ends nothing
+            return
+
+    @property
+    def count(self) -> WarningCount | None:
+        """How many there are for the run's events, and the first of them. None: there are none."""
+        with self._lock:
+            if not self._kept:
+                return None
+            first = next(iter(self._kept.values()))
+            return WarningCount(len(self._kept) + bool(self._left_out), _cut(first.text, MAX_FIRST), first.at)
+
+    def write(self, *, is_last: bool = False) -> bool:
+        """Write what is new, if it is due; return whether nothing is left to write.
+
+        Args:
+            is_last: write now, whatever is new. A store that failed a moment ago is asked again.
+        """
+        with self._lock:
+            if self._due_at is None or not (is_last or self._clock() >= self._due_at):
+                return self._due_at is None
+            record = KeptWarnings(warnings=[*self._kept.values()], left_out=self._left_out)
+            self._due_at = None  # before the write: a warning that comes meanwhile is due again
+        store = self._attempt.store
+        if was_deleted(store, self._attempt.run_id):  # a late write would bring the folder of the run back
+            return True
+        try:
+            store.put(self._attempt.key(NAME), record.to_bytes())
+        except StoreError:  # the heartbeat says so in the log
+            with self._lock:
+                self._be_due(RETRY_S)
+        return self._due_at is None
+
+    def _tidy(self, text: str) -> str:
+        text = str(text[: 2 * MAX_CHARACTERS]).strip().removeprefix("replicas: ")
+        return _cut(text.removeprefix(f"rank {self._attempt.rank}: "), MAX_CHARACTERS)
+
+    def _merge(self, text: str, place: str, at: float) -> bool:
+        """Add a text to those that are kept; return whether it is one of the first, which are written at once."""
+        known = self._kept.get(text)
+        if known is not None:
+            self._kept[text] = replace(known, last_at=max(at, known.last_at), count=known.count + 1)
+        elif len(self._kept) >= MAX_WARNINGS or (place and self._of_place[place] >= MAX_OF_PLACE):
+            self._left_out += 1
+        else:
+            self._kept[text] = KeptWarning(text=text, at=at, last_at=at, count=1)
+            self._of_place[place] += 1
+            is_among_first = len(self._kept) <= N_AT_ONCE
+            self._be_due(0.0 if is_among_first else NEW_S)
+            return is_among_first
+        self._be_due(REPEAT_S)
+        return False
+
+    def _be_due(self, in_s: float) -> None:
+        at = self._clock() + in_s
+        self._due_at = at if self._due_at is None else min(at, self._due_at)
+
+
+def _cut(text: str, max_characters: int) -> str:
+    return text if len(text) <= max_characters else text[: max_characters - 1] + CUT

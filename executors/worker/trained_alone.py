@@ -1,0 +1,69 @@
+"""Tells whether a replica trained a model without the others, by what its process has left behind.
+
+A launch of several replicas of a script that knows nothing of `replicas` trains the same model several times and
+succeeds. That deserves a line, and nothing else may get it: sharded inference, sweeps and plain functions are wanted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from executors.errors import ReplicasError
+from executors.replica import RANK, Replica
+from executors.task.entrypoint import find_source
+from executors.task.record import TaskRecord
+from executors.worker.failure import is_users_file
+
+MAX_SOURCE_BYTES = 4 << 20
+
+
+def has_trained_alone(replica: Replica, task: TaskRecord) -> bool:
+    """Return True only if this process trained, and no code in it can know which replica it is.
+
+    All of these must hold:
+    - The entrypoint is a file or an importable function. A function that was pickled is not judged.
+    - The process made an optimizer of torch. Inference and plain functions make none.
+    - No code asked for the replica, as `DiLoCo`, `current_replica()` and the callbacks of trainers do.
+    - No argument and no variable has `${rank}`, and no source file of the user names `REPLICA_RANK`.
+
+    Args:
+        replica: of this process, whose entrypoint has returned.
+        task: what it was started with.
+    """
+    if replica.world_size < 2 or replica.knows_rank or task.entrypoint is None:
+        return False
+    try:
+        return _made_optimizer() and not any(RANK.encode() in source for source in _users_sources(task.entrypoint))
+    except Exception:  # noqa: BLE001 - a module of the user may be any object, and a result must not be lost for a hint
+        return False
+
+
+def _made_optimizer() -> bool:
+    """Tell whether any optimizer of torch was made in this process."""
+    torch = sys.modules.get("torch")
+    base = getattr(getattr(torch, "optim", None), "Optimizer", None)
+    # The constructor of an optimizer wraps the `step` of its class once, and marks it so. A torch that does so no more
+    # makes this False: then nothing is said.
+    return base is not None and any(getattr(each.step, "hooked", False) for each in _subclasses(base))
+
+
+def _subclasses(base: Any) -> Iterator[Any]:
+    for each in base.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
+def _users_sources(entrypoint: str) -> Iterator[bytes]:
+    """Yield the source of the entrypoint's file, and of all modules of the user that are loaded."""
+    files = {file for each in [*sys.modules.values()] if isinstance(file := getattr(each, "__file__", None), str)}
+    with contextlib.suppress(ReplicasError):
+        if (found := find_source(entrypoint)) is not None:
+            files.add(str(found[0].absolute()))
+    for file in files:
+        if file.endswith(".py") and is_users_file(file):
+            with contextlib.suppress(OSError), Path(file).open("rb") as source:
+                yield source.read(MAX_SOURCE_BYTES)

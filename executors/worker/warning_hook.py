@@ -1,0 +1,127 @@
+"""The one place where a replica's process hears of warnings: from `warnings.warn` and from loggers.
+
+Every text still goes where it goes without this hook: to the handlers that the user configured, else to stderr. The
+hook only adds it to the attempt's `WarningLog`. It imports no `logging`: most replicas have it, and the others start
+faster without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec, PathFinder
+from types import FrameType
+from typing import Any
+
+from executors.errors import ReplicasWarning
+from executors.replica.warning_log import WarningLog
+
+OURS = ("executors", "diloco")
+"""The packages whose warnings are events, and the names of their loggers."""
+BETWEEN = ("warnings", "_py_warnings", "logging", "executors.worker.warning_handlers", __name__)
+"""The modules between the call of `warnings.warn` and this hook."""
+MAX_FRAMES = 20
+
+
+@contextlib.contextmanager
+def heard(log: WarningLog) -> Iterator[None]:
+    """Add the warnings of `executors` and `diloco` in this process to a log, within the block.
+
+    Args:
+        log: what collects them. After the block it gets nothing more.
+
+    Example:
+        with heard(WarningLog(attempt)):
+            entrypoint()
+    """
+    note = functools.partial(_note_warning, log)
+    shown_before = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        note(message, category)
+        shown_before(message, category, *where, **more)
+
+    with contextlib.ExitStack() as leaving:
+
+        def hear_loggers() -> None:
+            from executors.worker.warning_handlers import attach
+
+            leaving.callback(attach(OURS, log.add, note))
+
+        if "logging" in sys.modules:
+            hear_loggers()
+        else:
+            leaving.enter_context(_when_imported("logging", hear_loggers))
+        warnings.showwarning = show
+        try:
+            yield
+        finally:
+            # Else the user, or `logging`, has put another in its place, which keeps this one.
+            if warnings.showwarning is show:
+                warnings.showwarning = shown_before
+
+
+def _note_warning(log: WarningLog, message: Warning | str, category: type[Warning]) -> None:
+    """Add a warning to the log if code of ours raised it, or if its category marks it. Never raises."""
+    with contextlib.suppress(Exception):
+        # The file and line that come with a warning are those of the user's code, by `stacklevel`. So the stack
+        # tells who called `warnings.warn`.
+        frame = _caller()
+        module = "" if frame is None else str(frame.f_globals.get("__name__", ""))
+        if issubclass(category, ReplicasWarning) or module.partition(".")[0] in OURS:
+            log.add(str(message), "" if frame is None else f"{module}:{frame.f_lineno}")
+
+
+def _caller() -> FrameType | None:
+    """Return the frame that called `warnings.warn`. None: none was found."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(MAX_FRAMES):
+        if frame is None or frame.f_globals.get("__name__") not in BETWEEN:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+@contextlib.contextmanager
+def _when_imported(name: str, act: Callable[[], None]) -> Iterator[None]:
+    """Call a function once, right after a module was imported for the first time in the block."""
+    finder = _Watching(name, act)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        finder.stop()
+
+
+class _Watching:
+    """Finds one module as usual, and calls a function when the module is loaded."""
+
+    def __init__(self, name: str, act: Callable[[], None]) -> None:
+        self._name = name
+        self._act = act
+
+    def stop(self) -> None:
+        """Leave the import system."""
+        with contextlib.suppress(ValueError):  # it has left
+            sys.meta_path.remove(self)
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Return the module's spec, whose loader acts after the module was executed. None: another module."""
+        if name != self._name:
+            return None
+        self.stop()
+        spec = PathFinder.find_spec(name, path, target)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            execute = loader.exec_module
+
+            def execute_and_act(module: Any) -> None:
+                execute(module)
+                with contextlib.suppress(Exception):  # an import of the user must not fail for a hook
+                    self._act()
+
+            loader.exec_module = execute_and_act
+        return spec
