@@ -32,7 +32,8 @@ MIN_POINTS = 50  # of a line; where many names leave it fewer, the last of them 
 MAX_NAMES = 24
 MAX_NAME = 40  # characters
 MAX_SETTINGS, MAX_ARGUMENTS, MAX_VALUE = 60, 200, 2000
-MAX_PROBLEMS, MAX_NOTABLE, MAX_EVENTS, MAX_WARNINGS = 20, 8, 500, 100
+MAX_PROBLEMS, MAX_NOTABLE, MAX_EVENTS, MAX_WARNINGS = 20, 8, 500, 50
+MAX_WARNING = 300  # characters of one in the table of events; the table of warnings has all
 ANCHOR = "first loss after each round"
 AFTER = 0.1  # of the way to the next round: a loss that was reported by then is almost the anchor's
 SETTINGS = (
@@ -236,7 +237,8 @@ def _shown(events: Sequence[Event]) -> Sequence[Event]:
 
 def _happened(event: Event, began_at: float) -> dict[str, Any]:
     """Return an event with inert texts, and its second on the time line, as far as the clocks of hosts are alike."""
-    texts = {name: one_line(getattr(event, name) or "", MAX_VALUE) for name in ("actor", "reason", "why")}
+    most = MAX_WARNING if event.kind == "warning" else MAX_VALUE
+    texts = {name: one_line(getattr(event, name) or "", most) for name in ("actor", "reason", "why")}
     return {**event.to_json(), **texts, "s": round(event.at - began_at, 3), "is_usual": event.is_usual}
 
 

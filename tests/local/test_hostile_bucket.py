@@ -193,6 +193,24 @@ def test_a_heartbeat_that_cannot_be_read_is_named(victim: Victim, directory: Own
         python_api(directory)
 
 
+def test_warnings_that_cannot_be_read_are_named_and_texts_of_others_are_not_obeyed(
+    victim: Victim, directory: OwnsDirectory
+) -> None:
+    for name in each_case(directory, hostile.HOSTILE_WARNINGS):
+        write_run(directory)
+        directory.write("bad/replicas/0000/0/warnings.json", hostile.HOSTILE_WARNINGS[name])
+        told = victim.here.replicas("events", "bad", "--rendezvous", directory.url)
+        assert "'bad/replicas/0000/0/warnings.json'" in told.stderr, told
+    write_run(directory)
+    directory.write("bad/replicas/0000/0/warnings.json", json.dumps(hostile.LYING_WARNINGS).encode())
+    directory.write("bad/replicas/0000/0/outcome.json", json.dumps(hostile.outcome_json(0)).encode())
+    directory.write("bad/replicas/0001/0/outcome.json", json.dumps(hostile.outcome_json(1)).encode())
+    for verb in ("events", "wait", "status"):
+        told = victim.here.replicas(verb, "bad", "--rendezvous", directory.url)
+        assert not {"\x1b", "\x9b", "\u202e", "\x00", "\r"} & {*(told.stdout + told.stderr)}, told
+        assert verb == "status" or "<script>" in told.stdout
+
+
 def test_decisions_that_cannot_be_read_are_named_and_lies_are_harmless(
     victim: Victim, directory: OwnsDirectory
 ) -> None:

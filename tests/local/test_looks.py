@@ -15,7 +15,7 @@ from servers.s3.server import S3Server, running_server
 from support.hostile_records import local_handle, outcome_json, run_json
 
 from executors import LocalProcessExecutor, Run, attach, launch, list_runs
-from executors.attempt import Attempt, replica_key
+from executors.attempt import WARNED, Attempt, replica_key
 from executors.errors import CorruptObjectError, ReplicaLostError
 from executors.native import Observation, Unfinished
 from executors.run.handles import keep_handles
@@ -78,6 +78,24 @@ def test_a_look_at_a_run_is_one_list_and_the_heartbeats(bucket: S3Server, n: int
     assert [state.reported["step"] for state in run.status().replicas] == list(range(n))
     assert cost(bucket, lambda: run.wait(timeout=0)) == 1
     assert cost(bucket, run.outcomes) == 1
+
+
+def test_warnings_cost_a_look_no_request_and_are_read_once_by_whoever_wants_them(bucket: S3Server) -> None:
+    store, n = open_store(bucket.url("runs")), 8
+    write_run(store, n)
+    for rank in range(n):
+        one = {"text": f"of {rank}", "at": 2000.0 + rank, "last_at": 2000.0 + rank, "count": 2}
+        write(store, rank, "warnings", {"warnings": [one]})
+        count = {"count": 1, "first": f"of {rank}", "first_at": 2000.0 + rank}
+        write(store, rank, "heartbeat", {"at": time.time(), "step": rank, WARNED: count})
+    run = attach("wide", rendezvous=store.url)
+    assert run.world_size == n
+    assert cost(bucket, run.status) == 2 + n, "one list, the handles together, the heartbeats"
+    assert cost(bucket, run.status) == 1 + n
+    assert (run.status().n_warnings, run.status().warnings[0].text) == (n, "of 0")
+    assert cost(bucket, lambda: run.wait(timeout=0)) == 1
+    assert cost(bucket, run.warnings) == 1 + n, "one list, and a record of each attempt that has any"
+    assert [(each.rank, each.text, each.count) for each in run.warnings()][:2] == [(0, "of 0", 2), (1, "of 1", 2)]
 
 
 def test_the_log_of_decisions_is_read_once_somebody_has_ended_and_from_where_it_was_read_to(bucket: S3Server) -> None:

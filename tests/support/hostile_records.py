@@ -113,6 +113,8 @@ BAD_OUTCOME_FIELDS: dict[str, list[Any]] = {
     "output_tail": [None, 5],
     "pid": [-1, 0, "1"],
     "host": [5],
+    "warned": [5, {"count": 10**6, "first": "x", "first_at": 1}, {"count": 1, "first": 5, "first_at": 1}],
+    "trained_alone": ["yes"],
 }
 BAD_OUTCOMES = {
     **{name: data for name, data in NO_OBJECTS.items() if name != "deep inside"},
@@ -199,7 +201,24 @@ ODD_BEATS = {
     **{name: data for name, data in NO_OBJECTS.items() if name != "deep inside"},
     "no number": b'{"at": "now"}',
     "long ago": b'{"at": -1e300}',
+    "warnings that are none": b'{"at": 1.7e9, "replicas.warnings": 3}',
+    "a count that is none": b'{"at": 1.7e9, "replicas.warnings": {"count": -1, "first": "x", "first_at": 1}}',
 }
+
+HOSTILE_WARNINGS = {
+    **{name: data for name, data in NO_OBJECTS.items() if name not in ("deep inside", "three megabytes")},
+    "too many": json.dumps({"warnings": [{"text": "x", "at": 1, "last_at": 1, "count": 1}] * 65}).encode(),
+    "a text that is too long": json.dumps({"warnings": [{"text": LONG, "at": 1, "last_at": 1, "count": 1}]}).encode(),
+}
+"""Records of warnings that are refused by their key."""
+LYING_WARNINGS = {
+    "warnings": [
+        {"text": ANSI + "<script>alert(1)</script>" + str(n), "at": 1e10, "last_at": 1e10, "count": 2**53}
+        for n in range(64)
+    ],
+    "left_out": 2**53,
+}
+"""Warnings that try to be obeyed by what shows them."""
 
 LYING_BEATS = {
     "reports that are no numbers": {"at": 1.7e9, "loss": ANSI, "step": [1], "round": {}, "round_s": True},

@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from executors.metrics.metrics import AttemptSpan, Metrics
@@ -153,6 +154,7 @@ def subject(
     task: Mapping[str, Any] | None = None,
     url: str = "",
     pages: tuple[str | None, ...] = (),
+    warned: Mapping[int, str] = MappingProxyType({}),
     **record: Any,
 ) -> Subject:
     newest = {span.rank: span for span in spans}
@@ -177,6 +179,8 @@ def subject(
                 event = Event(kind="hang_suspected", at=span.outcome.finished_at - 6, rank=1, attempt=span.attempt)
                 events.append(replace(event, why=f"the GIL is held by a call: {span.outcome.error}"))
     end_s = max([0.0, *(span.ended_s or 0.0 for span in spans)])
+    for rank, text in warned.items():
+        events.append(Event(kind="warning", at=BEGAN_AT + 0.9 * end_s, rank=rank, attempt=0, why=text, count=2))
     metrics = Metrics(
         run_id=run_id, world_size=n, began_at=BEGAN_AT, as_of_s=end_s, attempts=spans, rows=rows, problems=problems,
         origins=origins,
@@ -212,6 +216,7 @@ def with_kills() -> Subject:
         "proud-tern-78ae",
         chaos=["kill:rank=1,round=20"],
         gpu="H100",
+        warned=dict.fromkeys((0, 2), "5 steps of this replica since its last round are in nobody's average."),
     )
 
 
@@ -272,6 +277,7 @@ def hostile() -> Subject:
         code={"commit": HOSTILE, "dirty": HOSTILE}, executor_options={HOSTILE: long}, url=f"file:///{HOSTILE}",
         task={"args": {HOSTILE: long, "nested": [[HOSTILE]] * 50}, "requirements": [HOSTILE]},
         pages=('https://jobs.example/"onmouseover="window.pwned=3',),
+        warned={rank: f"{HOSTILE}{rank}{'A' * 900}" for rank in range(500)},
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from executors.store.inventory import Inventory
 from executors.store.memory import MemoryStore
 from executors.store.records import to_bytes
 from executors.supervision.decisions import Decision, DecisionLog
-from executors.supervision.events import Event, EventReader
+from executors.supervision.events import MORE, Event, EventReader
 from executors.supervision.uptime import uptime_document, wants_attention
 from executors.task.record import RunRecord
 
@@ -90,6 +90,44 @@ def run() -> MadeUp:
     )  # fmt: skip
     made.claim(1, 1, 1050.0)
     return made
+
+
+def warn(made: MadeUp, rank: int, *texts: str, number: int = 0, left_out: int = 0) -> None:
+    rows = [{"text": text, "at": 1012.0 + n, "last_at": 1013.0, "count": n + 1} for n, text in enumerate(texts)]
+    made.store.put(made.attempt(rank, number).key("warnings.json"), to_bytes({"warnings": rows, "left_out": left_out}))
+
+
+def test_warnings_are_told_once_each_also_where_their_record_is_written_again(run: MadeUp) -> None:
+    def look() -> list[tuple[int | None, int | None, float, str, int]]:
+        found = [event for event in run.look() if event.kind == "warning"]
+        return [(event.rank, event.attempt, event.at, event.why, event.count) for event in found]
+
+    warn(run, 1, "a")
+    assert look() == [(1, 0, 1012.0, "a", 1)]
+    assert look() == []
+    warn(run, 1, "a", "b", left_out=3)
+    assert look() == [(1, 0, 1013.0, "b", 2), (1, 0, 1013.0, f"3 {MORE}", 1)]
+    warn(run, 1, "a", "b", left_out=40)
+    warn(run, 1, "a", number=1)
+    assert look() == [(1, 1, 1012.0, "a", 1)]
+    assert look() == []
+    event = Event(kind="warning", at=1042.0, rank=1, attempt=1, why="a\x1b[31m\nb", count=12)
+    assert line_of_event(event, 1000.0) == "[   42 s] rank 1 warning (attempt 1): a b (12 times)"
+    assert not event.is_usual
+
+
+def test_a_record_of_warnings_that_cannot_be_read_is_named_and_hides_no_other(run: MadeUp) -> None:
+    run.store.put(run.attempt(0).key("warnings.json"), b'{"warnings": 5}')
+    warn(run, 1, "a")
+    assert [event.why for event in run.look() if event.kind == "warning"] == ["a"]
+    (told,) = run.notes
+    assert "run/replicas/0000/0/warnings.json" in told
+
+
+def test_the_warning_of_a_run_comes_once_it_has_ended(run: MadeUp) -> None:
+    ends = [run.end(rank, 0, 1090.0, status=SUCCEEDED, trained_alone=True) for rank in (0, 1)]
+    over = [ReplicaState(end.rank, 0, SUCCEEDED, end) for end in ends]
+    assert [(event.kind, event.rank) for event in run.look(*over)][-2:] == [("warning", None), ("finished", None)]
 
 
 def test_each_record_is_told_once_in_the_order_of_time(run: MadeUp) -> None:

@@ -22,7 +22,7 @@ import pytest
 from support.made_up_runs import HOSTILE, SCENES, Scene, calm, failed_at_once, hostile, made_up, with_kills
 
 from executors.metrics.rows import Numbers, Round, Row
-from executors.report.document import ANCHOR, Subject, document
+from executors.report.document import ANCHOR, MAX_WARNINGS, Subject, document
 from executors.report.page import ASSETS, page, write_page
 from executors.report.scalars import scalars
 from executors.report.timeline import MAX_SPANS
@@ -330,6 +330,22 @@ def test_hostile_text_is_inert_and_bounded_wherever_it_comes_from() -> None:
     assert "\\u003cscript" in text, "a number's name, in the block of JSON"
     (link,) = Elements(text).of("a")
     assert link.keys() == {"rel", "href"}
+
+
+def test_warnings_are_on_the_page_each_text_once_and_leave_room_for_other_events(
+    kills: tuple[Subject, Document],
+) -> None:
+    _, made = kills
+    (row,) = made["warnings"]
+    assert (row["ranks"], row["count"], made["n_warnings"]) == ([0, 2], 4, 2)
+    assert "2 warnings, the first: ranks 0, 2: 5 steps of this replica" in " ".join(texts_of(made))
+    text = page(made)
+    assert "<h2>Warnings</h2>" in text
+    assert text.count("in nobody&#39;s average. (2 times)") == 2, "they are events, too"
+    crowded = document(hostile())
+    assert (crowded["n_warnings"], len(crowded["warnings"])) == (500, MAX_WARNINGS)
+    assert {"launched", "claimed", "ended"} <= {event["kind"] for event in crowded["events"]}
+    assert "<h2>Warnings</h2>" not in page(document(calm()))
 
 
 def test_a_page_is_written_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
