@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from executors.durations import name_duration
-from executors.report.words import name_moment, name_number, name_share
+from executors.report.words import name_moment, name_number, name_share, one_line
 from executors.status import name_ranks
 
 MAX_LATE = 3  # ranks that are named
@@ -15,6 +15,7 @@ NOTABLE = 0.02  # of the replicas' time; less is nobody's fault
 TOO_LATE = 0.2  # of the time, held up by rounds: the settings are not those for this link
 UNEVEN = 1.9  # times what a rank costs on average
 MAX_FAILURES = 3
+MAX_WARNING = 240  # characters
 
 
 def in_short(document: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -32,7 +33,8 @@ def _sentences(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if document["n_warnings"]:
         first, n = document["warnings"][0], document["n_warnings"]
         whose = f"{name_ranks(first['ranks'])}: " if first["ranks"] else ""
-        yield "bad", f"{'1 warning' if n == 1 else f'{n} warnings, the first'}: {whose}{first['text'].rstrip('.')}."
+        text = one_line(first["text"], MAX_WARNING).rstrip(".")
+        yield "bad", f"{'1 warning' if n == 1 else f'{n} warnings, the first'}: {whose}{text}."
     yield from _loss(document)
     yield from _late(document)
     yield from _lost(document)

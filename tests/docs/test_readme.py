@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.cli import FAST, HereInstead
 
-from executors import attach, launch
+from executors import attach, launch, list_runs
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -40,6 +40,8 @@ def run(command: list[str], folder: Path) -> str:
 def test_the_python_example_prints_what_the_readme_says_from_an_unguarded_script(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(block_with(PYTHON, "print(launch("))
     assert run([sys.executable, "script.py"], tmp_path) == block_with(TEXT, "{'rank': 3, 'loss': 0.005}]")
+    (launched,) = list_runs()
+    assert launched.warnings() == [], "a function that returns values does not train alone"
 
 
 def test_the_python_example_has_six_lines() -> None:
@@ -58,6 +60,7 @@ def test_the_commands_train_follow_collect_and_remove_a_run(here: HereInstead) -
         outputs[verb] = told.stdout
     assert "first-try" in outputs["ls"]
     assert "succeeded" in outputs["status"]
+    assert "trained alone" not in "".join(outputs.values())
     assert (folder / "first-try-results" / "results.json").is_file()
     assert "first-try" not in run(["replicas", "ls"], folder)
 
