@@ -13,8 +13,7 @@ from executors.supervision.events import Event
 AS_JSON = "Print a JSON object on a line for each."
 STYLES = {
     "ended": "red", "hang_suspected": "yellow", "notice": "yellow", "works_again": "green", "warning": "yellow",
-    "cancelled": "yellow",
-    "gave_up": "bold red", "stopped": "bold red", "decided": "cyan",
+    "cancelled": "yellow", "gave_up": "bold red", "stopped": "bold red", "decided": "cyan",
 }  # fmt: skip
 TOLD = ("decided", "works_again", "cancelled", "gave_up", "stopped")  # whose words say it all
 

@@ -29,8 +29,7 @@ from executors.task.record import RunRecord
 
 KINDS = (
     "launched", "claimed", "first_progress", "warning", "hang_suspected", "stacks", "works_again", "notice", "ended",
-    "decided",
-    "cancelled", "gave_up", "stopped", "finished",
+    "decided", "cancelled", "gave_up", "stopped", "finished",
 )  # fmt: skip
 USUAL = ("launched", "claimed", "first_progress", "finished")
 OF_DECISIONS = {"cancel": "cancelled", "give_up": "gave_up", "stop": "stopped"}

@@ -10,6 +10,7 @@ from botocore.exceptions import ClientError
 from executors.attempt import Attempt
 from executors.errors import StoreError, UnwritableStoreError
 from executors.protocol import Outcome, ReplicaStatus
+from executors.replica.warning_log import WarningLog
 from executors.store.memory import MemoryStore
 from executors.store.records import RETRY_S
 from executors.store.s3.address import S3Address
@@ -61,7 +62,8 @@ def test_a_replica_whose_credentials_have_expired_does_not_wait_for_its_store(mo
 
     monkeypatch.setattr(main, "retry", retry)
     worker = object.__new__(main._Worker)
-    vars(worker).update(attempt=Attempt(Expired(), "run", 0), _log=None)
+    attempt = Attempt(Expired(), "run", 0)
+    vars(worker).update(attempt=attempt, warnings=WarningLog(attempt), _log=None)
     with pytest.raises(UnwritableStoreError, match="expired"):
         worker.record(Outcome(0, 0, ReplicaStatus.FAILED, "exception", error="boom"))
     assert waited_s == [RETRY_S]
