@@ -18,6 +18,7 @@ import struct
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 BUSY_CORES = 0.05
 """A tree that wants this share of one core is active."""
@@ -31,6 +32,8 @@ N_SAMPLES = 5
 """Samples in a window."""
 RUNNABLE_SHARE = 0.8
 """A tree that had something to run in this share of the samples is active."""
+POLL_NS = 500_000
+"""A thread whose turns on a processor are shorter than this polls. One that computes uses its turns of some ms."""
 STARVED = 0.99
 """A thread that waited for a processor for this share of a window wants a whole core."""
 CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -48,13 +51,35 @@ _INODE_AT = 68  # of `struct inet_diag_msg`, which is 72 bytes long
 _BYTES_ACKED_AT = 120  # of `struct tcp_info`; bytes_received follows (Linux 4.1)
 
 
+class ThreadTimes(NamedTuple):
+    """Counters of one thread, since it began."""
+
+    run_ns: int
+    """Nanoseconds on a processor."""
+    wait_ns: int
+    """Nanoseconds in which it could have run, and waited for a processor."""
+    n_turns: int
+    """How often it was given a processor."""
+
+    def since(self, before: ThreadTimes) -> ThreadTimes:
+        return ThreadTimes(self.run_ns - before.run_ns, self.wait_ns - before.wait_ns, self.n_turns - before.n_turns)
+
+    @property
+    def polls(self) -> bool:
+        """True if it gives the processor back at once: it looks for something, again and again.
+
+        A thread that waits for the GIL looks every 5 ms. On a loaded machine it then is runnable nearly always.
+        """
+        return self.n_turns > 0 and self.run_ns < POLL_NS * self.n_turns
+
+
 @dataclass(frozen=True)
 class Sample:
     """Counters of a tree of processes at one moment; only differences between two samples mean anything."""
 
     at: float
-    threads: dict[int, tuple[int, int]]
-    """By thread id: nanoseconds on a processor, and nanoseconds spent waiting for one. Empty if the kernel has none."""
+    threads: dict[int, ThreadTimes]
+    """By thread id; empty if the kernel has no such counters."""
     cpu_s: float
     """Processor time of the tree, with processes that have ended."""
     io_bytes: int
@@ -65,8 +90,8 @@ class Sample:
     """False if the kernel did not answer for the sockets: then the next sample has nothing to be compared with."""
     is_waiting_on_disk: bool
     """True if a thread is in state D: it waits for a disk, or for a page that is being read."""
-    is_runnable: bool
-    """True if a thread is in state R: it runs, or waits for a processor."""
+    runnable: frozenset[int]
+    """The threads in state R: they run, or wait for a processor."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +173,10 @@ class ActivityMeter:
             return False
         # A burst early in the window is over: it must not make the time of the last activity later than it was.
         newest = usage_between([samples[-2], samples[-1]])
-        return newest.is_active or taken.is_waiting_on_disk or taken.is_runnable
+        return newest.is_active or taken.is_waiting_on_disk or _wants_to_run(samples[-2], taken)
+
+
+NO_TIMES = ThreadTimes(0, 0, 0)
 
 
 def usage_between(samples: Sequence[Sample]) -> Usage:
@@ -165,13 +193,15 @@ def usage_between(samples: Sequence[Sample]) -> Usage:
     cpu_s = last.cpu_s - first.cpu_s
     cores = cpu_s / span_s if cpu_s >= MIN_MEASURED_S else 0.0
     wanted = 0.0
-    for thread, (run_ns, wait_ns) in last.threads.items():
-        run_before, wait_before = first.threads.get(thread, (0, 0))
-        if run_ns < run_before:
+    for thread, now in last.threads.items():
+        times = now.since(first.threads.get(thread, NO_TIMES))
+        if times.run_ns < 0:
             continue  # the id belongs to another thread now
-        run_s, wait_s = (run_ns - run_before) / 1e9, (wait_ns - wait_before) / 1e9
-        asleep_s = max(0.0, span_s - run_s - wait_s)
-        wanted += 1.0 if wait_s >= STARVED * span_s else run_s / max(run_s + asleep_s, 1e-9)
+        run_s, wait_s = times.run_ns / 1e9, times.wait_ns / 1e9
+        if wait_s >= STARVED * span_s:
+            wanted += 0.0 if times.polls else 1.0
+        else:
+            wanted += run_s / max(run_s + max(0.0, span_s - run_s - wait_s), 1e-9)
     # Pair by pair: a connection that is closed takes its counters with it, and each request may open another.
     tcp_bytes = sum(
         max(0, n_bytes - before.tcp_bytes.get(inode, 0))
@@ -184,8 +214,18 @@ def usage_between(samples: Sequence[Sample]) -> Usage:
         bytes_per_s=max(0, last.io_bytes - first.io_bytes + tcp_bytes) / span_s,
         is_waiting_on_disk=sum(sample.is_waiting_on_disk for sample in later) >= MIN_SAMPLES_WAITING_ON_DISK,
         # Where a processor is so scarce that a thread waits for whole windows, its counters stand still.
-        is_always_runnable=sum(sample.is_runnable for sample in later) >= max(3.0, RUNNABLE_SHARE * len(later)),
+        is_always_runnable=sum(itertools.starmap(_wants_to_run, itertools.pairwise(samples)))
+        >= max(3.0, RUNNABLE_SHARE * len(later)),
     )
+
+
+def _wants_to_run(before: Sample, after: Sample) -> bool:
+    """Return whether a thread was runnable at a sample, and does more than to poll."""
+    for thread in after.runnable:
+        now = after.threads.get(thread)
+        if now is None or not now.since(before.threads.get(thread, NO_TIMES)).polls:
+            return True
+    return False
 
 
 def take_sample(root: int, now: float, ignored_threads: Collection[int] = ()) -> Sample | None:
@@ -202,8 +242,8 @@ def take_sample(root: int, now: float, ignored_threads: Collection[int] = ()) ->
     Example:
         take_sample(os.getpid(), time.monotonic())
     """
-    threads: dict[int, tuple[int, int]] = {}
-    cpu_s, io_bytes, inodes, states = 0.0, 0, set[int](), set[str]()
+    threads: dict[int, ThreadTimes] = {}
+    cpu_s, io_bytes, inodes, states = 0.0, 0, set[int](), dict[int, str]()
     pending, n_processes = [root], 0
     while pending and n_processes < MAX_PROCESSES:
         pid = pending.pop()
@@ -228,14 +268,23 @@ def take_sample(root: int, now: float, ignored_threads: Collection[int] = ()) ->
                 cpu_s -= (int(own[11]) + int(own[12])) / CLOCK_TICKS_PER_S
                 io_bytes -= _io_bytes(f"{base}/io")
                 continue
-            states.add(own[0])
-            times = _read(f"{base}/schedstat").split()
-            if len(times) >= 2:
-                threads[tid] = int(times[0]), int(times[1])
-    if not any(run_ns for run_ns, _ in threads.values()):
+            states[tid] = own[0]
+            counters = _read(f"{base}/schedstat").split()
+            if len(counters) == len(ThreadTimes._fields):
+                threads[tid] = ThreadTimes(*map(int, counters))
+    if not any(times.run_ns for times in threads.values()):
         threads = {}  # a kernel without these counters shows zeros
     tcp_bytes = _tcp_bytes(inodes) if inodes else {}
-    return Sample(now, threads, cpu_s, io_bytes, tcp_bytes or {}, tcp_bytes is not None, "D" in states, "R" in states)
+    return Sample(
+        at=now,
+        threads=threads,
+        cpu_s=cpu_s,
+        io_bytes=io_bytes,
+        tcp_bytes=tcp_bytes or {},
+        can_see_tcp=tcp_bytes is not None,
+        is_waiting_on_disk="D" in states.values(),
+        runnable=frozenset(tid for tid, state in states.items() if state == "R"),
+    )
 
 
 def _read(path: str) -> bytes:

@@ -42,10 +42,20 @@ def be_watched(page: SharedPage) -> None:
     os.register_at_fork(after_in_child=_be_unwatched)
     page.main_thread = _thread.get_ident()
     page.beat = page.tick = monotonic()
+    before = _threads()
     _thread.start_new_thread(_beat, (page,))
+    # Not by that thread: the entrypoint may take the GIL for ever before the thread had its first turn.
+    page.beat_thread = max(_threads() - before, default=0)
     # That thread takes it: the call in which the main thread hangs is not to be interrupted by a look.
     signal.pthread_sigmask(signal.SIG_BLOCK, (STACKS_SIGNAL,))
     page.ready = 1
+
+
+def _threads() -> set[int]:
+    """Return the native ids of this process's threads; none where the kernel does not list them."""
+    with contextlib.suppress(OSError):
+        return set(map(int, os.listdir("/proc/self/task")))
+    return set()
 
 
 def end_watch(page: SharedPage) -> None:
@@ -65,7 +75,6 @@ def _beat(page: SharedPage) -> None:
     pause, called, add = _thread.allocate_lock(), _TICK(tick), ctypes.pythonapi.Py_AddPendingCall
     pause.acquire()
     ticked_at = -1.0
-    page.beat_thread = _thread.get_native_id()
     while True:
         page.beat = monotonic()
         if page.tick != ticked_at:  # else the call before is still to be made

@@ -19,6 +19,7 @@ FILE = Path(__file__).with_name("watching_replica.py")
 STEP_S = 0.005
 SOFT_S, LATE_S = 1.0, 1.5
 LOAD = 20
+EVALUATION_S = 120.0
 
 
 def stacks(options: Options) -> list[Comparison]:
@@ -96,14 +97,18 @@ def _ticking_us(seconds: float) -> float:
 
 
 def false_alarms(options: Options) -> list[Comparison]:
-    """R5: replicas that make progress, on a machine with much else to do; for a while, so `--seconds` shortens it."""
+    """R5: replicas that step, and evaluate for two minutes in between, on a machine with much else to do.
+
+    Runs for an hour unless `--seconds` shortens it.
+    """
     seconds = 1.0 if options.quick else options.seconds or 3600.0
     n, load = (1, 1) if options.quick else (4, LOAD)
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(load)]
     try:
         with state_of_its_own():
-            run = launch(LocalProcessExecutor(preload=()), f"{FILE}:step_for", n, args={"seconds": seconds}, restarts=3)
-            run.wait(seconds + 300)
+            args = {"seconds": seconds, "evaluation_s": 0.2 if options.quick else EVALUATION_S}
+            run = launch(LocalProcessExecutor(preload=()), f"{FILE}:step_for", n, args=args, restarts=3)
+            run.wait(seconds + EVALUATION_S + 300)
             alarms = sum(len(_stacks_of(run, rank)) for rank in range(n))
             ends = sum(outcome.status != "succeeded" for outcome in run.outcomes())
     finally:

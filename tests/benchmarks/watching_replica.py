@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -19,14 +21,42 @@ def hold_gil(folder: str) -> None:
     HANGS["gil"]()
 
 
-def step_for(seconds: float) -> None:
-    """Make progress for a while."""
-    until = time.monotonic() + seconds
-    step = 0
+def step_for(seconds: float, evaluation_s: float = 120.0, steps_s: float = 30.0) -> None:
+    """Make progress for a while, with evaluations between that report nothing, and one more after the end."""
+    until, replica = time.monotonic() + seconds, current_replica()
+    step = n_evaluations = 0
     while time.monotonic() < until:
-        step += 1
-        current_replica().report(step=step)
-        time.sleep(0.05)
+        pause_at = time.monotonic() + steps_s
+        while time.monotonic() < min(pause_at, until):
+            step += 1
+            replica.report(step=step)
+            time.sleep(0.05)
+        n_evaluations += 1
+        EVALUATIONS[(n_evaluations + replica.rank) % len(EVALUATIONS)](evaluation_s)
+
+
+def compute(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        sum(range(1000))
+
+
+def compute_in_a_process(seconds: float) -> None:
+    subprocess.run([sys.executable, __file__, "compute", str(seconds)], check=True)
+
+
+def save(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    with tempfile.TemporaryFile() as file:
+        while time.monotonic() < until:
+            file.seek(0)
+            file.write(b"x" * (1 << 17))
+            file.flush()
+            time.sleep(1.0)
+
+
+EVALUATIONS = (compute, compute_in_a_process, save)
+"""Work that reports nothing: it uses the processor here, or in a process of its own, or a disk."""
 
 
 def beat_for(seconds: float, is_watched: bool) -> float:
@@ -43,4 +73,7 @@ def beat_for(seconds: float, is_watched: bool) -> float:
 
 
 if __name__ == "__main__":
-    print(beat_for(float(sys.argv[1]), bool(int(sys.argv[2]))))
+    if sys.argv[1] == "compute":
+        compute(float(sys.argv[2]))
+    else:
+        print(beat_for(float(sys.argv[1]), bool(int(sys.argv[2]))))

@@ -25,6 +25,8 @@ from support.hanging import COMPUTES, HANGS, SHORT, Watched, kill, start, watch
 from executors import LocalProcessExecutor, current_replica, launch
 from executors.process import activity
 from executors.replica import Replica
+from executors.run.resume import resume
+from executors.supervision.decisions import DecisionLog
 from executors.testing.helpers import eventually
 from executors.worker import watchdog
 
@@ -198,6 +200,15 @@ def wait_for_others_for_long(replica: Replica) -> None:
     with replica.section("round", math.inf):
         while time.monotonic() < end:
             time.sleep(0.1)
+
+
+def sleep_for_ever() -> None:
+    time.sleep(600)
+
+
+def compute_for_ever() -> None:
+    while True:
+        pass
 
 
 def compute_and_never_report(_: Replica) -> None:
@@ -394,3 +405,30 @@ def test_a_file_that_has_the_number_of_the_stacks_is_left_alone(tmp_path: Path) 
     assert rank.exit_code == 3
     assert [report.stacks for report in rank.reports] == [None, None]
     assert {file.read_text() for file in tmp_path.iterdir()} == {""}
+
+
+@pytest.mark.parametrize("task", [sleep_for_ever, compute_for_ever])
+def test_a_start_that_never_ends_is_ended_at_its_limit_with_its_stacks_kept(
+    task: Callable[[], None], local: LocalProcessExecutor
+) -> None:
+    run = launch(local, task, 1, start_timeout="1s")
+    assert run.wait(60)
+    (end,) = run.outcomes()
+    assert (end.status, end.reason, end.marks) == ("failed", "hang", 0)
+    assert "made no first progress" in str(end.error)
+    assert "(limit 1 s, --start-timeout)" in str(end.error)
+    assert end.stacks
+    stacks = bytes(run.store.get(f"{run.run_id}/replicas/0000/0/{end.stacks[0]}")).decode()
+    assert "most recent call first" in stacks
+
+
+def test_a_limit_of_the_start_that_a_resume_gives_counts_from_there_on(local: LocalProcessExecutor) -> None:
+    run = launch(local, sleep_for_ever, 1, start_timeout="1s", hang_timeout="5m")
+    assert run.wait(60)
+    again = resume(run, start_timeout="2s")
+    assert again.wait(60)
+    (end,) = again.outcomes()
+    assert (end.attempt, end.reason) == (1, "hang")
+    assert "(limit 2 s, --start-timeout)" in str(end.error)
+    last = DecisionLog(again.store, again.run_id).read()
+    assert [entry.hang for entry in last if entry.kind == "policy"] == ["300s:450s,start=2s"]

@@ -11,12 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
 from executors.process import kill_descendants
 from executors.worker import activity
-from executors.worker.activity import ActivityMeter, Sample, Usage, take_sample, usage_between
+from executors.worker.activity import ActivityMeter, Sample, ThreadTimes, Usage, take_sample, usage_between
 
 SPIN = "while True: pass"
 SPAN_S = 1.0
@@ -94,6 +95,10 @@ WAITING = {
     "polls": "while True: time.sleep(0.05)",
     "waits for a lock": "l = threading.Lock(); l.acquire(); l.acquire()",
     "waits for an answer": "s = socket.create_connection(('127.0.0.1', int(sys.argv[1]))); s.recv(1)",
+    "waits while it holds the GIL, which another thread wants": (
+        "import ctypes\nthreading.Thread(target=lambda: [time.sleep(0.1) for _ in iter(int, 1)], daemon=True).start()\n"
+        "time.sleep(0.3)\nctypes.PyDLL(None).sleep(600)"
+    ),
     "waits for a child that waits": "subprocess.run(['sleep', '600'])",
     "waits for a child that it forked and that waits for a lock": (
         "l = threading.Lock(); l.acquire(); pid = os.fork()\nl.acquire() if pid == 0 else os.waitpid(pid, 0)"
@@ -141,9 +146,11 @@ def test_threads_of_ours_do_not_count() -> None:
         running.communicate()
 
 
-def sample_at(at: float, *, run_s: float = 0.0, wait_s: float = 0.0, cpu_s: float = 0.0, **more: object) -> Sample:
-    values = {"io_bytes": 0, "tcp_bytes": {}, "can_see_tcp": True, "is_waiting_on_disk": False, "is_runnable": False}
-    threads = {7: (int(run_s * 1e9), int(wait_s * 1e9))}
+def sample_at(
+    at: float, *, run_s: float = 0.0, wait_s: float = 0.0, cpu_s: float = 0.0, n_turns: int = 0, **more: object
+) -> Sample:
+    values = {"io_bytes": 0, "tcp_bytes": {}, "can_see_tcp": True, "is_waiting_on_disk": False, "runnable": frozenset()}
+    threads = {7: ThreadTimes(int(run_s * 1e9), int(wait_s * 1e9), n_turns)}
     return Sample(at, threads, cpu_s or run_s, **(values | more))  # type: ignore[arg-type]
 
 
@@ -165,10 +172,22 @@ def test_how_much_a_thread_wants_does_not_depend_on_the_load(run_s: float, wait_
 
 
 def test_a_tree_that_always_has_something_to_run_is_active_where_its_counters_stand_still() -> None:
-    samples = [sample_at(at, is_runnable=True) for at in range(0, 12, 2)]
+    samples = [sample_at(at, runnable=frozenset([7])) for at in range(0, 12, 2)]
     assert usage_between(samples).is_active
     samples[2:4] = [sample_at(4), sample_at(6)]
     assert not usage_between(samples).is_active, "now and then everybody is runnable"
+
+
+@pytest.mark.parametrize(("turn_s", "is_active"), [(0.00002, False), (0.003, True)])
+def test_a_thread_that_polls_is_idle_though_a_loaded_machine_leaves_it_runnable(
+    turn_s: float, *, is_active: bool
+) -> None:
+    samples = []
+    for number in range(6):
+        run_s = number * 10 * turn_s
+        waited = sample_at(2.0 * number, run_s=run_s, wait_s=2.0 * number - run_s - 0.001, n_turns=10 * number)
+        samples.append(replace(waited, runnable=frozenset([7])))
+    assert usage_between(samples).is_active is is_active
 
 
 def test_a_slow_disk_is_active_and_one_wait_for_it_is_chance() -> None:
