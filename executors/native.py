@@ -63,6 +63,11 @@ class RunSpec:
     task_folder: str = "task"
     """Where the task is, under the run."""
 
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> RunSpec:
+        """Return the spec whose fields are in a JSON object, as `dataclasses.asdict` made them."""
+        return cls(**{**record, **{name: tuple(record[name]) for name in ("ranks", "secret_names", "chaos")}})
+
     @property
     def credentials(self) -> dict[str, str]:
         """Variables that reach the replicas as a secret."""

@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import math
 import os
 import re
 import resource
@@ -31,6 +32,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _libc = ctypes.CDLL(None, use_errno=True)
+SAFE_THREADS = ("jemalloc_bg_thd",)  # of pyarrow: jemalloc sees to it at a fork
+FORGET_S = 5.0
 PR_SET_PDEATHSIG = 1
 FIRST_PID_NAMESPACE = 0xEFFFFFFC  # the inode of the one that a machine boots with, in every kernel
 PR_SET_CHILD_SUBREAPER = 36
@@ -212,6 +215,34 @@ def fork() -> int:
         # Python warns when a library such as OpenBLAS keeps a thread; the zygote's are idle and survive a fork.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
+
+
+def threads_lost_by_a_fork() -> list[str]:
+    """Return the names of this process's other threads, native ones too, that a forked child would miss.
+
+    OpenBLAS ends its threads before a fork and starts them again when they are needed, so one fork is made and thrown
+    away before they are counted. Where the system shows no threads, Python's own are counted.
+    """
+    try:
+        if len(thread_names()) > 1:
+            _fork_and_forget()
+        _, *others = thread_names()  # the first is the main thread
+    except OSError:
+        return ["of Python"] * (len(sys._current_frames()) - 1)
+    return [name for name in others if name not in SAFE_THREADS]
+
+
+def _fork_and_forget() -> None:
+    """Fork a child that leaves at once. What libraries run at a fork may hang it, so it is waited for a while only."""
+    pid = fork()
+    if pid == 0:
+        os._exit(0)
+    deadline = time.monotonic() + FORGET_S
+    while os.waitpid(pid, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            deadline = math.inf
+        time.sleep(0.001)
 
 
 def private_file(data: bytes = b"") -> int:

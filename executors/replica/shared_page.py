@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import signal
 from collections.abc import Iterator
 from time import monotonic
 from typing import Any
+
+from executors.process import private_file
 
 TAIL_BYTES = 64 * 1024
 ATOMIC_LIMIT_S = 60.0  # how long `atomic` keeps off what ends a rank
@@ -130,6 +133,23 @@ class SharedPage:
         self._numbers[STEP] = self._numbers[ROUND] = math.nan
         self.stacks_file = -1
         self.since = self.beat = self.beaten = self.tick = monotonic()
+
+    def share(self) -> int:
+        """Move the page into a file without a name; return its descriptor, with which a new process opens the page."""
+        file = private_file(self._memory[:])
+        self._memory = mmap.mmap(file, HEAD_BYTES + TAIL_BYTES)
+        self._numbers = memoryview(self._memory)[:HEAD_BYTES].cast("d")
+        return file
+
+    @classmethod
+    def open(cls, file: int) -> SharedPage:
+        """Return the page that another process shares by a descriptor, with all that is in it; close the descriptor."""
+        page = cls()
+        page._memory = mmap.mmap(file, HEAD_BYTES + TAIL_BYTES)
+        page._numbers = memoryview(page._memory)[:HEAD_BYTES].cast("d")
+        page._rows = {name: row for name, row in page._read_rows() if name}
+        os.close(file)
+        return page
 
     def detach(self) -> None:
         """Share nothing any more, in this process: what is written from here on is its own."""

@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,18 +26,28 @@ from executors.attempt import Attempt, Beat
 from executors.attempt.outcome import describe_end
 from executors.errors import StoreError
 from executors.native import RunSpec
-from executors.process import be_killed_first, die_with_parent, fork, oom_kills_in_group, usable_cores
+from executors.process import (
+    be_killed_first,
+    die_with_parent,
+    fork,
+    oom_kills_in_group,
+    threads_lost_by_a_fork,
+    usable_cores,
+)
 from executors.protocol import Reason
 from executors.replica.shared_page import SharedPage
+from executors.store import store_at
 from executors.store.records import retry
 from executors.store.url import was_deleted
 from executors.supervision.lease import LeaseWatch
 from executors.task.stored import StoredTask
 from executors.worker.main import Assignment, main
+from executors.worker.new_process import describe_threads, received, start_python
 from executors.worker.ranks import Running, how_started, leave_supervisor, read_task_ahead
 from executors.worker.supervisor import Supervisor
 from executors.worker.surroundings import await_gpu_release
 
+BE_REPLICA = "from executors.worker.container import ContainerRanks; ContainerRanks.be_replica()"
 NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 TIMED_OUT = 124  # as the command `timeout` leaves
 NOTICE_S = 25.0  # of the 30 s that services leave between the notice and the end
@@ -134,13 +144,15 @@ class ContainerRanks:
         self._task: StoredTask | None = None
         self._page: SharedPage | None = None
         self._last_pid: int | None = None
+        self._imported: tuple[str, ...] = ()
+        self._has_told = False
 
     def prepare(self, attempt: Attempt) -> None:
         """Read the task, and import torch if the user's code does: each attempt then has it from the start."""
         if self._task is None:
             self._task = read_task_ahead(self._spec)
         if self._task is not None and attempt.number == self._spec.attempt:
-            preload(self._task)
+            self._imported = preload(self._task)
 
     def begin(self, attempt: Attempt) -> bool:
         """Begin an attempt: its process claims it. One that has ended is over, though its service starts it again."""
@@ -152,15 +164,37 @@ class ContainerRanks:
         return True
 
     def start(self, attempt: Attempt, page: SharedPage, close: Iterable[int]) -> int:
-        """Fork an attempt's process; return its pid."""
+        """Start an attempt's process, by a fork unless that would lose threads; return its pid."""
         self._page = page
         parent = os.getpid()
-        gc.freeze()  # the rank's collector finds nothing of the supervisor's to look at, and so to copy
-        pid = fork()
-        if pid == 0:
-            self._become_rank(attempt, page, parent, close)
+        if threads := threads_lost_by_a_fork():
+            if not self._has_told:
+                self._has_told = True
+                print(f"replicas: {describe_threads(threads, self._imported)}", file=sys.stderr, flush=True)
+            pid = self._start_python(attempt, page)
+        else:
+            gc.freeze()  # the rank's collector finds nothing of the supervisor's to look at, and so to copy
+            pid = fork()
+            if pid == 0:
+                self._become_rank(attempt, page, parent, close)
         self._last_pid = pid
         return pid
+
+    def _start_python(self, attempt: Attempt, page: SharedPage) -> int:
+        """Start an attempt's process as a new Python; return its pid."""
+        shared = page.share()
+        message = {
+            "spec": asdict(replace(self._spec, attempt=attempt.number)),
+            "term_grace_s": self._term_grace_s,
+            "gpu": self._gpu,
+            "last_pid": self._last_pid,
+            "how": how_started(self._spec, attempt),
+            "parent": os.getpid(),
+        }
+        try:
+            return start_python(BE_REPLICA, message, {"page": shared})
+        finally:
+            os.close(shared)
 
     def output_tail(self, attempt: Attempt) -> str:
         """Return the end of what an attempt printed."""
@@ -185,39 +219,66 @@ class ContainerRanks:
         """Copy nothing: the service has the log."""
 
     def _become_rank(self, attempt: Attempt, page: SharedPage, parent: int, close: Iterable[int]) -> NoReturn:
-        """Be a replica: nothing of the supervisor's is left but the watch on it."""
+        """Be a replica, in a forked process: nothing of the supervisor's is left but the watch on it."""
         try:
             leave_supervisor(close)
-            with contextlib.suppress(OSError):
-                die_with_parent()
-            be_killed_first()
-            gc.enable()
-            keep_output(page)
-            if self._gpu is not None and self._last_pid is not None:
-                await_gpu_release(self._last_pid)
-            assignment = Assignment(
-                replace(self._spec, attempt=attempt.number),
-                attempt.rank,
-                task=self._task,
-                supervisor_pid=parent,
-                output_tail=page.tail,
-                term_grace_s=self._term_grace_s,
-                torch_threads=self._torch_threads,
-                gpu=self._gpu,
-                page=page,
-                how=how_started(self._spec, attempt),
-            )
+            self._settle(page)
+            assignment = self._assignment(attempt, page, parent, how_started(self._spec, attempt))
         except BaseException:  # noqa: BLE001 - a forked child must never return into the supervisor
             sys.excepthook(*sys.exc_info())
             os._exit(1)
         main(assignment)
 
+    def _settle(self, page: SharedPage) -> None:
+        """Make this process a replica's: it ends with its supervisor, and its output is kept."""
+        with contextlib.suppress(OSError):
+            die_with_parent()
+        be_killed_first()
+        gc.enable()
+        keep_output(page)
+        if self._gpu is not None and self._last_pid is not None:
+            await_gpu_release(self._last_pid)
 
-def preload(task: StoredTask) -> None:
-    """Import torch if the user's code does."""
-    for name in PRELOAD if imports_torch(task, Path.cwd()) else ():
+    def _assignment(self, attempt: Attempt, page: SharedPage, parent: int, how: str | None) -> Assignment:
+        return Assignment(
+            replace(self._spec, attempt=attempt.number),
+            attempt.rank,
+            task=self._task,
+            supervisor_pid=parent,
+            output_tail=page.tail,
+            term_grace_s=self._term_grace_s,
+            torch_threads=self._torch_threads,
+            gpu=self._gpu,
+            page=page,
+            how=how,
+        )
+
+    @classmethod
+    def be_replica(cls) -> NoReturn:
+        """Be a replica, in a new Python that its supervisor has started."""
+        try:
+            message, shares = received()
+            spec = RunSpec.from_json(message["spec"])
+            ranks = cls(spec, term_grace_s=message["term_grace_s"], gpu=message["gpu"])
+            ranks._last_pid = message["last_pid"]
+            page = SharedPage.open(shares["page"])
+            leave_supervisor([])
+            ranks._settle(page)
+            attempt = Attempt(store_at(spec.store_url), spec.run_id, spec.ranks[0], spec.attempt)
+            assignment = ranks._assignment(attempt, page, message["parent"], message["how"])
+        except BaseException:  # noqa: BLE001 - as in a forked child
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+        main(assignment)
+
+
+def preload(task: StoredTask) -> tuple[str, ...]:
+    """Import torch if the user's code does; return what was asked for."""
+    names = PRELOAD if imports_torch(task, Path.cwd()) else ()
+    for name in names:
         with contextlib.suppress(Exception):  # not there, or not for this machine: the user's import says so
             importlib.import_module(name)
+    return names
 
 
 def imports_torch(task: StoredTask, workspace: Path) -> bool:

@@ -158,6 +158,23 @@ def test_a_replica_does_not_start_where_torch_does_not_see_the_gpu_that_was_aske
     )
 
 
+def test_a_container_whose_torch_starts_threads_starts_its_replica_as_a_new_process(site: Site) -> None:
+    torch = write_torch(site.cloud.folder / "torch", sees_gpu=True)
+    with (torch / "torch.py").open("a") as file:
+        file.write("\nimport threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n")
+    task = "import torch\nimport os, signal\nfrom executors import current_replica\n"
+    task += "def main():\n    print('attempt', current_replica().attempt)\n"
+    task += "    return current_replica().attempt or os.kill(os.getpid(), signal.SIGKILL)\n"
+    write_files(site.workspace, of_torch=task)
+    spec = ship(site.shared, site.workspace, "of_torch")
+    environ = {"PYTHONPATH": str(torch), "REPLICA_RESTARTS": "1"}
+    code, out, _ = ended(site.cloud.start(spec, environ=environ))
+    outcome = outcome_of(replace(spec, attempt=1))
+    assert (code, outcome.result, outcome.output_tail) == (0, 1, "attempt 1\n"), out
+    assert out.count("So each replica is a new process and imports by itself.") == 1
+    assert "importing torch, torch._dynamo started a thread (" in out
+
+
 # What it is given
 
 

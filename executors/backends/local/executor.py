@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from executors.worker.supervisor_lock import wake
 
 MACHINE = re.compile(r"\S+ \S+ \S+")  # as `this_machine` names one
 LONGEST_GRACE_S = 3600.0
+CHOOSE_PRELOAD = "To fork them, take it out of the backend's option preload."
 
 
 class LocalProcessExecutor:
@@ -204,6 +206,8 @@ class LocalProcessExecutor:
                 f"Backend 'local' could not start {who}: {answer['error']}. Those already started were ended.",
                 rank=rank,
             )
+        if note := answer.get("note"):  # once for each launch, where its user looks
+            print(f"replicas: {note} {CHOOSE_PRELOAD}", file=sys.stderr)
         measured = self._measured.pop(str(entrypoint), None)
         if self.finds_imports and measured is not None:
             note_imports(str(entrypoint), measured)
@@ -234,7 +238,8 @@ class LocalProcessExecutor:
         request["environ"] = dict.fromkeys(request["environ"], MASK)
         request["spec"]["env"] = dict.fromkeys(request["spec"]["env"], MASK)
         request["spec"]["key"] = run.key and MASK
-        del request["nonce"], request["by"]  # those of the launch to come are others
+        # Nonce and launcher of the launch to come are others; whether it forks, only its first process sees.
+        del request["nonce"], request["by"], request["preload"]
         return {"preload": AUTO if self.finds_imports else list(self.preload), **request}
 
     def find_handle(self, handle: ReplicaHandle, *, insists: bool = False) -> None:

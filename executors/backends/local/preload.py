@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from executors.errors import EntrypointError, StoreError
-from executors.process import fork, open_paths, thread_names
+from executors.process import open_paths, threads_lost_by_a_fork
 from executors.run.run_index import state_path
 from executors.task.entrypoint import find_definition, find_module, find_source
 
@@ -29,7 +29,6 @@ AUTO = "auto"
 WORTH_S = 0.3  # less is not worth a process's memory
 NOTES = ".preload"  # in the state directory
 OURS = ("executors", "diloco")
-SAFE_THREADS = ("jemalloc_bg_thd",)  # of pyarrow: jemalloc sees to it at a fork
 INSTALLED = ("site-packages", "dist-packages")
 
 
@@ -91,7 +90,7 @@ def measure(names: Sequence[str]) -> dict[str, Any]:
         place = (spec.origin or "") if spec else ""
         if top not in (*OURS, *sys.stdlib_module_names) and not set(INSTALLED) & {*Path(place).parts}:
             break
-        threads, gpus, began = _threads(), _gpus(), time.perf_counter()
+        n_threads, gpus, began = len(threads_lost_by_a_fork()), _gpus(), time.perf_counter()
         try:
             import_named(name)
         except BaseException:  # noqa: BLE001 - the file itself imports it next, and is told of it
@@ -99,7 +98,7 @@ def measure(names: Sequence[str]) -> dict[str, Any]:
         took_s = time.perf_counter() - began
         if _gpus() > gpus:
             left_out[name] = "opens a GPU"
-        elif _threads() > threads:
+        elif len(threads_lost_by_a_fork()) > n_threads:
             left_out[name] = "starts threads"
         else:
             taken.append(name)
@@ -113,16 +112,6 @@ def import_named(name: str) -> None:
     found = importlib.import_module(module)
     if attribute and not hasattr(found, attribute):
         importlib.import_module(f"{module}.{attribute}")
-
-
-def _threads() -> int:
-    """Count the threads of this process that would not survive a fork as they should."""
-    if len(thread_names()) > 1:
-        pid = fork()  # at which OpenBLAS ends its threads, to start them again when they are needed
-        if pid == 0:
-            os._exit(0)
-        os.waitpid(pid, 0)
-    return sum(name not in SAFE_THREADS for name in thread_names())
 
 
 def _gpus() -> int:

@@ -1,6 +1,8 @@
-"""From a forked process to a replica: one becomes the supervisor of a launch, and those it forks become its ranks.
+"""From a new process to a replica: one becomes the supervisor of a launch, and those it starts become its ranks.
 
-Whatever is the same for all ranks is done before the fork: what a child only reads costs it nothing.
+Each is forked from the process before it. Whatever is the same for all ranks is done before the fork: what a child only
+reads costs it nothing. Where the first process has other threads, which a fork would lose, each is a new Python instead
+(`LocalLaunch.preload`), and goes the same way from there on.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ import signal
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
 from executors.attempt import Attempt
 from executors.attempt.outcome import OUTPUT_TAIL_BYTES
 from executors.backends.local.gpu_slots import GpuSlot, take_slot
+from executors.backends.local.preload import import_named
 from executors.backends.local.request import LocalLaunch, adopt
 from executors.errors import LaunchError, ReplicasError
 from executors.logs import tail_text
@@ -32,11 +35,13 @@ from executors.store import store_at
 from executors.task.stored import StoredTask
 from executors.worker.log_copy import FINAL_BYTES, LogCopy
 from executors.worker.main import Assignment, main
+from executors.worker.new_process import received, start_python
 from executors.worker.ranks import how_started, leave_supervisor, read_task_ahead
 from executors.worker.supervisor import Supervisor
 from executors.worker.supervisor_lock import hold, open_locks
 from executors.worker.surroundings import await_gpu_release
 
+BE_REPLICA = "from executors.backends.local.rank import be_replica; be_replica()"
 COPY_LIMIT_S = 8  # a log that takes longer to copy is not waited for
 GUARD_S, GUARD_LOOK_S = 3.0, 0.05  # beyond their grace: a rank looks every second whether its supervisor lives
 
@@ -88,6 +93,41 @@ def become_supervisor(launch: LocalLaunch, launcher_pidfd: int, reply: int) -> N
         os._exit(code)
 
 
+def supervise() -> NoReturn:
+    """Be the supervisor of a launch, in a new Python."""
+    message, shares = received()
+    become_supervisor(LocalLaunch.from_json(message["launch"]), shares["launcher"], shares["reply"])
+
+
+def be_replica() -> NoReturn:
+    """Be a replica, in a new Python that its supervisor has started."""
+    try:
+        message, shares = received()
+        launch = LocalLaunch.from_json(message["launch"])
+        page = SharedPage.open(shares["page"])
+        ranks = LocalRanks(launch, [], message["supervisor_pid"])
+        leave_supervisor([])
+        _unbuffer_streams()
+        for name in launch.preload or ():  # before the attempt is claimed, as it is where a replica is forked
+            import_named(name)
+        attempt = launch.attempt(message["rank"]).at(message["attempt"])
+        assignment = ranks.assignment(attempt, _Gpus(**message["gpus"]), page, None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)
+    main(assignment)
+
+
+@dataclass(frozen=True)
+class _Gpus:
+    """What a replica's process has to know of its GPUs."""
+
+    devices: str | None = None
+    """As in `CUDA_VISIBLE_DEVICES`; None: it was given none."""
+    wait_for: int | None = None
+    """The process that was on them before, which may hold their memory for a while after its end."""
+
+
 def _leave_guard(close: Iterable[int], wait_s: float) -> None:
     """Go on in a child; its parent stays to kill what a killed supervisor leaves and what does not end by itself.
 
@@ -124,14 +164,17 @@ class LocalRanks:
     """The ranks of a launch, as their supervisor starts them on this machine.
 
     Args:
+        launch: the run, and how to run it here.
         private: the supervisor's descriptors, which its ranks must not keep.
+        supervisor_pid: the supervisor. None: this process.
     """
 
-    def __init__(self, launch: LocalLaunch, private: list[int]) -> None:
+    def __init__(self, launch: LocalLaunch, private: list[int], supervisor_pid: int | None = None) -> None:
         self._launch = launch
         self.private = private
         self._torch_threads = launch.torch_threads(usable_cores())
-        self._pid, self._started = os.getpid(), start_time(os.getpid())
+        self._pid = os.getpid() if supervisor_pid is None else supervisor_pid
+        self._started = start_time(self._pid)
         self._lock: int | None = None
         self._begun: set[tuple[int, int]] = set()
         """By rank and number, the attempts that are this process's."""
@@ -177,25 +220,46 @@ class LocalRanks:
         return True
 
     def start(self, attempt: Attempt, page: SharedPage, close: Iterable[int]) -> int:
-        """Fork an attempt's process; return its pid."""
+        """Start an attempt's process, by a fork unless the launch says otherwise; return its pid."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         output = os.open(self._launch.log_file(attempt), flags, 0o600)
         self._times[attempt.rank] = TimesWriter(self._launch.log_file(attempt))
         self.note_output(attempt)
         task, slot = self.task, self._take_gpus(attempt)  # before the first fork
+        gpus = _Gpus()
+        if slot is not None:
+            gpus = _Gpus(slot.devices, None if slot.is_shared else self._last_on.get(slot.devices))
         try:
-            if gc.isenabled():  # not at the launch, which makes no garbage
-                gc.collect()  # what is frozen is never collected
-            gc.freeze()  # the rank's collector finds nothing of the supervisor's to look at, and so to copy
-            pid = fork()
-            if pid == 0:
-                self._become_rank(attempt, slot, page, task, output, [*close, *self.private])
+            if self._launch.preload is not None:
+                pid = self._start_python(attempt, gpus, page, output, slot.locks if slot else ())
+            else:
+                if gc.isenabled():  # not at the launch, which makes no garbage
+                    gc.collect()  # what is frozen is never collected
+                gc.freeze()  # the rank's collector finds nothing of the supervisor's to look at, and so to copy
+                pid = fork()
+                if pid == 0:
+                    self._become_rank(attempt, gpus, page, task, output, [*close, *self.private])
         finally:
             for descriptor in (output, *(slot.locks if slot else ())):
                 os.close(descriptor)
         if slot is not None and not slot.is_shared:
             self._last_on[slot.devices] = pid
         return pid
+
+    def _start_python(self, attempt: Attempt, gpus: _Gpus, page: SharedPage, output: int, locks: Iterable[int]) -> int:
+        """Start an attempt's process as a new Python; return its pid."""
+        message = {
+            "launch": self._launch.to_json(),
+            "rank": attempt.rank,
+            "attempt": attempt.number,
+            "gpus": asdict(gpus),
+            "supervisor_pid": self._pid,
+        }
+        shared = page.share()
+        try:
+            return start_python(BE_REPLICA, message, {"page": shared}, keeps=locks, output=output)
+        finally:
+            os.close(shared)
 
     def _take_gpus(self, attempt: Attempt) -> GpuSlot | None:
         if self._launch.gpu_slots is None:
@@ -256,37 +320,48 @@ class LocalRanks:
     def _become_rank(
         self,
         attempt: Attempt,
-        slot: GpuSlot | None,
+        gpus: _Gpus,
         page: SharedPage,
         task: StoredTask | None,
         output: int,
         close: Iterable[int],
     ) -> NoReturn:
-        """Be a replica: nothing of the supervisor's is left but the watch on it."""
+        """Be a replica, in a forked process: nothing of the supervisor's is left but the watch on it."""
         try:
             leave_supervisor(close)
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.close(output)
             gc.enable()
-            if slot is not None:
-                os.environ["CUDA_VISIBLE_DEVICES"] = slot.devices
-                if slot.devices in self._last_on and not slot.is_shared:
-                    await_gpu_release(self._last_on[slot.devices])
-            assignment = Assignment(
-                replace(self._launch.spec, attempt=attempt.number),
-                attempt.rank,
-                task=task,
-                supervisor_pid=self._pid,
-                output_tail=functools.partial(self.output_tail, attempt),
-                log_file=self._launch.log_file(attempt) if self._launch.copies_logs else None,
-                term_grace_s=self._launch.term_grace_s,
-                torch_threads=self._torch_threads,
-                gpu=None if slot is None else self._launch.gpu,
-                page=page,
-                how=how_started(self._launch.spec, attempt),
-            )
+            assignment = self.assignment(attempt, gpus, page, task)
         except BaseException:
             sys.excepthook(*sys.exc_info())
             os._exit(1)  # a forked child must never return into the supervisor
         main(assignment)
+
+    def assignment(self, attempt: Attempt, gpus: _Gpus, page: SharedPage, task: StoredTask | None) -> Assignment:
+        """Return what a replica's process needs to know, once its GPUs are its own. Called in that process.
+
+        Args:
+            attempt: the attempt that it is asked for.
+            gpus: its GPUs.
+            page: the page that it shares with its supervisor.
+            task: the run's task; None: it reads the task itself.
+        """
+        if gpus.devices is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus.devices
+            if gpus.wait_for is not None:
+                await_gpu_release(gpus.wait_for)
+        return Assignment(
+            replace(self._launch.spec, attempt=attempt.number),
+            attempt.rank,
+            task=task,
+            supervisor_pid=self._pid,
+            output_tail=functools.partial(self.output_tail, attempt),
+            log_file=self._launch.log_file(attempt) if self._launch.copies_logs else None,
+            term_grace_s=self._launch.term_grace_s,
+            torch_threads=self._torch_threads,
+            gpu=None if gpus.devices is None else self._launch.gpu,
+            page=page,
+            how=how_started(self._launch.spec, attempt),
+        )

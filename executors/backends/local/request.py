@@ -61,6 +61,8 @@ class LocalLaunch:
     environ: Mapping[str, str]
     user_folders: Sequence[str] = ()
     """Folders of `sys_path` in which no reserved name is looked for; see `module_search`."""
+    preload: Sequence[str] | None = None
+    """What each replica imports first, as a new process. None: it is forked from a process that has imported that."""
     timeout_s: float | None = None
     max_parallel: int | None = None
     term_grace_s: float = 5.0
@@ -78,9 +80,7 @@ class LocalLaunch:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> LocalLaunch:
-        spec = record["spec"]
-        tuples = {name: tuple(spec[name]) for name in ("ranks", "secret_names", "chaos")}
-        return cls(**{**record, "spec": RunSpec(**{**spec, **tuples})})
+        return cls(**{**record, "spec": RunSpec.from_json(record["spec"])})
 
     @property
     def places(self) -> int:

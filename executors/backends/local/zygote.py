@@ -1,8 +1,9 @@
 """A clean process that imports what replicas need once, and forks it for every run.
 
 Forking from the launcher itself is not safe: if it ever ran a multi-threaded torch operation, the child's first one
-hangs for ever. So one child per launcher imports the preload list, nothing else, runs no user code, stays
-single-threaded, and forks: a supervisor for each launch, and a throw-away child for each check of an entrypoint.
+hangs for ever. So one child per launcher imports the preload list, nothing else, runs no user code, and
+forks: a supervisor for each launch, and a throw-away child for each check of an entrypoint. Where what it has imported
+keeps a thread, a fork would lose that, and the child's first use of it would hang: then each is a new Python instead.
 
 It keeps none of the launcher's descriptors but one socket, and ends with its launcher, which it watches by pidfd:
 the socket's end would be hidden by any helper that the launcher forked.
@@ -26,12 +27,15 @@ from executors.backends.local.rank import become_supervisor
 from executors.backends.local.request import LocalLaunch, adopt, receive, send
 from executors.errors import EntrypointArgumentsError, EntrypointError
 from executors.module_search import reserve_names
-from executors.process import die_with_parent, fork, open_process, private_file, wakeup_pipe
+from executors.process import die_with_parent, fork, open_process, private_file, threads_lost_by_a_fork, wakeup_pipe
 from executors.replica import leave_process_group
 from executors.task.arguments import check_call
 from executors.task.entrypoint import command_for, load_entrypoint
 from executors.worker.failure import last_error
+from executors.worker.new_process import describe_threads, received, start_python
 
+SUPERVISE = "from executors.backends.local.rank import supervise; supervise()"
+BE_CHECK = "from executors.backends.local.zygote import be_check; be_check()"
 MAX_PRINTED = 1 << 16  # of what an entrypoint that is checked prints
 
 
@@ -77,7 +81,7 @@ def serve(descriptor: int, launcher: int, preload: list[str]) -> None:
                 if problem is not None:
                     send(connection, {"error": problem, "rank": None})
                     return  # perhaps it is mended before the next request, which starts another
-                send(connection, _answer(request, launcher_pidfd, private))
+                send(connection, _Starter(launcher_pidfd, private, preload).answer(request))
             except (EOFError, ConnectionError):
                 return
 
@@ -92,69 +96,100 @@ def _import_all(preload: list[str]) -> str | None:
     return None
 
 
-def _answer(request: dict[str, Any], launcher_pidfd: int, private: list[int]) -> Any:
-    try:
-        if request["do"] == "launch":
-            return _launch(request["launch"], launcher_pidfd, private)
-        if request["do"] == "check":
-            return _check(request, launcher_pidfd, private)
-    except BlockingIOError as error:  # by fork: what it is short of is no more processes
-        return {"error": f"{error}: `ulimit -u` or its container lets it have no more processes", "rank": None}
-    except OSError as error:
-        return {"error": str(error), "rank": None}
-    return {}
-
-
-def _launch(record: dict[str, Any], launcher_pidfd: int, private: list[int]) -> Any:
-    def be(reply: int) -> NoReturn:
-        become_supervisor(LocalLaunch.from_json(record), launcher_pidfd, reply)
-
-    _, answer = _fork_and_hear(be, private, launcher_pidfd)
-    return answer or {"error": "its supervisor ended before it could start it", "rank": None}
-
-
-def _check(request: dict[str, Any], launcher_pidfd: int, private: list[int]) -> Any:
-    """Load an entrypoint and bind its arguments in a child that is thrown away with all that it started."""
-    close = [*private, launcher_pidfd]
-    pid, answer = _fork_and_hear(lambda reply: _be_check(request, reply), close, launcher_pidfd)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    ended = f"Entrypoint {request['entrypoint']!r}: the process that imported it ended."
-    return {"kind": "import", "error": ended} if answer is None else answer
-
-
-def _fork_and_hear(be: Callable[[int], NoReturn], close: list[int], launcher_pidfd: int) -> tuple[int, Any]:
-    """Fork a child that answers with one line of JSON; return its pid and the answer.
+class _Starter:
+    """Starts what a launcher asks for: by a fork, or by new Pythons where a fork would lose threads of this process.
 
     Args:
-        close: descriptors that the child must not keep.
-
-    Returns: the answer is None if the child ended without one, or the launcher, which waits for it, has ended.
-
-    Raises:
-        OSError: this machine has no room for another process.
+        launcher_pidfd: the launcher.
+        private: other descriptors of this process, which a child must not keep.
+        preload: what this process has imported.
     """
-    reader, writer = os.pipe()
-    try:
-        pid = fork()
-    except OSError:
-        os.close(reader)
+
+    def __init__(self, launcher_pidfd: int, private: list[int], preload: list[str]) -> None:
+        self._launcher_pidfd = launcher_pidfd
+        self._private = private
+        self._preload = preload
+        # Counted at each request: a library may start its threads some time after it was imported.
+        self._threads = threads_lost_by_a_fork()
+
+    def answer(self, request: dict[str, Any]) -> Any:
+        """Do what a request says; return the answer for the launcher."""
+        try:
+            if request["do"] == "launch":
+                return self._launch(request["launch"])
+            if request["do"] == "check":
+                return self._check(request)
+        except BlockingIOError as error:  # by fork: what it is short of is no more processes
+            return {"error": f"{error}: `ulimit -u` or its container lets it have no more processes", "rank": None}
+        except OSError as error:
+            return {"error": str(error), "rank": None}
+        return {}
+
+    def _launch(self, record: dict[str, Any]) -> Any:
+        def be(reply: int) -> NoReturn:
+            become_supervisor(LocalLaunch.from_json(record), self._launcher_pidfd, reply)
+
+        _, answer = self._start(be, [], SUPERVISE, {"launch": {**record, "preload": self._preload}})
+        answer = answer or {"error": "its supervisor ended before it could start it", "rank": None}
+        return {**answer, "note": describe_threads(self._threads, self._preload)} if self._threads else answer
+
+    def _check(self, request: dict[str, Any]) -> Any:
+        """Load an entrypoint and bind its arguments in a child that is thrown away with all that it started."""
+        pid, answer = self._start(
+            lambda reply: _be_check(request, reply), [self._launcher_pidfd], BE_CHECK, {"request": request}
+        )
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        ended = f"Entrypoint {request['entrypoint']!r}: the process that imported it ended."
+        return {"kind": "import", "error": ended} if answer is None else answer
+
+    def _start(
+        self, be: Callable[[int], NoReturn], close: list[int], code: str, message: dict[str, Any]
+    ) -> tuple[int, Any]:
+        """Start a child that answers with one line of JSON; return its pid and the answer.
+
+        Args:
+            be: what a forked child does; it gets the descriptor for its answer.
+            close: descriptors that a forked child must not keep, besides the private ones.
+            code: what a new Python runs instead.
+            message: what that needs to know.
+
+        Returns: the answer is None if the child ended without one, or the launcher, which waits for it, has ended.
+
+        Raises:
+            OSError: this machine has no room for another process.
+        """
+        reader, writer = os.pipe()
+        try:
+            if self._threads:
+                pid = start_python(code, message, {"reply": writer, "launcher": self._launcher_pidfd})
+            else:
+                pid = fork()
+        except OSError:
+            os.close(reader)
+            os.close(writer)
+            raise
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            for descriptor in (*self._private, *close, reader):
+                os.close(descriptor)
+            be(writer)
         os.close(writer)
-        raise
-    if pid == 0:
-        signal.set_wakeup_fd(-1)
-        for descriptor in (*close, reader):
-            os.close(descriptor)
-        be(writer)
-    os.close(writer)
-    poller = select.poll()
-    for watched in (reader, launcher_pidfd):
-        poller.register(watched, select.POLLIN)
-    has_answered = reader in {number for number, _ in poller.poll()}  # a user's module may take hours to import
-    with os.fdopen(reader) as pipe:
-        # One line, and not all: what a user's module started may hold the other side open.
-        line = pipe.readline() if has_answered else ""
-    return pid, json.loads(line) if line else None
+        poller = select.poll()
+        for watched in (reader, self._launcher_pidfd):
+            poller.register(watched, select.POLLIN)
+        has_answered = reader in {number for number, _ in poller.poll()}  # a user's module may take hours to import
+        with os.fdopen(reader) as pipe:
+            # One line, and not all: what a user's module started may hold the other side open.
+            line = pipe.readline() if has_answered else ""
+        return pid, json.loads(line) if line else None
+
+
+def be_check() -> NoReturn:
+    """Check an entrypoint, in a new Python."""
+    message, shares = received()
+    os.close(shares["launcher"])
+    _be_check(message["request"], shares["reply"])
 
 
 def _be_check(request: dict[str, Any], reply: int) -> NoReturn:
