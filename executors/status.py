@@ -34,7 +34,7 @@ NO_COLUMNS = (TOTAL_STEPS, SAME_DATA_AS)
 N_MORE = 3  # columns for other numbers, where nobody says which
 MAX_STEPS, MAX_LEFT_S = 1e15, 1e9  # reports may be any numbers
 MAX_COLUMNS = 50  # in a notebook
-MAX_WARNING = 240  # characters of a warning in a line
+MAX_WARNING = 200  # characters of a warning in a line
 MAX_DECIDED, MAX_LINE = 8, 1000  # lines of decisions that are shown at once, and characters of each
 HEADINGS = {"round_s": "in rounds", STEPS_PER_S: "steps/s", "note": ""}
 

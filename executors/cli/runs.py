@@ -178,7 +178,7 @@ def status(
         output.say(f"[{name_duration(each.at - record.created_at):>6}] {one_line(each.line, MAX_LINE)}", "yellow")
     if found_warnings := now.warnings:
         line = describe_warnings(found_warnings, now.n_warnings, reference(found))
-        output.say(one_line(line, MAX_LINE), "yellow")
+        output.say(one_line(line, MAX_LINE), "yellow", wrap=True)
     note_unknown_columns(columns or (), now)
     for replica in now.replicas:
         if (job := name_of_job(handles.get(replica.rank))) is not None:

@@ -217,7 +217,7 @@ class Summary:
         if self.warnings:
             output.say()
             line = describe_warnings(self.warnings, len(self.warnings), reference(self.run))
-            output.say(one_line(line, MAX_LINE), "yellow")
+            output.say(one_line(line, MAX_LINE), "yellow", wrap=True)
 
     def print_failures(self, output: Output) -> None:
         """Print each distinct failure once: what happened, in which ranks, where their logs are; the earliest first."""

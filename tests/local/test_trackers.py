@@ -124,6 +124,11 @@ def test_a_tracker_that_fails_is_one_warning(
     error = capfd.readouterr().err
     assert f"replicas: rank 0: the tracker 'support.trackers:{tracker}' {said}" in error
     assert error.count("the tracker") == 1
+    (warning,) = run.warnings()
+    assert warning.text.startswith(f"the tracker 'support.trackers:{tracker}' {said}")
+    (state,) = run.status().replicas
+    assert state.warned is not None
+    assert state.warned.count == 1
 
 
 def test_a_tracker_that_run_json_alone_names_is_not_imported(folder: Path, local: LocalProcessExecutor) -> None:
