@@ -136,6 +136,8 @@ class StaleCopies:
         """The optimizer, as the message names it."""
         self._optimizers: list[Optimizer] = []
         """Those that make a step before the first `check`."""
+        self._has_owner = False
+        """Whether one of them steps the parameters themselves, not copies: no other optimizer is then tested."""
         self._hook: RemovableHandle | None = register_optimizer_step_pre_hook(self._note_optimizer)
         self._warned_of: set[str] = set()
         self._thread = get_ident()
@@ -214,8 +216,10 @@ class StaleCopies:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+            own = set(map(id, self._model.parameters()))
             for optimizer in self._optimizers:
                 self.warn_of_copies(optimizer, averaged())
+                self._has_owner |= any(id(p) in own for group in optimizer.param_groups for p in group["params"])
             self._optimizers = []
         if self._test is not None:
             self._end_test(self._test)
@@ -230,7 +234,7 @@ class StaleCopies:
             if self._n_strikes >= STRIKES:
                 raise StaleCopyError(_message(again[0], self._when, self._named))
         elif not self.is_trusted:
-            self._test = _Test(undone, self._when)
+            self._test = _Test(undone, self._when, has_owner=self._has_owner)
 
     def _end_test(self, test: _Test) -> None:
         self._test = None
@@ -298,7 +302,8 @@ class _Undone:
 class _Test:
     """Moves suspected values right before the next optimizer step, and says afterwards whether they stayed moved."""
 
-    def __init__(self, undone: _Undone, when: str) -> None:
+    def __init__(self, undone: _Undone, when: str, *, has_owner: bool = False) -> None:
+        self._has_owner = has_owner
         self.undone = undone
         self.when = when
         self.optimizers: list[Optimizer] = []
@@ -310,14 +315,16 @@ class _Test:
     def _move(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Called before each step of any optimizer of torch; the first one that can step the values moves them.
 
-        That is one with the parameters themselves, or with tensors of their shapes, as copies are.
+        That is one with the parameters themselves. If no optimizer has them, it is one with tensors of their shapes, as
+        copies are. A discriminator may have layers of the generator's shapes: when it makes a step, the values of the
+        generator are still needed for gradients.
         """
         if get_ident() != self._thread:
             return  # of another replica: tests have several in one process
         stepped = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         shapes, own = {tensor.shape for tensor in stepped}, {id(tensor) for tensor in stepped}
         parameters = [sample.parameter for sample in self.undone.samples]
-        if not any(id(p) in own or p.shape in shapes for p in parameters):
+        if not any(id(p) in own or (p.shape in shapes and not self._has_owner) for p in parameters):
             return  # of another model, as a discriminator's
         if all(optimizer is not other for other in self.optimizers):
             self.optimizers.append(optimizer)

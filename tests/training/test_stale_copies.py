@@ -230,6 +230,30 @@ def test_the_test_of_a_suspicion_leaves_parameters_as_they_were_but_for_rounding
     torch.testing.assert_close(model.weight, other.weight)
 
 
+def test_a_step_of_another_models_optimizer_with_layers_of_the_same_shape_moves_no_value() -> None:
+    """As a discriminator's, between a generator's forward and backward pass: autograd would refuse the gradient."""
+    generator, discriminator = nn.Linear(64, 64), nn.Linear(64, 64)
+    stale = StaleCopies(generator, plan_fragments(generator, 1, sync_buffers=None))
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (discriminator, generator)]
+    for optimizer in optimizers:
+        optimizer.step()
+    stale.check()
+    stale.before_merge()
+    with torch.no_grad():
+        generator.weight.add_(0.5)
+    stale.after_merge("round 1")
+    with torch.no_grad():
+        generator.weight.sub_(0.5)  # as a step may do that the loss asks for
+    stale.check()
+    assert stale._test is not None, "a suspicion is tested in the next step"
+    loss = generator(generator(torch.ones(1, 64))).sum()
+    optimizers[0].step()
+    loss.backward()
+    optimizers[1].step()
+    assert stale._test.optimizers == [optimizers[1]]
+    stale.close()
+
+
 @pytest.mark.parametrize("make", [lambda: nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)])
 def test_parameters_in_any_layout_are_compared_and_kept(make: Callable[[], nn.Module]) -> None:
     model = make()
