@@ -7,16 +7,19 @@ rounds as short as a step, or a loss that one step minimizes, an honest optimize
 step is a test. The suspected values are moved far right before it, when the gradient is already computed, and looked at
 after it. An optimizer that steps the model's own parameters keeps the move; one with a copy does not.
 
-A copy alone is no fault either: it may take the merged values after each round. So the test convicts only together with
-a merge that was clearly undone, or with a second suspicion.
+A copy alone is no fault either: the training loop may give it the merged values after each round. So the copies are
+looked for among all tensors of the process, and looked at when the next merge is over and the next optimizer step
+begins: one that has the merged values follows the rounds, and one that does not undoes them. Where no copy is found, as
+in one flat tensor for all parameters, several merges in a row that were clearly undone convict.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from threading import get_ident
 from typing import Any
@@ -27,7 +30,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from diloco.errors import StaleCopyError
 from diloco.fragments import Fragment
@@ -39,11 +41,10 @@ VALUES = 32
 CLEARED = 3
 """Suspicions that the test refuted, after which an optimizer is trusted: each test moves a few values for a step."""
 STRIKES = 3
-"""Merges in a row, each undone though not clearly, that convict an optimizer with a copy of the weights."""
+"""Merges in a row, each clearly undone, that convict an optimizer whose copy cannot be found, or which cannot be tested
+because it is none of torch."""
 FEW = 8
 """A parameter with fewer values, as the bias of one output, is near its old value by chance too often."""
-UNTESTED = 3
-"""Merges in a row, each clearly undone, that convict an optimizer which is none of torch and so cannot be tested."""
 FAR = 16.0
 """How many times the largest recent change of any compared value the test moves values."""
 CLEARLY = 0.75
@@ -51,6 +52,32 @@ CLEARLY = 0.75
 ENOUGH = 64
 """Values, of two parameters at least, that are needed to say so."""
 Values = NDArray[np.float32]
+
+
+# One hook for the process, which stays: torch iterates over its hooks while another thread may add one.
+_watchers: dict[int, tuple[Callable[[Optimizer], None], ...]] = {}
+"""By thread, what to call before each optimizer step that the thread makes. Each replica of a test has a thread."""
+
+
+def _watch(callback: Callable[[Optimizer], None]) -> None:
+    """Call something before each optimizer step of this thread, until `_unwatch`."""
+    _register()
+    _watchers[get_ident()] = (*_watchers.get(get_ident(), ()), callback)
+
+
+def _unwatch(callback: Callable[[Optimizer], None]) -> None:
+    for thread, callbacks in list(_watchers.items()):
+        if callback in callbacks:
+            _watchers[thread] = tuple(each for each in callbacks if each != callback)
+
+
+@functools.cache
+def _register() -> None:
+    def call(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for callback in _watchers.get(get_ident(), ()):
+            callback(optimizer)
+
+    register_optimizer_step_pre_hook(call)
 
 
 class _Sample:
@@ -128,20 +155,22 @@ class StaleCopies:
         self._when = ""
         """Which merge that was, for the message."""
         self._test: _Test | None = None
-        self._n_cleared = self._n_untested = 0
-        self._convicts: list[str] = []
-        """Parameters of which the optimizer has a copy, and whose next merge will say whether it follows the rounds."""
-        self._n_strikes = 0
-        self._named = ""
-        """The optimizer, as the message names it."""
+        self._n_cleared = self._n_strikes = 0
+        self._copies: list[tuple[ReferenceType[Tensor], _Sample]] = []
+        """Copies of parameters that the optimizer seems to have, which the next merge will tell of."""
+        self._looks = False
+        """Whether the next optimizer step is waited for, to look at them."""
+        self._stale = ""
+        """A parameter whose copy did not take the merged values."""
+        self._named = "the optimizer"
+        """As the message names it."""
         self._optimizers: list[Optimizer] = []
         """Those that make a step before the first `check`."""
         self._has_owner = False
         """Whether one of them steps the parameters themselves, not copies: no other optimizer is then tested."""
-        self._hook: RemovableHandle | None = register_optimizer_step_pre_hook(self._note_optimizer)
+        self._watches_first_step = True
+        _watch(self._note_optimizer)
         self._warned_of: set[str] = set()
-        self._thread = get_ident()
-        """The training's. Hooks are called for every optimizer of the process: other threads may train other models."""
 
     @property
     def is_trusted(self) -> bool:
@@ -154,7 +183,8 @@ class StaleCopies:
             return
         n = min(MOST_TENSORS, len(self.names))
         turn = [self.names[(self._next + i) % len(self.names)] for i in range(n)]
-        for number, name in enumerate(list(dict.fromkeys([*self._convicts, *turn]))[:n]):
+        self._samples = list({id(sample): sample for _, sample in self._copies}.values())
+        for number, name in enumerate(turn[: max(0, n - len(self._samples))]):
             parameter = self._model.get_parameter(name)
             # Another place each time: of an embedding, most rows have not changed since the last round.
             start = (self._next * 7919 + number * 104729) % max(1, parameter.numel() - VALUES + 1)
@@ -172,9 +202,34 @@ class StaleCopies:
         self._when, self._merge = when, None
         if samples and self._before is not None:
             self._merge = samples, self._before, _read(samples)
+            if self._copies and not self._looks:
+                self._looks = True
+                _watch(self._look_at_copies)
 
-    def _note_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if get_ident() == self._thread and all(optimizer is not other for other in self._optimizers):
+    def _look_at_copies(self, optimizer: Optimizer) -> None:
+        """Called before the first optimizer step after a merge: compare the copies with the merged values."""
+        self._looks = False
+        _unwatch(self._look_at_copies)
+        if self._merge is None:
+            return
+        samples, before, after = self._merge
+        rows = {id(sample): row for row, sample in enumerate(samples)}
+        stale = ""
+        for reference, sample in self._copies:
+            if (copy := reference()) is None or (row := rows.get(id(sample))) is None:
+                continue
+            was, merged = before[row], after[row]
+            values = _read([_Sample(sample.name, copy, sample.start)])[0]
+            if _distance(was, merged) <= 1e-6 * float(np.linalg.norm(merged)):
+                continue  # this merge has not moved it
+            if _distance(values, merged) < _distance(values, was):
+                self._n_cleared, self._copies = CLEARED, []  # it follows the rounds
+                return
+            stale = sample.name
+        self._stale = stale
+
+    def _note_optimizer(self, optimizer: Optimizer) -> None:
+        if all(optimizer is not other for other in self._optimizers):
             self._optimizers.append(optimizer)
 
     def warn_of_copies(self, optimizer: Any, averaged: Collection[int]) -> None:
@@ -213,9 +268,9 @@ class StaleCopies:
         Raises:
             StaleCopyError: the optimizer has put a parameter back.
         """
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        if self._watches_first_step:
+            self._watches_first_step = False
+            _unwatch(self._note_optimizer)
             own = set(map(id, self._model.parameters()))
             for optimizer in self._optimizers:
                 self.warn_of_copies(optimizer, averaged())
@@ -226,35 +281,35 @@ class StaleCopies:
         if self._merge is None:
             return
         merge, self._merge = self._merge, None
+        if self._stale:
+            raise StaleCopyError(_message(self._stale, self._when, self._named))
+        if self.is_trusted or self._copies:
+            return
         undone = _Undone.of(*merge)
         if undone is None:
-            self._convicts, self._n_strikes, self._n_untested = [], 0, 0
-        elif again := [name for name in self._convicts if name in undone.names]:
-            self._convicts, self._n_strikes = again, self._n_strikes + 1
-            if self._n_strikes >= STRIKES:
-                raise StaleCopyError(_message(again[0], self._when, self._named))
-        elif not self.is_trusted:
+            self._n_strikes = 0
+        else:
             self._test = _Test(undone, self._when, has_owner=self._has_owner)
 
     def _end_test(self, test: _Test) -> None:
         self._test = None
         found = test.end()
-        if found is None:  # no optimizer of torch made a step since
-            self._n_untested = self._n_untested + 1 if test.undone.is_clear else 0
-            if self._n_untested >= UNTESTED:
-                raise StaleCopyError(_message(test.undone.names[0], test.when, "the optimizer"))
-        elif not found:
+        if found is not None and not found:
             self._n_cleared += 1
-        elif test.undone.is_clear:
-            raise StaleCopyError(_message(found[0], test.when, _named(test.optimizers)))
-        else:
-            self._convicts, self._n_strikes, self._named = found, 1, _named(test.optimizers)
+            return
+        if found:
+            self._named = _named(test.optimizers)
+            self._copies = _copies_of([sample for sample in test.undone.samples if sample.name in found])
+            if self._copies:
+                return
+        self._n_strikes = self._n_strikes + 1 if test.undone.is_clear else 0
+        if self._n_strikes >= STRIKES:
+            raise StaleCopyError(_message((found or test.undone.names)[0], test.when, self._named))
 
     def close(self) -> None:
         """Watch nothing any more."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        _unwatch(self._note_optimizer)
+        _unwatch(self._look_at_copies)
         if self._test is not None:
             self._test.end()
             self._test = None
@@ -308,19 +363,16 @@ class _Test:
         self.when = when
         self.optimizers: list[Optimizer] = []
         self._moved: list[tuple[_Sample, Values, float]] = []
-        self._thread = get_ident()
-        self._hook: RemovableHandle = register_optimizer_step_pre_hook(self._move)
+        _watch(self._move)
 
     @torch.no_grad()
-    def _move(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _move(self, optimizer: Optimizer) -> None:
         """Called before each step of any optimizer of torch; the first one that can step the values moves them.
 
         That is one with the parameters themselves. If no optimizer has them, it is one with tensors of their shapes, as
         copies are. A discriminator may have layers of the generator's shapes: when it makes a step, the values of the
         generator are still needed for gradients.
         """
-        if get_ident() != self._thread:
-            return  # of another replica: tests have several in one process
         stepped = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         shapes, own = {tensor.shape for tensor in stepped}, {id(tensor) for tensor in stepped}
         parameters = [sample.parameter for sample in self.undone.samples]
@@ -339,7 +391,7 @@ class _Test:
     @torch.no_grad()
     def end(self) -> list[str] | None:
         """Move the values back, and return the names of parameters that were put back; None: no step was made."""
-        self._hook.remove()
+        _unwatch(self._move)
         if not self._moved:
             return None
         found = []
@@ -378,9 +430,7 @@ class EarlyCopies:
             if moved := [(s, b) for s, b in samples if not np.array_equal(s.read(), b) and _largest(b)]:
                 changed[shape] = moved
         own = {s.parameter.data_ptr() for samples in self._before.values() for s, _ in samples}
-        for thing in gc.get_objects() if changed else ():
-            if not issubclass(type(thing), Tensor):  # isinstance would call __class__ of proxies
-                continue
+        for thing in _tensors() if changed else ():
             with suppress(Exception):  # a tensor without storage, or of a class that refuses to be read
                 if not thing.is_floating_point() or thing.data_ptr() in own:
                     continue
@@ -433,6 +483,30 @@ def _message(name: str, when: str, optimizer: str) -> str:
         f"{optimizer[:1].upper()}{optimizer[1:]} put {name!r} back to its value before {when}: it keeps a copy of the "
         f"weights, so rounds have no effect. {remedy}; README, 'What does not go with DiLoCo', has an example."
     )
+
+
+def _copies_of(samples: Sequence[_Sample]) -> list[tuple[ReferenceType[Tensor], _Sample]]:
+    """Return all tensors of the process that equal parameters now, in other memory, with the samples of these."""
+    wanted: dict[tuple[int, ...], list[tuple[_Sample, Values]]] = {}
+    for sample in samples:
+        wanted.setdefault(tuple(sample.parameter.shape), []).append((sample, _read([sample])[0]))
+    found = []
+    for tensor in _tensors():
+        with suppress(Exception):  # a tensor without storage, or of a class that refuses to be read
+            for sample, values in wanted.get(tuple(tensor.shape), ()):
+                if not tensor.is_floating_point() or tensor.data_ptr() == sample.parameter.data_ptr():
+                    continue
+                rounded = _Sample(sample.name, tensor, sample.start).view().to(sample.parameter.dtype).float().cpu()
+                if np.array_equal(rounded.numpy(), values[: len(rounded)]):
+                    found.append((ref(tensor), sample))
+    return found
+
+
+def _tensors() -> Iterator[Tensor]:
+    """Yield all tensors that live in this process."""
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Tensor):  # isinstance would call __class__ of proxies
+            yield thing
 
 
 def _named(optimizers: Sequence[Optimizer]) -> str:

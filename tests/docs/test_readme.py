@@ -7,12 +7,19 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.cli import FAST, HereInstead
+from support.training import ScheduleFree
+from torch.optim import swa_utils
 
+from diloco import DiLoCo
+from diloco.testing import run_replicas
 from executors import attach, launch, list_runs
 
 ROOT = Path(__file__).parents[2]
@@ -168,9 +175,6 @@ def test_the_files_that_contributors_are_sent_to_exist() -> None:
 
 
 def test_the_loop_over_epochs_ends_with_the_run_and_begins_where_the_run_is() -> None:
-    import torch
-
-    from diloco import DiLoCo
     from executors.store import MemoryStore
 
     model = torch.nn.Linear(1, 1)
@@ -183,3 +187,89 @@ def test_the_loop_over_epochs_ends_with_the_run_and_begins_where_the_run_is() ->
     exec(block_with(PYTHON, "diloco.is_over"), scope)
     assert (trained, diloco.inner_step, diloco.is_over) == ([0, 1, 2, 3, 0, 1], 10, True)
     diloco.close()
+
+
+def run_recipe(words: str, make: Callable[[torch.nn.Module], dict[str, Any]], after_step: str = "") -> list[Any]:
+    """Run a recipe of the README in two replicas that train on unlike data; return the tensors that it is about."""
+
+    def body(where: Mapping[str, Any]) -> Any:
+        torch.manual_seed(where["rank"])
+        model = torch.nn.Linear(8, 1)
+        scope = {"model": model, "steps": 40, "DiLoCo": partial(DiLoCo, **where), **vars(swa_utils), **make(model)}
+        if not after_step:
+            exec(block_with(PYTHON, words), scope)
+        diloco: DiLoCo = scope.setdefault("diloco", None) or DiLoCo(
+            model, inner_steps=10, total_steps=40, outer_lr=1.0, outer_momentum=0.0, **where
+        )
+        scope |= {"diloco": diloco, **scope["begin"]()}
+        for _ in diloco.steps():
+            x = torch.randn(16, 8) + where["rank"]
+            (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+            scope["step"]()
+            model.zero_grad()
+            if after_step:
+                exec(block_with(PYTHON, words), scope)
+            else:
+                diloco.step()
+                scope["after"](scope)
+        diloco.close()
+        return [values.detach().clone() for values in [*model.parameters(), *scope["result"](scope)]]
+
+    return run_replicas(2, body)
+
+
+@pytest.mark.filterwarnings("ignore:Only 4 rounds are planned:UserWarning")
+def test_the_recipe_for_an_average_of_weights_ends_with_one_average() -> None:
+    def make(model: torch.nn.Module) -> dict[str, Any]:
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        return {
+            "begin": dict,
+            "step": optimizer.step,
+            "after": lambda scope: scope["ema"].update_parameters(model),
+            "result": lambda scope: scope["ema"].parameters(),
+        }
+
+    first, second = run_recipe("average_also(ema)", make)
+    assert all(map(torch.equal, first, second))
+
+
+def test_the_recipe_for_master_weights_ends_with_one_model() -> None:
+    def make(model: torch.nn.Module) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+
+        def begin() -> dict[str, Any]:
+            masters = [p.detach().clone() for p in model.parameters()]
+            made.update(masters=masters, optimizer=torch.optim.AdamW(masters, 0.01))
+            return {"masters": masters}
+
+        def step() -> None:
+            for master, parameter in zip(made["masters"], model.parameters(), strict=True):
+                master.grad = parameter.grad
+            made["optimizer"].step()
+            for master, parameter in zip(made["masters"], model.parameters(), strict=True):
+                parameter.data.copy_(master)
+
+        return {"begin": begin, "step": step, "result": lambda scope: made["masters"]}
+
+    first, second = run_recipe("master.data.copy_", make, after_step="step")
+    assert all(map(torch.equal, first, second))
+
+
+def test_the_recipe_for_a_schedule_free_optimizer_ends_with_one_model() -> None:
+    def make(model: torch.nn.Module) -> dict[str, Any]:
+        optimizer = ScheduleFree(model.parameters(), 0.02)
+
+        def result(scope: dict[str, Any]) -> list[torch.Tensor]:
+            optimizer.eval()
+            return list(model.parameters())
+
+        return {
+            "optimizer": optimizer,
+            "begin": dict,
+            "step": optimizer.step,
+            "after": lambda scope: None,
+            "result": result,
+        }
+
+    first, second = run_recipe('optimizer.state[parameter]["z"]', make)
+    assert all(map(torch.equal, first, second))

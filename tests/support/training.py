@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,3 +40,25 @@ def leave(diloco: DiLoCo) -> None:
 
 def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, 0.1)
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Schedule-free SGD (Defazio et al., 2405.15682): y is in the model and z in the state, as its authors have it."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter], lr: float, beta: float = 0.9) -> None:
+        super().__init__(parameters, {"lr": lr, "beta": beta, "k": 0, "train_mode": True})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            weight = 1 / (group["k"] + 1)
+            for y in group["params"]:
+                z = self.state[y].setdefault("z", y.detach().clone())
+                y.data.lerp_(z, weight)
+                y.data.add_(y.grad, alpha=group["lr"] * (group["beta"] * (1 - weight) - 1))
+                z.sub_(y.grad, alpha=group["lr"])
+            group["k"] += 1
+
+    def eval(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.lerp_(self.state[p]["z"], 1 - 1 / group["beta"])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
-from support.training import PLAIN, leave, place
+from support.training import PLAIN, ScheduleFree, leave, place
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -355,28 +355,6 @@ def test_what_is_averaged_besides_is_named_before_the_first_step() -> None:
 
 
 # -- copies in an optimizer's state ------------------------------------------------------------------------------------
-
-
-class ScheduleFree(torch.optim.Optimizer):
-    """Schedule-free SGD (Defazio et al., 2405.15682): y is in the model and z in the state, as its authors have it."""
-
-    def __init__(self, parameters: Iterator[nn.Parameter], lr: float, beta: float = 0.9) -> None:
-        super().__init__(parameters, {"lr": lr, "beta": beta, "k": 0, "train_mode": True})
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            weight = 1 / (group["k"] + 1)
-            for y in group["params"]:
-                z = self.state[y].setdefault("z", y.detach().clone())
-                y.data.lerp_(z, weight)
-                y.data.add_(y.grad, alpha=group["lr"] * (group["beta"] * (1 - weight) - 1))
-                z.sub_(y.grad, alpha=group["lr"])
-            group["k"] += 1
-
-    def eval(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data.lerp_(self.state[p]["z"], 1 - 1 / group["beta"])
 
 
 def test_an_optimizer_that_keeps_weights_in_its_state_is_warned_of_in_its_first_step() -> None:
