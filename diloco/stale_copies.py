@@ -33,6 +33,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from diloco.errors import StaleCopyError
 from diloco.fragments import Fragment
+from diloco.tensor_names import by_clean_name, find_tensor
 
 MOST_TENSORS = 8
 """Parameters compared after one merge; the next merge compares the next ones. 8 take about 40 microseconds."""
@@ -185,7 +186,7 @@ class StaleCopies:
         turn = [self.names[(self._next + i) % len(self.names)] for i in range(n)]
         self._samples = list({id(sample): sample for _, sample in self._copies}.values())
         for number, name in enumerate(turn[: max(0, n - len(self._samples))]):
-            parameter = self._model.get_parameter(name)
+            parameter = find_tensor(self._model, name, "parameter")
             # Another place each time: of an embedding, most rows have not changed since the last round.
             start = (self._next * 7919 + number * 104729) % max(1, parameter.numel() - VALUES + 1)
             self._samples.append(_Sample(name, parameter, start))
@@ -242,7 +243,7 @@ class StaleCopies:
             averaged: where tensors lie in memory that `average_also` was given.
         """
         state = getattr(optimizer, "state", None)
-        names = {parameter: name for name, parameter in self._model.named_parameters()}
+        names = {p: name for name, p in by_clean_name(self._model, self._model.named_parameters()).items()}
         entries = state.items() if isinstance(state, dict) else ()
         looked = [(p, v) for p, v in entries if p in names and isinstance(v, dict) and p.numel() >= VALUES]
         for parameter, values in looked[:MOST_TENSORS]:  # an optimizer treats them alike
@@ -417,7 +418,7 @@ class EarlyCopies:
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         self._before: dict[tuple[int, ...], list[tuple[_Sample, Values]]] = {}
         for name in names:
-            parameter = model.get_parameter(name)
+            parameter = find_tensor(model, name, "parameter")
             if parameter.numel() >= VALUES:  # values of a bias are often equal by chance
                 sample = _Sample(name, parameter, 0)
                 self._before.setdefault(tuple(parameter.shape), []).append((sample, sample.read()))

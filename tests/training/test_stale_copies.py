@@ -401,3 +401,19 @@ def test_a_schedule_free_optimizer_whose_z_is_averaged_too_ends_with_one_model_b
     assert all(map(torch.equal, first, second))
     alone = body(place(MemoryStore()))[1]
     assert loss < alone
+
+
+def test_parameters_of_a_compiled_model_are_compared_too() -> None:
+    def body(where: Mapping[str, Any]) -> str:
+        model = mlp()
+        compiled: Any = torch.compile(model, backend="eager")
+        diloco = DiLoCo(compiled, inner_steps=5, **PLAIN, **where)
+        try:
+            train(model, MasterWeights(model), diloco, 40, where["rank"])
+        except StaleCopyError as error:
+            return str(error)
+        finally:
+            leave(diloco)
+        return ""
+
+    assert all("_orig_mod" not in error and "put '" in error for error in run_replicas(2, body))
