@@ -16,7 +16,7 @@ from time import monotonic
 from types import FrameType
 
 from executors.errors import HangError
-from executors.process import memory_file
+from executors.process import memory_file, own_threads
 from executors.replica.shared_page import SharedPage
 
 SIGRTMIN: int = getattr(signal, "SIGRTMIN", 34)  # macOS has none; there only `inline` runs, which is not watched
@@ -42,20 +42,13 @@ def be_watched(page: SharedPage) -> None:
     os.register_at_fork(after_in_child=_be_unwatched)
     page.main_thread = _thread.get_ident()
     page.beat = page.tick = monotonic()
-    before = _threads()
+    before = own_threads()
     _thread.start_new_thread(_beat, (page,))
     # Not by that thread: the entrypoint may take the GIL for ever before the thread had its first turn.
-    page.beat_thread = max(_threads() - before, default=0)
+    page.beat_thread = max(own_threads() - before, default=0)
     # That thread takes it: the call in which the main thread hangs is not to be interrupted by a look.
     signal.pthread_sigmask(signal.SIG_BLOCK, (STACKS_SIGNAL,))
     page.ready = 1
-
-
-def _threads() -> set[int]:
-    """Return the native ids of this process's threads; none where the kernel does not list them."""
-    with contextlib.suppress(OSError):
-        return set(map(int, os.listdir("/proc/self/task")))
-    return set()
 
 
 def end_watch(page: SharedPage) -> None:
