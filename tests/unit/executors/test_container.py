@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from executors import open_store
-from executors.attempt import Attempt
+from executors.attempt import Attempt, Beat
 from executors.errors import StoreError
 from executors.native import RunSpec
 from executors.process import oom_kills_in_group
-from executors.protocol import Outcome, ReplicaStatus
+from executors.protocol import Outcome, ReplicaStatus, WarningCount
 from executors.replica import Replica
 from executors.replica.shared_page import SharedPage
-from executors.store.records import RETRY_S, to_bytes
+from executors.store.records import RETRY_S
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.orders import order_cancel
 from executors.task.policy import HangLimits
@@ -35,6 +35,8 @@ from executors.worker.heartbeat import Heartbeat
 from executors.worker.ranks import NEVER, STUCK_S, Running
 from executors.worker.watchdog import Watchdog
 
+WARNED_OF = WarningCount(2, "the first", 0.5)
+
 
 def supervised(folder: Path, restarts: str | None = None) -> tuple[ContainerSupervisor, Attempt, SharedPage]:
     """Return the supervisor of a rank that has claimed its attempt and beaten once, and the page of that rank."""
@@ -44,7 +46,7 @@ def supervised(folder: Path, restarts: str | None = None) -> tuple[ContainerSupe
         spec, ContainerRanks(spec, term_grace_s=1, gpu=None), timeout_s=None, term_grace_s=1, notice_s=1
     )
     page, attempt = SharedPage(), Attempt(store, "run", 0)
-    attempt.store.put(attempt.key("heartbeat.json"), to_bytes({"at": 1.0, "step": 7}))
+    attempt.store.put(attempt.key("heartbeat.json"), Beat(1.0, {"step": 7}, WARNED_OF).to_bytes())
     watchdog = Watchdog(page, os.getpid(), HangLimits(), ends=True, term_grace_s=1, spec=spec, rank=0)
     supervisor._running[1] = Running(1, attempt.at(0), page, watchdog, time.time(), NEVER)
     page.claimed = 1
@@ -59,7 +61,7 @@ def test_a_supervisor_beats_for_a_rank_that_cannot(tmp_path: Path, late: str, la
     supervisor._look()
     beat = attempt.beat()
     assert beat is not None
-    assert beat.reported == {"step": 7}
+    assert (beat.reported, beat.warned) == ({"step": 7}, WARNED_OF)
     assert (beat.at > 1.0) is beats
 
 
