@@ -1,4 +1,4 @@
-# Everything here needs Python 3.11 or later and make; the first call sets up .venv.
+# Everything here needs Python 3.11, 3.12 or 3.13 and make; the first call sets up .venv.
 
 PYTHON ?= python3
 BIN := .venv/bin

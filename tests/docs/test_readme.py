@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -159,6 +160,17 @@ def test_the_smoke_test_of_the_readme_is_the_file_in_examples() -> None:
 
     example = (ROOT / "examples" / "ci_smoke_test.py").read_text().split('"""', 2)[2]
     assert body(block_with(PYTHON, "def test_training_runs")) == body(example)
+
+
+def test_the_pythons_that_the_readme_names_are_those_of_the_package() -> None:
+    named = re.search(r"Python ((?:3\.\d+(?:, | or )?)+)", README)
+    assert named is not None
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    prefix = "Programming Language :: Python :: "
+    classified = [each.removeprefix(prefix) for each in project["classifiers"] if each.startswith(prefix)]
+    assert re.findall(r"3\.\d+", named[1]) == classified
+    assert project["requires-python"] == f">={classified[0]}"
+    assert f"Python {named[1].strip()} " in (ROOT / "Makefile").read_text()
 
 
 def test_every_link_to_a_file_leads_somewhere() -> None:
