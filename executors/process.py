@@ -535,9 +535,10 @@ def open_unnamed(folder: str, mode: int) -> tuple[int, str]:
     Raises:
         OSError: the folder's file system has no such files (EOPNOTSUPP, EISDIR, EINVAL or ENOENT), or this system.
     """
-    if sys.platform != "linux":
+    unnamed: int | None = getattr(os, "O_TMPFILE", None)
+    if unnamed is None:
         raise _not_here("O_TMPFILE", errno.EOPNOTSUPP)
-    descriptor = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, mode)
+    descriptor = os.open(folder, unnamed | os.O_WRONLY | os.O_CLOEXEC, mode)
     return descriptor, f"/proc/self/fd/{descriptor}"
 
 

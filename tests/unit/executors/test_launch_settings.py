@@ -16,6 +16,7 @@ from executors.cli.launch import launch as launch_command
 from executors.errors import EntrypointError
 from executors.launcher import launch_settings
 from executors.launcher.launch_settings import COMMAND_ONLY, Settings, keys_of_launch, read_settings
+from executors.registry import executor_class, read_options
 
 SCRIPT = '# /// script\n# requires-python = ">=3.11"\n# [tool.replicas]\n# {}\n# ///\ndef main(): ...\n'
 
@@ -94,7 +95,8 @@ def test_variables_of_the_environment_are_texts_of_their_flags(monkeypatch: pyte
     found = read()
     assert found.values == {**values, "rendezvous": "here"}, "the variable is for replicas elsewhere"
     assert found.arguments == ({}, {"steps": "5", "name": "a b"})
-    assert found.options("local") == found.options("modal") == {"max_parallel": 2}
+    assert found.options("local") == found.options("modal") == {"max_parallel": "2"}
+    assert read_options(executor_class("local"), found.options("local")) == {"max_parallel": 2}
     assert read(backend="hf").values == {**values, "rendezvous": "s3://bucket/runs"}
     for name, text, words in (
         ("N", "eight", "REPLICAS_N takes an int, got 'eight'."),
