@@ -327,7 +327,7 @@ def _leave_pushes_to_rank_0() -> None:
     def pushed_by_rank_0(trainer: Any, *args: Any, **options: Any) -> Any:
         if not any(isinstance(each, DiLoCoCallback) for each in trainer.callback_handler.callbacks):
             return push_to_hub(trainer, *args, **options)
-        log.warning("rank %s: push_to_hub() is left to rank 0, which has the same model.", current_replica().rank)
+        log.warning("rank %s: push_to_hub() is left to rank 0, which pushes for all replicas.", current_replica().rank)
         return None
 
     Trainer.push_to_hub = pushed_by_rank_0
