@@ -59,7 +59,7 @@ class ModelState:
         """By fragment, the newest entry for which no parameter had moved."""
         self.carries = settings.late == "carry"
         self.keeps_later_work = settings.merge == "carry"
-        self._settings = settings
+        self.settings = settings
         self._is_final = settings.plan.is_final
         self._mix = settings.mix
         self.wire = wire_named(settings.wire)
@@ -95,7 +95,7 @@ class ModelState:
         frozen = {"frozen": marks} if marks else {}
         stepped = [fragment.n_stepped for fragment in self.fragments]  # before the buffers
         more = {"more": self.unshared.lines()} if self.unshared.more else {}
-        return {"tensors": tensors, "stepped": stepped, **self._settings.agreed(), **frozen, **more}
+        return {"tensors": tensors, "stepped": stepped, **self.settings.agreed(), **frozen, **more}
 
     def arrays(self) -> Arrays:
         arrays: dict[str, Array] = {f"anchor/{name}": values.numpy() for name, values in self.anchor_views().items()}

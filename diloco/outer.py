@@ -30,7 +30,7 @@ from diloco.one_process import check_is_one_process, check_is_opener
 from diloco.outer_optimizer import OptimizerFactory
 from diloco.rendezvous.extension import Extension, total_of_start
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.membership import find_place
+from diloco.rendezvous.membership import Place, find_place
 from diloco.rendezvous.participant import Participant
 from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.proof import proof_of
@@ -39,8 +39,10 @@ from diloco.replica_link import ReplicaLink, check_is_free, is_open, leave_all
 from diloco.same_data import SameData, SameDataMode
 from diloco.settings import Settings, check_wires
 from diloco.stale_copies import EarlyCopies, StaleCopies
+from diloco.trained_model import Source
 from diloco.training_loop import TrainingLoop
 from diloco.unshared_state import FIRST_BYTES, LATER_BYTES, RestWriter
+from diloco.warm_start import WarmStart
 from diloco.workers import Workers
 from executors.errors import ReplicasError
 from executors.store import Store
@@ -184,6 +186,7 @@ class DiLoCo:
         self._settings = settings = Settings.of(
             locals(), n_fragments=len(fragments_), key=place.key_of_run(key), world_size=place.world_size,
             rank=place.world_size if place.rank is None else place.rank, begun_at=_begun_at,
+            begins_warm=place.begins_warm,
         )  # fmt: skip
         settings.check()
         settings.warn_of_few_rounds()
@@ -197,9 +200,11 @@ class DiLoCo:
         self._model_state.rank, self._model_state.is_back = me.rank, me.attempt > 0
         who, watch = f"diloco {name} of rank {me.rank}", open_watch(place.store)
         self._workers = workers = Workers(patient, watch, who, is_beside=settings.is_beside)
+        warm_start = self._find_warm_start(place, patient, keys, settings.key)
         context = Context(
             store=patient, keys=keys, me=me, training=self._model_state, plan=settings.plan,
-            proof=proof, origin=place.origin, limits=limits, min_quorum=min_quorum or 1, weight=weight,
+            proof=proof, origin=place.origin, first_state=None if warm_start is None else warm_start.read,
+            limits=limits, min_quorum=min_quorum or 1, weight=weight,
             snapshot_every=settings.entries_per_snapshot, carry_rounds=carry_rounds, turns=workers.turns,
             background=workers.uploads, map=workers.map, ask=workers.ask,
         )  # fmt: skip
@@ -516,6 +521,21 @@ class DiLoCo:
         self._in_round(partial(self._participant.go_back, state, partial(self._model_state.load_checkpoint, state)))
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _find_warm_start(self, place: Place, store: PatientStore, keys: Keys, key: bytes | None) -> WarmStart | None:
+        """Return what a run that has not begun yet begins with, once it fits this model. None: a replica's own model.
+
+        Every replica checks it, so that all fail at once and none waits for the others.
+        """
+        if not place.begins_warm or place.origin is not None or store.exists(keys.snapshot(0)):
+            return None
+        assert place.replica is not None
+        found = place.replica.starts_from
+        assert found is not None
+        source = Source(store=found.store, run_id=found.run_id, name=keys.name, key=key, extensions=found.extensions)
+        warm_start = WarmStart(source, found.step, self._model_state, self._model_state.rank)
+        warm_start.check()
+        return warm_start
 
     def _in_round(self, act: Callable[[], list[RoundReport]]) -> list[RoundReport]:
         """Return the rounds that something brings about, once they are reported and what is attached is kept."""

@@ -56,6 +56,8 @@ class Settings:
     rank: int
     begun_at: int = 0
     """The step of a trainer at which the run began: from a checkpoint of that."""
+    begins_warm: bool = False
+    """Whether the run begins with another run's momentum, which a ramp would take out again."""
     key: bytes | None = field(default=None, repr=False)
     _plan: Plan | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -234,6 +236,8 @@ class Settings:
         """Rounds until the outer momentum is full: half the planned ones, or what was asked for."""
         if self.momentum_warmup != "auto":
             return self.momentum_warmup
+        if self.begins_warm:
+            return 0
         if self.planned_rounds is None:
             return UNKNOWN_WARMUP_ROUNDS
         return min(MAX_WARMUP_ROUNDS, max(1, self.planned_rounds // 2))

@@ -131,6 +131,51 @@ def read_model(
     """
     if dtype not in ("live", "float32"):
         raise ValueError(f"dtype must be 'live' or 'float32', got dtype={dtype!r}.")
+    found = read_state(source, step=step, rounds=rounds, outer_optimizer=outer_optimizer)
+    anchor = found.state.anchor_views()
+    tensors = dict(_as_live(found.log.agreed, anchor) if dtype == "live" else anchor)
+    missing, more_notes = _add_the_rest(found.log, found.state.position, tensors)
+    return TrainedModel(
+        run_id=source.run_id,
+        name=source.name,
+        rounds=found.state.position,
+        step=found.step,
+        tensors=tensors,
+        missing=missing,
+        notes=(*found.notes, *more_notes),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundState:
+    """Anchor and outer state of a run after one of its rounds."""
+
+    log: StoredLog
+    state: State
+    step: int | None
+    """The run's step after that round. None: the run has rounds by the clock."""
+    notes: Sequence[str]
+
+
+def read_state(
+    source: Source,
+    *,
+    step: int | None = None,
+    rounds: int | None = None,
+    outer_optimizer: OptimizerFactory | None = None,
+) -> FoundState:
+    """Return anchor and outer state of a run after its newest round, or after an earlier one.
+
+    Args:
+        source: the run.
+        step, rounds, outer_optimizer: as for `read_model`.
+
+    Raises:
+        RunNotFoundError, DiLoCoError, CorruptObjectError: as `read_model`.
+
+    Example:
+        `read_state(Source(store=store_at("runs"), run_id="first-try")).state.arrays()`
+    """
     log = open_log(source)
     agreed, plan = log.agreed, log.agreed.plan(source.extensions)
     most = _most_rounds(source, agreed, plan, step, rounds)
@@ -138,17 +183,8 @@ def read_model(
         state, notes = _newest(source, log, plan, most, outer_optimizer)
     except _NoSuchRound:
         raise DiLoCoError(f"{_what_is_asked(source, most, step)} {_what_is_left(log, plan)}") from None
-    tensors = dict(_as_live(agreed, state.anchor_views()) if dtype == "live" else state.anchor_views())
-    missing, more_notes = _add_the_rest(log, state.position, tensors)
-    return TrainedModel(
-        run_id=source.run_id,
-        name=source.name,
-        rounds=state.position,
-        step=None if agreed.inner_steps is None else plan.step_before(state.position),
-        tensors=tensors,
-        missing=missing,
-        notes=(*notes, *more_notes),
-    )
+    at = None if agreed.inner_steps is None else plan.step_before(state.position)
+    return FoundState(log=log, state=state, step=at, notes=notes)
 
 
 def save_model(model: TrainedModel, path: Path) -> int:

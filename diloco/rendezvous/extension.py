@@ -199,3 +199,46 @@ def total_of_start(store: PatientStore, keys: Keys, key: bytes | None) -> int | 
         return None if log.start is None else log.agreed.total_steps
     except CorruptObjectError:  # an agreement that has rotted does not end a run
         return None
+
+
+def check_source(
+    store: Store,
+    run_id: str,
+    key: bytes | None,
+    step: int | None = None,
+    extensions: Mapping[str, Sequence[int]] | None = None,
+) -> None:
+    """Check, before a run is launched that begins with another run's model, that there is such a model.
+
+        check_source(store, "first-try", None)
+
+    Args:
+        store: where that run is.
+        run_id: its id.
+        key: of a signed run.
+        step: at or before which step of that run the model is asked for. None: the newest.
+        extensions: the totals that it was extended to.
+
+    Raises:
+        ValueError: no DiLoCo of that run has begun, or none has so early a state any more.
+        CorruptObjectError: the beginning of its log is not what was written, or was made with another key.
+    """
+    proof = proof_of(key)
+    patient = PatientStore(store, clock=lambda: 0.0, error_patience_s=PATIENCE_S, copies=proof.copies)
+    prefix = f"{run_id}/diloco/"
+    names = {entry.key.removeprefix(prefix).partition("/")[0] for entry in store.list(prefix)}
+    logs = [log for name in sorted(names) if (log := StoredLog(patient, Keys(run_id, name), proof)).start is not None]
+    if not logs:
+        raise ValueError(
+            f"Run {run_id!r} has no model to start from: its replicas have not begun, or train without DiLoCo."
+        )
+    if step is None:
+        return
+    if all(log.agreed.inner_steps is None for log in logs):
+        raise ValueError(f"Run {run_id!r} has rounds by the clock, so a step ({step}) does not name one. Remove it.")
+    firsts = [(log, min(filter(log.has_parts, log.snapshots()), default=None)) for log in logs]
+    plans = [(log.agreed.plan(extensions), first) for log, first in firsts if first is not None]
+    if all(plan.position_at(step) < first for plan, first in plans):
+        first_step = min((plan.step_before(first) for plan, first in plans), default=None)
+        left = "" if first_step is None else f" The earliest one that is left is of step {first_step}."
+        raise ValueError(f"Run {run_id!r} has no state of step {step} any more.{left}")

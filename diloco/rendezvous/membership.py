@@ -395,6 +395,11 @@ class Place:
         return self.replica is not None and self.replica.run_id == self.run_id and not self.is_alone
 
     @property
+    def begins_warm(self) -> bool:
+        """Whether the run begins with the model of another one."""
+        return self.is_of_replica and self.replica is not None and self.replica.begins_warm
+
+    @property
     def origin(self) -> str | None:
         """The run whose newest whole snapshot this one begins from."""
         replica = self.replica

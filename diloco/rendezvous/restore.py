@@ -56,6 +56,8 @@ class SnapshotReader:
         """The pointer of the first state of the log, whose agreement this replica shares."""
         self._taken_over: int | None = None
         """The entry before which another run's state is, if it was loaded to begin this run with."""
+        self._has_first_state = False
+        """Whether the state that the run begins with was read from another run."""
         self._misfits: set[int] = set()
         """Entries whose snapshots can be read and not be loaded."""
 
@@ -198,6 +200,9 @@ class SnapshotReader:
             there = replace(self._context, keys=replace(self._keys, run_id=origin), limits=limits)
             self._taken_over = SnapshotReader(there, may_offer=False).load(-1)
             log.warning("rank %s: goes on from round %s of run %s", self._me.rank, self._taken_over, origin)
+        if origin is None and self._context.first_state is not None and not self._has_first_state:
+            self._training.load(self._context.first_state())
+            self._has_first_state = True
         key, proof = self._keys.snapshot(0), self._context.proof
         digests = put_parts(self._store, self._keys, 0, self._me.nonce, self._training.arrays(), proof)
         if digests is not None:

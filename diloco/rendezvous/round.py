@@ -16,7 +16,7 @@ from diloco.rendezvous.patient_store import Ask, Map, PatientStore, at_once, bac
 from diloco.rendezvous.phase import Phase, Plan
 from diloco.rendezvous.proof import Proof
 from diloco.rendezvous.reduction import Blocks, Reduce, weighted_mean
-from diloco.rendezvous.training_state import Packed, TrainingState
+from diloco.rendezvous.training_state import Arrays, Packed, TrainingState
 from diloco.rendezvous.turns import Turns
 from diloco.wires.wire import BLOCK_ELEMENTS, Wire
 
@@ -155,6 +155,8 @@ class Context:
     proof: Proof
     origin: str | None = None
     """The run whose newest whole snapshot this one begins from."""
+    first_state: Callable[[], Arrays] | None = None
+    """Returns the anchor and outer state that this run begins with. None: it begins with a replica's own model."""
     limits: Limits = field(default_factory=Limits)
     min_quorum: int = 1
     weight: float | Callable[[], float] = 1.0

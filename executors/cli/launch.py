@@ -85,6 +85,8 @@ TASK_DIGEST = (
 )
 TRUST_BUCKET = "Start whatever the run's rendezvous holds, with the credentials found here."
 
+FROM = "Begin with the model and the outer momentum of another run: its id, or URL/RUN_ID. Steps begin at 0."
+FROM_STEP = "Take the newest round of that run at or before this step. Default: its newest round."
 TOTAL_STEPS = "Extend the run to N inner steps: ranks that have succeeded start again, too."
 TOTAL_ROUNDS = "Extend a run with rounds by the clock to N rounds."
 FROM_SNAPSHOT = "Begin a new run instead, where this one's newest whole snapshot is: for one that has rotted."
@@ -119,6 +121,8 @@ def launch(
     spares: Annotated[int, Option(metavar="S", help=SPARES)] = 0,
     health_check: Annotated[str | None, Option(metavar="NAME", help=HEALTH_CHECK)] = None,
     signed: Annotated[bool, Option("--signed", help=SIGNED)] = False,
+    from_run: Annotated[str | None, Option("--from", metavar="RUN", help=FROM)] = None,
+    from_step: Annotated[int | None, Option("--from-step", metavar="N", min=0, help=FROM_STEP)] = None,
     tracker: Annotated[str | None, Option(metavar="NAME", help=TRACKER)] = None,
     seed: Annotated[int | None, Option(metavar="S", help="Seed the replicas from this and their rank.")] = None,
     detach: Annotated[bool, Option("--detach", "-d", help="Print the run id and return; the run continues.")] = False,
@@ -181,6 +185,8 @@ def launch(
                         spares=spares,
                         health_check=health_check,
                         signed=signed,
+                        from_run=from_run,
+                        from_step=from_step,
                         tracker=tracker,
                         gather_s=gather,
                         origins=origins_of(context, backend, given, chosen),

@@ -55,6 +55,8 @@ def launch(
     spares: int = 0,
     health_check: str | None = None,
     signed: bool = False,
+    from_run: str | None = None,
+    from_step: int | None = None,
     progress: bool = False,
     config: str | Path | bool | Sequence[str | Path] = False,
     profile: str | None = None,
@@ -110,6 +112,11 @@ def launch(
             for 60 s at most. An exception, or False: this attempt ends as `start_failed`.
         signed: draw a key for this run, and let its replicas believe only what was made with it: whoever else can write
             to the rendezvous can stop the run, and not steer it. This machine keeps the key, for `resume`.
+        from_run: begin with the model and the outer momentum of another run, given by its id or address. The new run
+            has its own entrypoint, `n`, step 0 and total. Its `DiLoCo` has to train the same parameters, by name and
+            shape. That run may still train, and its store is needed until the new run has begun. If it is signed, the
+            new run is signed with its key.
+        from_step: take the newest round of that run at or before this step. None: its newest round.
         progress: while this process waits for the run, draw bars with rate and time left, of the steps that replicas
             report; without a terminal, print a line now and then.
         config: take what is left at its default here from the settings that `replicas launch` would find here; files
@@ -149,6 +156,8 @@ def launch(
         "spares": spares,
         "health_check": health_check,
         "signed": signed,
+        "from_run": from_run,
+        "from_step": from_step,
     }
     if config is not False or profile is not None:
         from executors.launcher.launch_settings import filled

@@ -33,7 +33,18 @@ from executors.task.placeholders import fill
 from executors.task.policy import HangLimits
 from executors.task.stored import PYTHON, StoredTask, check_unpickled, installed_version
 
-KEPT = ("chaos", "min_replicas", "fail_fast", "max_cost", "tracker", "health_check", "spares", "signed")
+KEPT = (
+    "chaos",
+    "min_replicas",
+    "fail_fast",
+    "max_cost",
+    "tracker",
+    "health_check",
+    "spares",
+    "signed",
+    "from_run",
+    "from_step",
+)
 
 
 def check_working_directory() -> None:

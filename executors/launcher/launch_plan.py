@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from executors.launcher.checks import (
     with_policy,
     with_tracker,
 )
+from executors.launcher.source_run import check_source
 from executors.module_search import describe_hidden
 from executors.native import GATHER_S, NativeExecutor, Package
 from executors.protocol import ReplicaHandle, ServerlessExecutor
@@ -64,6 +65,8 @@ class LaunchPlan:
     package: Package | None
     checkout: Checkout
     """What git says of the code that is launched."""
+    key: str | None = field(default=None, repr=False)
+    """The key of the signed run that this one starts from, which is its own, too."""
 
     def start(self, tell: Callable[[str], None] = lambda words: None) -> Run:
         """Write the run and start its replicas. If that fails half-way, the run is left cancelled, not waiting.
@@ -87,7 +90,8 @@ class LaunchPlan:
                 f"`replicas status {self.run_id}`. Choose another run id, or `replicas rm {self.run_id}`."
             )
         described = _described(executor)
-        new = plan_run(request, self.run_id, store.url, described, self.package, code=self.checkout.about)
+        about = self.checkout.about
+        new = plan_run(request, self.run_id, store.url, described, self.package, code=about, key=self.key)
         write_run(store, self.run_id, new)
         spec = new.spec
         lease = None
@@ -163,7 +167,8 @@ class LaunchPlan:
             EntrypointError: the task cannot travel.
         """
         request, executor, url = self.request, self.executor, self._check_store()
-        new = plan_run(request, self.run_id, url, _described(executor), self.package, code=self.checkout.about)
+        about = self.checkout.about
+        new = plan_run(request, self.run_id, url, _described(executor), self.package, code=about, key=self.key)
         if isinstance(executor, NativeExecutor):
             requirements = () if self.package is None else self.package.requirements
             asked = executor.describe_launch(
@@ -224,6 +229,7 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
         if words := describe_hidden(script):
             print(f"replicas: {words}", file=sys.stderr)
     check_spares(executor, request)
+    request, key = check_source(request, executor)
     check_pickle(executor, request)
     check_named(request)
     chaos = check_chaos(executor, request) if request.chaos else ()
@@ -249,7 +255,7 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
                 package = with_tracker(package, request.tracker)
         elif isinstance(request.entrypoint, str):
             check_entrypoint(request.entrypoint, split_rank_env(args)[0])
-        return LaunchPlan(request, executor, request.run_id or new_run_id(), package, look.result())
+        return LaunchPlan(request, executor, request.run_id or new_run_id(), package, look.result(), key)
 
 
 def _described(executor: ServerlessExecutor) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from executors.registry import OptionText, executor_class, read_options
 from executors.task.arguments import convert, describe, json_or_text
 from executors.task.launch_request import LaunchRequest
 
-RENAMED = {"secrets": "secret", "gather_s": "gather"}
+RENAMED = {"secrets": "secret", "gather_s": "gather", "from_run": "from"}
 NOT_IN_FILES = ("args", "arg_texts", "argv", "env", "origins")  # fields of a request
 COMMAND_ONLY = {"columns": str, "tee": str, "json": bool, "dry-run": bool, "volume": list[str], "module": bool}
 ANY_BACKEND = ""

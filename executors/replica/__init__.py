@@ -83,6 +83,18 @@ def leave_process_group() -> None:
         os.environ.pop(name, None)
 
 
+@dataclass(frozen=True)
+class StartsFrom:
+    """The run that another one begins with."""
+
+    store: Store
+    run_id: str
+    step: int | None
+    """At or before which step of it. None: its newest round."""
+    extensions: Mapping[str, Sequence[int]]
+    """The totals that it was extended to."""
+
+
 @dataclass
 class Replica:
     """One replica, seen from inside."""
@@ -154,6 +166,32 @@ class Replica:
         """
         said = self.launched or self.record
         return None if said is None else said.continues
+
+    @property
+    def starts_from(self) -> StartsFrom | None:
+        """The run whose model and outer state this run begins with; None: it begins with its own model.
+
+        As its task says; in a process that read none, as its record does. The store of that run is opened here.
+
+        Raises:
+            StoreError, RunNotFoundError: the store of that run does not answer, or is not there any more.
+        """
+        said = self.launched or self.record
+        if said is None or said.starts_from is None or self.is_alone:
+            return None
+        from executors.store.url import check_run_id, existing_store, split_address
+        from executors.supervision.decisions import DecisionLog, extensions_of
+
+        url, run_id = split_address(said.starts_from)
+        store, run_id = existing_store(url), check_run_id(run_id)
+        log = DecisionLog(store, run_id, key=os.environ.get(RUN_KEY))
+        return StartsFrom(store, run_id, said.starts_from_step, extensions_of(retry(log.read)))
+
+    @property
+    def begins_warm(self) -> bool:
+        """Whether this run begins with the model of another one, at its own step 0."""
+        said = self.launched or self.record
+        return said is not None and said.starts_from is not None
 
     def extensions(self) -> Mapping[str, Sequence[int]]:
         """Return the totals that `replicas resume` has extended the run to so far, in their order.

@@ -38,6 +38,7 @@ ANCHOR = "first loss after each round"
 AFTER = 0.1  # of the way to the next round: a loss that was reported by then is almost the anchor's
 SETTINGS = (
     "env", "secrets", "chaos", "timeout_s", "min_replicas", "fail_fast", "continues", "detach",
+    "starts_from", "starts_from_step",
     "seed", "tracker", "health_check", "spares", "signed", "key_id",
 )  # fmt: skip
 

@@ -67,6 +67,7 @@ def plan_run(
     package: Package | None = None,
     *,
     code: Mapping[str, Any] | None = None,
+    key: str | None = None,
 ) -> NewRun:
     """Compose a new run and its task, writing nothing.
 
@@ -74,11 +75,13 @@ def plan_run(
         executor: what its record says of the executor: at least the name of its `backend`.
         package: the code, for replicas on other machines.
         code: what its record says of the code that does not travel.
+        key: of a signed run that takes over another run's key. None: a signed run gets a new one.
 
     Raises:
         EntrypointError: the task cannot travel.
     """
-    key = new_key() if request.signed else None
+    if key is None and request.signed:
+        key = new_key()
     launched_with = LaunchedWith(
         **executor,
         world_size=request.n,
@@ -99,6 +102,8 @@ def plan_run(
         signed=request.signed,
         key_id=None if key is None else key_id(parse_key(key)),
         tracker=request.tracker,
+        starts_from=request.from_run,
+        starts_from_step=request.from_step,
     )
     task, pickled = _pack_task(request, launched_with, package)
     if (size_bytes := max(len(task), len(pickled or b""))) > MAX_TASK_BYTES:

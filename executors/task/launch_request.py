@@ -27,6 +27,8 @@ KINDS: dict[str, tuple[Any, str]] = {
     "tracker": (str, "is a name, as in 'trackio' or 'pkg.mod:Class'"),
     "health_check": (str, "names a function, as 'pkg.mod:f'"),
     "signed": (bool, "is True or False"),
+    "from_run": (str, "names a run, as 'first-try' or 's3://BUCKET/runs/first-try'"),
+    "from_step": (int, "is a step of that run"),
 }
 """What a value is, where there is one."""
 
@@ -67,6 +69,9 @@ class LaunchRequest:
     spares: int = 0
     health_check: str | None = None
     signed: bool = False
+    from_run: str | None = None
+    """The run whose model and outer state this one begins with."""
+    from_step: int | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
     """Who said what: a flag, a variable of the environment, a file."""
 
@@ -109,6 +114,11 @@ class LaunchRequest:
         Restarts.of(self.restarts), HangLimits.of(self.hang_timeout, self.start_timeout)
         if type(self.spares) is not int or not 0 <= self.spares <= MAX_WORLD_SIZE:
             raise ValueError(f"spares is a number from 0 to {MAX_WORLD_SIZE}, got spares={self.spares!r}.")
+        if self.from_step is not None and (self.from_run is None or self.from_step < 0):
+            raise ValueError(
+                f"from_step (--from-step) is a step of the run that from_run (--from) names, and at least 0, got "
+                f"from_step={self.from_step} and from_run={self.from_run!r}."
+            )
         if self.run_id is not None:
             check_run_id(self.run_id)
 

@@ -40,6 +40,7 @@ BACKEND_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 CLASS_PATH = re.compile(r"[\w.]{1,200}:[\w.<>]{1,200}")  # <locals> is part of a name, too
 TRACKER = re.compile(r"[\w.]{1,200}(:[\w.]{1,200})?")
 OPTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+MAX_STEP = 10**15
 ANY_SEED = 10**100  # more than anybody's generator takes
 
 
@@ -107,6 +108,10 @@ class LaunchedWith(Placement):
     task that the digest vouches for."""
     continues: str | None = checked(nullable(text(40, RUN_ID)), None)
     """The run, in the same store, from whose newest snapshot this one goes on."""
+    starts_from: str | None = checked(nullable(text(2000)), None)
+    """The address of the run whose model and outer state this one begins with, at its own step 0."""
+    starts_from_step: int | None = checked(nullable(integer(0, MAX_STEP)), None)
+    """At or before which step of that run. None: its newest round."""
 
     @classmethod
     def parse(cls, data: Any, key: str = "run.json", url: str = "") -> Self:

@@ -163,3 +163,38 @@ def test_a_rank_that_was_cancelled_on_purpose_does_not_change_the_result_of_the_
         for rank in range(2):
             here.replicas("cancel", "all", "--rank", rank)
         assert here.replicas("wait", "all").code == 130
+
+
+def test_a_run_starts_from_another_ones_model_in_another_store(
+    here: HereInstead, tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = trained(tmp_path, rendezvous=s3.url("runs"), signed=True)
+    (here.folder.path / "tuned.py").write_text(
+        "from support.chaos_tasks import train\n\ndef main(folder):\n    return train(folder, rounds=2)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    options = ("tuned.py:main", "--n", 3, "--arg", f"folder={tmp_path}", "--from", source.url, "--run-id", "tuned")
+    planned = here.replicas("launch", *options, "--dry-run").json
+    assert planned["run.json"]["starts_from"] == source.url
+    assert planned["run.json"]["key_id"] == source.record.key_id
+    done = here.replicas("launch", *options)
+    assert done.code == 0, done
+    first = here.replicas("model", "tuned", "--round", 0, "--out", tmp_path / "first").code
+    assert first == 0
+    assert all(torch.equal(values, load_file(tmp_path / "first")[name]) for name, values in source.model().items())
+    assert "starts from round 8, step 40, of run mine" in here.replicas("logs", "tuned").stdout
+
+
+def test_a_source_that_cannot_be_used_is_refused_before_anything_is_written(here: HereInstead, tmp_path: Path) -> None:
+    trained(tmp_path)
+    launch(LOCAL, "job:main", 1, run_id="other").wait()
+    for options, says in (
+        (("--from", "none"), "No run 'none' is known"),
+        (("--from", "other"), "has no model to start from"),
+        (("--from", "mine", "--from-step", 1), "has no state of step 1 any more"),
+        (("--from", "mine", "--signed"), "is not signed, so nothing proves its model"),
+        (("--from-step", 1), "--from-step"),
+    ):
+        refused = here.replicas("launch", "job:main", "--n", 1, "--run-id", "new", *options)
+        assert (refused.code, says in refused.stderr) == (2, True), refused
+        assert "new" not in {row["run_id"] for row in here.replicas("ls", "--json").json}

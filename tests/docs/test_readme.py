@@ -123,6 +123,9 @@ def test_the_trained_model_is_saved_evaluated_and_trained_further_as_the_readme_
     lines_of(here, block_with(SHELL, "--total-steps 800"))
     longer = here.replicas("model", "first-try", "--out", folder / "longer.safetensors")
     assert "after round 80, step 800." in longer.stdout
+    lines_of(here, block_with(SHELL, "--from first-try"))
+    started = attach("second-try").model(rounds=0)["weight"]
+    assert torch.equal(started, load_file(folder / "longer.safetensors")["weight"])
 
 
 EQUAL_SHARES = """

@@ -43,7 +43,7 @@ class Attempt:
 
     def __init__(self, store: MemoryStore, attempt: int = 0, **options: Any) -> None:
         replica = Replica(rank=0, world_size=1, run_id="run", attempt=attempt, rendezvous=store.url)
-        record = SimpleNamespace(continues=None, key_id=None)
+        record = SimpleNamespace(continues=None, key_id=None, starts_from=None)
         replica.__dict__ |= {"store": store, "record": record, "claimed_nonce": secrets.token_hex(8)}
         store.put(replica.key("started.json"), f'{{"nonce": "{replica.nonce}"}}'.encode())
         set_current_replica(replica)

@@ -33,7 +33,7 @@ class Training:
 
     def __init__(self, store: MemoryStore, run_id: str, continues: str | None = None, attempt: int = 0) -> None:
         replica = Replica(rank=0, world_size=1, run_id=run_id, attempt=attempt, rendezvous=store.url)
-        record = SimpleNamespace(continues=continues, key_id=None)
+        record = SimpleNamespace(continues=continues, key_id=None, starts_from=None)
         replica.__dict__ |= {"store": store, "record": record, "claimed_nonce": f"{run_id}-{attempt}"}
         store.put(replica.key("started.json"), f'{{"nonce": "{replica.nonce}"}}'.encode())
         set_current_replica(replica)

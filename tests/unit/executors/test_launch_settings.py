@@ -231,7 +231,8 @@ def test_every_option_of_the_command_is_a_setting_and_python_knows_them_all() ->
 
     keys = {key: kind for key, (_, kind) in keys_of(Command).items()}
     flags = {name.replace("_", "-") for name in inspect.signature(launch_command).parameters}
-    assert flags - keys.keys() == {"context", "arg", "env", "option", "config", "profile", "as-json"}
+    assert flags - keys.keys() == {"context", "arg", "env", "option", "config", "profile", "as-json", "from-run"}
+    assert "from" in keys, "what Python cannot call a parameter"
     assert keys == keys_of_launch(), "else: add it to COMMAND_ONLY"
     assert COMMAND_ONLY.keys() <= keys.keys()
 

@@ -1,0 +1,113 @@
+"""The model and outer state of another run, as the first state of a new one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from diloco.errors import ContributionError
+from diloco.model_state import ModelState
+from diloco.outer_optimizer import OptimizerFactory
+from diloco.rendezvous.stored_log import StoredLog
+from diloco.rendezvous.training_state import Array, Arrays, shape_difference
+from diloco.trained_model import Source, open_log, read_state
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """The state of another run that a new run begins with.
+
+    Args:
+        source: the other run.
+        step: take its newest round at or before this step. None: its newest.
+        state: the new run's state, whose model it has to fit.
+        rank: of this replica, for lines and errors.
+    """
+
+    source: Source
+    step: int | None
+    state: ModelState
+    rank: int
+
+    def check(self) -> None:
+        """Check that the other run has what this model trains. Costs one small read.
+
+        Raises:
+            ContributionError: names the parameters that are missing there, or of another shape, or frozen here.
+            RunNotFoundError: it has no DiLoCo of this name.
+            CorruptObjectError: it cannot be read.
+        """
+        self._check(open_log(self.source))
+
+    def _check(self, log_of_source: StoredLog) -> None:
+        theirs, who = log_of_source.agreed.tensors, f"run {self.source.run_id!r}"
+        problems: list[str] = []
+        for fragment in self.state.fragments:
+            for slot in fragment.slots:
+                if slot.name in theirs and theirs[slot.name][0] != slot.shape:
+                    problems.append(shape_difference(slot.name, theirs[slot.name][0], slot.shape))
+                elif slot.name not in theirs and slot.kind == "parameter":
+                    problems.append(f"{slot.name!r} of shape {slot.shape} is missing there")
+        more = self.state.unshared.more
+        problems += [
+            f"{name!r} is trained there and frozen here"
+            for name in theirs
+            if name in more and more[name].kind == "frozen"
+        ]
+        if problems:
+            others = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
+            raise ContributionError(
+                f"Rank {self.rank}: this model cannot start from {who}: {problems[0]}{others}. Load what fits in the "
+                f"script instead, from the file of: replicas model {self.source.run_id} --out model.safetensors"
+            )
+
+    def read(self) -> Arrays:
+        """Read the state that the new run begins with.
+
+        Raises:
+            DiLoCoError: the other run has no such round any more.
+            ContributionError: it does not fit this model.
+            CorruptObjectError: it cannot be read.
+        """
+        settings = self.state.settings
+        found = read_state(self.source, step=self.step, outer_optimizer=self._same_optimizer(settings.outer_optimizer))
+        self._check(found.log)
+        theirs, mine = found.state.arrays(), self.state.arrays()
+        arrays: dict[str, Array] = {name: values for name, values in mine.items() if name.startswith("anchor/")}
+        kept = [name for name in arrays if name not in theirs]
+        arrays |= {name: values for name, values in theirs.items() if name in arrays or self._is_outer(name, found.log)}
+        at = f"round {found.state.position}" + (f", step {found.step}," if found.step is not None else "")
+        notes = [*found.notes]
+        if kept:
+            notes.append(
+                f"{kept[0].removeprefix('anchor/')!r} is not in it, and stays as it is here ({len(kept)} such)."
+            )
+        left = [name for name in found.log.agreed.tensors if f"anchor/{name}" not in arrays]
+        if left:
+            notes.append(f"{left[0]!r} is not averaged here, and is not taken ({len(left)} such).")
+        log.warning(
+            "rank %s: starts from %s of run %s, at its own step 0. %s",
+            self.rank,
+            at,
+            self.source.run_id,
+            " ".join(notes),
+        )
+        return arrays
+
+    def _same_optimizer(self, given: OptimizerFactory | None) -> OptimizerFactory | None:
+        """Return this run's outer optimizer if it is, by its name, that of the other run."""
+        named = open_log(self.source).agreed.outer_optimizer
+        return given if given is not None and named == getattr(given, "__qualname__", type(given).__name__) else None
+
+    def _is_outer(self, name: str, log_of_source: StoredLog) -> bool:
+        """Return whether a part of the other run's state is outer state that this run can take."""
+        if name.startswith("momentum/"):
+            return self.state.settings.outer_optimizer is None
+        agreed = log_of_source.agreed
+        mine: Mapping[str, int] = {slot.name: f.index for f in self.state.fragments for slot in f.slots}
+        is_same = mine == {tensor: fragment for tensor, (_, _, fragment) in agreed.tensors.items()}
+        given = self._same_optimizer(self.state.settings.outer_optimizer)
+        return name.startswith("outer/") and is_same and given is not None

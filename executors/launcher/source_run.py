@@ -1,0 +1,62 @@
+"""The run that a launch starts from: found, and checked before anything is written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from executors.errors import BackendError, ReplicasError
+from executors.native import NativeExecutor
+from executors.run.run_index import needed_key
+from executors.store.run_key import parse_key
+from executors.store.url import directory_of
+from executors.supervision.decisions import DecisionLog, extensions_of
+from executors.task.launch_request import LaunchRequest
+
+if TYPE_CHECKING:
+    from executors.protocol import ServerlessExecutor
+
+
+def check_source(request: LaunchRequest, executor: ServerlessExecutor) -> tuple[LaunchRequest, str | None]:
+    """Find the run that a launch starts from.
+
+    Args:
+        request: the launch. Without `from_run` it is returned as it is.
+        executor: what its replicas are started with.
+
+    Returns: the request, with the address of that run, which replicas find it by; and the key that proves that run,
+        which is the new run's key, too. None: that run is not signed.
+
+    Raises:
+        RunNotFoundError: there is no such run, or none of its replicas has begun to train.
+        ValueError: the run is signed and its key is not here; or it is not signed, and the launch is.
+        BackendError: the replicas cannot read the store of that run.
+    """
+    if request.from_run is None:
+        return request, None
+    from executors.run.lookup import attach
+    from executors.run.model_of_run import load_reader
+
+    source = attach(request.from_run)
+    record = source.record
+    if isinstance(executor, NativeExecutor) and executor.needs_shared_rendezvous and directory_of(source.store.url):
+        raise BackendError(
+            f"Run {source.run_id!r} is in {source.store.url}, a directory that replicas on "
+            f"{executor.backend_name!r} do not see. Start from a run at a bucket, or load its model in your script: "
+            f"replicas model {source.run_id} --out model.safetensors"
+        )
+    if request.signed and record.key_id is None:
+        raise ValueError(
+            f"Run {source.run_id!r} is not signed, so nothing proves its model to a signed run. Remove --signed, or "
+            f"load the model in your script: replicas model {source.run_id} --out model.safetensors"
+        )
+    key = None if record.key_id is None else needed_key(source.run_id, record.key_id)
+    try:
+        check = load_reader("source")
+    except ReplicasError:  # a machine without what trains: the replicas check it themselves
+        pass
+    else:
+        found = None if key is None else parse_key(key)
+        extensions = extensions_of(DecisionLog(source.store, source.run_id, key=key).read())
+        check(source.store, source.run_id, found, request.from_step, extensions)
+    return replace(request, from_run=source.url, signed=request.signed or key is not None), key
