@@ -249,3 +249,20 @@ def test_a_prepared_schedule_that_takes_a_step_per_process_is_refused() -> None:
     prepared = SimpleNamespace(accelerator_state=SimpleNamespace(num_processes=4))
     with pytest.raises(TypeError, match=r"takes 4 steps an update.*Do not prepare the schedule"):
         unwrapped(AcceleratedScheduler(LinearLR(optimizer), prepared))
+
+
+def test_what_fabric_set_up_is_shared_attached_and_followed() -> None:
+    fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
+    plain = nn.Linear(2, 1)
+    model, optimizer = fabric.setup(plain, torch.optim.AdamW(plain.parameters(), 0.1))
+    schedule = SCHEDULES["cosine"](optimizer)
+    diloco = DiLoCo(model, inner_steps=4, **PLAIN, **place())
+    diloco.attach_state("optimizer", optimizer)
+    diloco.attach_state("schedule", schedule, follow=True)
+    for _ in range(8):
+        fabric.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        diloco.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(rate_at(8, "cosine"))
+    assert all(torch.equal(plain.get_parameter(name), values) for name, values in diloco.anchor().items())
+    leave(diloco)
