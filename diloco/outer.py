@@ -534,6 +534,8 @@ class DiLoCo:
         assert found is not None
         source = Source(store=found.store, run_id=found.run_id, name=keys.name, key=key, extensions=found.extensions)
         warm_start = WarmStart(source, found.step, self._model_state, self._model_state.rank)
+        if isinstance(self._model_state.model, TensorsAsModule) and not warm_start.has_source:
+            return None  # that run averaged nothing besides its model: this copy begins as the script made it
         warm_start.check()
         return warm_start
 

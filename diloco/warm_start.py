@@ -12,6 +12,7 @@ from diloco.outer_optimizer import OptimizerFactory
 from diloco.rendezvous.stored_log import StoredLog
 from diloco.rendezvous.training_state import Array, Arrays, shape_difference
 from diloco.trained_model import Source, open_log, read_state
+from executors.errors import RunNotFoundError
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,15 @@ class WarmStart:
     step: int | None
     state: ModelState
     rank: int
+
+    @property
+    def has_source(self) -> bool:
+        """Whether the other run has a DiLoCo of this name."""
+        try:
+            open_log(self.source)
+        except RunNotFoundError:
+            return False
+        return True
 
     def check(self) -> None:
         """Check that the other run has what this model trains. Costs one small read.

@@ -169,6 +169,7 @@ ARGUMENTS = (
     *("outer_optimizer", "outer_lr", "outer_momentum", "momentum_warmup", "final_average", "snapshot_every"),
 )
 """Those of `DiLoCo` that all replicas share, in the order in which an error names them."""
+TOTALS = ("total_steps", "total_rounds")
 NOT_SETTINGS = ("tensors", "frozen", "given", "more")
 MAX_SHOWN = 60
 FEW = 0.02
@@ -226,7 +227,19 @@ def _settings_difference(derived: list[str], mine: Agreement, agreed: Agreement,
             f"{difference} Where total_steps comes from the length of a loader, use shard(dataset, equal=True): "
             "other shares may differ by one item."
         )
-    return f"{difference} A run keeps the arguments that it began with: give them to all replicas."
+    advice = "A run keeps the arguments that it began with: give them to all replicas."
+    longer = next((name for name in TOTALS if name in names and _is_more(ours.get(name), theirs.get(name))), None)
+    if rank == author and longer is not None:  # a replica that came back with a larger total is meant to train on
+        option = f"--{longer.replace('_', '-')}"
+        advice = (
+            f"Give {longer}={_shown(theirs.get(longer))} again. To train further, extend the run: replicas resume RUN "
+            f"{option} {_shown(ours.get(longer))}"
+        )
+    return f"{difference} {advice}"
+
+
+def _is_more(ours: Any, theirs: Any) -> bool:
+    return type(ours) is int and type(theirs) is int and ours > theirs
 
 
 def _values(names: list[str], values: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from support.training import nudge
 from torch import nn
 
 from diloco import DiLoCo
-from diloco.errors import DiLoCoError
+from diloco.errors import ContributionError, DiLoCoError
 from diloco.rendezvous.extension import check_extension
 from diloco.rendezvous.phase import Plan
 from diloco.trained_model import Source, read_model
@@ -174,6 +174,13 @@ def test_replicas_whose_own_totals_differ_within_a_round_agree_on_the_extension(
     again = Attempt(store, 1, total_steps=20)
     assert again.diloco.inner_step == 18
     assert again.train().diloco.rounds == 5 + 3
+
+
+def test_a_replica_that_comes_back_with_a_larger_total_is_told_how_to_extend_the_run() -> None:
+    store = MemoryStore()
+    Attempt(store, total_steps=8).train().diloco.close()
+    with pytest.raises(ContributionError, match=r"Give total_steps=8 again\. .*replicas resume RUN --total-steps 16"):
+        Attempt(store, 1, total_steps=16)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.training import adam, nudge
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from diloco import DiLoCo
 from diloco.errors import ContributionError, DiLoCoError
@@ -154,6 +155,28 @@ def test_a_name_that_the_other_run_does_not_have_is_refused() -> None:
         begin(store, "new", model_of(3, 1), source="old", name="critic")
     with pytest.raises(ValueError, match="has no model to start from"):
         check_source(store, "never", None)
+
+
+def test_an_ema_goes_along_where_the_other_run_has_one_and_begins_anew_where_not() -> None:
+    def with_ema(run_id: str, **options: Any) -> tuple[DiLoCo, nn.Module, AveragedModel]:
+        model = model_of(3, 1)
+        diloco = begin(store, run_id, model, **options)
+        ema = AveragedModel(model)
+        diloco.average_also(ema)
+        return diloco, model, ema
+
+    store, plain = stored("ema"), model_of(3, 1)
+    train(begin(store, "plain", plain), plain, 4)._close(in_order=False)
+    first, model, ema = with_ema("first", source="plain")
+    for _ in range(4):
+        nudge(model, 0.5)
+        ema.update_parameters(model)
+        first.step()
+    first.close()
+    second, _, begun = with_ema("second", source="first")
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(begun.parameters(), ema.parameters(), strict=True))
+    assert not torch.equal(begun.module[0].weight, second.anchor()["0.weight"])
+    second._close(in_order=False)
 
 
 def test_the_state_of_an_outer_optimizer_goes_along_where_both_runs_have_it() -> None:
