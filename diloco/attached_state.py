@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from diloco.keep_schedule import KeepSchedule
 from diloco.rendezvous.envelope import BadRecordError, frame, reading, typed, unframe
 from diloco.rendezvous.frames import READ_TRIES
 from diloco.rendezvous.keys import Keys
@@ -111,8 +112,19 @@ class AttachedState:
         self._left_out: set[str] = set()
         """The names of what has a state by now that cannot be kept."""
 
+        self.schedule = KeepSchedule(1, 1, 0)
+        """When to keep what is attached."""
+        self._room: dict[str, Array] = {}
+        """The copies that were kept last: the next ones are written into the same memory, whose pages exist already."""
+        self._written: list[tuple[int, int, bool]] = []
+        """What this process has stored: position, number of parts, and whether it is the first of its period."""
+
     def __bool__(self) -> bool:
         return bool(self._attached)
+
+    def begin(self, schedule: KeepSchedule) -> None:
+        """Begin to keep states as often as a schedule says."""
+        self.schedule = schedule
 
     def attach(self, name: str, thing: Any, step: int, *, follow: bool = False, lead: int | None = None) -> None:
         """Keep the state of a thing from now on; when an earlier attempt of this rank left one, load it.
@@ -228,11 +240,43 @@ class AttachedState:
                     log.warning("rank %s: %r is not kept: %s", self._me.rank, name, error)
                 self._left_out.add(name)
                 continue
-            arrays |= {key: np.array(value) for key, value in state.items()}
-        since, steps = list(uncounted_since), self.step
-        self._background(lambda: self._put(position, steps, arrays, since))
+            arrays |= {key: self._copy(key, value) for key, value in state.items()}
+        since, steps, is_first = list(uncounted_since), self.step, self.schedule.is_first_of_period(position)
+        # Memory that is being uploaded is not written to: where an upload is under way, the copies are new.
+        self._room = arrays
+        self.schedule.hand_over()
+        self._background(lambda: self._put(position, steps, arrays, since, is_first=is_first))
 
-    def _put(self, position: int, steps: int, arrays: Arrays, since: Sequence[int]) -> None:
+    def _copy(self, key: str, value: Array) -> Array:
+        room = None if self.schedule.is_uploading else self._room.get(key)
+        if room is None or room.shape != value.shape or room.dtype != value.dtype:
+            return np.array(value)
+        np.copyto(room, value)
+        return room
+
+    def _put(self, position: int, steps: int, arrays: Arrays, since: Sequence[int], *, is_first: bool) -> None:
+        with self.schedule.uploading():
+            n_parts = self._upload(position, steps, arrays, since)
+        if n_parts:
+            self._written.append((position, n_parts, is_first))
+            self._forget_older()
+
+    def _forget_older(self) -> None:
+        """Delete what was stored before the last two: between two snapshots, only the newest is of use.
+
+        The one before stays, should the newest be damaged, and so does the first of each period: a run that continues
+        from an older snapshot needs what is not newer than that. `collect_garbage` deletes those.
+        """
+        store, me = self._store.for_thread(), self._me
+        for position, n_parts, is_first in self._written[:-2]:
+            if not is_first:
+                store.remove(self._keys.own_record(me.rank, position, me.attempt))
+                for index in range(n_parts):
+                    store.remove(self._keys.own_tensors(me.rank, position, me.attempt, index))
+        self._written = self._written[-2:]
+
+    def _upload(self, position: int, steps: int, arrays: Arrays, since: Sequence[int]) -> int:
+        """Store a record and its tensors; return the number of parts, 0 if that failed."""
         store, me = self._store.for_thread(), self._me
         parts = [encode_part(part) for part in parts_of(dict(_cut(arrays)), OWN_PART_BYTES)]
         digest, *more = (digest_of(part, self._proof) for part in parts)
@@ -247,6 +291,8 @@ class AttachedState:
             error = raised
         if error is not None:
             log.warning("rank %s: what is attached could not be kept after round %s: %s", me.rank, position, error)
+            return 0
+        return len(parts)
 
     def kept_buffers(self) -> dict[str, Tensor]:
         """Return the model's own buffers that an earlier attempt kept; none where there are none that can be read."""

@@ -254,6 +254,11 @@ class ModelState:
             out[fragment.n_stepped :] = 0.0  # statistics are averaged, and are no work to go on with
         return progress
 
+    @property
+    def leaves_no_work(self) -> bool:
+        """Whether a round that counted all work leaves the live parameters equal to the anchor."""
+        return self.wire.is_exact and not self.keeps_later_work and not self._mix
+
     def has_moved(self) -> bool:
         """Tell whether the live parameters are not the anchor."""
         return any(bool(away.any()) for away in self.progress())

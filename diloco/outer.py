@@ -25,6 +25,7 @@ from diloco.also import AlsoAveraged, TensorsAsModule
 from diloco.attached_state import AttachedState
 from diloco.errors import DiLoCoError
 from diloco.fragments import FragmentSpec, check_sizes, plan_fragments
+from diloco.keep_schedule import KeepSchedule
 from diloco.model_state import ModelState
 from diloco.one_process import check_is_one_process, check_is_opener
 from diloco.outer_optimizer import OptimizerFactory
@@ -235,8 +236,9 @@ class DiLoCo:
         if self._rest is not None and self._participant.has_begun_the_run:
             self._rest.keep(0, self._model_state.unshared.first(), FIRST_BYTES)
         self._model_state.own_buffers.give(self._attached.kept_buffers())
-        self._steps_before, self._kept_period = self._attached.step, self.rounds // settings.entries_per_snapshot
-        self._rest_period = self._kept_period
+        self._steps_before = self._attached.step
+        self._attached.begin(KeepSchedule(settings.n_fragments, settings.entries_per_snapshot, self.rounds))
+        self._rest_period = self.rounds // settings.entries_per_snapshot
         self._model_state.before_hold = self._keep_if_due
         self._loop = TrainingLoop(self._settings, begins_at=self.inner_step)
         self._liaison.plan(settings.total_of_steps, me.nonce, _begun_at)
@@ -332,8 +334,9 @@ class DiLoCo:
 
         Attach the inner optimizer, the learning rate schedule, the data's position and the random generators, right
         after making this DiLoCo; when this is a later attempt of its rank, each is then given the state that the
-        earlier one kept. States are kept once every `snapshot_every` rounds, at the end of the `step()` that had the
-        round: call `step()` last, when everything else has taken its step.
+        earlier one kept. States are kept at the end of a `step()` that had a round: after the first one, then as often
+        as that costs at most 1 % of the time, and at least once every `snapshot_every` rounds. Call `step()` last, when
+        everything else has taken its step.
 
         A run goes on without a replica that is away: `inner_step` is then further than what is attached, which a line
         in the log says. Make schedules functions of `inner_step`, or of `progress`, or let them follow.
@@ -567,17 +570,19 @@ class DiLoCo:
         return reports
 
     def _keep_if_due(self) -> None:
-        """Keep what is attached, once between two snapshots: after a merge, and before more is sent."""
-        period = self.rounds // self._settings.entries_per_snapshot
-        if self._attached and period != self._kept_period:
-            self._kept_period = period
+        """Keep what is attached, if that is due: after a merge, and before more is sent."""
+        if self._attached and self._attached.schedule.is_due(self.rounds):
             self._attached.follow(self.inner_step, self._participant.phase.n_steps)
             self._keep_attached()
 
     def _keep_attached(self) -> None:
         """Keep what is attached, with this replica's live work; nothing is in flight."""
         here, state = self._participant, self._model_state
-        self._attached.keep(self.rounds, here.apart(state.progress), here.uncounted_since, state.own_buffers.changed())
+        with self._attached.schedule.keeping(self.rounds):
+            # Right after a round that counted everything, the live parameters are the anchor: reading both to see that
+            # takes as long as the copies.
+            progress = [] if here.has_no_work and state.leaves_no_work else here.apart(state.progress)
+            self._attached.keep(self.rounds, progress, here.uncounted_since, state.own_buffers.changed())
 
     def _keep_rest(self) -> None:
         """Keep the buffers that only this replica has, for readers of the run, if this is the replica that does so."""

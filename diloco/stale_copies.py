@@ -3,14 +3,17 @@
 An optimizer with a copy of its own (float32 master weights, the `z` of schedule-free optimizers) writes that copy into
 the model at its next step, and so undoes each round without a word. `StaleCopies` compares a few values of the
 parameters one step after a merge. Values nearer to where they were before the merge are a suspicion, and no proof: with
-rounds as short as a step, or a loss that one step minimizes, an honest optimizer does the same. So the next optimizer
-step is a test. The suspected values are moved far right before it, when the gradient is already computed, and looked at
-after it. An optimizer that steps the model's own parameters keeps the move; one with a copy does not.
+rounds as short as a step, or a loss that one step minimizes, an honest optimizer does the same. Three things follow a
+suspicion:
 
-A copy alone is no fault either: the training loop may give it the merged values after each round. So the copies are
-looked for among all tensors of the process, and looked at when the next merge is over and the next optimizer step
-begins: one that has the merged values follows the rounds, and one that does not undoes them. Where no copy is found, as
-in one flat tensor for all parameters, several merges in a row that were clearly undone convict.
+1. The optimizer is searched for copies of the suspected values; or all tensors of the process, if no optimizer of torch
+   steps the model's own parameters. Where there is none, only several merges in a row that were clearly undone lead on
+   to the next point.
+2. The next optimizer step is a test. The suspected values are moved far right before it, when the gradient is already
+   computed, and looked at after it. An optimizer that steps the model's own parameters keeps the move, and one that
+   writes a copy does not. The move costs a few values their last bits, so it is made only here.
+3. A copy alone is no fault: the training loop may give it the merged values after each round. So the copies are looked
+   at when the next merge is over and the next optimizer step begins. One that has the merged values follows the rounds.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import functools
 import gc
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from threading import get_ident
 from typing import Any
@@ -40,7 +43,11 @@ MOST_TENSORS = 8
 VALUES = 32
 """Neighboring values compared of each."""
 CLEARED = 3
-"""Suspicions that the test refuted, after which an optimizer is trusted: each test moves a few values for a step."""
+"""Suspicions that the test refuted, after which an optimizer is trusted."""
+MOST_SEARCHES = 10
+"""Searches for copies, each of which takes milliseconds; then an optimizer without copies is trusted."""
+MOST_FLAT = 100_000_000
+"""Values of one flat tensor in which copies of parameters are searched for."""
 STRIKES = 3
 """Merges in a row, each clearly undone, that convict an optimizer whose copy cannot be found, or which cannot be tested
 because it is none of torch."""
@@ -156,8 +163,8 @@ class StaleCopies:
         self._when = ""
         """Which merge that was, for the message."""
         self._test: _Test | None = None
-        self._n_cleared = self._n_strikes = 0
-        self._copies: list[tuple[ReferenceType[Tensor], _Sample]] = []
+        self._n_cleared = self._n_strikes = self._n_searches = 0
+        self._copies: list[_Copy] = []
         """Copies of parameters that the optimizer seems to have, which the next merge will tell of."""
         self._looks = False
         """Whether the next optimizer step is waited for, to look at them."""
@@ -167,8 +174,8 @@ class StaleCopies:
         """As the message names it."""
         self._optimizers: list[Optimizer] = []
         """Those that make a step before the first `check`."""
-        self._has_owner = False
-        """Whether one of them steps the parameters themselves, not copies: no other optimizer is then tested."""
+        self._owners: list[ReferenceType[Optimizer]] = []
+        """Those of them that step the parameters themselves, not copies: then only these are searched and tested."""
         self._watches_first_step = True
         _watch(self._note_optimizer)
         self._warned_of: set[str] = set()
@@ -176,7 +183,7 @@ class StaleCopies:
     @property
     def is_trusted(self) -> bool:
         """Whether nothing is compared any more: the optimizer was tested often enough."""
-        return self._n_cleared >= CLEARED
+        return self._n_cleared >= CLEARED or (self._n_searches >= MOST_SEARCHES and not self._n_strikes)
 
     def before_merge(self) -> None:
         """Read the values that a merge is about to change. Further calls before `after_merge` change nothing."""
@@ -184,7 +191,7 @@ class StaleCopies:
             return
         n = min(MOST_TENSORS, len(self.names))
         turn = [self.names[(self._next + i) % len(self.names)] for i in range(n)]
-        self._samples = list({id(sample): sample for _, sample in self._copies}.values())
+        self._samples = list({id(copy.sample): copy.sample for copy in self._copies}.values())
         for number, name in enumerate(turn[: max(0, n - len(self._samples))]):
             parameter = find_tensor(self._model, name, "parameter")
             # Another place each time: of an embedding, most rows have not changed since the last round.
@@ -216,17 +223,16 @@ class StaleCopies:
         samples, before, after = self._merge
         rows = {id(sample): row for row, sample in enumerate(samples)}
         stale = ""
-        for reference, sample in self._copies:
-            if (copy := reference()) is None or (row := rows.get(id(sample))) is None:
+        for copy in self._copies:
+            if (values := copy.read()) is None or (row := rows.get(id(copy.sample))) is None:
                 continue
             was, merged = before[row], after[row]
-            values = _read([_Sample(sample.name, copy, sample.start)])[0]
             if _distance(was, merged) <= 1e-6 * float(np.linalg.norm(merged)):
                 continue  # this merge has not moved it
             if _distance(values, merged) < _distance(values, was):
                 self._n_cleared, self._copies = CLEARED, []  # it follows the rounds
                 return
-            stale = sample.name
+            stale = copy.sample.name
         self._stale = stale
 
     def _note_optimizer(self, optimizer: Optimizer) -> None:
@@ -275,7 +281,8 @@ class StaleCopies:
             own = set(map(id, self._model.parameters()))
             for optimizer in self._optimizers:
                 self.warn_of_copies(optimizer, averaged())
-                self._has_owner |= any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+                if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+                    self._owners.append(ref(optimizer))
             self._optimizers = []
         if self._test is not None:
             self._end_test(self._test)
@@ -289,23 +296,23 @@ class StaleCopies:
         undone = _Undone.of(*merge)
         if undone is None:
             self._n_strikes = 0
-        else:
-            self._test = _Test(undone, self._when, has_owner=self._has_owner)
+            return
+        self._n_searches += 1
+        self._n_strikes = self._n_strikes + 1 if undone.is_clear else 0
+        tensors = _tensors_in([owner() for owner in self._owners]) if self._owners else _all_tensors()
+        if (found := _copies_of(undone.samples, tensors)) or self._n_strikes >= STRIKES:
+            self._test = _Test(undone, found, self._when, has_owner=bool(self._owners))
 
     def _end_test(self, test: _Test) -> None:
         self._test = None
-        found = test.end()
-        if found is not None and not found:
-            self._n_cleared += 1
-            return
-        if found:
+        names = test.end()
+        if names is not None and not names:
+            self._n_cleared, self._n_strikes = self._n_cleared + 1, 0
+        elif names and test.copies:
             self._named = _named(test.optimizers)
-            self._copies = _copies_of([sample for sample in test.undone.samples if sample.name in found])
-            if self._copies:
-                return
-        self._n_strikes = self._n_strikes + 1 if test.undone.is_clear else 0
-        if self._n_strikes >= STRIKES:
-            raise StaleCopyError(_message((found or test.undone.names)[0], test.when, self._named))
+            self._copies = [copy for copy in test.copies if copy.sample.name in names]
+        elif names or self._n_strikes >= STRIKES:  # without names, the optimizer is none of torch
+            raise StaleCopyError(_message((names or test.undone.names)[0], test.when, _named(test.optimizers)))
 
     def close(self) -> None:
         """Watch nothing any more."""
@@ -358,9 +365,9 @@ class _Undone:
 class _Test:
     """Moves suspected values right before the next optimizer step, and says afterwards whether they stayed moved."""
 
-    def __init__(self, undone: _Undone, when: str, *, has_owner: bool = False) -> None:
+    def __init__(self, undone: _Undone, copies: Sequence[_Copy], when: str, *, has_owner: bool = False) -> None:
         self._has_owner = has_owner
-        self.undone = undone
+        self.undone, self.copies = undone, copies
         self.when = when
         self.optimizers: list[Optimizer] = []
         self._moved: list[tuple[_Sample, Values, float]] = []
@@ -431,7 +438,7 @@ class EarlyCopies:
             if moved := [(s, b) for s, b in samples if not np.array_equal(s.read(), b) and _largest(b)]:
                 changed[shape] = moved
         own = {s.parameter.data_ptr() for samples in self._before.values() for s, _ in samples}
-        for thing in _tensors() if changed else ():
+        for thing in _all_tensors() if changed else ():
             with suppress(Exception):  # a tensor without storage, or of a class that refuses to be read
                 if not thing.is_floating_point() or thing.data_ptr() in own:
                     continue
@@ -486,24 +493,72 @@ def _message(name: str, when: str, optimizer: str) -> str:
     )
 
 
-def _copies_of(samples: Sequence[_Sample]) -> list[tuple[ReferenceType[Tensor], _Sample]]:
-    """Return all tensors of the process that equal parameters now, in other memory, with the samples of these."""
-    wanted: dict[tuple[int, ...], list[tuple[_Sample, Values]]] = {}
-    for sample in samples:
-        wanted.setdefault(tuple(sample.parameter.shape), []).append((sample, _read([sample])[0]))
-    found = []
-    for tensor in _tensors():
+class _Copy:
+    """A tensor that had the values of a parameter.
+
+    Args:
+        tensor: of the parameter's shape, or a longer flat one.
+        sample: the values of the parameter.
+        start: the first of these values in the flat tensor.
+    """
+
+    def __init__(self, tensor: Tensor, sample: _Sample, start: int) -> None:
+        self.sample = sample
+        self._tensor, self._start = ref(tensor), start
+
+    def read(self) -> Values | None:
+        """Return the values that the copy has now; None: it is gone."""
+        tensor = self._tensor()
+        return None if tensor is None else _read([_Sample(self.sample.name, tensor, self._start)])[0]
+
+
+def _copies_of(samples: Sequence[_Sample], tensors: Iterable[Tensor]) -> list[_Copy]:
+    """Return those of some tensors that equal parameters now, in other memory."""
+    wanted = [(sample, _read([sample])[0][: sample.n_values]) for sample in samples]
+    shapes = {sample.parameter.shape for sample in samples}
+    own = {sample.parameter.data_ptr() for sample in samples}
+    found: list[_Copy] = []
+    for tensor in tensors:
         with suppress(Exception):  # a tensor without storage, or of a class that refuses to be read
-            for sample, values in wanted.get(tuple(tensor.shape), ()):
-                if not tensor.is_floating_point() or tensor.data_ptr() == sample.parameter.data_ptr():
+            is_flat = tensor.dim() == 1 and tensor.device.type == "cpu" and tensor.numel() <= MOST_FLAT
+            if not (tensor.shape in shapes or is_flat) or not tensor.is_floating_point() or tensor.data_ptr() in own:
+                continue
+            for sample, values in wanted:
+                if not values.any():
                     continue
-                rounded = _Sample(sample.name, tensor, sample.start).view().to(sample.parameter.dtype).float().cpu()
-                if np.array_equal(rounded.numpy(), values[: len(rounded)]):
-                    found.append((ref(tensor), sample))
+                if tensor.shape == sample.parameter.shape:
+                    copy = _Copy(tensor, sample, sample.start)
+                    if np.array_equal(_rounded(copy.read(), sample)[: len(values)], values):
+                        found.append(copy)
+                elif is_flat and tensor.numel() > sample.parameter.numel():
+                    flat = _rounded(tensor.detach().float().numpy(), sample)
+                    starts = np.flatnonzero(flat == values[0])[:100]
+                    is_here = (start for start in starts if np.array_equal(flat[start : start + len(values)], values))
+                    found += [_Copy(tensor, sample, int(start)) for start in is_here]
     return found
 
 
-def _tensors() -> Iterator[Tensor]:
+def _rounded(values: Values | None, sample: _Sample) -> Values:
+    """Return float32 values as they are in the parameter's type, which may have fewer digits."""
+    exact = torch.from_numpy(np.zeros(0, np.float32) if values is None else values)
+    rounded: Values = exact.to(sample.parameter.dtype).float().numpy()
+    return rounded
+
+
+def _tensors_in(things: Iterable[Any], depth: int = 4) -> Iterator[Tensor]:
+    """Yield the tensors that optimizers hold in their states and attributes."""
+    for thing in things:
+        if isinstance(thing, Tensor):
+            yield thing
+        elif depth and isinstance(thing, Mapping):
+            yield from _tensors_in(thing.values(), depth - 1)
+        elif depth and isinstance(thing, (list, tuple)):
+            yield from _tensors_in(thing, depth - 1)
+        elif depth and isinstance(thing, Optimizer):
+            yield from _tensors_in(vars(thing).values(), depth - 1)
+
+
+def _all_tensors() -> Iterator[Tensor]:
     """Yield all tensors that live in this process."""
     for thing in gc.get_objects():
         if issubclass(type(thing), Tensor):  # isinstance would call __class__ of proxies

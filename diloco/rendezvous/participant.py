@@ -131,6 +131,11 @@ class Participant:
         return sum(made) / len(made) * self._work_per_step
 
     @property
+    def has_no_work(self) -> bool:
+        """Whether no step of this replica is uncounted, and no work of an earlier attempt either."""
+        return not any(self.phase.made) and not any(self.phase.is_restored)
+
+    @property
     def is_alone(self) -> bool:
         """Whether one replica was launched, and no other is in the newest seal."""
         me, seal = self._context.me, self._members.seal

@@ -48,7 +48,7 @@ class ScheduleFree(torch.optim.Optimizer):
     def __init__(self, parameters: Iterator[nn.Parameter], lr: float, beta: float = 0.9) -> None:
         super().__init__(parameters, {"lr": lr, "beta": beta, "k": 0, "train_mode": True})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             weight = 1 / (group["k"] + 1)
             for y in group["params"]:
