@@ -175,7 +175,7 @@ def test_an_ema_goes_along_where_the_other_run_has_one_and_begins_anew_where_not
     first.close()
     second, _, begun = with_ema("second", source="first")
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(begun.parameters(), ema.parameters(), strict=True))
-    assert not torch.equal(begun.module[0].weight, second.anchor()["0.weight"])
+    assert not torch.equal(begun.get_parameter("module.0.weight"), second.anchor()["0.weight"])
     second._close(in_order=False)
 
 
