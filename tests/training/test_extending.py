@@ -106,6 +106,19 @@ def test_a_replica_that_trains_learns_of_it_at_its_old_end_and_makes_the_same_an
     ]
 
 
+@pytest.mark.parametrize("options", [{"overlap_steps": 1}, {"overlap_steps": "auto"}, {"background": True}])
+def test_rounds_beside_the_training_are_extended_too(options: dict[str, Any]) -> None:
+    store = MemoryStore()
+    running = Attempt(store, fragments=2, total_steps=18, **options).train(until=7)
+    extend(store, total_steps=31)
+    running.train().diloco.close()
+    plan = Plan(2, 2, total_steps=18)
+    plan.extend(31)
+    assert (running.diloco.rounds, running.diloco.inner_step) == (plan.n_entries, 31)
+    found = read_model(Source(store=store, run_id="run", extensions={"total_steps": [31]}))
+    assert all(torch.equal(found.tensors[name], values) for name, values in running.model.state_dict().items())
+
+
 def test_the_log_of_an_extended_run_is_computed_again_by_the_adr() -> None:
     class Keeping(MemoryStore):
         def delete(self, key: str) -> None:
