@@ -33,7 +33,7 @@ def model(
 ) -> int:
     """Write the model that a run has trained with DiLoCo into a file.
 
-    It is read from the run's store alone, also while the run continues. A file of that name is replaced.
+    The command reads the run's rendezvous alone, also while the run continues. A file of that name is replaced.
     """
     from executors.report.words import name_number, name_size
 

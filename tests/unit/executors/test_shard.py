@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import multiprocessing
 import pickle
 from array import array
@@ -356,6 +357,8 @@ def test_workers_of_a_loader_see_what_was_set_on_a_share(method: str) -> None:
         share, batch_size=2, num_workers=1, collate_fn=share.collate_fn, multiprocessing_context=context
     )
     assert list(loader) == [(-1, -3), (-5, -7), (-9,)]
+    del loader
+    gc.collect()  # its semaphores: the tracker, when it ends, unlinks those that are left, and their owner finds none
     if method == "spawn":  # its tracker lives as long as this process, and the fixture takes it for left over
         cast(Any, resource_tracker)._resource_tracker._stop()
 
