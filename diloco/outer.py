@@ -310,6 +310,19 @@ class DiLoCo:
             )
         return self._loop.steps(self)
 
+    def stop(self) -> None:
+        """Ask all replicas to end the run with one of the next rounds, as for early stopping.
+
+            if patience.is_over(held_out_loss):
+                diloco.stop()  # and continue: the loop over steps() ends by itself, on every replica
+
+        The wish travels with this replica's next contribution. The round that counts it is the last one, on all
+        replicas: `is_over` is True from then on, and all end with the same model. Go on calling `step()` until then.
+        A run that was stopped stays so: replicas that come back find it over.
+        """
+        self._check_open()
+        self._participant.phase.wants_to_stop = True
+
     def _undo_step(self) -> None:
         """Give the model the anchor again: every replica ends with that, and this step belongs to no round."""
         self._loop.warn_past_the_end(self.inner_step)
@@ -420,6 +433,8 @@ class DiLoCo:
             return
         self._closed = True
         self._stale.close()
+        if in_order and self._participant.phase.wants_to_stop and not self.is_over:
+            self._loop.warn_of_early_close()
         is_open.pop(self._name, None)
         try:
             with self._liaison.waiting("round"):
@@ -549,6 +564,9 @@ class DiLoCo:
         with self._liaison.waiting("round"):
             reports = act()
         if reports:
+            if self.is_over and self._settings.plan.ended_by and not self._loop.has_told_of_stop:
+                self._liaison.replan(self._settings.total_of_steps)
+                self._loop.tell_of_stop(self._settings.plan.ended_by, reports[-1].round)
             if self.is_over and self._extension.look(self._find_total):
                 self._liaison.replan(self._settings.total_of_steps)
             self._keep_if_due()

@@ -177,7 +177,7 @@ def read_state(
         `read_state(Source(store=store_at("runs"), run_id="first-try")).state.arrays()`
     """
     log = open_log(source)
-    agreed, plan = log.agreed, log.agreed.plan(source.extensions)
+    agreed, plan = log.agreed, log.plan(source.extensions)
     most = _most_rounds(source, agreed, plan, step, rounds)
     try:
         state, notes = _newest(source, log, plan, most, outer_optimizer)

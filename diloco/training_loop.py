@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from diloco.errors import DiLoCoError
@@ -38,6 +38,8 @@ class TrainingLoop:
         self._begins_at = begins_at
         self._knows_begin = begins_at == 0
         self._has_warned = False
+        self.has_told_of_stop = False
+        """Whether the line was printed that says who stopped the run."""
         self._calls = 0
 
     def trust(self) -> None:
@@ -73,6 +75,20 @@ class TrainingLoop:
             f"replicas: this replica continues at inner step {self._begins_at}{until}. A loop of your own must begin "
             f"there: for step in diloco.steps(), or range(diloco.inner_step, {total or '…'}).",
             file=sys.stderr,
+        )
+
+    def tell_of_stop(self, ranks: Sequence[int], round_: int) -> None:
+        """Print one line that says which replicas have stopped the run."""
+        self.has_told_of_stop = True
+        named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        print(f"replicas: {named} stopped the run, which ends with round {round_}.", file=sys.stderr)
+
+    def warn_of_early_close(self) -> None:
+        """Warn that this replica asked all to stop, and leaves before a round has told the others."""
+        warnings.warn(
+            "close() was called after stop() and before the round that ends the run, so the other replicas go on. Call "
+            "step() until diloco.is_over is True.",
+            stacklevel=5,
         )
 
     def warn_past_the_end(self, step: int) -> None:

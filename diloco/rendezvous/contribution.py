@@ -44,6 +44,7 @@ def send_contribution(context: Context, entry: EntryState, send: Send, waited_s:
             in_phase=not send.is_early,
             wire=layout.wire.name,
             steps=send.steps if packed else 0,
+            stop=phase.wants_to_stop,
         ).head(key, context.proof, layout.n_blocks)
         entry.sent.add(unframe(head, key, context.proof)[1])
         return head

@@ -159,15 +159,23 @@ def check_extension(store: Store, run_id: str, key: bytes | None, asked: Mapping
     prefix = f"{run_id}/diloco/"
     names = {entry.key.removeprefix(prefix).partition("/")[0] for entry in store.list(prefix)}
     found: dict[str, Agreed] = {}
+    ended_by: dict[str, tuple[int, ...]] = {}
     for name in sorted(names):
         log = StoredLog(patient, Keys(run_id, name), proof)
         try:
             if log.start is not None:
                 found[name] = log.agreed
+                ended_by[name] = log.plan().ended_by
         except (BadRecordError, CorruptObjectError):  # replicas say more of it than is known here
             return
     if not found:
         raise ValueError(f"Run {run_id!r} has nothing to extend: its replicas have not begun, or train without DiLoCo.")
+    if all(ended_by.values()):
+        rank = next(iter(ended_by.values()))[0]
+        raise ValueError(
+            f"Run {run_id!r} cannot be extended: rank {rank} stopped it with DiLoCo.stop(). Launch a new run from its "
+            f"model: replicas launch … --from {run_id}"
+        )
     problems = [problem for name, agreed in found.items() if (problem := _problem(run_id, agreed, asked))]
     if len(problems) == len(found):
         raise ValueError(problems[0])
@@ -237,7 +245,7 @@ def check_source(
     if all(log.agreed.inner_steps is None for log in logs):
         raise ValueError(f"Run {run_id!r} has rounds by the clock, so a step ({step}) does not name one. Remove it.")
     firsts = [(log, min(filter(log.has_parts, log.snapshots()), default=None)) for log in logs]
-    plans = [(log.agreed.plan(extensions), first) for log, first in firsts if first is not None]
+    plans = [(log.plan(extensions), first) for log, first in firsts if first is not None]
     if all(plan.position_at(step) < first for plan, first in plans):
         first_step = min((plan.step_before(first) for plan, first in plans), default=None)
         left = "" if first_step is None else f" The earliest one that is left is of step {first_step}."

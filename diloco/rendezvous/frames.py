@@ -59,6 +59,8 @@ class Contribution:
     """How the payload is encoded."""
     steps: int = 0
     """How many inner steps it is made of."""
+    stop: bool = False
+    """Whether the sender wants the run to end with the round that counts this."""
 
     def head(self, key: str, proof: Proof, n_blocks: int | None = None) -> bytes:
         """Return the head of an object with this key, as long as that of a payload of `n_blocks` blocks."""
@@ -77,6 +79,7 @@ class Contribution:
                 "head_start_s": round(self.head_start_s, 3),
                 "in_phase": self.in_phase,
                 "steps": self.steps,
+                **({"stop": True} if self.stop else {}),
                 **_wire_field(self.wire),
             },
             key,
@@ -108,6 +111,7 @@ class Contribution:
                 in_phase=typed(bool, fields["in_phase"]),
                 wire=_wire_of(fields),
                 steps=_whole(fields["steps"]),
+                stop=typed(bool, fields.get("stop", False)),
             )
         return contribution, digest
 
@@ -150,6 +154,8 @@ class Seal:
     """Groups of members that sent the same work, as on the same data. No decision depends on it."""
     wire: str = FP32
     """How the mean in here is encoded."""
+    stops: tuple[int, ...] = ()
+    """The members that want the run to end with this round. If there is one, it does: see `end.py`."""
 
     @property
     def inputs(self) -> dict[int, Member]:
@@ -170,6 +176,7 @@ class Seal:
             "shards": self.shards,
             "phase_s": float(f"{self.phase_s:.6g}"),
             "same": self.same,
+            **({"stops": list(self.stops)} if self.stops else {}),
         }
         if not self.shards:
             fields |= {"mean": proof.digest(self.mean), **_wire_field(self.wire)}
@@ -204,19 +211,20 @@ class Seal:
             }
             anchor, phase_s = _digest(fields["anchor"]), _seconds(fields["phase_s"])
             shards, same = _whole(fields["shards"], MAX_SHARDS), _groups(fields["same"], members.keys())
+            stops = _some_of(fields.get("stops", []), members.keys())
             digest, found = (None, FP32) if shards else (_digest(fields["mean"]), _wire_of(fields))
             if not members:
                 raise ValueError("it names nobody")
         mean = memoryview(data)[end:]
         if digest is None:
-            return cls(members, anchor, shards, phase_s=phase_s, same=same)
+            return cls(members, anchor, shards, phase_s=phase_s, same=same, stops=stops)
         if mean and wire is not None and found != wire:
             raise BadRecordError(f"The mean in this seal is {found} and not {wire}.")
         if proof.digest(mean) != digest:
             if whole:
                 raise BadRecordError("The mean in this seal is not what was sealed.")
-            return cls(members, anchor, shards, b"", digest, phase_s, same, found)
-        seal = cls(members, anchor, shards, mean, phase_s=phase_s, same=same, wire=found)
+            return cls(members, anchor, shards, b"", digest, phase_s, same, found, stops)
+        seal = cls(members, anchor, shards, mean, phase_s=phase_s, same=same, wire=found, stops=stops)
         expected_bytes = len(mean) if size_bytes is None else size_bytes if seal.inputs else 0
         if len(mean) != expected_bytes:
             raise BadRecordError(f"The mean in this seal has {len(mean)} bytes instead of {expected_bytes}.")
@@ -297,6 +305,14 @@ def _groups(value: Any, ranks: Set[int]) -> tuple[tuple[int, ...], ...]:
     if len(set(named)) < len(named) or not ranks >= set(named) or any(len(group) < 2 for group in groups):
         raise ValueError(f"{str(value)[:40]!r} instead of groups of its members")
     return groups
+
+
+def _some_of(value: Any, ranks: Set[int]) -> tuple[int, ...]:
+    """Read some of these ranks, each once."""
+    named = tuple(_whole(rank, MAX_RANK) for rank in typed(list, value))
+    if len(set(named)) < len(named) or not ranks >= set(named):
+        raise ValueError(f"{str(value)[:40]!r} instead of some of its members")
+    return named
 
 
 def _whole(value: Any, most: int | None = None) -> int:

@@ -37,6 +37,10 @@ class Keys:
         """Return the prefix of all snapshots' pointers."""
         return self._under("snapshot/")
 
+    def end(self) -> str:
+        """Return the key of the record of where a run ends that a replica has stopped."""
+        return self._under("end")
+
     def rest(self, entry: int) -> str:
         return self._under(f"rest/{entry}")
 

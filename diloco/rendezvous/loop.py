@@ -13,6 +13,7 @@ from math import hypot
 from typing import Literal
 
 from diloco.rendezvous.contribution import send_contribution
+from diloco.rendezvous.end import end_with
 from diloco.rendezvous.frames import Seal
 from diloco.rendezvous.keys import folder_of
 from diloco.rendezvous.mean import Reducer
@@ -144,8 +145,10 @@ class Rendezvous:
     # -- the outer step ----------------------------------------------------------------------------------------------
 
     def _apply(self, entry: EntryState, seal: Seal, mean: Sequence[memoryview]) -> RoundReport:
+        context = self._context
+        end_with(seal, entry.index, context.plan, self._store, self._keys, context.proof)
         verdict, is_partly = self._verdict(entry, seal)
-        began = self._context.clock()
+        began = context.clock()
         self._writer.before_step(entry.index, seal)
         applied = self._training.apply(entry.index, mean, verdict, entry.packed, partly=is_partly)
         ended = self._context.clock()

@@ -41,6 +41,8 @@ class Plan:
     """By the clock: seconds from one fragment's round to the next fragment's, by each replica's own."""
     earlier: tuple[int, ...] = ()
     """The totals before the run was extended to `total_steps`, in ascending order."""
+    ended_by: tuple[int, ...] = ()
+    """The ranks that ended the run before its planned end; none if it was not ended so."""
     _stages: tuple[_Stage, ...] = field(init=False, repr=False, compare=False)
     """Derived from the totals: a training loop asks for them at every step."""
 
@@ -53,9 +55,26 @@ class Plan:
         Args:
             total: in the unit of `total_steps`.
         """
-        if self.total_steps is None or total <= self.total_steps:
+        if self.total_steps is None or total <= self.total_steps or self.ended_by:
             return False
         self.earlier, self.total_steps = (*self.earlier, self.total_steps), total
+        self._stages = tuple(self._divided())
+        return True
+
+    def end_after(self, entry: int, ranks: tuple[int, ...]) -> bool:
+        """End the plan at the step of an entry. Return False, and change nothing, if it ends there or earlier.
+
+        Each other fragment has one more round, at the same step: the entries behind this one.
+
+        Args:
+            entry: the entry whose round is the first of the last ones.
+            ranks: the replicas that asked for the end.
+        """
+        end = self.step_before(entry) + self.steps_per_entry
+        if self.total_steps is not None and end >= self.total_steps:
+            return False
+        self.ended_by = ranks
+        self.earlier, self.total_steps = tuple(total for total in self.earlier if total < end), end
         self._stages = tuple(self._divided())
         return True
 
@@ -160,6 +179,8 @@ class Phase:
         """Whether this process has made a step, so that it knows how long a phase takes."""
         self.is_over = False
         """Whether no round is planned any more, so that nothing bounds the steps."""
+        self.wants_to_stop = False
+        """Whether this replica asks all to end the run with the next round that counts its contribution."""
         # What the rounds know.
         self.is_out = False
         """Whether this replica is out of phase."""

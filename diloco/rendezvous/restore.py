@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from diloco.errors import DivergenceError, QuorumTimeoutError
+from diloco.rendezvous.end import end_with, follow_end
 from diloco.rendezvous.envelope import BadRecordError, reading, typed, unproven
 from diloco.rendezvous.frames import READ_TRIES, Seal
 from diloco.rendezvous.keys import folder_of
@@ -81,6 +82,8 @@ class SnapshotReader:
                     continue
                 self._may_offer = False
                 if self._took(entry, pointer, arrays):
+                    # The seal that ended the run may lie before this snapshot, and is then never read.
+                    follow_end(context.plan, self._store, self._keys, context.proof)
                     return entry
                 above = -1  # the state from before is lost now
             if above >= 0:
@@ -310,7 +313,8 @@ class Cursor:
                 entry = EntryState.begin(context, self.position)
             seal = self._seals.seal(entry.index)
             mean = self._reducer.collect(entry, seal) if seal is not None else None
-            if mean is not None:
+            if mean is not None and seal is not None:
+                end_with(seal, entry.index, context.plan, context.store, context.keys, context.proof)
                 self._training.replay(entry.index, mean)
                 self.position += 1
             elif self.is_stuck(entry, seal) and (jumped := self._reader.load(entry.index)) is not None:

@@ -339,7 +339,9 @@ class Sealer:
         }
         heads = {rank: entry.seen[rank][0] for rank in good}
         phase_s, same = max(head.phase_s for head in heads.values()), groups_of_same_work(heads)
-        seal = Seal(members, anchor, 0, mean or b"", phase_s=phase_s, same=same, wire=entry.layout.mean_wire.name)
+        stops = tuple(rank for rank, head in sorted(heads.items()) if head.stop)
+        wire = entry.layout.mean_wire.name
+        seal = Seal(members, anchor, 0, mean or b"", phase_s=phase_s, same=same, wire=wire, stops=stops)
         if mean is None and seal.inputs:
             seal = replace(seal, shards=entry.layout.n_shards(len(seal.owners)))
         key = self._context.keys.seal(entry.index)

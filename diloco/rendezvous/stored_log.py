@@ -14,6 +14,7 @@ from functools import cached_property
 from math import isfinite, prod
 from typing import Any, Self
 
+from diloco.rendezvous.end import follow_end
 from diloco.rendezvous.envelope import BadRecordError, aligned, frame, padded, reading, typed, unframe, unproven
 from diloco.rendezvous.frames import READ_TRIES, MeanHead, Seal, head_bytes
 from diloco.rendezvous.keys import Keys
@@ -161,6 +162,19 @@ class StoredLog:
         self._keys = keys
         self._proof = proof
         self._limits = limits or Limits()
+
+    def plan(self, extensions: Mapping[str, Sequence[int]] | None = None) -> Plan:
+        """Return how the run is divided into entries, up to the end that a replica has set, if one has.
+
+        Args:
+            extensions: the totals that the run was extended to, as `Agreed.plan` takes them.
+
+        Raises:
+            CorruptObjectError: the agreement cannot be read.
+        """
+        plan = self.agreed.plan(extensions)
+        follow_end(plan, self._store, self._keys, self._proof)
+        return plan
 
     @cached_property
     def start(self) -> Pointer | None:

@@ -126,12 +126,11 @@ class Companion:
 
         Returns: whether this trainer must continue until `is_over`. False if it may end now.
         """
-        stop = getattr(self.diloco, "stop", None)
-        if stop is None or self.is_over:
+        if self.is_over:
             return False
         if not self._has_asked:
             self._has_asked = True
-            stop()
+            self.diloco.stop()
         return not self.is_over
 
     @torch.no_grad()

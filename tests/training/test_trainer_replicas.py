@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from support.trainer_tasks import LOCAL, STARTS_WITHIN_S, calm_and_killed, has_reported, stop_early, train_for_ever
 
-from diloco import DiLoCo
 from executors import launch
 from executors.testing import eventually
 
@@ -48,7 +47,6 @@ def test_at_sigterm_the_trainer_saves_its_checkpoint_and_the_replica_ends(tmp_pa
     assert not (checkpoint / "checkpoint-is-incomplete.txt").exists()
 
 
-@pytest.mark.xfail(not hasattr(DiLoCo, "stop"), reason="DiLoCo.stop() is not built yet", strict=True)
 @pytest.mark.parametrize(("trainer", "needs"), [("hf", "transformers"), ("lightning", "lightning")])
 def test_a_training_that_one_replica_stops_ends_at_one_round_with_one_model(
     trainer: str, needs: str, tmp_path: Path

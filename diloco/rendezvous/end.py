@@ -1,0 +1,82 @@
+"""Ending a run before its planned end: one replica asks for it, and all end after the same round.
+
+The wish travels with a contribution. The seal that counts the contribution names who wished it, and a seal is the same
+for everybody: so every replica ends the plan at that entry, whatever it had planned. The record of the end is for
+replicas that load a newer snapshot and so never read that seal.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+
+from diloco.rendezvous.envelope import BadRecordError, frame, reading, typed, unframe
+from diloco.rendezvous.frames import MAX_RANK, READ_TRIES, Seal
+from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.patient_store import PatientStore
+from diloco.rendezvous.phase import Plan
+from diloco.rendezvous.proof import Proof
+from executors.store import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Where a run ends that a replica has stopped.
+
+    Args:
+        entry: the first of the last entries; each other fragment has one more, at the same step.
+        ranks: the replicas that asked for it.
+
+    Example:
+        End(12, (3,)).data(keys.end(), proof)
+    """
+
+    entry: int
+    ranks: tuple[int, ...]
+
+    def data(self, key: str, proof: Proof) -> bytes:
+        """Return the record as it is stored."""
+        return frame({"entry": self.entry, "ranks": list(self.ranks)}, key, proof)
+
+    @classmethod
+    def parse(cls, data: Buffer, key: str, proof: Proof) -> End:
+        """Read a record.
+
+        Raises:
+            BadRecordError: these bytes are not the record of an end.
+        """
+        fields, _, _ = unframe(data, key, proof)
+        with reading("end of the run"):
+            entry, ranks = typed(int, fields["entry"]), tuple(typed(int, rank) for rank in typed(list, fields["ranks"]))
+            if entry < 0 or not ranks or len(ranks) > MAX_RANK or not all(0 <= rank <= MAX_RANK for rank in ranks):
+                raise ValueError("an entry or ranks that cannot be")
+        return cls(entry, ranks)
+
+
+def find_end(store: PatientStore, keys: Keys, proof: Proof) -> End | None:
+    """Return where the run ends that a replica has stopped; None if none has, or the record cannot be read."""
+    key = keys.end()
+    for _ in range(READ_TRIES):
+        data = store.peek(key)
+        if not data:
+            return None
+        with suppress(BadRecordError):
+            return End.parse(data, key, proof)
+        store.note_bad(key, data)
+    return None
+
+
+def follow_end(plan: Plan, store: PatientStore, keys: Keys, proof: Proof) -> None:
+    """End a plan where the record of the run's end says; without a record, leave it as it is."""
+    if (end := find_end(store, keys, proof)) is not None:
+        plan.end_after(end.entry, end.ranks)
+
+
+def end_with(seal: Seal, entry: int, plan: Plan, store: PatientStore, keys: Keys, proof: Proof) -> None:
+    """End a plan with the entry whose seal says that a replica wants to stop, and record it.
+
+    Call it before the entry is applied: the outer step of a last round is a plain average.
+    """
+    if seal.stops and plan.end_after(entry, seal.stops):
+        key = keys.end()
+        store.create(key, End(entry, seal.stops).data(key, proof))

@@ -1,0 +1,135 @@
+"""One replica stops the run: all end after the same round, with one model, whatever they have planned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from support.training import PLAIN, leave, next_process, nudge, place
+from torch import nn
+
+from diloco import DiLoCo
+from diloco.rendezvous.end import End
+from diloco.rendezvous.envelope import BadRecordError
+from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.proof import UNSIGNED
+from diloco.testing import run_replicas
+from executors.store import MemoryStore
+
+CASES: dict[str, dict[str, Any]] = {
+    "steps": {"inner_steps": 4, "total_steps": 400},
+    "without a total": {"inner_steps": 4},
+    "fragments": {"inner_steps": 4, "total_steps": 400, "fragments": 2},
+    "overlap": {"inner_steps": 4, "total_steps": 400, "overlap_steps": 2, "merge": "carry"},
+    "overlap until it comes": {"inner_steps": 4, "total_steps": 400, "overlap_steps": "auto"},
+    "int8": {"inner_steps": 4, "total_steps": 400, "wire": "int8", "fragments": 2},
+    "by the clock": {"round_seconds": 0.05, "total_rounds": 1000},
+    "momentum": {"inner_steps": 4, "total_steps": 400, "outer_lr": 0.7, "outer_momentum": 0.9},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_replicas_end_after_the_same_round_with_one_model(case: str) -> None:
+    def body(where: Mapping[str, Any]) -> tuple[int, list[float], list[float]]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        diloco = DiLoCo(model, **{**PLAIN, **CASES[case]}, **where)
+        draw = torch.Generator().manual_seed(where["rank"])
+        while not diloco.is_over:
+            nudge(model, 0.01 * float(torch.rand((), generator=draw)))
+            if where["rank"] == 1 and diloco.inner_step >= 9:
+                diloco.stop()
+            diloco.step()
+            assert diloco.inner_step < 300, "nobody has stopped"
+        diloco.close()
+        values = [float(value) for p in model.parameters() for value in p.detach().flatten()]
+        return diloco.rounds, values, [float(v) for t in diloco.anchor().values() for v in t.flatten()]
+
+    (rounds, values, anchor), *others = run_replicas(3, body)
+    assert all(other == (rounds, values, anchor) for other in others)
+    assert values == anchor
+    if case in ("steps", "without a total", "momentum"):
+        assert rounds == 3, "step 9 lies in the third round"
+
+
+def test_a_run_that_was_stopped_is_over_for_whoever_comes_back_to_it() -> None:
+    store = MemoryStore()
+    for snapshot_every in (1, 100):  # with a snapshot behind the last round, and with none
+        where = {**place(store), "run_id": f"run-{snapshot_every}"}
+        options: dict[str, Any] = {"inner_steps": 2, "total_steps": 100, "snapshot_every": snapshot_every, **PLAIN}
+        first = DiLoCo(model := nn.Linear(2, 1), **options, **where)
+        for step in first.steps():
+            nudge(model, 1.0)
+            if step == 5:
+                first.stop()
+            first.step()
+        assert (first.rounds, first.inner_step, first.progress) == (3, 6, 1.0)
+        anchor = first.anchor()
+        leave(first)
+        next_process()
+        with DiLoCo(model := nn.Linear(2, 1), **options, **where) as second:
+            assert second.is_over
+            assert list(second.steps()) == []
+        assert torch.equal(model.weight.detach(), anchor["weight"])
+        next_process()
+
+
+def test_a_replica_that_did_not_see_the_last_seal_ends_with_the_others_too() -> None:
+    """It loads a snapshot behind that seal, and knows of the end by its record alone."""
+    store = MemoryStore()
+    first = DiLoCo(model := nn.Linear(2, 1), inner_steps=2, snapshot_every=1, **PLAIN, **place(store))
+    first.step()
+    leave(first)
+    next_process()
+    keys = Keys("test", "main")
+    store.put(keys.end(), End(0, (1,)).data(keys.end(), UNSIGNED))
+    nudge(model, 0.0)
+    again = DiLoCo(nn.Linear(2, 1), inner_steps=2, snapshot_every=1, **PLAIN, **place(store))
+    assert again._settings.plan.total_steps == 2
+    leave(again)
+
+
+def test_the_line_on_stderr_names_who_stopped_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    diloco = DiLoCo(nn.Linear(2, 1), inner_steps=2, total_steps=50, **PLAIN, **place())
+    diloco.stop()
+    diloco.step()
+    diloco.step()
+    assert capsys.readouterr().err == "replicas: rank 0 stopped the run, which ends with round 1.\n"
+    diloco.close()
+
+
+def test_closing_before_the_last_round_warns_that_the_others_go_on() -> None:
+    diloco = DiLoCo(nn.Linear(2, 1), inner_steps=2, total_steps=50, **PLAIN, **place())
+    diloco.step()
+    diloco.step()
+    diloco.stop()
+    with pytest.warns(UserWarning, match="other replicas go on"):
+        diloco.close()
+
+
+def test_stopping_in_the_last_planned_round_changes_nothing() -> None:
+    diloco = DiLoCo(nn.Linear(2, 1), inner_steps=2, total_steps=4, **PLAIN, **place())
+    for _ in diloco.steps():
+        if diloco.inner_step >= 2:
+            diloco.stop()
+        diloco.step()
+    assert (diloco.rounds, diloco._settings.plan.ended_by) == (2, ())
+    diloco.close()
+
+
+@pytest.mark.parametrize(
+    "fields", [{"entry": -1, "ranks": [0]}, {"entry": 1, "ranks": []}, {"entry": "1", "ranks": [0]}, {"entry": 1}]
+)
+def test_a_hostile_record_of_an_end_is_refused_and_ends_nothing(fields: dict[str, Any]) -> None:
+    from diloco.rendezvous.envelope import frame
+
+    key = Keys("test", "main").end()
+    data = frame(fields, key, UNSIGNED)
+    with pytest.raises(BadRecordError):
+        End.parse(data, key, UNSIGNED)
+    store = MemoryStore()
+    store.put(key, data)
+    diloco = DiLoCo(nn.Linear(2, 1), inner_steps=2, total_steps=4, **PLAIN, **place(store))
+    assert not diloco.is_over
+    leave(diloco)
