@@ -82,8 +82,8 @@ class SnapshotReader:
                     continue
                 self._may_offer = False
                 if self._took(entry, pointer, arrays):
-                    # The seal that ended the run may lie before this snapshot, and is then never read.
-                    follow_end(context.plan, self._store, self._keys, context.proof)
+                    if entry != self.first:  # the seal that ended the run may lie before, and is then never read
+                        follow_end(context.plan, self._store, self._keys, context.proof)
                     return entry
                 above = -1  # the state from before is lost now
             if above >= 0:
