@@ -229,18 +229,26 @@ class Rendezvous:
         """Return whether work is left out once more that has waited for as many rounds as it may."""
         most, n_fragments = self._context.carry_rounds, len(self._context.layouts)
         waited = (entry.index - self.cursor.uncounted_since[entry.fragment]) // n_fragments
-        if most is None or waited < most or not self.cursor.steps_left(entry.fragment):
+        steps = self.cursor.steps_left(entry.fragment)
+        if most is None or waited < most or not steps:
             return False
-        mine, theirs = self._phase.seconds, seal.phase_s
-        slower = advice = ""
-        if mine >= NOTABLY_SLOWER * theirs > 0:
-            slower = f"; it is {mine / theirs:.1f} times slower than the round allows"
-            advice = f" Use {'' if self._context.plan.entry_s is None else 'longer '}round_seconds."
+        rounds = f"{waited} rounds" if waited > 1 else "1 round"
         log.warning(
-            "Rank %s: work of %s round%s was not counted and is given up%s. A longer grace_s waits for it.%s",
-            self._me.rank, waited, "s" * (waited > 1), slower, advice,
+            "Rank %s: %s inner step%s dropped, which the mean of %s did not count: %s",
+            self._me.rank, steps, "s are" if steps > 1 else " is", rounds, self._why_uncounted(entry, seal),
         )  # fmt: skip
         return True
+
+    def _why_uncounted(self, entry: EntryState, seal: Seal) -> str:
+        """Return why the work of this replica was left out of rounds, and what can be done about that."""
+        mine, theirs = self._phase.seconds, seal.phase_s
+        # Every step of this process is still uncounted: it has not met the others since it began.
+        if self._me.attempt and self._phase.n_steps <= self._phase.made[entry.fragment]:
+            return "this replica was being started while the others trained on. Nothing needs to be done."
+        if mine >= NOTABLY_SLOWER * theirs > 0:
+            advice = "round_seconds" if self._context.plan.entry_s is None else "longer round_seconds"
+            return f"its steps take {mine / theirs:.1f} times as long as a round allows. Use {advice}, or more grace_s."
+        return "they arrived when the round was decided. A longer grace_s waits for them."
 
     # -- where it is -------------------------------------------------------------------------------------------------
 

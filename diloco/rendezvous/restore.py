@@ -268,7 +268,8 @@ class Cursor:
                 continue
             if progress[fragment].any():
                 log.warning(
-                    "Rank %s: work from before this attempt was not counted in %s rounds and is given up.",
+                    "Rank %s: the work that an earlier attempt left is dropped: %s rounds went by until this replica "
+                    "was started again. Nothing needs to be done.",
                     self._context.me.rank, waited,
                 )  # fmt: skip
             verdicts[fragment] = Verdict.DROPPED

@@ -179,12 +179,16 @@ def test_work_that_waits_too_long_is_given_up_once_and_with_a_warning(
             while diloco.rounds == entry:
                 diloco.step()
     assert diloco.rounds > (carry_rounds or 11)
-    warnings = [record.message for record in caplog.records if "given up" in record.message]
+    warnings = [record.message for record in caplog.records if "dropped" in record.message]
     assert set(model.weight.flatten().tolist()) == {1.0 if carry_rounds is None else 0.0}
     assert len(warnings) == (carry_rounds is not None), warnings
     if carry_rounds is not None:
         rounds = f"{carry_rounds} round{'s' * (carry_rounds > 1)}"  # nothing says that this replica is slow
-        assert warnings == [f"Rank 0: work of {rounds} was not counted and is given up. A longer grace_s waits for it."]
+        (warning,) = warnings
+        assert warning.endswith(
+            f"dropped, which the mean of {rounds} did not count: they arrived when the round was decided. "
+            "A longer grace_s waits for them."
+        )
     leave(diloco)
 
 
@@ -226,4 +230,26 @@ def test_work_that_was_sent_for_an_entry_that_was_jumped_over_goes_with_the_next
     state.hold(0, is_early=False)
     sent = [values.copy() for _, values in decoded(state.wire, [state.pack(1).kept], 16, LIMITS.block_elements)]
     assert np.concatenate(sent) == pytest.approx(-2.0)
+    leave(diloco)
+
+
+def test_steps_that_are_dropped_while_a_replica_comes_back_are_counted_and_explained(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    store = MemoryStore()
+    options: dict[str, Any] = {"inner_steps": 1, "carry_rounds": 1, "late": "carry", **PLAIN}
+    limits = Limits(grace_s=1e6)
+    leave(DiLoCo(nn.Linear(4, 1, bias=False), **options, **place(store, world_size=2), _limits=limits))
+    next_process()
+    model = nn.Linear(4, 1, bias=False)
+    diloco = DiLoCo(model, **options, **place(store, world_size=2), _limits=limits)
+    nudge(model, 1.0)
+    leave_out(store, diloco, range(4))
+    while diloco.rounds < 4:
+        nudge(model, 1.0)
+        diloco.step()
+    (warning,) = [record.message for record in caplog.records if "dropped" in record.message][:1]
+    assert "inner step" in warning
+    assert warning.endswith("this replica was being started while the others trained on. Nothing needs to be done.")
     leave(diloco)
