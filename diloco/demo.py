@@ -23,7 +23,6 @@ from xxhash import xxh3_128
 
 from diloco.outer import DiLoCo
 from diloco.rendezvous.round import RoundReport
-from diloco.settings import FEW_ROUNDS
 from executors.replica import Replica, current_replica
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.8
@@ -156,12 +155,11 @@ def train(
     new_inner = partial(Inner, text, world_size=replica.world_size, steps=steps, batch=batch, seed=seed)
     inner = new_inner(replica.rank)
     model = inner.model
-    few = steps < FEW_ROUNDS * inner_steps  # too few rounds for a momentum: average plainly
     diloco = DiLoCo(
         model,
         inner_steps=min(inner_steps, steps),
-        outer_lr=1.0 if few else OUTER_LR,
-        outer_momentum=0.0 if few else OUTER_MOMENTUM,
+        outer_lr=OUTER_LR,
+        outer_momentum=OUTER_MOMENTUM,
         total_steps=steps,
     )
     began = time.monotonic()

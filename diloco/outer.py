@@ -84,10 +84,17 @@ class DiLoCo:
             after its last one, and work weighs as many steps as it is made of. Train until `progress` is 1.
         outer_optimizer: from a list of parameters to a `torch.optim.Optimizer`, taken as it is. The default is
             Nesterov SGD with `outer_lr`, `outer_momentum`, the ramp and the final average.
+        outer_lr: learning rate of the default outer optimizer, at least 0. Default 0.7, as in the paper.
+        outer_momentum: Nesterov momentum of the default outer optimizer, at least 0 and below 1. Default 0.9, as in the
+            paper, for long runs. In measured runs of up to 1000 steps, in rounds of 10 or 50, 0.8 ended with less loss.
+            For rounds of 5 steps use `outer_lr=1.0` and `outer_momentum=0.5`: there 0.9 was often worse than one
+            replica alone. The table is docs/results/outer_settings.md.
         momentum_warmup: rounds over which the outer momentum grows to its value; "auto": half of the planned ones.
-        final_average: let each fragment's last planned round be a plain average. Needs a total.
+        final_average: let each fragment's last planned round be a plain average. Default True. It needs a total.
+            Without it, the running statistics of a BatchNorm do not fit the parameters, and the constructor warns.
         total_steps: planned inner steps of the run, the same for all. Every fragment has its last round at the last
-            of them, so that no step is in nobody's average and all replicas end with one model.
+            of them, so that no step is in nobody's average and all replicas end with one model. Without a total the
+            momentum grows over 40 rounds: a shorter run has little of it.
         total_rounds: planned rounds of a fragment and one more at the end, with `round_seconds`; else as `total_steps`.
         fragments: how many parts, or lists of modules or names; one has its round every inner_steps / fragments.
         background: have rounds in a thread beside the training; "auto": where `overlap_steps` is not 0. An error in one
@@ -116,6 +123,8 @@ class DiLoCo:
             `inner_steps` is sent; with `round_seconds` it is the weight of one step.
         sync_buffers: average float buffers too, as a BatchNorm's statistics; each merge takes the anchor's. None: but
             for a wire of int8 or int4, too coarse for them, with a warning. Integer buffers stay each replica's own.
+            Before the final average, a BatchNorm's statistics do not fit the anchor. To evaluate it earlier, compute
+            them again with `torch.optim.swa_utils.update_bn`.
         snapshot_every: rounds between snapshots, from which later and returning replicas start.
         allow_no_rounds: let `close()` pass when there was no round: each replica has trained alone, on purpose.
         same_data: what to do when other replicas send the same work, bit for bit, three rounds in a row: they train on
@@ -190,7 +199,7 @@ class DiLoCo:
             begins_warm=place.begins_warm,
         )  # fmt: skip
         settings.check()
-        settings.warn_of_few_rounds()
+        settings.warn_of_outer_settings(model)
         self._model_state = ModelState(model, fragments_, settings, block_elements=limits.block_elements)
         patience_s, proof = limits.error_patience_s, proof_of(settings.key)
         patient = PatientStore(place.store, clock=monotonic, error_patience_s=patience_s, copies=proof.copies)

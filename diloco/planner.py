@@ -28,8 +28,9 @@ MANY_FRAGMENTS = (10, 16, 20, 25, 32, 50, 100)
 """Proposed where the store takes no object as large as with fewer."""
 UNEVEN = 1.1
 """A fragment is of whole layers: the largest may have so much more than its share."""
-FEW_ROUNDS = 30
-"""With fewer planned rounds the outer momentum does more harm than good."""
+SHORT_ROUND_STEPS = 10
+MEASURED_STEPS = 1000
+"""The longest runs for which outer settings were measured."""
 WORTH_IT = 0.9
 MAX_PARAMS = 10**15
 
@@ -125,11 +126,6 @@ class Choice:
     def resolved_mean_wire(self) -> str:
         return self.mean_wire or MEAN_WIRES.get(self.wire, self.wire)
 
-    @property
-    def outer_momentum(self) -> float:
-        """What suits rounds of this length: short ones need less gain."""
-        return 0.7 if self.inner_steps < 10 else 0.8 if self.inner_steps < 20 else 0.9
-
     def fits(self, job: Job) -> bool:
         """Tell whether `DiLoCo` takes these arguments, and the store what they make of the job."""
         try:
@@ -221,8 +217,16 @@ class Plan:
         return None if self.job.steps is None else self.job.steps // self.choice.inner_steps
 
     @property
-    def has_few_rounds(self) -> bool:
-        return self.rounds is not None and self.rounds < FEW_ROUNDS
+    def outer(self) -> tuple[float, float]:
+        """The outer learning rate and momentum for rounds of this length: short rounds and short runs need less.
+
+        The numbers are those that measured best in docs/results/outer_settings.md. Longer runs were not measured, so
+        they have the defaults of `DiLoCo`, unless their rounds are short.
+        """
+        if self.choice.inner_steps < SHORT_ROUND_STEPS:
+            return 1.0, 0.5
+        is_short = self.job.steps is not None and self.job.steps <= MEASURED_STEPS
+        return 0.7, 0.8 if is_short or self.choice.inner_steps < 2 * SHORT_ROUND_STEPS else 0.9
 
     @property
     def up(self) -> float:

@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self
 
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from diloco.errors import DiLoCoError
 from diloco.outer_optimizer import OptimizerFactory, Schedule, never
 from diloco.rendezvous.frames import MAX_WEIGHT
@@ -18,7 +21,11 @@ from executors.store.run_key import key_id
 
 MAX_WARMUP_ROUNDS = 100
 UNKNOWN_WARMUP_ROUNDS = 40
-FEW_ROUNDS = 30
+SHORT_ROUND_STEPS = 10
+"""Rounds of fewer steps need less outer momentum than the default: docs/results/outer_settings.md."""
+MEASURED_ROUNDS = 60
+"""The longest runs of that table. Nothing is known from it about longer ones."""
+HIGH_MOMENTUM = 0.9
 DEFAULT_INNER_STEPS = 500
 
 
@@ -253,16 +260,35 @@ class Settings:
         """Entries from one snapshot to the next: each fragment has had its round in between."""
         return max(self.snapshot_every, self.n_fragments)
 
-    def warn_of_few_rounds(self) -> None:
-        """Warn of a plan too short for an outer momentum."""
-        rounds = self.planned_rounds
-        if self.outer_optimizer is None and self.outer_momentum and rounds is not None and rounds < FEW_ROUNDS:
-            by_steps = f" (total_steps={self.total_steps}, inner_steps={self.steps_of_round})"
-            name = "inner_steps" if self.round_seconds is None else "round_seconds"
+    def warn_of_outer_settings(self, model: nn.Module) -> None:
+        """Warn of outer settings that measured worse than others: docs/results/outer_settings.md has the table.
+
+        An outer optimizer of the user was not measured, so there is no warning of it.
+
+        Args:
+            model: is searched for a BatchNorm with running statistics.
+        """
+        if self.outer_optimizer is not None:
+            return
+        has_short_rounds = self.round_seconds is None and self.steps_of_round < SHORT_ROUND_STEPS
+        is_short = self.planned_rounds is not None and self.planned_rounds <= MEASURED_ROUNDS
+        if has_short_rounds and is_short and self.outer_momentum >= HIGH_MOMENTUM:
             warnings.warn(
-                f"Only {rounds} rounds are planned{by_steps if self.round_seconds is None else ''}: with fewer than "
-                f"{FEW_ROUNDS} the outer momentum does more harm than good. Use a smaller {name}, or outer_lr=1.0 and "
-                "outer_momentum=0.0: plain averaging.",
+                f"inner_steps={self.steps_of_round} with outer_momentum={self.outer_momentum:g}: many measured runs of "
+                f"up to {MEASURED_ROUNDS} rounds as short as this ended worse than one replica alone. Use outer_lr=1.0 "
+                f"and outer_momentum=0.5, or inner_steps of at least {SHORT_ROUND_STEPS}.",
+                stacklevel=3,
+            )
+        has_final_average = self.final_average and self.planned_rounds is not None
+        if self.outer_momentum and not has_final_average and (name := trained_batch_norm(model)) is not None:
+            # Statistics are averaged, and the momentum carries parameters past their average. Only a plain average
+            # brings the two together again.
+            total = "total_steps" if self.round_seconds is None else "total_rounds"
+            remedy = "final_average=True" if self.planned_rounds is not None else f"{total}=…"
+            warnings.warn(
+                f"{name!r} is a BatchNorm, and no final average is planned: its running statistics do not fit "
+                f"parameters that the outer momentum moved. Pass {remedy}, or compute the statistics again before each "
+                "evaluation: torch.optim.swa_utils.update_bn(loader, model).",
                 stacklevel=3,
             )
 
@@ -341,6 +367,19 @@ class Settings:
         """Return the arguments, by name, that `agreed` has only in a derived form."""
         total = {"total_steps": self.total_steps} if self.round_seconds is None else {}
         return {**total, "momentum_warmup": self.momentum_warmup, "snapshot_every": self.snapshot_every}
+
+
+def trained_batch_norm(model: nn.Module) -> str | None:
+    """Return the name of the first BatchNorm whose running statistics change while the model trains, or None.
+
+    Args:
+        model: any module. A BatchNorm in evaluation mode within a model in training mode was frozen on purpose.
+    """
+    for name, module in model.named_modules():
+        is_frozen = model.training and not module.training
+        if isinstance(module, _BatchNorm) and module.track_running_stats and not is_frozen:
+            return name or type(module).__name__
+    return None
 
 
 def _at_least(name: str, value: Any, least: int, also: str = "") -> None:

@@ -26,7 +26,6 @@ import torch
 
 from diloco import DiLoCo
 from diloco.demo import OUTER_LR, OUTER_MOMENTUM, Inner, evaluate, load_text
-from diloco.settings import FEW_ROUNDS
 from executors.store import MemoryStore
 
 BASE = "fp32"
@@ -69,12 +68,11 @@ def train(setting: str, inner_steps: int, seed: int, steps: int, batch: int, n: 
     """Train n replicas in turn: each takes an inner step, then all count it."""
     torch.set_num_threads(1)
     inners = [Inner(text(), rank, n, steps=steps, batch=batch, seed=seed) for rank in range(n)]
-    few = steps < FEW_ROUNDS * inner_steps  # too few rounds for a momentum
     shared = {
         "inner_steps": inner_steps,
         "total_steps": steps,
-        "outer_lr": 1.0 if few else OUTER_LR,
-        "outer_momentum": 0.0 if few else OUTER_MOMENTUM,
+        "outer_lr": OUTER_LR,
+        "outer_momentum": OUTER_MOMENTUM,
         "store": MemoryStore(),
         "run_id": "compared",
         "world_size": n,

@@ -1,7 +1,7 @@
-"""Measures which outer settings suit short runs: makes docs/results/outer_settings.json and the table of the README.
+"""Measures which outer settings suit short runs: makes docs/results/outer_settings.json, .md and a table of the README.
 
     python examples/measure_outer_settings.py --lines measured.jsonl --write docs/results/outer_settings.json
-    python examples/measure_outer_settings.py --lines measured.jsonl --table   # print the table of finished runs
+    python examples/measure_outer_settings.py --lines measured.jsonl --write … --no-more   # of the finished points
 
 One process plays all replicas of a run in its memory, with the outer optimizer and the schedule of `DiLoCo`. No time
 goes into rounds, so the whole grid takes about 40 minutes of one core. Each finished run is one line of the file that
@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass
 from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -57,16 +58,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "no ramp, no final average": {"momentum_warmup": 0, "final_average": False},
 }
 """The outer settings that are compared, as arguments of `DiLoCo`."""
-OWN_BUFFERS: dict[str, dict[str, Any]] = {
-    f"{name}, sync_buffers=False": {**SETTINGS[name], "sync_buffers": False} for name in (DEFAULTS, PLAIN)
+NO_TOTAL = "total_steps=None"
+FOR_BATCH_NORM: dict[str, dict[str, Any]] = {
+    NO_TOTAL: {"total_steps": None},  # a ramp of 40 rounds, and no final average
+    "sync_buffers=False": {"sync_buffers": False},
 }
-"""Compared for models with BatchNorm only: other models have no float buffers."""
+"""Compared for models with BatchNorm only: their running statistics have to fit the averaged parameters."""
 GRIDS: dict[int, dict[int, Sequence[int]]] = {
-    2: {5: (10, 20, 40, 60), 10: (10, 20, 40, 60), 50: (10, 20, 40)},
+    2: {5: (10, 20, 40, 60), 10: (10, 20, 40, 60), 50: (10, 20)},
     4: {10: (20,)},
 }
 """Numbers of rounds, by number of replicas and inner steps per round."""
-LONG_STEPS = 1000
+LONG_STEPS = 600
 """Runs of more steps come last."""
 SIDE = 12
 """Height and width of an image, in pixels."""
@@ -299,8 +302,8 @@ def settings_of(given: Mapping[str, Any], *, inner_steps: int, rounds: int, n: i
         for name, parameter in inspect.signature(DiLoCo.__init__).parameters.items()
         if parameter.default is not inspect.Parameter.empty
     }
-    found = {"inner_steps": inner_steps, "total_steps": inner_steps * rounds, "n_fragments": 1}
-    settings = Settings.of({**defaults, **given}, **found, world_size=n, rank=0)
+    planned = {"inner_steps": inner_steps, "total_steps": inner_steps * rounds}
+    settings = Settings.of({**defaults, **planned, **given}, n_fragments=1, world_size=n, rank=0)
     settings.check()
     return settings
 
@@ -376,7 +379,7 @@ class Measured:
 
 def settings_for(task: Task) -> dict[str, dict[str, Any]]:
     """Return the settings to compare for a task, by name."""
-    return {**SETTINGS, **(OWN_BUFFERS if has_batch_norm(task.model()) else {})}
+    return {**SETTINGS, **(FOR_BATCH_NORM if has_batch_norm(task.model()) else {})}
 
 
 def measure(point: Point) -> Measured:
@@ -420,7 +423,7 @@ def grid(seeds: int, tasks: Sequence[str]) -> list[Point]:
         for seed in range(seeds)
         for task in tasks
     ]
-    return sorted(points, key=lambda point: (point.steps > LONG_STEPS, point.seed, point.n * point.steps))
+    return sorted(points, key=lambda point: (max(point.steps, LONG_STEPS), point.n, point.seed, point.steps))
 
 
 def read_lines(path: Path) -> list[Measured]:
@@ -452,7 +455,7 @@ def write_results(path: Path, measured: Iterable[Measured]) -> None:
             "numpy": np.__version__,
             "machine": platform.machine(),
         },
-        "settings": {**SETTINGS, **OWN_BUFFERS},
+        "settings": {**SETTINGS, **FOR_BATCH_NORM},
         "tasks": {
             name: {
                 "parameters": sum(p.numel() for p in task.model().parameters()),
@@ -474,24 +477,108 @@ def write_results(path: Path, measured: Iterable[Measured]) -> None:
     path.write_text(f'{head},\n "points": [\n{points}\n ]\n}}\n')
 
 
+def above_alone(measured: Sequence[Measured], setting: str, *, renewed: bool = False) -> list[float]:
+    """Return by how many percent the loss of a setting is above that of one replica alone, for each point.
+
+    Args:
+        measured: the points. Those without this setting are left out.
+        setting: its name.
+        renewed: whether to take the loss after the running statistics were computed again.
+    """
+    losses = [(one.with_new_statistics if renewed else one.losses, one.losses[ALONE]) for one in measured]
+    return [100 * (of_point[setting] / alone - 1) for of_point, alone in losses if setting in of_point]
+
+
+def summary(measured: Sequence[Measured]) -> list[str]:
+    """Return the lines of a short table: by setting and inner steps, the mean and the range over all models."""
+    of_two = [one for one in measured if one.point.n == 2]
+    lengths = sorted({one.point.inner_steps for one in of_two})
+    lines = ["| | " + " | ".join(f"`inner_steps={length}`" for length in lengths) + " |"]
+    lines.append("|---" * (len(lengths) + 1) + "|")
+    for name in (*SETTINGS, DATA_PARALLEL):
+        cells = []
+        for length in lengths:
+            above = above_alone([one for one in of_two if one.point.inner_steps == length], name)
+            cells.append(f"{fmean(above):+.1f} % ({min(above):+.0f} … {max(above):+.0f})")
+        shown = f"`{name}`" if "=" in name else name
+        lines.append(f"| {shown} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def table(measured: Sequence[Measured]) -> list[str]:
+    """Return the lines of the whole table: means over the seeds for each model and plan."""
+    names = [DATA_PARALLEL, *SETTINGS, *FOR_BATCH_NORM]
+    head = ["model", "replicas", "inner_steps", "rounds", "seeds", "alone", *names]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    plans: dict[tuple[str, int, int, int], list[Measured]] = {}
+    for one in sorted(measured, key=lambda one: tuple(asdict(one.point).values())):
+        point = one.point
+        plans.setdefault((point.task, point.n, point.inner_steps, point.rounds), []).append(one)
+    for plan, points in plans.items():
+        cells = [str(value) for value in (*plan, len(points))]
+        cells.append(f"{fmean(one.losses[ALONE] for one in points):.3f}")
+        for name in names:
+            above = [f"{fmean(values):+.1f}" for values in both_above(points, name) if values]
+            cells.append(" / ".join(above))
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def both_above(measured: Sequence[Measured], setting: str) -> tuple[list[float], list[float]]:
+    """Return the percentages of `above_alone` as trained, and with new running statistics."""
+    return above_alone(measured, setting), above_alone(measured, setting, renewed=True)
+
+
+def page(measured: Sequence[Measured], results: str) -> str:
+    """Return the page that shows the results.
+
+    Args:
+        measured: all points.
+        results: the name of the file with the numbers.
+    """
+    return "\n".join(
+        [
+            "# Outer settings in short runs",
+            "",
+            f"`python examples/{Path(__file__).name}` makes this page. The file [{results}]({results}) has all losses,",
+            "and says how they were measured. Each number says by how many percent the held-out loss is above that of",
+            "one replica that trains alone for the same steps. Negative is better. Runs start from random parameters.",
+            "",
+            "## Two replicas, all models: mean and range",
+            "",
+            *summary(measured),
+            "",
+            "## Each model and plan: mean of the seeds",
+            "",
+            "A number behind a slash is the loss after the running statistics of each BatchNorm were computed again.",
+            "",
+            *table(measured),
+            "",
+        ]
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Compare outer settings by the loss that short runs end with.")
     parser.add_argument("--lines", type=Path, required=True, metavar="FILE", help="finished runs, one JSON line each")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write all results there, with how they were made")
+    parser.add_argument("--no-more", action="store_true", help="measure nothing, and write what is finished")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 0 to N - 1; 3")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS), help="all")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="1")
     chosen = parser.parse_args(arguments)
-    begin_line(chosen.lines)
     done = {one.point for one in read_lines(chosen.lines)}
-    points = [point for point in grid(chosen.seeds, chosen.tasks) if point not in done]
+    points = [point for point in grid(chosen.seeds, chosen.tasks) if point not in done and not chosen.no_more]
     print(f"{len(done)} points are finished, {len(points)} are left.", file=sys.stderr, flush=True)
+    if points:
+        begin_line(chosen.lines)
     with chosen.lines.open("a") as lines, ProcessPoolExecutor(chosen.processes, get_context("spawn")) as pool:
         for future in as_completed([pool.submit(measure, point) for point in points]):
             lines.write(future.result().line() + "\n")
             lines.flush()
     if chosen.write is not None:
         write_results(chosen.write, read_lines(chosen.lines))
+        chosen.write.with_suffix(".md").write_text(page(read_results(chosen.write), chosen.write.name))
 
 
 if __name__ == "__main__":

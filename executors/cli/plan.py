@@ -29,6 +29,8 @@ UNITS_S = {None: 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
 ASSUMED_NEAR, ASSUMED_FAR = (1e9, 1e9, 0.001), (100e6, 100e6, 0.05)
 """Bytes a second up and down, and the seconds of a request: of a disk, which all share, and of a bucket, of each."""
 GPU_COPY = 160e9  # bytes a second from and to the memory of a small GPU; others have more
+DEFAULT_OUTER = (0.7, 0.9)
+"""The outer learning rate and momentum that `DiLoCo` has without arguments."""
 STEPS_SHOWN = 1000  # when nobody says how many there are
 
 PARAMS = "Parameters that are trained: 1.3e9, 100M, 7B."
@@ -270,10 +272,9 @@ def _settings(plan: Any, *, by_clock: bool = False) -> str:
     settings += [overlap, 'merge="carry"'] if choice.overlap_steps else []
     settings += [f'wire="{choice.wire}"']
     settings += [f'mean_wire="{choice.mean_wire}"'] if choice.mean_wire else []
-    if plan.has_few_rounds:
-        settings += ["outer_lr=1.0", "outer_momentum=0.0"]
-    elif choice.outer_momentum != 0.9:
-        settings += [f"outer_momentum={choice.outer_momentum}"]
+    outer_lr, outer_momentum = plan.outer
+    settings += [f"outer_lr={outer_lr}"] if outer_lr != DEFAULT_OUTER[0] else []
+    settings += [f"outer_momentum={outer_momentum}"] if outer_momentum != DEFAULT_OUTER[1] else []
     return ", ".join(settings)
 
 
@@ -320,11 +321,6 @@ def _dollars(usd: float) -> str:
 def _advice(plan: Any, free: Any, source: str) -> list[str]:
     """Return what a person should know of a plan; `free` is one that nobody bound, where steps wait."""
     lines = []
-    if plan.has_few_rounds:
-        lines.append(
-            f"Only {plan.rounds} round{'s' * (plan.rounds != 1)} of each fragment: below 30 the outer momentum does "
-            "more harm than good, so this is plain averaging. Train longer, or with shorter rounds."
-        )
     if free is not None and free.share < plan.share:
         lines.append(f"{name_share(free.share)} of the time would be lost with: {_settings(free)}")
     elif free is not None:
@@ -351,7 +347,8 @@ def _document(plan: Any, prices: Any, url: str | None, source: str, priced_on: s
             **asdict(choice),
             "mean_wire": choice.resolved_mean_wire,
             "merge": "carry" if choice.overlap_steps else "anchor",
-            "outer_momentum": 0.0 if plan.has_few_rounds else choice.outer_momentum,
+            "outer_lr": plan.outer[0],
+            "outer_momentum": plan.outer[1],
         },
         "call": f"DiLoCo(model, {_settings(plan)})",
         "round": {**asdict(plan.round), "seconds": plan.round.seconds},
@@ -360,7 +357,6 @@ def _document(plan: Any, prices: Any, url: str | None, source: str, priced_on: s
         "share_lost": plan.share,
         "has_room": plan.has_room,
         "rounds": plan.rounds,
-        "few_rounds": plan.has_few_rounds,
         "per_round": {"up": plan.up, "down": plan.down},
         "sums": {
             "steps": plan.job.steps if plan.job.steps is not None else STEPS_SHOWN,

@@ -303,6 +303,6 @@ def test_the_folders_at_the_top_are_the_agreed_ones() -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
     allowed = {
         "pyproject.toml", "README.md", "LICENSE", "Makefile", "constraints.txt", ".gitignore", "CONTRIBUTING.md",
-        "executors", "diloco", "tests", "examples", "ADRs", ".ci", ".github",
+        "executors", "diloco", "tests", "examples", "docs", "ADRs", ".ci", ".github",
     }  # fmt: skip
     assert {path.split("/")[0] for path in tracked} <= allowed

@@ -233,7 +233,6 @@ def run_recipe(words: str, make: Callable[[torch.nn.Module], dict[str, Any]], af
     return run_replicas(2, body)
 
 
-@pytest.mark.filterwarnings("ignore:Only 4 rounds are planned:UserWarning")
 def test_the_recipe_for_an_average_of_weights_ends_with_one_average() -> None:
     def make(model: torch.nn.Module) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(model.parameters(), 0.01)

@@ -23,7 +23,6 @@ transformers = pytest.importorskip("transformers", reason="pip install 'serverle
 from diloco.trainers.hf import DiLoCoCallback  # noqa: E402
 
 WARNINGS = [
-    pytest.mark.filterwarnings("ignore:Only .* rounds are planned"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata's, of torch

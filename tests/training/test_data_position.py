@@ -16,7 +16,6 @@ from executors.store import MemoryStore
 N = 64
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata's, of torch
-    pytest.mark.filterwarnings("ignore:Only .* rounds are planned"),
 ]
 
 

@@ -30,7 +30,6 @@ from executors.store.faulty import FaultyStore
 LOSSY = [wire.name for wire in WIRES.values() if not wire.is_exact]
 KEYS = Keys("test", "main")
 SHARDED = Limits(small_bytes=0, block_elements=300)
-pytestmark = pytest.mark.filterwarnings("ignore:Only .* rounds are planned")
 
 
 @pytest.fixture(autouse=True)

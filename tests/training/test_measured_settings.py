@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from support.examples import load_example
 from support.training import place
 from torch import nn
 
 from diloco import DiLoCo
 from executors.store import MemoryStore
 
-pytestmark = pytest.mark.filterwarnings("ignore:Only .* rounds are planned", "ignore:.*BatchNorm")
-SCRIPT = Path(__file__).parents[2] / "examples" / "measure_outer_settings.py"
 INNER_STEPS, ROUNDS = 3, 5
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def script() -> Any:
     """Return the module of the script."""
-    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module: ModuleType = importlib.util.module_from_spec(spec)
-    sys.modules[SCRIPT.stem] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[SCRIPT.stem]
+    return load_example("measure_outer_settings.py")
 
 
 class Training:
@@ -70,11 +59,20 @@ def anchor_of_replicas(models: Sequence[nn.Module], training: Training, given: d
 
 
 @pytest.mark.parametrize("task", ["ConvNet, BatchNorm, SGD", "transformer"])
-@pytest.mark.parametrize("setting", ["defaults", "plain averaging", "no ramp, no final average", "own buffers"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"outer_lr": 1.0, "outer_momentum": 0.0},
+        {"momentum_warmup": 0, "final_average": False},
+        {"total_steps": None},
+        {"sync_buffers": False},
+    ],
+    ids=str,
+)
 def test_replicas_of_the_script_end_with_the_anchor_of_real_replicas_bit_for_bit(
-    script: Any, task: str, setting: str
+    script: Any, task: str, given: dict[str, Any]
 ) -> None:
-    given = {"sync_buffers": False} if setting == "own buffers" else script.SETTINGS[setting]
     training = Training(script, task, 2)
     settings = script.settings_of(given, inner_steps=INNER_STEPS, rounds=ROUNDS, n=2)
     together = script.Together(training.models, settings, sync_buffers=given.get("sync_buffers"))

@@ -116,9 +116,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.filterwarnings(
-    "ignore:.* in nobody.s average", "ignore:Only .* rounds are planned", "ignore:.*after the end of the run"
-)
+@pytest.mark.filterwarnings("ignore:.* in nobody.s average", "ignore:.*after the end of the run")
 def test_the_thread_changes_no_bit(case: str) -> None:
     """Of anchors and live parameters, at no step, however fast it is."""
     options = dict(CASES[case])

@@ -121,7 +121,6 @@ def same_everywhere(rounds: int) -> int:
     return diloco.rounds
 
 
-@pytest.mark.filterwarnings("ignore:Only .* rounds are planned")
 def test_the_table_and_the_logs_of_a_run_say_it() -> None:
     run = launch("local", same_everywhere, 2, args={"rounds": 4})
     assert run.results() == [4, 4]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -382,14 +381,6 @@ def test_a_bad_argument_is_refused_before_anything_is_written() -> None:
         with pytest.raises((ValueError, TypeError), match=message):
             DiLoCo(**{"model": model, **place(store), **arguments})
         assert not list(store.list("")), arguments
-
-
-def test_few_planned_rounds_are_warned_of() -> None:
-    with pytest.warns(UserWarning, match=r"Only 2 rounds are planned \(total_steps=20, inner_steps=10\)"):
-        DiLoCo(nn.Linear(2, 2), inner_steps=10, total_steps=20, **place()).close()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        DiLoCo(nn.Linear(2, 2), inner_steps=10, total_steps=300, name="enough", **place()).close()
 
 
 def test_outside_a_replica_the_missing_arguments_are_named() -> None:

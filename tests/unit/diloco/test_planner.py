@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 import statistics
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco import planner, processor, settings
+from diloco import DiLoCo, planner, processor, settings
 from diloco.planner import (
     BYTES_PER_ELEMENT,
     FRAGMENTS,
@@ -36,6 +37,7 @@ from diloco.planner import (
 from diloco.rendezvous import frames, snapshot
 from diloco.rendezvous.round import Layout, Limits
 from diloco.wires import DEFAULT_MEAN_WIRE, WIRES
+from executors.cli.plan import DEFAULT_OUTER
 from executors.store.s3.store import MAX_PUT_BYTES
 
 BUCKET = Link(up=210e6, down=260e6, latency_s=0.048)
@@ -153,9 +155,24 @@ def test_what_is_given_is_not_chosen() -> None:
     assert choose(replace(EXAMPLE, steps=25, link=replace(BUCKET, up=1e5))).choice.inner_steps <= 25
 
 
-@pytest.mark.parametrize(("inner_steps", "momentum"), [(5, 0.7), (10, 0.8), (20, 0.9), (500, 0.9)])
-def test_short_rounds_get_less_momentum(inner_steps: int, momentum: float) -> None:
-    assert Choice(inner_steps=inner_steps).outer_momentum == momentum
+@pytest.mark.parametrize(
+    ("inner_steps", "rounds", "outer"),
+    [
+        (5, None, (1.0, 0.5)),
+        (5, 20, (1.0, 0.5)),
+        (10, None, (0.7, 0.8)),
+        (10, 500, (0.7, 0.8)),
+        (20, None, (0.7, 0.9)),
+        (50, 20, (0.7, 0.8)),
+        (50, 21, (0.7, 0.9)),
+        (500, 2, (0.7, 0.8)),
+    ],
+)
+def test_short_rounds_and_short_runs_get_the_outer_settings_that_measured_best(
+    inner_steps: int, rounds: int | None, outer: tuple[float, float]
+) -> None:
+    job = replace(EXAMPLE, steps=None if rounds is None else inner_steps * rounds)
+    assert evaluate(job, Choice(inner_steps=inner_steps)).outer == outer
 
 
 @pytest.mark.parametrize(
@@ -240,8 +257,10 @@ def test_the_numbers_are_those_of_the_wires_and_of_the_rendezvous() -> None:
     assert {name: wire.size(1 << 20) / (1 << 20) for name, wire in WIRES.items()} == BYTES_PER_ELEMENT
     assert planner.MEAN_WIRES == DEFAULT_MEAN_WIRE
     assert (Limits().block_elements, Limits().small_bytes) == (planner.BLOCK_ELEMENTS, planner.SMALL_BYTES)
+    assert planner.SHORT_ROUND_STEPS == settings.SHORT_ROUND_STEPS
+    defaults = inspect.signature(DiLoCo).parameters
+    assert (defaults["outer_lr"].default, defaults["outer_momentum"].default) == DEFAULT_OUTER
     assert (planner.MAX_SHARDS, planner.SNAPSHOT_PART_BYTES) == (frames.MAX_SHARDS, snapshot.PART_BYTES)
-    assert planner.FEW_ROUNDS == settings.FEW_ROUNDS
 
 
 def test_a_processor_is_measured_by_what_a_round_asks_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

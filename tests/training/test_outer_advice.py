@@ -1,0 +1,109 @@
+"""The constructor warns of outer settings that measured worse, names the remedy, and is silent about all others."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.training import place
+from torch import nn
+
+from diloco import DiLoCo
+
+PLANNED = {"inner_steps": 10, "total_steps": 100}
+
+
+def warnings_of(model: nn.Module, **given: Any) -> list[str]:
+    """Return the warnings of a constructor."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        DiLoCo(model, **given, **place()).close()
+    assert all(warning.filename == __file__ for warning in caught), "a warning points at the user's own line"
+    return [str(warning.message) for warning in caught]
+
+
+def linear() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+
+def without_statistics() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False), nn.GroupNorm(1, 2))
+
+
+def frozen() -> nn.Module:
+    model = normed()
+    model[1].eval()  # type: ignore[index]
+    return model
+
+
+def paper(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.7, momentum=0.9, nesterov=True)
+
+
+@pytest.mark.parametrize("rounds", [2, 15, 29, 60])
+def test_a_run_of_few_rounds_is_warned_of_nothing(rounds: int) -> None:
+    """Plain averaging of few rounds measured worse than the defaults in most runs."""
+    assert warnings_of(linear(), inner_steps=10, total_steps=10 * rounds) == []
+
+
+@pytest.mark.parametrize("inner_steps", [1, 5, 9])
+def test_a_short_run_of_short_rounds_is_told_the_momentum_that_measured_better(inner_steps: int) -> None:
+    (message,) = warnings_of(linear(), inner_steps=inner_steps, total_steps=60 * inner_steps)
+    assert message.startswith(f"inner_steps={inner_steps} with outer_momentum=0.9: ")
+    assert message.endswith("Use outer_lr=1.0 and outer_momentum=0.5, or inner_steps of at least 10.")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"total_steps": 300, "outer_lr": 1.0, "outer_momentum": 0.5},
+        {"total_steps": 300, "outer_optimizer": paper},
+        {"total_steps": 305},
+        {},
+    ],
+    ids=["lower momentum", "own optimizer", "more rounds than measured", "unknown end"],
+)
+def test_what_was_not_measured_to_be_worse_is_not_warned_of(given: dict[str, Any]) -> None:
+    assert warnings_of(linear(), inner_steps=5, **given) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ({"inner_steps": 10}, "Pass total_steps=…, or "),
+        ({"round_seconds": 60.0}, "Pass total_rounds=…, or "),
+        ({**PLANNED, "final_average": False}, "Pass final_average=True, or "),
+        ({"inner_steps": 10, "sync_buffers": False}, "Pass total_steps=…, or "),
+    ],
+    ids=["unknown end", "by the clock", "no final average", "own statistics"],
+)
+def test_a_batch_norm_without_a_final_average_is_told_to_renew_its_statistics(
+    given: dict[str, Any], remedy: str
+) -> None:
+    (message,) = warnings_of(normed(), **given)
+    assert message.startswith("'1' is a BatchNorm, and no final average is planned")
+    assert remedy in message
+    assert "update_bn(loader, model)" in message
+
+
+@pytest.mark.parametrize(
+    ("model", "given"),
+    [
+        (normed, PLANNED),
+        (normed, {"round_seconds": 60.0, "total_rounds": 9}),
+        (normed, {"inner_steps": 10, "outer_momentum": 0.0}),
+        (normed, {"inner_steps": 10, "outer_optimizer": paper}),
+        (without_statistics, {"inner_steps": 10}),
+        (frozen, {"inner_steps": 10}),
+    ],
+    ids=["planned", "planned by the clock", "no momentum", "own optimizer", "no statistics", "frozen statistics"],
+)
+def test_statistics_that_fit_are_not_warned_of(model: Callable[[], nn.Module], given: dict[str, Any]) -> None:
+    assert warnings_of(model(), **given) == []
