@@ -469,6 +469,7 @@ def write_results(path: Path, measured: Iterable[Measured]) -> None:
         "text": f"bytes of the sources of Python's standard library, {CONTEXT} in a row",
         "images": f"{N_IMAGES} rendered digits and capital letters of {SIDE} x {SIDE} pixels with noise",
         "inner_schedule": "warm-up over min(40, steps / 5) steps, then a cosine to a tenth",
+        "seconds": "wall time of a point on a machine that was busy with other work",
         "with_new_statistics": "the loss after the running statistics were computed again from 1024 training examples",
     }
     head = json.dumps(about, indent=1).removesuffix("\n}")
