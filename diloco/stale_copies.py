@@ -96,14 +96,26 @@ class _Sample:
         start: the first value, of the flat parameter.
     """
 
-    __slots__ = ("name", "parameter", "start")
+    __slots__ = ("_array", "_pointer", "name", "parameter", "start")
 
     def __init__(self, name: str, parameter: Tensor, start: int) -> None:
         self.name, self.parameter, self.start = name, parameter, start
+        self._pointer = -1
+        self._array: Values | None = None
 
     @property
     def n_values(self) -> int:
         return min(VALUES, self.parameter.numel())
+
+    def read(self) -> Values:
+        """Return the values as they are now in float32, perhaps as a view of the parameter."""
+        # The view is kept, since making it takes ten times as long as reading it: the check is part of a step.
+        if self._array is None or self._pointer != self.parameter.data_ptr():
+            view = self.view()
+            if view.dtype != torch.float32 or view.device.type != "cpu":
+                return view.float().cpu().numpy()
+            self._array, self._pointer = view.numpy(), self.parameter.data_ptr()
+        return self._array
 
     def view(self) -> Tensor:
         """Return the values as they are now, as a view of the parameter: what is written to it is written there."""
@@ -114,22 +126,13 @@ class _Sample:
             values = values[self.start % len(values)]
         return values[:VALUES]
 
-    def read(self) -> Values:
-        """Return a float32 copy of the values."""
-        view = self.view()
-        if view.dtype == torch.float32 and view.device.type == "cpu":
-            return view.numpy().copy()  # a third of the time of the general way
-        return view.float().cpu().numpy().copy()
-
 
 def _read(samples: Sequence[_Sample]) -> Values:
     """Return the values of some samples as (n_samples, VALUES), with zeros where a sample has fewer."""
     values = np.zeros((len(samples), VALUES), np.float32)
     for row, sample in zip(values, samples, strict=True):
-        view = sample.view()
-        if view.dtype != torch.float32 or view.device.type != "cpu":
-            view = view.float().cpu()
-        row[: len(view)] = view.numpy()
+        now = sample.read()
+        row[: len(now)] = now
     return values
 
 
@@ -344,12 +347,15 @@ class _Undone:
             before, after: (n_samples, VALUES), the values before and after the merge; zeros where there are fewer.
         """
         now = _read(samples)
-        back, ahead, moved = now - before, now - after, after - before
-        back_square, moved_square = (np.einsum("ij,ij->i", each, each) for each in (back, moved))
-        is_moved = moved_square > 1e-12 * np.einsum("ij,ij->i", after, after)
-        is_near = is_moved & (back_square < np.einsum("ij,ij->i", ahead, ahead))
-        if not is_near.any():
+        back, ahead = now - before, now - after
+        back_square = np.einsum("ij,ij->i", back, back)
+        is_near: NDArray[np.bool_] = back_square < np.einsum("ij,ij->i", ahead, ahead)
+        if not is_near.any():  # as in nearly every step after a merge
             return None
+        moved = after - before
+        moved_square = np.einsum("ij,ij->i", moved, moved)
+        is_moved = moved_square > 1e-12 * np.einsum("ij,ij->i", after, after)
+        is_near &= is_moved
         is_large = np.array([sample.n_values >= FEW for sample in samples])
         near = [sample for sample, each in zip(samples, is_near & is_large, strict=True) if each]
         if not near:
@@ -391,7 +397,7 @@ class _Test:
         if self._moved:
             return
         for sample in self.undone.samples:
-            before = sample.read()
+            before = sample.read().copy()
             by = FAR * max(self.undone.change, 1e-3 * _largest(before))
             sample.view().add_(by)
             self._moved.append((sample, before, by))
@@ -428,7 +434,7 @@ class EarlyCopies:
             parameter = find_tensor(model, name, "parameter")
             if parameter.numel() >= VALUES:  # values of a bias are often equal by chance
                 sample = _Sample(name, parameter, 0)
-                self._before.setdefault(tuple(parameter.shape), []).append((sample, sample.read()))
+                self._before.setdefault(tuple(parameter.shape), []).append((sample, sample.read().copy()))
         self._found: list[tuple[ReferenceType[Tensor], _Sample, Values]] = []
 
     def look(self) -> None:

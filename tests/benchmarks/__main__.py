@@ -25,6 +25,7 @@ from . import (
     rounds,
     slurm,
     trainer,
+    training_loop,
     watching,
     wires,
 )
@@ -55,6 +56,7 @@ BENCHMARKS: dict[tuple[str, ...], Benchmark] = {
     ("M2",): pages.pages,
     ("E4",): ray_jobs.ray_jobs,
     ("T1",): trainer.trainer,
+    ("T2", "T3"): training_loop.training_loop,
     ("R1", "R2"): restarts.restarts,
     ("R3",): watching.stacks,
     ("R4",): watching.marks,
