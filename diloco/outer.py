@@ -186,7 +186,7 @@ class DiLoCo:
         self._pid = os.getpid()
         where = {"store": store, "run_id": run_id, "rank": rank, "world_size": world_size, "key": key}
         self._where: dict[str, Any] = where  # for the DiLoCos of what is averaged besides
-        self._liaison = ReplicaLink(place.replica, name)
+        self._link = ReplicaLink(place.replica, name)
         self._limits = _limits
         limits = _limits or Limits(grace_s=grace_s, round_timeout_s=round_timeout_s)
         if place.is_alone:  # its memory is not to fill up: what a mean is made of is deleted behind the last snapshot
@@ -235,7 +235,7 @@ class DiLoCo:
         self._stale = StaleCopies(model, fragments_)
         self._early = EarlyCopies(model, () if me.attempt else self._stale.names)
         self._stale.before_merge()
-        with self._liaison.waiting("first anchor"):
+        with self._link.waiting("first anchor"):
             self._participant.start(None if kept is None else kept.restored(self._model_state.sizes()))
         self._stale.after_merge("the first anchor")
         self._early.look()
@@ -250,10 +250,10 @@ class DiLoCo:
         self._rest_period = self.rounds // settings.entries_per_snapshot
         self._model_state.before_hold = self._keep_if_due
         self._loop = TrainingLoop(self._settings, begins_at=self.inner_step)
-        self._liaison.plan(settings.total_of_steps, me.nonce, _begun_at)
+        self._link.plan(settings.total_of_steps, me.nonce, _begun_at)
         is_open[self._name] = self
-        self._liaison.note_step(self._participant.phase.run_step, settings.plan.total_steps)  # all may be done already
-        self._liaison.show(self.rounds, self._round_s)
+        self._link.note_step(self._participant.phase.run_step, settings.plan.total_steps)  # all may be done already
+        self._link.show(self.rounds, self._round_s)
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -276,7 +276,7 @@ class DiLoCo:
             SystemExit: this replica is asked to end (`Replica.ending_s`). What is attached was kept.
         """
         self._check_open()
-        self._liaison.progress()
+        self._link.progress()
         self._leave_if_asked(after_round=False)
         if self.is_over:
             self._undo_step()
@@ -336,7 +336,7 @@ class DiLoCo:
         """Give the model the anchor again: every replica ends with that, and this step belongs to no round."""
         self._loop.warn_past_the_end(self.inner_step)
         self._participant.apart(self._model_state.take_anchor)
-        self._liaison.note_step(self._participant.phase.run_step, self._settings.plan.total_steps)
+        self._link.note_step(self._participant.phase.run_step, self._settings.plan.total_steps)
 
     def sync(self) -> list[RoundReport]:
         """Have a round of every fragment now; all replicas must call it at the same step. Inner steps count from here.
@@ -345,7 +345,7 @@ class DiLoCo:
         there is none until those after them are due. By the clock the run is so much nearer to its end.
         """
         self._check_open()
-        self._liaison.progress()
+        self._link.progress()
         reports = self._in_round(self._participant.sync)
         for other, _ in self._also:
             other._in_round(other._participant.sync)
@@ -446,12 +446,12 @@ class DiLoCo:
             self._loop.warn_of_early_close()
         is_open.pop(self._name, None)
         try:
-            with self._liaison.waiting("round"):
-                self._liaison.record(self._participant.leave(in_order=in_order))
+            with self._link.waiting("round"):
+                self._link.record(self._participant.leave(in_order=in_order))
         finally:
             self._workers.close()
-            self._liaison.record_left(self._participant.undecided)
-        self._liaison.show(self.rounds, self._round_s)
+            self._link.record_left(self._participant.undecided)
+        self._link.show(self.rounds, self._round_s)
         if in_order:
             phase = self._participant.phase
             at = self.rounds if self._settings.round_seconds is not None else self.inner_step
@@ -570,14 +570,14 @@ class DiLoCo:
         """Return the rounds that something brings about, once they are reported and what is attached is kept."""
         check_is_opener(self._pid)
         began = monotonic()
-        with self._liaison.waiting("round"):
+        with self._link.waiting("round"):
             reports = act()
         if reports:
             if self.is_over and self._settings.plan.ended_by and not self._loop.has_told_of_stop:
-                self._liaison.replan(self._settings.total_of_steps)
+                self._link.replan(self._settings.total_of_steps)
                 self._loop.tell_of_stop(self._settings.plan.ended_by, reports[-1].round)
             if self.is_over and self._extension.look(self._find_total):
-                self._liaison.replan(self._settings.total_of_steps)
+                self._link.replan(self._settings.total_of_steps)
             self._keep_if_due()
             if (period := self.rounds // self._settings.entries_per_snapshot) != self._rest_period:
                 self._rest_period = period
@@ -587,12 +587,12 @@ class DiLoCo:
         self._round_s += monotonic() - began
         if reports:
             self._stale.after_merge(f"round {reports[-1].round}")
-            self._liaison.show(self.rounds, self._round_s)
-        self._liaison.record(reports)
-        self._liaison.note_step(self._participant.phase.run_step, self._settings.plan.total_steps)
+            self._link.show(self.rounds, self._round_s)
+        self._link.record(reports)
+        self._link.note_step(self._participant.phase.run_step, self._settings.plan.total_steps)
         self._same_data.check(reports)
         step = self.inner_step
-        self._liaison.show_step(step)
+        self._link.show_step(step)
         self._attached.follow(step, self._participant.phase.n_steps)
         return reports
 
@@ -618,13 +618,13 @@ class DiLoCo:
 
     def _leave_if_asked(self, *, after_round: bool) -> None:
         """Leave by `SystemExit`, with each DiLoCo of this replica, where it is asked to end."""
-        if self._liaison.is_to_leave(after_round=after_round):
+        if self._link.is_to_leave(after_round=after_round):
             leave_all(self._name[0], DiLoCo._keep_and_leave)
 
     def _keep_and_leave(self) -> None:
         """Keep what is attached, and tell the others."""
         if self._attached:
-            self._liaison.record(self._participant.stop())
+            self._link.record(self._participant.stop())
             self._keep_attached()
         self._close(in_order=False)
         self._workers.uploads.finish()
