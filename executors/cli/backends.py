@@ -85,7 +85,8 @@ def check_options(backend: str, cls: type, options: Mapping[str, Any]) -> None:
         if name in parameters and not fits(value, parameters[name].annotation):
             kind = _name_type(parameters[name].annotation)
             # In a file, 3.10 without quotes is a number, and the same number as 3.1.
-            is_unquoted = isinstance(value, bool | int | float) and fits("", parameters[name].annotation)
+            hint = parameters[name].annotation
+            is_unquoted = isinstance(value, bool | int | float) and fits("", hint) and not fits([], hint)
             advice = " Write it in quotes." if is_unquoted else ""
             refuse(f"Option {name!r} of backend {backend!r} takes {kind}, got {value!r}.{advice}")
 
