@@ -12,7 +12,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import FrameType
 from typing import Any
 
@@ -113,7 +113,9 @@ class _Watching:
         if name != self._name:
             return None
         self.stop()
-        spec = PathFinder.find_spec(name, path, target)
+        # As the other finders find it: one of them keeps a `logging.py` of the user out.
+        specs = (finder.find_spec(name, path, target) for finder in list(sys.meta_path))
+        spec = next((found for found in specs if found is not None), None)
         loader: Any = None if spec is None else spec.loader
         if loader is not None:
             execute = loader.exec_module
