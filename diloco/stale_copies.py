@@ -6,9 +6,9 @@ parameters one step after a merge. Values nearer to where they were before the m
 rounds as short as a step, or a loss that one step minimizes, an honest optimizer does the same. Three things follow a
 suspicion:
 
-1. The optimizer is searched for copies of the suspected values; or all tensors of the process, if no optimizer of torch
-   steps the model's own parameters. Where there is none, only several merges in a row that were clearly undone lead on
-   to the next point.
+1. The optimizer is searched for copies of the suspected values; or all that the training loop's variables lead to, if
+   no optimizer of torch steps the model's own parameters. Where there is none, only several merges in a row that were
+   clearly undone lead on to the next point.
 2. The next optimizer step is a test. The suspected values are moved far right before it, when the gradient is already
    computed, and looked at after it. An optimizer that steps the model's own parameters keeps the move, and one that
    writes a copy does not. The move costs a few values their last bits, so it is made only here.
@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from threading import get_ident
+from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -53,6 +55,10 @@ STRIKES = 3
 because it is none of torch."""
 FEW = 8
 """A parameter with fewer values, as the bias of one output, is near its old value by chance too often."""
+MOST_OBJECTS, MOST_DEPTH = 100_000, 6
+"""Of the objects that variables lead to, how many are looked into, and how far."""
+NOT_USERS = ("diloco", "executors", "torch", "threading", "importlib", "runpy")
+"""Packages whose frames have no variables of the user's."""
 FAR = 16.0
 """How many times the largest recent change of any compared value the test moves values."""
 CLEARLY = 0.75
@@ -302,7 +308,7 @@ class StaleCopies:
             return
         self._n_searches += 1
         self._n_strikes = self._n_strikes + 1 if undone.is_clear else 0
-        tensors = _tensors_in([owner() for owner in self._owners]) if self._owners else _all_tensors()
+        tensors = _tensors_in([owner() for owner in self._owners]) if self._owners else _reachable_tensors()
         if (found := _copies_of(undone.samples, tensors)) or self._n_strikes >= STRIKES:
             self._test = _Test(undone, found, self._when, has_owner=bool(self._owners))
 
@@ -444,13 +450,13 @@ class EarlyCopies:
             if moved := [(s, b) for s, b in samples if not np.array_equal(s.read(), b) and _largest(b)]:
                 changed[shape] = moved
         own = {s.parameter.data_ptr() for samples in self._before.values() for s, _ in samples}
-        for thing in _all_tensors() if changed else ():
+        for thing in _reachable_tensors() if changed else ():
             with suppress(Exception):  # a tensor without storage, or of a class that refuses to be read
                 if not thing.is_floating_point() or thing.data_ptr() in own:
                     continue
                 for sample, before in changed.get(tuple(thing.shape), ()):
                     values = thing.detach().reshape(-1)[:VALUES].float().cpu().numpy()
-                    if np.array_equal(values, before) and not _is_in_state_dict(thing):
+                    if np.array_equal(values, before):
                         self._found.append((ref(thing), sample, before))
         self._before = {}
 
@@ -564,11 +570,46 @@ def _tensors_in(things: Iterable[Any], depth: int = 4) -> Iterator[Tensor]:
             yield from _tensors_in(vars(thing).values(), depth - 1)
 
 
-def _all_tensors() -> Iterator[Tensor]:
-    """Yield all tensors that live in this process."""
-    for thing in gc.get_objects():
+def _reachable_tensors() -> Iterator[Tensor]:
+    """Yield the tensors that the variables of the code that called DiLoCo lead to.
+
+    Not `gc.get_objects()`: it hands out tuples that other threads are still building, which then fail to build them.
+    """
+    things: list[tuple[Any, int]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in NOT_USERS:
+            things += [(value, 0) for value in (*frame.f_locals.values(), *frame.f_globals.values())]
+        frame = frame.f_back
+    seen = set[int]()
+    while things and len(seen) < MOST_OBJECTS:
+        thing, depth = things.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
         if issubclass(type(thing), Tensor):  # isinstance would call __class__ of proxies
             yield thing
+        elif depth < MOST_DEPTH:
+            with suppress(Exception):  # objects of the user's may refuse to be looked into
+                things += [(part, depth + 1) for part in _parts_of(thing)]
+
+
+def _parts_of(thing: Any) -> Iterable[Any]:
+    """Return what an object holds, as far as a copy of weights may be in it."""
+    kind = type(thing)
+    if kind in (str, bytes, int, float, bool, type(None)) or isinstance(thing, (type, ModuleType)):
+        return ()
+    if isinstance(thing, OrderedDict) and hasattr(thing, "_metadata"):
+        return ()  # a copy of `model.state_dict()`, as scripts keep one of their best model
+    if isinstance(thing, Mapping):
+        return list(thing.values())
+    if isinstance(thing, (list, tuple, set)):
+        return list(thing)
+    if isinstance(thing, MethodType):
+        return [thing.__self__]
+    if isinstance(thing, FunctionType):
+        return [cell.cell_contents for cell in thing.__closure__ or ()]
+    return list(getattr(thing, "__dict__", {}).values())
 
 
 def _named(optimizers: Sequence[Optimizer]) -> str:
@@ -586,11 +627,6 @@ def _named(optimizers: Sequence[Optimizer]) -> str:
                 break
         names.append(name)
     return f"optimizer {' or '.join(dict.fromkeys(names))}" if names else "the optimizer"
-
-
-def _is_in_state_dict(tensor: Tensor) -> bool:
-    """Return whether a copy of `model.state_dict()` holds a tensor, as scripts keep one of their best model."""
-    return any(isinstance(each, OrderedDict) and hasattr(each, "_metadata") for each in gc.get_referrers(tensor))
 
 
 def _is_near(value: Tensor, parameter: Tensor) -> bool:

@@ -175,7 +175,7 @@ def test_replicas_are_added_by_another_executor_and_count_like_the_others(machin
     waiting.join()
     assert run.results() == [[0, 0], [1, 0], [2, 1]]
     assert [outcome.rank for outcome in run.outcomes()] == [0, 1, 2]
-    with pytest.raises(ValueError, match=r"Run 'otter' is over .*, so nothing can join it"):
+    with pytest.raises(ValueError, match=r"Run 'otter' has ended .*, so no replica can join it"):
         run.add(FakeExecutor(), 1)
 
 

@@ -22,8 +22,8 @@ from diloco import DiLoCo
 
 for _ in range(2):
     model = torch.nn.Linear(4, 1)
-    with DiLoCo(model, inner_steps=2, total_steps=60) as diloco:
-        for _ in range(60):
+    with DiLoCo(model, inner_steps=10, total_steps=300) as diloco:
+        for _ in range(300):
             model.bias.data += 1
             diloco.step()
     print(diloco.rounds)
