@@ -418,6 +418,7 @@ class DiLoCo:
             **options, **self._where,
         )  # fmt: skip
         other._same_data.expect_no_moves()
+        other._stale.trust()  # otherwise each of its rounds reads values that no step compares
         other._model_state.before_hold = tensors.refresh
         self._also.append((other, tensors))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from diloco import DiLoCo
 from diloco.errors import DiLoCoError, StaleCopyError
 from diloco.fragments import plan_fragments
-from diloco.stale_copies import MOST_SEARCHES, STRIKES, StaleCopies
+from diloco.stale_copies import MOST_SEARCHES, STRIKES, StaleCopies, _watchers
 from diloco.testing import run_replicas
 from executors.store import MemoryStore
 
@@ -351,6 +352,17 @@ def test_what_cannot_be_averaged_is_refused_by_name(thing: Any, words: str) -> N
     diloco = DiLoCo(nn.Linear(1, 1), inner_steps=2, **place())
     with pytest.raises((TypeError, ValueError), match=words):
         diloco.average_also(thing)
+    leave(diloco)
+
+
+def test_what_is_averaged_besides_costs_no_optimizer_step_and_no_round_a_comparison() -> None:
+    diloco = DiLoCo(nn.Linear(1, 1), inner_steps=2, **place())
+    before = len(_watchers[get_ident()])
+    diloco.average_also(nn.Linear(1, 1))
+    (other,) = [other for other, _ in diloco._also]
+    assert other._stale.is_trusted
+    assert len(_watchers[get_ident()]) == before
+    leave(other)
     leave(diloco)
 
 
