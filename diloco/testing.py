@@ -16,7 +16,8 @@ def run_replicas(
 ) -> list[T]:
     """Run `body` once per rank, each in its own thread, and return the results in rank order.
 
-    `body` gets the arguments that place a `DiLoCo` in the run: `DiLoCo(model, **where)`.
+    `body` gets the arguments that place a `DiLoCo` in the run: `DiLoCo(model, **where)`. All threads share torch's
+    random generator: a body whose numbers have to be the same each time draws them from a `torch.Generator` of its own.
 
     Raises: the error of the lowest rank that failed.
     """

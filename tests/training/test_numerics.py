@@ -266,14 +266,14 @@ def test_the_anchor_is_float32_on_the_cpu_whatever_torch_makes_by_default(
 
 def test_the_loss_falls() -> None:
     def body(where: Mapping[str, Any]) -> list[float]:
-        torch.manual_seed(where["rank"])
+        draw = torch.Generator().manual_seed(where["rank"])
         model = nn.Linear(4, 1)
         truth = torch.tensor([[1.0], [-2.0], [3.0], [0.5]])
         optimizer = torch.optim.SGD(model.parameters(), 0.02)
         losses = []
         with DiLoCo(model, inner_steps=5, **where) as diloco:
             for _ in range(100):
-                x = torch.randn(16, 4)
+                x = torch.randn(16, 4, generator=draw)
                 loss = nn.functional.mse_loss(model(x), x @ truth)
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()

@@ -79,8 +79,13 @@ class InState(torch.optim.SGD):
 
 
 def mlp(seed: int = 0, *, dtype: torch.dtype = torch.float32) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1)).to(dtype)
+    """Return a model whose weights the seed alone decides: the replicas are threads, and share torch's generator."""
+    draw = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1)).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-0.25, 0.25, generator=draw)
+    return model
 
 
 def train(

@@ -52,9 +52,9 @@ def train(
     """Train a replica, and return its model's state at the end, and the anchor after each step."""
     torch.manual_seed(where["rank"])
     model = Tied()
-    torch.manual_seed(5)
+    draw = torch.Generator().manual_seed(5)  # frozen values are equal everywhere, and the ranks are threads
     for parameter in model.frozen.parameters():
-        nn.init.normal_(parameter)
+        nn.init.normal_(parameter, generator=draw)
     anchors = []
     with DiLoCo(model, **{"inner_steps": 2, "snapshot_every": 3, **options}, **where) as diloco:
         for _ in range(steps):
