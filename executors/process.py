@@ -342,6 +342,41 @@ def _parents() -> Iterator[tuple[int, int]]:
             yield int(name), int(fields[1])
 
 
+def ask_children_to_end(limit_s: float) -> None:
+    """Send each child of this process one SIGTERM, and wait until all have ended.
+
+    An orphan is asked as well when it becomes a child of this process, which has to be a subreaper for that. Children
+    that ignore SIGTERM are not waited for: the resource tracker of `multiprocessing` is one in every such program.
+
+    Args:
+        limit_s: seconds to wait at most.
+    """
+    deadline = time.monotonic() + limit_s
+    asked: set[int] = set()
+    pause_s = 0.001
+    while time.monotonic() < deadline:
+        living = [pid for pid, parent in _parents() if parent == os.getpid()]
+        for pid in living:
+            if pid not in asked:
+                asked.add(pid)
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGTERM)
+        if all(_ignores(pid, signal.SIGTERM) for pid in living):
+            return
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 2, 0.05)
+
+
+def _ignores(pid: int, number: signal.Signals) -> bool:
+    """Tell whether a process ignores a signal, or has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+    except OSError:
+        return True
+    ignored = int(status.partition("SigIgn:")[2].split(None, 1)[0], 16)  # a bit per signal, from 1 on
+    return bool(ignored >> (number - 1) & 1)
+
+
 def kill_descendants(root: int, spare: Collection[int] = (), limit_s: float = 5.0) -> list[int]:
     """Kill everything below `root`, again until nothing is left: a killed parent's children only move up to us.
 

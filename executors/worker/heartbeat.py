@@ -182,7 +182,8 @@ class Heartbeat:
         """End this replica in its supervisor's place: let it clean up, then kill it and all it started."""
         os.kill(os.getpid(), signal.SIGTERM)
         deadline = time.monotonic() + self._grace_s
-        while not self._is_stopped and (left_s := deadline - time.monotonic()) > 0:
-            self._wakeup.acquire(timeout=left_s)  # a warning wakes this thread, too
+        # The main thread records the outcome and leaves by itself meanwhile; then this thread ends with the process.
+        while (left_s := deadline - time.monotonic()) > 0:
+            self._wakeup.acquire(timeout=left_s)  # `stop` and each warning wake this thread
         kill_descendants(os.getpid())
         os.kill(os.getpid(), signal.SIGKILL)

@@ -25,7 +25,7 @@ from executors.attempt.outcome import describe_end
 from executors.errors import HangError, ReplicasError, ResultError, StoreError, UnwritableStoreError
 from executors.metrics.recorder import Recorder
 from executors.native import RunSpec
-from executors.process import DescriptorReserve, children, flush_c_streams, kill_descendants
+from executors.process import DescriptorReserve, ask_children_to_end, children, flush_c_streams, kill_descendants
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import Replica
 from executors.replica.shared_page import SharedPage
@@ -99,9 +99,11 @@ def main(assignment: Assignment) -> NoReturn:
         traceback.print_exc()
         if assignment.page is not None:
             assignment.page.store_failed = is_store_failure(error)
-    if assignment.page is not None:
-        assignment.page.left_with, assignment.page.left_at = code, time.monotonic()
-    _leave(code)
+    page = assignment.page
+    if page is not None:
+        page.left_with, page.left_at = code, time.monotonic()
+    is_asked = sigterm_arrived() or (page is not None and page.ending_at is not None)
+    _leave(code, assignment.term_grace_s if is_asked else 0.0)
 
 
 def call(run: str, digest: str | None = None) -> Any:
@@ -425,14 +427,20 @@ def _flush() -> None:
     flush_c_streams()
 
 
-def _leave(code: int) -> NoReturn:
+def _leave(code: int, grace_s: float) -> NoReturn:
     """Run what was registered at exit, flush, and go without the half second that tearing torch down takes.
 
     What the user's code left running ends here: a supervisor that would do it may be gone.
+
+    Args:
+        grace_s: seconds for which these processes may go on after a SIGTERM, to save their work. The supervisor may end
+            the wait before, as it counts from its own request. 0: they are killed.
     """
     try:
         atexit._run_exitfuncs()
         _flush()
+        if grace_s > 0:
+            ask_children_to_end(grace_s)
         if children(os.getpid()):
             kill_descendants(os.getpid())
     finally:

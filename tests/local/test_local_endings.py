@@ -6,6 +6,7 @@ import linecache
 import os
 import resource
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -365,6 +366,43 @@ def test_cancelling_ends_every_helper_and_leaves_those_of_other_replicas(
     assert all(map(is_alive, others))
     local.cancel(handles[1])
     assert [pid for pid in others if is_alive(pid)] == []
+
+
+@pytest.mark.parametrize("end", ["cancelled", "time limit", "supervisor killed"])
+def test_processes_that_a_replica_started_save_their_work_in_the_rest_of_its_grace(
+    local: LocalProcessExecutor, tmp_path: Path, end: str
+) -> None:
+    timeout = 3 if end == "time limit" else 600
+    run = launch(local, tasks.run_a_launcher, 1, args={"folder": str(tmp_path)}, timeout=timeout)
+    for number in range(4):
+        eventually((tmp_path / str(number)).exists)
+    if end == "cancelled":
+        run.cancel()
+    elif end == "supervisor killed":
+        os.kill(run.handles[0].metadata["supervisor_pid"], signal.SIGKILL)
+    assert run.wait(timeout=60)
+    for number in range(4):
+        # With its supervisor a run is over at once for its readers; the replica ends itself a moment later.
+        eventually((tmp_path / f"saved-{number}").exists, f"process {number} saves its work")
+
+
+def test_a_child_that_ignores_sigterm_is_not_waited_for_in_vain() -> None:
+    ready = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    )
+    code = f"""
+import subprocess, sys
+from executors.process import ask_children_to_end, kill_descendants
+import os
+
+child = subprocess.Popen([sys.executable, "-c", {ready!r}], stdout=subprocess.PIPE)
+child.stdout.readline()
+ask_children_to_end(600.0)
+print(child.poll())
+kill_descendants(os.getpid())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout == "None\n"
 
 
 def test_helpers_of_a_replica_that_returned_or_was_killed_are_ended(

@@ -65,6 +65,35 @@ def start_helpers(folder: Path, deaf: bool) -> None:
         os.wait()
 
 
+LAUNCHER = """
+import subprocess, sys
+workers = [subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2], str(number)]) for number in range(4)]
+for worker in workers:
+    worker.wait()
+"""
+SAVES = """
+import signal, sys, time
+from pathlib import Path
+
+folder, number = Path(sys.argv[1]), sys.argv[2]
+
+def save(*_):
+    time.sleep(0.3)
+    (folder / ("saved-" + number)).touch()
+    sys.exit()
+
+signal.signal(signal.SIGTERM, save)
+(folder / number).touch()
+while True:
+    time.sleep(60)
+"""
+
+
+def run_a_launcher(folder: str) -> None:
+    """Run a launcher of four processes, as torchrun is one, of which each saves its work at a SIGTERM."""
+    subprocess.run([sys.executable, "-c", LAUNCHER, SAVES, folder], check=True)
+
+
 def die_by(signal_number: int) -> NoReturn:
     """End by a signal, having said so."""
     print("last words", flush=True)
