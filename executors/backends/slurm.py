@@ -1,7 +1,8 @@
 """Replicas as jobs of a Slurm cluster, over its own commands: `sbatch`, `squeue`, `scancel`.
 
-The replicas that one launch or resume starts are one array, whose task ids are their ranks. What Slurm knows of a job
-it forgets minutes after its end, so the outcome comes from the store.
+The replicas that one launch or resume starts are one array, whose task ids are their ranks. A cluster takes task ids
+below its `MaxArraySize` only, 1001 where nobody changed it, so each thousand ranks have an array of their own. Slurm
+forgets a job minutes after its end, so the outcome comes from the store.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ from executors.task.stored import PYTHON
 NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,-]{0,199}")
 SUBMITTED = re.compile(r"(\d+)(?:;\S*)?")
 ARRAY = re.compile(r"\d{1,12}")
+DIGITS = 3
+"""The digits of a rank that are the task id: ranks up to 999 are in one array, those from 1000 to 1999 in the next."""
 FRESH_S = 0.5  # how long a list of a group's jobs is good: all its ranks are looked for at once
 
 
@@ -98,32 +101,53 @@ class SlurmJobs(JobService):
         self._cluster  # noqa: B018 - asked for now: a controller that is silent after `sbatch` is not one that did nothing
         for job in jobs:
             self._log_of(job.key).parent.mkdir(parents=True, exist_ok=True)
-        job, group = jobs[0], jobs[0].key.group
+        job = jobs[0]
         env = {**common_env(jobs), **commands.secrets_of(job.secret_names), **job.credentials}
-        script = commands.script_of(job.command)
         if job.margin_s and (job.gpu, job.limit_s) not in self._granted:
             self._fit(job.gpu, job.limit_s, job.margin_s)
+        arrays: dict[str, str] = {}
+        try:
+            for name, ours in _by_array(jobs).items():
+                arrays[name] = self._submit(ours, env)
+        except JobServiceError as error:
+            if error.kind != "unknown":  # else it is found out what Slurm has
+                _take_back(arrays.values(), error)
+            raise
+        finally:
+            for each in jobs:
+                self._found.pop(_array_name(each.key), None)
+        return [self._noted(arrays[_array_name(job.key)], job.key) for job in jobs]
+
+    def _submit(self, jobs: Sequence[Job], env: Mapping[str, str]) -> str:
+        """Start jobs as one array, and return its id."""
+        script = commands.script_of(jobs[0].command, first_rank=jobs[0].key.rank - _task(jobs[0].key))
         try:
             answer = commands.ask(*self._request(jobs), script=script, env=env, may_have_acted=True)
-        finally:
-            self._found.pop(group, None)
+        except JobServiceError as error:
+            if commands.BAD_ARRAY not in str(error):
+                raise
+            most = commands.configuration("MaxArraySize")
+            raise JobServiceError(
+                f"{error} Its MaxArraySize is {most}: it takes ranks below that.", "rejected"
+            ) from error
         submitted = SUBMITTED.fullmatch(answer.strip().rpartition("\n")[2])
         if submitted is None:
             raise JobServiceError(f"Slurm: sbatch answered {one_line(answer)!r}, and no job id.", "unknown")
-        return [self._noted(submitted[1], job.key) for job in jobs]
+        return submitted[1]
 
     def find(self, key: JobKey) -> list[JobId]:
-        with self._lock:  # who else looks for this group waits for the answer
-            at, rows = self._found.get(key.group, (-math.inf, []))
+        name = _array_name(key)
+        with self._lock:  # who else looks for this array waits for the answer
+            at, rows = self._found.get(name, (-math.inf, []))
             if time.monotonic() > at + FRESH_S:
-                rows = commands.list_jobs("--me", f"--name={key.group}")
-                self._found[key.group] = (time.monotonic(), rows)
+                rows = commands.list_jobs("--me", f"--name={name}")
+                self._found[name] = (time.monotonic(), rows)
         found = sorted(int(row.array) for row in rows if _runs(row, key))
         return [self._noted(str(array), key) for array in found]
 
     def verify(self, job_id: JobId, key: JobKey) -> JobId:
         array, task = job_id.get("id"), job_id.get("task")
-        if not isinstance(array, str) or not ARRAY.fullmatch(array) or task != key.rank or type(task) is not int:
+        if not isinstance(array, str) or not ARRAY.fullmatch(array) or type(task) is not int or task != _task(key):
             raise ForeignJobError(self.name, key)
         self._check_cluster(job_id)
         row = commands.find_job(array, task)
@@ -146,9 +170,9 @@ class SlurmJobs(JobService):
         listed = {(row.array, row.task): row for row in rows}
         found = {}
         for key, array in asked.items():
-            row = listed.get((array, key.rank))
+            row = listed.get((array, _task(key)))
             if row is None or _runs(row, key):
-                self._keys[array, key.rank] = key
+                self._keys[array, _task(key)] = key
                 # A task of an array that is cancelled before it starts is forgotten at once.
                 found[key] = UNKNOWN if row is None else row.job_state
         return found
@@ -191,11 +215,11 @@ class SlurmJobs(JobService):
             )
 
     def _noted(self, array: str, key: JobKey) -> JobId:
-        self._keys[array, key.rank] = key
+        self._keys[array, _task(key)] = key
         return self._job_id(array, key)
 
     def _job_id(self, array: str, key: JobKey) -> JobId:
-        return {"id": array, "task": key.rank, "cluster": self._cluster}
+        return {"id": array, "task": _task(key), "cluster": self._cluster}
 
     def _log_of(self, key: JobKey) -> Path:
         """Return the file of a job's log, in the layout of local logs; each run of an id has a folder of its own."""
@@ -203,12 +227,13 @@ class SlurmJobs(JobService):
         return self.folder_of(key) / place / "output.log"
 
     def _request(self, jobs: Sequence[Job]) -> list[str]:
-        job, ranks = jobs[0], ",".join(str(job.key.rank) for job in jobs)
+        job, tasks = jobs[0], commands.ranges(sorted(_task(job.key) for job in jobs))
         log, limit_s = self._log_of(job.key), self._granted.get((job.gpu, job.limit_s), job.limit_s)
-        output = f"{str(log.parents[2]).replace('%', '%%')}/%4a/{log.parent.name}/{log.name}"
+        folder = f"{log.parents[1].name[:-DIGITS]}%{DIGITS}a"  # the rank, as `_log_of` has it
+        output = f"{str(log.parents[2]).replace('%', '%%')}/{folder}/{log.parent.name}/{log.name}"
         return [
-            *("sbatch", "--parsable", *self._sizes(job.gpu, limit_s), f"--job-name={job.key.group}"),
-            *(f"--array={ranks}", "--no-requeue", "--open-mode=append", f"--output={output}", "--chdir=/"),
+            *("sbatch", "--parsable", *self._sizes(job.gpu, limit_s), f"--job-name={_array_name(job.key)}"),
+            *(f"--array={tasks}", "--no-requeue", "--open-mode=append", f"--output={output}", "--chdir=/"),
             "--export=ALL",
         ]
 
@@ -293,5 +318,41 @@ class SlurmExecutor(JobExecutor):
             folder.parent.rmdir()
 
 
+def _place(rank: int) -> tuple[int, int]:
+    """Return which of a launch's arrays a rank is in, and its task id there."""
+    size = int(10**DIGITS)
+    return rank // size, rank % size
+
+
+def _task(key: JobKey) -> int:
+    return _place(key.rank)[1]
+
+
+def _array_name(key: JobKey) -> str:
+    """Return the name of the jobs of an array: that of the launch, with the array's number from the second one on."""
+    number, _ = _place(key.rank)
+    return f"{key.group}-{number}" if number else key.group
+
+
+def _by_array(jobs: Sequence[Job]) -> dict[str, list[Job]]:
+    found: dict[str, list[Job]] = {}
+    for job in jobs:
+        found.setdefault(_array_name(job.key), []).append(job)
+    return found
+
+
+def _take_back(arrays: Iterable[str], refused: JobServiceError) -> None:
+    """End the arrays that were started before another one was refused: they are asked for again, or not at all.
+
+    Raises:
+        JobServiceError: of kind "unknown", if Slurm does not end them.
+    """
+    for array in arrays:
+        try:
+            commands.cancel(array)
+        except JobServiceError as error:
+            raise JobServiceError(f"{refused} Its array {array} was not ended: {error}", "unknown") from error
+
+
 def _runs(row: commands.Row, key: JobKey) -> bool:
-    return row.name == key.group and row.task == key.rank
+    return row.name == _array_name(key) and row.task == _task(key)

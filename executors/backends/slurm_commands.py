@@ -24,6 +24,7 @@ CLUSTERS = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")
 BUSY = ("Unable to contact slurm controller", "Connection refused", "temporarily unable")
 UNCLEAR = ("Socket timed out", "Zero Bytes were transmitted", "Message receive failure")
 TOO_LONG = ("Requested time limit is invalid", "Invalid time-min")
+BAD_ARRAY = "Invalid job array specification"
 UNKNOWN_JOB = "Invalid job id"
 HAS_ENDED = "already completing or completed"
 GPU = re.compile(r"(?:[A-Za-z][A-Za-z0-9._-]*|\d+)(?::\d+)?")
@@ -34,7 +35,7 @@ OURS = (
     *("-D", "-J", "-M", "-N", "-V", "-W", "-a", "-e", "-h", "-i", "-n", "-o", "-t"),
 )
 SCRIPT = """#!/bin/sh
-export REPLICA_RANK=$SLURM_ARRAY_TASK_ID
+export REPLICA_RANK=$(({first_rank} + SLURM_ARRAY_TASK_ID))
 cd "${{SLURM_TMPDIR:-${{TMPDIR:-/tmp}}}}" || cd /tmp
 exec {command}
 """
@@ -166,10 +167,14 @@ def find_job(array: str, task: int) -> Row | None:
     return next((row for row in list_jobs(f"--jobs={array}_{task}") if (row.array, row.task) == (array, task)), None)
 
 
-def cancel(array: str, task: int) -> None:
-    """End a job; one that has ended, or is not known, is not an error."""
+def cancel(array: str, task: int | None = None) -> None:
+    """End a job; one that has ended, or is not known, is not an error.
+
+    Args:
+        task: which of the array's jobs. None: all of them.
+    """
     try:
-        ask("scancel", f"{array}_{task}")
+        ask("scancel", array if task is None else f"{array}_{task}")
     except JobServiceError as error:
         if not any(words in str(error) for words in (UNKNOWN_JOB, HAS_ENDED)):
             raise
@@ -220,9 +225,28 @@ def gres_of(gpu: str) -> str:
     return f"gpu:{gpu.lower()}"
 
 
-def script_of(command: Sequence[str]) -> str:
-    """Return the script of a job. `exec`: signals reach the command, and its exit code is the job's."""
-    return SCRIPT.format(command=shlex.join(command))
+def script_of(command: Sequence[str], *, first_rank: int) -> str:
+    """Return the script of an array's jobs. `exec`: signals reach the command, and its exit code is the job's.
+
+    Args:
+        first_rank: the rank that the task 0 has, or would have.
+    """
+    return SCRIPT.format(command=shlex.join(command), first_rank=first_rank)
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as `--array` takes them, short however many there are.
+
+    Example:
+        ranges([0, 1, 2, 7])  # "0-2,7"
+    """
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1][1:] = [number]
+        else:
+            found.append([number])
+    return ",".join("-".join(map(str, each)) for each in found)
 
 
 def secrets_of(names: Sequence[str]) -> dict[str, str]:

@@ -70,7 +70,7 @@ def test_an_array_is_asked_for_once_and_leaves_no_folder_on_its_nodes(
     run = started(3)
     assert run.results() == [{"rank": rank} for rank in range(3)]
     (call,) = slurm_commands.calls("sbatch")
-    assert "--array=0,1,2" in call
+    assert "--array=0-2" in call
     eventually(lambda: set(states(slurm, "--name=" + group_of(run))) == {"COMPLETED"})
     assert list((tmp_path / "scratch").iterdir()) == []
 
@@ -313,7 +313,7 @@ def test_ranks_that_are_resumed_are_one_array(slurm: Cluster, slurm_commands: Co
     run = resume(run)
     run.wait()
     (first, second) = slurm_commands.calls("sbatch")
-    assert "--array=0,1,2,3" in first
+    assert "--array=0-3" in first
     assert "--array=1,3" in second
     assert [(outcome.rank, outcome.attempt) for outcome in run.outcomes()] == [(0, 0), (1, 1), (2, 0), (3, 1)]
     assert [run.handles[rank].metadata["job"]["task"] for rank in (1, 3)] == [1, 3]
@@ -360,6 +360,54 @@ def test_asking_for_64_replicas_takes_one_request_and_so_does_each_look(
     run.cancel()
     run.wait()
     assert {(row.status, row.note) for row in run.status().replicas} == {("cancelled", "")}
+
+
+# --- more ranks than an array has
+
+
+def test_more_replicas_than_an_array_may_have_are_several_arrays(slurm: Cluster, slurm_commands: Commands) -> None:
+    run = launch(SlurmExecutor(sbatch=["--hold"]), "job.py:main", 1200, run_id="otter", detach=True)
+    first, second = slurm_commands.calls("sbatch")
+    assert "--array=0-999" in first
+    assert "--array=0-199" in second
+    assert {row.doing for row in run.status().replicas} == {"pending: JobHeldUser"}
+    run.cancel()
+    run.wait()
+    assert {row.status for row in run.status().replicas} == {"cancelled"}
+    eventually(lambda: set(states(slurm, f"--name={group_of(run)},{group_of(run)}-1")) <= {"CANCELLED"})
+
+
+def test_a_cluster_that_takes_shorter_arrays_is_told_with_its_limit(slurm: Cluster) -> None:
+    with slurm.configured(MaxArraySize="3"), pytest.raises(LaunchError, match="MaxArraySize is 3"):
+        started(4)
+
+
+def test_replicas_in_several_arrays_have_their_ranks_and_their_logs(
+    slurm: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("executors.backends.slurm.DIGITS", 1)
+    run = started(11)
+    assert run.results() == [{"rank": rank} for rank in range(11)]
+    assert [run.handles[rank].metadata["job"]["task"] for rank in (9, 10)] == [9, 0]
+    assert all(f"of rank {rank}\n" in run.logs(rank=rank) for rank in (0, 1, 9, 10))
+
+
+def test_an_array_that_is_refused_takes_the_earlier_ones_with_it(
+    slurm: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("executors.backends.slurm.DIGITS", 1)
+    submit, submitted = SlurmJobs._submit, list[str]()
+
+    def second_is_refused(self: SlurmJobs, jobs: list[Job], env: dict[str, str]) -> str:
+        if submitted:
+            raise JobServiceError("Slurm: Job violates accounting/QOS policy.", "rejected")
+        submitted.append(submit(self, jobs, env))
+        return submitted[0]
+
+    monkeypatch.setattr(SlurmJobs, "_submit", second_is_refused)
+    with pytest.raises(LaunchError, match="QOS policy"):
+        launch(SlurmExecutor(sbatch=["--hold"]), HANGING, 11)
+    eventually(lambda: set(states(slurm, f"--jobs={submitted[0]}")) <= {"CANCELLED"})
 
 
 # --- records
