@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import itertools
 import math
 import os
 import re
@@ -416,6 +417,11 @@ def _cpu_quotas(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/sel
 
 def _groups(controller: str, root: Path, own: Path) -> Iterator[Path]:
     """Yield the folders of this process's control groups that may have a controller, and of those around them."""
+    return itertools.chain.from_iterable(_groups_by_mount(controller, root, own))
+
+
+def _groups_by_mount(controller: str, root: Path, own: Path) -> Iterator[list[Path]]:
+    """Yield the same by where they are mounted, the innermost group first. Not all of the folders exist."""
     with contextlib.suppress(OSError):
         for line in own.read_text().splitlines():
             _, controllers, group = line.split(":", 2)
@@ -423,7 +429,7 @@ def _groups(controller: str, root: Path, own: Path) -> Iterator[Path]:
                 continue
             for mount in (root, root / "unified") if not controllers else (root / controllers, root / controller):
                 group_here = mount / group.strip("/")  # of another mount where the container sees its own group alone
-                yield from (folder for folder in (group_here, *group_here.parents) if folder.is_relative_to(mount))
+                yield [folder for folder in (group_here, *group_here.parents) if folder.is_relative_to(mount)]
 
 
 def _cpu_quota(group: Path) -> list[float]:
@@ -470,11 +476,26 @@ def oom_kills() -> int:
 
 def oom_kills_in_group(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
     """Count those that it killed in this process's control group, as a container has one, as far as it reports that."""
-    for folder in _groups("memory", root, own):
-        for name in ("memory.events", "memory.oom_control"):
-            if (count := _oom_kills(folder / name)) is not None:
-                return count
-    return 0
+    counts = (_oom_kills_of(folder) for folder in _groups("memory", root, own))
+    return next((count for count in counts if count is not None), 0)
+
+
+def oom_kills_in_own_group(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """Count those that it killed in this process's innermost control group; None: the kernel does not report that.
+
+    Groups around it hold processes of others as well.
+    """
+    for folders in _groups_by_mount("memory", root, own):
+        # A container may not see its group by name, but as the root of all that it sees.
+        innermost = next((folder for folder in folders if folder.is_dir()), None)
+        if innermost is not None and (count := _oom_kills_of(innermost)) is not None:
+            return count
+    return None
+
+
+def _oom_kills_of(group: Path) -> int | None:
+    counts = (_oom_kills(group / name) for name in ("memory.events", "memory.oom_control"))
+    return next((count for count in counts if count is not None), None)
 
 
 def _oom_kills(file: Path) -> int | None:

@@ -140,6 +140,8 @@ ENDINGS = {
     "hang": "{seen} for {for_s:.0f} s{where} (limit {limit}): {diagnosis}.{remedy}{stacks}",
     "alive": "works again.",
     "oom": "was killed by the kernel (SIGKILL): out of memory.",
+    "perhaps_oom": "was ended by signal 9 (SIGKILL). Perhaps memory ran out: "
+    "at about the same time the kernel killed a process of this machine for that.",
     "signal": "was ended by signal {number} ({name}).",
     "terminated": "was terminated by {name}, not sent by `replicas`.",
     "told_to_end": "was terminated by {name}, sent by {service} or its administrators.",

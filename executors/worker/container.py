@@ -30,7 +30,6 @@ from executors.process import (
     be_killed_first,
     die_with_parent,
     fork,
-    oom_kills_in_group,
     threads_lost_by_a_fork,
     usable_cores,
 )
@@ -42,6 +41,7 @@ from executors.store.url import was_deleted
 from executors.supervision.lease import LeaseWatch
 from executors.task.stored import StoredTask
 from executors.worker.main import Assignment, main
+from executors.worker.memory_kills import of_this_container
 from executors.worker.new_process import describe_threads, received, start_python
 from executors.worker.ranks import Running, how_started, leave_supervisor, read_task_ahead
 from executors.worker.supervisor import Supervisor
@@ -66,7 +66,7 @@ class ContainerSupervisor(Supervisor):
         notice_s: seconds that are left when the container is told to end.
     """
 
-    count_oom_kills = staticmethod(oom_kills_in_group)
+    count_memory_kills = staticmethod(of_this_container)
 
     def __init__(
         self, spec: RunSpec, ranks: ContainerRanks, *, timeout_s: float | None, term_grace_s: float, notice_s: float

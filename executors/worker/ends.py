@@ -13,14 +13,13 @@ from typing import Any
 from executors.attempt import Attempt
 from executors.attempt.outcome import describe_end
 from executors.errors import CorruptObjectError, StoreError, UnwritableStoreError
-from executors.process import killed_for_memory, signal_name
+from executors.process import signal_name
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import SERVICE
 from executors.store.records import RETRY_S, exists, is_gone
+from executors.worker.memory_kills import MemoryKills
 from executors.worker.ranks import NEVER, Running
 
-CLOCKS_S, CLOCKS_DRIFT = 5.0, 0.001  # how far the kernel's clock may be apart, and a share of the time since the boot
-LOGGED_S = 0.02  # the kernel kills first, and then says so
 MARKS_S = 3.0  # the ranks are to be killed in time
 SILENT_S = 5.0  # less than an idle supervisor waits for the store
 SOONEST_S, LATEST_S = 1.0, 10.0  # between two tries of what a store does not take
@@ -31,14 +30,13 @@ class Ends:
 
     Args:
         timeout_s: the time limit of each.
-        count_oom_kills: counts what the kernel has killed for want of memory.
+        memory_kills: what the kernel has killed because memory ran out.
     """
 
-    def __init__(self, world_size: int, timeout_s: float | None, count_oom_kills: Callable[[], int]) -> None:
+    def __init__(self, world_size: int, timeout_s: float | None, memory_kills: MemoryKills) -> None:
         self._world_size = world_size
         self._timeout_s = timeout_s
-        self._count_oom_kills = count_oom_kills
-        self._oom_kills = count_oom_kills()
+        self._memory_kills = memory_kills
 
     def explain(self, running: Running, exit_code: int) -> tuple[Reason, str | None]:
         """Name the reason of an end without an outcome, and put it into a sentence."""
@@ -61,8 +59,12 @@ class Ends:
         terminated = "terminated" if service is None else "told_to_end"
         if running.ending == "signal":
             return because("signal", terminated, name=running.page.notice, service=service)
-        if exit_code == -signal.SIGKILL and self._was_killed_for_memory(running):
-            return because("oom")
+        if exit_code == -signal.SIGKILL:
+            is_for_memory = self._memory_kills.include(running.pid, running.began)
+            if is_for_memory is None:
+                return because("signal", "perhaps_oom")
+            if is_for_memory:
+                return because("oom")
         if exit_code < 0:
             return because("signal", number=-exit_code, name=signal_name(-exit_code))
         if exit_code == 128 + signal.SIGTERM:
@@ -70,19 +72,6 @@ class Ends:
         page = running.page
         ending = "unrecorded" if page.has_result else "storeless" if page.store_failed else "no_result"
         return because("no_result", ending, code=f"exit code {exit_code}")
-
-    def _was_killed_for_memory(self, running: Running) -> bool:
-        """Return whether the kernel killed a process; where its log cannot be read, as far as its counter tells."""
-        if self._count_oom_kills() <= self._oom_kills:
-            return False
-        since = running.began - CLOCKS_S - time.monotonic() * CLOCKS_DRIFT
-        is_named = killed_for_memory(running.pid, since)
-        if is_named is False:
-            time.sleep(LOGGED_S)
-            is_named = killed_for_memory(running.pid, since)
-        if is_named is not False:
-            self._oom_kills += 1  # one at a time: two ranks may have ended at once
-        return is_named is not False
 
 
 class EndRecords:

@@ -18,7 +18,7 @@ from executors.attempt import Attempt
 from executors.attempt.outcome import describe_cancel, describe_end
 from executors.errors import LaunchError, StoreError
 from executors.native import RunSpec
-from executors.process import children, kill_descendants, oom_kills
+from executors.process import children, kill_descendants
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica.shared_page import SharedPage
 from executors.store.records import is_gone, retry
@@ -28,6 +28,7 @@ from executors.worker.answers import Answers
 from executors.worker.cancel_looks import STORE_LIMIT_S, CancelLooks
 from executors.worker.ends import EndRecords, Ends, is_overtaken, mark_cancelled, seen_from_outside
 from executors.worker.fail_fast import end_others
+from executors.worker.memory_kills import of_this_machine
 from executors.worker.ranks import NEVER, UNKILLABLE_S, Ranks, Running, how_started
 from executors.worker.wakeups import Wakeups
 from executors.worker.watchdog import Watchdog
@@ -48,8 +49,8 @@ class Supervisor:
         launcher_pidfd: the launcher, with which an attached run ends. None: the run is detached.
     """
 
-    count_oom_kills = staticmethod(oom_kills)
-    """Counts what the kernel has killed for want of memory."""
+    count_memory_kills = staticmethod(of_this_machine)
+    """Returns what counts the processes that the kernel killed because memory ran out."""
 
     def __init__(
         self,
@@ -65,7 +66,8 @@ class Supervisor:
         self._spec = spec
         self._n_spare = len(spec.ranks) - (spec.min_replicas or len(spec.ranks))
         self._timeout_s = NEVER if timeout_s is None else timeout_s
-        self._ends = Ends(spec.world_size, timeout_s, self.count_oom_kills)
+        self._memory_kills = self.count_memory_kills()
+        self._ends = Ends(spec.world_size, timeout_s, self._memory_kills)
         self._term_grace_s = term_grace_s
         self._wakeups = Wakeups(launcher_pidfd)
         self._store = store = impatient_store(spec.store_url, STORE_LIMIT_S)
@@ -142,6 +144,7 @@ class Supervisor:
             signals, is_abandoned = self._wakeups.wait(min(*due, *events))
             self._hear(signals)
             self._reap()
+            self._memory_kills.look()
             if is_abandoned:
                 self._end_abandoned("the launcher of this attached run ended")
             if time.monotonic() >= self._looks.next_at:

@@ -19,7 +19,7 @@ from executors import open_store
 from executors.attempt import Attempt, Beat
 from executors.errors import StoreError
 from executors.native import RunSpec
-from executors.process import oom_kills_in_group
+from executors.process import oom_kills_in_group, oom_kills_in_own_group
 from executors.protocol import Outcome, ReplicaStatus, WarningCount
 from executors.replica import Replica
 from executors.replica.shared_page import SharedPage
@@ -136,18 +136,19 @@ def test_a_supervisor_whose_directory_cannot_be_looked_at_keeps_its_rank(
 
 
 @pytest.mark.parametrize(
-    ("own", "files", "count"),
+    ("own", "files", "count", "count_of_own"),
     [
-        ("0::/", {"memory.events": "low 0\noom 3\noom_kill 2\n"}, 2),
-        ("0::/box/job", {"box/job/memory.events": "oom_kill 1\n", "memory.events": "oom_kill 9\n"}, 1),
-        ("4:memory:/box", {"memory/box/memory.oom_control": "under_oom 0\noom_kill 5\n"}, 5),
-        ("4:memory:/of/the/host", {"memory/memory.oom_control": "oom_kill 4\n"}, 4),
-        ("4:memory:/\n3:cpu:/", {"memory/memory.oom_control": "under_oom 0\n"}, 0),
-        ("0::/", {}, 0),
+        ("0::/", {"memory.events": "low 0\noom 3\noom_kill 2\n"}, 2, 2),
+        ("0::/box/job", {"box/job/memory.events": "oom_kill 1\n", "memory.events": "oom_kill 9\n"}, 1, 1),
+        ("0::/box/job", {"box/job/pids.max": "max\n", "box/memory.events": "oom_kill 9\n"}, 9, None),
+        ("4:memory:/box", {"memory/box/memory.oom_control": "under_oom 0\noom_kill 5\n"}, 5, 5),
+        ("4:memory:/of/the/host", {"memory/memory.oom_control": "oom_kill 4\n"}, 4, 4),
+        ("4:memory:/\n3:cpu:/", {"memory/memory.oom_control": "under_oom 0\n"}, 0, None),
+        ("0::/", {}, 0, None),
     ],
 )
 def test_kills_for_want_of_memory_are_counted_in_the_own_control_group(
-    own: str, files: dict[str, str], count: int, tmp_path: Path
+    own: str, files: dict[str, str], count: int, count_of_own: int | None, tmp_path: Path
 ) -> None:
     (tmp_path / "own").write_text(own + "\n")
     for name, text in files.items():
@@ -155,6 +156,7 @@ def test_kills_for_want_of_memory_are_counted_in_the_own_control_group(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     assert oom_kills_in_group(tmp_path / "groups", tmp_path / "own") == count
+    assert oom_kills_in_own_group(tmp_path / "groups", tmp_path / "own") == count_of_own
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +20,9 @@ from executors.store import MemoryStore
 from executors.supervision.decisions import Decision, answer_to, is_barred
 from executors.supervision.rules import MOST_REFUSED, RunFacts, decide, made_progress, too_few_left
 from executors.task.policy import HangLimits, Restarts
-from executors.worker.ends import CLOCKS_DRIFT, Ends, seen_from_outside
+from executors.worker.ends import Ends, seen_from_outside
 from executors.worker.failure import describe_failure
+from executors.worker.memory_kills import CLOCKS_DRIFT, MemoryKills
 from executors.worker.ranks import NEVER, Running
 from executors.worker.watchdog import Watchdog
 
@@ -160,7 +161,7 @@ def test_a_store_that_does_not_answer_is_never_a_deterministic_end(why: dict[str
 @pytest.mark.parametrize("store_failed", [False, True])
 def test_who_returned_a_result_is_not_said_to_have_ended_before_it(store_failed: bool) -> None:
     running, code = ended_for_want_of_a_store(has_result=True, store_failed=store_failed)
-    reason, error = Ends(1, None, lambda: 0).explain(running, code)
+    reason, error = Ends(1, None, MemoryKills(lambda: 0)).explain(running, code)
     said = "Replica 0 of 1 returned a result that was not recorded; the replica's log says why."
     assert (reason, error) == ("no_result", said)
 
@@ -172,13 +173,64 @@ def test_an_oom_is_called_that_also_where_the_clock_was_set_since_the_process_be
     def reason(killed_at: float) -> str | None:
         running, _ = ended_for_want_of_a_store(store_failed=False)
         running.started_at = time.time() + set_back_by_s
-        monkeypatch.setattr("executors.worker.ends.killed_for_memory", lambda _, since: killed_at >= since)
-        n_kills = itertools.count()
-        return Ends(1, None, lambda: next(n_kills)).explain(running, -signal.SIGKILL)[0]
+        monkeypatch.setattr("executors.worker.memory_kills.killed_for_memory", lambda _, since: killed_at >= since)
+        return sigkilled(running, MemoryKills(ascending()))[0]
 
     now = time.monotonic()
     assert reason(killed_at=now) == "oom"
     assert reason(killed_at=now - 60 - 2 * now * CLOCKS_DRIFT) == "signal", "another process had this pid before"
+
+
+def ascending() -> Callable[[], int]:
+    """Return a counter that is one higher each time it is read twice: once to see whether it is there."""
+    numbers = itertools.count()
+    return lambda: next(numbers)
+
+
+def sigkilled(running: Any, kills: MemoryKills) -> tuple[str | None, str | None]:
+    return Ends(1, None, kills).explain(running, -signal.SIGKILL)
+
+
+@pytest.fixture
+def unreadable_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the kernel's log, as from every user but root."""
+    monkeypatch.setattr("executors.worker.memory_kills.killed_for_memory", lambda pid, since: None)
+
+
+@pytest.mark.usefixtures("unreadable_log")
+def test_a_kill_counted_in_the_own_control_group_is_an_oom_and_explains_one_end_only() -> None:
+    count = 5
+    kills = MemoryKills(lambda: count)
+    count = 6
+    first, second = (ended_for_want_of_a_store(store_failed=False)[0] for _ in range(2))
+    assert sigkilled(first, kills)[0] == "oom"
+    assert sigkilled(second, kills)[0] == "signal"
+
+
+@pytest.mark.usefixtures("unreadable_log")
+def test_a_kill_counted_for_the_whole_machine_proves_nothing() -> None:
+    count = 5
+    kills = MemoryKills(lambda: None, lambda: count)
+    running, _ = ended_for_want_of_a_store(store_failed=False)
+    assert sigkilled(running, kills) == ("signal", "Replica 0 of 1 was ended by signal 9 (SIGKILL).")
+    count = 6
+    reason, error = sigkilled(running, kills)
+    assert reason == "signal"
+    assert error is not None
+    assert "Perhaps memory ran out" in error
+
+
+@pytest.mark.usefixtures("unreadable_log")
+@pytest.mark.parametrize("count_all", [False, True])
+def test_a_kill_of_a_stranger_does_not_explain_an_end_long_after_it(count_all: bool) -> None:
+    now, count = 0.0, 5
+    kills = MemoryKills(lambda: None if count_all else count, lambda: count, lambda: now)
+    count = 6
+    for _ in range(2):
+        now += 10.0
+        kills.look()
+    running, _ = ended_for_want_of_a_store(store_failed=False)
+    assert sigkilled(running, kills) == ("signal", "Replica 0 of 1 was ended by signal 9 (SIGKILL).")
 
 
 @pytest.mark.parametrize("kind", [KeyNotFoundError, CorruptObjectError, UnsafeStoreError])
