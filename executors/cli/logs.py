@@ -77,6 +77,7 @@ def logs(
 
     Lines of more than one rank are led by `\\[rank]`.
     """
+    from executors.report.words import coloured
     from executors.run.run_logs import Lines
 
     found = find_run(run, rendezvous, backend, option)
@@ -110,8 +111,9 @@ def logs(
             Output(as_json).document({"run_id": found.run_id, "attempt": attempt, "replicas": rows})
             return 0
         asked = rank[0] if rank is not None and len(rank) == 1 else rank
+        shown = coloured if sys.stdout.isatty() else str  # a file or a program gets what was written
         for text in found.log_pieces(asked, n_lines, follow, which, chosen, note):
-            sys.stdout.write(text)
+            sys.stdout.write(shown(text))
             last = text[-1:] or last
             if follow:
                 sys.stdout.flush()

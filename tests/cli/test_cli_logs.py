@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.cli import HereInstead
+from support.cli import Folder, HereInstead, Terminal
 
 from executors import LocalProcessExecutor, Run, attach, launch
 from executors.logs.times import PAIR, times_of
@@ -26,6 +27,11 @@ def bar():
     print()
     print("[0] \\rover\\r\\n", end="")
 
+SPOILS = "\\x1b]0;title\\x07\\x1b[2J\\x9b2J\\u202e\\x1bc\\x1b[31mred\\tand\\x1b[0m plain\\x08"
+
+def spoil():
+    print(SPOILS)
+
 def fail_once():
     print("attempt", current_replica().attempt, "of rank", current_replica().rank, flush=True)
     if current_replica().rank == 1 and current_replica().attempt == 0:
@@ -37,6 +43,29 @@ def fail_once():
 def bars(here: HereInstead) -> HereInstead:
     (here.folder.path / "bars.py").write_text(BARS)
     return here
+
+
+@pytest.fixture
+def spoiled(bars: HereInstead, local: LocalProcessExecutor) -> Folder:
+    """The folder of a run whose log has what changes a terminal."""
+    run = launch(local, "bars:spoil", 1, run_id="mine")
+    assert run.wait(60)
+    return bars.folder
+
+
+def test_a_terminal_gets_colours_of_a_log_and_nothing_else_that_it_would_obey(spoiled: Folder) -> None:
+    terminal = Terminal(spoiled, "logs", "mine")
+    assert terminal.ends() == 0
+    terminal.close()
+    shown = terminal.raw.strip()
+    assert "\x1b[31mred\tand\x1b[0m plain" in shown
+    assert set(re.findall("[^ -~\t\r\n]", shown)) == {"\x1b"}
+    assert all(each.endswith("m") for each in re.findall("\x1b(?:.*?[A-Za-z])?", shown))
+
+
+def test_a_pipe_gets_a_log_as_it_was_written(spoiled: Folder) -> None:
+    said = spoiled.replicas("logs", "mine", "--rank", 0).stdout
+    assert said == "\x1b]0;title\x07\x1b[2J\x9b2J\u202e\x1bc\x1b[31mred\tand\x1b[0m plain\x08\n"
 
 
 def resumed(local: LocalProcessExecutor) -> Run:
