@@ -23,7 +23,7 @@ from executors.cli.options import (
     find_run,
     parse_path,
 )
-from executors.cli.output import FAILED, JsonOption, Output, finite, inert, one_line, refuse, strict_json
+from executors.cli.output import FAILED, JsonOption, Output, cannot_write, finite, inert, one_line, strict_json
 from executors.errors import ReplicasError, StoreError
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _whole_folder(out: Path) -> Iterator[Path]:
         # In the folder if there is one: it may be another disk than the folder above it.
         scratch = tempfile.mkdtemp(prefix=".replicas-collect-", dir=out if out.exists() else out.parent)
     except OSError as error:
-        refuse(f"Cannot write to {str(named)!r}: {error.strerror}.")
+        cannot_write(named, error)
     try:
         new = Path(scratch, "new")
         new.mkdir()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from executors.cli.options import BackendOptions, ExecutorOption, RendezvousOption, RunArgument, find_run, parse_path
-from executors.cli.output import JsonOption, Output, one_line, refuse
+from executors.cli.output import JsonOption, Output, cannot_write, one_line, refuse
 
 if TYPE_CHECKING:
     from executors.run.run import Run
@@ -54,7 +54,7 @@ def export(
     try:
         made |= _export(found, tensorboard, csv, jsonl, follow, output)
     except OSError as error:
-        refuse(f"Cannot write to {str(error.filename or ', '.join(made.values()))!r}: {error.strerror}.")
+        cannot_write(error.filename or ", ".join(made.values()), error)
     if as_json:
         output.document({"run_id": found.run_id, **made})
     places = ", ".join(str(path) for path in files.values() if path is not None)

@@ -8,7 +8,7 @@ from typing import Annotated
 from typer import Option
 
 from executors.cli.options import BackendOptions, ExecutorOption, RendezvousOption, RunArgument, find_run, parse_path
-from executors.cli.output import JsonOption, Output, one_line, refuse, usage_errors
+from executors.cli.output import JsonOption, Output, cannot_write, one_line, refuse, usage_errors
 from executors.errors import ReplicasError
 
 OUT = "The file to write, in the safetensors format."
@@ -47,7 +47,7 @@ def model(
     except OSError as error:
         if isinstance(error, ReplicasError):  # a key that the store does not have is one of both
             raise
-        refuse(f"Cannot write to {str(out)!r}: {error.strerror}.")
+        cannot_write(out, error)
     n_values = sum(values.numel() for values in written.tensors.values())
     where = f"round {written.rounds}" + (f", step {written.step}" if written.step is not None else "")
     about = f"{len(written.tensors)} tensors, {name_number(n_values)} values, {name_size(out.stat().st_size)}"

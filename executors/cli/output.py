@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import re
@@ -10,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO, TypeVar
 
 import typer
@@ -28,6 +30,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 FAILED, USAGE, HOPELESS, TIMED_OUT, CANCELLED = 1, 2, 93, 124, 130  # exit codes
 CLOSED_PIPE = 141  # as of a program that SIGPIPE ended
+WRONG_PATH = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.ENAMETOOLONG, errno.EINVAL, errno.ELOOP, errno.ENOTEMPTY),
+)
+"""Errors of a file that another path, or another right to it, would mend."""
 UNUSUAL = re.compile(r"[^\n -~]")
 PROGRESS_EVERY_S = 10.0  # between two plain lines of progress
 QUIET_S = 2.0  # a launch that has begun by then needs no word before
@@ -233,6 +240,18 @@ class UsageProblem(typer.BadParameter):
 def refuse(error: Exception | str) -> NoReturn:
     """End with a usage error: `Error: …` on stderr, exit code 2."""
     raise UsageProblem(str(error))
+
+
+def cannot_write(path: Path | str, error: OSError) -> NoReturn:
+    """End because a file could not be written: a usage error if its path is to blame, else one of this machine.
+
+    Raises:
+        OSError: a full disk, say; the command exits with 1.
+    """
+    text = f"Cannot write to {str(path)!r}: {error.strerror}."
+    if error.errno in WRONG_PATH:
+        refuse(text)
+    raise OSError(text) from error
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Annotated
 from typer import Option
 
 from executors.cli.options import BackendOptions, ExecutorOption, RendezvousOption, RunArgument, find_run, parse_path
-from executors.cli.output import JsonOption, Output, refuse
+from executors.cli.output import JsonOption, Output, cannot_write
 
 OUT = "The file to write. Default: RUN_ID.html in this folder."
 
@@ -41,7 +41,7 @@ def report(
         try:
             write_page(document, path)
         except OSError as error:
-            refuse(f"Cannot write to {str(path)!r}: {error.strerror}.")
+            cannot_write(path, error)
         output.say(f"Wrote {path} ({name_size(path.stat().st_size)}).")
     if as_json:
         output.document(document)

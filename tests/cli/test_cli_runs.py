@@ -33,6 +33,19 @@ def hanging(local: LocalProcessExecutor, n: int = 2, run_id: str = "mine") -> Ru
     return run
 
 
+TRAINS = """
+import torch
+from diloco import DiLoCo
+from executors import current_replica
+
+def main():
+    torch.set_num_threads(1)
+    with DiLoCo(torch.nn.Linear(64, 64), inner_steps=1, total_steps=1) as diloco:
+        diloco.step()
+    current_replica().report(step=1, loss=1.0)
+"""
+
+
 def test_ls_shows_every_run_the_newest_last(here: HereInstead, local: LocalProcessExecutor) -> None:
     assert "replicas launch" in here.replicas("ls").stdout
     assert here.replicas("ls", "--json").json == []
@@ -140,6 +153,21 @@ def test_a_closed_pipe_is_silent_and_a_full_disk_under_the_output_is_one_error(
         assert in_shell(f"{verb} >/dev/full") == (1, "", "Error: [Errno 28] No space left on device\n"), verb
     code, said, _ = in_shell("status never-was --json 2>/dev/full")
     assert (code, json.loads(said)["kind"]) == (2, "RunNotFoundError"), "a document that nothing on stderr is beside"
+
+
+@pytest.mark.parametrize(
+    ("verb", "most_kib"),
+    [("report mine --out mine.html", 1), ("export mine --csv mine.csv", 0), ("model mine --out m", 1)],
+)
+def test_a_file_that_has_no_room_is_a_failure_and_no_bad_usage(
+    folder: Folder, local: LocalProcessExecutor, verb: str, most_kib: int
+) -> None:
+    (folder.path / "trains.py").write_text(TRAINS)
+    launch(local, "trains:main", 1, run_id="mine").results()
+    line = f"ulimit -f {most_kib}; {' '.join(COMMAND)} {verb}"
+    done = subprocess.run(["bash", "-c", line], cwd=folder.path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done
+    assert re.fullmatch(r"Error: Cannot write to '.*': File too large\.", done.stderr.splitlines()[-1]), done
 
 
 def test_a_huge_log_is_printed_in_bounded_memory(folder: Folder, local: LocalProcessExecutor, state_home: Path) -> None:
