@@ -35,6 +35,7 @@ from executors.run.run import Run
 from executors.run.waiter import Patience
 from executors.status import COLUMNS, MAX_DECIDED, MAX_LINE, ReplicaState, RunStatus
 
+CLOCKS_APART_S = 300.0  # how far the wall clocks of two machines may be apart
 MAX_LINES = 200  # of output, below the table
 SHOW_CURSOR = b"\x1b[?25h"
 
@@ -230,6 +231,8 @@ class PlainView:
         self._columns = columns
         self._clock = clock
         self._created_at = run.record.created_at
+        self._shown_from = clock() - max(0.0, time.time() - self._created_at)
+        """When the run was launched, by this view's own clock."""
         self._seen: dict[int, ReplicaStatus] = {}
         self._told: set[str] = set()
         self._n_decided = 0
@@ -238,7 +241,7 @@ class PlainView:
 
     def update(self, status: RunStatus) -> None:
         last_at = max(status.last_at, *(each.at for each in status.decided[-1:]), 0.0)
-        elapsed = f"[{name_duration(last_at - self._created_at):>6}]"
+        elapsed = self._elapsed(last_at)
         self._tell_decided(status)
         changed: dict[tuple[ReplicaStatus, str], list[int]] = {}
         for replica in status.replicas:
@@ -255,11 +258,19 @@ class PlainView:
             self._progress, self._progress_at = progress, self._clock()
             self.say(f"{elapsed} {progress}")
 
+    def _elapsed(self, at: float) -> str:
+        return f"[{name_duration(self._elapsed_s(at)):>6}]"
+
+    def _elapsed_s(self, at: float) -> float:
+        """Return how long after the launch something was, by the wall clock unless somebody has set that meanwhile."""
+        by_wall_s, since_s = at - self._created_at, self._clock() - self._shown_from
+        return by_wall_s if 0.0 <= by_wall_s <= since_s + CLOCKS_APART_S else since_s
+
     def _tell_decided(self, status: RunStatus) -> None:
         """Print what was decided since the last look."""
         new, self._n_decided = status.decided[self._n_decided :], len(status.decided)
         for each in new[-MAX_DECIDED:]:
-            self._print(f"[{name_duration(each.at - self._created_at):>6}] {one_line(each.line, MAX_LINE)}", "yellow")
+            self._print(f"{self._elapsed(each.at)} {one_line(each.line, MAX_LINE)}", "yellow")
 
     def take(self, line: str) -> None:
         """Show a line that a replica printed."""
@@ -308,7 +319,7 @@ class LiveView(PlainView):
         n_rows = max(1, room - min(len(self._lines), max(room // 3, room - len(status.replicas))))
         max_rows = None if status.is_terminal else n_rows
         hint = [Text(self._hint, style="dim")] if self._hint and not status.is_terminal else []
-        head = title(status, status.last_at - self._created_at)
+        head = title(status, self._elapsed_s(status.last_at))
         table = replica_table(status, max_rows, width=console.width, more=self._columns)
         parts = [head, *([bar] if bar else []), table, *hint]
 

@@ -15,7 +15,7 @@ from executors.protocol import REASONS
 DEFAULT_CAPS: Mapping[str, float] = {"preempted": math.inf, "timeout": 0, "result_not_serializable": 0, "oom": 1}
 NEVER_RESTARTED = ("cancelled", "stopped", "fenced")
 HOWS = ("fork", "launch")
-MAX_RESTARTS = 1000
+MAX_RESTARTS = 1_000_000  # more than a run ever has: a rank ends with an error after 10,000 attempts
 LEAST_S, MAX_S = 0.001, 1e8
 DEFAULT_START_S = 1800.0
 """Seconds that a replica may be idle before its first mark of progress."""
@@ -58,7 +58,7 @@ class Restarts:
             ("no_progress", 1, self.no_progress),
         ):
             if value is not None and not (type(value) is int and least <= value <= MAX_RESTARTS):
-                raise ValueError(f"restarts: {name} is from {least} to {MAX_RESTARTS}, got {value!r}.")
+                raise ValueError(f"restarts: {name} is from {least} to {MAX_RESTARTS:,}, got {value!r}.")
         if self.how not in HOWS:
             raise ValueError("restarts: " + unknown_name("way", self.how, HOWS))
         for reason, cap in self.reasons.items():
@@ -280,7 +280,7 @@ def _check_reason(reason: str, cap: float) -> None:
     if not EXIT_CODE.fullmatch(reason) and reason not in _CAPPED:
         raise ValueError("restarts: " + unknown_name("reason", reason, _CAPPED))
     if not (cap == math.inf or (0 <= cap <= MAX_RESTARTS and cap == int(cap))):
-        raise ValueError(f"restarts: {reason}= is from 0 to {MAX_RESTARTS}, or inf, got {cap}.")
+        raise ValueError(f"restarts: {reason}= is from 0 to {MAX_RESTARTS:,}, or inf, got {cap}.")
 
 
 def _seconds(seconds: float) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import itertools
+import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -84,6 +86,22 @@ def test_a_failure_before_the_first_round_is_said_aloud(capsys: pytest.CaptureFi
 
     assert show(script, clock)
     assert "Rank 1 failed early; --fail-fast ends the run.\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("jump_s", [3 * 365 * 86_400.0, -3 * 365 * 86_400.0])
+def test_the_time_since_the_launch_goes_on_where_somebody_sets_the_wall_clock(
+    capsys: pytest.CaptureFixture[str], jump_s: float
+) -> None:
+    clock, launched_at = Clock(), time.time()
+
+    def script() -> RunStatus:
+        others = SUCCEEDED if clock.now > 5 else RUNNING
+        return state(replica(0, others), at=launched_at + clock.now + (jump_s if clock.now > 5 else 0.0))
+
+    run = cast(Run, ScriptedRun(script))
+    run.record = replace(run.record, created_at=launched_at)
+    assert follow(run, PlainView(Output(), run, clock), sleep=clock.sleep, clock=clock)
+    assert re.search(r"\[ *[5-7]\.\d s\] rank 0 succeeded", capsys.readouterr().out)
 
 
 class FullDisk(io.StringIO):

@@ -61,7 +61,7 @@ def test_a_policy_reads_as_it_is_written(text: str) -> None:
         ("3,run=-1", "whole number"),
         ("3,within=1e9", "not a duration"),
         ("3,backoff=9s:1s", "backoff is FIRST:LONGEST"),
-        ("1001", "from 0 to 1000"),
+        ("1000001", "from 0 to 1,000,000"),
         ("", "whole number"),
     ],
 )
