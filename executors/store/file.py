@@ -104,7 +104,7 @@ class FileStore:
             staged = self._hidden_path()
             file.link(staged)
             try:
-                _in_folder_of(path, lambda folder, name: os.replace(staged, name, dst_dir_fd=folder))
+                _in_folder_of(self._folder, path, lambda folder, name: os.replace(staged, name, dst_dir_fd=folder))
             except OSError:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(staged)
@@ -165,9 +165,11 @@ class FileStore:
                 raise
             flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
             path = hidden = self._hidden_path()
-            descriptor = _in_folder_of(hidden, lambda folder, name: os.open(name, flags, 0o666, dir_fd=folder))
+            descriptor = _in_folder_of(
+                self._folder, hidden, lambda folder, name: os.open(name, flags, 0o666, dir_fd=folder)
+            )
         try:
-            yield _NewFile(descriptor, path)
+            yield _NewFile(descriptor, path, self._folder)
         finally:
             os.close(descriptor)
             if hidden is not None:
@@ -300,9 +302,10 @@ def read_file(path: Path) -> memoryview:
 class _NewFile:
     """A file without a key, open for writing."""
 
-    def __init__(self, descriptor: int, path: str) -> None:
+    def __init__(self, descriptor: int, path: str, root: str) -> None:
         self.descriptor = descriptor
         self._path = path
+        self._root = root
 
     def write(self, data: Data) -> None:
         """Write all buffers. Never through a mapping: a full disk is an error here and a SIGBUS there."""
@@ -324,6 +327,7 @@ class _NewFile:
         # The source is absolute, so the descriptor itself is never looked at.
         try:
             _in_folder_of(
+                self._root,
                 path,
                 lambda folder, name: os.link(self._path, name, src_dir_fd=0, dst_dir_fd=folder, follow_symlinks=True),
             )
@@ -366,16 +370,35 @@ def _opened(folder: str, flags: int = PATH_ONLY) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _in_folder_of(path: str, act: Callable[[int, str], T]) -> T:
+def _in_folder_of(root: str, path: str, act: Callable[[int, str], T]) -> T:
     """Do something in the path's folder, which is made when missing, again when a `delete` just pruned it."""
     parent, name = os.path.split(path)
     for _ in range(PRUNING_RACES):
         with contextlib.suppress(FileNotFoundError), _opened(parent) as folder:
             return act(folder, name)
         with contextlib.suppress(FileNotFoundError, FileExistsError):  # mkdir races with the pruning, too
-            os.makedirs(parent, exist_ok=True)
+            make_folder(root, parent)
     with _opened(parent) as folder:
         return act(folder, name)
+
+
+def make_folder(root: str, folder: str) -> None:
+    """Make a folder below a store's directory, with those around it.
+
+    A run's own folder, at the top, is for this user alone: it holds logs, arguments, results and tracebacks. A
+    directory whose group may write into it is shared on purpose, and gets folders as the user's umask has them. The
+    sticky bit marks a directory in which strangers keep apart, as /tmp.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    os.makedirs(root, exist_ok=True)
+    mode = os.stat(root).st_mode
+    is_shared = bool(mode & stat.S_IWGRP) and not mode & stat.S_ISVTX
+    if not is_shared and (parts := os.path.relpath(folder, root).split(os.sep)) != [os.curdir]:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(os.path.join(root, parts[0]), 0o700)
+    os.makedirs(folder, exist_ok=True)
 
 
 def _read(descriptor: int, start: int, end: int) -> memoryview:

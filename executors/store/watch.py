@@ -15,7 +15,7 @@ from typing import Any
 
 from executors.process import open_inotify
 from executors.store.faulty import FaultyStore
-from executors.store.file import FileStore
+from executors.store.file import FileStore, make_folder
 from executors.store.protocol import Store
 
 TRIES = 8
@@ -65,7 +65,7 @@ class Watch:
         mask = flags.CREATE | flags.MOVED_TO | flags.DELETE_SELF | flags.ONLYDIR
         for _ in range(TRIES):
             try:
-                (self._root / prefix).mkdir(parents=True, exist_ok=True)
+                make_folder(str(self._root), str(self._root / prefix))
                 self._watched[prefix] = self._inotify.add_watch(self._root / prefix, mask)
                 break
             except FileNotFoundError:  # pruned between the two calls

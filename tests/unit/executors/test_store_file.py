@@ -91,6 +91,22 @@ def test_an_object_that_is_too_large_is_refused_before_it_is_read(root: Path) ->
         get_at_most(open_store(root), "sparse", 1000)
 
 
+@pytest.mark.parametrize(
+    ("mode", "folder_mode"), [(0o755, 0o700), (0o700, 0o700), (0o1777, 0o700), (0o775, 0o755), (0o2770, 0o2755)]
+)
+def test_the_folder_of_a_run_is_for_its_user_alone_unless_a_group_shares_the_directory(
+    root: Path, mode: int, folder_mode: int
+) -> None:
+    root.mkdir(exist_ok=True)
+    root.chmod(mode)
+    before = os.umask(0o022)
+    try:
+        FileStore(root).put("run/replicas/0000/0/log", b"secret")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((root / "run").stat().st_mode) == folder_mode
+
+
 def test_objects_are_readable_as_the_users_umask_says(root: Path) -> None:
     before = os.umask(0o027)
     try:
