@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,7 +20,8 @@ from executors.cli.options import (
     find_run,
     parse_path,
 )
-from executors.cli.output import FAILED, JsonOption, Output, cannot_write, finite, inert, one_line, strict_json
+from executors.cli.output import FAILED, JsonOption, Output, finite, inert, one_line, strict_json
+from executors.cli.whole_folder import whole_folder
 from executors.errors import ReplicasError, StoreError
 
 if TYPE_CHECKING:
@@ -64,7 +62,10 @@ def collect(
     artifacts: list[str] = []
     if out is not None:
         try:
-            with Interrupts(), _whole_folder(out) as folder:  # also SIGTERM lets it remove what it has begun
+            with (
+                Interrupts(),
+                whole_folder(out, found.run_id, last=RESULTS) as folder,
+            ):  # also SIGTERM lets it remove what it has begun
                 skipped = _write(found, document, folder)
                 sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
                 kept = sorted(path for path in folder.glob("*/artifacts/**/*") if path.is_file())
@@ -98,49 +99,6 @@ def collect(
     summary.print_model(output)
     summary.print_warnings(output)
     return code
-
-
-@contextlib.contextmanager
-def _whole_folder(out: Path) -> Iterator[Path]:
-    """Give a temporary folder. What it holds when the block ends is moved to `out`; after an error nothing is."""
-    named, out = out, out.absolute()
-    try:
-        if out.exists() and not out.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "it is a file")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        # In the folder if there is one: it may be another disk than the folder above it.
-        scratch = tempfile.mkdtemp(prefix=".replicas-collect-", dir=out if out.exists() else out.parent)
-    except OSError as error:
-        cannot_write(named, error)
-    try:
-        new = Path(scratch, "new")
-        new.mkdir()
-        try:
-            yield new
-        except OSError as error:  # named by where it would have been
-            if isinstance(error.filename, str):
-                error.filename = error.filename.replace(str(new), str(out))
-            raise
-        if out.exists():
-            _move_into(out, new)
-        else:
-            new.rename(out)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _move_into(out: Path, new: Path) -> None:
-    """Move files into a folder that exists, over those of the same names; every name is checked before."""
-    moves = [(path, out / path.relative_to(new)) for path in sorted(new.rglob("*")) if path.is_file()]
-    for _, target in moves:
-        folders = [folder for folder in target.parents if folder.is_relative_to(out) and os.path.lexists(folder)]
-        if target.is_dir() or not all(folder.is_dir() for folder in folders):
-            raise OSError(errno.EEXIST, "something else is in the way", str(target))
-        if not target.parent.resolve().is_relative_to(out.resolve()):
-            raise OSError(errno.ELOOP, "a symbolic link on the way leads out of the folder", str(target))
-    for path, target in moves:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        path.replace(target)
 
 
 def _write(run: Run, document: dict[str, Any], folder: Path) -> list[dict[str, Any]]:

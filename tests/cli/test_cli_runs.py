@@ -6,7 +6,9 @@ import json
 import math
 import re
 import resource
+import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -250,6 +252,46 @@ def test_collect_leaves_what_is_in_the_folder_and_brings_all_or_nothing(
     assert [path.name for path in out.rglob("*")] == ["0", "notes.txt"]
     assert folder.replicas("collect", "mine", "--out", "out").code == 0
     assert (out / "0" / "notes.txt").read_text() == "mine"
+    assert sorted(path.name for path in out.iterdir()) == ["0", "1", "results.json"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from executors.cli import main
+from executors.cli import collect, whole_folder
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if sys.argv.pop(1) == "while it copies":
+    collect._copy_log = die
+else:
+    replace, moved = Path.replace, []
+    def replace_two(path, target):
+        moved.append(target)
+        die() if len(moved) > 2 else replace(path, target)
+    Path.replace = replace_two
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("at", ["while it copies", "while it moves"])
+def test_a_collect_that_is_killed_leaves_nothing_hidden_and_says_what_is_incomplete(
+    folder: Folder, local: LocalProcessExecutor, at: str
+) -> None:
+    ended(local, "main", 2)
+    out = folder.path / "out"
+    out.mkdir()
+    (out / "results.json").write_text("mine")
+    command = [sys.executable, "-c", KILLED, at, "collect", "mine", "--out", "out"]
+    assert subprocess.run(command, cwd=folder.path, check=False).returncode == -signal.SIGKILL
+    assert (out / "results.json").read_text() == "mine"
+    assert len([*out.glob(".replicas-collect-*")]) == 1
+    assert (out / "INCOMPLETE.txt").exists() == (at == "while it moves")
+    if at == "while it moves":
+        assert "replicas collect mine" in (out / "INCOMPLETE.txt").read_text()
+    assert folder.replicas("collect", "mine", "--out", "out").code == 0
     assert sorted(path.name for path in out.iterdir()) == ["0", "1", "results.json"]
 
 
