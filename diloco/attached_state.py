@@ -117,13 +117,13 @@ class AttachedState:
         self._room: dict[str, Array] = {}
         """The copies that were kept last: the next ones are written into the same memory, whose pages exist already."""
         self._written: list[tuple[int, int, bool]] = []
-        """What this process has stored: position, number of parts, and whether it is the first of its period."""
+        """The states that this process has stored: position, number of parts, and True for the first of a period."""
 
     def __bool__(self) -> bool:
         return bool(self._attached)
 
     def begin(self, schedule: KeepSchedule) -> None:
-        """Begin to keep states as often as a schedule says."""
+        """Begin to keep states by a schedule."""
         self.schedule = schedule
 
     def attach(self, name: str, thing: Any, step: int, *, follow: bool = False, lead: int | None = None) -> None:
@@ -194,14 +194,14 @@ class AttachedState:
         if gap >= self._plan.steps_per_entry and len(self._attached) > len(self._followers):
             now, own = self._begun_at + step, self._begun_at + step - self._missed
             log.warning(
-                "rank %s: DiLoCo %r went on at step %s; what is attached is from step %s",
+                "rank %s: DiLoCo %r continued at step %s, with attached state from step %s",
                 self._me.rank, self._keys.name, now, own,
             )  # fmt: skip
 
     def _within(self, name: str, schedule: Any, count: int) -> int:
-        """Return a count of steps, or the last one that a schedule has; a warning says where it ends before the run.
+        """Return a count of steps, or the last count of the schedule if that is smaller; then warn once.
 
-        OneCycleLR, alone or inside another schedule, refuses to be stepped beyond its own total.
+        OneCycleLR, alone or inside another schedule, raises an error when it is stepped beyond its own total.
         """
         if (last := last_count_of(schedule)) is None or count <= last:
             return count
@@ -223,10 +223,10 @@ class AttachedState:
     ) -> None:
         """Copy all states as they are now, and store the copy in the background.
 
-        One that became more than tensors and JSON is left out, with a warning: what is kept is no reason to end.
+        A state that has become more than tensors and JSON is not kept: a warning names it, and training continues.
 
         Args:
-            buffers: of the model, in nobody's average.
+            buffers: of the model, in no average.
         """
         arrays = {f"progress/{index}": part.numpy() for index, part in enumerate(progress) if part.count_nonzero()}
         states = {f"attached/{name}": _state_calls(name, thing)[0]() for name, thing in self._attached.items()}
@@ -242,7 +242,7 @@ class AttachedState:
                 continue
             arrays |= {key: self._copy(key, value) for key, value in state.items()}
         since, steps, is_first = list(uncounted_since), self.step, self.schedule.is_first_of_period(position)
-        # Memory that is being uploaded is not written to: where an upload is under way, the copies are new.
+        # An upload may still read the old copies. Then this state is copied to new memory.
         self._room = arrays
         self.schedule.hand_over()
         self._background(lambda: self._put(position, steps, arrays, since, is_first=is_first))

@@ -121,7 +121,7 @@ def check_is_whole(model: nn.Module, fragments: Sequence[Fragment], who: str) ->
     trained = by_clean_name(model, ((name, p) for name, p in model.named_parameters() if p.requires_grad))
     if new := [name for name in trained if name not in known]:
         raise ContributionError(
-            f"{who}: {new[0]!r} is trained and in nobody's average: when this DiLoCo was made it was frozen, or not in "
+            f"{who}: {new[0]!r} is trained and in no average: when this DiLoCo was made it was frozen, or not in "
             f"the model ({len(new)} such). Make DiLoCo when all that is ever trained requires gradients; freeze later."
         )
 

@@ -1,4 +1,4 @@
-"""When to keep what is attached: as often as it costs little, so that a replica that comes back has lost little."""
+"""Decides when attached state is kept: as often as it costs little, so that a resumed replica has lost little."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from contextlib import contextmanager
 from time import monotonic, thread_time
 
 MOST_SHARE = 0.01
-"""Of the time, how much the copies may take that training waits for."""
+"""The largest share of the time for copies, because training waits for them."""
 MOST_UPLOAD_SHARE = 0.25
-"""Of the time, how much the uploads may take: they share a link with the rounds."""
+"""The largest share of the time for uploads, because they share a link with the rounds."""
 
 
 class KeepSchedule:
-    """Says after which rounds a replica keeps what is attached.
+    """Decides after which rounds a replica keeps its attached state.
 
-    It is kept after the first round, then once in every period, however much it costs, and in between as often as the
-    copies that training waits for take at most 1 % of the time and the uploads at most a quarter of it.
+    State is kept after the first round, and then once in every period at any cost. In between, state is kept if the
+    copies take at most 1 % of the time of training, and the uploads at most a quarter of the time.
 
     Args:
         entries_per_round: entries of the log in which each fragment has one round.
-        entries_per_period: entries from one snapshot to the next. What was kept in the first round of a period stays
-            there for a run that continues from that snapshot.
+        entries_per_period: entries from one snapshot to the next. The state of the first round of a period is not
+            deleted: a run that continues from that snapshot needs it.
         position: the entries that the run has had.
         clock: seconds; a test gives its own, as the next.
         work_time: seconds that this thread has worked. By the clock, a loaded machine would make copies look expensive.

@@ -54,7 +54,7 @@ class ModelState:
         self.own_buffers = OwnBuffers(model, fragments)
         self.unshared = UnsharedState(model, fragments)
         self._is_torn = False
-        """Whether an outer step began and did not end: some of an anchor was stepped, and nobody knows how much."""
+        """True if an outer step was interrupted: an unknown part of an anchor was stepped."""
         self._unmoved: dict[int, int] = {}
         """By fragment, the newest entry for which no parameter had moved."""
         self.carries = settings.late == "carry"
@@ -223,11 +223,15 @@ class ModelState:
         return square.root
 
     def check_is_whole(self) -> None:
-        """Raises: DiLoCoError: an outer step was interrupted in its midst."""
+        """Refuse to continue with a damaged anchor.
+
+        Raises:
+            DiLoCoError: an outer step was interrupted before it had stepped the whole anchor.
+        """
         if self._is_torn:
             raise DiLoCoError(
-                "An outer step was interrupted in its midst, so this replica's anchor is not the run's any more, and "
-                "nothing more of it is sent. Its live parameters are whole. Start the replica again to go on with it."
+                "An outer step was interrupted, so this replica's anchor differs from the run's anchor. The live "
+                "parameters are intact. Start the replica again: it loads the run's anchor."
             )
 
     def anchors_now(self) -> list[Tensor]:

@@ -24,8 +24,8 @@ def check_is_one_process(place: Place, rank: object, environ: Mapping[str, str] 
     A process whose rank was given as an argument is not refused: there, each process of a group may be a replica.
 
     Args:
-        place: where this process takes part.
-        rank: the argument `rank` of `DiLoCo`; None: not given.
+        place: the run and the rank of this process.
+        rank: the argument `rank` of `DiLoCo`; None if it was not given.
         environ: the environment, which names the processes that `torchrun` has started.
 
     Raises:
@@ -46,20 +46,20 @@ def check_is_one_process(place: Place, rank: object, environ: Mapping[str, str] 
 
 
 def check_is_opener(pid: int) -> None:
-    """Refuse to use a DiLoCo in a process that was forked from the one that opened it.
+    """Refuse to use a DiLoCo in a process that was forked from its opener.
 
     Raises:
         DiLoCoError: this is another process.
     """
     if os.getpid() != pid:
         raise DiLoCoError(
-            f"This DiLoCo was opened by process {pid}, and process {os.getpid()} was forked from that one. Use the "
-            "DiLoCo where it was opened. To train in several processes, launch more replicas."
+            f"Process {os.getpid()} cannot use this DiLoCo: process {pid} opened it. To train in several processes, "
+            "launch more replicas."
         )
 
 
 def _place_in_group() -> tuple[int, int] | None:
-    """Return the rank and the size of the process group that torch was told of; None: there is no group."""
+    """Return the rank and the size of torch's process group; None if there is no group."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
@@ -67,7 +67,7 @@ def _place_in_group() -> tuple[int, int] | None:
 
 
 def _place_in_launch(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return the rank and the number of processes that `torchrun` has started; (0, 1): it did not start this one.
+    """Return the rank and the number of processes of `torchrun`; (0, 1) if it did not start this process.
 
     A `WORLD_SIZE` alone does not count: it may be left over from the job that launches replicas.
     """

@@ -93,7 +93,7 @@ class DiLoCo:
         final_average: let each fragment's last planned round be a plain average. Default True. It needs a total.
             Without it, the running statistics of a BatchNorm do not fit the parameters, and the constructor warns.
         total_steps: planned inner steps of the run, the same for all. Every fragment has its last round at the last
-            of them, so that no step is in nobody's average and all replicas end with one model. Without a total the
+            of them, so that no step is in no average and all replicas end with one model. Without a total the
             momentum grows over 40 rounds: a shorter run has little of it.
         total_rounds: planned rounds of a fragment and one more at the end, with `round_seconds`; else as `total_steps`.
         fragments: how many parts, or lists of modules or names; one has its round every inner_steps / fragments.
@@ -430,7 +430,7 @@ class DiLoCo:
         """Apply what is in flight, give the model the anchor, and leave the run. Safe to call again.
 
         Afterwards the model holds the same values on every replica: evaluate and save it now. `close()` has no round
-        of its own. It warns of steps that are in nobody's average; the model then no longer contains them. After
+        of its own. It warns of steps that are in no average; the model then no longer contains them. After
         training without a single round the model keeps its live values.
 
         Raises:

@@ -1,5 +1,5 @@
-"""Buffers that are saved with a model and in nobody's average: each replica's own, as masks, tables, and statistics for
-which a wire is too coarse."""
+"""Saved buffers that are not averaged: each replica has its own, such as masks, tables, and statistics for which a wire
+is too coarse."""
 
 from __future__ import annotations
 

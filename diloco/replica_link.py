@@ -70,7 +70,7 @@ class ReplicaLink:
         If several DiLoCos are open in a replica, the replica shows the first one.
 
         Args:
-            total_steps: planned steps, from `begun_at` on; None: not known.
+            total_steps: planned steps after `begun_at`; None if not known.
             nonce: of the replica's claim.
             begun_at: the step of the trainer at which the run began.
 
@@ -94,7 +94,7 @@ class ReplicaLink:
         """Tell the replica that more steps are planned than before.
 
         Args:
-            total_steps: planned steps, from the begin of the run on; None: rounds go by the clock.
+            total_steps: planned steps of the whole run; None if rounds go by the clock.
 
         Example:
             link.replan(2000)

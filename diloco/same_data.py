@@ -42,7 +42,7 @@ class SameData:
         self._has_counted = False
 
     def expect_no_moves(self) -> None:
-        """Say nothing where no value moves: an average of weights may not have begun yet."""
+        """No warning if no value moves: an average of weights may not have begun yet."""
         self._has_counted = True
 
     def check(self, reports: Iterable[RoundReport]) -> None:

@@ -62,7 +62,7 @@ def steps_counted(schedule: Any) -> int:
 
         steps_counted(schedule)  # 0, before its first step()
     """
-    if isinstance(schedule, ChainedScheduler):  # has no count of its own; it steps all its parts together
+    if isinstance(schedule, ChainedScheduler):  # has no count; it steps all its parts together
         return steps_counted(schedule._schedulers[-1])
     counted: int = schedule.last_epoch
     return counted
@@ -75,7 +75,7 @@ def last_count_of(schedule: Any) -> int | None:
         schedule: one for which `counts_steps` is true.
 
     Returns:
-        None if the schedule has no end of its own.
+        None if the schedule has no end.
 
         last_count_of(OneCycleLR(optimizer, 0.1, total_steps=100))  # 100
     """

@@ -207,7 +207,7 @@ class Settings:
 
     @property
     def unit_of_total(self) -> str:
-        """The name of the argument that says how long the run is."""
+        """The name of the argument with the length of the run."""
         return "total_steps" if self.round_seconds is None else "total_rounds"
 
     @property
@@ -263,7 +263,7 @@ class Settings:
     def warn_of_outer_settings(self, model: nn.Module) -> None:
         """Warn of outer settings that measured worse than others: docs/results/outer_settings.md has the table.
 
-        An outer optimizer of the user was not measured, so there is no warning of it.
+        The user's own outer optimizer was not measured, so it causes no warning.
 
         Args:
             model: is searched for a BatchNorm with running statistics.
@@ -302,14 +302,14 @@ class Settings:
             rounds: of the run.
             uncounted: steps since the last round that counted this replica.
             has_moved: whether the model is not the anchor.
-            is_alone: whether there is nobody else; others may have come to a world of 1.
+            is_alone: True if there is no other replica. Others may have joined a world of 1.
 
         Raises: DiLoCoError: there are others, and there was no round at all.
         """
         if not steps and not rounds and not is_alone and not self.allow_no_rounds and has_moved():
             raise DiLoCoError(
-                "The model was trained, and step() never called: there was no round, and each replica has its own "
-                "model. Call step() after each optimizer.step(), or allow it: DiLoCo(model, allow_no_rounds=True)."
+                "The model was trained, but step() was never called, so each replica ends with a different model. Call "
+                "step() after each optimizer.step(), or allow it: DiLoCo(model, allow_no_rounds=True)."
             )
         if not steps or (is_alone and rounds):
             return
@@ -328,7 +328,7 @@ class Settings:
             total = "total_steps" if self.round_seconds is None else "total_rounds"
             warnings.warn(
                 f"{uncounted} step{'s' * (uncounted > 1)} of this replica since its last round "
-                f"{'are' if uncounted > 1 else 'is'} in nobody's average ({self.when}), and the model no longer "
+                f"{'are' if uncounted > 1 else 'is'} in no average ({self.when}), and the model no longer "
                 f"contains {'them' if uncounted > 1 else 'it'}. Pass {total}=… to DiLoCo, and the last round is at the "
                 "last step; or call sync() before close().",
                 stacklevel=5,

@@ -3,8 +3,8 @@
 `torch.compile`, `DistributedDataParallel` and others put a module inside another one, and the names of its parameters
 get a prefix: `_orig_mod.`, `module.`. Such a wrapper changes how a module runs and not which parameters it has. So one
 replica may compile what another does not, and a resumed run may switch it on or off. A *clean name* leaves these
-prefixes out, at any depth. Only the class of a module says that it is a wrapper: a layer of your own that is called
-`module` keeps its name.
+prefixes out, at any depth. A wrapper is recognized by its class alone: your layer with the name `module` keeps its
+name.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def by_clean_name(model: nn.Module, named: Iterable[tuple[str, T]]) -> dict[str,
     found: dict[str, T] = {}
     for name, thing in named:
         clean = clean_name(model, name)
-        if clean in found:  # one of them would be in nobody's average
+        if clean in found:  # one of them would be in no average
             raise ValueError(f"The model has two tensors named {clean!r}, the second as {name!r}. Rename one of them.")
         found[clean] = thing
     return found
@@ -92,7 +92,7 @@ def find_tensor(model: nn.Module, name: str, kind: Literal["parameter", "buffer"
         kind: whether it is a parameter or a buffer.
 
     Raises:
-        ContributionError: the model has no such tensor any more.
+        ContributionError: the model no longer has such a tensor.
     """
     *path, leaf = name.split(".")
     layers = layers_of(model)
@@ -155,7 +155,7 @@ def _refuse(subject: str, kind: str) -> None:
 def layers_of(module: nn.Module) -> list[nn.Module]:
     """Return a module and, if it is a wrapper, the modules inside that share its name, from the outermost on.
 
-    A wrapped module is not counted if one of its names is also the wrapper's own, as a wrapper of yours may have it:
+    A module is not treated as wrapped if one of its names is also a name of the wrapper, as in a user's own wrapper:
     two tensors would get one name. All that is inside then keeps its full name.
     """
     layers, names = [module], set[str]()
@@ -174,7 +174,7 @@ def _next(layers: list[nn.Module], number: int) -> nn.Module | None:
 
 
 def _wrapped_by(module: nn.Module) -> str | None:
-    """Return the attribute that holds what a module wraps; None: it is not a wrapper."""
+    """Return the attribute that holds the wrapped module; None if this is not a wrapper."""
     if WRAPPERS.keys().isdisjoint(module._modules):
         return None
     for attribute, classes in WRAPPERS.items():

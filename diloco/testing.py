@@ -17,7 +17,7 @@ def run_replicas(
     """Run `body` once per rank, each in its own thread, and return the results in rank order.
 
     `body` gets the arguments that place a `DiLoCo` in the run: `DiLoCo(model, **where)`. All threads share torch's
-    random generator: a body whose numbers have to be the same each time draws them from a `torch.Generator` of its own.
+    random generator. A body that needs the same numbers each time draws them from its own `torch.Generator`.
 
     Raises: the error of the lowest rank that failed.
     """

@@ -1,8 +1,8 @@
 """The model that a run has trained, computed from the run's store alone.
 
-A reader takes the newest snapshot, proves it by its digests, and applies the means after it, as a replica does that
-comes back. So it gets the anchor of the newest round, also while replicas train, and writes nothing. `replicas model`
-and `Run.model` reach this module through an entry point, because executors know nothing of training.
+A reader loads the newest snapshot, proves it by its digests, and applies the later means, as a resumed replica does. So
+it gets the anchor of the newest round, also while replicas train, and writes nothing. `replicas model` and `Run.model`
+reach this module through an entry point, because executors know nothing of training.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ FORMAT_NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Which run a model is read from, and what a reader has to know beside its store.
+    """The run that a model is read from: its store, and the settings that a reader needs.
 
     Args:
         store: where the run is.
@@ -70,7 +70,7 @@ class Source:
         name: the name of its DiLoCo.
         key: of a signed run.
         extensions: the totals that the run was extended to: `total_steps`, or by the clock `total_rounds`.
-        limits: how its payloads are cut; None: as always.
+        limits: the sizes of blocks and shards; None for the defaults.
     """
 
     store: Store
@@ -94,9 +94,9 @@ class TrainedModel:
     tensors: Mapping[str, Tensor]
     """By the names of the model's `state_dict`."""
     missing: Mapping[str, str]
-    """The names that the model's `state_dict` has beside these: what each is."""
+    """Names of the model's `state_dict` that `tensors` lacks, with the kind of each."""
     notes: Sequence[str] = ()
-    """What a user of the model should know."""
+    """Sentences that a user of the model should read."""
 
     @property
     def size_bytes(self) -> int:
@@ -112,18 +112,18 @@ def read_model(
     dtype: Dtype = "live",
     outer_optimizer: OptimizerFactory | None = None,
 ) -> TrainedModel:
-    """Return the model of a run after its newest round, or after an earlier one that its store still has.
+    """Return the model of a run after its newest round, or after an earlier round that the store still has.
 
     Args:
         source: the run.
         step: take the newest round at or before this step of the run. None: the newest.
-        rounds: take the state after so many rounds, or the newest before. None: the newest.
+        rounds: take the state after this number of rounds, or the newest before it. None: the newest.
         dtype: "live": each tensor has the dtype that it has in the model. "float32": the anchor as it is.
-        outer_optimizer: the run's own, if it has one. Without it only the rounds of snapshots can be had.
+        outer_optimizer: the run's own, if it has one. Without it only the rounds of snapshots are available.
 
     Raises:
         RunNotFoundError: the run has no DiLoCo of this name.
-        DiLoCoError: the run has rounds by the clock and `step` is given; or no such round is in the store any more.
+        DiLoCoError: the run has rounds by the clock and `step` is given, or the store no longer has such a round.
         CorruptObjectError: what the store holds is not what replicas wrote.
 
     Example:
@@ -266,7 +266,7 @@ class State:
     Args:
         agreed: what the run's replicas agreed on.
         plan: how the run is divided into entries.
-        outer_optimizer: the run's own. None: the built-in one, or unknown: then no mean can be applied.
+        outer_optimizer: the run's own. None if it is built in, or unknown. Without it no mean can be applied.
     """
 
     def __init__(self, agreed: Agreed, plan: Plan, outer_optimizer: OptimizerFactory | None) -> None:
@@ -315,7 +315,7 @@ class State:
 
     @torch.no_grad()
     def apply(self, mean: Sequence[memoryview]) -> None:
-        """Step the anchor by the mean of the next entry. Nothing where no replica sent any work."""
+        """Step the anchor by the mean of the next entry. Nothing is changed if no replica sent any work."""
         fragment = self.fragments[self.position % len(self.fragments)]
         if mean:
             wire, n_elements = wire_named(self._agreed.mean_wire), fragment.n_elements
@@ -323,7 +323,7 @@ class State:
         self.position += 1
 
     block_elements = Limits().block_elements
-    """How many elements of a payload have a digest of their own."""
+    """The number of elements of a payload that have one digest."""
 
     def anchor_views(self) -> dict[str, Tensor]:
         """Return the anchor by name, as views."""
@@ -374,10 +374,10 @@ def _fragments_of(agreed: Agreed) -> list[Fragment]:
 def _newest(
     source: Source, log: StoredLog, plan: Plan, most: int | None, outer_optimizer: OptimizerFactory | None
 ) -> tuple[State, list[str]]:
-    """Return the state after the newest round, of at most so many, and what should be known of it.
+    """Return the state after the newest round up to a number, with notes for the user.
 
     Raises:
-        _NoSuchRound: no such round is in the store any more.
+        _NoSuchRound: the store no longer has such a round.
     """
     for _ in range(TRIES):
         damaged: str | None = None
@@ -418,7 +418,7 @@ def _replay(log: StoredLog, state: State, most: int | None) -> None:
 
 
 def _notes_on(log: StoredLog, state: State, most: int | None) -> list[str]:
-    """Say which rounds the store has beyond a state that was asked for."""
+    """Return notes on rounds in the store that are later than a state."""
     if (most is not None and state.position >= most) or not log.is_sealed(state.position):
         return []
     if not state.is_stepped:
@@ -427,8 +427,8 @@ def _notes_on(log: StoredLog, state: State, most: int | None) -> list[str]:
             f"({log.agreed.outer_optimizer}): Run.model(outer_optimizer=…)."
         ]
     if log.is_sealed(state.position + len(state.fragments)):
-        return [f"Round {state.position + 1} and later ones are left out: data of that round is missing or damaged."]
-    return [f"Round {state.position + 1} is not complete yet, and left out."]
+        return [f"The model has no round after {state.position}: data of the next round is missing or damaged."]
+    return [f"The model does not contain round {state.position + 1}, which is not complete yet."]
 
 
 def _what_is_asked(source: Source, most: int | None, step: int | None) -> str:
@@ -436,11 +436,11 @@ def _what_is_asked(source: Source, most: int | None, step: int | None) -> str:
     if most is None:
         return f"{run} has no whole snapshot in its store."
     asked = f"round {most}" if step is None else f"step {step}"
-    return f"{run} has no state of {asked} any more: older rounds are deleted behind the snapshots."
+    return f"{run} no longer has the state of {asked}: rounds older than the second newest snapshot are deleted."
 
 
 def _what_is_left(log: StoredLog, plan: Plan) -> str:
-    """Say which rounds the store still has, where the asked one is not among them."""
+    """Return a sentence with the rounds that the store still has."""
     kept = sorted(entry for entry in log.snapshots() if log.has_parts(entry))
     if not kept:
         return "Its model is not available."
@@ -464,13 +464,13 @@ def _as_live(agreed: Agreed, anchor: Mapping[str, Tensor]) -> Iterator[tuple[str
         dtype = getattr(torch, agreed.tensors[name][1], None)
         if not isinstance(dtype, torch.dtype) or str(dtype).removeprefix("torch.") not in FORMAT_NAMES:
             raise CorruptObjectError(
-                f"The run says that {name!r} is of {agreed.tensors[name][1]!r}, which is no dtype."
+                f"The run's agreement gives {name!r} the dtype {agreed.tensors[name][1]!r}, which torch does not have."
             )
         yield name, values.to(dtype)
 
 
 def _add_the_rest(log: StoredLog, position: int, tensors: dict[str, Tensor]) -> tuple[dict[str, str], list[str]]:
-    """Add what a replica kept of its model beside the anchor; return what is missing, and what should be known.
+    """Add the tensors that a replica kept beside the anchor; return the missing names, and notes for the user.
 
     Args:
         position: the rounds of the anchor: nothing newer is taken.
@@ -487,7 +487,7 @@ def _add_the_rest(log: StoredLog, position: int, tensors: dict[str, Tensor]) -> 
         try:
             kept = restored(rest)
         except (ValueError, RuntimeError) as error:
-            raise CorruptObjectError(f"What round {entry} kept is not what it says: {error}.") from error
+            raise CorruptObjectError(f"The values kept in round {entry} do not fit their record: {error}.") from error
         for name in kept.keys() & wanted.keys() - found.keys():
             if _fits(kept[name], wanted[name]):
                 found[name] = entry, rest.rank, kept[name]

@@ -1,8 +1,8 @@
-"""What a model's `state_dict` has beside the anchor, and a bounded copy of it in the run.
+"""The part of a model's `state_dict` that is not in the anchor, and a bounded copy of it in the run.
 
 The anchor has the trained parameters and the averaged buffers. A whole model needs the rest, too: frozen parameters,
-buffers that each replica has for itself, and second names of tied parameters. The run names all of these, so that a
-reader knows what is missing, and keeps them where they are small.
+buffers that each replica has of its own, and second names of tied parameters. The run records all their names, so that
+a reader knows the missing ones, and keeps small tensors.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from executors.errors import StoreError
 log = logging.getLogger(__name__)
 
 FIRST_BYTES = 256 << 20
-"""Of frozen parameters and buffers, kept once, by one replica. A larger frozen model has a place of its own anyway."""
+"""Most bytes of frozen parameters and buffers, which one replica keeps once."""
 LATER_BYTES = 64 << 20
-"""Of buffers that training has changed, kept by one replica between two snapshots."""
+"""Most bytes of buffers that training has changed, which one replica keeps between two snapshots."""
 MOST_NAMED = 20_000
 _HELD_AS = {"bfloat16": torch.int16, "float8_e4m3fn": torch.uint8, "float8_e5m2": torch.uint8}
-"""The type whose bits stand for one that numpy lacks."""
+"""The type whose bits represent a type that numpy lacks."""
 _NUMPY = {np.dtype(dtype) for dtype in DTYPES.values()}
 
 
 class UnsharedState:
-    """What one replica's model has beside the anchor."""
+    """The tensors of one replica's model that are not in the anchor."""
 
     def __init__(self, model: nn.Module, fragments: Sequence[Fragment]) -> None:
         self._model = model
@@ -59,7 +59,7 @@ class UnsharedState:
             self.more[name] = More(kind, _name_of(value.dtype), tuple(value.shape), same_as)
 
     def _state(self) -> dict[str, Any]:
-        """Return what the model saves, by clean names: those of the model without its wrappers."""
+        """Return the saved tensors of the model by clean names, which are the names without wrappers."""
         return {clean_name(self._model, name): value for name, value in self._model.state_dict(keep_vars=True).items()}
 
     def lines(self) -> dict[str, list[object]]:
@@ -69,7 +69,7 @@ class UnsharedState:
     def first(self) -> dict[str, Tensor]:
         """Return frozen parameters and buffers as they are now: all of them, or only the buffers, or nothing.
 
-        Each is left out where it would be more than `FIRST_BYTES`.
+        Tensors are not kept beyond `FIRST_BYTES` in total.
         """
         state = self._state()
         kinds = (("frozen", "buffer"), ("buffer",))
@@ -94,7 +94,7 @@ class RestWriter:
         self._kept: set[int] = set()
 
     def keep(self, position: int, tensors: Mapping[str, Tensor], most_bytes: int) -> None:
-        """Copy tensors as they are now, and store the copy beside the training, once for each position."""
+        """Copy tensors now, and store the copy while training continues, once for each position."""
         if position in self._kept or not tensors or sum(value.nbytes for value in tensors.values()) > most_bytes:
             return
         self._kept.add(position)
@@ -118,10 +118,10 @@ class RestWriter:
 
 
 def restored(rest: Rest) -> dict[str, Tensor]:
-    """Return what was kept, as tensors of their own types.
+    """Return the kept tensors, with their original types.
 
     Raises:
-        ValueError, RuntimeError: an array does not fit the type that it is said to be of.
+        ValueError, RuntimeError: an array does not fit its recorded type.
     """
     found: dict[str, Tensor] = {}
     for name, array in rest.arrays.items():

@@ -70,15 +70,16 @@ class WarmStart:
         if problems:
             others = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
             raise ContributionError(
-                f"Rank {self.rank}: this model cannot start from {who}: {problems[0]}{others}. Load what fits in the "
-                f"script instead, from the file of: replicas model {self.source.run_id} --out model.safetensors"
+                f"Rank {self.rank}: this model cannot start from {who}: {problems[0]}{others}. To load only the "
+                "tensors that fit, load this file in the script: "
+                f"replicas model {self.source.run_id} --out model.safetensors"
             )
 
     def read(self) -> Arrays:
         """Read the state that the new run begins with.
 
         Raises:
-            DiLoCoError: the other run has no such round any more.
+            DiLoCoError: the other run no longer has such a round.
             ContributionError: it does not fit this model.
             CorruptObjectError: it cannot be read.
         """
@@ -93,11 +94,11 @@ class WarmStart:
         notes = [*found.notes]
         if kept:
             notes.append(
-                f"{kept[0].removeprefix('anchor/')!r} is not in it, and stays as it is here ({len(kept)} such)."
+                f"It lacks {kept[0].removeprefix('anchor/')!r}, which keeps its own values ({len(kept)} such)."
             )
         left = [name for name in found.log.agreed.tensors if f"anchor/{name}" not in arrays]
         if left:
-            notes.append(f"{left[0]!r} is not averaged here, and is not taken ({len(left)} such).")
+            notes.append(f"{left[0]!r} is not loaded, because this run does not average it ({len(left)} such).")
         log.warning(
             "rank %s: starts from %s of run %s, at its own step 0. %s",
             self.rank,
@@ -108,7 +109,7 @@ class WarmStart:
         return arrays
 
     def _same_optimizer(self, given: OptimizerFactory | None) -> OptimizerFactory | None:
-        """Return this run's outer optimizer if it is, by its name, that of the other run."""
+        """Return this run's outer optimizer if the other run's has the same name."""
         named = open_log(self.source).agreed.outer_optimizer
         return given if given is not None and named == getattr(given, "__qualname__", type(given).__name__) else None
 

@@ -1,10 +1,10 @@
-"""Which module a name means in a process that runs our code and then the user's.
+"""Decides which module a name means in a process that runs our code and then the user's.
 
-Python looks into the folder of a script before everything else, also for what the standard library and the installed
-packages import. A `random.py` or `logging.py` of the user would so break torch, numpy and this project. Therefore some
-names are reserved in the processes that we start: those of the standard library, of our packages, and of the packages
-that ours need. A reserved name is never looked for in the user's folders. Any other name is found as Python finds it,
-the user's folders first.
+Python searches the folder of a script first, also for imports of the standard library and of installed packages. So a
+`random.py` or `logging.py` of the user would break torch, numpy and this project. Therefore some names are reserved in
+the processes that we start: the names of the standard library, of our packages, and of the packages that ours need. A
+reserved name is never searched for in the user's folders. Python finds any other name as usual, in the user's folders
+first.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ OURS = ("executors", "diloco")
 DEPENDENCIES = frozenset({
     "torch", "numpy", "tenacity", "cloudpickle", "xxhash", "blake3", "typer", "click", "rich", "platformdirs",
     "packaging", "jinja2", "inotify_simple", "boto3",
-    # What these need in turn.
+    # The packages that those above need.
     "functorch", "torchgen", "sympy", "mpmath", "networkx", "filelock", "fsspec", "typing_extensions", "markupsafe",
     "markdown_it", "mdurl", "pygments", "shellingham", "botocore", "s3transfer", "jmespath", "urllib3", "dateutil",
     "six", "annotated_doc",
 })  # fmt: skip
-"""What our packages and the store of buckets import, directly or through each other."""
+"""The packages that our code and the store of buckets import, directly or through each other."""
 NOT_RESERVED = frozenset({"test", "this", "antigravity", "turtle", "turtledemo", "idlelib", "tkinter", "__hello__"})
-"""Of the standard library, what no library imports: `test.py` is a usual name for a user's module."""
+"""Names of the standard library that no library imports. `test.py` is a usual name for a user's module."""
 RESERVED = (sys.stdlib_module_names | DEPENDENCIES | {*OURS}) - NOT_RESERVED
 ROOT = str(Path(__file__).parents[1])
 STANDARD_LIBRARY = os.path.dirname(os.__file__)
@@ -40,7 +40,7 @@ n = int(sys.argv[1])
 sys.path[:] = sys.argv[2 : 2 + n]
 del sys.argv[1 : 2 + n]
 """
-"""What a new Python runs first. It imports nothing: PYTHONPATH may name the user's folder."""
+"""The code that a new Python runs first. It imports nothing, because PYTHONPATH may name the user's folder."""
 
 _user_folders: set[str] = set()
 
@@ -54,7 +54,7 @@ class ReservedNames:
 
         Args:
             name: the module's full name.
-            path: where a package looks for its modules; None for a top-level module.
+            path: the folders in which a package finds its modules; None for a top-level module.
             target: not used.
         """
         if path is not None or name not in RESERVED:
@@ -66,7 +66,7 @@ class ReservedNames:
         else:
             places = [entry for entry in sys.path if not _is_users(entry)]
         found = PathFinder.find_spec(name, places)
-        # A folder without __init__.py is no package of that name: a later finder may know the real one.
+        # A folder without __init__.py is not the package of that name: a later finder may know the real one.
         return None if found is None or found.loader is None else found
 
 
@@ -87,7 +87,7 @@ def search_first(folder: str) -> None:
     """Let Python find the user's modules in a folder before any other, but for reserved names.
 
     Args:
-        folder: where the user's modules are, as that of a script.
+        folder: the folder of the user's modules, such as the folder of a script.
     """
     reserve_names([folder])
     sys.path.insert(0, folder)
@@ -95,7 +95,7 @@ def search_first(folder: str) -> None:
 
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
-    """Undo within a process of the user's what the block changes: `sys.path`, and which names are reserved."""
+    """Undo the changes of the block to `sys.path` and to the reserved names, in a process of the user."""
     paths, folders, has_finder = [*sys.path], {*_user_folders}, ReservedNames in sys.meta_path
     try:
         yield
@@ -108,7 +108,7 @@ def restored() -> Iterator[None]:
 
 
 def user_folders() -> list[str]:
-    """Return the folders that hold the user's modules, as far as this process knows: where it is, and its script's."""
+    """Return the known folders of the user's modules: the working directory, and the folder of the script."""
     with contextlib.suppress(OSError):  # the working directory was deleted
         here = os.getcwd()
         script = getattr(sys.modules.get("__main__"), "__file__", None)
@@ -118,7 +118,7 @@ def user_folders() -> list[str]:
 
 
 def new_python(code: str, *arguments: str) -> list[str]:
-    """Return the command of a new Python that runs code of ours, and finds nothing of it in the user's folders.
+    """Return the command of a new Python that runs our code and never imports it from the user's folders.
 
     Args:
         code: what it runs, with `sys.argv[1:]` being the arguments.
@@ -129,7 +129,7 @@ def new_python(code: str, *arguments: str) -> list[str]:
     """
     users = {*user_folders()}
     paths = [os.path.abspath(entry) for entry in sys.path]  # '' means this directory, as of now
-    # Ours last: a folder of the user's may hold us, as where somebody works on this project itself.
+    # Our folder is last, because the user's folder may contain this project, as in a checkout of it.
     paths = [*(path for path in paths if os.path.realpath(path) not in users), ROOT]
     return [sys.executable, "-P", "-c", SET_PATHS + code, str(len(paths)), *paths, *arguments]
 
@@ -139,7 +139,7 @@ def _is_users(entry: str) -> bool:
 
 
 def describe_hidden(file: Path) -> str | None:
-    """Say which of the user's modules a replica does not get though a file imports them; None: there is none.
+    """Return a note on a module that a file imports and a replica does not find; None if there is none.
 
     The file's imports are followed to the files beside it. Nothing is run.
 
@@ -169,7 +169,7 @@ def _candidates(folder: Path, name: str) -> tuple[Path, ...]:
 
 
 def _imports_of(file: Path) -> list[str]:
-    """Return the top-level names that a file imports, in order; none where it cannot be read or parsed."""
+    """Return the top-level names that a file imports, in order; none if it cannot be read or parsed."""
     import ast  # here, since most commands need it for nothing else
 
     found: dict[str, None] = {}

@@ -1,4 +1,4 @@
-"""Extending a run beyond its planned end: where a replica learns of it, and what is checked before it is ordered.
+"""Extending a run beyond its planned end: the checks before the order, and the replica's side.
 
 An extension is an entry in the run's log of decisions, so it belongs to the run and reaches every attempt on every
 machine. The script keeps the total that it gives to DiLoCo. Up to that total all replicas agree on every entry, whether
@@ -39,7 +39,7 @@ class Extension:
     Args:
         orders: the replica of this process. None: it is not a replica of this run, and no order reaches it.
         plan: the plan of the DiLoCo, which is changed.
-        unit: the name of the argument that says the total: `total_steps` or `total_rounds`.
+        unit: the name of the argument with the total: `total_steps` or `total_rounds`.
         per_total: steps of the plan in one of that unit.
         is_trainers: whether a trainer runs the loop, which ends after its own number of steps.
     """
@@ -73,7 +73,7 @@ class Extension:
             return False
         try:
             ordered = self._orders.extensions()
-        except StoreError as error:  # training without the extension is right, too: whoever knows of it goes on
+        except StoreError as error:  # training without the extension is correct, too: replicas that know of it continue
             warnings.warn(f"The extensions of this run cannot be read: {error}", stacklevel=4)
             return False
         totals = ordered.get(self._unit, ())
@@ -152,7 +152,7 @@ def check_extension(store: Store, run_id: str, key: bytes | None, asked: Mapping
         asked: the new total, under `total_steps` or `total_rounds`.
 
     Raises:
-        ValueError: says why no DiLoCo of the run would go on.
+        ValueError: no DiLoCo of the run would continue; the message has the reason.
     """
     proof = proof_of(key)
     patient = PatientStore(store, clock=lambda: 0.0, error_patience_s=PATIENCE_S, copies=proof.copies)
@@ -166,7 +166,7 @@ def check_extension(store: Store, run_id: str, key: bytes | None, asked: Mapping
             if log.start is not None:
                 found[name] = log.agreed
                 ended_by[name] = log.plan().ended_by
-        except (BadRecordError, CorruptObjectError):  # replicas say more of it than is known here
+        except (BadRecordError, CorruptObjectError):  # replicas know more about it than this process
             return
     if not found:
         raise ValueError(f"Run {run_id!r} has nothing to extend: its replicas have not begun, or train without DiLoCo.")
@@ -182,7 +182,7 @@ def check_extension(store: Store, run_id: str, key: bytes | None, asked: Mapping
 
 
 def _problem(run_id: str, agreed: Agreed, asked: Mapping[str, int]) -> str:
-    """Say why a DiLoCo would not go on to a new total. Empty: it would."""
+    """Return the reason why a DiLoCo would not continue to a new total. Empty: it would."""
     by_clock = agreed.inner_steps is None
     unit = "total_rounds" if by_clock else "total_steps"
     option, other = UNITS[unit], next(iter(asked))
@@ -228,7 +228,7 @@ def check_source(
         extensions: the totals that it was extended to.
 
     Raises:
-        ValueError: no DiLoCo of that run has begun, or none has so early a state any more.
+        ValueError: no DiLoCo of that run has begun, or none still has so early a state.
         CorruptObjectError: the beginning of its log is not what was written, or was made with another key.
     """
     proof = proof_of(key)
@@ -248,5 +248,5 @@ def check_source(
     plans = [(log.plan(extensions), first) for log, first in firsts if first is not None]
     if all(plan.position_at(step) < first for plan, first in plans):
         first_step = min((plan.step_before(first) for plan, first in plans), default=None)
-        left = "" if first_step is None else f" The earliest one that is left is of step {first_step}."
-        raise ValueError(f"Run {run_id!r} has no state of step {step} any more.{left}")
+        left = "" if first_step is None else f" The earliest state is of step {first_step}."
+        raise ValueError(f"Run {run_id!r} no longer has the state of step {step}.{left}")

@@ -38,7 +38,7 @@ class Keys:
         return self._under("snapshot/")
 
     def end(self) -> str:
-        """Return the key of the record of where a run ends that a replica has stopped."""
+        """Return the key of the record of a run's end, which exists if a replica has stopped the run."""
         return self._under("end")
 
     def rest(self, entry: int) -> str:

@@ -226,7 +226,7 @@ class Rendezvous:
         self.cursor.uncounted_since[entry.fragment] = entry.index + len(self._context.layouts)
 
     def _is_to_give_up(self, entry: EntryState, seal: Seal) -> bool:
-        """Return whether work is left out once more that has waited for as many rounds as it may."""
+        """Return True if this round does not count work that has already waited for the allowed number of rounds."""
         most, n_fragments = self._context.carry_rounds, len(self._context.layouts)
         waited = (entry.index - self.cursor.uncounted_since[entry.fragment]) // n_fragments
         steps = self.cursor.steps_left(entry.fragment)
@@ -234,21 +234,21 @@ class Rendezvous:
             return False
         rounds = f"{waited} rounds" if waited > 1 else "1 round"
         log.warning(
-            "Rank %s: %s inner step%s dropped, which the mean of %s did not count: %s",
+            "Rank %s: %s inner step%s dropped because no mean of %s counted it: %s",
             self._me.rank, steps, "s are" if steps > 1 else " is", rounds, self._why_uncounted(entry, seal),
         )  # fmt: skip
         return True
 
     def _why_uncounted(self, entry: EntryState, seal: Seal) -> str:
-        """Return why the work of this replica was left out of rounds, and what can be done about that."""
+        """Return why rounds did not count the work of this replica, and the remedy."""
         mine, theirs = self._phase.seconds, seal.phase_s
         # Every step of this process is still uncounted: it has not met the others since it began.
         if self._me.attempt and self._phase.n_steps <= self._phase.made[entry.fragment]:
-            return "this replica was being started while the others trained on. Nothing needs to be done."
+            return "this replica was starting while the others continued. You need not do anything."
         if mine >= NOTABLY_SLOWER * theirs > 0:
             advice = "round_seconds" if self._context.plan.entry_s is None else "longer round_seconds"
             return f"its steps take {mine / theirs:.1f} times as long as a round allows. Use {advice}, or more grace_s."
-        return "they arrived when the round was decided. A longer grace_s waits for them."
+        return "they arrived after the round was decided. Use a larger grace_s to wait for them."
 
     # -- where it is -------------------------------------------------------------------------------------------------
 

@@ -130,9 +130,9 @@ _claimed: dict[tuple[str, str, int | None, int], str] = {}
 
 
 def process_nonce(url: str, run_id: str, rank: int | None) -> str:
-    """Return this process's one nonce for a rank (None: a joiner) of a run: several DiLoCos share one claim.
+    """Return this process's nonce for a rank of a run. Several DiLoCos share one nonce and one claim.
 
-    A process that was forked is another one, which has nonces of its own.
+    A forked process is another process and has other nonces.
     """
     return _claimed.setdefault((url, run_id, rank, os.getpid()), secrets.token_hex(8))
 

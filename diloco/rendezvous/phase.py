@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def last_entries(self) -> tuple[int, ...]:
-        """The last entry of each stage; none where no total is known."""
+        """The last entry of each stage; empty if no total is known."""
         return tuple(stage.end_entry - 1 for stage in self._stages if stage.end_entry is not None)
 
     def step_before(self, position: int) -> int:
@@ -120,7 +120,7 @@ class Plan:
         return stage.end_entry if step >= stage.end_step else min(position, stage.end_entry - self.n_fragments)
 
     def end_of(self, position: int) -> int | None:
-        """Return the last step of the stage in which an entry lies. None: no total is known."""
+        """Return the last step of the stage that contains an entry. None: no total is known."""
         return self.total_steps if not self.earlier else self._stage_of(position).end_step
 
     def is_over(self, position: int) -> bool:
@@ -321,7 +321,7 @@ class Phase:
             self._count_from(looked_s + self._overlap_s)
 
     def _within_the_plan(self, since: float) -> float:
-        """Return 0 at the last planned step: what is made before or beyond it is in nobody's average."""
+        """Return 0 at the last planned step: steps before or beyond it are in no average."""
         return 0 if self.base == self._end else since
 
     def _count_from(self, from_s: float) -> None:
@@ -383,5 +383,5 @@ class Phase:
 
 
 def _capped(step: float, end: float | None) -> float:
-    """Return the step, or the last one that is planned."""
+    """Return the step, or the last planned step if that is smaller."""
     return step if end is None else min(step, end)

@@ -27,7 +27,7 @@ class Proof(Protocol):
     """How the replicas of a run prove what they write."""
 
     copies: bool
-    """Whether what is proven has to be copied before: somebody may write to a file that is mapped here."""
+    """True if data must be copied before it is proven: another process may write to a mapped file."""
 
     def of_head(self, key: str, head: Buffer) -> bytes:
         """Return the 16 bytes that prove the head of an object with this key."""
@@ -103,18 +103,18 @@ def check_signed(theirs: Any, mine: str | None) -> None:
     """Refuse a replica that has not the key of the run.
 
     Args:
-        theirs: the key's id, as a record says; None: the record says that the run is not signed.
-        mine: that of this replica's key; None: it has none.
+        theirs: the id of the run's key in a record; None if the record is of a run that is not signed.
+        mine: the id of this replica's key; None if it has no key.
 
     Raises:
-        ContributionError: says what to do.
+        ContributionError: the keys differ. The message names the remedy.
     """
     if theirs == mine:
         return
     if theirs is None:
         raise ContributionError(
-            f"Nothing of this run is proven by this replica's key ({mine}): either it was not launched as a signed "
-            "one, and is to be started without, or somebody has written over its beginning."
+            f"This replica has the key {mine}, but the run is not signed with it. If you launched the run without "
+            "--signed, start the replica without a key; otherwise another process has changed the run's first records."
         )
     shown = theirs if isinstance(theirs, str) and KEY_ID.fullmatch(theirs) else "unknown"
     has = "no key" if mine is None else f"another one ({mine})"

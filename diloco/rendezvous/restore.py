@@ -82,7 +82,7 @@ class SnapshotReader:
                     continue
                 self._may_offer = False
                 if self._took(entry, pointer, arrays):
-                    if entry != self.first:  # the seal that ended the run may lie before, and is then never read
+                    if entry != self.first:  # the seal that ended the run may be earlier, and is then never read
                         follow_end(context.plan, self._store, self._keys, context.proof)
                     return entry
                 above = -1  # the state from before is lost now
@@ -178,11 +178,11 @@ class SnapshotReader:
         return self._start is not None or self._store.bad_readings(self._keys.snapshot(0)) >= AGREEMENT_TRIES
 
     def _check_key(self, *, is_alone: bool) -> None:
-        """Tell a replica without the run's key from an agreement that has rotted: what that says decides nothing else.
+        """Distinguish a replica without the run's key from a damaged agreement. Nothing else depends on that record.
 
         Args:
-            is_alone: no later snapshot is proven either. Until then nothing is refused that has a key: whoever can
-                write there may have written over the agreement.
+            is_alone: no later snapshot is proven either. Until then, no replica with a key is refused: another writer
+                may have overwritten the agreement.
         """
         mine = self._training.agreement().get("signed")
         if mine is not None and not is_alone:
@@ -257,9 +257,9 @@ class Cursor:
         return self._reader.is_author
 
     def give_up_old(self, verdicts: list[Verdict | None], progress: Any) -> list[Verdict | None]:
-        """Return verdicts on restored work in which none is kept that has waited for as many rounds as it may.
+        """Drop restored work that has waited for the allowed number of rounds, and return the new verdicts.
 
-        Else it would take with it what is made from now on.
+        Otherwise it would be dropped later, together with the work that this process adds to it.
         """
         most, n_fragments = self._context.carry_rounds, len(verdicts)
         for fragment, since in enumerate(self.uncounted_since):
@@ -268,8 +268,8 @@ class Cursor:
                 continue
             if progress[fragment].any():
                 log.warning(
-                    "Rank %s: the work that an earlier attempt left is dropped: %s rounds went by until this replica "
-                    "was started again. Nothing needs to be done.",
+                    "Rank %s: the work of an earlier attempt is dropped because %s rounds ended before this replica "
+                    "started again. You need not do anything.",
                     self._context.me.rank, waited,
                 )  # fmt: skip
             verdicts[fragment] = Verdict.DROPPED

@@ -31,7 +31,7 @@ from executors.errors import CorruptObjectError
 MOST_TENSORS = 100_000
 MOST_STEPS = 10**15
 KINDS = ("frozen", "buffer", "tied", "other")
-"""What a model's `state_dict` may have beside the anchor: see `More`."""
+"""The kinds of entries that a model's `state_dict` has beside the anchor; see `More`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class More:
     dtype: str = ""
     shape: tuple[int, ...] = ()
     same_as: str = ""
-    """Of a tied one: the name that the anchor has it under."""
+    """The name of the same tensor in the anchor, if the entry is tied."""
 
     def line(self) -> list[Any]:
         """Return the entry as the agreement keeps it."""
@@ -61,7 +61,7 @@ class More:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreed:
-    """What the replicas of a run agreed on, as far as a reader of the log needs it."""
+    """The part of the replicas' agreement that a reader of the log needs."""
 
     tensors: dict[str, tuple[tuple[int, ...], str, int]]
     """By name: the shape, the live model's dtype, and the fragment."""
@@ -201,7 +201,7 @@ class StoredLog:
 
     @cached_property
     def agreed(self) -> Agreed:
-        """What the replicas agreed on. Raises: CorruptObjectError: it cannot be read."""
+        """The replicas' agreement. Raises: CorruptObjectError: it cannot be read."""
         assert self.start is not None
         try:
             return Agreed.parse(self.start.agreement)
@@ -215,7 +215,7 @@ class StoredLog:
         return 0 if self.start is None else self.start.first
 
     def snapshots(self) -> list[int]:
-        """Return the entries before which a state is kept as a whole, as a list says; the newest first."""
+        """Return the entries before which a whole state is kept, according to a list; the newest first."""
         return sorted({self.first, *self._entries_below(self._keys.snapshots()) - {0}}, reverse=True)
 
     def load(self, entry: int) -> tuple[Pointer, dict[str, Array]] | None:
@@ -314,7 +314,7 @@ class StoredLog:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What a replica kept of its model beside the anchor: the content of `rest/<entry>`."""
+    """The tensors of a replica's model beside the anchor, as stored in `rest/<entry>`."""
 
     rank: int
     arrays: Arrays

@@ -180,7 +180,7 @@ def check_agreement(mine: Agreement, agreed: Agreement, *, run_id: str, author: 
     """Refuse to join a run with another model or other settings.
 
     Settings decide, and arguments explain: the error names the arguments that differ. It names a derived setting only
-    if no argument differs. Arguments that differ and lead to the same settings are no problem.
+    if no argument differs. Arguments may differ if they lead to the same settings.
 
     Args:
         mine: the agreement of this replica.
@@ -229,7 +229,7 @@ def _settings_difference(derived: list[str], mine: Agreement, agreed: Agreement,
         )
     advice = "A run keeps the arguments that it began with: give them to all replicas."
     longer = next((name for name in TOTALS if name in names and _is_more(ours.get(name), theirs.get(name))), None)
-    if rank == author and longer is not None:  # a replica that came back with a larger total is meant to train on
+    if rank == author and longer is not None:  # a resumed replica with a larger total must train on
         option = f"--{longer.replace('_', '-')}"
         advice = (
             f"Give {longer}={_shown(theirs.get(longer))} again. To train further, extend the run: replicas resume RUN "

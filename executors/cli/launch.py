@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 TASKS = "replicas.tasks"  # the group of entry points that names the default task
 ENTRYPOINT = (
-    "What each replica calls: pkg.mod:function, path/file.py:function, or path/file.py. Without a function, main is "
-    "called where `python path/file.py` would do no more; else the file is run as a script. With -- ARGV… behind all "
-    "options it always is. Default: the task that comes with the installation."
+    "The function or script that each replica runs: pkg.mod:function, path/file.py:function, or path/file.py. A file "
+    "alone means its main, if `python path/file.py` does no more than call it. Otherwise the file runs as a script. "
+    "With -- ARGV… behind all options it always does. Default: the task that comes with the installation."
 )
 MODULE = "Run ENTRYPOINT, a module or package, as `python -m ENTRYPOINT ARGV…` does."
 BACKEND = "A backend's name, or pkg.mod:Class; or several with their numbers of replicas, as in slurm:4,modal:4."

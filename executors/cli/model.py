@@ -1,4 +1,4 @@
-"""The verb `model`: what a run has trained, as a file."""
+"""The verb `model`, which writes the trained model of a run to a file."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from executors.errors import ReplicasError
 
 OUT = "The file to write, in the safetensors format."
 STEP = "The newest round at or before this step of the run. Default: the newest round."
-ROUND = "The same, by the number of a round: for runs with rounds by the clock."
-NAME = "Which DiLoCo of the run: DiLoCo(model, name=…)."
-DTYPE = "live: each tensor as the model has it. float32: the averaged values as they are."
+ROUND = "The newest round up to this number. Runs with rounds by the clock need it in place of --step."
+NAME = "The name of the DiLoCo, if the run has several, as in DiLoCo(model, name=NAME)."
+DTYPE = "live converts each tensor to the dtype of the model. float32 writes the averaged values unchanged."
 DTYPES = ("live", "float32")
 
 

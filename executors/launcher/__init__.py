@@ -74,8 +74,8 @@ def launch(
             and tuples, each replica replaces `${rank}`, `${run_id}`, `${attempt}` and `${world_size}` by its own;
             `$${rank}` is the text `${rank}`, and any other `$` stays as it is.
         argv: run the file or module that the entrypoint names as a script, with these arguments, in which each replica
-            fills in placeholders as in `args`. Its result is None. A file whose part below `if __name__ ==
-            "__main__"` does more than call `main()` is run so without them, too; see ADR 0044.
+            fills in placeholders as in `args`. Its result is None. A file whose part below `if __name__ == "__main__"`
+            does more than call `main()` is run as a script without arguments, too; see ADR 0044.
         rendezvous: the url of the store in which the run lives. None: a directory of this user.
         run_id: a name of your choice for the run. None: two words and four hex digits.
         gpu: a GPU per replica, as in "H100" or "H100:2".
@@ -99,13 +99,14 @@ def launch(
             as "pkg.mod:Class"; see `report.trackers.Tracker`. One tracker run a rank; what fails there is a warning.
         restarts: bring back replicas that end, up to so many times each: a number, a text as "3/1h,oom=0", or a
             `Restarts`. 0: only those whose end is nobody's fault. None: nothing restarts.
-        hang_timeout: how long a replica may run without progress: seconds, "SOFT:HARD" as in "2m:3m", "off", or
-            "auto". With "auto" the limit is a minute for an idle replica and 30 minutes for one that uses the
-            processor, a disk or the network; it grows with what the replica did before. It ends a replica only if
+        hang_timeout: how long a replica may run without progress: seconds, "SOFT:HARD" as in "2m:3m", "off", or "auto".
+            With "auto" the limit is a minute for an idle replica, and 30 minutes for a replica that uses the processor,
+            a disk or the network. It grows with the pauses that the replica has made. It ends a replica only if
             `restarts` is given.
         start_timeout: how long a replica may take from its start to its first progress: seconds, a text such as "20m",
-            or "auto". None: "auto", which follows from a number in `hang_timeout`; without one, a replica that is idle
-            for 30 minutes before its first progress is ended if `restarts` is given.
+            or "auto". None, the default, means "auto". "auto" is five times a number in `hang_timeout`, and at least a
+            minute. Without such a number, a replica that is idle for 30 minutes before its first progress is ended if
+            `restarts` is given.
         spares: start so many jobs more, which stand by for replicas that lose their containers; with `restarts`, on
             backends in a cloud.
         health_check: a function without arguments, as "pkg.mod:f", that each new process calls before the entrypoint,

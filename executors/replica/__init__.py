@@ -169,12 +169,18 @@ class Replica:
 
     @property
     def starts_from(self) -> StartsFrom | None:
-        """The run whose model and outer state this run begins with; None: it begins with its own model.
+        """The run whose model and outer state this run begins with; None if it begins with its own model.
 
-        As its task says; in a process that read none, as its record does. The store of that run is opened here.
+        The value comes from the run's task, or from its record in a process that has not read the task. The store of
+        that run is opened here.
 
         Raises:
-            StoreError, RunNotFoundError: the store of that run does not answer, or is not there any more.
+            StoreError: the store of that run does not answer.
+            RunNotFoundError: the store of that run no longer exists.
+
+        Example:
+            if (source := replica.starts_from) is not None:
+                print(source.run_id)
         """
         said = self.launched or self.record
         if said is None or said.starts_from is None or self.is_alone:
@@ -199,7 +205,7 @@ class Replica:
         `DiLoCo` follows them: `total_steps`, or `total_rounds` of a run whose rounds go by the clock.
 
         Raises:
-            StoreError: the store does not answer, or holds something else there.
+            StoreError: the store does not answer, or the log of decisions is damaged.
 
         Example:
             replica.extensions()   # {"total_steps": [800], "total_rounds": []}
@@ -227,11 +233,12 @@ class Replica:
             diloco = DiLoCo(model, total_steps=epochs * len(loader))   # the same number at every replica
 
         The share has every `world_size`th item. A data set of `datasets` is split as that library splits it. The ranks
-        of the launch have no item in common. The longest share has one item more than the shortest, and no item is left
-        out. With `equal`, all shares are as long as the shortest, and up to `world_size - 1` items are left out.
+        of the launch have no item in common. The longest share has one item more than the shortest, and every item is
+        in a share. With `equal`, all shares are as long as the shortest, and up to `world_size - 1` items are in no
+        share.
 
-        A replica that was added later, whose rank is `world_size` or more, gets items that other replicas have, too:
-        one share of `rank + 1`, or with `equal` as many items as the others.
+        A replica that was added later has a rank of `world_size` or more. Its share has items that other replicas have,
+        too: one of `rank + 1` shares, or with `equal` the same number of items as every other share.
 
         Each replica must see the data set in the same order. Shuffle the share, and not the data set.
 
@@ -241,15 +248,16 @@ class Replica:
         available from the share: take `share.dataset.targets[i]` for each `i` of `share.indices`.
 
         Args:
-            dataset: a data set of `datasets` or of torch; a list, an array or a table; anything else with `__len__` and
-                `__getitem__`; or an iterable, of which the share reads all items and leaves out those of others.
-            equal: whether all shares have the same number of items, so that numbers of steps that are made of their
-                length are equal, too. An iterable without a length is read in groups of `world_size` items, and a last
-                group that is not whole is left out. Default False.
+            dataset: a data set of `datasets` or of torch, a list, an array, a table, any object with `__len__` and
+                `__getitem__`, or an iterable. The share of an iterable reads all items, and skips those of other
+                shares.
+            equal: True if all shares must have the same number of items, so that a number of steps computed from their
+                length is the same at every replica. An iterable without a length is read in groups of `world_size`
+                items, and an incomplete last group is dropped. Default False.
 
         Raises:
-            TypeError: `dataset` is not a data set, or has no order, as a set. Or `equal` is set for a stream of
-                `datasets`, of which nobody knows how many items each share has.
+            TypeError: `dataset` is not a data set, or it has no order, as a set. Or `equal` is set for a stream of
+                `datasets`, whose number of items is not known.
             ValueError: `dataset` has too few items.
         """
         from executors.replica.shard import share_of
@@ -269,7 +277,7 @@ class Replica:
 
         Args:
             step: the script's own step. None, the default: the step that `DiLoCo` counts, if there is one. After the
-                first call with a step, the steps of `DiLoCo` are not shown any more.
+                first call with a step, the steps of `DiLoCo` are no longer shown.
             loss: the loss of this step.
             numbers: any other numbers, by name.
 
@@ -308,14 +316,14 @@ class Replica:
     def progress(self, *, kept: bool = False) -> None:
         """Mark that the work continues. `report(step=…)` and `DiLoCo.step()` do so themselves.
 
-        A supervisor takes a replica for one that hangs if it was idle for a minute, or worked for half an hour, since
-        its last mark. `--hang-timeout` sets another limit. Call this, as the methods up to `ending_s`, in the thread
+        A supervisor treats a replica as hanging if it was idle for a minute, or worked for half an hour, since its last
+        mark. `--hang-timeout` sets another limit. Call this method, and those below it up to `ending_s`, in the thread
         that runs the entrypoint.
 
         Args:
-            kept: True if this attempt left something that the next one need not do again, as a checkpoint. DiLoCo
-                counts the rounds that took this attempt's work itself. After some attempts that left nothing, the
-                replica is not restarted any more.
+            kept: True if this attempt saved something that the next one need not do again, such as a checkpoint.
+                Default False. DiLoCo marks the rounds that counted this attempt's work. After several attempts that
+                saved nothing, the replica is no longer restarted.
 
         Example:
             for batch in validation:
@@ -329,10 +337,10 @@ class Replica:
         """Return a context in which another limit on hanging counts.
 
         Args:
-            name: tells apart sections whose limits are learned.
-            limit_s: seconds until a mark of progress is due, whether the replica is active or idle; more than 0. None:
-                as between two steps, learned from earlier sections of this name. inf: no limit but on single calls in
-                which Python does not run, for code that waits for others.
+            name: the name of the section. Limits are learned for each name.
+            limit_s: seconds until a mark of progress is due, whether the replica is active or idle; more than 0. None,
+                the default: a limit learned from earlier sections of this name, as between two steps. inf is for code
+                that waits for other replicas: it limits only single calls in which Python does not run.
 
         Raises:
             ValueError: the limit is not more than 0.
@@ -434,7 +442,7 @@ class Replica:
                 if entry.is_file():
                     self.save_artifact(f"{name}/{relative}", entry)
                 elif entry.is_symlink() or not entry.is_dir():
-                    left_out = f"save_artifact({name!r}) leaves out {relative!r}: not a file."
+                    left_out = f"save_artifact({name!r}) skips {relative!r}: not a file."
                     print(f"replicas: {left_out}", file=sys.stderr)
                     if self.warnings is not None:
                         self.warnings.add(left_out, place="save_artifact")

@@ -113,7 +113,7 @@ class _Part:
         if self._n_items is not None and _is_of_each_item(value, self._n_items):
             raise AttributeError(
                 f"{name!r} of the data set has a value for each of its {self._n_items} items, and this share has only "
-                f"some of them. Take those of the share: [share.dataset.{name}[i] for i in share.indices]."
+                f"some of them. Take only those: [share.dataset.{name}[i] for i in share.indices]."
             )
         return value
 
@@ -168,7 +168,7 @@ class Share(_Part):
         if numbers is None or not all(hasattr(number, "__index__") for number in numbers):
             raise TypeError(f"A share takes an item's number, a slice, or a list of numbers, got {kind_of(at)}.")
         if any(isinstance(number, bool) or "bool" in str(getattr(number, "dtype", "")) for number in numbers):
-            raise TypeError("A share takes numbers of items, got a mask: pass the numbers where it is true.")
+            raise TypeError("A share takes the numbers of items, got a mask. Pass the positions at which it is true.")
         return [self.indices[operator.index(number)] for number in numbers]
 
 
@@ -258,8 +258,8 @@ def _share_of_datasets(dataset: Any, place: Place) -> Any:
         return split_dataset_by_node(dataset, rank=place.number, world_size=place.of)
     if not hasattr(dataset, "__len__"):
         raise TypeError(
-            "shard(equal=True) takes no stream of `datasets`: it may be split by files, and nothing says how many "
-            "items each has. Leave out equal=True, and give DiLoCo the same total_steps in each replica."
+            "shard(equal=True) cannot split a stream of `datasets`, because the number of its items is not known. "
+            "Remove equal=True, and give DiLoCo the same total_steps in each replica."
         )
     # Neighbors, as `split_dataset_by_node` gives them: these are read from the file in one go.
     size, indices = len(dataset) // place.of, place.indices(len(dataset))

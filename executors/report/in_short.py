@@ -93,7 +93,7 @@ def _held_up(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "bad", f"Rank {rank} held the others up for {cost}: {', '.join(when)} of {n} rounds."
     held_up, hidden = document["numbers"]["late"] or 0.0, document["numbers"]["hidden"] or 0.0
     if hidden >= NOTABLE or held_up >= TOO_LATE:
-        beside = f"; {name_share(hidden)} more went on beside it" if hidden else ""
+        beside = f"; {name_share(hidden)} more ran while training continued" if hidden else ""
         tone = "bad" if held_up >= TOO_LATE else "plain"
         yield tone, f"Rounds held the training up for {name_share(held_up)} of the time{beside}."
     if not late and held_up < TOO_LATE:

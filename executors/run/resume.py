@@ -75,10 +75,11 @@ def resume(
     Args:
         run: the run; those of its replicas that still run go on undisturbed.
         ranks: start these instead; each must have ended.
-        gpu, timeout, gather_s: None: as the run was launched. `gather_s` goes with its `min_replicas`.
-            A run with `max_cost` gives each rank no more than what is left of its share; a new run from its snapshot
-            has that much money once more.
-        restarts, hang_timeout, start_timeout: as for `launch`, for all ranks from here on. None: as before.
+        gpu, timeout, gather_s: as for `launch`. None keeps the values of the launch. `gather_s` belongs to the launch's
+            `min_replicas`. In a run with `max_cost`, each rank gets no more than the rest of its share. A new run from
+            a snapshot gets the whole amount again.
+        restarts, hang_timeout, start_timeout: as for `launch`, for all ranks from now on. None keeps the current
+            values.
         env, secrets: as for `launch`. Values are not recorded, so those of the launch have to be given again.
         detach: go on when this process ends.
         task_digest: the sha256 of the task, for a run that another machine launched: `Run.task_digest` there.
@@ -88,19 +89,18 @@ def resume(
             are the rounds after that snapshot and all work that was in none, artifacts stay with the old run, and ranks
             that joined do not come along. What `DiLoCo.attach_state` kept until that snapshot does. The old run's
             store is needed until the new run has had its first round. An entrypoint without `DiLoCo` begins anew.
-        total_steps: extend the run to so many inner steps, more than it was planned with. Ranks that have succeeded are
-            started, too, and replicas that still run continue to the new total when they reach the old one. The script
-            keeps its own total: `DiLoCo` knows of the extension, and a loop over `diloco.steps()` goes on.
-        total_rounds: the same for a run whose rounds go by the clock.
+        total_steps: the new number of inner steps of the run, more than its plan has. Ranks that have succeeded start
+            again, too. Replicas that still run continue to the new total when they reach the old one. The script need
+            not change: `DiLoCo` reads the extension, and a loop over `diloco.steps()` continues.
+        total_rounds: the new number of rounds of a run whose rounds go by the clock.
         tell: gets a few words on how far the start is, where it takes long.
 
     Returns: the run, with the handles of the new attempts; from a snapshot, the new run. `run` itself if it was
         extended and every rank still runs.
 
     Raises:
-        ValueError: no rank can be resumed, the run cannot be extended so, one of `ranks` still runs (from a snapshot:
-            any rank does), a value of the environment is missing, or a secret, option or key that is not taken from a
-            record.
+        ValueError: no rank can be resumed, or the run cannot be extended so. One of `ranks` still runs; from a
+            snapshot, no rank may run. Or a value of the environment, a secret, an option or a key is missing here.
         UntrustedTaskError: another machine launched the run, and nobody vouches for its task.
         BackendError: the backend cannot start single ranks, or one of several is not to be had here.
         AlreadyResumedError: another process is resuming the same ranks. When it is some of them, the others are
@@ -195,10 +195,11 @@ def resume(
 
 
 def _totals(total_steps: int | None, total_rounds: int | None) -> dict[str, int]:
-    """Return the new total of a run under its name; empty: it is not extended.
+    """Return the new total of a run by the name of its argument; empty if the run is not extended.
 
     Raises:
-        TypeError, ValueError: it is not a number of steps or rounds, or both are given.
+        TypeError: a total is not an integer.
+        ValueError: a total is out of range, or both are given.
     """
     given = {"total_steps": total_steps, "total_rounds": total_rounds}
     totals = {name: total for name, total in given.items() if total is not None}
@@ -213,10 +214,10 @@ def _totals(total_steps: int | None, total_rounds: int | None) -> dict[str, int]
 
 
 def _check_extension(run: Run, log: DecisionLog, key: str | None, totals: Mapping[str, int]) -> None:
-    """Check that a run can be extended so, as far as this machine can tell.
+    """Check that a run can be extended to a new total, with the knowledge of this machine.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the run cannot be extended so.
     """
     for name, total in totals.items():
         newest = max(extensions_of(log.entries)[name], default=0)
@@ -322,7 +323,7 @@ def _next_attempts(
 ) -> dict[int, int]:
     """Choose the ranks to resume, and number their next attempts: each follows the one whose end was seen.
 
-    In a run that is extended, ranks that have succeeded continue, too, and it is no error if every rank still runs.
+    In an extended run, ranks that have succeeded continue, too, and every rank may still run.
 
     Were the numbers asked for later, two who resume at the same time would each have one, and start two copies.
     """

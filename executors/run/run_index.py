@@ -302,7 +302,7 @@ def needed_key(run_id: str, wanted: str) -> str:
     """
     key = find_key(run_id, wanted)
     if key is None:
-        given = f", nor is it what {RUN_KEY} holds here" if RUN_KEY in os.environ else ""
+        given = f"; {RUN_KEY} holds a different key" if RUN_KEY in os.environ else ""
         raise ValueError(
             f"Run {run_id!r} is signed (key {wanted}), and this machine does not have its key{given}. Set {RUN_KEY} to "
             f"what {KEYS}/{run_id} holds on the machine that launched the run, by default in ~/.local/state/replicas."

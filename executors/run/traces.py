@@ -269,12 +269,13 @@ class Traces:
             time.sleep(pause_s)
 
     def warnings(self, note: LogNote = log.warning) -> list[FoundWarning]:
-        """Return the warnings of all attempts so far, and that of the run, the oldest first.
+        """Return the warnings of all attempts so far, and the warning of the run as a whole, the oldest first.
 
-        Each text of an attempt is there once, with how often it came. Costs one read for each attempt that left any.
+        Each text of an attempt is listed once, with its number of occurrences. The call makes one read for each attempt
+        that has a warning.
 
         Args:
-            note: is told of each record that cannot be read.
+            note: called with a message for each record that cannot be read. Default: the module's log.
 
         Raises:
             StoreError: the store cannot be read.
@@ -319,24 +320,24 @@ class Traces:
         return kept_artifacts(self.store, rank, replica_prefix(self.run_id, self.check_rank(rank)))
 
     def model(self, *, step: int | None = None, name: str = "main", **more: Any) -> dict[str, Any]:
-        """Return the model that the run has trained, as it is after its newest round: tensors by name.
+        """Return the model that the run has trained, after its newest round, as tensors by name.
 
-        It is read from the run's store alone, also while replicas train, and what is read is proven by its digests.
-        Averaged are the trained parameters and float buffers. `save_model` says what else is there.
+        The model is read from the run's store alone, also while replicas train. Digests prove each object that is read.
+        The trained parameters and float buffers are averages; `save_model` describes the other tensors.
 
             model.load_state_dict(attach("first-try").model())
 
         Args:
             step: take the newest round at or before this step of the run. None: the newest. Rounds older than the
                 second newest snapshot are deleted.
-            name: which DiLoCo of the run, where it has several.
-            more: any of these. `rounds`: the same as `step`, by the number of a round. `dtype`: "live", the dtypes of
-                the model, which is the default; or "float32", the averaged values as they are. `outer_optimizer`:
-                the one that the run was given, if it was given one; without it only snapshots are available.
+            name: the name of the DiLoCo, as given to `DiLoCo(name=…)`. Default "main".
+            more: any of three. `rounds` selects the newest round up to this number. `dtype` is "live", the default, for
+                the dtypes of the model, or "float32" for the averaged values. `outer_optimizer` is the run's own outer
+                optimizer, if the run has one: without it only snapshots are available.
 
         Raises:
             RunNotFoundError: the run has no DiLoCo of this name.
-            DiLoCoError: the store does not have such a round any more; says which ones it has.
+            DiLoCoError: the store no longer has this round. The message names the rounds that it has.
             ValueError: the run is signed, and this machine does not have its key.
             MissingDependencyError: torch is not installed here.
         """
@@ -346,20 +347,20 @@ class Traces:
         return dict(load_reader().read_model(source, step=step, **more).tensors)
 
     def save_model(self, path: str | Path, *, step: int | None = None, name: str = "main", **more: Any) -> Any:
-        """Write the model that the run has trained into a safetensors file, over the file if there is one.
+        """Write the model that the run has trained to a safetensors file. An existing file is replaced.
 
             run.save_model("model.safetensors")
             model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
 
-        Frozen parameters, and buffers that are not averaged, are those of one replica. They are there where they are
-        small: 256 MiB at the beginning of the run, and 64 MiB of buffers later.
+        Frozen parameters, and buffers that are not averaged, come from one replica. The file contains them if they are
+        small: at most 256 MiB at the beginning of the run, and 64 MiB of buffers later.
 
         Args:
             path: of the file.
             step, name, more: as for `model`.
 
-        Returns: what was written: `rounds`, `step`, `tensors`, `missing` (the names that the model has beside these)
-            and `notes`.
+        Returns: the content of the file, as `rounds`, `step`, `tensors`, `missing` (names of the model that the file
+            does not have) and `notes`.
 
         Raises:
             OSError: the file cannot be written.

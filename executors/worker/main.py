@@ -276,7 +276,7 @@ class _Worker:
             text = f"The entrypoint ended its process with exit code {code}{said} instead of returning a result."
             _flush()
             if not said and (tail := self._assignment.output_tail().strip()):
-                text += f" It said: {last_error(tail)}"
+                text += f" It printed: {last_error(tail)}"
             if code == BAD_OPTIONS and self._entrypoint is not None:
                 text += f" The options of a script go behind --: {command_for(self._entrypoint)} -- …"
             return self._failed("no_result", text, code, fingerprint=fingerprint_of(error))

@@ -191,7 +191,7 @@ def test_a_source_that_cannot_be_used_is_refused_before_anything_is_written(here
     for options, says in (
         (("--from", "none"), "No run 'none' is known"),
         (("--from", "other"), "has no model to start from"),
-        (("--from", "mine", "--from-step", 1), "has no state of step 1 any more"),
+        (("--from", "mine", "--from-step", 1), "no longer has the state of step 1"),
         (("--from", "mine", "--signed"), "is not signed, so nothing proves its model"),
         (("--from-step", 1), "--from-step"),
     ):

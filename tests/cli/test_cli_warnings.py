@@ -13,11 +13,11 @@ from executors import current_replica
 
 def main(ranks):
     if current_replica().rank in ranks:
-        logging.getLogger("diloco.made_up").warning("\x1b[2J%s steps\nare in <b>nobody's</b> average.", 225)
+        logging.getLogger("diloco.made_up").warning("\x1b[2J%s steps\nare in <b>no</b> average.", 225)
         logging.getLogger("diloco.made_up").warning("of rank %s", current_replica().rank)
     return "fine"
 """
-LINE = "2 warnings, the first: rank 1: 225 steps are in <b>nobody's</b> average; replicas events mine"
+LINE = "2 warnings, the first: rank 1: 225 steps are in <b>no</b> average; replicas events mine"
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_whoever_watches_a_run_to_its_end_is_told_of_its_warnings(job: HereInste
         assert document["n_warnings"] == 2
         first = document["warnings"][0]
         assert (first["rank"], first["attempt"], first["count"]) == (1, 0, 1)
-        assert first["text"] == "\x1b[2J225 steps\nare in <b>nobody's</b> average."
+        assert first["text"] == "\x1b[2J225 steps\nare in <b>no</b> average."
     document = job.replicas("status", "mine", "--json").json
     assert (document["n_warnings"], [row["n_warnings"] for row in document["replicas"]]) == (2, [0, 2])
     assert [row["rank"] for row in document["warnings"]] == [1]
@@ -52,9 +52,9 @@ def test_events_are_lines_that_a_terminal_obeys_not_and_objects_with_the_whole_t
     job.launch("warns_job:main", "--arg", "ranks=[0,1]", "--run-id", "mine")
     lines = [line for line in job.replicas("events", "mine").stdout.splitlines() if " warning: " in line]
     assert sorted(line.partition("] ")[2] for line in lines) == [
-        "rank 0 warning: 225 steps are in <b>nobody's</b> average.",
+        "rank 0 warning: 225 steps are in <b>no</b> average.",
         "rank 0 warning: of rank 0",
-        "rank 1 warning: 225 steps are in <b>nobody's</b> average.",
+        "rank 1 warning: 225 steps are in <b>no</b> average.",
         "rank 1 warning: of rank 1",
     ]
     rows = [json.loads(line) for line in job.replicas("events", "mine", "--json").stdout.splitlines()]

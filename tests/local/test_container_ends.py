@@ -53,7 +53,7 @@ def test_an_exception_leaves_its_traceback_and_the_end_of_the_output_and_an_exit
     spec, process = site.start("leaves", run_id="leaves")
     assert ended(process)[0] == 5
     assert (outcome_of(spec).reason, outcome_of(spec).exit_code) == ("no_result", 5)
-    assert outcome_of(spec).headline.endswith("a result. It said: job.py: error: no --lr")
+    assert outcome_of(spec).headline.endswith("a result. It printed: job.py: error: no --lr")
 
 
 def test_the_last_64_kib_of_both_streams_are_kept_and_all_of_it_goes_on(site: Site) -> None:

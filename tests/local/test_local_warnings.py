@@ -149,7 +149,7 @@ def test_a_loop_that_warns_leaves_one_small_record_and_its_first_texts(local: Lo
 def test_what_the_worker_itself_says_of_a_replica_is_an_event_too(local: LocalProcessExecutor) -> None:
     run = launch(local, "warns_job:save", 1)
     assert run.wait(60)
-    assert [text for *_, text, _ in told(run)] == ["save_artifact('kept') leaves out 'pipe': not a file."]
+    assert [text for *_, text, _ in told(run)] == ["save_artifact('kept') skips 'pipe': not a file."]
 
 
 def test_a_replica_in_the_calling_process_leaves_events_and_its_hook_goes_with_it(
@@ -202,11 +202,11 @@ def alone():
 """
 
 
-def test_steps_that_are_in_nobodys_average_are_an_event_of_their_run(job: Path) -> None:
+def test_steps_that_are_in_no_average_are_an_event_of_their_run(job: Path) -> None:
     (job / "train_job.py").write_text(TRAIN)
     run = launch("local", "train_job:main", 2)
     assert run.wait(100)
-    assert any("5 steps of this replica since its last round are in nobody's average" in e.text for e in run.warnings())
+    assert any("5 steps of this replica since its last round are in no average" in e.text for e in run.warnings())
 
 
 def test_replicas_that_each_trained_alone_say_so_and_those_that_know_their_rank_do_not(job: Path) -> None:

@@ -96,7 +96,7 @@ def keys_of_diloco() -> list[str]:
 def test_a_diloco_is_used_and_closed_only_by_the_process_that_opened_it() -> None:
     with launch("local", use_in_a_fork, n=1, timeout=120) as run:
         ((message, rounds),) = run.results()
-    assert message.startswith("This DiLoCo was opened by process PARENT, and process FORK was forked from that one.")
+    assert message.startswith("Process FORK cannot use this DiLoCo: process PARENT opened it.")
     assert rounds == 1
 
 

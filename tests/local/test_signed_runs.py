@@ -123,7 +123,7 @@ def test_another_machine_resumes_a_signed_run_with_the_key_alone(
     for wrong in (None, "not a key", "ab" * 32):
         if wrong is not None:
             monkeypatch.setenv(RUN_KEY, wrong)
-        other = "" if wrong is None else f"nor is it what {RUN_KEY} holds.*"
+        other = "" if wrong is None else f"{RUN_KEY} holds a different key.*"
         with pytest.raises(ValueError, match=rf"'otter' is signed \(key {run.record.key_id}\).*{other}Set {RUN_KEY}"):
             resume(there, task_digest=digest)
     monkeypatch.setenv(RUN_KEY, key)

@@ -216,7 +216,7 @@ def with_kills() -> Subject:
         "proud-tern-78ae",
         chaos=["kill:rank=1,round=20"],
         gpu="H100",
-        warned=dict.fromkeys((0, 2), "5 steps of this replica since its last round are in nobody's average."),
+        warned=dict.fromkeys((0, 2), "5 steps of this replica since its last round are in no average."),
     )
 
 

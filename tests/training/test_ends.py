@@ -155,7 +155,7 @@ def test_an_error_in_the_body_is_the_one_that_is_told() -> None:
         run_replicas(2, body)
 
 
-def test_steps_that_are_in_nobodys_average_are_counted_in_a_warning() -> None:
+def test_steps_that_are_in_no_average_are_counted_in_a_warning() -> None:
     def body(where: Mapping[str, Any]) -> str:
         diloco = DiLoCo(nn.Linear(1, 1), inner_steps=10, **where)
         for _ in range(25):
@@ -167,11 +167,11 @@ def test_steps_that_are_in_nobodys_average_are_counted_in_a_warning() -> None:
         return ""
 
     for message in run_replicas(2, body):
-        assert message.startswith("5 steps of this replica since its last round are in nobody's average")
+        assert message.startswith("5 steps of this replica since its last round are in no average")
         assert "total_steps" in message
 
 
-def test_steps_in_nobodys_average_are_told_also_where_others_came_to_a_run_of_one() -> None:
+def test_steps_in_no_average_are_told_also_where_others_came_to_a_run_of_one() -> None:
     where = place()
     model = nn.Linear(1, 1)
     first = DiLoCo(model, inner_steps=2, **PLAIN, **where)
@@ -179,7 +179,7 @@ def test_steps_in_nobodys_average_are_told_also_where_others_came_to_a_run_of_on
     for _ in range(3):
         nudge(model, 1.0)
         first.step()
-    with pytest.warns(UserWarning, match="1 step of this replica since its last round is in nobody's average"):
+    with pytest.warns(UserWarning, match="1 step of this replica since its last round is in no average"):
         first.close()
     leave(joiner)
 

@@ -25,7 +25,7 @@ DIGESTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", DIGESTS)
-@pytest.mark.filterwarnings("ignore:.* in nobody.s average")
+@pytest.mark.filterwarnings("ignore:.* in no average")
 def test_a_run_of_fp32_has_the_bits_it_always_had(case: str) -> None:
     options, expected = DIGESTS[case]
     options = {"total_steps": 12, "inner_steps": 2, **options}

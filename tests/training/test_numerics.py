@@ -27,7 +27,7 @@ from executors.testing.helpers import environment
 SHARDED = Limits(small_bytes=0, block_elements=16)
 """Cuts even a tiny payload into shards."""
 # Staggered fragments end with steps that no round has averaged, where nobody says how many steps there are.
-pytestmark = pytest.mark.filterwarnings("ignore:.* in nobody.s average")
+pytestmark = pytest.mark.filterwarnings("ignore:.* in no average")
 PAPER: dict[str, Any] = {"momentum_warmup": 0, "final_average": False}
 
 

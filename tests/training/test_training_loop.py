@@ -116,7 +116,7 @@ def test_a_step_past_the_end_warns_once_and_the_model_keeps_the_anchor() -> None
         warnings.simplefilter("error")
         diloco.step()
         nudge(model, 1.0)
-        diloco.close()  # says nothing of steps that are in nobody's average: they were undone
+        diloco.close()  # says nothing of steps that are in no average: they were undone
     assert values_of(model) == anchor
 
 

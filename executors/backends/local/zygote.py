@@ -216,7 +216,7 @@ def _be_check(request: dict[str, Any], reply: int) -> NoReturn:
         where = f"{command_for(request['entrypoint'])} -- …"
         answer = {
             "kind": "import",
-            "error": f"{name}: importing it ended the process with exit code {left.code!r}. It said: {said} If it "
+            "error": f"{name}: importing it ended the process with exit code {left.code!r}, and printed: {said} If it "
             f"parses options, give them behind --, which runs it as a script: {where}",
         }
     except BaseException as error:

@@ -113,7 +113,7 @@ def model() -> nn.Module:
         (
             None,
             KEY,
-            f"Nothing of this run is proven by this replica's key ({ID}): either it was not launched as a signed",
+            f"This replica has the key {ID}, but the run is not signed with it. If you launched",
         ),
     ],
     ids=["no key", "another key", "not signed"],

@@ -75,7 +75,7 @@ def test_what_is_no_file_is_refused_as_an_artifact_and_left_out_of_a_folder_with
     current_replica().save_artifact("x", folder)
     assert [entry.key for entry in current_replica().store.list("")] == ["otter/replicas/0000/0/artifacts/x/weights"]
     said = capsys.readouterr().err.splitlines()
-    assert said == [f"replicas: save_artifact('x') leaves out {name!r}: not a file." for name in ("latest", "pipe")]
+    assert said == [f"replicas: save_artifact('x') skips {name!r}: not a file." for name in ("latest", "pipe")]
 
 
 @pytest.mark.parametrize(

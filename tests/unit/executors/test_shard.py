@@ -221,10 +221,10 @@ def test_loaders_of_equal_shares_have_the_same_number_of_batches() -> None:
         assert len({len(loader) for loader in loaders}) == 1
 
 
-def test_a_stream_of_datasets_cannot_be_shared_out_equally_and_says_what_to_do() -> None:
+def test_equal_shares_of_a_stream_of_datasets_are_refused_with_the_remedy() -> None:
     for n_shards in (3, 4):
         with pytest.raises(
-            TypeError, match=r"equal=True\) takes no stream of `datasets`.*give DiLoCo the same total_s"
+            TypeError, match=r"equal=True\) cannot split a stream of `datasets`.*give DiLoCo the same total_s"
         ):
             replica(0, 2).shard(hf_stream(n_shards), equal=True)
 
