@@ -39,12 +39,12 @@ PR_SET_PDEATHSIG = 1
 FIRST_PID_NAMESPACE = 0xEFFFFFFC  # the inode of the one that a machine boots with, in every kernel
 PR_SET_CHILD_SUBREAPER = 36
 FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
-MACOS_MAX_FILES = 10_240  # OPEN_MAX: `setrlimit` refuses more there, also where the hard limit is "unlimited"
+MACOS_MAX_FILES = 10_240  # OPEN_MAX: `setrlimit` refuses more there, even if the hard limit is "unlimited"
 PS_LIMIT_S = 10.0
 NVIDIA_DRIVER_FILE = Path("/proc/driver/nvidia/version")
-"""Where a driver for Linux says its version."""
+"""The file in which a driver for Linux has its version."""
 CAN_SUPERVISE = sys.platform == "linux"
-"""True where this module offers all that a supervisor of replicas needs: pidfd, /proc and orphans that come to it."""
+"""True if this system has all that a supervisor of replicas needs: pidfd, /proc and adopted orphans."""
 _NAMES = {"linux": "Linux", "darwin": "macOS"}
 
 
@@ -63,7 +63,7 @@ def this_machine() -> str:
         else:
             boot = "".join(_output_of("sysctl", "-n", "kern.bootsessionuuid")[1].split()) or "unknown"
             space = "one"  # macOS has no namespaces of processes
-    except OSError:  # sandboxes with a /proc of their own making, or without these programs
+    except OSError:  # sandboxes with an emulated /proc, or without these programs
         boot = space = "unknown"
     return f"{socket.gethostname()} {boot} {space}"
 
@@ -112,7 +112,7 @@ def _is_hidden(pid: int) -> bool:
 
 
 def _is_alive_by_ps(pid: int, started: int) -> bool:
-    # The cheap question first: `ps` is a process of its own, and most processes that are asked about have ended.
+    # The cheap check comes first: `ps` is a new process, and most of the processes in question have ended.
     try:
         os.kill(pid, 0)
     except OSError as error:
@@ -120,7 +120,7 @@ def _is_alive_by_ps(pid: int, started: int) -> bool:
             return False
     try:
         found = [process.started for process in _listed("-p", str(pid))]
-    except OSError:  # a sandbox forbids `ps`: a process that exists counts as the one that is meant
+    except OSError:  # a sandbox forbids `ps`: an existing process counts as the right one
         return True
     return bool(found) and started in (0, *found)  # 0: the time could not be read when it was noted
 
@@ -134,7 +134,7 @@ class _Listed(NamedTuple):
 
 
 def _listed(*which: str) -> list[_Listed]:
-    """List living processes through `ps`, as BSD and macOS have it; zombies are left out.
+    """List living processes through `ps` of BSD and macOS, without zombies.
 
     Args:
         which: the processes, as arguments of `ps`: `-ax` for all, or `-p` and a pid.
@@ -143,7 +143,7 @@ def _listed(*which: str) -> list[_Listed]:
         OSError: `ps` cannot be run here.
     """
     import calendar
-    from email.utils import parsedate  # reads the format of `ctime` in every locale, unlike `time.strptime`
+    from email.utils import parsedate  # reads the format of `ctime` in every locale; `time.strptime` does not
 
     # One column an option: in `pid=,ppid=` the heading of the first column would be ",ppid=".
     columns = [part for name in ("pid=", "ppid=", "stat=", "lstart=") for part in ("-o", name)]
@@ -166,7 +166,7 @@ def _output_of(*command: str) -> tuple[int, str]:
     """
     import subprocess  # here: it imports `threading`, which the process that forks replicas does without
 
-    # In C and UTC: the same process must have the same start, whatever locale and time zone the user has set since.
+    # In C and UTC: the same process must have the same start after the user has changed the locale or the time zone.
     environ = {**os.environ, "LC_ALL": "C", "TZ": "UTC"}
     nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
     with subprocess.Popen(command, env=environ, stdin=nothing, stdout=pipe, stderr=nothing, text=True) as process:
@@ -234,7 +234,7 @@ def threads_lost_by_a_fork() -> list[str]:
 
 
 def _fork_and_forget() -> None:
-    """Fork a child that leaves at once. What libraries run at a fork may hang it, so it is waited for a while only."""
+    """Fork a child that leaves at once. Handlers of libraries may hang at a fork, so the wait is limited."""
     pid = fork()
     if pid == 0:
         os._exit(0)
@@ -257,7 +257,7 @@ def private_file(data: bytes = b"") -> int:
     else:
         import tempfile
 
-        with tempfile.TemporaryFile() as file:  # it has no name any more
+        with tempfile.TemporaryFile() as file:  # it has no name now
             descriptor = os.dup(file.fileno())
     with open(descriptor, "wb", closefd=False) as writer:
         writer.write(data)
@@ -654,7 +654,7 @@ def open_paths() -> list[str]:
     """List the paths of the files that this process has open. Raises: OSError: not shown."""
     found = []
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # it was that of the list
+        with contextlib.suppress(OSError):  # it was the list's
             found.append(os.readlink(f"/proc/self/fd/{number}"))
     return found
 

@@ -193,7 +193,7 @@ class Outcome:
     was_refused: bool = False
     """Whether it was not started because its service gave it no machine, so that nothing of it ran."""
     warned: WarningCount | None = None
-    """The warnings that it left. None: it left none, or its last heartbeat says it."""
+    """The warnings that it left. None if it left none, or if its last heartbeat has them."""
     trained_alone: bool = False
     """Whether it made an optimizer of torch, and nothing in it asked for its rank or created a DiLoCo."""
 

@@ -118,7 +118,7 @@ def read_options(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         cls: the executor's class, whose constructor declares the types.
-        options: the values by name. Those that are no `OptionText` stay as they are.
+        options: the values by name. A value that is not an `OptionText` is not changed.
 
     Example:
         read_options(ModalExecutor, {"python_version": OptionText("3.14"), "memory_mb": OptionText("512")})

@@ -207,7 +207,7 @@ class ReplicaState:
 
 
 def alone_warning(outcomes: Sequence[Outcome]) -> str | None:
-    """Return the warning of a run in which each replica trained without the others; None: the outcomes do not say so.
+    """Return the warning that each replica trained without the others; None if the outcomes do not show that.
 
     Args:
         outcomes: how the newest attempt of each rank ended; of a rank that has not, none.
@@ -350,7 +350,8 @@ class RunStatus:
 
     @property
     def warnings(self) -> list[FoundWarning]:
-        """The first warning of each replica that has any, and that of the run. `Run.warnings()` reads all of them."""
+        """The first warning of each replica that has any, and the warning of the run as a whole. `Run.warnings()` reads
+        all of them."""
         found = [
             FoundWarning(text=each.warned.first, at=each.warned.first_at, rank=each.rank, attempt=each.attempt)
             for each in self.replicas

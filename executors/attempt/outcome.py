@@ -82,7 +82,7 @@ def parse_outcome(data: Any, key: str = "outcome.json", url: str = "") -> Outcom
 
 
 def warning_count(value: Any) -> WarningCount:
-    """Check how many warnings an attempt left, as its heartbeat or its outcome says.
+    """Check the number of warnings of an attempt in its heartbeat or its outcome.
 
     Args:
         value: a JSON value: {"count": 2, "first": "…", "first_at": 1.7e9}.
@@ -166,7 +166,7 @@ ENDINGS = {
 
 
 def says_alive(stacks: str) -> bool:
-    """Return True if a dump of stacks is the note that its replica, which was taken for one that hangs, works again.
+    """Return True if a dump of stacks is only a note that a replica, which was reported to hang, works again.
 
     Args:
         stacks: the text that the supervisor kept.

@@ -22,7 +22,8 @@ from executors.store.records import (
 
 NAME = "warnings.json"
 MAX_CHARACTERS = 1000
-"""Of a text. 64 texts of 1000 characters, each escaped, are below the 1 MiB that a record may have."""
+"""The most characters of a text. 64 texts of 1000 characters, each escaped, are below the 1 MiB that a record may
+have."""
 MAX_COUNT = 2**53
 MOMENT = number(LONG_AGO, FAR_AHEAD)
 

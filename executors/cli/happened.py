@@ -15,7 +15,7 @@ STYLES = {
     "ended": "red", "hang_suspected": "yellow", "notice": "yellow", "works_again": "green", "warning": "yellow",
     "cancelled": "yellow", "gave_up": "bold red", "stopped": "bold red", "decided": "cyan",
 }  # fmt: skip
-TOLD = ("decided", "works_again", "cancelled", "gave_up", "stopped")  # whose words say it all
+TOLD = ("decided", "works_again", "cancelled", "gave_up", "stopped")  # whose text is complete
 
 
 def events(

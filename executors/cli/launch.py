@@ -297,8 +297,8 @@ def resume(
 ) -> int:
     """Start every rank again that ended without succeeding, and watch the run to its end.
 
-    A replica that trains with DiLoCo catches up with the others, or continues where all stopped. With --total-steps it
-    trains beyond the planned end.
+    A replica that trains with DiLoCo catches up with the others, or continues at the step where all stopped. With
+    --total-steps it trains beyond the planned end.
     """
     from executors.cli.live import Interrupts
     from executors.run.resume import resume as start_again

@@ -164,7 +164,7 @@ def _options_by_name(option: Sequence[str] | None) -> dict[str, dict[str, Any]]:
 
 
 def parse_values(option: str, texts: Sequence[str] | None) -> dict[str, Any]:
-    """Return the values of `k=v` texts as texts, which the backend's constructor says how to read.
+    """Return the values of `k=v` texts as texts; the annotations of the backend's constructor decide their types.
 
     Args:
         option: the name of the flag, for messages.

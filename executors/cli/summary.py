@@ -182,7 +182,7 @@ class Summary:
         return self.code or 0
 
     def _removed(self) -> str:
-        """Name the ranks that a user has cancelled by themselves; empty: there are none, or they count."""
+        """Name the ranks that a user has cancelled alone; empty if there are none, or if they decide the exit code."""
         if self.run.record.min_replicas is not None:
             return ""
         left = {outcome.rank for outcome in counted(self.run.decisions, self.outcomes)}

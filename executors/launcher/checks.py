@@ -87,9 +87,9 @@ def resolved(request: LaunchRequest) -> LaunchRequest:
 
 
 def check_same(request: LaunchRequest, task: StoredTask) -> None:
-    """Refuse to go on with something else than what is asked for now; what was pickled is not looked into."""
+    """Refuse to resume a run with another entrypoint, `n`, seed or arguments. A pickled callable is not compared."""
     n, entrypoint = task.launched_with.world_size, task.launched_with.entrypoint
-    # Which of a file's two forms is meant shows only with its arguments, which a resume may leave out.
+    # A file's form (script or function) depends on its arguments, and a resume need not give these.
     if request.n != n or shown(describe(request.entrypoint)) != shown(entrypoint):
         raise ValueError(
             f"Run {task.run_id!r} has {n} replicas of {shown(entrypoint)}; it cannot be resumed as {request.n} of "

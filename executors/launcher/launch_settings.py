@@ -73,7 +73,7 @@ class Settings:
         return values, texts
 
     def options(self, backend: str) -> dict[str, Any]:
-        """Return the options of a backend; those of a variable as an `OptionText`."""
+        """Return the options of a backend. An option from a variable is an `OptionText`."""
         return {
             place[2]: setting.value if setting.text is None else OptionText(setting.text)
             for place, setting in self.found.items()

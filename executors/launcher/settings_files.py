@@ -43,7 +43,7 @@ class Setting:
     value: Any
     origin: str
     text: str | None = None
-    """The value of an option of a backend as a variable gives it; None: it is a value of a file."""
+    """The option's text if a variable gives it; None if a file gives it."""
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ POSITION = ("state_dict", "load_state_dict")
 """The state of a stream counts the items of all shares. Loaders that find none count the items of the share."""
 FEW_COLUMNS = 64
 GOLDEN = 0.618033988749895
-"""Multiples of it, modulo 1, lie far from each other: the windows of added replicas differ."""
+"""Multiples of it, modulo 1, are far from each other, so the windows of added replicas differ."""
 
 
 class Place(NamedTuple):
-    """Which share of a data set."""
+    """The number of a share of a data set, and the number of shares."""
 
     number: int
     of: int
@@ -36,7 +36,7 @@ class Place(NamedTuple):
         size = n_items // self.of
         if self.number < self.of:
             return range(self.number, size * self.of, self.of)
-        # An added replica needs as many items as the others, or its planned steps would not be theirs.
+        # An added replica needs the same number of items as the others, so that its planned steps are the same.
         start = int((n_items - size) * (GOLDEN * (self.number - self.of + 1) % 1.0))
         return range(start, start + size)
 
@@ -80,7 +80,7 @@ def share_of(dataset: Any, index: int, of: int, equal: bool = False) -> Any:
 class _Part:
     """A part of a data set. It has the attributes of the data set, and goes to spawned workers.
 
-    Attributes are read from the data set and written to it, so `share.transform = …` does what it says. A write that
+    Attributes are read from the data set and written to it, so `share.transform = …` changes the items. A write that
     stayed on the share would be without effect, since the data set makes the items. The share keeps `dataset` and
     `indices`, which are its own, and a `set_epoch` that a trainer puts in the place of the data set's.
     """
@@ -95,7 +95,7 @@ class _Part:
         self._place = place
         self._n_items = _length_of(dataset)
 
-    def __reduce__(self) -> tuple[Any, ...]:  # the class may be one that `_like` made, which pickle cannot find
+    def __reduce__(self) -> tuple[Any, ...]:  # `_like` may have made the class, and pickle cannot find that
         return share_of, (self.dataset, *self._place)
 
     def __repr__(self) -> str:
@@ -158,7 +158,7 @@ class Share(_Part):
         return self.dataset[self._listed(at)]
 
     def __getitems__(self, numbers: Iterable[int]) -> Any:
-        """Return a batch, as loaders of torch ask for it: at once where the data set can do so."""
+        """Return a batch for a loader of torch, in one call if the data set supports that."""
         indices = [self.indices[number] for number in numbers]
         at_once = getattr(self.dataset, "__getitems__", None)
         return at_once(indices) if at_once else [self.dataset[index] for index in indices]
@@ -239,11 +239,11 @@ def _iterator_share(dataset: Iterator[Any], place: Place, to_skip: int, n_groups
 
 
 _classes: dict[tuple[type, type], type[_Part]] = {}
-"""By the kind of a share and that of its data set, a class that is both."""
+"""A class for each kind of share and kind of data set, which is a subclass of both."""
 
 
 def _like(kind: type[_Part], dataset: Any, place: Place) -> _Part:
-    """Return a share that is a data set of torch where the data set is: loaders and trainers look at its class."""
+    """Return a share that is a data set of torch if the data set is one: loaders and trainers check its class."""
     for name in ("IterableDataset", "Dataset"):
         if _is_a(dataset, "torch.utils.data", name):
             kinds = kind, getattr(sys.modules["torch.utils.data"], name)
@@ -298,13 +298,13 @@ def _is_of_each_item(value: Any, n_items: int) -> bool:
 
 
 def _is_column(value: Any) -> bool:
-    """Return whether this is a list or an array; a data set inside another one has as many items, and is none."""
+    """Return True if this is a list or an array. An inner data set of the same length is not a column."""
     is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
     return (is_list or hasattr(value, "shape")) and not _is_a(value, "torch.utils.data", "Dataset")
 
 
 def _length_of(value: Any) -> int | None:
-    """Return how many items something has; None: it cannot say."""
+    """Return the number of items of an object; None if it has no length."""
     if not hasattr(type(value), "__len__"):
         return None
     try:

@@ -31,7 +31,7 @@ OTHERS = "others"
     N_DECISIONS, BEATEN, LEFT_AT, LEFT_WITH, HAS_RESULT, STORE_FAILED,
     OPENED_AT, FINISHED_AFTER, BEAT_THREAD, HEARTBEAT_THREAD,
 ) = range(32)  # fmt: skip
-# Of each section: a name of 48 bytes, its longest interval, the number of intervals, its longest idle stretch.
+# For each section: a name of 48 bytes, its longest interval, the number of intervals, its longest idle stretch.
 ROWS, ROW_SIZE, N_ROWS = 40, 9, 24
 LONGEST, COUNT, IDLE = 6, 7, 8
 NAME_BYTES = LONGEST * 8
@@ -69,7 +69,7 @@ class SharedPage:
     tick = _Number(TICK)
     """When the rank's main thread last executed bytecode."""
     step = _Number(STEP)
-    """The step that the rank has reached; nan: it has reported none."""
+    """The step that the rank has reached; nan if it has reported none."""
     mark = _Number(MARK)
     """When the rank last made progress; 0: never."""
     marks = _Number(MARKS)
@@ -83,9 +83,9 @@ class SharedPage:
     """Since when it is in what is not to be interrupted; 0: it is not."""
     atomic_left = _Number(ATOMIC_LEFT)
     opened_at = _Number(OPENED_AT)
-    """When the rank last opened a DiLoCo; 0: it has opened none."""
+    """The time when the rank last opened a DiLoCo; 0 if it has opened none."""
     finished_after = _Number(FINISHED_AFTER)
-    """One more than the number of marks with which the rank's last DiLoCo finished; 0: none has."""
+    """One more than the number of marks when the rank's last DiLoCo finished; 0 if none has."""
     beat_thread = _Number(BEAT_THREAD)
     """The native id of the thread that beats: its work is not the rank's."""
     heartbeat_thread = _Number(HEARTBEAT_THREAD)
@@ -261,11 +261,11 @@ class SharedPage:
 
     @property
     def longest_idle_s(self) -> float:
-        """The longest time in seconds that a section was idle and went on, in the attempts so far."""
+        """The longest time in seconds for which a section was idle before it continued, in the attempts so far."""
         return self._numbers[self.current_row - LONGEST + IDLE]
 
     def note_idle(self, row: int, idle_s: float) -> None:
-        """Note that a section was idle, and went on. Called by the supervisor alone, which measures it.
+        """Record that a section was idle and then continued. Called by the supervisor alone, which measures it.
 
         Args:
             row: the section, by `current_row`.

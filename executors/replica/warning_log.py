@@ -1,7 +1,7 @@
-"""The warnings of one attempt: collected in any thread of the replica, written beside the training.
+"""The warnings of one attempt, collected in any thread of the replica and written while training continues.
 
 The thread that warns only changes a list in memory. The heartbeat's thread writes the whole record again when it is
-due, so a loop that warns costs neither the training nor the bucket.
+due, so a loop that warns costs little time and few requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from executors.protocol import WarningCount
 from executors.store.url import was_deleted
 
 MAX_OF_PLACE = 8
-"""Texts of one place in the code: a message with a number in it must not take the room of all others."""
+"""The most texts of one place in the code, because a message with a number in it must not displace all others."""
 N_AT_ONCE = 8
 """The first texts of an attempt are written at once: its process may not live for long."""
 NEW_S, REPEAT_S = 10.0, 60.0  # how long a later text waits for others, and how long a repeat of a known one
@@ -66,9 +66,9 @@ class WarningLog:
         """Take a warning; never raises and never waits for the store. A process that was forked off adds nothing.
 
         Args:
-            text: for people. It is cut to `MAX_CHARACTERS`, and a leading `rank 3: ` is left out.
+            text: for people. It is cut to `MAX_CHARACTERS`, and a leading `rank 3: ` is removed.
             place: where in the code it comes from, as a module and a line. At most `MAX_OF_PLACE` texts of one place
-                are kept; the empty text is no place and has no such limit.
+                are kept. Warnings with an empty place have no such limit.
 
         Example:
             warnings.add("rank 3: the tracker 'wandb' refuses numbers", place="executors.worker.tracking")
@@ -97,19 +97,19 @@ class WarningLog:
         """Write what is new, if it is due; return whether nothing is left to write.
 
         Args:
-            is_last: write now, whatever is new. A store that failed a moment ago is asked again.
+            is_last: write all new warnings now. A store that failed a moment ago is asked again.
         """
         with self._lock:
             if self._due_at is None or not (is_last or self._clock() >= self._due_at):
                 return self._due_at is None
             record = KeptWarnings(warnings=[*self._kept.values()], left_out=self._left_out)
-            self._due_at = None  # before the write: a warning that comes meanwhile is due again
+            self._due_at = None  # before the write, so that a warning during the write is due again
         store = self._attempt.store
         if was_deleted(store, self._attempt.run_id):  # a late write would bring the folder of the run back
             return True
         try:
             store.put(self._attempt.key(NAME), record.to_bytes())
-        except StoreError:  # the heartbeat says so in the log
+        except StoreError:  # the heartbeat logs it
             with self._lock:
                 self._be_due(RETRY_S)
         return self._due_at is None

@@ -231,7 +231,8 @@ def _warnings(events: Sequence[Event]) -> list[dict[str, Any]]:
 
 
 def _shown(events: Sequence[Event]) -> Sequence[Event]:
-    """Return the events of the table: the last ones, and of the warnings the first, which leave room for all others."""
+    """Return the events of the table: the last events, and only the first warnings, so that they do not displace the
+    others."""
     late = {id(event) for event in [event for event in events if event.kind == "warning"][MAX_WARNINGS:]}
     return [event for event in events if id(event) not in late][-MAX_EVENTS:]
 

@@ -197,7 +197,7 @@ def _check_run(run: Traces) -> None:
         has_failed, ended = True, "all have ended" if all(each.outcome() is not None for each in attempts) else ""
     if ended:
         name = reference(run.run_id, run.store.url)
-        # Of a run that has succeeded, `resume` alone would answer that there is no replica to resume.
+        # If the run has succeeded, `resume` alone would answer that there is no replica to resume.
         more = "" if has_failed else " --total-steps N"
         how = f"{'Resume' if has_failed else 'Extend'} it first: replicas resume {name}{more}"
         raise ValueError(f"Run {run.run_id!r} has ended ({ended}), so no replica can join it. {how}")

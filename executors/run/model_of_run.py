@@ -21,7 +21,7 @@ def load_reader(name: str = "default") -> Any:
     """Return what reads the models of runs, which an installed package announces.
 
     Args:
-        name: "default": the module. "extension": the function that checks an extension.
+        name: "default" is the module, and "extension" the function that checks an extension.
 
     Raises:
         ReplicasError: no package announces one.
@@ -46,7 +46,7 @@ def source_of(store: Store, run_id: str, key_id: str | None, name: str) -> Any:
     Args:
         store: where the run is.
         run_id: its id.
-        key_id: of a signed run, the id of its key, as its record says. None: it is not signed.
+        key_id: the id of a signed run's key, from its record; None if the run is not signed.
         name: the name of its DiLoCo.
 
     Raises:

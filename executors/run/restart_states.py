@@ -202,7 +202,7 @@ def was_stopped(log: Sequence[Decision], outcome: Outcome) -> bool:
 
 
 def was_removed(log: Sequence[Decision], outcome: Outcome) -> bool:
-    """Return whether a user has cancelled this very rank, and not the run: the others were to go on without it.
+    """Return True if a user has cancelled this rank and not the run, so that the others continue without it.
 
     Args:
         log: the decisions on the run.

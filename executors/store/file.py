@@ -1,11 +1,11 @@
 """A directory as a store: one file per object, found under its key.
 
-Objects are written to an anonymous file (or a hidden one, where the system or the file system has none) and get
-their name only when they are whole: by `link`, which fails if the name is taken, or by `rename`, which replaces
-it. So nothing half-written is ever visible, and creation is exclusive across processes and, on a network file system
+An object is written to an anonymous file, or to a hidden file if the system has no anonymous ones. It gets its name
+only when it is complete: by `link`, which fails if the name exists, or by `rename`, which replaces it. So nothing
+half-written is ever visible, and creation is exclusive across processes and, on a network file system
 with working `link`, across machines. A killed writer leaves nothing, or a hidden file, which is removed when the
-store is opened a day later. Hidden files lie in the store's directory itself: a folder of their own would be its
-first writer's, and no other user could write anything.
+store is opened a day later. Hidden files are in the store's directory itself. A separate folder would belong to its
+first writer, and no other user could write to it.
 
 No symbolic link below the store's directory is followed: other users may be able to write there.
 

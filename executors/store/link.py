@@ -179,5 +179,5 @@ def _main(url: str, prefix: str, index: str, stdin: IO[str], stdout: IO[str]) ->
 
 
 def main() -> NoReturn:
-    """Measure as the arguments of this process say, and leave it."""
+    """Measure with the arguments of this process, and end the process."""
     sys.exit(_main(sys.argv[1], sys.argv[2], sys.argv[3], sys.stdin, sys.stdout))

@@ -105,9 +105,9 @@ class Decision(Record):
     """Of a policy: the new one."""
     hang: str | None = checked(nullable(parsed(HangLimits.parse)), None)
     total_steps: int | None = checked(nullable(integer(1, MAX_TOTAL)), None)
-    """Of a policy: the planned steps of the run from here on, which extend it."""
+    """The planned steps of the run after a policy that extends it."""
     total_rounds: int | None = checked(nullable(integer(1, MAX_TOTAL)), None)
-    """The same of a run whose rounds go by the clock: the planned rounds."""
+    """The planned rounds, if the rounds of the run go by the clock."""
     by: str = checked(text(1000), "")
     nonce: str = checked(text(100), "")
     at: float = checked(number(LONG_AGO, FAR_AHEAD), 0.0)

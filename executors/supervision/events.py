@@ -1,6 +1,6 @@
-"""What happened in a run, as events that are derived from its records.
+"""The events of a run, derived from its records.
 
-Only warnings have a record of their own, `warnings.json` of each attempt: its replica writes it.
+Only warnings have a separate record: each replica writes `warnings.json` of its attempt.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def read_warnings(attempt: Attempt) -> list[FoundWarning]:
     """Return the warnings of an attempt in the order in which they came first; none if it left no record.
 
     Args:
-        attempt: one that may be of any run: its record is foreign, and is read within bounds.
+        attempt: an attempt of any run. Its record is foreign, and is read within bounds.
 
     Raises:
         StoreError: the record cannot be read.

@@ -11,8 +11,8 @@ part. Both are functions of `argv`.
     path/file.py:__main__    as `python path/file.py ARGV…` runs it
     pkg.mod:__main__         as `python -m pkg.mod ARGV…` runs it
 
-`runs_as_script` decides which form a name without a function stands for. The entrypoint of each form finds its own file
-as `sys.argv[0]`.
+`runs_as_script` decides the form of a name without a function. The entrypoint of each form finds its own file as
+`sys.argv[0]`.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ def find_definition(text: str) -> tuple[ast.Module, str] | None:
 def runs_as_script(text: str, *, has_arguments: bool = False) -> bool:
     """Return whether an entrypoint without a function's name is run as `python` runs it, and not by calling its `main`.
 
-    A call of `main` has a result, and Python's way of running a file has none. So `main` is called where that is all
-    that Python would do. ADR 0044 has the table.
+    A call of `main` has a result, and Python's way of running a file has none. So `main` is called if Python would do
+    nothing else. ADR 0044 has the table.
 
     Args:
         text: the entrypoint.
@@ -198,7 +198,7 @@ def _is_guard(node: ast.stmt) -> bool:
 
 
 def _guarded(tree: ast.Module) -> list[ast.stmt] | None:
-    """Return the statements of a module that run only in a script; None: it has no such part."""
+    """Return the statements of a module that run only in a script; None if there are none."""
     guards = [node for node in tree.body if isinstance(node, ast.If) and _is_guard(node)]
     return [statement for guard in guards for statement in guard.body] if guards else None
 
@@ -214,7 +214,7 @@ def _only_calls_main(guard: Sequence[ast.stmt]) -> bool:
 
 
 def _calls_main_unguarded(tree: ast.Module) -> bool:
-    """Return whether loading a module calls `main`, or hands it to what does, as `fire.Fire(main)`."""
+    """Return True if loading a module calls `main`, or passes it to a caller, as in `fire.Fire(main)`."""
     definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     calls = [
         call
@@ -294,7 +294,7 @@ def check_nothing_loads() -> None:
 def load_entrypoint(text: str) -> Callable[..., Any]:
     """Import an entrypoint. Runs the user's module, so only replicas and throw-away processes call it.
 
-    From here on `sys.argv` is that of the entrypoint: its file alone, since the user may parse it while importing.
+    From here on, `sys.argv` has the entrypoint's file alone, because the user's module may parse it while importing.
 
     Args:
         text: the entrypoint.
@@ -334,7 +334,8 @@ def argv_of(function: Callable[..., Any]) -> list[str]:
 
 
 def _unwrapped(function: Any) -> Any:
-    """Return the function below decorators that say what they wrap; `inspect` takes too long to import for this."""
+    """Return the function below decorators that name the function they wrap. `inspect` takes too long to import for
+    this."""
     seen: set[int] = set()
     while hasattr(function, "__wrapped__") and id(function) not in seen:
         seen.add(id(function))
@@ -390,7 +391,7 @@ def _load_file(path: Path, text: str, prepared: _PreparedFile | None = None) -> 
             f"Entrypoint {text!r} would be loaded as {path.stem!r}, which is another module "
             f"({getattr(module, '__file__', 'built in')}). Rename the file."
         )
-    search_first(str(path.parent))  # as for `python path/file.py`: its neighbours can be imported
+    search_first(str(path.parent))  # as for `python path/file.py`: modules beside it can be imported
     spec = importlib.util.spec_from_file_location(path.stem, path) if prepared is None else prepared.spec
     assert spec is not None
     assert spec.loader is not None

@@ -254,7 +254,7 @@ class HangLimits:
 
     @property
     def start_limit_s(self) -> float | None:
-        """Seconds from the start of an attempt to its first mark; None: no number was given, and none is implied.
+        """Seconds from the start of an attempt to its first mark; None if no number was given or implied.
 
         A replica whose steps take up to HARD imports, compiles and reads its data first: that takes longer than a step,
         and never less time than a step may take.

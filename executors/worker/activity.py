@@ -1,11 +1,11 @@
 """Measures what a process and its descendants do: processor time, disk and pipe traffic, TCP traffic.
 
-A supervisor asks this only about a rank that has made no progress for some seconds. The answer tells work that reports
-nothing (an evaluation, a compile, an upload) from a hang that waits for something that never comes.
+A supervisor asks this only about a rank that has made no progress for some seconds. The answer distinguishes work that
+reports nothing (an evaluation, a compile, an upload) from a hang that waits forever.
 
 The measure must not depend on how busy the machine is. A thread that computes beside 20 others gets a twentieth of its
-time, or less. So each thread counts with `run / (run + sleep)`, where the time that it waited for a processor is left
-out: that is the share of a core that it would use on an idle machine.
+time, or less. So each thread counts with `run / (run + sleep)`, without the time that it waited for a processor. That
+is the share of a core that it would use on an idle machine.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class ThreadTimes(NamedTuple):
 
     @property
     def polls(self) -> bool:
-        """True if it gives the processor back at once: it looks for something, again and again.
+        """True if it returns the processor at once, because it polls.
 
-        A thread that waits for the GIL looks every 5 ms. On a loaded machine it then is runnable nearly always.
+        A thread that waits for the GIL polls every 5 ms. On a loaded machine it then is runnable nearly always.
         """
         return self.n_turns > 0 and self.run_ns < POLL_NS * self.n_turns
 
@@ -96,7 +96,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a tree of processes did between two samples.
+    """The activity of a tree of processes between two samples.
 
     Args:
         cores: cores that it wanted: on an idle machine it would have kept this many busy.
@@ -118,7 +118,7 @@ class Usage:
 
 
 class ActivityMeter:
-    """Samples one tree of processes and tells whether it is active.
+    """Samples one tree of processes and decides whether it is active.
 
     Args:
         pid: the process at the root of the tree, on this machine.
@@ -140,7 +140,7 @@ class ActivityMeter:
         return self.window_s / N_SAMPLES
 
     def reset(self) -> None:
-        """Forget the samples: what was before the next one counts for nothing."""
+        """Forget the samples, so that activity before the next sample does not count."""
         self._samples.clear()
         self._next_at = 0.0
 
@@ -171,7 +171,7 @@ class ActivityMeter:
             return None
         if not usage_between(list(samples)).is_active:
             return False
-        # A burst early in the window is over: it must not make the time of the last activity later than it was.
+        # A burst early in the window has ended: it must not make the time of the last activity later than it was.
         newest = usage_between([samples[-2], samples[-1]])
         return newest.is_active or taken.is_waiting_on_disk or _wants_to_run(samples[-2], taken)
 
@@ -213,7 +213,7 @@ def usage_between(samples: Sequence[Sample]) -> Usage:
         cores=max(cores, wanted),
         bytes_per_s=max(0, last.io_bytes - first.io_bytes + tcp_bytes) / span_s,
         is_waiting_on_disk=sum(sample.is_waiting_on_disk for sample in later) >= MIN_SAMPLES_WAITING_ON_DISK,
-        # Where a processor is so scarce that a thread waits for whole windows, its counters stand still.
+        # If a thread waits for a processor during whole windows, its counters do not change.
         is_always_runnable=sum(itertools.starmap(_wants_to_run, itertools.pairwise(samples)))
         >= max(3.0, RUNNABLE_SHARE * len(later)),
     )

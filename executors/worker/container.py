@@ -173,7 +173,7 @@ class ContainerRanks:
                 print(f"replicas: {describe_threads(threads, self._imported)}", file=sys.stderr, flush=True)
             pid = self._start_python(attempt, page)
         else:
-            gc.freeze()  # the rank's collector finds nothing of the supervisor's to look at, and so to copy
+            gc.freeze()  # the rank's garbage collector then skips the supervisor's objects, and so copies no pages
             pid = fork()
             if pid == 0:
                 self._become_rank(attempt, page, parent, close)

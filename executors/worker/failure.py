@@ -47,7 +47,8 @@ def describe_failure(error: BaseException) -> dict[str, str | None]:
 
 
 def last_error(printed: str) -> str:
-    """Return by which line a program said why it left: the last that names an error, else its last few lines.
+    """Return the line in which a program printed its reason to exit: the last that names an error, else its last few
+    lines.
 
     Parsers of options print usage and advice around that line, and some a frame. Hydra names no error.
 

@@ -85,7 +85,7 @@ class Heartbeat:
                 self._end_process()
             now = time.monotonic()
             self._pace.look(now, self._replica.reported.get("step"))
-            self._write_warnings()  # before the beat that counts them: whoever reads the count finds the record
+            self._write_warnings()  # before the beat with their count, so that a reader of the count finds the record
             if self._is_news or now - beaten_at >= BEAT_S:
                 self.beat()
                 beaten_at = now
@@ -132,7 +132,7 @@ class Heartbeat:
             self._note(math.inf)
 
     def _wake(self) -> None:
-        """Make the thread look at once. Safe in any thread: of two calls at the same time one is enough."""
+        """Make the thread check at once. Safe in any thread: of two calls at the same time one is enough."""
         with contextlib.suppress(RuntimeError):  # it is awake already
             self._wakeup.release()
 

@@ -123,7 +123,7 @@ def call(run: str, digest: str | None = None) -> Any:
     argv = sys.argv
     set_environment(worker.replica)
     worker.heartbeat.start()
-    with heard(worker.warnings):  # this process goes on afterwards, and its later warnings are not the replica's
+    with heard(worker.warnings):  # this process continues afterwards, and its later warnings are not the replica's
         try:
             outcome = worker.succeeded(_called(worker.load(read_task(worker.attempt.store, run_id, digest))))
             error: BaseException | None = None
@@ -181,7 +181,7 @@ class _Worker:
         self._raised: BaseException | None = None
         self._task: StoredTask | None = None
         self._entrypoint: str | None = None
-        """The entrypoint that was given no options of its own; None while it is not known, or was given some."""
+        """The entrypoint if it got no options; None while it is not known, or if it got some."""
 
     def run(self) -> int:
         """Call the entrypoint and leave the outcome; return the process's exit code."""
@@ -228,7 +228,7 @@ class _Worker:
         """Return the task to call, having checked this process's health and begun to hand its numbers to a tracker."""
         replica, self._task = self.replica, task
         launched = replica.launched = task.record.launched_with
-        if not (task.record.args or {}).get("argv"):  # else the user knows where they go
+        if not (task.record.args or {}).get("argv"):  # otherwise the user knows how to give them
             self._entrypoint = task.record.entrypoint
         if launched is not None and launched.health_check is not None:
             seed_generators(replica, task.record.seed, but=set())  # the check may import the user's module
@@ -344,7 +344,8 @@ class _Worker:
 
     def _write(self, outcome: Outcome) -> Outcome:
         outcome = self.with_warnings(outcome)
-        self.warnings.write(is_last=True)  # before the outcome: whoever finds that finds all of the attempt
+        # Before the outcome, so that a reader of the outcome finds all records of the attempt.
+        self.warnings.write(is_last=True)
         if self._log is None:
             return self.attempt.record(outcome)
         self._log.put(FINAL_BYTES)

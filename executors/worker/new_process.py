@@ -1,9 +1,9 @@
-"""Starts a process of ours as a new Python, for where a fork is not safe.
+"""Starts one of our processes as a new Python, because a fork is not always safe.
 
 A fork copies one thread of a process. A lock that another thread held stays locked in the copy for ever, and a pool of
 threads that a library started has no threads there. So a process that has more than one thread starts others as new
-Pythons. What a forked process has from its parent, a new one is given: a message in a file without a name, and open
-descriptors, such as that of the page which a replica shares with its supervisor.
+Pythons. A forked process inherits data from its parent. A new process gets them in two ways: as a message in a file
+without a name, and as open descriptors, such as the page that a replica shares with its supervisor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from executors.process import private_file
 def start_python(
     code: str, message: Mapping[str, Any], shares: Mapping[str, int], *, keeps: Iterable[int] = (), output: int = -1
 ) -> int:
-    """Start a new Python that runs code of ours; return its pid.
+    """Start a new Python that runs our code; return its pid.
 
     `os.posix_spawn` is safe where other threads run, and leaves nothing behind that would wait for the process.
 
@@ -33,7 +33,7 @@ def start_python(
         output: where its stdout and stderr go. -1: where ours do.
 
     Raises:
-        OSError: this machine has no room for another process.
+        OSError: this machine cannot run another process.
 
     Example:
         start_python("from executors.backends.local.rank import supervise; supervise()", {…}, {"reply": pipe})
@@ -56,7 +56,7 @@ def start_python(
 def received() -> tuple[dict[str, Any], dict[str, int]]:
     """Return the message and the descriptors that this new process was started with; `sys.path` is the starter's.
 
-    What is imported from here on finds the user's modules, and no argument of ours in `sys.argv`.
+    Later imports find the user's modules, and see none of our arguments in `sys.argv`.
     """
     with open(int(sys.argv[1]), "rb") as file:
         message = json.load(file)

@@ -1,4 +1,4 @@
-"""Handlers that hear the loggers of `executors` and `diloco` in a replica.
+"""Handlers for the records of the loggers `executors` and `diloco` in a replica.
 
 Imported only where `logging` is: it takes as long as a fork, and its hooks would slow down every fork after it.
 """
@@ -21,7 +21,7 @@ def attach(names: Iterable[str], add: Callable[[str, str], None], note: Callable
     """Hear loggers from here on; return a function that ends it.
 
     Args:
-        names: of the loggers. Their children are heard, too.
+        names: of the loggers. Their child loggers are included.
         add: gets the text of each record of level WARNING or above, and where in the code it comes from.
         note: gets message and category of each warning that `logging.captureWarnings(True)` turned into a record.
 

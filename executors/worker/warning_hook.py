@@ -1,8 +1,8 @@
-"""The one place where a replica's process hears of warnings: from `warnings.warn` and from loggers.
+"""The only place that collects a replica's warnings, from `warnings.warn` and from loggers.
 
-Every text still goes where it goes without this hook: to the handlers that the user configured, else to stderr. The
-hook only adds it to the attempt's `WarningLog`. It imports no `logging`: most replicas have it, and the others start
-faster without.
+Every text still goes to the same place as without this hook: to the handlers that the user configured, or to stderr.
+The hook only adds it to the attempt's `WarningLog`. It imports no `logging`: most replicas have it, and the others
+start faster without.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def heard(log: WarningLog) -> Iterator[None]:
 
 
 def _note_warning(log: WarningLog, message: Warning | str, category: type[Warning]) -> None:
-    """Add a warning to the log if code of ours raised it, or if its category marks it. Never raises."""
+    """Add a warning to the log if our code raised it, or if its category marks it. Never raises."""
     with contextlib.suppress(Exception):
-        # The file and line that come with a warning are those of the user's code, by `stacklevel`. So the stack
-        # tells who called `warnings.warn`.
+        # By `stacklevel`, a warning has the file and line of the user's code. So the caller of `warnings.warn` is found
+        # in the stack.
         frame = _caller()
         module = "" if frame is None else str(frame.f_globals.get("__name__", ""))
         if issubclass(category, ReplicasWarning) or module.partition(".")[0] in OURS:

@@ -2,7 +2,7 @@
 
 ADR 0043 has the table of states and limits, and the reasons. In short: a mark of progress is proof of life. Without
 marks, an idle rank is judged after a minute. An active rank is judged after half an hour, because it may be evaluating.
-A beat or a tick proves only that some code runs, and is no progress.
+A beat or a tick proves only that some code runs, and is not progress.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LONGEST_TIMES = 5.0  # a learned limit is this many times the longest of what wa
 LATE_TICK_S = 15.0  # of a tick on a loaded machine
 LOOK_S = 1.0
 OLD_S = 2.5  # a rank beats and ticks once a second
-READ_S, READ_LIMIT_S, AGAIN_S = 0.1, 3.0, 1.0  # a dump takes milliseconds; a second one tells stuck from slow
+READ_S, READ_LIMIT_S, AGAIN_S = 0.1, 3.0, 1.0  # a dump takes milliseconds; a second one distinguishes stuck from slow
 BUSY = 0.05  # of a core
 LEAST_BUSY_S = 0.03  # of processor time, which is counted in hundredths: to dump its stacks takes one or two
 MAX_STACKS, MAX_DUMPS = 1 << 20, 20
@@ -38,11 +38,11 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 @dataclass(frozen=True)
 class Defaults:
-    """The limits, in seconds, where the user gave none. Tests inject shorter ones.
+    """The limits, in seconds, if the user gave none. Tests inject shorter ones.
 
     Args:
         idle_s: least idle limit between two marks.
-        unknown_idle_s: idle limit where nothing is learned yet: at the start, in a new section, at the end.
+        unknown_idle_s: idle limit before anything is learned: at the start, in a new section, at the end.
         active_s: least limit on an active rank between two marks; from opening a DiLoCo to the first mark as well.
         call_s: limit on one call, of a rank that waits for others.
         kill_after_s: from a limit of these to SIGKILL.
@@ -57,7 +57,7 @@ class Defaults:
     def window_s(self, idle_limit_s: float) -> float:
         """Return how long a window of activity is: a sixth of the limit, so that six windows in a row agree.
 
-        A longer limit can do with fewer samples. A minute is enough, whatever the limit is.
+        A longer limit can do with fewer samples. A minute is enough for every limit.
         """
         return min(idle_limit_s / 6, 60.0)
 
@@ -105,14 +105,15 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class WatchdogReport:
-    """The result of a look at a rank that its supervisor must act on."""
+    """A state of a rank that its supervisor must act on."""
 
     sentence: str
     """As in `Replica 3 of 8 was idle for 61 s after step 812 (limit 60 s, …): …`; the error of a kill."""
     stacks: str | None = None
     """The text for `Running.keep_stacks` and the log: the sentence, and below it the stacks of the rank's threads."""
     is_kill: bool = False
-    """True if the supervisor must end the rank now: SIGKILL to it and all below; outcome `failed`, `hang`."""
+    """True if the supervisor must end the rank and its descendants now by SIGKILL, with the outcome `failed`,
+    `hang`."""
 
 
 class Watchdog:
@@ -155,7 +156,8 @@ class Watchdog:
         self._started_at = page.since
         """When the attempt began, moved by the time that does not count for its start."""
         self._mark = self._since = self._idle_since = page.since
-        """The rank's newest mark; the same, moved by time that does not count; when the rank was last seen active."""
+        """The times of the rank's newest mark, of that mark moved by time that does not count, and of its last
+        activity."""
         self._row = page.current_row
         self._meter = ActivityMeter(pid)
         self._was_idle = False
@@ -164,7 +166,7 @@ class Watchdog:
         self._limit: Limit | None = None
         """The limit that the rank has reached."""
         self._is_reported = False
-        """True if the rank was reported to hang, and not yet to be alive again."""
+        """True if the rank was reported to hang, and was not yet reported to work again."""
         self._now = page.since
         self._seen: tuple[float, float] | None = None
         """A time, and the CPU time that the rank had used by then."""
@@ -225,7 +227,7 @@ class Watchdog:
         self._since = max(mark, self._floor)
         if mark == self._mark:
             return
-        if self._was_idle:  # for this long it was idle, and went on all the same
+        if self._was_idle:  # it was idle for this long, and continued
             self._page.note_idle(self._row, max(0.0, mark - self._idle_since))
         self._mark, self._idle_since = mark, self._since
         self._row, self._was_idle = self._page.current_row, False
@@ -292,7 +294,7 @@ class Watchdog:
         return Limit("idle", self._idle_since, limit_s, limit_s + self._defaults.kill_after_s, ends, source)
 
     def _is_active(self, limit: Limit) -> bool:
-        """Return whether the rank is seen to be active now. Soon after a mark it is not even looked at."""
+        """Return whether the rank is seen to be active now. Soon after a mark it is not sampled."""
         window_s = self._defaults.window_s(limit.soft_s)
         if self._now - self._since < window_s / 2:
             return False
@@ -303,7 +305,7 @@ class Watchdog:
         return is_active is True
 
     def _is_same(self, limit: Limit | None) -> bool:
-        """Return whether a limit is the one that was reached, and still counts from the same time."""
+        """Return True if a limit is the limit that was reached, and still counts from the same time."""
         reached = self._limit
         return reached is not None and limit is not None and (reached.kind, reached.since) == (limit.kind, limit.since)
 
@@ -325,7 +327,7 @@ class Watchdog:
                     os.close(asked)
             else:
                 yield READ_S, None
-            self._meter.reset()  # a dump is work of ours
+            self._meter.reset()  # a dump is our own work
             self._frame = _frame_of(stacks, int(self._page.main_thread)) or self._frame
             sentence = self._sentence(limit)
             report = WatchdogReport(sentence, f"{sentence}\n{stacks}" if stacks else None)
@@ -348,7 +350,7 @@ class Watchdog:
         return min(at, page.atomic_since) + ATOMIC_LIMIT_S if page.atomic_since else at
 
     def _alive_again(self) -> WatchdogReport:
-        """Withdraw what was reported: whoever reads the newest dump must not take the rank for one that hangs."""
+        """Withdraw the report, so that a reader of the newest dump does not believe that the rank hangs."""
         self._is_reported = False
         sentence = describe_end("alive", self._rank, self._spec.world_size)
         return WatchdogReport(sentence, sentence if self._page.n_stacks else None)

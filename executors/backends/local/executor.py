@@ -206,7 +206,7 @@ class LocalProcessExecutor:
                 f"Backend 'local' could not start {who}: {answer['error']}. Those already started were ended.",
                 rank=rank,
             )
-        if note := answer.get("note"):  # once for each launch, where its user looks
+        if note := answer.get("note"):  # once for each launch, in the user's terminal
             print(f"replicas: {note} {CHOOSE_PRELOAD}", file=sys.stderr)
         measured = self._measured.pop(str(entrypoint), None)
         if self.finds_imports and measured is not None:

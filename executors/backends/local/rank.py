@@ -1,8 +1,8 @@
 """From a new process to a replica: one becomes the supervisor of a launch, and those it starts become its ranks.
 
-Each is forked from the process before it. Whatever is the same for all ranks is done before the fork: what a child only
-reads costs it nothing. Where the first process has other threads, which a fork would lose, each is a new Python instead
-(`LocalLaunch.preload`), and goes the same way from there on.
+Each is forked from the process before it. Work that is the same for all ranks is done before the fork, because data
+that a child only reads costs it nothing. Where the first process has other threads, which a fork would lose, each is a
+new Python instead (`LocalLaunch.preload`), and goes the same way from there on.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def be_replica() -> NoReturn:
         ranks = LocalRanks(launch, [], message["supervisor_pid"])
         leave_supervisor([])
         _unbuffer_streams()
-        for name in launch.preload or ():  # before the attempt is claimed, as it is where a replica is forked
+        for name in launch.preload or ():  # before the attempt is claimed, as in a forked replica
             import_named(name)
         attempt = launch.attempt(message["rank"]).at(message["attempt"])
         assignment = ranks.assignment(attempt, _Gpus(**message["gpus"]), page, None)
@@ -120,10 +120,10 @@ def be_replica() -> NoReturn:
 
 @dataclass(frozen=True)
 class _Gpus:
-    """What a replica's process has to know of its GPUs."""
+    """The GPUs of a replica's process."""
 
     devices: str | None = None
-    """As in `CUDA_VISIBLE_DEVICES`; None: it was given none."""
+    """The value of `CUDA_VISIBLE_DEVICES`; None if the replica has no GPU."""
     wait_for: int | None = None
     """The process that was on them before, which may hold their memory for a while after its end."""
 
@@ -220,7 +220,7 @@ class LocalRanks:
         return True
 
     def start(self, attempt: Attempt, page: SharedPage, close: Iterable[int]) -> int:
-        """Start an attempt's process, by a fork unless the launch says otherwise; return its pid."""
+        """Start an attempt's process, by a fork unless the launch needs new Pythons; return its pid."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         output = os.open(self._launch.log_file(attempt), flags, 0o600)
         self._times[attempt.rank] = TimesWriter(self._launch.log_file(attempt))
@@ -235,7 +235,7 @@ class LocalRanks:
             else:
                 if gc.isenabled():  # not at the launch, which makes no garbage
                     gc.collect()  # what is frozen is never collected
-                gc.freeze()  # the rank's collector finds nothing of the supervisor's to look at, and so to copy
+                gc.freeze()  # the rank's garbage collector then skips the supervisor's objects, and so copies no pages
                 pid = fork()
                 if pid == 0:
                     self._become_rank(attempt, gpus, page, task, output, [*close, *self.private])
@@ -346,7 +346,7 @@ class LocalRanks:
             attempt: the attempt that it is asked for.
             gpus: its GPUs.
             page: the page that it shares with its supervisor.
-            task: the run's task; None: it reads the task itself.
+            task: the run's task. None: the process reads the task.
         """
         if gpus.devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus.devices

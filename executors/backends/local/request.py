@@ -34,7 +34,7 @@ def adopt(cwd: str, sys_path: list[str], users: Sequence[str], environ: Mapping[
     Args:
         cwd: the launcher's working directory.
         sys_path: the launcher's `sys.path`.
-        users: the folders of it that hold the user's modules, where no reserved name is looked for.
+        users: the folders of it that hold the user's modules. Reserved names are not searched for there.
         environ: the environment, as a whole.
 
     Raises:
@@ -60,9 +60,10 @@ class LocalLaunch:
     sys_path: list[str]
     environ: Mapping[str, str]
     user_folders: Sequence[str] = ()
-    """Folders of `sys_path` in which no reserved name is looked for; see `module_search`."""
+    """Folders of `sys_path` in which reserved names are not searched for; see `module_search`."""
     preload: Sequence[str] | None = None
-    """What each replica imports first, as a new process. None: it is forked from a process that has imported that."""
+    """The modules that each replica imports first, as a new process. None: it is forked from a process that has
+    them."""
     timeout_s: float | None = None
     max_parallel: int | None = None
     term_grace_s: float = 5.0

@@ -42,7 +42,7 @@ MAX_PRINTED = 1 << 16  # of what an entrypoint that is checked prints
 def main() -> None:
     """Be the zygote that the first argument of this process describes."""
     descriptor, launcher, paths, users, preload = json.loads(sys.argv[1])
-    sys.argv = [""]  # what is imported from here on finds no arguments of ours
+    sys.argv = [""]  # modules that are imported later must not see our arguments
     reserve_names(users)
     sys.path[:] = paths
     serve(descriptor, launcher, preload)
@@ -97,7 +97,7 @@ def _import_all(preload: list[str]) -> str | None:
 
 
 class _Starter:
-    """Starts what a launcher asks for: by a fork, or by new Pythons where a fork would lose threads of this process.
+    """Starts supervisors and checks for a launcher: by a fork, or as new Pythons if a fork would lose threads.
 
     Args:
         launcher_pidfd: the launcher.
@@ -113,13 +113,13 @@ class _Starter:
         self._threads = threads_lost_by_a_fork()
 
     def answer(self, request: dict[str, Any]) -> Any:
-        """Do what a request says; return the answer for the launcher."""
+        """Carry out a request; return the answer for the launcher."""
         try:
             if request["do"] == "launch":
                 return self._launch(request["launch"])
             if request["do"] == "check":
                 return self._check(request)
-        except BlockingIOError as error:  # by fork: what it is short of is no more processes
+        except BlockingIOError as error:  # raised by fork if the limit on processes is reached
             return {"error": f"{error}: `ulimit -u` or its container lets it have no more processes", "rank": None}
         except OSError as error:
             return {"error": str(error), "rank": None}
@@ -150,14 +150,14 @@ class _Starter:
 
         Args:
             be: what a forked child does; it gets the descriptor for its answer.
-            close: descriptors that a forked child must not keep, besides the private ones.
+            close: more descriptors that a forked child must close.
             code: what a new Python runs instead.
             message: what that needs to know.
 
         Returns: the answer is None if the child ended without one, or the launcher, which waits for it, has ended.
 
         Raises:
-            OSError: this machine has no room for another process.
+            OSError: this machine cannot run another process.
         """
         reader, writer = os.pipe()
         try:
@@ -180,7 +180,7 @@ class _Starter:
             poller.register(watched, select.POLLIN)
         has_answered = reader in {number for number, _ in poller.poll()}  # a user's module may take hours to import
         with os.fdopen(reader) as pipe:
-            # One line, and not all: what a user's module started may hold the other side open.
+            # Read one line, not to the end: a process that a user's module started may keep the other side open.
             line = pipe.readline() if has_answered else ""
         return pid, json.loads(line) if line else None
 
@@ -203,7 +203,7 @@ def _be_check(request: dict[str, Any], reply: int) -> NoReturn:
         adopt(request["cwd"], request["sys_path"], request["user_folders"], request["environ"])
         measured = measure(request["imports"])
         printed = private_file()
-        os.dup2(printed, 2)  # argparse says there why it leaves
+        os.dup2(printed, 2)  # argparse prints its reason there
         check_call(load_entrypoint(request["entrypoint"]), request["args"], name)
         answer = {"measured": measured}
     except EntrypointArgumentsError as error:
