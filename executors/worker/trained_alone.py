@@ -22,12 +22,12 @@ MAX_SOURCE_BYTES = 4 << 20
 
 
 def has_trained_alone(replica: Replica, task: TaskRecord) -> bool:
-    """Return True only if this process trained, and no code in it can know which replica it is.
+    """Return True only if this process trained, and no code in it can know its rank.
 
     All of these must hold:
     - The entrypoint is a file or an importable function. A function that was pickled is not judged.
     - The process made an optimizer of torch. Inference and plain functions make none.
-    - No code asked for the replica, as `DiLoCo`, `current_replica()` and the callbacks of trainers do.
+    - No code asked for the replica. `DiLoCo`, `current_replica()` and the callbacks of trainers do.
     - No argument and no variable has `${rank}`, and no source file of the user names `REPLICA_RANK`.
 
     Args:
@@ -46,8 +46,8 @@ def _made_optimizer() -> bool:
     """Tell whether any optimizer of torch was made in this process."""
     torch = sys.modules.get("torch")
     base = getattr(getattr(torch, "optim", None), "Optimizer", None)
-    # The constructor of an optimizer wraps the `step` of its class once, and marks it so. A torch that does so no more
-    # makes this False: then nothing is said.
+    # The constructor of an optimizer wraps the `step` of its class once, and marks it so. With a future torch that does
+    # not mark it, this is False, and there is no warning.
     return base is not None and any(getattr(each.step, "hooked", False) for each in _subclasses(base))
 
 

@@ -181,7 +181,7 @@ class Watchdog:
             now: the time by `time.monotonic`.
 
         Returns:
-            What the supervisor must act on; None if there is nothing.
+            The state that the supervisor must act on; None if there is none.
         """
         page, late_s, passed_s = self._page, now - self.next_look_at, now - self._now
         if late_s < 0:

@@ -1,4 +1,4 @@
-"""What DiLoCo costs the user's loop: looking for optimizers that undo a round (T2), and keeping attached state (T3)."""
+"""The costs of DiLoCo in the user's loop: the search for optimizers that undo a round (T2), and kept state (T3)."""
 
 from __future__ import annotations
 

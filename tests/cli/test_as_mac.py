@@ -1,6 +1,6 @@
-"""The command on a laptop that is not Linux: what runs in this process, and what is refused there.
+"""The command on a laptop that is not Linux: it runs in this process, and refuses the backend `local`.
 
-`support.as_mac` says what of macOS is acted. `tests/jobs/test_as_mac_on_clouds.py` has the clouds.
+`support.as_mac` describes the emulation of macOS. `tests/jobs/test_as_mac_on_clouds.py` has the clouds.
 """
 
 from __future__ import annotations
@@ -78,4 +78,4 @@ def test_what_the_emulation_hides_is_there_on_linux_and_gone_in_it(tmp_path: Pat
     here = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     acted = subprocess.run(as_mac(command), env=environ, capture_output=True, text=True, check=True).stdout.split()
     assert acted == []
-    assert "os.pidfd_open" in here, "the same question finds them where nothing is hidden"
+    assert "os.pidfd_open" in here, "the same question finds them if nothing is hidden"

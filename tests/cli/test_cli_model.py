@@ -1,4 +1,4 @@
-"""`replicas model`: what a run has trained, as a file; from any machine, while it runs and after."""
+"""`replicas model` writes the trained model of a run to a file, on any machine, during the run and after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's folder whose modules have the names of Python's own, of our dependencies' and of ours."""
+"""A user's folder with modules that have the names of Python's modules, of our dependencies, and of our packages."""
 
 from __future__ import annotations
 

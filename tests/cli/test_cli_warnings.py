@@ -1,4 +1,5 @@
-"""Warnings of replicas where a person looks: the last lines of `launch`, `wait` and `collect`, `status`, `events`."""
+"""Warnings of replicas in the output of commands: the last lines of `launch`, `wait` and `collect`, `status`,
+`events`."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def job(here: HereInstead) -> HereInstead:
 
 def test_whoever_watches_a_run_to_its_end_is_told_of_its_warnings(job: HereInstead) -> None:
     launched = job.launch("warns_job:main", "--arg", "ranks=[1]", "--run-id", "mine")
-    assert launched.code == 0, "a warning is no failure"
+    assert launched.code == 0, "a warning is not a failure"
     for shown in (
         launched.stdout,
         job.replicas("wait", "mine").stdout,

@@ -56,8 +56,11 @@ OF_LINUX = ("/proc/", "/sys/fs/", "/dev/shm", "prctl")
 SYSTEMS_ALLOWED = {
     ("executors/worker/probe.py", "platform.system"): "doctor prints the name of the system",
     ("executors/worker/activity.py", "/proc/"): "measures for a supervisor, which needs Linux; one idea, one file",
-    ("executors/worker/chaos.py", "/sys/fs/"): "`--chaos oom` needs root and control groups, and says so elsewhere",
-    ("executors/shipping/bootstrap.py", "/proc/"): "stands alone, and runs in a container",
+    (
+        "executors/worker/chaos.py",
+        "/sys/fs/",
+    ): "`--chaos oom` needs root and control groups, and refuses other machines",
+    ("executors/shipping/bootstrap.py", "/proc/"): "a script without imports of ours, which runs in a container",
     ("executors/backends/kubernetes_manifest.py", "/dev/shm"): "a path in a container",
 }
 TESTING = ("executors.testing", "diloco.testing")

@@ -205,7 +205,7 @@ def test_the_loop_over_epochs_ends_with_the_run_and_begins_where_the_run_is() ->
 
 
 def run_recipe(words: str, make: Callable[[torch.nn.Module], dict[str, Any]], after_step: str = "") -> list[Any]:
-    """Run a recipe of the README in two replicas that train on unlike data; return the tensors that it is about."""
+    """Run a recipe of the README in two replicas that train on different data; return the tensors that it averages."""
 
     def body(where: Mapping[str, Any]) -> Any:
         torch.manual_seed(where["rank"])

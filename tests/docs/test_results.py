@@ -1,4 +1,4 @@
-"""What the product says of outer settings is what was measured, and the pages show the numbers of the file."""
+"""The product's advice on outer settings follows the measurement, and the pages show the numbers of the file."""
 
 from __future__ import annotations
 

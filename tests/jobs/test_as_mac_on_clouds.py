@@ -1,6 +1,6 @@
-"""The command and `launch()` from a laptop that is not Linux, at stand-ins for the clouds.
+"""The command and `launch()` on a laptop that is not Linux, with fake clouds.
 
-The client alone acts macOS. The stand-ins and the containers of their replicas are those of every other test.
+The client alone acts macOS. The fake clouds and the containers of their replicas are the same as in every other test.
 """
 
 from __future__ import annotations

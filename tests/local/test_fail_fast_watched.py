@@ -62,7 +62,7 @@ def test_who_may_only_read_is_told_once_that_it_cannot_end_the_run(
         patch.setattr(Attempt, "request_cancel", refuses)
         run = launch(third_party, "support.tasks:fail_or_hang", 2, args={"rank": 1}, fail_fast=True)
         said = ""
-        while "cannot end" not in said:  # the launch may say something else first
+        while "cannot end" not in said:  # the launch may print something else first
             assert not run.wait(1)
             said += capfd.readouterr().err
         assert not run.wait(1)

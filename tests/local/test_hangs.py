@@ -117,7 +117,7 @@ def test_a_hang_is_named_and_its_stacks_say_where_before_it_is_ended(kind: str, 
     assert ("replicas logs RUN -r 3 --stacks" in rank.reports[-1].sentence) == bool(dumps)
 
 
-# With the defaults, shortened: a rank that is idle is ended after 4 s, one that is active after 14 s.
+# With shortened defaults: an idle rank is ended after 4 s, and an active rank after 14 s.
 
 
 def be_known(replica: Replica) -> None:

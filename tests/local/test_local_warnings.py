@@ -1,4 +1,4 @@
-"""Warnings of real replicas are events of their run: on every backend, whatever ends the process."""
+"""Warnings of real replicas are events of their run, on every backend and for every end of the process."""
 
 from __future__ import annotations
 

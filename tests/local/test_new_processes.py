@@ -1,4 +1,4 @@
-"""Replicas that are new processes: where the process that would fork them has threads that a fork would lose."""
+"""Replicas are new processes if the process that would fork them has threads that a fork would lose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches in ordinary but unlike surroundings: the ten that differ most of those that were tried."""
+"""Launches in ten ordinary but very different surroundings."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def folder_of_no_encoding(here: Surroundings) -> None:
 
 
 def empty_environment(here: Surroundings) -> None:
-    # Without HOME and PATH, too. What is left is for the test: where runs are kept, and whose processes these are.
+    # Without HOME and PATH, too. The other variables are for the test: the folder of runs, and the owner of processes.
     here.environ = {name: here.environ[name] for name in ("XDG_STATE_HOME", MARK)}
 
 

@@ -36,7 +36,7 @@ def child(name: str) -> subprocess.Popen[str]:
 
 
 def open_in_children() -> dict[str, str]:
-    """Open a DiLoCo in a process, in a second one meanwhile, and in a third one afterwards."""
+    """Open a DiLoCo in a process, in a second process at the same time, and later in a third process."""
     first = child("main")
     assert first.stdout is not None
     assert first.stdout.readline() == "open\n", first.communicate()[1]
@@ -61,7 +61,7 @@ def test_a_second_process_of_a_replica_is_refused_at_once_and_the_first_goes_on(
     for refused in (said["second"], said["parent"]):
         assert f"Rank 0 takes part by another process already: {pid} on " in refused
         assert "launch more replicas instead of several processes in each" in refused
-    assert said["other name"] == "open\n", "under a name of its own it is a training of its own"
+    assert said["other name"] == "open\n", "under another name it is a separate training"
     assert "The DiLoCo named 'main' of this replica has left" in said["third"]
 
 

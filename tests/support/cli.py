@@ -180,8 +180,8 @@ class Started:
     def ends(self) -> int:
         """Wait for its end and return the exit code, as a shell would.
 
-        Who is interrupted in the midst of an `exec` of source, as where a dataclass is imported, is ended by Python by
-        that signal, whatever was to be the exit code. To a shell that is the same.
+        Python ends a process by the signal if that interrupts an `exec` of source, as in the import of a dataclass. The
+        process's own exit code is then lost. To a shell that is the same.
         """
         code = self._process.wait(60)
         return 128 + signal.SIGINT if code == -signal.SIGINT else code

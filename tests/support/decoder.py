@@ -211,7 +211,7 @@ class Run:
         return sorted(int(key.removeprefix("rest/")) for key in self._objects if key.startswith("rest/"))
 
     def rest(self, entry: int) -> dict[str, Any]:
-        """Return what was kept, by name; what numpy has no type for as its bits."""
+        """Return the kept tensors by name. A tensor whose type numpy lacks is returned as its bits."""
         data, found = self._get(f"rest/{entry}"), self._frame(f"rest/{entry}")
         assert found.head["rank"] in range(10**6)
         assert self._proof.digest(data[found.end :]) == found.head["digest"]

@@ -81,7 +81,7 @@ def wait_for_a_child_that_waits() -> None:
 
 
 def wait_for_a_worker_that_waits() -> None:
-    """Be a data loader whose worker process reads from a pipe that nobody writes to."""
+    """Be a data loader whose worker process reads from a pipe without a writer."""
     asked, answered = multiprocessing.Pipe(), multiprocessing.Pipe()
     worker = multiprocessing.get_context("fork").Process(target=asked[1].recv, daemon=True)
     worker.start()

@@ -84,7 +84,7 @@ def train_for_ever(folder: str) -> None:
 
 
 def stop_early(trainer: str, folder: str) -> dict[str, Any]:
-    """A training that rank 0 alone asks to end, after step 20 of 2000; returns where it ended, and with which model."""
+    """A training that rank 0 alone asks to end, after step 20 of 2000; returns its last step and its model."""
     import hashlib
 
     import torch
@@ -114,7 +114,7 @@ def _stop_early_of_hf(folder: str, decides: bool) -> tuple[int, Any, Any]:
 
     class Stops(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **with_: Any) -> None:
-            time.sleep(0.005)  # so that 2000 steps are longer than a replica needs to hear of the decision
+            time.sleep(0.005)  # so that 2000 steps take longer than a replica needs to learn of the decision
             control.should_training_stop |= decides and state.global_step >= 20
 
     args = TrainingArguments(

@@ -1,4 +1,4 @@
-"""A run that is extended beyond its planned end: all replicas go on to the new total, whenever they learn of it."""
+"""A run that is extended beyond its planned end: all replicas continue to the new total, whenever they learn of it."""
 
 from __future__ import annotations
 

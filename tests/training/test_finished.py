@@ -1,4 +1,4 @@
-"""What a supervisor sees of the begin and the end of a training: behind the end, a replica owes it no more progress."""
+"""A supervisor sees the begin and the end of a training: after the end, a replica need not report progress."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_rank_0_alone_pushes_and_to_the_repository_that_was_asked_for(asked: str
 
 @dataclasses.dataclass
 class Config(transformers.TrainingArguments):  # type: ignore[misc, name-defined]
-    """Arguments as TRL has them: a subclass with fields of its own."""
+    """Arguments as in TRL: a subclass with more fields."""
 
     max_length: int = 1024
 

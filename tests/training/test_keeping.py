@@ -1,4 +1,4 @@
-"""What is attached is kept so often that a replica which comes back has lost little, and old copies do not pile up."""
+"""Attached state is kept so often that a resumed replica has lost little, and old copies do not accumulate."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def train(store: MemoryStore, steps: int, *, keeps: Any = None, **options: Any) 
 
 
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every state be cheap, whatever the machine is busy with."""
+    """Let every state be cheap, also on a busy machine."""
     monkeypatch.setattr("diloco.keep_schedule.MOST_SHARE", float("inf"))
     monkeypatch.setattr("diloco.keep_schedule.MOST_UPLOAD_SHARE", float("inf"))
 
@@ -84,7 +84,7 @@ def test_a_run_that_continues_from_a_snapshot_finds_the_state_of_its_period(monk
 
 
 def test_work_that_no_round_has_counted_comes_back_with_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where everything was counted is the live work left out of what is kept."""
+    """Kept state lacks the live work only if everything was counted."""
     always(monkeypatch)
 
     def body(where: Mapping[str, Any]) -> tuple[bool, bool]:

@@ -42,7 +42,7 @@ def check_what_is_kept(diloco: DiLoCo) -> None:
 
     def checked(position: int, progress: list[torch.Tensor], uncounted_since: list[int], buffers: Any) -> None:
         assert training.apart(lambda: training._rounds.position) == position
-        if not progress:  # it is not even looked for where there can be none
+        if not progress:  # there is no search if there can be none
             assert not any(training.phase.made)
             assert not any(part.any() for part in diloco._model_state.progress())
             return

@@ -58,7 +58,7 @@ def test_each_step_is_a_mark_and_a_round_that_counts_its_work_is_kept() -> None:
     for _ in range(9):
         training.step()
     assert (page.marks, page.kept, page.section) == (9 + 2, 2, STEPS)
-    assert page.reached == {"round": 2.0, "step": 9.0}, "DiLoCo reports the step where the script does not"
+    assert page.reached == {"round": 2.0, "step": 9.0}, "DiLoCo reports the step if the script does not"
     assert set(page._rows) == {STEPS, "first anchor", "round"}
     training.diloco._close(in_order=False)
     again = Training(store, attempt=1)

@@ -13,7 +13,7 @@ EPOCHS = 40
 
 
 def train(equal: bool) -> int:
-    """Train as many steps as a loader of this replica's share says."""
+    """Train for the number of steps in a loader of this replica's share."""
     from diloco import DiLoCo
     from executors import current_replica
 

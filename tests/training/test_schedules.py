@@ -241,7 +241,7 @@ def test_a_schedule_and_an_optimizer_that_accelerate_prepared_follow_the_run_whi
     leave(first)
     second, optimizer = trained(13)
     steps = {int(state["step"]) for state in optimizer.optimizer.state.values()}
-    assert steps == {13}, "the optimizer's own state came back, too"
+    assert steps == {13}, "the optimizer's own state was restored, too"
     leave(second)
 
 

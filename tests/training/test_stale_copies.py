@@ -195,7 +195,7 @@ def test_an_honest_optimizer_is_never_taken_for_one_with_a_copy(kind: str, inner
 
 @pytest.mark.parametrize("inner_steps", [1, 2])
 def test_a_loss_that_one_step_minimizes_undoes_each_merge_and_is_no_copy(inner_steps: int) -> None:
-    """Each replica is back at its own minimum after every step: from outside this looks as an undone round does."""
+    """Each replica is back at its own minimum after every step. From outside, this looks like an undone round."""
 
     def body(where: Mapping[str, Any]) -> tuple[float, bool]:
         model = nn.Linear(64, 1, bias=False)

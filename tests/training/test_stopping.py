@@ -1,4 +1,4 @@
-"""One replica stops the run: all end after the same round, with one model, whatever they have planned."""
+"""One replica stops the run: all end after the same round, with one model, for all of their plans."""
 
 from __future__ import annotations
 

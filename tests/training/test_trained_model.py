@@ -202,7 +202,7 @@ def test_what_is_not_what_was_written_is_never_written_on() -> None:
         except (CorruptObjectError, DiLoCoError):
             pass
         else:
-            # Of the rest an older copy takes the place, or none, which a note says.
+            # An older copy of the rest replaces it, or a note names the missing tensors.
             may_differ = {"norm.num_batches_tracked", *found.missing}
             both = whole.tensors.keys() - found.missing.keys()
             same = {name for name in both if torch.equal(found.tensors[name], whole.tensors[name])}

@@ -1,4 +1,4 @@
-"""The loop around `DiLoCo.step()`: where it begins, where it ends, and the model that it leaves."""
+"""The loop around `DiLoCo.step()`: its first step, its end, and the model that it leaves."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_step_past_the_end_warns_once_and_the_model_keeps_the_anchor() -> None
         warnings.simplefilter("error")
         diloco.step()
         nudge(model, 1.0)
-        diloco.close()  # says nothing of steps that are in no average: they were undone
+        diloco.close()  # does not warn of steps that are in no average: they were undone
     assert values_of(model) == anchor
 
 

@@ -1,10 +1,11 @@
 """Running a command as on macOS, as far as Linux can act it: for what must work on a laptop.
 
 The command runs in a mount namespace without /proc and /sys. Its Python lacks the names that only Linux's Python has,
-and takes itself for macOS's; see `sitecustomize`. `ps` and `sysctl` are stand-ins that take what those of BSD take.
+and takes itself for macOS's; see `sitecustomize`. Fakes of `ps` and `sysctl` take the arguments of BSD.
 
-The emulation does not show: fork after an import of torch, numbers of signals, file names without case, `/tmp` as a
-symbolic link, socket paths of at most 104 bytes, times of files, pages of 16 KiB, 256 open files, and sleep.
+The emulation does not show a fork after an import of torch, numbers of signals, file names without case, and `/tmp` as
+a symbolic link. It does not show socket paths of at most 104 bytes, times of files, pages of 16 KiB, 256 open files,
+and sleep either.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from support.cli import Folder
 
 HERE = Path(__file__).parent
-# The true /proc stays where the stand-in for `ps` finds it: macOS's has the kernel's answers, too.
+# The real /proc stays available to the fake of `ps`, because macOS's `ps` has the kernel's answers, too.
 HIDE = """
 mount --rbind /proc "$AS_MAC_PROC" && mount -t tmpfs none /proc && mount -t tmpfs none /sys && exec "$@"
 """
@@ -42,7 +43,7 @@ def environment_as_mac(environ: Mapping[str, str], proc: Path) -> dict[str, str]
 
     Args:
         environ: the environment that the command would have on Linux.
-        proc: an empty folder, made if it is missing, where the stand-in for `ps` finds the processes.
+        proc: an empty folder, created if it is missing, in which the fake of `ps` finds the processes.
     """
     proc.mkdir(exist_ok=True)
     paths = [str(HERE), *filter(None, [environ.get("PYTHONPATH")])]

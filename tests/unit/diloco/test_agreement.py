@@ -54,7 +54,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "several": ({}, {"outer_lr": 0.5, "wire": "bf16", "mean_wire": "fp32"},
                 "wire='fp32' and outer_lr=0.7", "wire='bf16' and outer_lr=0.5"),
 }  # fmt: skip
-"""What two replicas were given beyond `PLANNED`, and what the error says that each has."""
+"""The arguments of two replicas beyond `PLANNED`, and the values that the error shows for each."""
 
 
 def refusal(first: tuple[nn.Module, dict[str, Any]], second: tuple[nn.Module, dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""When what is attached is kept: soon, often where it is cheap, and never for more than its share of the time."""
+"""Attached state is kept soon, often if it is cheap, and never for more than its share of the time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from diloco.keep_schedule import MOST_SHARE, MOST_UPLOAD_SHARE, KeepSchedule
 
 
 class Time:
-    """A clock that moves when a test says so."""
+    """A clock that a test moves."""
 
     def __init__(self) -> None:
         self.now = self.worked = 0.0

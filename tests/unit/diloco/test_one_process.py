@@ -1,4 +1,4 @@
-"""A replica is one process: which are refused, and what does not keep a replica out."""
+"""A replica is one process: others are refused, and damaged records do not keep a replica out."""
 
 from __future__ import annotations
 

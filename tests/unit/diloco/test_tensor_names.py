@@ -186,7 +186,7 @@ def test_a_run_goes_on_where_a_later_attempt_compiles_and_the_earlier_did_not(sw
         diloco.step()
         kept.append({name: values.clone() for name, values in inner.state_dict().items()})
         diloco._workers.uploads.finish()
-        diloco._workers.close()  # killed: it says no bye
+        diloco._workers.close()  # killed: it writes no bye
         next_process()
 
 

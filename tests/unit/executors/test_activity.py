@@ -1,4 +1,4 @@
-"""What real processes look like from outside: work is active, whatever it uses, and waiting is not."""
+"""Real processes seen from outside: every kind of work is active, and waiting is not."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def process(code: str, *arguments: str) -> Iterator[int]:
 
 @pytest.fixture
 def sink() -> Iterator[int]:
-    """A server that reads whatever it is sent; its port."""
+    """A server that reads everything; its port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -160,7 +160,7 @@ def sample_at(
         (10.0, 0.0, True),
         (0.5, 9.49, True),  # it computes beside twenty others
         (0.01, 9.98, True),
-        (0.0, 10.0, True),  # nobody lets it run at all
+        (0.0, 10.0, True),  # it never gets a processor
         (0.4, 0.0, False),
         (0.02, 5.0, False),  # a loop over sleep, each of whose turns waits for a processor
         (0.3, 7.0, True),
@@ -175,7 +175,7 @@ def test_a_tree_that_always_has_something_to_run_is_active_where_its_counters_st
     samples = [sample_at(at, runnable=frozenset([7])) for at in range(0, 12, 2)]
     assert usage_between(samples).is_active
     samples[2:4] = [sample_at(4), sample_at(6)]
-    assert not usage_between(samples).is_active, "now and then everybody is runnable"
+    assert not usage_between(samples).is_active, "now and then every process is runnable"
 
 
 @pytest.mark.parametrize(("turn_s", "is_active"), [(0.00002, False), (0.003, True)])

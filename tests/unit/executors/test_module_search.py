@@ -1,4 +1,4 @@
-"""Which module a name means where a user's folder holds one of that name."""
+"""The module that a name means if a user's folder has a module of that name."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from executors.module_search import (
     search_first,
 )
 
-ROOTS = ("torch", "numpy", "xxhash", "blake3", "boto3")  # whatever extra they come with
-OF_TORCH_ON_A_GPU = ("nvidia-", "cuda-", "triton", "setuptools")  # nothing of ours imports these
+ROOTS = ("torch", "numpy", "xxhash", "blake3", "boto3")  # for every extra
+OF_TORCH_ON_A_GPU = ("nvidia-", "cuda-", "triton", "setuptools")  # our code never imports these
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A replica's share of a data set: nobody's item twice, nobody's item left out, whatever the data set is."""
+"""A replica's share of a data set: each item is in exactly one share, for every kind of data set."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ def test_a_share_has_the_attributes_of_its_data_set() -> None:
     share = replica(1, 2).shard(Pictures())
     assert share.classes == ["cat", "dog"]
     assert share.collate_fn([1, 2]) == (1, 2)
-    assert share.inside is share.dataset.inside, "a data set inside is no list of labels"
+    assert share.inside is share.dataset.inside, "an inner data set is not a list of labels"
     assert hasattr(share, "transform")
     assert not hasattr(share, "features")
     with pytest.raises(AttributeError, match="'Pictures' object has no attribute 'features'"):

@@ -1,4 +1,4 @@
-"""The warnings of one attempt: what is heard, what is kept, what is shown, without a process of a replica."""
+"""The warnings of one attempt are collected, kept and shown; these tests start no replica."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class CountingStore(MemoryStore):
-    """Counts what is put, and fails while it is told to."""
+    """Counts the puts, and fails while a test wants it to."""
 
     def __init__(self) -> None:
         super().__init__("memory://counting")

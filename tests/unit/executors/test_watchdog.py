@@ -69,7 +69,7 @@ def watchdog_of(
 def looked(
     watchdog: Watchdog, page: SharedPage, until: float, *, ticks: bool = True
 ) -> list[tuple[float, WatchdogReport]]:
-    """Look whenever it is time, at a rank whose threads go on; return when something was found."""
+    """Check a rank with running threads at each due time; return when something was found."""
     found = []
     while (now := watchdog.next_look_at) <= until:
         if ticks:
