@@ -70,7 +70,7 @@ def test_another_process_sees_that_an_inline_run_lives_and_that_it_was_killed(ma
     assert "its process is gone" in status["replicas"][0]["note"]
 
 
-def test_what_the_emulation_hides_is_there_on_linux_and_gone_in_it(tmp_path: Path) -> None:
+def test_names_that_the_emulation_hides_exist_on_linux_and_not_in_it(tmp_path: Path) -> None:
     hidden = [f"{module}.{name}" for module, reasons in HIDDEN.items() for name in " ".join(reasons).split()]
     there = "import sys; print(*(n for n in sys.argv[1:] if hasattr(__import__(n.split('.')[0]), n.split('.')[1])))"
     command = [sys.executable, "-c", there, *hidden]

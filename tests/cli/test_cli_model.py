@@ -30,7 +30,7 @@ def trained(folder: Path, run_id: str = "mine", **more: object) -> Run:
     return run
 
 
-def test_the_file_has_the_model_and_the_command_says_after_which_round(here: HereInstead, tmp_path: Path) -> None:
+def test_the_file_has_the_model_and_the_command_prints_its_round(here: HereInstead, tmp_path: Path) -> None:
     run = trained(tmp_path)
     done = here.replicas("model", "mine", "--out", tmp_path / "m.safetensors")
     assert done.code == 0, done
@@ -43,7 +43,7 @@ def test_the_file_has_the_model_and_the_command_says_after_which_round(here: Her
     assert (document["rounds"], document["missing"], set(document["tensors"])) == (7, {}, set(found))
 
 
-def test_what_cannot_be_had_is_an_error_and_no_file(here: HereInstead, tmp_path: Path) -> None:
+def test_a_model_that_is_not_available_is_an_error_and_writes_no_file(here: HereInstead, tmp_path: Path) -> None:
     trained(tmp_path)
     file = tmp_path / "m.safetensors"
     for options, says in (

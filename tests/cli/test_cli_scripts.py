@@ -128,7 +128,7 @@ def test_hydra_finds_its_configuration_beside_the_file_and_an_output_folder_per_
     assert "no_such" in wrong.stdout
 
 
-def test_options_that_are_parsed_at_import_are_told_where_to_go(user: HereInstead) -> None:
+def test_an_error_from_options_parsed_at_import_says_where_options_go(user: HereInstead) -> None:
     result = user.launch("at_import.py")
     assert result.code == 2
     assert "the following arguments are required: --data" in result.stderr
@@ -137,7 +137,7 @@ def test_options_that_are_parsed_at_import_are_told_where_to_go(user: HereInstea
     assert (result.code, user.replicas("logs", "mine").stdout) == (0, ""), "as python would: nothing calls main"
 
 
-def test_an_option_of_the_script_among_ours_is_told_where_to_go(user: HereInstead) -> None:
+def test_an_error_from_a_script_option_among_ours_says_where_options_go(user: HereInstead) -> None:
     for given in (["--lr", "0.5"], ["5"]):
         result = user.launch("argparse_main.py", *given)
         assert result.code == 2
@@ -157,7 +157,7 @@ def test_an_option_of_the_script_among_ours_is_told_where_to_go(user: HereInstea
         ("sys.exit('no data')", 1),
     ],
 )
-def test_a_script_succeeds_as_its_exit_code_says(user: HereInstead, end: str, code: int) -> None:
+def test_the_exit_code_of_a_script_decides_its_success(user: HereInstead, end: str, code: int) -> None:
     source = f"import sys\ndef main(): ...\nif __name__ == '__main__':\n    {end}\n"
     (user.folder.path / "leaving.py").write_text(source)
     assert user.launch("leaving.py", n=1).code == code

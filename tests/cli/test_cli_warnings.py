@@ -27,7 +27,7 @@ def job(here: HereInstead) -> HereInstead:
     return here
 
 
-def test_whoever_watches_a_run_to_its_end_is_told_of_its_warnings(job: HereInstead) -> None:
+def test_commands_that_watch_a_run_to_its_end_show_its_warnings(job: HereInstead) -> None:
     launched = job.launch("warns_job:main", "--arg", "ranks=[1]", "--run-id", "mine")
     assert launched.code == 0, "a warning is not a failure"
     for shown in (
@@ -49,7 +49,7 @@ def test_whoever_watches_a_run_to_its_end_is_told_of_its_warnings(job: HereInste
     assert [row["rank"] for row in document["warnings"]] == [1]
 
 
-def test_events_are_lines_that_a_terminal_obeys_not_and_objects_with_the_whole_text(job: HereInstead) -> None:
+def test_events_are_lines_without_control_characters_and_objects_with_the_whole_text(job: HereInstead) -> None:
     job.launch("warns_job:main", "--arg", "ranks=[0,1]", "--run-id", "mine")
     lines = [line for line in job.replicas("events", "mine").stdout.splitlines() if " warning: " in line]
     assert sorted(line.partition("] ")[2] for line in lines) == [
@@ -70,7 +70,7 @@ def test_events_are_lines_that_a_terminal_obeys_not_and_objects_with_the_whole_t
     assert any(each["text"].startswith("4 warnings, the first: ranks 0-1: 225 steps") for each in report["in_short"])
 
 
-def test_a_run_without_warnings_says_nothing_of_them(job: HereInstead) -> None:
+def test_a_run_without_warnings_shows_no_line_about_them(job: HereInstead) -> None:
     launched = job.launch("warns_job:main", "--arg", "ranks=[]", "--run-id", "mine")
     for shown in (launched, job.replicas("status", "mine"), job.replicas("events", "mine")):
         assert " warning" not in shown.stdout

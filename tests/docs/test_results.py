@@ -60,7 +60,7 @@ def test_the_readme_and_the_page_show_the_numbers_of_the_file(script: Any, measu
     assert RESULTS.with_suffix(".md").read_text() == script.page(measured, RESULTS.name)
 
 
-def test_plain_averaging_is_not_advised_where_momentum_measured_better(wins: Callable[..., float]) -> None:
+def test_plain_averaging_is_not_advised_if_momentum_measured_better(wins: Callable[..., float]) -> None:
     """A run of few rounds gave away most of what the second replica brings, when it averaged plainly."""
     for inner_steps in (10, 50):
         assert wins(LOWER, PLAIN, inner_steps) > 0.8
@@ -73,7 +73,7 @@ def test_less_momentum_than_the_default_is_better_in_short_runs(wins: Callable[.
         assert wins(LOWER, ALONE, inner_steps) == 1
 
 
-def test_the_settings_that_are_warned_of_are_worse_than_what_the_warning_names(wins: Callable[..., float]) -> None:
+def test_settings_with_a_warning_are_worse_than_the_settings_it_names(wins: Callable[..., float]) -> None:
     assert wins(DEFAULTS, ALONE, 5) < 0.7
     assert wins(LOWEST, ALONE, 5) == 1
     assert wins(LOWEST, DEFAULTS, 5) > 0.7

@@ -106,7 +106,7 @@ def test_warnings_of_ours_and_marked_ones_are_events_and_those_of_the_user_are_i
     assert (outcome.warned.count, outcome.warned.first) == (2, text)
 
 
-def test_what_a_killed_attempt_warned_of_is_kept_and_the_next_attempt_has_its_own(local: LocalProcessExecutor) -> None:
+def test_warnings_of_a_killed_attempt_are_kept_and_the_next_attempt_has_its_own(local: LocalProcessExecutor) -> None:
     run = launch(local, "warns_job:die_once", 1, restarts=1)
     assert run.wait(60)
     assert [each[:3] for each in told(run)] == [(0, 0, "attempt 0"), (0, 1, "attempt 1")]
@@ -116,7 +116,7 @@ def test_what_a_killed_attempt_warned_of_is_kept_and_the_next_attempt_has_its_ow
     assert state.warned.first == "attempt 1", "the count is of the newest attempt"
 
 
-def test_what_a_replica_warned_of_just_before_it_failed_is_written_before_its_outcome(
+def test_a_warning_just_before_a_failure_is_written_before_the_outcome(
     local: LocalProcessExecutor,
 ) -> None:
     run = launch(local, "warns_job:leave_at_once", 1)
@@ -146,7 +146,7 @@ def test_a_loop_that_warns_leaves_one_small_record_and_its_first_texts(local: Lo
     assert sizes[0] < 10_000
 
 
-def test_what_the_worker_itself_says_of_a_replica_is_an_event_too(local: LocalProcessExecutor) -> None:
+def test_a_note_of_the_worker_about_a_replica_is_an_event_too(local: LocalProcessExecutor) -> None:
     run = launch(local, "warns_job:save", 1)
     assert run.wait(60)
     assert [text for *_, text, _ in told(run)] == ["save_artifact('kept') skips 'pipe': not a file."]

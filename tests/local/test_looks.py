@@ -80,7 +80,7 @@ def test_a_look_at_a_run_is_one_list_and_the_heartbeats(bucket: S3Server, n: int
     assert cost(bucket, run.outcomes) == 1
 
 
-def test_warnings_cost_a_look_no_request_and_are_read_once_by_whoever_wants_them(bucket: S3Server) -> None:
+def test_warnings_cost_status_no_request_and_one_read_for_each_attempt(bucket: S3Server) -> None:
     store, n = open_store(bucket.url("runs")), 8
     write_run(store, n)
     for rank in range(n):

@@ -76,7 +76,7 @@ def executor(**options: object) -> LocalProcessExecutor:
     return LocalProcessExecutor(**more)  # type: ignore[arg-type]
 
 
-def test_replicas_do_not_hang_where_what_they_import_first_starts_a_thread(
+def test_replicas_do_not_hang_if_a_preloaded_module_starts_a_thread(
     threaded: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = launch(executor(), "job.py", 2)

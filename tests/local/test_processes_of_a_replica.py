@@ -53,7 +53,7 @@ def open_in_children() -> dict[str, str]:
     return said
 
 
-def test_a_second_process_of_a_replica_is_refused_at_once_and_the_first_goes_on() -> None:
+def test_a_second_process_of_a_replica_is_refused_at_once_and_the_first_continues() -> None:
     with launch("local", open_in_children, n=1, timeout=240) as run:
         (said,) = run.results()
     pid, _, rest = said["first"].partition(" ")

@@ -171,7 +171,7 @@ def test_steps_that_are_in_no_average_are_counted_in_a_warning() -> None:
         assert "total_steps" in message
 
 
-def test_steps_in_no_average_are_told_also_where_others_came_to_a_run_of_one() -> None:
+def test_steps_in_no_average_cause_a_warning_also_if_others_joined_a_run_of_one() -> None:
     where = place()
     model = nn.Linear(1, 1)
     first = DiLoCo(model, inner_steps=2, **PLAIN, **where)

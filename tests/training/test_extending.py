@@ -70,7 +70,7 @@ class Attempt:
 @pytest.mark.parametrize("fragments", [1, 2, 4])
 @pytest.mark.parametrize("total", [20, 18])
 @pytest.mark.parametrize("died_at", [20, 14, 5])
-def test_a_run_that_ended_or_died_goes_on_to_the_new_total(fragments: int, total: int, died_at: int) -> None:
+def test_a_run_that_ended_or_died_continues_to_the_new_total(fragments: int, total: int, died_at: int) -> None:
     store = MemoryStore()
     first = Attempt(store, fragments=fragments, total_steps=total).train(until=died_at)
     first.diloco.close() if first.diloco.is_over else first.die()
@@ -107,7 +107,7 @@ def test_a_replica_that_trains_learns_of_it_at_its_old_end_and_makes_the_same_an
 
 
 @pytest.mark.parametrize("options", [{"overlap_steps": 1}, {"overlap_steps": "auto"}, {"background": True}])
-def test_rounds_beside_the_training_are_extended_too(options: dict[str, Any]) -> None:
+def test_rounds_during_training_are_extended_too(options: dict[str, Any]) -> None:
     store = MemoryStore()
     running = Attempt(store, fragments=2, total_steps=18, **options).train(until=7)
     extend(store, total_steps=31)
@@ -148,7 +148,7 @@ def test_rounds_by_the_clock_are_extended_by_their_number() -> None:
     assert read_model(Source(store=store, run_id="run", extensions={"total_rounds": [9]})).rounds == 9
 
 
-def test_a_loop_that_ends_at_its_own_total_is_told_that_nothing_was_trained() -> None:
+def test_a_loop_that_ends_at_its_own_total_fails_because_it_trained_nothing() -> None:
     store = MemoryStore()
     Attempt(store, total_steps=8).train().diloco.close()
     extend(store, total_steps=16)
@@ -162,7 +162,7 @@ def test_a_loop_that_ends_at_its_own_total_is_told_that_nothing_was_trained() ->
         part.diloco.close()
 
 
-def test_an_order_that_a_replica_cannot_follow_is_said_and_another_one_still_counts(
+def test_an_order_that_a_replica_cannot_follow_is_printed_and_another_one_still_counts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     store = MemoryStore()
@@ -189,7 +189,7 @@ def test_replicas_whose_own_totals_differ_within_a_round_agree_on_the_extension(
     assert again.train().diloco.rounds == 5 + 3
 
 
-def test_a_replica_that_comes_back_with_a_larger_total_is_told_how_to_extend_the_run() -> None:
+def test_the_error_of_a_replica_resumed_with_a_larger_total_says_how_to_extend_the_run() -> None:
     store = MemoryStore()
     Attempt(store, total_steps=8).train().diloco.close()
     with pytest.raises(ContributionError, match=r"Give total_steps=8 again\. .*replicas resume RUN --total-steps 16"):
@@ -209,7 +209,7 @@ def test_a_replica_that_comes_back_with_a_larger_total_is_told_how_to_extend_the
         ),
     ],
 )
-def test_what_cannot_be_extended_is_refused_before_it_is_ordered(
+def test_an_impossible_extension_is_refused_before_it_is_ordered(
     options: dict[str, Any], asked: dict[str, int], says: str
 ) -> None:
     store = MemoryStore()
@@ -220,7 +220,7 @@ def test_what_cannot_be_extended_is_refused_before_it_is_ordered(
         check_extension(store, "run", None, asked)
 
 
-def test_without_the_key_of_a_signed_run_nobody_extends_it() -> None:
+def test_a_signed_run_is_not_extended_without_its_key() -> None:
     store, key = MemoryStore(), "ab" * 32
     store.put("run/decisions/000000.json", Decision(kind="policy", total_steps=99).to_bytes())
     extend(store, key, total_steps=50)

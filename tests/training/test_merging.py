@@ -231,7 +231,7 @@ def test_work_that_was_sent_for_an_entry_that_was_jumped_over_goes_with_the_next
     leave(diloco)
 
 
-def test_steps_that_are_dropped_while_a_replica_comes_back_are_counted_and_explained(
+def test_steps_that_are_dropped_while_a_replica_starts_again_are_counted_and_explained(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING)

@@ -54,7 +54,7 @@ def test_a_run_of_few_rounds_is_warned_of_nothing(rounds: int) -> None:
 
 
 @pytest.mark.parametrize("inner_steps", [1, 5, 9])
-def test_a_short_run_of_short_rounds_is_told_the_momentum_that_measured_better(inner_steps: int) -> None:
+def test_a_short_run_of_short_rounds_is_warned_with_the_momentum_that_measured_better(inner_steps: int) -> None:
     (message,) = warnings_of(linear(), inner_steps=inner_steps, total_steps=60 * inner_steps)
     assert message.startswith(f"inner_steps={inner_steps} with outer_momentum=0.9: ")
     assert message.endswith("Use outer_lr=1.0 and outer_momentum=0.5, or inner_steps of at least 10.")
@@ -70,7 +70,7 @@ def test_a_short_run_of_short_rounds_is_told_the_momentum_that_measured_better(i
     ],
     ids=["lower momentum", "own optimizer", "more rounds than measured", "unknown end"],
 )
-def test_what_was_not_measured_to_be_worse_is_not_warned_of(given: dict[str, Any]) -> None:
+def test_settings_that_did_not_measure_worse_cause_no_warning(given: dict[str, Any]) -> None:
     assert warnings_of(linear(), inner_steps=5, **given) == []
 
 
@@ -84,7 +84,7 @@ def test_what_was_not_measured_to_be_worse_is_not_warned_of(given: dict[str, Any
     ],
     ids=["unknown end", "by the clock", "no final average", "own statistics"],
 )
-def test_a_batch_norm_without_a_final_average_is_told_to_renew_its_statistics(
+def test_a_batch_norm_without_a_final_average_causes_a_warning_with_the_remedy(
     given: dict[str, Any], remedy: str
 ) -> None:
     (message,) = warnings_of(normed(), **given)

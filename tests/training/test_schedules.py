@@ -195,7 +195,7 @@ WRAPPED: dict[str, tuple[Callable[[torch.optim.Optimizer], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", WRAPPED)
-def test_what_cannot_follow_is_refused_with_its_remedy(kind: str) -> None:
+def test_a_schedule_that_cannot_follow_is_refused_with_its_remedy(kind: str) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
     diloco = DiLoCo(nn.Linear(1, 1), **place())
     made, remedy = WRAPPED[kind]

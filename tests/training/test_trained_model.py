@@ -102,7 +102,7 @@ def test_names_are_those_of_the_model_without_its_wrappers() -> None:
     assert not any("module" in name for name in found.tensors)
 
 
-def test_an_earlier_step_is_the_newest_round_before_it_and_what_was_deleted_is_named() -> None:
+def test_an_earlier_step_is_the_newest_round_before_it_and_deleted_rounds_are_named() -> None:
     store = MemoryStore()
     (_, anchors), _ = run_replicas(2, lambda where: train(where, 30, {"total_steps": 30}), store=store)
     for step in (24, 25, 30, 1000):
@@ -115,7 +115,7 @@ def test_an_earlier_step_is_the_newest_round_before_it_and_what_was_deleted_is_n
         read_model(source(store), step=3)
 
 
-def test_the_model_of_a_run_that_goes_on_is_that_of_its_newest_round_and_reading_writes_nothing() -> None:
+def test_the_model_of_a_continuing_run_is_its_newest_round_and_reading_writes_nothing() -> None:
     store = MemoryStore()
     model = nn.Linear(3, 2)
     diloco = DiLoCo(model, inner_steps=2, **place(store))
@@ -156,7 +156,7 @@ def test_a_frozen_model_that_is_too_large_to_be_kept_is_named(monkeypatch: pytes
     assert FIRST_BYTES > 64
 
 
-def test_buffers_that_each_replica_has_for_itself_are_those_of_one_and_a_note_says_whose() -> None:
+def test_buffers_that_are_not_averaged_come_from_one_replica_and_a_note_names_it() -> None:
     store = MemoryStore()
     run_replicas(2, lambda where: train(where, 8, {"total_steps": 8, "wire": "int8"}), store=store)
     found = read_model(source(store))
@@ -188,7 +188,7 @@ def test_a_signed_run_is_read_with_its_key_alone() -> None:
             read_model(source(store, key=other))
 
 
-def test_what_is_not_what_was_written_is_never_written_on() -> None:
+def test_damaged_objects_never_reach_the_written_model() -> None:
     store = MemoryStore()
     run_replicas(2, lambda where: train(where, 16, {"total_steps": 16, "_limits": SHARDED}), store=store)
     whole = read_model(source(store, limits=SHARDED))

@@ -57,7 +57,7 @@ def test_a_loop_by_the_clock_ends_with_the_last_planned_round() -> None:
     assert values_of(model) == anchor_of(diloco)
 
 
-def test_a_replica_that_comes_back_makes_only_the_steps_that_are_left() -> None:
+def test_a_resumed_replica_makes_only_the_remaining_steps() -> None:
     store = MemoryStore()
     first = DiLoCo(nn.Linear(1, 1), inner_steps=2, total_steps=6, snapshot_every=1, **PLAIN, **place(store))
     for _, _ in zip(range(4), first.steps(), strict=False):

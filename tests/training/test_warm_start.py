@@ -131,7 +131,7 @@ def test_a_model_that_does_not_fit_is_refused_by_name_before_training(model: nn.
     assert not list(store.list("new/diloco/main/snapshot/"))
 
 
-def test_what_was_trained_and_is_frozen_now_is_refused() -> None:
+def test_a_parameter_that_was_trained_and_is_frozen_now_is_refused() -> None:
     store, old_model = stored("frozen"), model_of(3, 2, 1)
     train(begin(store, "old", old_model), old_model, 4)._close(in_order=False)
     model = model_of(3, 2, 1)
@@ -157,7 +157,7 @@ def test_a_name_that_the_other_run_does_not_have_is_refused() -> None:
         check_source(store, "never", None)
 
 
-def test_an_ema_goes_along_where_the_other_run_has_one_and_begins_anew_where_not() -> None:
+def test_an_ema_is_inherited_if_the_other_run_has_one_and_otherwise_begins_again() -> None:
     def with_ema(run_id: str, **options: Any) -> tuple[DiLoCo, nn.Module, AveragedModel]:
         model = model_of(3, 1)
         diloco = begin(store, run_id, model, **options)
@@ -179,7 +179,7 @@ def test_an_ema_goes_along_where_the_other_run_has_one_and_begins_anew_where_not
     second._close(in_order=False)
 
 
-def test_the_state_of_an_outer_optimizer_goes_along_where_both_runs_have_it() -> None:
+def test_the_state_of_an_outer_optimizer_is_inherited_if_both_runs_have_it() -> None:
     store, old_model = stored("given"), model_of(3, 1)
     old = train(begin(store, "old", old_model, outer_optimizer=adam), old_model, 9)
     digests = [outer.digest() for outer in old._model_state.outer]

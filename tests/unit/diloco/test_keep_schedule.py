@@ -52,7 +52,7 @@ def test_a_costly_state_is_still_kept_once_in_every_period() -> None:
 
 
 @given(st.floats(0.01, 10.0), st.floats(1e-4, 1.0), st.floats(0.0, 5.0))
-def test_copies_and_uploads_take_no_more_than_their_share_beside_the_one_of_each_period(
+def test_copies_and_uploads_take_no_more_than_their_share_except_once_in_each_period(
     round_s: float, copy_s: float, upload_s: float
 ) -> None:
     rounds = 200
@@ -86,7 +86,7 @@ def test_with_fragments_a_round_is_one_of_each() -> None:
     assert [position for position in range(5, 12) if schedule.is_due(position)] == [8, 9, 10, 11]
 
 
-def test_what_is_kept_first_in_a_period_stays_for_a_run_that_continues_from_its_snapshot() -> None:
+def test_the_first_state_of_a_period_stays_for_a_run_that_continues_from_its_snapshot() -> None:
     schedule = schedule_of(Time())
     firsts = []
     for position in range(1, 24):

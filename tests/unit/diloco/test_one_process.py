@@ -58,7 +58,7 @@ def test_one_process_may_claim_its_part_again_and_another_one_may_not() -> None:
         {"nonce": "n" * 256, "pid": 1, "host": "h"},
     ],
 )
-def test_what_is_no_record_of_a_process_keeps_no_replica_out(
+def test_a_damaged_record_of_a_process_keeps_no_replica_out(
     fields: dict[str, Any] | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = MemoryStore()
@@ -101,7 +101,7 @@ def test_variables_that_name_no_other_process_refuse_nothing(environ: dict[str, 
     check_is_one_process(where(), None, environ)
 
 
-def test_a_process_that_was_given_its_rank_is_a_replica_of_its_own() -> None:
+def test_a_process_with_a_given_rank_is_a_separate_replica() -> None:
     check_is_one_process(where(), 0, TORCHRUN)
 
 

@@ -127,7 +127,7 @@ def test_a_replica_without_the_run_s_key_is_refused_by_name(first: bytes, then: 
 
 
 @pytest.mark.parametrize("contract", [{}, {"signed": "deadbeef"}])
-def test_an_agreement_that_is_forged_keeps_nobody_out_whom_a_rotten_one_does_not(contract: dict[str, str]) -> None:
+def test_a_forged_agreement_keeps_no_more_replicas_out_than_a_damaged_one(contract: dict[str, str]) -> None:
     store, key = MemoryStore(), "test/diloco/main/snapshot/0"
     settings: dict[str, Any] = {"key": KEY, "inner_steps": 1, "snapshot_every": 1, "_limits": SOON}
     first = DiLoCo(model(), **settings, **place(store, world_size=2))
@@ -248,7 +248,7 @@ class Meddling(Signatures):
 
 
 @pytest.mark.parametrize("wire", [WIRES["fp32"], WIRES["int8"]], ids=["fp32", "int8"])
-def test_what_is_added_is_what_was_proven_though_its_file_is_written_to_meanwhile(wire: Wire) -> None:
+def test_the_added_bytes_are_the_proven_bytes_although_their_file_changes(wire: Wire) -> None:
     n, file = 600, bytearray(wire.size(600))
     wire.encode(np.linspace(1, 2, n, dtype=np.float32), memoryview(file), n, 0)
     honest, mean = bytes(file), bytearray(FP32.size(n))

@@ -95,7 +95,7 @@ def test_a_wrapper_adds_nothing_to_the_name_of_a_tensor_at_any_depth(wrapper: st
 @pytest.mark.usefixtures("_alone_in_a_group")
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("fragments", [2, 3, [["module", "layers.1"], ["layers.0", "layers.2", "_orig_mod"]]])
-def test_fragments_are_the_same_whatever_is_wrapped(wrapper: str, fragments: Any) -> None:
+def test_fragments_are_the_same_for_every_wrapping(wrapper: str, fragments: Any) -> None:
     whole, plain = wrapped(wrapper)
     planned = plan_fragments(whole, fragments, sync_buffers=None)
     assert planned == plan_fragments(plain, fragments, sync_buffers=None)
@@ -167,7 +167,7 @@ def test_a_layer_that_is_gone_is_named() -> None:
 
 
 @pytest.mark.parametrize("switch", [(True, False), (False, True)])
-def test_a_run_goes_on_where_a_later_attempt_compiles_and_the_earlier_did_not(switch: tuple[bool, bool]) -> None:
+def test_a_run_continues_if_a_later_attempt_compiles_and_the_earlier_did_not(switch: tuple[bool, bool]) -> None:
     store, kept = MemoryStore(), list[dict[str, Tensor]]()
     for is_compiled in switch:
         torch.manual_seed(len(kept))

@@ -171,7 +171,7 @@ def test_how_much_a_thread_wants_does_not_depend_on_the_load(run_s: float, wait_
     assert usage_between(samples).is_active is is_active
 
 
-def test_a_tree_that_always_has_something_to_run_is_active_where_its_counters_stand_still() -> None:
+def test_a_tree_that_is_always_runnable_is_active_although_its_counters_do_not_change() -> None:
     samples = [sample_at(at, runnable=frozenset([7])) for at in range(0, 12, 2)]
     assert usage_between(samples).is_active
     samples[2:4] = [sample_at(4), sample_at(6)]

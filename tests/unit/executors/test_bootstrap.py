@@ -88,7 +88,7 @@ def test_from_a_directory_too_as_the_rank_that_the_number_of_its_pod_stands_for(
     assert outcome_of(spec, rank=3).result == 6
 
 
-def test_the_workspace_is_not_searched_for_what_has_the_name_of_another_module(cloud: Cloud, shared: Path) -> None:
+def test_the_workspace_is_not_searched_for_names_of_reserved_modules(cloud: Cloud, shared: Path) -> None:
     trap = "raise RuntimeError('imported in place of another')"
     names = (
         "logging",

@@ -298,7 +298,7 @@ RUN = {
 
 
 @pytest.mark.parametrize("source", CALLED.values(), ids=CALLED.keys())
-def test_main_is_called_where_python_would_do_no_more(workspace: Path, source: str) -> None:
+def test_main_is_called_if_python_would_do_no_more(workspace: Path, source: str) -> None:
     (workspace / "rule_of_user.py").write_text(source)
     for text in ("rule_of_user.py", "rule_of_user"):
         assert not runs_as_script(text), text
@@ -306,7 +306,7 @@ def test_main_is_called_where_python_would_do_no_more(workspace: Path, source: s
 
 
 @pytest.mark.parametrize("source", RUN.values(), ids=RUN.keys())
-def test_a_file_is_run_as_a_script_where_python_would_do_more_than_call_main(workspace: Path, source: str) -> None:
+def test_a_file_is_run_as_a_script_if_python_would_do_more_than_call_main(workspace: Path, source: str) -> None:
     (workspace / "rule_of_user.py").write_text(source)
     assert runs_as_script("rule_of_user.py")
     assert not runs_as_script("rule_of_user.py:main"), "a function that is named is called"

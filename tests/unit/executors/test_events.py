@@ -97,7 +97,7 @@ def warn(made: MadeUp, rank: int, *texts: str, number: int = 0, left_out: int = 
     made.store.put(made.attempt(rank, number).key("warnings.json"), to_bytes({"warnings": rows, "left_out": left_out}))
 
 
-def test_warnings_are_told_once_each_also_where_their_record_is_written_again(run: MadeUp) -> None:
+def test_each_warning_is_one_event_also_if_its_record_is_written_again(run: MadeUp) -> None:
     def look() -> list[tuple[int | None, int | None, float, str, int]]:
         found = [event for event in run.look() if event.kind == "warning"]
         return [(event.rank, event.attempt, event.at, event.why, event.count) for event in found]
@@ -349,9 +349,7 @@ def test_what_was_reported_before_the_stacks_is_no_progress_whatever_its_clock_s
     assert rank.may_hang
 
 
-def test_a_rank_that_its_supervisor_says_works_again_is_not_said_to_hang(
-    run: MadeUp, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_works_again_is_not_reported_to_hang(run: MadeUp, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Suspected(run, monkeypatch, 0.0)
     assert rank.may_hang
     rank.at(103_700)

@@ -53,7 +53,7 @@ def test_reserved_names_are_not_looked_for_in_the_users_folder_and_all_others_ar
     assert found == {"wave": False, "calendar": False, "mpmath": False, "test": True, "utils_of_user": True}
 
 
-def test_a_reserved_name_that_is_installed_nowhere_else_is_the_users(
+def test_a_reserved_name_that_is_installed_nowhere_else_is_found_in_the_users_folder(
     users: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (users / "boto3.py").write_text("MINE = True\n")
@@ -80,7 +80,7 @@ def test_a_user_s_process_is_left_as_it_was(users: Path) -> None:
     assert ([*sys.path], [*sys.meta_path]) == before
 
 
-def test_what_a_new_python_of_ours_imports_is_not_the_users(users: Path) -> None:
+def test_a_new_python_that_we_start_never_imports_the_users_modules(users: Path) -> None:
     for name in ("logging", "executors", "json"):
         (users / f"{name}.py").write_text("raise RuntimeError\n")
     reserve_names([str(users)])

@@ -239,14 +239,14 @@ def test_each_replica_refuses_equal_shares_without_items_and_not_only_the_last()
         replica(0, 3).shard([1, 2, 3], equal=cast(bool, 2))
 
 
-def test_an_iterator_that_went_on_goes_on_after_it_was_pickled() -> None:
+def test_a_pickled_iterator_continues_at_its_position() -> None:
     for equal in (False, True):
         share = replica(1, 3).shard(iter(range(N)), equal=equal)
         assert [next(share), next(share)] == [1, 4]
         assert list(pickle.loads(pickle.dumps(share))) == list(share) == [7, 10][: 1 if equal else 2]
 
 
-def test_a_stream_that_knows_its_length_tells_a_loader_that_of_the_share() -> None:
+def test_the_share_of_a_stream_with_a_length_has_its_own_length() -> None:
     for rank, size in ((0, 6), (1, 5)):
         share = replica(rank, 2).shard(StreamWithLength())
         assert len(share) == len(plain(share)) == size
@@ -306,7 +306,7 @@ def test_a_transform_that_is_set_on_a_share_transforms_its_items() -> None:
 
 
 @pytest.mark.parametrize("name", ["targets", "tensors", "encodings"])
-def test_what_has_a_value_for_each_item_of_the_data_set_is_not_taken_for_that_of_the_share(name: str) -> None:
+def test_a_list_with_a_value_for_each_item_of_the_data_set_is_not_available_from_the_share(name: str) -> None:
     share = replica(1, 2).shard(Pictures())
     assert not hasattr(share, name)
     with pytest.raises(AttributeError, match=rf"\[share\.dataset\.{name}\[i\] for i in share\.indices\]"):
@@ -325,7 +325,7 @@ def test_a_position_in_a_whole_stream_is_not_taken_for_that_of_a_share() -> None
     assert not hasattr(replica(0, 2).shard(WithPosition()), "load_state_dict")
 
 
-def test_a_share_is_a_data_set_of_torch_where_its_data_set_is() -> None:
+def test_a_share_is_a_data_set_of_torch_if_its_data_set_is() -> None:
     assert isinstance(replica(0, 2).shard(Pictures()), Dataset)
     assert not isinstance(replica(0, 2).shard(Pictures()), IterableDataset)
     assert isinstance(replica(0, 2).shard(Stream()), IterableDataset)
@@ -342,14 +342,14 @@ def test_a_copy_of_a_share_has_the_same_items_and_attributes(copied: Callable[[A
     assert "set_epoch" not in vars(again.dataset)
 
 
-def test_a_share_that_was_not_filled_yet_asks_nobody_for_its_attributes() -> None:
+def test_an_unpickled_share_without_a_data_set_does_not_search_attributes_forever() -> None:
     empty = object.__new__(type(replica(1, 2).shard(Pictures())))
     assert not hasattr(empty, "classes")  # else this is a RecursionError
     assert not hasattr(empty, "dataset")
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_of_a_loader_see_what_was_set_on_a_share(method: str) -> None:
+def test_workers_of_a_loader_see_attributes_that_were_set_on_a_share(method: str) -> None:
     share = replica(1, 2).shard(Pictures())
     share.transform = negative
     context = multiprocessing.get_context(method)
@@ -370,7 +370,7 @@ def test_a_loader_fetches_a_whole_batch_of_a_share_at_once() -> None:
     assert replica(1, 2).shard(Squares()).__getitems__([0, 4]) == [1, 9]
 
 
-def test_a_slice_or_a_list_of_numbers_gives_what_the_data_set_gives_for_such() -> None:
+def test_a_slice_or_a_list_of_numbers_gives_the_same_items_as_the_data_set() -> None:
     share = replica(1, 2).shard(TensorDataset(torch.arange(N)))
     for at, there in (
         (slice(1, 3), [3, 5]),
@@ -414,14 +414,14 @@ def test_a_sequence_of_ones_own_keeps_its_attributes() -> None:
 
 
 @pytest.mark.parametrize("at", ["text", 1.5, [True, False], np.array([True, False]), None])
-def test_what_names_no_item_of_a_share_is_refused(at: Any) -> None:
+def test_an_index_that_names_no_item_of_a_share_is_refused(at: Any) -> None:
     with pytest.raises(TypeError, match="A share takes"):
         replica(1, 2).shard(Squares())[at]
     with pytest.raises(IndexError):
         replica(1, 2).shard(Squares())[5]
 
 
-def test_a_table_is_split_by_its_rows_whatever_their_labels_are() -> None:
+def test_a_table_is_split_by_its_rows_and_not_by_its_labels() -> None:
     pandas = pytest.importorskip("pandas")
     table = pandas.DataFrame({"x": range(N)}, index=[float(number) for number in reversed(range(N))])
     shares = [replica(rank, 2).shard(table) for rank in (0, 1)]

@@ -145,7 +145,7 @@ def test_a_store_that_fails_is_asked_again_and_nothing_is_raised(kept: Kept) -> 
     assert kept.texts() == ["kept in memory"]
 
 
-def test_the_name_of_the_rank_is_left_out_of_a_text_which_its_readers_show_before_it(kept: Kept) -> None:
+def test_the_prefix_of_the_rank_is_removed_from_a_text_because_readers_add_it(kept: Kept) -> None:
     for text in ("rank 3: a", "replicas: rank 3: b", "rank 30: c", "rank 3 takes no snapshots"):
         kept.log.add(text)
     assert kept.texts() == ["a", "b", "rank 30: c", "rank 3 takes no snapshots"]
@@ -217,7 +217,7 @@ def test_a_record_of_warnings_that_is_none_is_refused_by_its_key(kept: Kept, nam
 # What is counted where it is read anyway
 
 
-def test_a_heartbeat_and_an_outcome_carry_the_count_whatever_the_replica_reports(kept: Kept) -> None:
+def test_a_heartbeat_and_an_outcome_have_the_count_for_every_report_of_the_replica(kept: Kept) -> None:
     kept.log.add("x" * 500)
     count = kept.log.count
     assert count is not None
@@ -348,7 +348,7 @@ def test_records_of_our_loggers_are_heard_from_the_level_of_warnings_on(
     assert "rank 3: round 7" in caplog.text
 
 
-def test_a_record_without_a_text_is_left_out(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_without_a_text_is_ignored(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     quiet = module_of("diloco.quiet", WARNS)
     monkeypatch.setattr(quiet.log, "propagate", False)
     quiet.log.addHandler(logging.NullHandler())
@@ -371,7 +371,7 @@ def test_a_warning_that_the_user_turned_into_a_record_is_heard_all_the_same(kept
     assert kept.texts() == ["of ours"]
 
 
-def test_what_the_user_did_to_showing_warnings_stays_when_the_replica_has_ended(kept: Kept) -> None:
+def test_the_users_own_showwarning_stays_when_the_replica_has_ended(kept: Kept) -> None:
     def mine(*_: Any, **more: Any) -> None: ...
 
     before = warnings.showwarning
@@ -432,7 +432,7 @@ def test_the_log_gets_the_same_text_as_without_the_hook_and_a_logging_that_comes
     assert n == "3"
 
 
-def test_the_import_system_is_left_as_it_was_where_nobody_imports_logging(kept: Kept) -> None:
+def test_the_import_system_is_restored_if_no_code_imports_logging(kept: Kept) -> None:
     code = """
 import sys
 from executors.attempt import Attempt
@@ -484,7 +484,7 @@ def alone(n: int = 2, *, but: int | None = None) -> RunStatus:
     return RunStatus("run", "local", [ReplicaState(end.rank, 0, SUCCEEDED, end) for end in outcomes])
 
 
-def test_a_run_whose_replicas_all_trained_alone_says_so_and_no_other() -> None:
+def test_only_a_run_whose_replicas_all_trained_alone_warns_of_it() -> None:
     (told,) = alone(4).warnings
     assert told.text.startswith("None of the 4 replicas created a DiLoCo, so each trained alone.")
     assert (told.rank, told.at) == (None, 9.0)
@@ -514,7 +514,7 @@ def with_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("with_optimizer")
-def test_a_process_has_trained_alone_only_where_nothing_in_it_can_know_its_rank(tmp_path: Path) -> None:
+def test_a_process_has_trained_alone_only_if_nothing_in_it_can_know_its_rank(tmp_path: Path) -> None:
     assert TaskOf(tmp_path).judge()
     assert not TaskOf(tmp_path, "import os; os.environ['REPLICA_RANK']").judge()
     knows = TaskOf(tmp_path)

@@ -135,7 +135,7 @@ H, M = 3600.0, 60.0
         ("auto", "unwatched", None, None),
     ],
 )
-def test_each_state_has_the_limits_that_the_table_says(
+def test_each_state_has_the_limits_of_the_table(
     limits: str, state: str, idle: tuple[float, float] | None, active: tuple[float, float] | None
 ) -> None:
     for is_active, expected in ((never, idle), (always, active)):
@@ -211,7 +211,7 @@ def page_in(state: str) -> SharedPage:
         ),
     ],
 )  # fmt: skip
-def test_a_report_says_the_observation_the_limit_and_the_remedy(
+def test_a_report_has_the_observation_the_limit_and_the_remedy(
     limits: str, state: str, is_active: Callable[[float], bool], sentence: str
 ) -> None:
     page = page_in(state)
@@ -279,7 +279,7 @@ def test_a_rank_that_is_only_reported_and_works_again_is_reported_again() -> Non
 
 
 @pytest.mark.parametrize("late_s", [3.0, 30.0])
-def test_a_supervisor_that_is_late_takes_nobody_for_idle(late_s: float) -> None:
+def test_a_late_supervisor_treats_no_rank_as_idle(late_s: float) -> None:
     page = page_with(9)
     watchdog = watchdog_of(page, is_active=always)
     while (now := watchdog.next_look_at + late_s) < START + 1700:
@@ -323,7 +323,7 @@ def test_a_rank_that_makes_progress_within_half_its_limit_is_never_suspected(see
         assert watchdog.next_look_at <= now + 1.0
 
 
-def test_what_a_rank_goes_on_after_counts_anew() -> None:
+def test_limits_count_again_from_the_moment_a_rank_continues() -> None:
     page = SharedPage()
     page.progress()
     watchdog = watchdog_of(page, "20s:40s")
@@ -342,7 +342,7 @@ def test_a_rank_that_is_not_to_be_judged_is_not() -> None:
     assert looked(watchdog, page, START + 500) == []
 
 
-def test_time_in_which_nobody_looked_counts_for_nothing() -> None:
+def test_unobserved_time_does_not_count() -> None:
     page = SharedPage()
     page.progress()
     watchdog = watchdog_of(page, "20s")
@@ -352,7 +352,7 @@ def test_time_in_which_nobody_looked_counts_for_nothing() -> None:
     assert found[0][0] == pytest.approx(509.2, abs=1)
 
 
-def test_what_waits_for_others_is_judged_by_its_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_waits_for_others_is_judged_by_its_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     asleep = Activity(is_stopped=False, is_traced=False, cpu_s=0.0)
     monkeypatch.setattr(rules, "activity", lambda _: asleep)
     page = SharedPage()
@@ -384,7 +384,7 @@ def test_a_rank_that_has_raised_has_its_grace() -> None:
     assert [at for at, _ in looked(watchdog, page, START + 60)] == [pytest.approx(27, abs=1)]
 
 
-def test_where_the_kernel_shows_nothing_the_page_alone_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_data_of_the_kernel_the_page_alone_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "activity", lambda _: None)
     page = SharedPage()
     page.progress()
