@@ -62,7 +62,7 @@ class DiLoCo:
         diloco.close()
         torch.save(model.state_dict(), "model.pt")  # the anchor: the same on every replica
 
-    A loop over epochs begins where the run is, and ends with it:
+    A loop over epochs begins at the run's step, and ends with the run:
 
         for epoch in range(diloco.inner_step // len(loader), epochs):
             for batch in loader:
@@ -92,9 +92,9 @@ class DiLoCo:
         momentum_warmup: rounds over which the outer momentum grows to its value; "auto": half of the planned ones.
         final_average: let each fragment's last planned round be a plain average. Default True. It needs a total.
             Without it, the running statistics of a BatchNorm do not fit the parameters, and the constructor warns.
-        total_steps: planned inner steps of the run, the same for all. Every fragment has its last round at the last
-            of them, so that no step is in no average and all replicas end with one model. Without a total the
-            momentum grows over 40 rounds: a shorter run has little of it.
+        total_steps: planned inner steps of the run, the same for all. Every fragment has its last round at the last of
+            them, so that every step is in an average and all replicas end with one model. Without a total the momentum
+            grows over 40 rounds: a shorter run has little of it.
         total_rounds: planned rounds of a fragment and one more at the end, with `round_seconds`; else as `total_steps`.
         fragments: how many parts, or lists of modules or names; one has its round every inner_steps / fragments.
         background: have rounds in a thread beside the training; "auto": where `overlap_steps` is not 0. An error in one
@@ -185,7 +185,7 @@ class DiLoCo:
         check_is_one_process(place, rank)
         self._pid = os.getpid()
         where = {"store": store, "run_id": run_id, "rank": rank, "world_size": world_size, "key": key}
-        self._where: dict[str, Any] = where  # for the DiLoCos of what is averaged besides
+        self._where: dict[str, Any] = where  # for the DiLoCos of `average_also`
         self._link = ReplicaLink(place.replica, name)
         self._limits = _limits
         limits = _limits or Limits(grace_s=grace_s, round_timeout_s=round_timeout_s)
@@ -272,7 +272,7 @@ class DiLoCo:
             FencedError: a newer attempt of this rank has begun; this one is to end.
             AbortedError, RunNotFoundError: a peer aborted the run, or it was deleted.
             DuplicateWorkError: other replicas train on the same data.
-            StaleCopyError: the optimizer undid the round before, from a copy of the weights of its own.
+            StaleCopyError: the optimizer undid the last round, because it keeps a copy of the weights.
             SystemExit: this replica is asked to end (`Replica.ending_s`). What is attached was kept.
         """
         self._check_open()
@@ -301,10 +301,10 @@ class DiLoCo:
                 optimizer.zero_grad()
                 diloco.step()
 
-        It begins at `inner_step`, which is not 0 in a replica that came back, and ends when the run has had its last
-        planned round. Each value is the number of the step that the loop is about to make: 0 for the first one of the
-        run. Call `step()` once for each value. Where the run went on without this replica, or has rounds by the
-        clock, a value may be larger than the one before plus 1.
+        It begins at `inner_step`, which is not 0 in a resumed replica, and ends when the run has had its last planned
+        round. Each value is the number of the step that the loop is about to make: 0 for the first one of the run. Call
+        `step()` once for each value. A value may be larger than the previous value plus 1 if the run continued without
+        this replica, or has rounds by the clock.
 
         Raises:
             DiLoCoError: no end is planned. Give DiLoCo total_steps, or total_rounds with round_seconds. While
@@ -326,8 +326,8 @@ class DiLoCo:
                 diloco.stop()  # and continue: the loop over steps() ends by itself, on every replica
 
         The wish travels with this replica's next contribution. The round that counts it is the last one, on all
-        replicas: `is_over` is True from then on, and all end with the same model. Go on calling `step()` until then.
-        A run that was stopped stays so: replicas that come back find it over.
+        replicas: `is_over` is True from then on, and all end with the same model. Continue to call `step()`
+        until then. A stopped run cannot continue: replicas that are resumed end at once.
         """
         self._check_open()
         self._participant.phase.wants_to_stop = True
@@ -354,19 +354,21 @@ class DiLoCo:
     def attach_state(self, name: str, thing: Any, *, follow: bool = False, _lead: int | None = None) -> None:
         """Keep a state with the snapshots, so that this rank's next attempt goes on with it and the loss has no bump.
 
-        Attach the inner optimizer, the learning rate schedule, the data's position and the random generators, right
-        after making this DiLoCo; when this is a later attempt of its rank, each is then given the state that the
-        earlier one kept. States are kept at the end of a `step()` that had a round: after the first one, then as often
-        as that costs at most 1 % of the time, and at least once every `snapshot_every` rounds. Call `step()` last, when
-        everything else has taken its step.
+        Attach state that a later attempt of this rank needs: the inner optimizer, the learning rate schedule, the
+        data's position and the random generators.
+
+        Call this right after creating this DiLoCo. If this is a later attempt of its rank, each object gets the state
+        that the earlier attempt kept. States are kept at the end of a `step()` with a round: after the first round, and
+        at least once every `snapshot_every` rounds. In between they are kept as often as that costs at most 1 % of the
+        time. Call `step()` last, when everything else has taken its step.
 
         A run goes on without a replica that is away: `inner_step` is then further than what is attached, which a line
         in the log says. Make schedules functions of `inner_step`, or of `progress`, or let them follow.
 
         Args:
             name: tells apart what is attached; the same in each attempt.
-            thing: has `state_dict` and `load_state_dict`, or is a random generator of torch, numpy or Python. Its
-                state is tensors, arrays and JSON; it is stored as safetensors and JSON, never as a pickle. What
+            thing: has `state_dict` and `load_state_dict`, or is a random generator of torch, numpy or Python. Its state
+                is tensors, arrays and JSON; it is stored as safetensors and JSON, never as a pickle. An object that
                 `accelerator.prepare` returned is unwrapped.
             follow: True for a learning rate schedule of torch that counts inner steps. DiLoCo then steps it to
                 `inner_step`, now and at the end of each `step()`. Do not step it yourself, and attach its optimizer
@@ -374,7 +376,7 @@ class DiLoCo:
 
         Raises:
             TypeError: it is another thing, or its state is; the message names the place. It cannot follow; the message
-                has the remedy. A state that becomes another thing later is left out, with a warning.
+                has the remedy. If a state later becomes something else, it is not kept, and a warning says so.
             ValueError: the name is taken, or a schedule that follows was attached before its optimizer.
         """
         self._check_open()
@@ -389,13 +391,13 @@ class DiLoCo:
 
         Every replica then has the same EMA after each round and after `close()`. Each value becomes its plain average
         over the replicas; the outer optimizer does not touch it. All replicas must call this in the same order, before
-        their first step. It costs as many bytes a round as a model of that size.
+        their first step. It costs the same number of bytes a round as a model of that size.
 
         A copy that was made before `DiLoCo(model)` takes the values of the first anchor.
 
         Args:
-            thing: a module, with its frozen parameters and its saved buffers of floats; a mapping from names to
-                tensors; or a function that returns such a mapping, for tensors that are replaced by new ones.
+            thing: a module, with its frozen parameters and its saved buffers of floats, a mapping from names to
+                tensors, or a function that returns such a mapping, for tensors that are replaced by new ones.
 
         Raises:
             TypeError: it is none of these.
@@ -423,15 +425,15 @@ class DiLoCo:
         self._also.append((other, tensors))
 
     def _also_pointers(self) -> set[int]:
-        """Return where the tensors that are averaged besides lie in memory."""
+        """Return the memory addresses of the tensors of `average_also`."""
         return {tensor.data_ptr() for _, tensors in self._also for tensor in tensors.tensors().values()}
 
     def close(self) -> None:
         """Apply what is in flight, give the model the anchor, and leave the run. Safe to call again.
 
-        Afterwards the model holds the same values on every replica: evaluate and save it now. `close()` has no round
-        of its own. It warns of steps that are in no average; the model then no longer contains them. After
-        training without a single round the model keeps its live values.
+        Afterwards the model holds the same values on every replica: evaluate and save it now. `close()` does not make a
+        round. It warns of steps that are in no average; the model then no longer contains them. After training without
+        a single round the model keeps its live values.
 
         Raises:
             DiLoCoError: this replica has trained, and there was no round at all.
@@ -439,7 +441,7 @@ class DiLoCo:
         self._close(in_order=True)
 
     def _close(self, *, in_order: bool) -> None:
-        if self._closed or os.getpid() != self._pid:  # a forked process does not leave for the one that opened this
+        if self._closed or os.getpid() != self._pid:  # a forked process does not leave in place of the opener
             return
         self._closed = True
         self._stale.close()
@@ -459,10 +461,11 @@ class DiLoCo:
             self._extension.check_what_was_trained(phase.n_steps, at, is_over=self.is_over)
             self._keep_rest()
             self._workers.uploads.finish()
-            if self.rounds:  # otherwise the anchor is where the run began, and the live values are all there is
+            # Without a round, the anchor is still the first one, and only the live values contain the training.
+            if self.rounds:
                 self._model_state.take_anchor()
             if self._is_also:
-                return  # the DiLoCo of the model says what was averaged
+                return  # the DiLoCo of the model warns of steps in no average
             for other, tensors in self._also:
                 tensors.refresh()
                 other._close(in_order=True)
@@ -501,7 +504,7 @@ class DiLoCo:
     def is_over(self) -> bool:
         """Whether the run has had its last planned round: True for ever from then on.
 
-        The training loop ends here; `steps()` ends by itself. False where no end is planned.
+        The training loop ends here; `steps()` ends by itself. False if no end is planned.
         """
         return self._settings.plan.is_over(self._participant.position)
 
@@ -563,7 +566,7 @@ class DiLoCo:
         source = Source(store=found.store, run_id=found.run_id, name=keys.name, key=key, extensions=found.extensions)
         warm_start = WarmStart(source, found.step, self._model_state, self._model_state.rank)
         if isinstance(self._model_state.model, TensorsAsModule) and not warm_start.has_source:
-            return None  # that run averaged nothing besides its model: this copy begins as the script made it
+            return None  # that run averaged only its model, so this copy begins with the script's values
         warm_start.check()
         return warm_start
 

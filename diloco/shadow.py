@@ -214,7 +214,7 @@ class Shadow:
             left += self._anchor[first : first + len(g)]
             for number, part in parts:
                 part.copy_(left[number - first : number - first + part.numel()])
-        if self._kind in ("add", "set"):  # after a reload something is to be merged besides
+        if self._kind in ("add", "set"):  # after a reload, other values must be merged, too
             self._take_buffers()
 
     @property

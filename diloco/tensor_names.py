@@ -135,7 +135,11 @@ def modules_by_clean_name(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_is_unsharded(model: nn.Module) -> None:
-    """Raises: TypeError: each process has only a piece of a parameter."""
+    """Refuse a model in pieces.
+
+    Raises:
+        TypeError: each process has only a piece of a parameter.
+    """
     fsdp, dtensor = _class(SHARDED), _class(DTENSOR)
     for name, module in model.named_modules():
         if fsdp is not None and isinstance(module, fsdp):

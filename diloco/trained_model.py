@@ -65,7 +65,7 @@ class Source:
     """The run that a model is read from: its store, and the settings that a reader needs.
 
     Args:
-        store: where the run is.
+        store: the store of the run.
         run_id: its id.
         name: the name of its DiLoCo.
         key: of a signed run.

@@ -5,7 +5,7 @@
 
 One process plays all replicas of a run in its memory, with the outer optimizer and the schedule of `DiLoCo`. No time
 goes into rounds, so the whole grid takes about 40 minutes of one core. Each finished run is one line of the file that
-`--lines` names. An interrupted measurement continues where it stopped.
+`--lines` names. An interrupted measurement continues at its last point.
 
 The held-out loss of each run is compared with two bounds of the same number of steps. The upper bound is one replica
 that trains alone. The lower bound is one process that trains on the batches of all replicas, as data-parallel training
@@ -269,7 +269,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: Data) -> float:
-    """Return the mean loss over the held-out examples, with running statistics where the model has some."""
+    """Return the mean loss over the held-out examples, with running statistics if the model has some."""
     model.eval()
     inputs, targets = data.held_out
     loss = loss_of(model(inputs), targets).item()
@@ -357,13 +357,13 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A point of the grid, and what came of each setting."""
+    """A point of the grid, and the result of each setting."""
 
     point: Point
     losses: dict[str, float]
     """Held-out losses in nats, by setting."""
     with_new_statistics: dict[str, float]
-    """The same after the running statistics of each BatchNorm were computed again, where the model has some."""
+    """Held-out losses with new running statistics of each BatchNorm; empty if the model has none."""
     seconds: float
 
     def line(self) -> str:
@@ -414,7 +414,8 @@ def measure(point: Point) -> Measured:
 
 
 def grid(seeds: int, tasks: Sequence[str]) -> list[Point]:
-    """Return the points of the grid: those of the longest runs last, else seed by seed and short runs first."""
+    """Return the points of the grid. The longest runs are last; the others are ordered by seed, with short runs
+    first."""
     points = [
         Point(task=task, n=n, inner_steps=inner_steps, rounds=rounds, seed=seed)
         for n, by_inner_steps in GRIDS.items()
@@ -427,13 +428,13 @@ def grid(seeds: int, tasks: Sequence[str]) -> list[Point]:
 
 
 def read_lines(path: Path) -> list[Measured]:
-    """Return the finished points of a file of lines. A last line that was not written to its end is left out."""
+    """Return the finished points of a file of lines. An incomplete last line is skipped."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [Measured.of(line) for line in lines if line.endswith("\n")]
 
 
 def begin_line(path: Path) -> None:
-    """Remove a last line that was not written to its end, so that the next one begins on a line of its own."""
+    """Remove an incomplete last line, so that the next record begins on a new line."""
     written = path.read_text() if path.exists() else ""
     path.write_text(written[: written.rfind("\n") + 1])
 
@@ -479,10 +480,10 @@ def write_results(path: Path, measured: Iterable[Measured]) -> None:
 
 
 def above_alone(measured: Sequence[Measured], setting: str, *, renewed: bool = False) -> list[float]:
-    """Return by how many percent the loss of a setting is above that of one replica alone, for each point.
+    """Return for each point by how many percent the loss of a setting is above the loss of one replica alone.
 
     Args:
-        measured: the points. Those without this setting are left out.
+        measured: the points. Points without this setting are skipped.
         setting: its name.
         renewed: whether to take the loss after the running statistics were computed again.
     """
@@ -541,8 +542,8 @@ def page(measured: Sequence[Measured], results: str) -> str:
         [
             "# Outer settings in short runs",
             "",
-            f"`python examples/{Path(__file__).name}` makes this page. The file [{results}]({results}) has all losses,",
-            "and says how they were measured. Each number says by how many percent the held-out loss is above that of",
+            f"`python examples/{Path(__file__).name}` makes this page. The file [{results}]({results}) has all losses",
+            "and the method of measurement. A number shows by how many percent the held-out loss is above the loss of",
             "one replica that trains alone for the same steps. Negative is better. Runs start from random parameters.",
             "",
             "## Two replicas, all models: mean and range",

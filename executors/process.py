@@ -614,7 +614,11 @@ def open_inotify() -> Any:
 
 
 def inotify_limit() -> int:
-    """Return how many folders this user may have the kernel watch. Raises: OSError: it is not shown."""
+    """Return the number of folders that the kernel may watch for this user.
+
+    Raises:
+        OSError: the system does not show it.
+    """
     return int(Path("/proc/sys/fs/inotify/max_user_watches").read_text())
 
 
@@ -642,7 +646,11 @@ def own_threads() -> set[int]:
 
 
 def thread_names() -> list[str]:
-    """List the names of this process's threads, also those that Python does not know. Raises: OSError: not shown."""
+    """List the names of this process's threads, including threads that Python does not know.
+
+    Raises:
+        OSError: the system does not show them.
+    """
     found = []
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
@@ -651,7 +659,11 @@ def thread_names() -> list[str]:
 
 
 def open_paths() -> list[str]:
-    """List the paths of the files that this process has open. Raises: OSError: not shown."""
+    """List the paths of the files that this process has open.
+
+    Raises:
+        OSError: the system does not show them.
+    """
     found = []
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # it was the list's

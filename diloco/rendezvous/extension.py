@@ -146,7 +146,7 @@ def check_extension(store: Store, run_id: str, key: bytes | None, asked: Mapping
         check_extension(store, "first-try", None, {"total_steps": 800})
 
     Args:
-        store: where the run is.
+        store: the store of the run.
         run_id: its id.
         key: of a signed run.
         asked: the new total, under `total_steps` or `total_rounds`.
@@ -221,7 +221,7 @@ def check_source(
         check_source(store, "first-try", None)
 
     Args:
-        store: where that run is.
+        store: the store of that run.
         run_id: its id.
         key: of a signed run.
         step: at or before which step of that run the model is asked for. None: the newest.

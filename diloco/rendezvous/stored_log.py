@@ -52,7 +52,12 @@ class More:
 
     @classmethod
     def parse(cls, line: Any) -> Self:
-        """Read an entry, which another replica wrote. Raises: ValueError, TypeError: it is not one."""
+        """Read an entry, which another replica wrote.
+
+        Raises:
+            ValueError: a field is out of range.
+            TypeError: a field has another type.
+        """
         kind, dtype, shape, same_as = typed(list, line)
         if kind not in KINDS:
             raise ValueError(f"{str(kind)[:40]!r} instead of one of {KINDS}")
@@ -151,7 +156,7 @@ class StoredLog:
     """The log of the DiLoCo of one name of one run.
 
     Args:
-        store: where the run is.
+        store: the store of the run.
         keys: the run's and the DiLoCo's name.
         proof: what proves its records.
         limits: how payloads are cut; as the run was made with.
@@ -201,7 +206,11 @@ class StoredLog:
 
     @cached_property
     def agreed(self) -> Agreed:
-        """The replicas' agreement. Raises: CorruptObjectError: it cannot be read."""
+        """The replicas' agreement.
+
+        Raises:
+            CorruptObjectError: the agreement cannot be read.
+        """
         assert self.start is not None
         try:
             return Agreed.parse(self.start.agreement)
@@ -330,7 +339,11 @@ class Rest:
 
     @classmethod
     def parse(cls, data: memoryview, key: str, proof: Proof) -> Self:
-        """Raises: BadRecordError: these bytes are not such an object."""
+        """Read the object from bytes of a store.
+
+        Raises:
+            BadRecordError: these bytes are not such an object.
+        """
         fields, _, end = unframe(data, key, proof)
         with reading("rest of a model"):
             dtypes = {name: typed(str, dtype)[:40] for name, dtype in typed(dict, fields["dtypes"]).items()}

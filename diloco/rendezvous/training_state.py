@@ -20,10 +20,10 @@ from diloco.wires.wire import Wire
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, Array]
 Agreement = Mapping[str, Any]
-"""JSON. `tensors` maps each synchronised name to [shape, dtype, fragment], `frozen` those that are not to a number that
-tells their values from others, `more` names what else a model's `state_dict` has; the rest are settings."""
+"""JSON. `tensors` maps each averaged name to [shape, dtype, fragment], and `frozen` each other name to a fingerprint of
+its values. `more` names the other entries of a model's `state_dict`. The rest are settings."""
 FROZEN_TOLERANCE = 1e-3
-"""Relative: machines compute tables, and round weights, a little differently; other seeds differ by more."""
+"""Relative. Machines compute tables and round weights a little differently; other seeds differ by more."""
 
 
 class Verdict(StrEnum):

@@ -340,7 +340,7 @@ class Replica:
             name: the name of the section. Limits are learned for each name.
             limit_s: seconds until a mark of progress is due, whether the replica is active or idle; more than 0. None,
                 the default: a limit learned from earlier sections of this name, as between two steps. inf is for code
-                that waits for other replicas: it limits only single calls in which Python does not run.
+                that waits for other replicas. It limits only single calls in which Python does not run.
 
         Raises:
             ValueError: the limit is not more than 0.

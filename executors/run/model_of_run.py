@@ -41,11 +41,11 @@ def load_reader(name: str = "default") -> Any:
 
 
 def source_of(store: Store, run_id: str, key_id: str | None, name: str) -> Any:
-    """Return where the reader finds a run, with its key and its extensions.
+    """Return the source of a run's model for the reader, with the run's key and extensions.
 
     Args:
-        store: where the run is.
-        run_id: its id.
+        store: the store of the run.
+        run_id: the id of the run.
         key_id: the id of a signed run's key, from its record; None if the run is not signed.
         name: the name of its DiLoCo.
 
@@ -62,9 +62,9 @@ def has_model(store: Store, run_id: str, outcomes: Iterable[Outcome]) -> bool:
     """Return whether replicas of an ended run had rounds of a DiLoCo named `main`, whose model a command can write.
 
     Args:
-        store: where the run is. It is asked only if a replica reported a round.
-        run_id: the run.
-        outcomes: how its replicas ended.
+        store: the store of the run. It is read only if a replica reported a round.
+        run_id: the id of the run.
+        outcomes: the outcomes of its replicas.
     """
     if not any("round" in (outcome.reached or {}) for outcome in outcomes):
         return False

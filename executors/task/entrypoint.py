@@ -409,7 +409,11 @@ def _load_file(path: Path, text: str, prepared: _PreparedFile | None = None) -> 
 
 
 def _check_name(stem: str, text: str) -> None:
-    """Raises: EntrypointImportError: a file cannot be loaded under its name, which in a replica is another module's."""
+    """Refuse a file whose name belongs to another module in a replica.
+
+    Raises:
+        EntrypointImportError: the file cannot be loaded under its name.
+    """
     if stem in RESERVED:
         raise EntrypointImportError(
             f"Entrypoint {text!r} would be loaded as {stem!r}, which is another module, of Python or of an installed "

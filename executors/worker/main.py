@@ -434,8 +434,8 @@ def _leave(code: int, grace_s: float) -> NoReturn:
     What the user's code left running ends here: a supervisor that would do it may be gone.
 
     Args:
-        grace_s: seconds for which these processes may go on after a SIGTERM, to save their work. The supervisor may end
-            the wait before, as it counts from its own request. 0: they are killed.
+        grace_s: seconds for which these processes may continue after a SIGTERM, to save their work. The supervisor may
+            end the wait before, as it counts from its own request. 0: they are killed.
     """
     try:
         atexit._run_exitfuncs()

@@ -112,7 +112,7 @@ HANGS: Mapping[str, Callable[[], None]] = {
 COMPUTES = ("regular expression", "loop")
 """Those that keep a processor busy: from outside they look like work."""
 SHORT = Defaults(idle_s=4.0, unknown_idle_s=8.0, active_s=14.0, call_s=4.0, kill_after_s=2.0)
-"""The defaults, shortened: an active rank may go on for longer than an idle one."""
+"""Shortened defaults: an active rank may continue for longer than an idle rank."""
 
 
 @dataclass

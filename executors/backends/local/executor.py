@@ -382,7 +382,11 @@ class _Watch(Record):
 
 
 def _refuse_other_systems() -> None:
-    """Raises: BackendError: this system lacks what a supervisor of local replicas needs."""
+    """Refuse systems on which no supervisor of local replicas can run.
+
+    Raises:
+        BackendError: this is such a system.
+    """
     if not CAN_SUPERVISE:
         raise BackendError(
             f"Backend 'local' needs Linux, and this machine runs {system_name()}. Use the backend inline for one "

@@ -293,7 +293,7 @@ RUN = {
     "loading the file calls main": "def main(): ...\nmain()",
     "loading the file hands main to fire": "def main(): ...\nfire.Fire(main)",
     "loading the file keeps what main returns": "def main(): ...\nresult = main()",
-    "loading the file calls main where a condition holds": "def main(): ...\nif DEBUG:\n    main()",
+    "loading the file calls main if a condition holds": "def main(): ...\nif DEBUG:\n    main()",
 }
 
 
@@ -320,7 +320,7 @@ def test_a_file_without_a_main_that_does_something_is_a_script(workspace: Path) 
     for text in ("scripts/script_of_user.py:train", "plain_of_user.train", "json"):
         assert not runs_as_script(text), text
     (workspace / "only_definitions.py").write_text("'''Words.'''\nimport sys\nN = 3\ndef mian(): ...\n")
-    assert not runs_as_script("only_definitions.py"), "it would do nothing: somebody misspelt main"
+    assert not runs_as_script("only_definitions.py"), "it would do nothing: the user misspelled main"
     with pytest.raises(EntrypointImportError, match=r"has no main. Name the function: only_definitions.py:mian$"):
         check_entrypoint("only_definitions.py", {})
     (workspace / "only_definitions.py").write_text("def plain(): ...\ndef other(): ...\ndef _own(): ...\n")

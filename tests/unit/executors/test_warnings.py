@@ -73,7 +73,7 @@ def kept() -> Kept:
     return Kept()
 
 
-# What is kept
+# Kept warnings
 
 
 def test_a_text_is_kept_once_with_how_often_and_when_it_came(kept: Kept) -> None:
@@ -214,7 +214,7 @@ def test_a_record_of_warnings_that_is_none_is_refused_by_its_key(kept: Kept, nam
         read_warnings(kept.attempt)
 
 
-# What is counted where it is read anyway
+# Counts in records that are read anyway
 
 
 def test_a_heartbeat_and_an_outcome_have_the_count_for_every_report_of_the_replica(kept: Kept) -> None:
@@ -273,7 +273,7 @@ def test_the_first_warning_wakes_the_heartbeat_which_writes_the_record_before_it
     assert store.order[:2] == ["warnings.json", "heartbeat.json"]
 
 
-# What is heard
+# Collected warnings
 
 
 def module_of(name: str, code: str) -> ModuleType:
@@ -448,7 +448,7 @@ assert "logging" not in sys.modules
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-# What is shown
+# Shown warnings
 
 
 def warned(rank: int, text: str, at: float, count: int = 1) -> ReplicaState:
