@@ -62,16 +62,20 @@ class Plan:
         return True
 
     def end_after(self, entry: int, ranks: tuple[int, ...]) -> bool:
-        """End the plan at the step of an entry. Return False, and change nothing, if it ends there or earlier.
+        """End the plan at the step of an entry. Return False, and change nothing, if a stage ends there.
 
         Each other fragment has one more round, at the same step: the entries behind this one.
+
+        At the end of a stage a wish changes nothing, also if the run was extended beyond it. Replicas that know of the
+        extension and replicas that do not know of it yet must decide alike. The wish travels with the next round.
 
         Args:
             entry: the entry whose round is the first of the last ones.
             ranks: the replicas that asked for the end.
         """
         end = self.step_before(entry) + self.steps_per_entry
-        if self.total_steps is not None and end >= self.total_steps:
+        stage_end = self._stage_of(entry).end_step
+        if stage_end is not None and end >= stage_end:
             return False
         self.ended_by = ranks
         self.earlier, self.total_steps = tuple(total for total in self.earlier if total < end), end

@@ -200,7 +200,9 @@ class SnapshotReader:
         origin = self._context.origin
         if origin is not None and self._taken_over is None:
             limits = replace(self._context.limits, round_timeout_s=self._context.limits.grace_s)  # nothing comes there
-            there = replace(self._context, keys=replace(self._keys, run_id=origin), limits=limits)
+            # A plan of its own: if that run was stopped, this replica alone would read of it, and end too early.
+            keys, plan = replace(self._keys, run_id=origin), replace(self._context.plan)
+            there = replace(self._context, keys=keys, limits=limits, plan=plan)
             self._taken_over = SnapshotReader(there, may_offer=False).load(-1)
             log.warning("rank %s: goes on from round %s of run %s", self._me.rank, self._taken_over, origin)
         if origin is None and self._context.first_state is not None and not self._has_first_state:

@@ -1,9 +1,10 @@
 """`make simulate`: the rendezvous under many random schedules, with fresh seeds; or one seed's schedule, printed.
 
-python -m tests.simulation [SCHEDULES] [--model | --supervision] [--first SEED] [--processes N]
-python -m tests.simulation --replay SEED [--supervision]
+python -m tests.simulation [SCHEDULES] [--model | --stops | --supervision] [--first SEED] [--processes N]
+python -m tests.simulation --replay SEED [--stops | --supervision]
 
-With --model: each process trains a real model beside. With --supervision: of decisions, keepers and what they start.
+With --model: each process trains a real model beside. With --stops: a rank stops each run. With --supervision: of
+decisions, keepers and what they start.
 """
 
 from __future__ import annotations
@@ -42,16 +43,18 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--replay", type=int, metavar="SEED")
     parser.add_argument("--model", action="store_true")
+    parser.add_argument("--stops", action="store_true")
     parser.add_argument("--supervision", action="store_true")
     asked = parser.parse_args()
     if asked.replay is not None:
-        return (replay_supervision if asked.supervision else replay)(asked.replay)
+        return replay_supervision(asked.replay) if asked.supervision else replay(asked.replay, stops=asked.stops)
     logging.disable(logging.WARNING)  # what the schedules break on purpose
     print(f"{asked.schedules:,} schedules from seed {asked.first} on", flush=True)
     began, done, violations = time.monotonic(), 0, 0
     starts = range(asked.first, asked.first + asked.schedules, BATCH)
     run: Callable[..., object] = run_supervision if asked.supervision else run_schedule
     run = partial(run_schedule, training=Twin) if asked.model else run
+    run = partial(run_schedule, stops_always=True) if asked.stops else run
     with ProcessPoolExecutor(asked.processes) as pool:
         for found in pool.map(partial(run_batch, run, end=asked.first + asked.schedules), starts):
             done = min(done + BATCH, asked.schedules)
@@ -78,9 +81,14 @@ def run_batch(run: Callable[..., object], start: int, end: int) -> list[str]:
     return found
 
 
-def replay(seed: int) -> int:
-    """Print a schedule, and how it ended."""
-    plan = Plan.from_seed(seed)
+def replay(seed: int, *, stops: bool) -> int:
+    """Print a schedule, and how it ended.
+
+    Args:
+        seed: of the schedule.
+        stops: whether a rank stops the run in any case.
+    """
+    plan = Plan.from_seed(seed).stopping() if stops else Plan.from_seed(seed)
     print(plan)  # before the run, which counts its deaths down
     simulation = Simulation(plan)
     return show(simulation.world, simulation.run)

@@ -5,13 +5,14 @@ and so does every snapshot. I3 each unit of local work is in at most one mean, a
 died, was copied, or sent something that rotted. I10 the first anchor is one process's model. I11 after the last fault
 every live replica of equal speed is named in every seal from the third on. I12 an expected replica is waited for no
 longer than the grace, and a replica out of phase never stops training. I13 two later snapshots are whole before one is
-deleted.
+deleted. I14 a seal names those of its members that ask to end the run, and every process that is alive then ends after
+the same entry, which is the last one of the log.
 """
 
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -40,6 +41,8 @@ class Process:
     rank: int | None
     slot: int
     toy: Toy
+    steps: rounds.Plan
+    """Its own plan, which ends where it has learned that the run was stopped."""
     here_s: float | None = None
     """When it had loaded the run, and presented itself where it was out of phase."""
     ended_s: float | None = None
@@ -52,6 +55,10 @@ class Process:
     is_restored: bool = False
     """Whether it goes on with another's work, whose steps it does not know."""
     phase: rounds.Phase | None = None
+    left_at: int | None = None
+    """The position at which it left in good order."""
+    has_made_all: bool = False
+    """Whether it left because it had made as many entries as it wanted to."""
 
     def is_here(self, at_s: float) -> bool:
         return self.here_s is not None and self.here_s <= at_s and (self.ended_s is None or self.ended_s > at_s)
@@ -110,7 +117,7 @@ class Invariants:
         calls_s = 60 * plan.answer_s + 3 * plan.upload_s + 1.2  # the pauses between two looks are a second at most
         if was_out and not adopted and now - began_s > 60 * plan.answer_s + plan.upload_s:
             raise Violation(f"I12: {process.name}, out of phase, stood still for {now - began_s:.3f} s")
-        if plan.sharded or (adopted and self.steps.is_final(adopted[-1].round - 1)):
+        if plan.sharded or (adopted and process.steps.is_final(adopted[-1].round - 1)):
             return  # waits for a mean are not counted; at the end of a plan there is nothing to do but wait
         grace_s = max(plan.grace_s, plan.phase_s / 20)
         if plan.entry_s is not None:  # a step in which a process was held up took as long
@@ -218,7 +225,29 @@ class Invariants:
             left_out += [set(MeanHead.parse(data, key, self.proof).left_out)] * part.n_elements
         return values_of(self.layout.mean_wire, values), left_out
 
+    def _check_end(self) -> None:
+        """I14, once all have ended."""
+        planned, seals = replace(self.steps), self.seals()
+        for entry, seal in enumerate(seals):
+            if seal.stops:
+                planned.end_after(entry, seal.stops)
+        if not planned.ended_by:
+            ended = [process.name for process in self.processes if process.steps.ended_by]
+            if ended:
+                raise Violation(f"I14: {ended[0]} ended a run that nobody has stopped")
+            return
+        n = planned.n_entries
+        assert n is not None
+        if len(seals) > n:
+            raise Violation(f"I14: the run was stopped after entry {n - 1}, and entry {len(seals) - 1} was sealed")
+        for process in self.processes:
+            if process.left_at is not None and process.left_at != n and not process.has_made_all:
+                raise Violation(f"I14: {process.name} ended at {process.left_at}, the run after entry {n - 1}")
+            if process.steps.ended_by and process.steps != planned:
+                raise Violation(f"I14: {process.name} ended by {process.steps}, the run by {planned}")
+
     def _check_history(self) -> None:
+        self._check_end()
         for key, values in self.store.ever.items():
             decides = "/seal/" in key or "/snapshot/" in key or key.endswith("started.json")
             if decides and len(values) > 1:
@@ -276,6 +305,8 @@ class Invariants:
             self._check_weight(rank, head, sent[rank][1], member.nonce)
             if (head.weight, head.in_phase, head.nonce) != (member.weight, member.in_phase, member.nonce):
                 raise Violation(f"entry {entry}: the seal does not say of rank {rank} what its contribution does")
+        if seal.stops != tuple(rank for rank, (head, _) in sorted(sent.items()) if head.stop):
+            raise Violation(f"I14: the seal of entry {entry} says that {seal.stops} stop the run")
         if seal.phase_s != max(head.phase_s for head, _ in sent.values()):
             raise Violation(f"entry {entry}: the seal does not have the longest phase of its members")
         if seal.same:  # each process's work is its own

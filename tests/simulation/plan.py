@@ -9,6 +9,8 @@ from simulation.world import Faults
 
 PHASED_SHARE = 20
 """One of so many seeds is of a schedule in phases; it takes four times as long as another."""
+STOPPING_SHARE = 8
+"""In one of so many seeds a rank stops the run."""
 GRACE_S = 3.0
 PHASES_PER_GRACE = (0.03, 0.1, 1.0, 3.0, 10.0)
 
@@ -78,6 +80,8 @@ class Plan:
     """By the clock: how long after an entry the next one is due."""
     overlap_share: float = 0.0
     """By the clock: the share of that time for which an overlap lasts."""
+    stops: dict[int, int] = field(default_factory=dict)
+    """The position from which each process of a rank asks all to end the run, by rank."""
 
     @property
     def phase_s(self) -> float:
@@ -101,7 +105,17 @@ class Plan:
     def from_seed(cls, seed: int) -> Plan:
         plan = cls.phased(seed) if seed % PHASED_SHARE == 0 else cls.random(seed)
         plan = plan.beside(random.Random(f"sides {seed}"))
-        return plan.by_the_clock() if random.Random(f"is clocked {seed}").random() < 0.25 else plan
+        plan = plan.by_the_clock() if random.Random(f"is clocked {seed}").random() < 0.25 else plan
+        return plan.stopping() if seed % STOPPING_SHARE == STOPPING_SHARE - 1 else plan
+
+    def stopping(self) -> Plan:
+        """Return the same plan, in which one or two ranks ask all to end the run, somewhere on the way.
+
+        Each process of such a rank asks again from that position on, as a script does that is started again.
+        """
+        rng = random.Random(f"stops {self.seed}")
+        ranks = rng.sample(range(self.world_size), min(self.world_size, rng.choice([1, 1, 2])))
+        return replace(self, stops={rank: rng.randrange(max(1, *self.entries)) for rank in ranks})
 
     def beside(self, rng: random.Random) -> Plan:
         """Return the same plan, perhaps with rounds beside the training, and with other merges."""

@@ -6,6 +6,7 @@ I4, that all live replicas finish when faults end, joiners too, is checked here.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -88,9 +89,10 @@ class Simulation(Invariants):
         toy = self.training(
             plan.n_fragments, slot % SLOTS, slot, is_lossy=plan.is_lossy, keeps_later_work=plan.keeps_later_work
         )
-        toy.prepare(is_final=self.steps.is_final, trains_on=self.steps.overlaps or plan.is_beside)
+        steps = replace(self.steps)  # a replica learns of the end of a stopped run by itself
+        toy.prepare(is_final=steps.is_final, trains_on=steps.overlaps or plan.is_beside)
         toy.proof = self.proof
-        process = Process(name, rank, slot, toy, is_restored=checkpoint is not None)
+        process = Process(name, rank, slot, toy, steps, is_restored=checkpoint is not None)
         self.processes.append(process)
         self.world.spawn(name, lambda: self._process(process, checkpoint), delay_s)
 
@@ -163,7 +165,7 @@ class Simulation(Invariants):
             keys=self.keys,
             me=me,
             training=toy,
-            plan=self.steps,
+            plan=process.steps,
             proof=self.proof,
             min_quorum=plan.min_quorum,
             weight=plan.weights[me.rank % len(plan.weights)],
@@ -188,7 +190,9 @@ class Simulation(Invariants):
         process.here_s = world.now
         slower = plan.speeds[me.rank] if me.rank < len(plan.speeds) else 1.0
         entries = plan.entries[me.rank] if me.rank < plan.world_size else max(plan.entries)
-        while not self._has_finished(participant, entries):
+        while not self._has_finished(process, participant, entries):
+            if participant.position >= plan.stops.get(me.rank, math.inf):
+                participant.phase.wants_to_stop = True
             self._perhaps_copy(me, participant, toy)
             self._perhaps_flip(me, participant.position, toy)
             world.sleep(world.rng.uniform(*plan.step_s) * slower)
@@ -198,7 +202,8 @@ class Simulation(Invariants):
             if adopted:
                 world.note(f"has adopted {adopted[-1].round}{', and is out of phase' * participant.phase.is_out}")
                 process.adopted_s.append(world.now)
-            if self.steps.is_over(participant.position) and participant.phase.run_step < (self.steps.total_steps or 0):
+            steps = process.steps
+            if steps.is_over(participant.position) and participant.phase.run_step < (steps.total_steps or 0):
                 raise Violation(f"{process.name}: the plan is over, and its steps are not")
             if checkpoint is None:
                 self._check_ledger(process, participant.phase)
@@ -207,6 +212,7 @@ class Simulation(Invariants):
             process.is_new = was_out or (process.is_new and not adopted)
         process.left_out_of_phase = participant.phase.is_out  # what it presented may be counted after it has left
         participant.leave()
+        process.left_at, process.has_made_all = participant.position, participant.position >= entries
 
     def _check_what_lands(self, participant: Participant, toy: Toy) -> None:
         """Check the state whenever something lands: the rounds then wait for the training."""
@@ -218,10 +224,12 @@ class Simulation(Invariants):
 
         rounds._land = check_and_land
 
-    def _has_finished(self, participant: Participant, entries: int) -> bool:
-        if self.steps.total_steps is None:
+    def _has_finished(self, process: Process, participant: Participant, entries: int) -> bool:
+        if process.steps.total_steps is None:
             return participant.position >= entries
-        return participant.phase.run_step >= self.steps.total_steps
+        if self.plan.stops:  # loops of users end by `is_over` or by the number of steps, and both must be right
+            return process.steps.is_over(participant.position)
+        return participant.phase.run_step >= process.steps.total_steps
 
     def _perhaps_copy(self, me: Identity, participant: Participant, toy: Toy) -> None:
         world = self.world
@@ -302,10 +310,14 @@ def calm(**changes: Any) -> Simulation:
     return Simulation(replace(CALM, **{"entries": [4, 4, 4], **changes}))
 
 
-def run_schedule(seed: int, *, is_traced: bool = True, training: type[Toy] = Toy, **changes: Any) -> Simulation:
+def run_schedule(
+    seed: int, *, is_traced: bool = True, training: type[Toy] = Toy, stops_always: bool = False, **changes: Any
+) -> Simulation:
     """Run one schedule.
 
     Args:
+        seed: all of the schedule follows from it.
+        stops_always: a rank stops the run, whatever the seed.
         is_traced: record every call, to be printed.
         training: what each process trains.
         changes: of the plan that follows from the seed.
@@ -313,6 +325,7 @@ def run_schedule(seed: int, *, is_traced: bool = True, training: type[Toy] = Toy
     Raises: Violation: with the seed in its message.
     """
     plan = replace(Plan.random(seed), **changes) if changes else Plan.from_seed(seed)
+    plan = plan.stopping() if stops_always else plan
     simulation = Simulation(plan, is_traced=is_traced, training=training)
     try:
         simulation.run()

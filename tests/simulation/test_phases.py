@@ -14,7 +14,7 @@ from diloco.rendezvous.membership import Identity
 from diloco.rendezvous.participant import Participant
 from diloco.rendezvous.phase import Phase
 from diloco.rendezvous.phase import Plan as StepPlan
-from simulation.invariants import Violation
+from simulation.invariants import Process, Violation
 from simulation.plan import CALM, Absence, Plan
 from simulation.simulation import Simulation
 from simulation.work import Toy
@@ -142,12 +142,12 @@ def a_replica_that_leaves_out_of_phase_waits_for_nobody() -> None:
     leaving_s: list[float] = []
     has_finished = simulation._has_finished
 
-    def leaves(participant: Participant, entries: int) -> bool:
+    def leaves(process: Process, participant: Participant, entries: int) -> bool:
         me = participant._context.me
         joiner = me.rank == 4 and participant.phase.is_out and simulation.toys[4].done == 3
         if joiner:
             leaving_s.append(simulation.world.now)
-        return joiner or has_finished(participant, entries)
+        return joiner or has_finished(process, participant, entries)
 
     simulation._has_finished = leaves  # type: ignore[method-assign]
     simulation.run()

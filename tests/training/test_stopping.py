@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,8 +15,10 @@ from diloco import DiLoCo
 from diloco.rendezvous.end import End
 from diloco.rendezvous.envelope import BadRecordError
 from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.phase import Plan
 from diloco.rendezvous.proof import UNSIGNED
 from diloco.testing import run_replicas
+from executors.replica import Replica, set_current_replica
 from executors.store import MemoryStore
 
 CASES: dict[str, dict[str, Any]] = {
@@ -70,7 +73,7 @@ def test_a_run_that_was_stopped_is_over_for_whoever_comes_back_to_it() -> None:
         next_process()
         with DiLoCo(model := nn.Linear(2, 1), **options, **where) as second:
             assert second.is_over
-            assert list(second.steps()) == []
+            assert list(second.steps()) == [5], "the last pass again, for the code after the loop"
         assert torch.equal(model.weight.detach(), anchor["weight"])
         next_process()
 
@@ -118,6 +121,75 @@ def test_stopping_in_the_last_planned_round_changes_nothing() -> None:
         diloco.step()
     assert (diloco.rounds, diloco._settings.plan.ended_by) == (2, ())
     diloco.close()
+
+
+def test_a_wish_at_the_end_of_a_stage_means_the_same_whether_a_replica_knows_of_the_extension_or_not() -> None:
+    """Otherwise the replicas that know of it would end there, and the others would train on without them."""
+    knowing, unknowing = (Plan(steps_per_entry=2, n_fragments=2, total_steps=8) for _ in range(2))
+    knowing.extend(20)
+    assert [plan.end_after(3, (1,)) for plan in (knowing, unknowing)] == [False, False]
+    unknowing.extend(20)
+    assert knowing == unknowing
+    assert [plan.end_after(2, (1,)) for plan in (knowing, unknowing)] == [True, True]
+    assert (knowing, knowing.total_steps) == (unknowing, 6)
+
+
+def test_a_schedule_of_epochs_ends_with_the_epoch_in_which_a_replica_stops_the_run() -> None:
+    """In the loop that README has; else it would be stepped for each epoch that is left."""
+
+    def body(where: Mapping[str, Any]) -> tuple[int, float, int]:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        with DiLoCo(model, inner_steps=2, total_steps=80, **PLAIN, **where) as diloco:
+            diloco.attach_state("optimizer", optimizer)
+            diloco.attach_state("schedule", schedule)
+            for epoch in range(diloco.inner_step // 8, 10):
+                if diloco.is_over:
+                    break
+                for _ in range(8):
+                    if diloco.is_over:
+                        break
+                    optimizer.step()
+                    nudge(model, 1.0 + where["rank"])
+                    diloco.step()
+                schedule.step()
+                if epoch == 1 and where["rank"] == 0:
+                    diloco.stop()
+        return schedule.last_epoch, optimizer.param_groups[0]["lr"], diloco.inner_step
+
+    first, second = run_replicas(2, body)
+    assert first == second == (3, 0.125, 18)
+
+
+class ContinuesOld(Replica):
+    """A replica of a run that begins from the newest snapshot of the run `old`."""
+
+    @property
+    def continues(self) -> str | None:
+        return "old"
+
+
+def test_a_run_that_goes_on_from_a_snapshot_of_a_run_that_was_stopped_has_its_own_end() -> None:
+    store = MemoryStore()
+    options: dict[str, Any] = {"inner_steps": 2, "total_steps": 40, "snapshot_every": 1, **PLAIN}
+    for run_id, kind in (("old", Replica), ("new", ContinuesOld)):
+        replica = kind(0, 1, run_id, 0, store.url, claimed_nonce=f"nonce-{run_id}")
+        replica.store = store
+        store.put(replica.key("started.json"), json.dumps({"nonce": replica.claimed_nonce}).encode())
+        set_current_replica(replica)
+        try:
+            diloco = DiLoCo(model := nn.Linear(2, 1), **options)
+            assert diloco._settings.plan.total_steps == 40
+            for step in diloco.steps():
+                nudge(model, 1.0)
+                if run_id == "old" and step == 9:
+                    diloco.stop()
+                diloco.step()
+            diloco.close()
+            assert diloco.inner_step == (10 if run_id == "old" else 40)
+        finally:
+            set_current_replica(None)
 
 
 @pytest.mark.parametrize(
