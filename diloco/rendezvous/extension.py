@@ -7,6 +7,7 @@ they know of the extension or not (`Plan`), so a replica may learn of it at any 
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,8 @@ from diloco.rendezvous.proof import proof_of
 from diloco.rendezvous.stored_log import Agreed, StoredLog
 from executors.errors import CorruptObjectError, StoreError
 from executors.store import Store
+
+log = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
 UNITS = {"total_steps": "--total-steps", "total_rounds": "--total-rounds"}
@@ -65,6 +68,8 @@ class Extension:
     def look(self, find_total: Callable[[], int | None]) -> bool:
         """Read the orders, and return whether the plan has become longer. A line on stderr says so.
 
+        An order that has no effect here is a warning, and so an event of the run.
+
         Args:
             find_total: returns the total that the run began with. Replicas whose own totals lead to the same rounds
                 may differ in it, and all must count from one. None: this replica begins the run.
@@ -81,7 +86,7 @@ class Extension:
         if self.refused or not totals:
             if self.refused and self.refused not in self._told:
                 self._told.add(self.refused)
-                print(f"replicas: {self.refused}", file=sys.stderr)
+                log.warning("%s", self.refused)
             return False
         before = self._plan.total_steps
         if not self._plan.earlier and (first := find_total()) is not None:
