@@ -65,6 +65,8 @@ class DiLoCo:
     A loop over epochs begins at the run's step, and ends with the run:
 
         for epoch in range(diloco.inner_step // len(loader), epochs):
+            if diloco.is_over:
+                break
             for batch in loader:
                 if diloco.is_over:
                     break
@@ -249,10 +251,12 @@ class DiLoCo:
         self._attached.begin(KeepSchedule(settings.n_fragments, settings.entries_per_snapshot, self.rounds))
         self._rest_period = self.rounds // settings.entries_per_snapshot
         self._model_state.before_hold = self._keep_if_due
-        self._loop = TrainingLoop(self._settings, begins_at=self.inner_step)
+        self._loop = TrainingLoop(self._settings, begins_at=self._inner_step)
         self._link.plan(settings.total_of_steps, me.nonce, _begun_at)
         is_open[self._name] = self
         self._link.note_step(self._participant.phase.run_step, settings.plan.total_steps)  # all may be done already
+        if self._is_over:
+            self._link.found_over()
         self._link.show(self.rounds, self._round_s)
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -278,15 +282,14 @@ class DiLoCo:
         self._check_open()
         self._link.progress()
         self._leave_if_asked(after_round=False)
-        if self.is_over:
-            self._undo_step()
+        if self._is_past_the_end("step"):
             return None
         self._loop.step_called()
         self._stale.check(self._also_pointers)
         self._early.warn()
         reports = self._in_round(self._participant.step)
         for other, _ in self._also:
-            if not other.is_over:
+            if not other._is_over:
                 other._in_round(other._participant.step)
         self._leave_if_asked(after_round=bool(reports))
         return RoundReport.sum_of(reports) if reports else None
@@ -306,18 +309,23 @@ class DiLoCo:
         `step()` once for each value. A value may be larger than the previous value plus 1 if the run continued without
         this replica, or has rounds by the clock.
 
+        A replica that is started again after the last round makes the last pass once more. Its step is undone and
+        counted nowhere, so the model holds the anchor after the loop. Without this pass, the variables of the loop
+        would not exist, and code after the loop that uses them would fail.
+
         Raises:
             DiLoCoError: no end is planned. Give DiLoCo total_steps, or total_rounds with round_seconds. While
                 iterating: the loop does not call `step()`.
         """
         self._check_open()
+        self._trust_loop()
         if self._settings.plan.total_steps is None:
             total = "total_steps" if self._settings.round_seconds is None else "total_rounds"
             raise DiLoCoError(
                 f"steps() ends at the planned end of the run, and no end is planned. Pass {total}=… to DiLoCo, or "
                 "write a loop of your own that calls step()."
             )
-        return self._loop.steps(self)
+        return self._loop.steps(self, self._undo_step)
 
     def stop(self) -> None:
         """Ask all replicas to end the run with one of the next rounds, as for early stopping.
@@ -332,10 +340,27 @@ class DiLoCo:
         self._check_open()
         self._participant.phase.wants_to_stop = True
 
+    def _is_past_the_end(self, call: str) -> bool:
+        """Return whether the run has ended. If it has, undo what was trained since, and warn.
+
+        Args:
+            call: the name of the method that was called.
+        """
+        if not self._is_over:
+            return False
+        self._loop.called_past_the_end(call, self._inner_step)
+        self._undo_step()
+        return True
+
     def _undo_step(self) -> None:
-        """Give the model the anchor again: every replica ends with that, and this step belongs to no round."""
-        self._loop.warn_past_the_end(self.inner_step)
+        """Give the model, and all that is averaged besides, the anchor again. Called after the end of the run.
+
+        Every replica ends with the anchor, and a step after the last round belongs to no round.
+        """
         self._participant.apart(self._model_state.take_anchor)
+        for other, tensors in self._also:
+            tensors.refresh()
+            other._undo_step()
         self._link.note_step(self._participant.phase.run_step, self._settings.plan.total_steps)
 
     def sync(self) -> list[RoundReport]:
@@ -343,12 +368,17 @@ class DiLoCo:
 
         A fragment that is on its way has this as its round. With `total_steps` these are the next planned rounds, and
         there is none until those after them are due. By the clock the run is so much nearer to its end.
+
+        After the end of the run there is no round: the model takes the anchor, as with `step()`, and a warning says so.
         """
         self._check_open()
         self._link.progress()
+        if self._is_past_the_end("sync"):
+            return []
         reports = self._in_round(self._participant.sync)
         for other, _ in self._also:
-            other._in_round(other._participant.sync)
+            if not other._is_over:
+                other._in_round(other._participant.sync)
         return reports
 
     def attach_state(self, name: str, thing: Any, *, follow: bool = False, _lead: int | None = None) -> None:
@@ -380,7 +410,7 @@ class DiLoCo:
             ValueError: the name is taken, or a schedule that follows was attached before its optimizer.
         """
         self._check_open()
-        self._attached.attach(name, thing, self.inner_step, follow=follow, lead=_lead)
+        self._attached.attach(name, thing, self._inner_step, follow=follow, lead=_lead)
         self._stale.warn_of_copies(thing, self._also_pointers())
 
     def average_also(self, thing: AlsoAveraged) -> None:
@@ -445,7 +475,7 @@ class DiLoCo:
             return
         self._closed = True
         self._stale.close()
-        if in_order and self._participant.phase.wants_to_stop and not self.is_over:
+        if in_order and self._participant.phase.wants_to_stop and not self._is_over:
             self._loop.warn_of_early_close()
         is_open.pop(self._name, None)
         try:
@@ -457,8 +487,8 @@ class DiLoCo:
         self._link.show(self.rounds, self._round_s)
         if in_order:
             phase = self._participant.phase
-            at = self.rounds if self._settings.round_seconds is not None else self.inner_step
-            self._extension.check_what_was_trained(phase.n_steps, at, is_over=self.is_over)
+            at = self.rounds if self._settings.round_seconds is not None else self._inner_step
+            self._extension.check_what_was_trained(phase.n_steps, at, is_over=self._is_over)
             self._keep_rest()
             self._workers.uploads.finish()
             # Without a round, the anchor is still the first one, and only the live values contain the training.
@@ -497,8 +527,8 @@ class DiLoCo:
 
         With `round_seconds` they are this replica's own, with those of its earlier attempts that were kept.
         """
-        phase = self._participant.phase
-        return int(phase.run_step) if self._settings.round_seconds is None else self._steps_before + phase.n_steps
+        self._trust_loop()
+        return self._inner_step
 
     @property
     def is_over(self) -> bool:
@@ -506,7 +536,8 @@ class DiLoCo:
 
         The training loop ends here; `steps()` ends by itself. False if no end is planned.
         """
-        return self._settings.plan.is_over(self._participant.position)
+        self._trust_loop()
+        return self._is_over
 
     @property
     def progress(self) -> float:
@@ -516,6 +547,7 @@ class DiLoCo:
         """
         if (total := self._settings.plan.total_steps) is None:
             raise DiLoCoError("progress is a share of what is planned. Tell DiLoCo total_steps=…, or total_rounds=….")
+        self._trust_loop()
         return min(1.0, self._participant.phase.run_step / total)
 
     def anchor(self) -> dict[str, Tensor]:
@@ -534,7 +566,7 @@ class DiLoCo:
         """
         taken: list[dict[str, Any]] = []
         self._in_round(lambda: self._participant.at_rest(lambda: taken.append(self._model_state.checkpoint())))
-        return {**self._participant.place, "inner_step": self.inner_step, **taken[0]}
+        return {**self._participant.place, "inner_step": self._inner_step, **taken[0]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to a checkpoint of this run, and then on to where the run is now.
@@ -552,6 +584,24 @@ class DiLoCo:
         self._in_round(partial(self._participant.go_back, state, partial(self._model_state.load_checkpoint, state)))
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _inner_step(self) -> int:
+        phase = self._participant.phase
+        return int(phase.run_step) if self._settings.round_seconds is None else self._steps_before + phase.n_steps
+
+    @property
+    def _is_over(self) -> bool:
+        return self._settings.plan.is_over(self._participant.position)
+
+    def _trust_loop(self) -> None:
+        """Note that the training loop knows where the run is: it asks for that, or goes over `steps()`.
+
+        One loop calls `step()` of all DiLoCos of a replica, as where a GAN trains two models.
+        """
+        for (nonce, _), each in is_open.items():
+            if nonce == self._name[0] and isinstance(each, DiLoCo):
+                each._loop.trust()
 
     def _find_warm_start(self, place: Place, store: PatientStore, keys: Keys, key: bytes | None) -> WarmStart | None:
         """Return what a run that has not begun yet begins with, once it fits this model. None: a replica's own model.
@@ -577,10 +627,10 @@ class DiLoCo:
         with self._link.waiting("round"):
             reports = act()
         if reports:
-            if self.is_over and self._settings.plan.ended_by and not self._loop.has_told_of_stop:
+            if self._is_over and self._settings.plan.ended_by and not self._loop.has_told_of_stop:
                 self._link.replan(self._settings.total_of_steps)
                 self._loop.tell_of_stop(self._settings.plan.ended_by, reports[-1].round)
-            if self.is_over and self._extension.look(self._find_total):
+            if self._is_over and self._extension.look(self._find_total):
                 self._link.replan(self._settings.total_of_steps)
             self._keep_if_due()
             if (period := self.rounds // self._settings.entries_per_snapshot) != self._rest_period:
@@ -595,7 +645,7 @@ class DiLoCo:
         self._link.record(reports)
         self._link.note_step(self._participant.phase.run_step, self._settings.plan.total_steps)
         self._same_data.check(reports)
-        step = self.inner_step
+        step = self._inner_step
         self._link.show_step(step)
         self._attached.follow(step, self._participant.phase.n_steps)
         return reports
@@ -603,7 +653,7 @@ class DiLoCo:
     def _keep_if_due(self) -> None:
         """Keep what is attached, if that is due: after a merge, and before more is sent."""
         if self._attached and self._attached.schedule.is_due(self.rounds):
-            self._attached.follow(self.inner_step, self._participant.phase.n_steps)
+            self._attached.follow(self._inner_step, self._participant.phase.n_steps)
             self._keep_attached()
 
     def _keep_attached(self) -> None:

@@ -154,6 +154,15 @@ class ReplicaLink:
             finished.add((self._nonce, self._name))
             self._finish_if_last()
 
+    def found_over(self) -> None:
+        """Note that this attempt of the replica began after the last round, so that its errors can be explained.
+
+        Example:
+            link.found_over()
+        """
+        if self._replica is not None:
+            self._replica.began_after_the_end = True
+
     def _finish_if_last(self) -> None:
         """Tell the replica that its training is finished, unless another DiLoCo still trains."""
         if self._replica is not None and all(key in finished for key in is_open if key[0] == self._nonce):

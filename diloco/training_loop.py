@@ -1,10 +1,14 @@
-"""The loop that calls `DiLoCo.step()`: where it begins, where it ends, and the lines that say so when it is wrong."""
+"""The loop that calls `DiLoCo.step()`: where it begins, where it ends, and the lines that say so when it is wrong.
+
+A replica that is started again after the last round has no step left to make. Its loop over `steps()` then makes one
+pass all the same, whose step is undone: the code after the loop needs the variables that the loop sets.
+"""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from diloco.errors import DiLoCoError
@@ -31,24 +35,42 @@ class TrainingLoop:
     Args:
         settings: of the run.
         begins_at: the run's step when this process joined it; more than 0 in a replica that came back.
+
+    Example:
+        loop = TrainingLoop(settings, begins_at=100)
+        for step in loop.steps(diloco, undo): ...
     """
 
     def __init__(self, settings: Settings, begins_at: int) -> None:
         self._settings = settings
         self._begins_at = begins_at
-        self._knows_begin = begins_at == 0
+        self.knows_begin = begins_at == 0
+        """Whether the loop begins where the run is, as far as that can be seen from here."""
         self._has_warned = False
         self.has_told_of_stop = False
         """Whether the line was printed that says who stopped the run."""
         self._calls = 0
+        self._has_made_last_pass = False
+        """Whether a process that found the run over has made the one step that is neither counted nor warned of."""
 
     def trust(self) -> None:
-        """Accept that the loop begins where the run is: `steps()`, or a trainer's callback, has seen to it."""
-        self._knows_begin = True
+        """Accept that the loop begins where the run is: it uses `steps()`, or has read where the run is."""
+        self.knows_begin = True
 
-    def steps(self, position: Position) -> Iterator[int]:
-        """Yield the run's step until the run is over; see `DiLoCo.steps`."""
-        self.trust()
+    def steps(self, position: Position, undo: Callable[[], None]) -> Iterator[int]:
+        """Yield the run's step until the run is over; see `DiLoCo.steps`.
+
+        Args:
+            position: where the run is, asked again before each pass.
+            undo: gives the model the anchor.
+
+        Raises:
+            DiLoCoError: the loop does not call `step()`.
+        """
+        if position.is_over and not self._calls and not self._has_made_last_pass:
+            yield max(0, position.inner_step - 1)
+            undo()  # the body may have left out step(), as where it accumulates gradients
+            self._has_made_last_pass = True
         idle, calls = 0, self._calls
         while not position.is_over:
             yield position.inner_step
@@ -62,15 +84,16 @@ class TrainingLoop:
     def step_called(self) -> None:
         """Count a call of `step()`.
 
-        The first call prints one line if a loop of the user's own may have begun at 0 in the midst of a run.
+        The first call prints one line if a loop of the user's own may have begun at 0 in the midst of a run. It prints
+        nothing if the script has asked where the run is.
         """
         self._calls += 1
-        if self._knows_begin:
+        if self.knows_begin:
             return
-        self._knows_begin = True
+        self.knows_begin = True
         total = self._settings.total_steps
         until = f" of {total}" if total is not None else ""
-        # Not a warning: from here, a loop that begins at the right step looks the same.
+        # Not a warning: a loop may begin at the right step by other means, and looks the same from here.
         print(
             f"replicas: this replica continues at inner step {self._begins_at}{until}. A loop of your own must begin "
             f"there: for step in diloco.steps(), or range(diloco.inner_step, {total or '…'}).",
@@ -91,9 +114,18 @@ class TrainingLoop:
             stacklevel=5,
         )
 
-    def warn_past_the_end(self, step: int) -> None:
-        """Warn, once, that `step()` is called after the last planned round."""
-        if self._has_warned:
+    def called_past_the_end(self, call: str, step: int) -> None:
+        """Warn, once, that `step()` or `sync()` is called after the last planned round.
+
+        The first call is no mistake in a process that found the run over: it belongs to the last pass of `steps()`.
+
+        Args:
+            call: the name of the method.
+            step: the run's step.
+        """
+        is_last_pass = not self._calls and not self._has_made_last_pass
+        self._has_made_last_pass = True
+        if is_last_pass or self._has_warned:
             return
         self._has_warned = True
         settings = self._settings
@@ -101,8 +133,8 @@ class TrainingLoop:
         if settings.round_seconds is not None:
             planned = f"total_rounds={settings.total_rounds}"
         warnings.warn(
-            f"step() was called after the end of the run ({planned}, at inner step {step}). Steps beyond the end "
+            f"{call}() was called after the end of the run ({planned}, at inner step {step}). Steps beyond the end "
             "change nothing: the model keeps the anchor. End the loop with `for step in diloco.steps()`, or when "
             "diloco.is_over is True.",
-            stacklevel=4,
+            stacklevel=5,
         )

@@ -125,6 +125,8 @@ class Replica:
     """Whether the script has called `report(step=…)`. Its steps then replace those that a DiLoCo counts."""
     is_alone: bool = False
     """Whether `replicas` did not start this process: then nothing of it is kept."""
+    began_after_the_end: bool = field(default=False, repr=False)
+    """Whether a DiLoCo found the run complete when this attempt opened it: the attempt had no step left to make."""
     knows_rank: bool = field(default=False, repr=False)
     """Whether the user's code has asked for this object, or its arguments or variables have `${rank}`. Then each
     replica may do something else on purpose."""

@@ -59,6 +59,12 @@ if TYPE_CHECKING:
     from executors.worker.tracking import Tracking
 
 BAD_OPTIONS = 2  # argparse and click leave so
+AFTER_THE_END = "this attempt began after the last round"
+AFTER_THE_END_ADVICE = (
+    "This attempt began after the last round: the run is complete, and the model holds the anchor. A loop of the "
+    "script's own made no pass, so the variables that it sets do not exist. Set them before the loop, or loop over "
+    "diloco.steps(), which makes the last pass once more."
+)
 
 
 @dataclass(frozen=True)
@@ -285,7 +291,13 @@ class _Worker:
         if isinstance(error, UnhealthyError):
             return self._failed("start_failed", str(error), 1)  # perhaps the machine's fault: not `deterministic`
         reason: Any = error.outcome_reason if isinstance(error, ReplicasError | HangError) else "exception"
-        return self._failed(reason, exit_code=1, **describe_failure(error))
+        told = describe_failure(error)
+        if self.replica.began_after_the_end and reason == "exception":
+            # Most often it is a variable that a loop sets. The line stands alone in events and in the live table, where
+            # `NameError: name 'loss' is not defined` looks like a bug in a script that has run for days.
+            told["error_line"] = f"{told['error_line']} ({AFTER_THE_END})"
+            told["error"] = f"{told['error']}\n{AFTER_THE_END_ADVICE}"
+        return self._failed(reason, exit_code=1, **told)
 
     def _left(self, page: SharedPage, result: Any = None) -> Outcome:
         """Return the outcome of a replica that left because it was asked to, in its own time."""

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import os
 import re
 import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.cli import FAST, HereInstead
-from support.training import ScheduleFree
+from support.training import ScheduleFree, leave
 from torch.optim import swa_utils
 
 from diloco import DiLoCo
@@ -198,10 +201,57 @@ def test_the_loop_over_epochs_ends_with_the_run_and_begins_where_the_run_is() ->
     diloco = DiLoCo(model, inner_steps=2, total_steps=10, outer_lr=1.0, outer_momentum=0.0, **where)
     for _ in range(4):  # as many as an earlier attempt made
         diloco.step()
-    scope = {"diloco": diloco, "loader": range(4), "epochs": 9, "train_on": trained.append}
+    loader = CountedLoader()
+    scope = {"diloco": diloco, "loader": loader, "epochs": 9, "train_on": trained.append}
     exec(block_with(PYTHON, "diloco.is_over"), scope)
     assert (trained, diloco.inner_step, diloco.is_over) == ([0, 1, 2, 3, 0, 1], 10, True)
+    assert loader.n_epochs == 2, "the epochs that are left are not begun, nor is what follows each"
     diloco.close()
+
+
+class CountedLoader:
+    n_epochs = 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[int]:
+        self.n_epochs += 1
+        return iter(range(4))
+
+
+def test_the_averaged_model_that_is_evaluated_and_saved_after_a_round_is_the_same_on_each_replica(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def body(where: Mapping[str, Any]) -> list[float]:
+        model = torch.nn.Linear(1, 1)
+        losses: list[float] = []
+
+        def train_on(batch: float) -> None:
+            with torch.no_grad():
+                model.weight.add_(batch)
+
+        def save(state: dict[str, torch.Tensor], name: str) -> None:
+            torch.save(state, f"{where['rank']}-{name}")
+
+        diloco = DiLoCo(model, inner_steps=2, total_steps=20, outer_lr=1.0, outer_momentum=0.0, **where)
+        scope = {
+            "model": model, "diloco": diloco, "batches": itertools.repeat(1.0 + where["rank"]), "copy": copy,
+            "train_on": train_on, "evaluate": lambda model: model.weight.item(), "held_out_losses": losses,
+            "torch": SimpleNamespace(save=save),
+        }  # fmt: skip
+        exec(block_with(PYTHON, "held_out_losses"), scope)
+        leave(diloco)
+        return losses
+
+    first, second = run_replicas(2, body)
+    assert first == second
+    assert first[1] - first[0] == pytest.approx(5 * 2 * 1.5), "of the mean, five rounds later"
+    saved = [torch.load(tmp_path / f"{rank}-anchor-10.pt") for rank in range(2)]
+    assert torch.equal(saved[0]["weight"], saved[1]["weight"])
+    assert saved[0]["weight"].item() == first[1]
 
 
 def run_recipe(words: str, make: Callable[[torch.nn.Module], dict[str, Any]], after_step: str = "") -> list[Any]:

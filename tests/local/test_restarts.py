@@ -26,6 +26,7 @@ from support.restart_tasks import (
     let_another_run_out_of_memory,
     never_leave,
     save_slowly,
+    use_the_loss_after_the_loop,
 )
 from support.runs import all_gone, folder_of, launcher, said
 
@@ -127,6 +128,32 @@ def test_a_crash_loop_ends(
     if "hang" in kinds:
         (end,) = ends(run, 2)
         assert (end.reason, "the run was stopped: deterministic" in str(end.error)) == ("cancelled", True)
+
+
+def test_code_after_the_loop_runs_in_a_replica_that_is_started_again_after_the_last_round(
+    local: LocalProcessExecutor,
+) -> None:
+    chaos = ["kill:rank=1,round=4"]
+    run = launch(
+        local, use_the_loss_after_the_loop, 2, args={"has_own_loop": False}, restarts=f"3,{QUICK}", chaos=chaos
+    )
+    results = over(run).results()
+    assert told(run, 1) == ["signal SIGKILL", "succeeded"]
+    assert results[0] == results[1], "both hold the anchor"
+
+
+def test_an_error_of_an_attempt_that_began_after_the_last_round_is_explained_and_ends_no_other_rank(
+    local: LocalProcessExecutor,
+) -> None:
+    chaos = ["kill:rank=1,round=4"]
+    run = launch(local, use_the_loss_after_the_loop, 2, args={"has_own_loop": True}, restarts=f"3,{QUICK}", chaos=chaos)
+    assert told(over(run), 0) == ["succeeded"]
+    assert told(run, 1) == ["signal SIGKILL", "exception", "exception"]
+    last = ends(run, 1)[-1]
+    assert "'loss'" in last.headline
+    assert last.headline.endswith("(this attempt began after the last round)")
+    assert "Set them before the loop, or loop over diloco.steps()" in str(last.error)
+    assert any(last.headline in str(event.why) for event in run.events()), "the events say so, too"
 
 
 def test_a_restart_together_ends_the_living_ranks_and_starts_them_anew(

@@ -148,3 +148,20 @@ def let_another_run_out_of_memory(group: str) -> None:
         tasks.take_memory(group)
     os.waitpid(helper, 0)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def use_the_loss_after_the_loop(has_own_loop: bool) -> list[float]:
+    """Train for four rounds, and then use a variable of the loop, as scripts do. Return the weights."""
+    import torch
+
+    from diloco import DiLoCo
+
+    model = torch.nn.Linear(2, 1, bias=False)
+    with DiLoCo(model, inner_steps=2, total_steps=8, outer_lr=1.0, outer_momentum=0.0) as diloco:
+        for _ in range(diloco.inner_step, 8) if has_own_loop else diloco.steps():
+            loss = model.weight.detach().sum() + current_replica().rank
+            with torch.no_grad():
+                model.weight.add_(loss)
+            diloco.step()
+    assert loss.isfinite()
+    return [float(value) for value in model.weight.detach().flatten()]

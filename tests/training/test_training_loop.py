@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -77,7 +77,49 @@ def test_a_resumed_replica_makes_only_the_remaining_steps() -> None:
     next_process()
     with DiLoCo(nn.Linear(1, 1), inner_steps=2, total_steps=6, snapshot_every=1, **PLAIN, **place(store)) as third:
         assert third.is_over
-        assert list(third.steps()) == []
+        assert list(third.steps()) == [5]
+        assert list(third.steps()) == [], "once in a process"
+
+
+@pytest.mark.parametrize("calls_step", [True, False])
+def test_a_replica_that_is_started_after_the_last_round_makes_the_last_pass_again_and_keeps_the_anchor(
+    calls_step: bool,
+) -> None:
+    """Code after the loop uses the loop's variables, so they have to exist; the pass itself changes nothing."""
+    store = MemoryStore()
+    options: dict[str, Any] = {"inner_steps": 2, "total_steps": 6, **PLAIN, **place(store)}
+    for attempt in range(2):
+        model, ema = nn.Linear(2, 1), nn.Linear(2, 1)
+        diloco = DiLoCo(model, **options)
+        diloco.average_also(ema)
+        passes = []
+        for step in diloco.steps():
+            passes.append(step)
+            nudge(model, 1.0)
+            nudge(ema, 0.5)
+            loss = model.weight.sum().item()
+            if calls_step or attempt == 0:
+                diloco.step()
+        assert passes == ([5] if attempt else list(range(6)))
+        assert (diloco.inner_step, diloco.rounds) == (6, 3)
+        assert (values_of(model), values_of(ema)) == (anchor_of(diloco), anchor_of(diloco._also[0][0]))
+        assert loss != model.weight.sum().item() or attempt == 0
+        diloco.close()  # nor does it warn of steps that are in nobody's average
+        next_process()
+
+
+def test_a_loop_of_ones_own_that_begins_at_0_after_the_last_round_is_warned_of() -> None:
+    store = MemoryStore()
+    options: dict[str, Any] = {"inner_steps": 2, "total_steps": 4, **PLAIN, **place(store)}
+    with DiLoCo(model := nn.Linear(2, 1), **options) as first:
+        for _ in first.steps():
+            nudge(model, 1.0)
+            first.step()
+    next_process()
+    with DiLoCo(nn.Linear(2, 1), **options) as second:
+        second.step()
+        with pytest.warns(UserWarning, match=r"step\(\) was called after the end of the run"):
+            second.step()
 
 
 @pytest.mark.parametrize(
@@ -117,6 +159,23 @@ def test_a_step_past_the_end_warns_once_and_the_model_keeps_the_anchor() -> None
         diloco.step()
         nudge(model, 1.0)
         diloco.close()  # does not warn of steps that are in no average: they were undone
+    assert values_of(model) == anchor
+
+
+def test_sync_past_the_end_warns_has_no_round_and_undoes_the_steps_before_as_step_does() -> None:
+    model, ema = nn.Linear(2, 1), nn.Linear(2, 1)
+    diloco = DiLoCo(model, inner_steps=2, total_steps=4, **PLAIN, **place())
+    diloco.average_also(ema)
+    for _ in diloco.steps():
+        nudge(model, 1.0)
+        diloco.step()
+    anchor, average = anchor_of(diloco), values_of(ema)
+    nudge(model, 1.0)
+    nudge(ema, 1.0)
+    with pytest.warns(UserWarning, match=r"sync\(\) was called after the end of the run \(total_steps=4"):
+        assert diloco.sync() == []
+    assert (values_of(model), values_of(ema), diloco.rounds, diloco.inner_step) == (anchor, average, 2, 4)
+    diloco.close()
     assert values_of(model) == anchor
 
 
@@ -203,6 +262,33 @@ def test_a_loop_of_ones_own_is_told_where_to_begin_when_it_comes_back(capsys: py
     third.step()
     assert "inner step" not in capsys.readouterr().err
     leave(third)
+
+
+def test_a_loop_that_asks_where_the_run_is_or_goes_over_the_steps_of_another_diloco_is_not_told_where_to_begin(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    store = MemoryStore()
+    options: dict[str, Any] = {"inner_steps": 2, "total_steps": 8, "snapshot_every": 1, **PLAIN, **place(store)}
+
+    def by_range(first: DiLoCo) -> Iterable[int]:
+        return range(first.inner_step, 8)
+
+    def by_steps(first: DiLoCo) -> Iterable[int]:
+        return first.steps()
+
+    def while_not_over(first: DiLoCo) -> Iterable[int]:
+        return iter(lambda: first.is_over, True)
+
+    for loop in (by_range, by_range, by_steps, while_not_over):
+        first, second = (DiLoCo(nn.Linear(1, 1), name=name, **options) for name in ("generator", "critic"))
+        for _, _ in zip(range(2), loop(first), strict=False):
+            for diloco in (first, second):
+                nudge(diloco._model_state.model, 1.0)
+                diloco.step()
+        leave(first)
+        leave(second)
+        next_process()
+    assert "must begin" not in capsys.readouterr().err
 
 
 def one_cycle(optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler:
