@@ -44,7 +44,8 @@ class Extension:
         plan: the plan of the DiLoCo, which is changed.
         unit: the name of the argument with the total: `total_steps` or `total_rounds`.
         per_total: steps of the plan in one of that unit.
-        is_trainers: whether a trainer runs the loop, which ends after its own number of steps.
+        is_trainers: whether a trainer runs the loop, which ends after its own number of steps. An order that comes
+            while it is True has no effect.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Extension:
         self._plan = plan
         self._unit = unit
         self._per_total = per_total
-        self._is_trainers = is_trainers
+        self.is_trainers = is_trainers
         self._told: set[str] = set()
         self.refused = ""
         """Why the newest order has no effect here. Empty: it has, or there is none."""
@@ -104,10 +105,11 @@ class Extension:
         mine = ordered.get(self._unit, ())
         if not mine and not others:
             return ""
-        if self._is_trainers:
+        if self.is_trainers and (not mine or mine[-1] != self.total):
             return (
-                "This run was extended, and a trainer ends after its own number of steps. Launch a new run with more "
-                "steps from this one: replicas launch … --from RUN"
+                "This run was extended, and its trainer has planned its own number of steps. A Trainer of transformers "
+                "follows when it starts again with replica_arguments(…): replicas resume RUN --total-steps N. Or "
+                "launch a new run from this one: replicas launch … --from RUN"
             )
         if not mine:
             name, total = others[0]

@@ -6,7 +6,7 @@ import inspect
 import logging
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from time import monotonic, sleep
 from typing import Any
@@ -17,6 +17,7 @@ from torch import nn
 from diloco.errors import ContributionError
 from diloco.outer import DiLoCo
 from diloco.rendezvous.envelope import BadRecordError, reading, typed
+from diloco.rendezvous.extension import total_of_start
 from diloco.rendezvous.frames import READ_TRIES
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Place, find_place
@@ -26,7 +27,8 @@ from diloco.rendezvous.round import Limits, RoundReport
 from diloco.rendezvous.snapshot import Pointer
 from diloco.schedules import counts_steps, steps_counted, unwrapped
 from diloco.tensor_names import by_clean_name
-from executors.replica import current_replica
+from executors.errors import StoreError
+from executors.replica import current_replica, find_replica
 
 log = logging.getLogger(__name__)
 
@@ -37,14 +39,25 @@ class Companion:
     """Goes with one training from its begin to its end.
 
     Args:
+        model: the trainer's model.
         total_steps: that the trainer plans; None: it has no end.
         options: DiLoCo's arguments.
         begun_at: the trainer's step at which the run begins. Where this replica has come back, or was added, the run
             says it; who was added waits for that.
+        may_grow: whether the trainer can follow an extension that is ordered while it trains.
+
+    Example:
+        companion = Companion(module, 4000, {"inner_steps": 100})
     """
 
     def __init__(
-        self, model: nn.Module, total_steps: int | None, options: Mapping[str, Any], *, begun_at: int = 0
+        self,
+        model: nn.Module,
+        total_steps: int | None,
+        options: Mapping[str, Any],
+        *,
+        begun_at: int = 0,
+        may_grow: bool = False,
     ) -> None:
         self.model = model
         place = place_of(options)
@@ -52,7 +65,10 @@ class Companion:
         known = step_of_begin(place, options, waits=is_added) if is_added or current_replica().attempt else None
         self.begun_at = begun_at if known is None else known
         self._of_trainer = begun_at
-        self.total_steps = None if total_steps is None else total_steps - self.begun_at
+        planned = None if total_steps is None else total_steps - self.begun_at
+        self._planned = planned
+        """The trainer's planned steps when it began, from the begin of the run on."""
+        total, follows = first_total(planned, place, options)
         self.last: RoundReport | None = None
         """The newest round."""
         self._has_asked = False
@@ -61,11 +77,12 @@ class Companion:
         try:
             self.diloco = DiLoCo(
                 model,
-                total_steps=self.total_steps,
-                **{"snapshot_every": self._snapshot_every(options), **options},
+                total_steps=total,
+                **{"snapshot_every": self._snapshot_every(total, options), **options},
                 _begun_at=self.begun_at,
-                _is_trainers=True,
+                _is_trainers=not (follows or may_grow),
             )
+            self.diloco._extension.is_trainers = not may_grow  # from here on
             self.diloco._loop.trust()  # the callbacks set the trainer's own count of steps
         except ContributionError as error:
             if "total_steps=" in str(error):  # an argument of DiLoCo that this user did not give
@@ -75,11 +92,23 @@ class Companion:
                 )
             raise
 
-    def _snapshot_every(self, options: Mapping[str, Any]) -> int:
+    @property
+    def total_steps(self) -> int | None:
+        """The run's planned steps, from its own begin on. None: it has no end."""
+        total = self.diloco._settings.plan.total_steps
+        return None if total is None else int(total)
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether the run has become longer than the trainer knew when it began."""
+        total = self.total_steps
+        return total is not None and self._planned is not None and total > self._planned
+
+    def _snapshot_every(self, total_steps: int | None, options: Mapping[str, Any]) -> int:
         """Let short runs keep what is attached more often: a replica that is killed early has an optimizer, too."""
-        if self.total_steps is None:
+        if total_steps is None:
             return MOST_ROUNDS
-        rounds: int = self.total_steps // max(1, options["inner_steps"])
+        rounds: int = total_steps // max(1, options["inner_steps"])
         return max(1, min(MOST_ROUNDS, rounds // ROUNDS_PER_SNAPSHOT))
 
     def attach_schedule(self, name: str, schedule: Any) -> None:
@@ -184,6 +213,57 @@ def step_of_begin(place: Place, options: Mapping[str, Any], *, waits: bool) -> i
                 with suppress(BadRecordError), reading("agreement"):
                     return max(0, typed(int, Pointer.parse(data, key, proof).agreement.get("begun_at", 0)))
     return None
+
+
+def extended_total(options: Mapping[str, Any]) -> int | None:
+    """Return the trainer's step at which this replica's run ends since it was extended. None: it was not extended.
+
+    A trainer plans its steps before training begins: the schedule's horizon, and the number of epochs. So it has to
+    learn of an extension before that.
+
+    Args:
+        options: DiLoCo's arguments, as far as they are known.
+
+    Example:
+        extended_total({"inner_steps": 100})   # 800, after `replicas resume RUN --total-steps 800`
+    """
+    place = place_of(options)
+    totals = totals_of(place)
+    if not totals:
+        return None
+    return (step_of_begin(place, options, waits=False) or 0) + totals[-1]
+
+
+def totals_of(place: Place) -> Sequence[int]:
+    """Return the totals of steps that the run of this replica was extended to, in their order."""
+    replica = find_replica()
+    if replica is None or not place.is_of_replica:
+        return ()
+    try:
+        return replica.extensions().get("total_steps", ())
+    except StoreError:  # DiLoCo, which reads them next, warns of it
+        return ()
+
+
+def first_total(planned: int | None, place: Place, options: Mapping[str, Any]) -> tuple[int | None, bool]:
+    """Return the total with which the run began, if a trainer plans the steps that the run was extended to.
+
+    All replicas agree on the first total, and DiLoCo adds the extensions itself.
+
+    Args:
+        planned: the trainer's planned steps, from the begin of the run on.
+        place: where the run is.
+        options: DiLoCo's arguments.
+
+    Returns: the total for DiLoCo, and whether the trainer follows an extension.
+    """
+    totals = totals_of(place)
+    if planned is None or not totals or planned != totals[-1]:
+        return planned, False
+    store = PatientStore(place.store, clock=monotonic, error_patience_s=Limits().error_patience_s)
+    keys = Keys(place.run_id, options.get("name", "main"))
+    first = total_of_start(store, keys, place.key_of_run(options.get("key")))
+    return (planned, False) if first is None else (first, True)
 
 
 def check_options(inner_steps: int, options: Mapping[str, Any]) -> dict[str, Any]:

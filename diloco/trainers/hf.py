@@ -25,7 +25,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from diloco.errors import DuplicateWorkError
 from diloco.same_data import ADVICE
-from diloco.trainers.companion import Companion, check_options
+from diloco.trainers.companion import Companion, check_options, extended_total
 from diloco.trainers.data_position import DataPosition
 from executors.errors import kind_of
 from executors.replica import Replica, current_replica, find_replica
@@ -55,6 +55,9 @@ def replica_arguments(args: A) -> A:
 
         args = replica_arguments(TrainingArguments("out", max_steps=4000))  # writes to out/0, out/1, …
 
+    If the run was extended (`replicas resume RUN --total-steps N`), `max_steps` of the copy is the run's new last step.
+    The schedule of the learning rate is then made for that many steps.
+
     With `push_to_hub`, rank 0 alone pushes, to the repository that `args` names. On the other ranks `push_to_hub` is
     then False in `args` itself, too, because scripts end by `if args.push_to_hub: trainer.push_to_hub()`.
 
@@ -81,6 +84,8 @@ def replica_arguments(args: A) -> A:
         own.data_seed = (args.seed if args.data_seed is None else args.data_seed) + SEEDS_APART * replica.rank
         own.seed = args.seed + SEEDS_APART * replica.rank
         own.of_replica = replica.rank
+        if (total := extended_total({})) is not None:
+            own.max_steps = total
     return own
 
 

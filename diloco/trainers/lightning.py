@@ -16,12 +16,12 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+from lightning.pytorch.callbacks import Checkpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from diloco.trainers.companion import Companion, check_options
+from diloco.trainers.companion import Companion, check_options, extended_total
 from diloco.trainers.data_position import DataPosition
 from executors.replica import current_replica, find_replica
 
@@ -36,6 +36,9 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
     loads a stream, of which Lightning has fetched one more; else as many batches of the epoch are left out as were
     seen. A `ckpt_path` is where a run begins; who comes back may be given it again, and goes on where the run is. When
     training ends, the module is the anchor.
+
+    A WeightAveraging of Lightning, as EMAWeightAveraging, is averaged over the replicas in each round. When training
+    ends, the module is that average.
 
     Each replica has folders of its own: the rank is added to `default_root_dir`, to the `save_dir` of a CSVLogger and a
     TensorBoardLogger, and to the `dirpath` of a ModelCheckpoint. `ModelCheckpoint.best_model_path` has the whole path.
@@ -66,6 +69,14 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._folders is None and (replica := find_replica()) is not None:
             self._folders = OwnFolders(trainer, replica.rank)
+        # An average has to take its step before the round: its values are averaged and its count is kept there. Hooks
+        # of this stage go through the old list.
+        if stage == "fit" and (averages := _weight_averages(trainer)):
+            first = [each for each in trainer.callbacks if each in averages]
+            trainer.callbacks = [*first, *(each for each in trainer.callbacks if each not in averages)]
+        # Before `configure_optimizers`, whose schedules ask the trainer how many steps there will be.
+        if stage == "fit" and pl_module.automatic_optimization and (total := extended_total(self._options)) is not None:
+            _train_until(trainer, total)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._folders is not None:
@@ -84,6 +95,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
             None if planned == math.inf else int(planned),
             self._options,
             begun_at=trainer.global_step if is_simple else 0,
+            may_grow=is_simple,
         )
         for number, optimizer in enumerate(trainer.optimizers):
             companion.diloco.attach_state(f"optimizer {number}", optimizer)
@@ -92,10 +104,24 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
                 companion.attach_schedule(f"schedule {number}", each.scheduler)
             else:
                 companion.diloco.attach_state(f"schedule {number}", each.scheduler)
+        self._average_averages(trainer)
         self._min_steps = trainer.fit_loop.epoch_loop.min_steps
         trainer.fit_loop.epoch_loop.min_steps = math.inf
         self._attach_data(trainer)
         self._set_step(trainer, pl_module)
+
+    def _average_averages(self, trainer: Trainer) -> None:
+        """Average over the replicas, too, what callbacks of Lightning average over the steps."""
+        for number, each in enumerate(_weight_averages(trainer)):
+            self.diloco.average_also(each._average_model)
+            self.diloco.attach_state(f"average {number}", AverageCount(each))
+        for each in trainer.callbacks:
+            if isinstance(each, StochasticWeightAveraging):
+                log.warning(
+                    "rank %s: StochasticWeightAveraging averages the weights of this replica alone, and at the end "
+                    "DiLoCo puts the anchor in their place. Use Lightning's WeightAveraging, which is averaged over "
+                    "the replicas.", current_replica().rank,
+                )  # fmt: skip
 
     def _attach_data(self, trainer: Trainer) -> None:
         """Let the loader begin where the data were; the trainer made its iterator before."""
@@ -154,6 +180,8 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         """
         companion, loop = self._companion, trainer.fit_loop.epoch_loop
         assert companion is not None
+        if companion.has_grown:
+            _train_until(trainer, companion.begun_at + (companion.total_steps or 0))
         if companion.is_over:
             loop.min_steps, trainer.should_stop = self._min_steps, True
             return
@@ -170,6 +198,9 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         if self._companion is not None:
             trainer.fit_loop.epoch_loop.min_steps = self._min_steps
             self._companion.finish(is_asked_for=trainer.should_stop)
+            # Lightning leaves the average in the module. It may have done so before, and the anchor is there now.
+            for each in _weight_averages(trainer):
+                each.on_train_end(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._companion is not None:
@@ -178,6 +209,52 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
         """Return anchor, outer state and position, for whoever reads a checkpoint: a training begins with its model."""
         return {} if self._companion is None else {"diloco": self._companion.diloco.state_dict()}
+
+
+def _weight_averages(trainer: Trainer) -> list[Any]:
+    """Return the callbacks of a trainer that keep an average of the weights, as EMAWeightAveraging."""
+    kind = getattr(callbacks, "WeightAveraging", None)  # since Lightning 2.6
+    return [each for each in trainer.callbacks if kind is not None and isinstance(each, kind)]
+
+
+class AverageCount:
+    """How many steps an average of weights has seen, for the next attempt. The values are in the run.
+
+    Without the count, an average begins again with the weights of the moment.
+
+    Args:
+        callback: a WeightAveraging of Lightning in which training has begun.
+
+    Example:
+        diloco.attach_state("average", AverageCount(callback))
+    """
+
+    def __init__(self, callback: Any) -> None:
+        self._callback = callback
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the count, and the last step and epoch that the average has."""
+        return {
+            "n": int(self._callback._average_model.n_averaged),
+            "step": self._callback._latest_update_step,
+            "epoch": self._callback._latest_update_epoch,
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take a count that an earlier attempt kept.
+
+        Args:
+            state: as `state_dict` returned it.
+        """
+        self._callback._average_model.n_averaged.fill_(state["n"])
+        self._callback._latest_update_step = state["step"]
+        self._callback._latest_update_epoch = state["epoch"]
+
+
+def _train_until(trainer: Trainer, step: int) -> None:
+    """Let a trainer end at a step, whatever it has planned by steps or by epochs."""
+    trainer.fit_loop.epoch_loop.max_steps = step
+    trainer.fit_loop.max_epochs = -1
 
 
 class OwnFolders:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 
 from diloco import DiLoCo
 from diloco.errors import DiLoCoError
+from diloco.testing import run_replicas
 from executors.replica import Replica, leave_process_group, set_current_replica
 from executors.replica.shared_page import SharedPage
 from executors.store import MemoryStore
@@ -362,3 +363,57 @@ def test_in_a_slurm_job_lightning_takes_over_no_signal_and_is_no_task_of_many(
     assert during == [before[signal.SIGUSR1]]
     assert {number: signal.getsignal(number) for number in before} == before
     assert Path(trainer.log_dir).parent == tmp_path / "1/lightning_logs"
+
+
+AVERAGING = hasattr(lightning.callbacks, "WeightAveraging")
+
+
+@pytest.mark.skipif(not AVERAGING, reason="Lightning has WeightAveraging since 2.6")
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_an_average_of_the_weights_is_averaged_over_the_replicas_and_is_the_model_at_the_end(
+    tmp_path: Path, ours_first: bool
+) -> None:
+    def body(where: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ours = DiLoCoCallback(inner_steps=INNER, outer_lr=1.0, outer_momentum=0.0, **where)
+        average = lightning.callbacks.EMAWeightAveraging(decay=0.9)
+        module = Module()
+        trainer = lightning.Trainer(
+            accelerator="cpu", callbacks=[ours, average] if ours_first else [average, ours], max_steps=STEPS,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, logger=False,
+            default_root_dir=tmp_path,
+        )  # fmt: skip
+        data = torch.arange(N_ITEMS) + 7 * where["rank"]
+        trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=2))
+        (averaged,) = ours.diloco._also
+        (weights,) = [values for values in averaged[0].anchor().values() if values.shape == (1, 3)]
+        return module.linear.weight.detach().clone(), weights, ours.diloco.anchor()["linear.weight"]
+
+    (first, average, anchor), (second, _, _) = run_replicas(2, body)
+    assert torch.equal(first, second), "all replicas end with one average"
+    assert torch.equal(first, average)
+    assert not torch.equal(first, anchor)
+
+
+@pytest.mark.skipif(not AVERAGING, reason="Lightning has WeightAveraging since 2.6")
+def test_a_replica_that_comes_back_goes_on_with_its_average_and_not_with_a_new_one(tmp_path: Path) -> None:
+    def average() -> Any:
+        return lightning.callbacks.WeightAveraging()  # over all steps alike, so that their number counts
+
+    calm = average()
+    fit(MemoryStore(), stateful_loader(), folder=tmp_path, also=[calm])
+    next_process()
+    store = MemoryStore()
+    fit(store, stateful_loader(), dies_at=14, folder=tmp_path, also=[average()])
+    next_process()
+    back = average()
+    fit(store, stateful_loader(), folder=tmp_path, also=[back])
+    assert int(back._average_model.n_averaged) == int(calm._average_model.n_averaged)
+    assert torch.allclose(back._average_model.module.linear.weight, calm._average_model.module.linear.weight)
+
+
+def test_an_average_of_this_replica_alone_is_named_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    swa = lightning.callbacks.StochasticWeightAveraging(swa_lrs=0.01)
+    fit(MemoryStore(), plain_loader(), folder=tmp_path, also=[swa], max_steps=-1, max_epochs=2)
+    assert [record for record in caplog.records if "Use Lightning's WeightAveraging" in record.getMessage()]
