@@ -346,7 +346,9 @@ class _Worker:
             if is_refused or not is_store_failure(error):
                 raise
             what = f"rank {self.replica.rank}: how it ended cannot be recorded yet"
-            _say(f"replicas: {what}; trying again for {OUTAGE_S / 60:g} min: {error}\n")
+            text = f"{what}; trying again for {OUTAGE_S / 60:g} min: {error}"
+            self.warnings.add(text, place="outcome")  # the rank ended before the time that its outcome is there
+            _say(f"replicas: {text}\n")
         with self.heartbeat.left_to_supervisor():
             return retry(lambda: self._write(outcome), OUTAGE_S)
 
@@ -358,11 +360,13 @@ class _Worker:
         outcome = self.with_warnings(outcome)
         # Before the outcome, so that a reader of the outcome finds all records of the attempt.
         self.warnings.write(is_last=True)
-        if self._log is None:
-            return self.attempt.record(outcome)
-        self._log.put(FINAL_BYTES)
+        if self._log is not None:
+            self._log.put(FINAL_BYTES)
         recorded = self.attempt.record(outcome)
-        self._log.put(FINAL_BYTES)  # nothing more, unless the store came back between the two
+        # Nothing more, unless the store came back between the two.
+        self.warnings.write(is_last=True)
+        if self._log is not None:
+            self._log.put(FINAL_BYTES)
         return recorded
 
     def _end_unhealthy(self, words: str) -> None:

@@ -98,6 +98,7 @@ def test_a_result_is_recorded_though_the_store_took_nothing_for_a_while_after_th
     run = without_store(local, tmp_path, state_home, "cannot be recorded yet", gives_up_s=60.0)
     assert run.results() == ["the result"]
     assert run.logs(rank=0).count("cannot be recorded yet") == 1
+    assert sum("cannot be recorded yet" in warning.text for warning in run.warnings()) == 1, "an event of the run, too"
 
 
 def test_a_result_that_could_never_be_recorded_is_not_taken_for_an_entrypoint_that_returned_none(
