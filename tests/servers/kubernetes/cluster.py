@@ -1,7 +1,7 @@
 """The control plane of the stand-in: Jobs, their pods and Secrets, and the controllers that keep them.
 
-Indexed Jobs with a limit of 0 an index: a pod that failed fails its index. A finished Job goes after its time; what it
-owns goes with it.
+It has Indexed Jobs whose indexes are not retried: a pod that failed fails its index. A finished Job is deleted after
+its time, and the garbage collector deletes what the Job owned. `answers.json` says what a real control plane does.
 """
 
 from __future__ import annotations
@@ -11,16 +11,23 @@ import copy
 import itertools
 import threading
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from servers.kubernetes.pods import Kubelet, Pod, now, random_suffix
+from servers.kubernetes.pods import EVICTED, Kubelet, Pod, now, random_suffix
+from servers.kubernetes.rules import violations
 
 Wire = dict[str, Any]
 INDEX = "batch.kubernetes.io/job-completion-index"
+ENDS = {
+    "Failed": ("FailureTarget", "FailedIndexes", "Job has failed indexes"),
+    "Complete": ("SuccessCriteriaMet", "CompletionsReached", "Reached expected number of succeeded pods"),
+}
+"""By the condition of a Job that has ended: the condition that comes before it, and reason and message of both."""
 
 
-class Conflict(Exception):
+class AlreadyExists(Exception):
     """An object of that name exists."""
 
 
@@ -36,6 +43,10 @@ class Cluster:
         self.events: list[Wire] = []
         self.refuses_pods = ""
         """Why no pod can be made, as by a quota."""
+        self.pod_security = ""
+        """The Pod Security Standard that the namespace enforces, as in "restricted"."""
+        self.podgc_s = 0.05
+        """Seconds until a deleted pod that has no node is removed; a real collector comes every 20 s."""
         self.drops: set[str] = set()
         """Fields of a Job's spec that this server is too old to know."""
         self._versions = itertools.count(1)
@@ -52,8 +63,9 @@ class Cluster:
         with self.changed:
             name = body["metadata"]["name"]
             if name in self.jobs:
-                raise Conflict(f'jobs.batch "{name}" already exists')
+                raise AlreadyExists(f'jobs.batch "{name}" already exists')
             job = self._born(body)
+            job["metadata"]["generation"] = 1
             spec, uid = job["spec"], job["metadata"]["uid"]
             for field in self.drops & spec.keys():
                 del spec[field]
@@ -61,7 +73,7 @@ class Cluster:
             spec["selector"] = {"matchLabels": {"batch.kubernetes.io/controller-uid": uid}}
             spec["template"].setdefault("metadata", {}).setdefault("labels", {}).update(labels)
             spec.setdefault("suspend", False)
-            job["status"] = {}
+            job["status"] = {"ready": 0, "terminating": 0, "uncountedTerminatedPods": {}}
             if not is_dry:
                 self.jobs[name] = job
                 self._sync(job)
@@ -75,51 +87,74 @@ class Cluster:
             return job is not None
 
     def suspend(self, name: str, *, is_suspended: bool) -> None:
-        """Suspend a Job or let it go on, as Kueue does."""
+        """Suspend a Job or let it continue, as Kueue does."""
         with self.changed:
             job = self.jobs[name]
             job["spec"]["suspend"] = is_suspended
+            job["metadata"]["generation"] += 1
             for pod in self._pods_of(job):
                 if is_suspended and not pod.is_over:
+                    # The Job controller takes its finalizer away first, so it never counts these pods.
+                    pod.is_tracked = False
                     self._delete(pod)
             self._sync(job)
 
     def _sync(self, job: Wire) -> None:
-        """Start the pods that a Job lacks, and say how it is."""
+        """Start the pods that a Job lacks, and bring its status up to date."""
         status, spec = job["status"], job["spec"]
-        suspended = {
-            "type": "Suspended",
-            "status": str(bool(spec["suspend"])),
-            "reason": "JobSuspended",
-            "message": "Job suspended",
-        }
-        status["conditions"] = [each for each in status.get("conditions", []) if each["type"] != "Suspended"]
+        was_suspended = any(each["type"] == "Suspended" for each in status.get("conditions", ()))
         if spec["suspend"]:
-            status["conditions"].append(suspended)
+            _condition(status, "Suspended", "JobSuspended", "Job suspended")
+            status.pop("startTime", None)
+        else:
+            if was_suspended:
+                _condition(status, "Suspended", "JobResumed", "Job resumed", is_true=False)
+            status.setdefault("startTime", now())
         failed, done = _indexes(status, "failedIndexes"), _indexes(status, "completedIndexes")
-        pods = self._pods_of(job)
         finished = failed | done
         for index in range(spec["completions"]):
-            if not spec["suspend"] and index not in finished | {_index(pod) for pod in pods}:
+            if not spec["suspend"] and index not in finished | {_index(pod) for pod in self._pods_of(job)}:
                 self._add_pod(job, index)
-        status["active"] = sum(not pod.is_over for pod in self._pods_of(job))
-        if len(finished) == spec["completions"] and "completionTime" not in status:
-            kind, reason = ("Failed", "FailedIndexes") if failed else ("Complete", "CompletionsReached")
-            status["conditions"].append({"type": kind, "status": "True", "reason": reason, "message": ""})
-            status["completionTime"] = now()
-            if (keep_s := spec.get("ttlSecondsAfterFinished")) is not None:
-                timer = threading.Timer(keep_s, self.delete_job, (job["metadata"]["name"],))
-                timer.daemon = True
-                self._timers.append(timer)
-                timer.start()
+        living = [pod for pod in self._pods_of(job) if not pod.is_over]
+        status["active"] = sum(not pod.is_deleted for pod in living)
+        status["terminating"] = sum(pod.is_deleted for pod in living)
+        if len(finished) == spec["completions"]:
+            self._finish(job, "Failed" if failed else "Complete")
         self.changed.notify_all()
 
+    def _finish(self, job: Wire, kind: str) -> None:
+        """Report the end of a Job: what will end it first, and the end in a later update."""
+        status, (before, reason, message) = job["status"], ENDS[kind]
+        if any(each["type"] == before for each in status.get("conditions", ())):
+            return
+        _condition(status, before, reason, message)
+
+        def end() -> None:
+            with self.changed:
+                _condition(status, kind, reason, message)
+                if kind == "Complete":
+                    status["completionTime"] = now()
+                self.changed.notify_all()
+            if (keep_s := job["spec"].get("ttlSecondsAfterFinished")) is not None:
+                self._later(keep_s, lambda: self.delete_job(job["metadata"]["name"]))
+
+        self._later(0.05, end)
+
+    def _later(self, after_s: float, act: Callable[[], object]) -> None:
+        timer = threading.Timer(after_s, act)
+        timer.daemon = True
+        self._timers.append(timer)
+        timer.start()
+
     def _add_pod(self, job: Wire, index: int) -> None:
-        if self.refuses_pods:
+        prefix = f"{job['metadata']['name']}-{index}-"
+        refusal = self.refuses_pods or self._refused_by_pod_security(job)
+        if refusal:
+            message = f'Error creating: pods "{prefix}" is forbidden: {refusal}'
             whom = {"kind": "Job", "name": job["metadata"]["name"], "uid": job["metadata"]["uid"]}
             event = {"apiVersion": "v1", "kind": "Event", "metadata": {"name": f"event-{len(self.events)}"}}
-            told = {"involvedObject": whom, "reason": "FailedCreate", "message": self.refuses_pods}
-            self.events.append(self._born({**event, **told}))
+            about = {"involvedObject": whom, "type": "Warning", "reason": "FailedCreate", "message": message}
+            self.events.append(self._born({**event, **about, "lastTimestamp": now(), "count": 1}))
             return
         name, uid, template = job["metadata"]["name"], job["metadata"]["uid"], copy.deepcopy(job["spec"]["template"])
         metadata = template["metadata"]
@@ -132,14 +167,23 @@ class Cluster:
         self.pods[pod.name] = pod
         self.kubelet.start(pod)
 
+    def _refused_by_pod_security(self, job: Wire) -> str:
+        found = violations(job["spec"]["template"]["spec"]) if self.pod_security == "restricted" else ""
+        return f'violates PodSecurity "restricted:latest": {found}' if found else ""
+
+    def warnings(self, job: Wire) -> list[str]:
+        """Return what the server warns of when a Job is created, as headers `Warning` have it."""
+        found = violations(job["spec"]["template"]["spec"]) if self.pod_security == "restricted" else ""
+        return [f'would violate PodSecurity "restricted:latest": {found}'] if found else []
+
     def _pod_ended(self, pod: Pod) -> None:
-        """Count a pod for its Job, and let it go if it was deleted."""
+        """Count a pod for its Job, and remove it if it was deleted."""
         owner = pod.wire["metadata"]["ownerReferences"][0]["uid"]
         job = next((job for job in self.jobs.values() if job["metadata"]["uid"] == owner), None)
         if pod.is_deleted:
             self.pods.pop(pod.name, None)
         if job is not None:
-            if not job["spec"]["suspend"]:
+            if pod.is_tracked:
                 field = "completedIndexes" if pod.status["phase"] == "Succeeded" else "failedIndexes"
                 job["status"][field] = _text(_indexes(job["status"], field) | {_index(pod)})
             self._sync(job)
@@ -162,18 +206,32 @@ class Cluster:
             self.pods[name].wire["spec"]["activeDeadlineSeconds"] = limit_s
             self.changed.notify_all()
 
-    def evict(self, name: str, reason: str = "Evicted", message: str = "The node was low on resource: memory.") -> None:
-        """End a pod as a kubelet does that needs its room: the pod stays, and says so."""
+    def evict(self, name: str, reason: str = "Evicted", message: str = EVICTED) -> None:
+        """End a pod as a kubelet does that is short of memory: the pod object stays."""
         with self.changed:
             pod = self.pods[name]
-            pod.condition("DisruptionTarget", "True", "TerminationByKubelet", message)
-            pod.ending = (reason, message)
+            pod.ending, pod.disruption = (reason, message), ("TerminationByKubelet", message)
             self.changed.notify_all()
 
     def drain(self, name: str) -> None:
-        """Delete a pod as `kubectl drain` does."""
+        """Delete a pod as `kubectl drain` does: the eviction API sets the condition before it deletes."""
         with self.changed:
             self.pods[name].condition("DisruptionTarget", "True", "EvictionByEvictionAPI", "Eviction API: evicting")
+            self._delete(self.pods[name])
+
+    def lose_node(self, name: str) -> None:
+        """Cut off the node of a pod. The node controller sets the pod's condition Ready, and nothing else."""
+        with self.changed:
+            pod = self.pods[name]
+            self.kubelet.unreachable.add(pod.wire["spec"]["nodeName"])
+            pod.condition("Ready", "False")
+            self.changed.notify_all()
+
+    def taint(self, name: str) -> None:
+        """Delete the pod of a node that was cut off, as the taint manager does after its toleration."""
+        with self.changed:
+            message = "Taint manager: deleting due to NoExecute taint"
+            self.pods[name].condition("DisruptionTarget", "True", "DeletionByTaintManager", message)
             self._delete(self.pods[name])
 
     def kill(self, name: str, reason: str = "") -> None:
@@ -185,10 +243,24 @@ class Cluster:
             pod.process.kill()
 
     def _delete(self, pod: Pod) -> None:
-        pod.wire["metadata"]["deletionTimestamp"] = now()
-        if pod.is_over:
+        """Mark a pod as deleted. What runs has its grace; what has no node waits for the pod garbage collector."""
+        metadata = pod.wire["metadata"]
+        grace_s = pod.grace_s if pod.is_scheduled and not pod.is_over else 0
+        metadata.setdefault("deletionTimestamp", now(grace_s))
+        metadata.setdefault("deletionGracePeriodSeconds", grace_s)
+        if pod.is_over or not (pod.is_scheduled or pod.is_tracked):
             self.pods.pop(pod.name, None)
+        elif not pod.is_scheduled:
+            self._later(self.podgc_s, lambda: self._collect(pod))
         self.changed.notify_all()
+
+    def _collect(self, pod: Pod) -> None:
+        """Remove a deleted pod that has no node: it fails first, so that its Job counts it."""
+        with self.changed:
+            if self.pods.get(pod.name) is pod:
+                pod.status["phase"] = "Failed"
+                self._pod_ended(pod)
+                self.changed.notify_all()
 
     # Secrets
 
@@ -196,7 +268,7 @@ class Cluster:
         with self.changed:
             name = body["metadata"]["name"]
             if name in self.secrets:
-                raise Conflict(f'secrets "{name}" already exists')
+                raise AlreadyExists(f'secrets "{name}" already exists')
             secret = self._born(body)
             text = secret.pop("stringData", {})
             secret["data"] = secret.get("data", {}) | {
@@ -217,6 +289,7 @@ class Cluster:
             return bool(owners) and not owners & living
 
         for pod in [pod for pod in self.pods.values() if is_garbage(pod.wire)]:
+            pod.is_tracked = False  # the Job controller frees the pods of a Job that is gone
             self._delete(pod)
         for name in [name for name, secret in self.secrets.items() if is_garbage(secret)]:
             del self.secrets[name]
@@ -240,10 +313,16 @@ def _indexes(status: Wire, field: str) -> set[int]:
     return found
 
 
+def _condition(status: Wire, kind: str, reason: str, message: str, *, is_true: bool = True) -> None:
+    others = [each for each in status.get("conditions", []) if each["type"] != kind]
+    row = {"type": kind, "status": str(is_true), "reason": reason, "message": message, "lastTransitionTime": now()}
+    status["conditions"] = [*others, row]
+
+
 def _text(indexes: set[int]) -> str:
-    """Return indexes as Kubernetes writes them: `1,3-5`."""
+    """Return indexes as Kubernetes writes them: a range has three or more, as in `1,2,4-6`."""
     parts = []
     for _, group in itertools.groupby(enumerate(sorted(indexes)), lambda pair: pair[1] - pair[0]):
         run = [index for _, index in group]
-        parts.append(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]))
+        parts.append(",".join(map(str, run)) if len(run) < 3 else f"{run[0]}-{run[-1]}")
     return ",".join(parts)

@@ -1,4 +1,8 @@
-"""Pods as a kubelet runs them: each a local process, with what Kubernetes says of it."""
+"""Pods as a kubelet runs them: each pod is a local process, and its status changes in a kubelet's order.
+
+A kubelet reports the end of a container first. It reports the pod's phase, reason and DisruptionTarget in a later
+update, because other containers of the pod may still run.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,11 @@ import base64
 import functools
 import re
 import secrets
+import signal
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +25,32 @@ IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z0-9_.-]+)\)")
 
 
-def now() -> str:
-    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+EVICTED = "The node was low on resource: memory. "
+LAG_S = 0.05  # between the report of a container's end and the report of its pod's: long enough that looks see it
+
+
+def now(after_s: float = 0.0) -> str:
+    """Return a time as the API writes it.
+
+    Args:
+        after_s: seconds from now.
+    """
+    # Metav1.Time has whole seconds: a reader must not expect more.
+    at = datetime.now(UTC) + timedelta(seconds=after_s)
+    return at.isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Return whether a process has a handler for a signal.
+
+    The kernel drops a signal to process 1 of a container unless that process has a handler for it.
+    """
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    mask = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return mask is not None and bool(int(mask[1], 16) >> (number - 1) & 1)
 
 
 def expanded(text: str, variables: Mapping[str, str]) -> str:
@@ -38,8 +67,12 @@ class Pod:
     process: IsolatedProcess | None = None
     code: int | None = None
     ending: tuple[str, str] | None = None
-    """Reason and message of the end that the kubelet or the control plane brings."""
+    """Reason and message of the end that the kubelet brings."""
+    disruption: tuple[str, str] | None = None
+    """Reason and message of the condition DisruptionTarget that the kubelet reports with the end."""
     killed_for: str = ""
+    is_tracked: bool = True
+    """Whether the Job's finalizer keeps the pod until the Job has counted it."""
 
     @property
     def name(self) -> str:
@@ -48,6 +81,16 @@ class Pod:
     @property
     def status(self) -> dict[str, Any]:
         return self.wire["status"]  # type: ignore[no-any-return]
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether the pod has a node."""
+        return "nodeName" in self.wire["spec"]
+
+    @property
+    def grace_s(self) -> int:
+        """The seconds between SIGTERM and SIGKILL that the pod asks for."""
+        return int(self.wire["spec"].get("terminationGracePeriodSeconds", 30))
 
     @property
     def is_over(self) -> bool:
@@ -60,13 +103,18 @@ class Pod:
     def condition(self, kind: str, status: str, reason: str = "", message: str = "") -> None:
         """Set a condition."""
         others = [each for each in self.status.get("conditions", []) if each["type"] != kind]
-        self.status["conditions"] = [*others, {"type": kind, "status": status, "reason": reason, "message": message}]
+        row = {"type": kind, "status": status, "reason": reason, "message": message, "lastTransitionTime": now()}
+        self.status["conditions"] = [*others, row]
 
     def container(self, state: str, **more: Any) -> None:
-        """Say what the container does."""
+        """Set the state of the container, and with it the conditions that follow from it."""
         image = self.wire["spec"]["containers"][0]["image"]
         row = {"name": "replica", "image": image, "imageID": "", "ready": state == "running", "restartCount": 0}
         self.status["containerStatuses"] = [{**row, "state": {state: more}}]
+        is_ready = str(state == "running")
+        reason = "" if state == "running" else "ContainersNotReady"
+        for kind in ("ContainersReady", "Ready"):
+            self.condition(kind, is_ready, reason)
 
 
 class Kubelet:
@@ -87,6 +135,10 @@ class Kubelet:
         self.changed = changed
         self.grace_s = 1.0
         """The longest grace, whatever a pod asks for."""
+        self.reports_ends = True
+        """Whether a pod's phase follows its container's end. False: until a test sets it and notifies `changed`."""
+        self.unreachable: set[str] = set()
+        """Nodes whose kubelet reports nothing and ends nothing."""
         self.room: int | None = None
         """How many pods have a node; None: all. More wait, `Unschedulable`."""
         self.broken: dict[str, tuple[str, str]] = {}
@@ -99,6 +151,7 @@ class Kubelet:
         self._running: set[str] = set()
 
     def start(self, pod: Pod) -> None:
+        """Run a pod in a thread of its own."""
         pod.wire["status"] = {"phase": "Pending"}
         thread = threading.Thread(target=self._run, args=(pod,), daemon=True)
         self._threads.append(thread)
@@ -113,15 +166,17 @@ class Kubelet:
 
     def _run(self, pod: Pod) -> None:
         with self.changed:
-            if self._has_node(pod) and (variables := self._made(pod)) is not None:
-                self._launch(pod, variables)
+            if not self._has_node(pod):
+                return  # no kubelet has it: the control plane removes it
+            if (variables := self._made(pod)) is not None and self._launched(pod, variables):
                 self._wait(pod)
             else:
                 self._end(pod, None)
-            return
 
     def _must_end(self, pod: Pod) -> bool:
-        return self.is_closing or pod.is_deleted or pod.ending is not None
+        if self.is_closing:
+            return True
+        return (pod.is_deleted or pod.ending is not None) and pod.wire["spec"].get("nodeName") not in self.unreachable
 
     def _has_node(self, pod: Pod) -> bool:
         """Wait for a node."""
@@ -136,6 +191,7 @@ class Kubelet:
         if self._must_end(pod):
             return False
         self._running.add(pod.name)
+        pod.wire["spec"]["nodeName"] = f"node-{len(self._running)}"
         pod.condition("PodScheduled", "True")
         pod.status["startTime"] = now()
         return True
@@ -166,7 +222,8 @@ class Kubelet:
             variables[each["name"]] = expanded(each.get("value", ""), variables)
         return variables
 
-    def _launch(self, pod: Pod, variables: dict[str, str]) -> None:
+    def _launched(self, pod: Pod, variables: dict[str, str]) -> bool:
+        """Start the container's process; False: its runtime could not, and says so as a container that has ended."""
         container, directory = pod.wire["spec"]["containers"][0], self._folder / pod.name
         usual = {
             **container_environment(shared_python(), directory),
@@ -179,7 +236,12 @@ class Kubelet:
                 pod.lines.append(line)
 
         command = [expanded(word, variables) for word in container["command"]]
-        pod.process = process = IsolatedProcess(command, {**usual, **variables}, directory, on_line=keep)
+        try:
+            pod.process = process = IsolatedProcess(command, {**usual, **variables}, directory, on_line=keep)
+        except OSError as error:
+            message = f'failed to create containerd task: exec: "{command[0]}": {error.strerror}'
+            pod.container("terminated", exitCode=128, reason="StartError", message=message, finishedAt=now())
+            return False
         pod.status["phase"] = "Running"
         pod.container("running", startedAt=now())
         self.changed.notify_all()
@@ -193,6 +255,7 @@ class Kubelet:
         thread = threading.Thread(target=follow, daemon=True)
         self._threads.append(thread)
         thread.start()
+        return True
 
     def _wait(self, pod: Pod) -> None:
         """Wait for the end of a pod's process, and end it where it must end."""
@@ -211,26 +274,32 @@ class Kubelet:
             else:
                 self.changed.wait_for(functools.partial(stirs, limit_s), left_s)
         if pod.code is None:
-            asked_s = pod.wire["spec"].get("terminationGracePeriodSeconds", 30)
-            pod.process.terminate()
-            self.changed.wait_for(lambda: pod.code is not None or self.is_closing, min(asked_s, self.grace_s))
+            if catches(pod.process.pid, signal.SIGTERM):
+                pod.process.terminate()
+            self.changed.wait_for(lambda: pod.code is not None or self.is_closing, min(pod.grace_s, self.grace_s))
             if pod.code is None:
                 pod.process.kill()
                 self.changed.wait_for(lambda: pod.code is not None)
         self._end(pod, pod.code)
 
     def _end(self, pod: Pod, code: int | None) -> None:
-        """Say how a pod has ended. One that was deleted before it ran has failed, too: its Job waits for that."""
-        self._running.discard(pod.name)
+        """Report how a pod has ended: its container first, and in a later update the pod."""
+        self.changed.wait_for(lambda: self.is_closing or pod.wire["spec"].get("nodeName") not in self.unreachable)
         if code is not None:
             reason = pod.killed_for or ("Completed" if code == 0 else "Error")
-            pod.container(
-                "terminated", exitCode=code, reason=reason, message="\n".join(pod.lines[-80:]), finishedAt=now()
-            )
+            # FallbackToLogsOnError: the end of the log is the message of a container that failed.
+            message = "\n".join(pod.lines[-80:]) if code else ""
+            pod.container("terminated", exitCode=code, reason=reason, message=message, finishedAt=now())
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self.is_closing, LAG_S)
+            self.changed.wait_for(lambda: self.is_closing or self.reports_ends)
+        self._running.discard(pod.name)
         is_fine = code == 0 and pod.ending is None
         pod.status["phase"] = "Succeeded" if is_fine else "Failed"
         if pod.ending:
             pod.status["reason"], pod.status["message"] = pod.ending
+        if pod.disruption:
+            pod.condition("DisruptionTarget", "True", *pod.disruption)
         if not self.is_closing:
             self._on_end(pod)
         self.changed.notify_all()

@@ -1,6 +1,7 @@
-"""What an API server refuses beyond types: the validation of batch/v1 and core/v1 for what is used here.
+"""The validation of batch/v1 and core/v1 beyond types, for the fields that this project uses.
 
-After `ValidateJobSpec`, `ValidatePodTemplateSpec` and `ValidateSecret` of Kubernetes 1.33.
+It follows `ValidateJobSpec`, `ValidatePodTemplateSpec` and `ValidateSecret` of Kubernetes, and the standard
+"restricted" of Pod Security Admission.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from typing import Any
 
 LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
-LABEL_NAME = re.compile(r"(?P<prefix>[a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
+PART = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
+LABEL_NAME = re.compile(rf"(?=.{{1,317}}\Z)({PART}(\.{PART})*/)?[A-Za-z0-9]([A-Za-z0-9_.-]{{0,61}}[A-Za-z0-9])?")
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
 SECRET_KEY = re.compile(r"[A-Za-z0-9._-]{1,253}")
 VARIABLE = re.compile(r"[A-Za-z_.-][A-Za-z0-9_.-]*")
 QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?")
 INT32 = 2**31 - 1
+MAX_SECRET_BYTES = 1 << 20
+STANDARD = ("cpu", "memory", "ephemeral-storage")
 
 
 def wrong_with_job(job: Mapping[str, Any]) -> Iterator[str]:
@@ -53,6 +57,32 @@ def wrong_with_secret(secret: Mapping[str, Any]) -> Iterator[str]:
     for key in {**secret.get("data", {}), **secret.get("stringData", {})}:
         if not SECRET_KEY.fullmatch(key):
             yield f"data[{key}]: Invalid value: a config key is of letters, digits, '-', '_' and '.'"
+    encoded = sum(len(value) * 3 // 4 for value in secret.get("data", {}).values())
+    if encoded + sum(len(value.encode()) for value in secret.get("stringData", {}).values()) > MAX_SECRET_BYTES:
+        yield f"data: Too long: may not be more than {MAX_SECRET_BYTES} bytes"
+
+
+def violations(pod: Mapping[str, Any]) -> str:
+    """Return how a pod violates the standard "restricted", in the words of the admission plugin; empty: it does not."""
+    of_pod, found = pod.get("securityContext", {}), dict[str, list[str]]()
+    for container in pod["containers"]:
+        name, own = f'container "{container["name"]}"', container.get("securityContext", {})
+        if own.get("allowPrivilegeEscalation") is not False:
+            words = f"{name} must set securityContext.allowPrivilegeEscalation=false"
+            found.setdefault("allowPrivilegeEscalation != false", []).append(words)
+        if "ALL" not in own.get("capabilities", {}).get("drop", ()):
+            words = f'{name} must set securityContext.capabilities.drop=["ALL"]'
+            found.setdefault("unrestricted capabilities", []).append(words)
+        if own.get("runAsNonRoot", of_pod.get("runAsNonRoot")) is not True:
+            words = f"pod or {name} must set securityContext.runAsNonRoot=true"
+            found.setdefault("runAsNonRoot != true", []).append(words)
+        if own.get("seccompProfile", of_pod.get("seccompProfile", {})).get("type") not in (
+            "RuntimeDefault",
+            "Localhost",
+        ):
+            words = f'pod or {name} must set securityContext.seccompProfile.type to "RuntimeDefault" or "Localhost"'
+            found.setdefault("seccompProfile", []).append(words)
+    return ", ".join(f"{what} ({'; '.join(where)})" for what, where in found.items())
 
 
 def _pod(spec: Mapping[str, Any], path: str) -> Iterator[str]:
@@ -86,12 +116,14 @@ def _container(container: Mapping[str, Any], path: str) -> Iterator[str]:
     for kind, amounts in (("limits", limits), ("requests", requests)):
         for name, amount in amounts.items():
             place = f"{path}.resources.{kind}[{name}]"
-            if "/" not in name and name not in ("cpu", "memory", "ephemeral-storage"):
-                yield f"{place}: Invalid value: must be a standard resource for containers"
+            if not LABEL_NAME.fullmatch(name):
+                yield f"{place}: Invalid value: {name!r}: a qualified name is 'example.com/name'"
+            elif "/" not in name and name not in STANDARD:
+                yield f"{place}: Invalid value: {name!r}: must be a standard resource for containers"
             if not QUANTITY.fullmatch(amount) or ("/" in name and not amount.isdecimal()):
                 yield f"{place}: Invalid value: {amount!r}"
             if "/" in name and limits.get(name) != requests.get(name, limits.get(name)):
-                yield f"{place}: Invalid value: must be equal to {name} limit"
+                yield f"{place}: Invalid value: {amount!r}: must be equal to {name} limit of {limits.get(name)}"
 
 
 def _metadata(metadata: Mapping[str, Any], path: str, *, has_name: bool = True) -> Iterator[str]:
@@ -107,7 +139,7 @@ def _metadata(metadata: Mapping[str, Any], path: str, *, has_name: bool = True) 
 def _labels(labels: Mapping[str, str], path: str) -> Iterator[str]:
     for name, value in labels.items():
         if not LABEL_NAME.fullmatch(name) or not LABEL_VALUE.fullmatch(value):
-            yield f"{path}: Invalid value: {name!r}: {value!r}"
+            yield f"{path}: Invalid value: {name!r}: {value!r}: a qualified name and its value are needed"
 
 
 def _choice(of: Mapping[str, Any], path: str, choices: tuple[str, ...]) -> Iterator[str]:

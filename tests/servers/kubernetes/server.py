@@ -3,8 +3,9 @@
     with api_server() as server:
         os.environ["KUBECONFIG"] = server.kubeconfig
 
-Every body is held against the client's own models (`schema`) and against the rules of batch/v1 (`rules`). It proves
-requests against the published schema, and nothing about a real server. Pods really run, as local processes.
+The server compares every body with the client's own models (`schema`) and with the rules of batch/v1 (`rules`). Pods
+really run, as local processes. `answers.json` is the table of a real server's answers: a test asks this server for
+each of them, and `pytest -m 'live and k8s'` asks a real one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from servers.kubernetes.cluster import Cluster, Conflict
+from servers.kubernetes.cluster import AlreadyExists, Cluster
 from servers.kubernetes.pods import Pod
 from servers.kubernetes.rules import wrong_with_job, wrong_with_secret
 from servers.kubernetes.schema import problems
@@ -47,20 +48,45 @@ ROUTES = {
     "delete_pod": ("DELETE", f"{CORE}/pods/(?P<name>[^/]+)"),
     "patch_pod": ("PATCH", f"{CORE}/pods/(?P<name>[^/]+)"),
 }
+RIGHTS = {
+    "create_job": ("create", "batch", "jobs"),
+    "list_jobs": ("list", "batch", "jobs"),
+    "read_job": ("get", "batch", "jobs"),
+    "delete_job": ("delete", "batch", "jobs"),
+    "create_secret": ("create", "", "secrets"),
+    "read_secret": ("get", "", "secrets"),
+    "list_pods": ("list", "", "pods"),
+    "list_events": ("list", "", "events"),
+    "log": ("get", "", "pods/log"),
+    "delete_pod": ("delete", "", "pods"),
+    "patch_pod": ("patch", "", "pods"),
+}
+"""By route, the verb, API group and resource that an account needs."""
 REASONS = {
     400: "BadRequest",
     401: "Unauthorized",
     403: "Forbidden",
     404: "NotFound",
-    409: "AlreadyExists",
+    409: "Conflict",
+    415: "UnsupportedMediaType",
     422: "Invalid",
+    429: "TooManyRequests",
+    503: "ServiceUnavailable",
 }
+KINDS = {"job": "jobs.batch", "secret": "secrets", "pod": "pods", "log": "pods"}
+QUOTA_CONFLICT = (
+    'Operation cannot be fulfilled on resourcequotas "gpus": the object has been modified; please apply your changes '
+    "to the latest version and try again"
+)
 
 
 class Refusal(Exception):
-    def __init__(self, status: int, message: str) -> None:
+    """A request that the server refuses, with the reason that its Status names."""
+
+    def __init__(self, status: int, message: str, reason: str = "") -> None:
         super().__init__(message)
         self.status = status
+        self.reason = reason or REASONS.get(status, "InternalError")
 
 
 @dataclass
@@ -71,6 +97,7 @@ class Fault:
     times: int
     after_applying: bool
     headers: Mapping[str, str] = field(default_factory=dict)
+    message: str = "as the test asked"
 
 
 class ApiServer:
@@ -87,7 +114,7 @@ class ApiServer:
         self.bodies: list[tuple[str, Any]] = []
         self.complaints: list[str] = []
         self.denied: set[tuple[str, str]] = set()
-        """Verb and resource of what this account may not do."""
+        """Verb and resource of what this account may not do, as in ("get", "pods/log")."""
         self._faults: dict[str, list[Fault]] = {}
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self))
         self._http.daemon_threads = True
@@ -113,17 +140,28 @@ class ApiServer:
         Path(self.kubeconfig).write_text(json.dumps(document))
 
     def fail(
-        self, route: str, status: int = 500, *, times: int = 1, after_applying: bool = False, **headers: str
+        self,
+        route: str,
+        status: int = 500,
+        *,
+        times: int = 1,
+        after_applying: bool = False,
+        message: str = "as the test asked",
+        **headers: str,
     ) -> None:
         """Answer the next requests for a route with an error, or not at all (0).
 
         Args:
+            route: a name in `ROUTES`, or "dry_run".
+            status: the HTTP status. 409 is a `Conflict`.
+            times: for how many requests.
             after_applying: do what was asked first, so that only the answer is lost.
+            message: the message of the Status.
             headers: more headers of the answer, as in `retry_after="7"`.
         """
         assert route in (*ROUTES, "dry_run")
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        self._faults.setdefault(route, []).append(Fault(status, times, after_applying, named))
+        self._faults.setdefault(route, []).append(Fault(status, times, after_applying, named, message))
 
     def forgive(self) -> None:
         self._faults.clear()
@@ -155,22 +193,43 @@ class ApiServer:
         return None
 
     def apply(self, route: str, name: str, query: Mapping[str, str], body: Any) -> Any:
-        """Do what a request asks for. Raises: Refusal."""
+        """Do what a request asks for.
+
+        Raises:
+            Refusal: the server refuses it.
+        """
+        if (right := RIGHTS.get(route)) and (right[0], right[2]) in self.denied:
+            verb, group, resource = right
+            kind = f"{resource.partition('/')[0]}{'.' * bool(group)}{group}"
+            named = f'{kind} "{name}"' if name else kind
+            where = f'resource "{resource}" in API group "{group}" in the namespace "{NAMESPACE}"'
+            raise Refusal(403, f'{named} is forbidden: User "ada" cannot {verb} {where}')
         try:
             return getattr(self, f"_{route}")(name, query, body)
         except KeyError:
-            raise Refusal(404, f'"{name}" not found') from None
-        except Conflict as conflict:
-            raise Refusal(409, str(conflict)) from None
+            raise Refusal(404, f'{KINDS[route.rpartition("_")[2]]} "{name}" not found') from None
+        except AlreadyExists as error:
+            raise Refusal(409, str(error), "AlreadyExists") from None
+
+    def warnings(self, route: str, body: Any) -> list[str]:
+        """Return what the answer to a request that was granted warns of."""
+        return self.cluster.warnings(body) if route == "create_job" else []
 
     def _check(
         self, body: Any, kind: str, rules: Callable[[Any], Iterator[str]], query: Mapping[str, str] | None = None
     ) -> None:
         if query is not None and query.get("fieldValidation") not in ("Strict", None):
             self.complaints.append(f"fieldValidation={query['fieldValidation']}")
-        found = list(problems(body, kind)) or list(rules(body))
-        if found:
-            raise Refusal(422, f"{kind.removeprefix('V1')} is invalid: {'; '.join(found)}")
+        found = list(problems(body, kind))
+        name = kind.removeprefix("V1")
+        # Decoding comes before validation: an unknown field or a wrong type is a bad request.
+        if wrong := [each for each in found if not each.endswith("Required value")]:
+            text = ", ".join(sorted(wrong))
+            raise Refusal(400, f'{name} in version "v1" cannot be handled as a {name}: strict decoding error: {text}')
+        if found := found or list(rules(body)):
+            text = found[0] if len(found) == 1 else f"[{', '.join(found)}]"
+            named = f'{name}{".batch" * (name == "Job")} "{body["metadata"].get("name", "")}"'
+            raise Refusal(422, f"{named} is invalid: {text}")
 
     def _review(self, name: str, query: Mapping[str, str], body: Any) -> Any:
         self._check(body, "V1SelfSubjectAccessReview", lambda _: iter(()))
@@ -214,7 +273,10 @@ class ApiServer:
 
     def _log(self, name: str, query: Mapping[str, str], body: Any) -> Any:
         pod = self.cluster.pods[name]
-        if pod.process is None:
+        if (node := pod.wire["spec"].get("nodeName")) in self.cluster.kubelet.unreachable:
+            url = f"https://{node}:10250/containerLogs/{NAMESPACE}/{name}/replica?tailLines={query['tailLines']}"
+            raise Refusal(500, f'Get "{url}": dial tcp: connect: no route to host')
+        if pod.process is None and node is not None and not pod.is_over:
             raise Refusal(400, f'container "replica" in pod "{name}" is waiting to start: ContainerCreating')
         lines = list(pod.lines)[-int(query["tailLines"]) :]
         return "".join(f"{line}\n" for line in lines).encode()
@@ -229,9 +291,11 @@ class ApiServer:
         if "merge-patch+json" not in query["Content-Type"]:
             raise Refusal(415, f"the body of the request was in an unknown format: {query['Content-Type']}")
         if body != {"spec": {"activeDeadlineSeconds": limit_s}} or type(limit_s) is not int:
-            raise Refusal(422, "Forbidden: pod updates may not change fields other than spec.activeDeadlineSeconds")
+            problem = "Forbidden: pod updates may not change fields other than `spec.activeDeadlineSeconds`"
+            raise Refusal(422, f'Pod "{name}" is invalid: spec: {problem}')
         if not 0 < limit_s <= pod.wire["spec"].get("activeDeadlineSeconds", limit_s):
-            raise Refusal(422, "spec.activeDeadlineSeconds: must be less than or equal to the value before")
+            problem = f"Invalid value: {limit_s}: must be less than or equal to previous value"
+            raise Refusal(422, f'Pod "{name}" is invalid: spec.activeDeadlineSeconds: {problem}')
         self.cluster.limit_pod(name, limit_s)
         return copy.deepcopy(pod.wire)
 
@@ -262,7 +326,9 @@ def _handler_of(api: ApiServer) -> type[BaseHTTPRequestHandler]:
             route, match = _route_of(self.command, place.path)
             if match is None:
                 if "/namespaces/" in place.path and not place.path.startswith((CORE, BATCH)):
-                    self.send(403, _status(403, "forbidden: no such namespace for this account"))
+                    space = place.path.partition("/namespaces/")[2].partition("/")[0]
+                    where = f'in the namespace "{space}"'
+                    self.send(403, _status(403, f'forbidden: User "ada" cannot get resource "jobs" {where}'))
                     return
                 api.complaints.append(f"no such route: {self.command} {self.path}")
                 self.send(404, _status(404, "the server could not find the requested resource"))
@@ -278,13 +344,15 @@ def _handler_of(api: ApiServer) -> type[BaseHTTPRequestHandler]:
                         raise Refusal(401, "Unauthorized")
                     found = api.apply(route, name, query, body)
                 except Refusal as refusal:
-                    self.send(refusal.status, _status(refusal.status, str(refusal)))
+                    self.send(refusal.status, _status(refusal.status, str(refusal), refusal.reason))
                     return
                 if fault is None:
-                    self.send(200, found)
+                    quoted = [json.dumps(words) for words in api.warnings(route, body)]
+                    warned = {"Warning": ", ".join(f"299 - {words}" for words in quoted)} if quoted else {}
+                    self.send(201 if self.command == "POST" else 200, found, warned)
                     return
             if fault.status:
-                self.send(fault.status, _status(fault.status, "as the test asked"), fault.headers)
+                self.send(fault.status, _status(fault.status, fault.message), fault.headers)
             else:
                 self.close_connection = True
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -307,13 +375,13 @@ def _handler_of(api: ApiServer) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def _status(code: int, message: str) -> dict[str, Any]:
-    reason = REASONS.get(code, "InternalError")
+def _status(code: int, message: str, reason: str = "") -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "Status",
+        "metadata": {},
         "status": "Failure",
-        "reason": reason,
+        "reason": reason or REASONS.get(code, "InternalError"),
         "message": message,
         "code": code,
     }
