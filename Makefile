@@ -6,7 +6,7 @@ BIN := .venv/bin
 PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 SCHEDULES ?=
 
-.PHONY: help install demo compiled test test-all test-browser test-radosgw test-slurm test-ray package picture lint bench simulate simulate-supervision clean
+.PHONY: help install demo compiled test test-all test-browser test-radosgw test-slurm test-ray test-kubernetes package picture lint bench simulate simulate-supervision clean
 
 help:
 	@echo "make demo      train a small model with four local replicas"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-radosgw  the S3 store at a real Ceph, started on loopback (needs its Debian packages)"
 	@echo "make test-slurm  launches at a real Slurm, started on loopback (needs its Debian packages; part of make test-all)"
 	@echo "make test-ray  the backend ray at a real head on loopback; installs Ray (380 MB) into .venv-ray"
+	@echo "make test-kubernetes  the contracts and the table of answers at the cluster of KUBECONFIG (its current context)"
 	@echo "make package   wheel and sdist into dist/, installed and tried in empty environments (part of make test-all)"
 	@echo "make picture   examples/report.png: the page of a run with a kill in it, in chromium"
 	@echo "make bench     the benchmarks, each beside its peer"
@@ -71,6 +72,11 @@ test-ray: install .venv-ray/.installed
 	$(PYTHON) -m venv .venv-ray
 	.venv-ray/bin/pip install --quiet --disable-pip-version-check 'ray[default]==2.60.0'
 	@touch $@
+
+test-kubernetes: install
+	@test -n "$$KUBECONFIG" || { echo "KUBECONFIG names no cluster. The contract of the executor needs \
+		REPLICAS_LIVE_RENDEZVOUS=s3://BUCKET/PREFIX as well."; exit 1; }
+	$(BIN)/python -m pytest -m 'live and k8s'
 
 package: install
 	REPLICAS_DIST=$(CURDIR)/dist $(BIN)/python -m pytest tests/docs/test_package.py

@@ -152,6 +152,23 @@ class LeavesFiles(Protocol):
         """Delete what a run that is over left there. Nothing of it is no error."""
 
 
+@runtime_checkable
+class MayBeQueued(Protocol):
+    """An executor whose jobs a queue may take back, and start again after their run has ended."""
+
+    def withdraw_jobs(self, store_url: str, run_id: str, launched_at: float) -> int:
+        """Delete the jobs of a run that has ended and that a queue still holds; return how many.
+
+        Args:
+            store_url: the store of the run.
+            run_id: the id of the run.
+            launched_at: Unix time of its launch.
+
+        Raises:
+            BackendError: the service refuses, or does not answer.
+        """
+
+
 @dataclass(frozen=True)
 class Unfinished:
     """A replica that a backend is asked about, as the records of its run show it."""

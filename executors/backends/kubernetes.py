@@ -1,19 +1,21 @@
-"""Replicas as pods of Kubernetes, over the official client: one Indexed Job a group.
+"""Replicas as pods of Kubernetes, over the official client: one Indexed Job for each group.
 
-A Job is made first, then the Secret that it owns: so no Secret is left where a launcher dies, or its Job is deleted. A
-pod whose Secret is late waits for it.
+The Job is created first, and then the Secret that it owns. So no Secret outlives a launcher that dies between the two,
+or a Job that is deleted. A pod whose Secret is late waits for it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from executors.attempt import Attempt
 from executors.backends.jobs.executor import JobExecutor, options_of
 from executors.backends.jobs.service import (
     ForeignJobError,
@@ -27,10 +29,24 @@ from executors.backends.jobs.service import (
     python_of_image,
     shortened,
 )
-from executors.backends.kubernetes_client import ADVICE, Cluster, StatusError, client
+from executors.backends.kubernetes_client import ADVICE, ALREADY_EXISTS, Cluster, StatusError, client
 from executors.backends.kubernetes_manifest import NAME, PodOptions, group_labels, name_of, secret_data, selector_of
-from executors.backends.kubernetes_pods import INDEX, JOB_NAME, JOB_UID, index_of, is_stuck, place_of, state_of
+from executors.backends.kubernetes_pods import (
+    INDEX,
+    JOB_NAME,
+    JOB_UID,
+    TAKEN_BACK,
+    index_of,
+    indexes,
+    is_stuck,
+    is_taken_back,
+    needs_job,
+    place_of,
+    ranks_of,
+    state_of,
+)
 from executors.errors import BackendError
+from executors.store import store_at
 from executors.task.create import MASK
 
 ID = ("job", "namespace", "index", "uid", "server")
@@ -42,7 +58,7 @@ CHECK = Job(JobKey("", "check", 0, 0), ("true",), (), {}, {})
 
 @dataclass(eq=False, kw_only=True)
 class KubernetesJobs(PodOptions, JobService):
-    """The Jobs of one namespace. `KubernetesExecutor` says what the fields mean."""
+    """The Jobs of one namespace. `KubernetesExecutor` says what each field means."""
 
     name = "Kubernetes"
     starts_together = True
@@ -59,7 +75,9 @@ class KubernetesJobs(PodOptions, JobService):
         self._stopped: dict[str, set[int]] = {}
         self._unmade: dict[str, tuple[float, str]] = {}  # when it was asked why a Job has no pod, and why
         self._stuck: dict[str, float] = {}  # since when a pod is seen to be
-        self._disrupted: dict[tuple[str, int], str] = {}  # why a pod is being deleted: soon nothing tells it
+        self._disrupted: dict[tuple[str, int], str] = {}  # why a pod is being deleted: soon no object says so
+        self._warned: list[str] = []  # what the server warned of in the last dry run
+        self._told_warnings: set[str] = set()
 
     @property
     def _cluster(self) -> Cluster:
@@ -80,18 +98,35 @@ class KubernetesJobs(PodOptions, JobService):
         for name in (*self.secrets, *secret_names):
             if not cluster.has_secret(name):
                 raise BackendError(f"The namespace {self.namespace!r} has no Secret {name!r}. Make it first.")
-        if cluster.create_job(body, dry_run="All").spec.backoff_limit_per_index is None:
+        made, self._warned = cluster.create_job(body, is_dry=True)
+        if made.spec.backoff_limit_per_index is None:
             raise BackendError(f"Kubernetes at {cluster.server} is too old: 1.33 or later is needed.")
+
+    def risks(self) -> Iterator[tuple[str, str]]:
+        """Yield what the last dry run warned of, and what this account cannot find out; see `JobService.risks`."""
+        for words in self._warned:
+            yield f"Kubernetes warns: {words}", self._advice_on(words)
+        for right, missed in self._cluster.missed_rights():
+            yield missed, f"You need the right to {right} in the namespace {self.namespace!r} for that."
+
+    def _advice_on(self, warning: str) -> str:
+        if "runAsNonRoot" in warning and self.run_as_user is None:
+            return "Pods like these are refused there. Name a user: --option run_as_user=1000."
+        return "The administrators of the namespace know what it enforces."
 
     def start_jobs(self, jobs: Sequence[Job]) -> list[JobId]:
         body, name, data = self.job(jobs), name_of(jobs), secret_data(jobs)
+        self._cluster.prepare()
+        self._withdraw_earlier(jobs)
         with self._lock:
             self._listed.clear()
             self._owed[name] = data
         try:
-            made = self._cluster.create_job(body)
+            made, warnings = self._cluster.create_job(body)
+            self._tell_warnings(warnings)
         except StatusError as error:
-            made = self._cluster.job(name) if error.status == 409 else None  # of a try whose answer was lost
+            # The Job may be that of an earlier try whose answer was lost.
+            made = self._cluster.job(name) if error.reason == ALREADY_EXISTS else None
             if made is None or [index_of(job.key, made) for job in jobs] != list(range(len(jobs))):
                 raise
         try:
@@ -102,6 +137,29 @@ class KubernetesJobs(PodOptions, JobService):
                 raise
             raise JobServiceError(str(error), "unknown", retry_after_s=error.retry_after_s) from error
         return [self._job_id(made, index) for index in range(len(jobs))]
+
+    def _tell_warnings(self, warnings: Sequence[str]) -> None:
+        """Print each warning of the server once: its pods may be refused, and the launch would only wait."""
+        for words in warnings:
+            if words not in self._told_warnings:
+                self._told_warnings.add(words)
+                print(f"replicas: Kubernetes warns: {words}. {self._advice_on(words)}", file=sys.stderr)
+
+    def _withdraw_earlier(self, jobs: Sequence[Job]) -> None:
+        """Delete the Jobs of earlier attempts of these ranks that wait in a queue again.
+
+        A queue would admit such a Job once more, and its pods would take their GPUs only to find that a later attempt
+        has taken their place.
+        """
+        first, ranks = jobs[0].key, {job.key.rank for job in jobs}
+        if first.attempt == 0 or first.is_spare:
+            return
+        with contextlib.suppress(JobServiceError):  # the next attempt does not depend on it
+            for job in self._cluster.jobs(selector_of(first.run_labels)):
+                number = job.metadata.labels.get("replicas-attempt", "")
+                is_earlier = number.isdecimal() and int(number) < first.attempt
+                if is_earlier and is_taken_back(job) and ranks & {*ranks_of(job)}:
+                    self._cluster.delete_job(job.metadata.name)
 
     def find(self, key: JobKey) -> list[JobId]:
         found = []
@@ -125,20 +183,24 @@ class KubernetesJobs(PodOptions, JobService):
 
     def state(self, job_id: JobId) -> JobState:
         job, pod = None, self._pod(job_id)
-        if pod is None:
+        if pod is None or needs_job(pod):
             job = self._job(job_id)
-            pod = self._pod(job_id)  # again: it may have come and failed in between
+            pod = self._pod(job_id)  # again: it may have come, or gone, in between
         if pod is None and job is None:
             self._check_is_here(job_id)
         return self._told(pod, job, job_id["job"], job_id["index"])
 
     def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
-        """Tell of all pods of the run from one request; where some have none, Jobs and pods are asked again."""
+        """Return the states of all pods of the run from one request; see `JobService.states`.
+
+        Where an index has no pod, or its Job alone can say why its pod goes, Jobs and pods are listed again.
+        """
         if not jobs:
             return {}
         selector, found, of_jobs = selector_of(next(iter(jobs)).run_labels), dict[JobKey, JobState](), dict[str, Any]()
         pods = {place_of(pod): pod for pod in self._cluster.pods(selector)}
-        if any((job_id.get("job"), str(job_id.get("index"))) not in pods for job_id in jobs.values()):
+        asked = [pods.get((str(job_id.get("job")), str(job_id.get("index")))) for job_id in jobs.values()]
+        if any(pod is None or needs_job(pod) for pod in asked):
             of_jobs = {job.metadata.name: job for job in self._jobs(selector)}
             pods = {place_of(pod): pod for pod in self._cluster.pods(selector)}  # one may have come and ended meanwhile
         for key, job_id in jobs.items():
@@ -149,7 +211,9 @@ class KubernetesJobs(PodOptions, JobService):
                 continue
             # A pod knows the server by another name.
             if job_id == {**self._job_id(owner, index), "server": job_id.get("server")}:
-                found[key] = self._told(pod, owner, name, index)
+                job = of_jobs.get(name)
+                is_its = job is not None and job.metadata.uid == job_id["uid"]
+                found[key] = self._told(pod, job if is_its else None, name, index)
         return found
 
     def _told(self, pod: Any, job: Any, name: str, index: int) -> JobState:
@@ -161,9 +225,11 @@ class KubernetesJobs(PodOptions, JobService):
         state = state_of(pod, job, index, stuck_s)
         if pod is None and not state.has_ended and not state.message:
             return replace(state, message=self._why_no_pod(job))
-        if pod is not None and pod.status.phase == "Running" and state.message and state.reason in (None, "preempted"):
+        is_seen = pod is not None and pod.status.phase == "Running"
+        if is_seen and state.message and (state.reason == "preempted" or (not state.is_hearsay and not state.reason)):
             self._disrupted[name, index] = state.message
-        if pod is None and state.reason == "lost" and index in self._stopped.get(name, ()):
+        never_ran = pod is None or (pod.status.phase != "Running" and pod.spec.node_name is None)
+        if never_ran and state.reason == "lost" and index in self._stopped.get(name, ()):
             return JobState(True, "cancelled")
         if pod is None and state.reason == "lost" and (why := self._disrupted.get((name, index))):
             return JobState(True, "preempted", message=why)
@@ -194,12 +260,44 @@ class KubernetesJobs(PodOptions, JobService):
         stopped.add(job_id["index"])
         if pod is None:
             job = self._job(job_id)
-            if job and len(stopped) == job.spec.completions and not self._cluster.pods(f"{JOB_NAME}={name}", space):
+            if job is None:
+                return
+            # An index that has ended needs no stop, and the Job of a queue may have some.
+            over = {*stopped, *indexes(job.status.completed_indexes), *indexes(job.status.failed_indexes)}
+            if len(over) == job.spec.completions and not self._cluster.pods(f"{JOB_NAME}={name}", space):
                 self._cluster.delete_job(name, space)
         elif pod.status.phase == "Pending":
             self._cluster.delete_pod(pod)
         elif pod.status.phase not in ("Succeeded", "Failed"):
             self._cluster.end_pod(pod)
+
+    def withdraw(self, job_id: JobId) -> None:
+        """Delete the Job of a replica that ended because a queue suspended the Job; end any other as `stop` does.
+
+        The suspension ended all replicas of the Job, so none of them is left.
+        """
+        job = self._job(job_id)
+        if job is None or not is_taken_back(job):
+            self.stop(job_id)
+            return
+        for index in range(job.spec.completions or 0):
+            self._disrupted.setdefault((job_id["job"], index), TAKEN_BACK)
+        self._cluster.delete_job(job_id["job"], job_id["namespace"])
+
+    def delete_run(self, key: JobKey, *, only_suspended: bool = False) -> int:
+        """Delete the Jobs of a run, and with each its pods and its Secret.
+
+        Args:
+            key: that of any job of the run.
+            only_suspended: whether to leave the Jobs that no queue holds. Default False.
+
+        Returns: how many Jobs were deleted.
+        """
+        found = self._cluster.jobs(selector_of(key.run_labels))
+        chosen = [job for job in found if job.spec.suspend or not only_suspended]
+        for job in chosen:
+            self._cluster.delete_job(job.metadata.name)
+        return len(chosen)
 
     def describe(self, job: Job) -> dict[str, Any]:
         body = self.job([job])
@@ -270,20 +368,35 @@ class KubernetesExecutor(JobExecutor):
         image_pull_secrets: names of Secrets for the image's registry.
         secrets: names of Secrets whose keys every replica gets as variables.
         pip: requirements of the replicas. When empty, the workspace's requirements.txt or pyproject.toml.
-        labels: more labels for Job and pods.
+        labels: more labels for the Job and its pods.
         gpu_products: the value of the nodes' label `nvidia.com/gpu.product` for each name that `gpu=` may have, as in
             {"H100": "NVIDIA-H100-80GB-HBM3"}.
-        keep_s: how long Kubernetes keeps what has ended, with its log.
+        keep_s: how many seconds Kubernetes keeps a Job that has ended, with the logs of its pods. Default: a week.
+        run_as_user: the id of the user that replicas run as, from 0 to 2^31 - 1. None: the image's own user. A
+            namespace that enforces the Pod Security Standard "restricted" needs one that is not 0.
 
     Raises:
         MissingDependencyError: the client is not installed.
-        ValueError: a label that Kubernetes does not take.
+        ValueError: Kubernetes does not take a label, `gpu_resource` or `run_as_user`.
+
+    Example:
+        launch(KubernetesExecutor(queue="team", run_as_user=1000), "train.py:main", 8, gpu="H100:2")
     """
 
     backend_name = "k8s"
     recordable_options = KubernetesJobs.recordable_options()
     default_timeout_s = None
+    service: KubernetesJobs
 
     @options_of(KubernetesJobs)
     def __init__(self, service: KubernetesJobs) -> None:
         super().__init__(service)
+
+    def remove_files(self, store_url: str, run_id: str, launched_at: float) -> None:
+        """Delete the Jobs of a run, with their pods, logs and Secrets; see `LeavesFiles`."""
+        self.service.delete_run(JobKey.of(Attempt(store_at(store_url), run_id, 0), launched_at))
+
+    def withdraw_jobs(self, store_url: str, run_id: str, launched_at: float) -> int:
+        """Delete the Jobs of a run that a queue holds; see `MayBeQueued`."""
+        key = JobKey.of(Attempt(store_at(store_url), run_id, 0), launched_at)
+        return self.service.delete_run(key, only_suspended=True)

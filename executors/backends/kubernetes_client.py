@@ -1,11 +1,15 @@
-"""Calls of the official Kubernetes client with a time limit, its errors translated, and no repetitions of its own."""
+"""Requests to a Kubernetes API server through the official client.
+
+Each request has a time limit, the client repeats none of them, and every error becomes a `JobServiceError`.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from executors.backends.jobs.sdk import LazyModule, call_each
 from executors.backends.jobs.service import JobServiceError, Kind
 from executors.backends.kubernetes_manifest import CONTAINER
-from executors.errors import BackendError
+from executors.errors import BackendError, kind_of
 
 if TYPE_CHECKING:
     from kubernetes import client, config
@@ -23,7 +27,7 @@ else:
 urllib3: Any = LazyModule("urllib3.exceptions", "")
 yaml: Any = LazyModule("yaml", "")
 
-__all__ = ["ADVICE", "Cluster", "StatusError", "client"]
+__all__ = ["ADVICE", "ALREADY_EXISTS", "Cluster", "StatusError", "client"]
 LIMIT_S = (5.0, 30.0)  # to connect, and between two bytes; the client itself waits without end
 IN_A_POD = "KUBERNETES_SERVICE_HOST"
 NAMESPACE_OF_A_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -33,19 +37,42 @@ NEEDED = [
     ("", "create", "secrets"),
     ("", "get", "pods/log"),
 ]
+USEFUL = {
+    ("", "get", "secrets"): "Secrets are not checked: a misspelled --secret is found out when its pods cannot start.",
+    ("", "list", "events"): "Events cannot be read: nothing says why Kubernetes cannot make a pod.",
+}
+"""Rights that a launch does without, and what is missed without each."""
 UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "doesn't match")  # other errors of TLS are lost connections
 UNAUTHORIZED = 401
+ALREADY_EXISTS = "AlreadyExists"
+"""The reason of the one answer 409 that means that an object of this name exists.
+
+Under a ResourceQuota, the server also answers 409 with the reason `Conflict`: another request has changed the quota in
+the same moment, and the object was not created.
+"""
 ADVICE = "What you may do there: kubectl auth can-i --list."
+LOG_IN = "The server does not know these credentials, or they have expired: log in again (kubectl auth whoami)."
+QUOTA = "The namespace has used up its quota: kubectl describe resourcequota."
+WARNING = re.compile(r'\d{3} \S+ ("(?:[^"\\]|\\.)*")')  # RFC 9111, section 5.5: code, agent, text
 
 T = TypeVar("T")
 
 
 class StatusError(JobServiceError):
-    """The API server answered with an error."""
+    """The API server answered with an error.
 
-    def __init__(self, message: str, kind: Kind, status: int, retry_after_s: float) -> None:
+    Args:
+        message: what the server said, and what the user can do.
+        kind: see `JobServiceError`.
+        status: the HTTP status.
+        retry_after_s: the pause that the server asked for, in seconds; 0: none.
+        reason: the machine-readable reason of the server's Status, as in "AlreadyExists"; empty: it named none.
+    """
+
+    def __init__(self, message: str, kind: Kind, status: int, retry_after_s: float, reason: str = "") -> None:
         super().__init__(message, kind, retry_after_s=retry_after_s)
         self.status = status
+        self.reason = reason
 
 
 @dataclass
@@ -98,8 +125,24 @@ class Cluster:
     def server(self) -> str:
         return str(self.api.configuration.host)
 
+    def prepare(self) -> None:
+        """Import what creates a Secret.
+
+        The import takes up to some seconds on a busy machine. It must not come between the creation of a Job and that
+        of its Secret: a kubelet that finds no Secret looks again after 10 to 15 s only.
+        """
+        self._core  # noqa: B018 - its first use imports the API
+        client.V1Secret, client.V1SecretList  # noqa: B018 - and these are its models
+
     def missing_rights(self) -> list[str]:
-        """Return what this account may not do in the namespace, as in "create jobs"."""
+        """Return the needed rights that this account does not have in the namespace, as in "create jobs"."""
+        return [f"{verb} {what}" for _, verb, what in self._missing(NEEDED)]
+
+    def missed_rights(self) -> list[tuple[str, str]]:
+        """Return the useful rights that this account does not have, each as in "get secrets", and what is missed."""
+        return [(f"{right[1]} {right[2]}", USEFUL[right]) for right in self._missing(list(USEFUL))]
+
+    def _missing(self, rights: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
         review = client.AuthorizationV1Api(self.api).create_self_subject_access_review
 
         def is_missing(needed: tuple[str, str, str]) -> bool:
@@ -109,19 +152,30 @@ class Cluster:
             body = {"spec": {"resourceAttributes": {**attributes, **({"subresource": part} if part else {})}}}
             return not self._ask(review, body).status.allowed
 
-        answers = zip(NEEDED, call_each(is_missing, NEEDED, len(NEEDED)), strict=True)
-        return [f"{verb} {what}" for (_, verb, what), missing in answers if missing]
+        answers = zip(rights, call_each(is_missing, rights, len(rights)), strict=True)
+        return [right for right, missing in answers if missing]
 
-    def create_job(self, body: Mapping[str, Any], **more: Any) -> Any:
-        create = self._batch.create_namespaced_job
-        return self._ask(create, self.namespace, body, may_have_acted=True, field_validation="Strict", **more)
+    def create_job(self, body: Mapping[str, Any], *, is_dry: bool = False) -> tuple[Any, list[str]]:
+        """Create a Job.
+
+        Args:
+            body: the manifest.
+            is_dry: whether the server only says what it would do. Default False.
+
+        Returns: the Job as the server made it, and what the server warns of, as that its pods will be refused.
+        """
+        create, more = self._batch.create_namespaced_job_with_http_info, {"dry_run": "All"} if is_dry else {}
+        made, _, headers = self._ask(
+            create, self.namespace, body, may_have_acted=True, field_validation="Strict", **more
+        )
+        return made, _warnings(headers)
 
     def job(self, name: str, namespace: str | None = None) -> Any:
         """Return a Job; None where there is none."""
         return self._unless_gone(self._batch.read_namespaced_job, name, namespace or self.namespace)
 
     def jobs(self, selector: str) -> list[Any]:
-        """Return the Jobs with some labels, oldest first, but for those that are being deleted."""
+        """Return the Jobs with some labels, the oldest first, without those that are being deleted."""
         found = self._ask(self._batch.list_namespaced_job, self.namespace, label_selector=selector).items
         found = [job for job in found if job.metadata.deletion_timestamp is None]
         return sorted(found, key=lambda job: job.metadata.creation_timestamp)
@@ -137,10 +191,11 @@ class Cluster:
         return sorted(found, key=lambda pod: pod.metadata.creation_timestamp)
 
     def why_no_pod(self, job: Any) -> str:
-        """Return why the pods of a Job cannot be made; empty where nothing says so."""
+        """Return why the pods of a Job cannot be made; empty: no event says so."""
         selector = f"involvedObject.uid={job.metadata.uid},reason=FailedCreate"
         found = self._ask(self._core.list_namespaced_event, job.metadata.namespace, field_selector=selector).items
-        newest = max(found, key=lambda event: event.metadata.creation_timestamp, default=None)
+        # The server counts an event that comes again: its creation stays, and its last time moves.
+        newest = max(found, key=lambda event: event.last_timestamp or event.metadata.creation_timestamp, default=None)
         return "" if newest is None else f"FailedCreate: {newest.message}"
 
     def end_pod(self, pod: Any) -> None:
@@ -184,7 +239,7 @@ class Cluster:
         try:
             self._ask(self._core.create_namespaced_secret, self.namespace, body, may_have_acted=True)
         except StatusError as error:
-            if error.status != 409 or not self._is_owned_secret(job):  # 409: of a lost answer
+            if error.reason != ALREADY_EXISTS or not self._is_owned_secret(job):  # it exists: an answer was lost
                 raise
 
     def _is_owned_secret(self, job: Any) -> bool:
@@ -221,23 +276,19 @@ def _asked(call: Callable[..., Any], *args: Any, may_have_acted: bool = False, *
     """Make a request of the client.
 
     Args:
+        call: a method of one of the client's APIs.
+        args: its positional arguments.
         may_have_acted: whether the server may have done what was asked when its answer is lost.
+        more: its further arguments.
 
     Raises:
-        JobServiceError: a StatusError where the server answered.
+        JobServiceError: the request failed; a StatusError where the server answered.
     """
     lost: Kind = "unknown" if may_have_acted else "unavailable"
     try:
         return call(*args, _request_timeout=LIMIT_S, **more)
     except client.ApiException as error:
-        status = int(error.status or 0)  # 0: TLS failed
-        is_cut = not status and not any(words in str(error.reason) for words in UNTRUSTED)
-        busy: Kind = "unavailable" if status == 429 else lost
-        advice = f" {ADVICE}" if status in (UNAUTHORIZED, 403) else ""
-        text = f"Kubernetes: {_said(error).rstrip('.')} (HTTP {status}).{advice}"
-        kind: Kind = busy if status == 429 or status >= 500 or is_cut else "rejected"
-        pause = str((error.headers or {}).get("Retry-After", ""))
-        raise StatusError(text, kind, status, float(pause) if pause.isdecimal() else 0.0) from error
+        raise _status_error(error, lost) from error
     except (OSError, urllib3.HTTPError) as error:
         never_sent = isinstance(error, (urllib3.NewConnectionError, urllib3.ConnectTimeoutError))
         text = f"Kubernetes cannot be reached: {str(error) or type(error).__name__}"
@@ -245,13 +296,63 @@ def _asked(call: Callable[..., Any], *args: Any, may_have_acted: bool = False, *
     except config.ConfigException as error:  # a token that has run out, and its command gives no other
         raise JobServiceError(f"Kubernetes: no credentials: {error}", "rejected") from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
+        if problem := _refused_by_client(error):  # nothing was sent
+            raise JobServiceError(f"Kubernetes does not take this request: {problem}.", "rejected") from error
         text = f"Kubernetes sent a malformed answer ({type(error).__name__}: {error}). Is there a proxy in between?"
         raise JobServiceError(text, lost) from error
 
 
-def _said(error: Any) -> str:
-    """Return the message of a server's error, or what a proxy says in its place."""
+def _status_error(error: Any, lost: Kind) -> StatusError:
+    """Translate an error answer.
+
+    Args:
+        error: the client's `ApiException`.
+        lost: the kind of an answer that says nothing about whether the server acted.
+    """
+    status = int(error.status or 0)  # 0: TLS failed
+    message, reason = _said(error)
+    is_cut = not status and not any(words in str(error.reason) for words in UNTRUSTED)
+    kind: Kind = "rejected"
+    if status == 429 or (status == 409 and reason != ALREADY_EXISTS):
+        kind = "unavailable"  # the server did nothing, and the next request may be granted
+    elif status >= 500 or is_cut:
+        kind = lost
+    advice = ""
+    if status == UNAUTHORIZED:
+        advice = f" {LOG_IN}"
+    elif status == 403 and "exceeded quota" in message:
+        advice = f" {QUOTA}"
+    elif status == 403 and " cannot " in message:  # the words of RBAC; admission plugins refuse in their own
+        advice = f" {ADVICE}"
+    pause = str((error.headers or {}).get("Retry-After", ""))
+    text = f"Kubernetes: {message.rstrip('.')} (HTTP {status}).{advice}"
+    return StatusError(text, kind, status, float(pause) if pause.isdecimal() else 0.0, reason)
+
+
+def _said(error: Any) -> tuple[str, str]:
+    """Return the message and the reason of a server's Status, or what a proxy says in its place, without a reason."""
     try:
-        return str(json.loads(error.body)["message"])
-    except (ValueError, LookupError, TypeError):
-        return str(error.reason or "an error without a message")
+        found = json.loads(error.body)
+        return str(found["message"]), str(found.get("reason") or "")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return str(error.reason or "an error without a message"), ""
+
+
+def _refused_by_client(error: Exception) -> str:
+    """Name the field of a request that the client's own models refuse; empty: the error is about an answer.
+
+    The client checks the arguments of a call, and its error is titled by the call, as in
+    "BatchV1Api.create_namespaced_job". An error about an answer is titled by a model.
+    """
+    if "Api." not in str(getattr(error, "title", "")):
+        return ""
+    problem = error.errors()[0]  # type: ignore[attr-defined]  # pydantic's, which the client brings
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"][1:]).lstrip(".")
+    # The type alone: the value may be a secret.
+    return f"{place or 'an argument'} is {kind_of(problem['input'])}. {problem['msg']}"
+
+
+def _warnings(headers: Mapping[str, str] | None) -> list[str]:
+    """Return the texts of the headers `Warning` of an answer, each once."""
+    text = ", ".join(value for name, value in (headers or {}).items() if name.lower() == "warning")
+    return list(dict.fromkeys(json.loads(quoted) for quoted in WARNING.findall(text)))

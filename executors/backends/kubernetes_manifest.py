@@ -1,4 +1,4 @@
-"""What a group of replicas is in Kubernetes: an Indexed Job, and the Secret that holds its environment."""
+"""The manifests of a group of replicas: an Indexed Job, and the Secret that holds its environment."""
 
 from __future__ import annotations
 
@@ -21,16 +21,21 @@ WEEK_S = 604_800
 GRACE_S = 30
 PULL_S = 1800  # a pod's limit counts from before its image is pulled; the worker keeps the real one
 STAY = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
+MAX_SECRET_BYTES = 1 << 20
+MAX_UID = 2**31 - 1
+HOME = "/tmp"  # of a user that the image does not know: it would have "/", which it cannot write to
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 PYTHON_IMAGE = re.compile(r"python:3\.\d{1,2}")  # Docker's own; any other one from a record would get our secrets
 GPU = re.compile(r"(?:(?P<product>[A-Za-z][A-Za-z0-9._-]*)(?::(?P<n>[1-9]\d*))?|(?P<any>[1-9]\d*))")
-LABEL = re.compile(r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+PART = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+LABEL = re.compile(rf"(?=.{{1,317}}\Z)({PART}(\.{PART})*/)?[A-Za-z0-9]([A-Za-z0-9._-]{{0,61}}[A-Za-z0-9])?")
+LABEL_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(eq=False, kw_only=True)
 class PodOptions:
-    """What users choose of the pods. `KubernetesExecutor` says what the fields mean."""
+    """The options of the pods. `KubernetesExecutor` says what each field means."""
 
     image: str | None = option(None, PYTHON_IMAGE)
     cpu: float | None = option(None, float)
@@ -44,6 +49,7 @@ class PodOptions:
     labels: Mapping[str, str] | None = option(None, dict)
     gpu_products: Mapping[str, str] | None = option(None, dict)
     keep_s: int = option(WEEK_S, int)
+    run_as_user: int | None = option(None, int)
 
     def __post_init__(self) -> None:
         self.image = self.image or "python:{}.{}".format(*sys.version_info)
@@ -51,17 +57,33 @@ class PodOptions:
             named = {str(name): str(value) for name, value in (getattr(self, what) or {}).items()}
             setattr(self, what, named)
             for name, value in named.items():
-                if not LABEL.fullmatch(name) or (value and not LABEL.fullmatch(value)):
-                    raise ValueError(f"{what}: {name!r}: {value!r} is not a label that Kubernetes takes.")
+                if not LABEL.fullmatch(name) or not LABEL_VALUE.fullmatch(value):
+                    raise ValueError(
+                        f"{what}: {name!r}: {value!r} is not a label that Kubernetes takes. Use a name as in "
+                        "'example.com/name', and at most 63 letters, digits, '-', '_' and '.' for each part."
+                    )
+        if not LABEL.fullmatch(self.gpu_resource) or "/" not in self.gpu_resource:
+            raise ValueError(
+                f"gpu_resource={self.gpu_resource!r} is not a resource that Kubernetes takes. Use the name that "
+                "`kubectl describe node` shows for the GPUs, as in 'nvidia.com/gpu'."
+            )
+        if self.run_as_user is not None and not 0 <= self.run_as_user <= MAX_UID:
+            raise ValueError(f"run_as_user is a user id from 0 to {MAX_UID}, got run_as_user={self.run_as_user}.")
         if ours := [name for name in self.labels or {} if name.startswith(OUR_LABELS) or name == QUEUE]:
             raise ValueError(f"The label {ours[0]!r} is set by `replicas` itself. Choose another name, or queue=.")
 
     def job(self, jobs: Sequence[Job]) -> dict[str, Any]:
-        """Return the Job that runs jobs of one group; its pod number i has the i-th of their ranks."""
+        """Return the manifest of the Job that runs jobs of one group.
+
+        Args:
+            jobs: those jobs. Pod number i of the Job runs the i-th of them.
+        """
         first, n, name = jobs[0], len(jobs), name_of(jobs)
         labels = {**(self.labels or {}), **group_labels(first.key)}
         env = {**common_env(jobs), RANKS: ",".join(str(job.key.rank) for job in jobs)}
         plain = [{"name": name, "value": literal(value)} for name, value in env.items() if name.startswith("REPLICA_")]
+        if self.run_as_user and "HOME" not in env:
+            plain.append({"name": "HOME", "value": HOME})
         secrets = [*dict.fromkeys((*self.secrets, *first.secret_names)), *([name] if secret_data(jobs) else [])]
         requests = {"cpu": self.cpu, "memory": self.memory_mb and f"{self.memory_mb}Mi"}
         gpu, selector = self.gpu(first.gpu)
@@ -77,13 +99,17 @@ class PodOptions:
                 "requests": {what: str(amount) for what, amount in requests.items() if amount},
             },
             "terminationMessagePolicy": "FallbackToLogsOnError",
+            # The least that a replica needs: namespaces that enforce the standard "restricted" ask for it.
+            "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         }
+        user = {} if self.run_as_user is None else {"runAsUser": self.run_as_user, "runAsNonRoot": self.run_as_user > 0}
         pod = {
             "restartPolicy": "Never",
             # Of the pod: the Job's counts what it waits in a queue.
             "activeDeadlineSeconds": first.limit_s and first.limit_s + PULL_S,
             "terminationGracePeriodSeconds": GRACE_S,
             "automountServiceAccountToken": False,
+            "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}, **user},
             "serviceAccountName": self.service_account,
             "imagePullSecrets": [{"name": each} for each in self.image_pull_secrets],
             "nodeSelector": {**(self.node_selector or {}), **selector},
@@ -145,15 +171,23 @@ def selector_of(labels: Mapping[str, str]) -> str:
 
 
 def secret_data(jobs: Sequence[Job]) -> dict[str, str]:
-    """Return what only the pods may see: what the user gave as `env`, and credentials.
+    """Return the variables that only the pods may see: those that the user gave as `env`, and credentials.
 
     Raises:
-        JobServiceError: a variable that Kubernetes would leave out.
+        JobServiceError: a variable has a name that Kubernetes would leave out, or all of them need more than a Secret
+            can hold.
     """
     env = {name: value for name, value in common_env(jobs).items() if not name.startswith("REPLICA_")}
     found = {**env, **jobs[0].credentials}
     if unfit := [name for name in found if not VARIABLE.fullmatch(name)]:
         raise JobServiceError(f"Kubernetes takes no variable {unfit[0]!r}: letters, digits and '_' alone.", "rejected")
+    if (size := sum(len(value.encode()) for value in found.values())) > MAX_SECRET_BYTES:
+        largest = max(found, key=lambda name: len(found[name].encode()))
+        raise JobServiceError(
+            f"The variables of the replicas have {size:,} bytes, the largest is {largest!r}. A Secret of Kubernetes "
+            f"holds {MAX_SECRET_BYTES:,} bytes: put what is large into a file of the workspace.",
+            "rejected",
+        )
     return found
 
 

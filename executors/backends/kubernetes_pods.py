@@ -1,4 +1,4 @@
-"""What pods and their Job say of replicas: whose they are, and how."""
+"""Reads pods and their Job: which replica a pod runs, and the state of that replica."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ STUCK = (
 STUCK_S = 300.0  # for which one process saw it: a registry or a Secret may be late
 STUCK_AT_AGE_S = 3600.0  # of the pod, for processes that look once: its clock is another, and a first pull takes long
 DISRUPTED = ("Evicted", "Preempting", "NodeShutdown", "Terminated")
+NO_START = ("StartError", "ContainerCannotRun")  # the runtime could not start the process
+NO_STATUS = "ContainerStatusUnknown"  # the node lost the container, as when it was started again
+QUEUED = "suspended, as in a queue"
+TAKEN_BACK = "suspended: its queue took its place back"
+DELETED_EARLY = "its pod was deleted before it ran, and not by this process"
+CUT_OFF = "its node does not answer"
 
 
 def ranks_of(owner: Any) -> list[int]:
@@ -41,23 +47,42 @@ def index_of(key: JobKey, owner: Any) -> int | None:
 
 
 def place_of(pod: Any) -> tuple[str, str]:
-    """Return the name of a pod's Job, and the pod's index."""
+    """Return the name of a pod's Job, and the pod's index as text."""
     return pod.metadata.labels[JOB_NAME], pod.metadata.labels[INDEX]
 
 
 def is_stuck(pod: Any) -> bool:
-    """Return whether a pod waits for what may never come."""
+    """Return whether a pod waits for something that may never come, as an image that does not exist."""
     waiting = _container(pod.status, "waiting")
     return pod.status.phase == "Pending" and waiting is not None and waiting.reason in STUCK
 
 
+def is_taken_back(job: Any) -> bool:
+    """Return whether a queue had admitted a Job and has suspended it again.
+
+    A Job that is created suspended has generation 1, and each change of its spec adds one. So the admission, which
+    lifts the suspension, is at least the second generation, and the suspension after it the third.
+    """
+    return bool(job.spec.suspend) and (job.metadata.generation or 0) > 1
+
+
+def needs_job(pod: Any) -> bool:
+    """Return whether only the Job can say why a pod is being deleted.
+
+    The suspension of a Job deletes its pods, and sets no condition on them.
+    """
+    return pod.metadata.deletion_timestamp is not None and _condition(pod.status, "DisruptionTarget") is None
+
+
 def state_of(pod: Any, job: Any, index: int, stuck_s: float = 0.0) -> JobState:
-    """Return how a replica is.
+    """Return the state of the replica's pod as a JobState.
 
     Args:
-        pod: the newest of its index; None where there is none.
-        job: its Job; None where it is gone. It is looked at only where there is no pod.
-        stuck_s: how long this process has seen that it `is_stuck`.
+        pod: the newest pod of the index; None: there is none.
+        job: the Job of the pod; None: it is gone, or it was not asked for. It is read where there is no pod, or where
+            `needs_job`.
+        index: the pod's index in its Job.
+        stuck_s: for how many seconds this process has seen that the pod `is_stuck`.
     """
     if pod is None:
         return _without_a_pod(job, index)
@@ -65,32 +90,48 @@ def state_of(pod: Any, job: Any, index: int, stuck_s: float = 0.0) -> JobState:
     disrupted = _condition(status, "DisruptionTarget")
     if status.phase == "Succeeded":
         return JobState(True, exit_code=0)
+    is_deleted = pod.metadata.deletion_timestamp is not None
+    if is_deleted and not disrupted and job is not None and is_taken_back(job):
+        if status.phase == "Running":  # in its grace: the replica may be saving
+            return JobState(True, "preempted", message=TAKEN_BACK, holds=True, is_hearsay=True)
+        return _without_a_pod(job, index)
     ended = _container(status, "terminated")
-    if status.phase != "Failed" and ended is None and pod.metadata.deletion_timestamp is not None:
-        # It is in its grace, or its node is cut off or dead: then it stays for ever.
+    if status.phase == "Failed":
+        return _end(status, ended, disrupted, is_deleted=is_deleted)
+    if ended is not None and _container_beside_runs(status):  # a sidecar, which may run for ever
+        return replace(_end(status, ended, disrupted, is_deleted=is_deleted), holds=True)
+    if is_deleted:
+        # The pod is in its grace, or its node is cut off or dead: then the pod stays for ever.
         words = _said(disrupted) or "its pod is being deleted"
         return JobState(True, "preempted" if disrupted else "lost", message=words, is_hearsay=True)
     if status.phase == "Pending":
         return _pending(pod, stuck_s)
-    if status.phase != "Failed" and ended is None:
-        return JobState(False, message=_said(disrupted))
-    return replace(_end(status, ended, disrupted), holds=status.phase != "Failed")  # as beside a sidecar
+    # A container that has ended is not the pod's end: its kubelet reports later why the container ended.
+    if ended is None and _is_cut_off(status):
+        return JobState(False, message=CUT_OFF, is_hearsay=True)
+    return JobState(False, message=_said(disrupted))
 
 
-def _end(status: Any, ended: Any, disrupted: Any) -> JobState:
+def _end(status: Any, ended: Any, disrupted: Any, *, is_deleted: bool) -> JobState:
     code = ended and ended.exit_code
     if disrupted or status.reason in DISRUPTED:
         return JobState(True, "preempted", code, _said(disrupted) or _said(status))
     if status.reason == "DeadlineExceeded":
         return JobState(True, "timeout", code, _said(status))
+    if ended is None and is_deleted and not status.reason:  # a collector removes it: no node ever had it
+        return JobState(True, "lost", message=DELETED_EARLY)
     if ended is None:  # as of a node that took it, and found no room
         return JobState(True, "start_failed", message=_said(status))
+    if ended.reason in NO_START:
+        return JobState(True, "start_failed", code, _said(ended))
+    if ended.reason == NO_STATUS:
+        return JobState(True, "lost", code, _said(ended))
     is_oom = ended.reason == "OOMKilled"
     return JobState(True, "oom" if is_oom else None, code, "OOMKilled" if is_oom else "")
 
 
 def indexes(text: str | None) -> set[int]:
-    """Return the numbers of a text as in `1,3-5`."""
+    """Return the numbers of a text as in `1,2,4-6`."""
     found: set[int] = set()
     for part in (text or "").split(",") if text else ():
         first, _, last = part.partition("-")
@@ -107,15 +148,19 @@ def _without_a_pod(job: Any, index: int) -> JobState:
         return JobState(True, "lost", message="its pod was deleted")
     if failed := _condition(job.status, "Failed") or _condition(job.status, "FailureTarget"):
         return JobState(True, "lost", message=_said(failed))
-    return JobState(False, message="suspended, as in a queue" if job.spec.suspend else "")
+    if is_taken_back(job):
+        # A queue also takes back what never ran, as where not all pods became ready in time. So only whoever knows
+        # that the replica ran can say that it was preempted.
+        return JobState(False, "preempted", message=TAKEN_BACK, holds=True)
+    return JobState(False, message=QUEUED if job.spec.suspend else "")
 
 
 def _pending(pod: Any, stuck_s: float) -> JobState:
     waiting, since = _container(pod.status, "waiting"), pod.status.start_time
     unscheduled = next((each for each in pod.status.conditions or () if each.type == "PodScheduled"), None)
     if waiting is None:
-        is_told = unscheduled is not None and unscheduled.status == "False"
-        return JobState(False, message=_said(unscheduled) if is_told else "")
+        has_no_node = unscheduled is not None and unscheduled.status == "False"
+        return JobState(False, message=_said(unscheduled) if has_no_node else "")
     is_old = since is not None and time.time() - since.timestamp() > STUCK_AT_AGE_S
     if is_stuck(pod) and (is_old or stuck_s > STUCK_S):
         return JobState(True, "start_failed", message=_said(waiting), holds=True)
@@ -126,14 +171,30 @@ def _condition(status: Any, kind: str) -> Any:
     return next((each for each in status.conditions or () if each.type == kind and each.status == "True"), None)
 
 
+def _is_cut_off(status: Any) -> bool:
+    """Return whether the control plane has not heard of a pod's node for a while.
+
+    The node controller then sets the pod's condition Ready to False. A kubelet does so as well where a container is not
+    ready, and says that in ContainersReady, which the node controller leaves as it is.
+    """
+    found = {each.type: each.status for each in status.conditions or ()}
+    return found.get("Ready") == "False" and found.get("ContainersReady") != "False" and status.phase == "Running"
+
+
 def _container(status: Any, state: str) -> Any:
-    """Return the state of this name of the replica's container, if it is in it."""
+    """Return the replica's container's state of this name; None: the container is in another state."""
     for each in status.container_statuses or ():
         if each.name == CONTAINER and each.state is not None and (found := getattr(each.state, state)) is not None:
             return found
     return None
 
 
+def _container_beside_runs(status: Any) -> bool:
+    """Return whether a container other than the replica's runs."""
+    others = (each.state for each in status.container_statuses or () if each.name != CONTAINER)
+    return any(state is not None and state.running is not None for state in others)
+
+
 def _said(source: Any) -> str:
-    """Return reason and message of a condition, or of a status."""
-    return ": ".join(part for part in (source and source.reason, source and source.message) if part)
+    """Return reason and message of a condition, of a container's state, or of a pod's status."""
+    return ": ".join(part.strip() for part in (source and source.reason, source and source.message) if part)

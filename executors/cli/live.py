@@ -234,6 +234,8 @@ class PlainView:
         self._shown_from = clock() - max(0.0, time.time() - self._created_at)
         """When the run was launched, by this view's own clock."""
         self._seen: dict[int, ReplicaStatus] = {}
+        self._waits: dict[int, str] = {}
+        """By rank, the words on what it waits for, as of the last look."""
         self._told: set[str] = set()
         self._n_decided = 0
         self._progress = ""
@@ -245,7 +247,11 @@ class PlainView:
         self._tell_decided(status)
         changed: dict[tuple[ReplicaStatus, str], list[int]] = {}
         for replica in status.replicas:
-            if self._seen.get(replica.rank) is not replica.status:
+            # Words that come late say why nothing happens: a quota, an image, a node that does not answer.
+            waits = "" if replica.status.is_terminal else replica.doing
+            has_news = bool(waits) and self._waits.get(replica.rank) != waits
+            self._waits[replica.rank] = waits
+            if self._seen.get(replica.rank) is not replica.status or has_news:
                 self._seen[replica.rank] = replica.status
                 note = "" if replica.restart.decision else self._note(replica)  # the decision has said it
                 changed.setdefault((replica.status, note), []).append(replica.rank)

@@ -19,8 +19,9 @@ from executors.cli.options import (
     RunArgument,
     find_run,
 )
-from executors.cli.output import JsonOption, Output, inert, name_ranks, note, refuse, usage_errors
+from executors.cli.output import FAILED, JsonOption, Output, inert, name_ranks, note, refuse, usage_errors
 from executors.durations import DURATIONS, parse_duration
+from executors.errors import BackendError
 
 if TYPE_CHECKING:
     from executors.run.run import Run
@@ -75,7 +76,7 @@ def logs(
 ) -> int:
     """Print what replicas wrote to stdout and stderr.
 
-    Lines of more than one rank are led by `\\[rank]`.
+    Lines of more than one rank are led by `\\[rank]`. Exit code: 1 if the logs of some ranks cannot be read.
     """
     from executors.report.words import coloured
     from executors.run.run_logs import Lines
@@ -95,7 +96,12 @@ def logs(
         if wrong := next((name for name, value in given.items() if value), None):
             refuse(f"--stacks shows whole dumps: leave --{wrong} away.")
         return _show_stacks(found, rank or found.ranks, which, Output(as_json))
-    last = "\n"
+    last, unread = "\n", list[int]()
+
+    def name_unread(one: int, error: BackendError) -> None:
+        unread.append(one)
+        note(f"Rank {one}: its log cannot be read: {error}")
+
     with usage_errors():
         chosen = Lines(
             grep=_pattern(grep),
@@ -106,20 +112,20 @@ def logs(
         )
         n_lines = lines if lines is not None else None if chosen.is_search and not follow else LAST_LINES
         if as_json:
-            texts = found.logs_by_rank(rank or found.ranks, n_lines, which, chosen, note)
+            texts = found.logs_by_rank(rank or found.ranks, n_lines, which, chosen, note, name_unread)
             rows = [{"rank": one, "log": text} for one, text in texts.items()]
             Output(as_json).document({"run_id": found.run_id, "attempt": attempt, "replicas": rows})
-            return 0
+            return FAILED if unread else 0
         asked = rank[0] if rank is not None and len(rank) == 1 else rank
         shown = coloured if sys.stdout.isatty() else str  # a file or a program gets what was written
-        for text in found.log_pieces(asked, n_lines, follow, which, chosen, note):
+        for text in found.log_pieces(asked, n_lines, follow, which, chosen, note, name_unread):
             sys.stdout.write(shown(text))
             last = text[-1:] or last
             if follow:
                 sys.stdout.flush()
     if last != "\n":
         sys.stdout.write("\n")
-    return 0
+    return FAILED if unread else 0
 
 
 def _pattern(text: str | None) -> re.Pattern[str] | None:

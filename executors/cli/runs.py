@@ -139,7 +139,12 @@ def status(
         text, state = preparation.describe(run), "preparing" if preparation.is_going_on else "never started"
         output.document({"run_id": run, "status": state, "problem": text}) if as_json else output.say(text)
         return 0
-    now, record = found.status(), found.record
+    refusal: BackendError | None = None
+    try:
+        now = found.status()
+    except BackendError as error:  # what the store says is worth more than nothing
+        now, refusal = found.recorded_status(), error
+    record = found.record
     outcomes = [replica.outcome for replica in now.replicas if replica.outcome is not None]
     summary = Summary(found, outcomes, code_of(found, outcomes) if now.is_terminal else None)
     # By rank: those that joined have none, and ranks may have been added since the look.
@@ -156,6 +161,7 @@ def status(
         document |= {"flakiness": up["flakiness"], "attention": {str(rank): why for rank, why in attention.items()}}
         document["spares"] = spares
         document["plan"] = None if compared is None else compared.to_json()
+        document["backend_problem"] = None if refusal is None else str(refusal)
         rows = [{**row, **more} for row, more in zip(document["replicas"], up["replicas"], strict=True)]
         pages = [{"page": page_of_job(handles.get(row["rank"]))} for row in rows]
         output.document({**document, "replicas": [{**row, **page} for row, page in zip(rows, pages, strict=True)]})
@@ -166,6 +172,8 @@ def status(
         f"{', detached' if record.detach else ''}, in {found.store.url}",
         "dim",
     )
+    if refusal is not None:
+        output.say(one_line(f"Only the store was asked: {refusal}", MAX_LINE), "yellow", wrap=True)
     output.say(title(now, now.last_at - record.created_at))
     if bar := bars(now):
         output.say(bar)
@@ -272,8 +280,11 @@ def cancel(
     names += [f"{name_ranks(ending)} (still ending)"] if ending else []
     if names:
         output.say(f"Cancelled {found.run_id}: {' and '.join(names)}. Now {after.counts}.")
-    else:
+    elif not found.n_withdrawn:
         output.say(f"Nothing to cancel in {found.run_id}: {after.counts}.")
+    if found.n_withdrawn:
+        jobs = "1 job" if found.n_withdrawn == 1 else f"{found.n_withdrawn} jobs"
+        output.say(f"Deleted {jobs} of {found.run_id} that a queue would have started again.")
     if as_json:
         output.document({**after.to_json(), "cancelled": ended, "still_ending": ending})
     return 0

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 
 from executors.errors import BackendError, ReplicasError, StoreError
-from executors.native import LeavesFiles
+from executors.native import LeavesFiles, MayBeQueued
 from executors.run.run_index import folder_of_run, forget
 from executors.run.traces import Traces
 from executors.store import Store
@@ -24,6 +24,22 @@ def remove_files(run: Traces) -> None:
             with contextlib.suppress(BackendError):
                 if isinstance(site.executor, LeavesFiles):
                     site.executor.remove_files(run.store.url, run.run_id, run.record.created_at)
+
+
+def withdraw_jobs(run: Traces) -> int:
+    """Delete the jobs of an ended run that a queue still holds, on all its backends; return how many.
+
+    Args:
+        run: the run.
+
+    Raises:
+        BackendError: a service refuses, or does not answer.
+    """
+    n = 0
+    for site in run.fleet.sites:
+        if isinstance(site.executor, MayBeQueued):
+            n += site.executor.withdraw_jobs(run.store.url, run.run_id, run.record.created_at)
+    return n
 
 
 def remove_run(store: Store, run_id: str, tell: Callable[[str], None] = lambda words: None) -> None:

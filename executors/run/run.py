@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from executors.errors import CorruptObjectError, RunExistsError, UnknownHandleError
+from executors.errors import BackendError, CorruptObjectError, RunExistsError, UnknownHandleError
 from executors.protocol import BY_USER, Outcome, ReplicaStatus, ServerlessExecutor
 from executors.report.root_cause import raise_root_cause
 from executors.run.canceller import Canceller
@@ -16,7 +16,7 @@ from executors.run.launch_hands import LaunchHands, Recipe
 from executors.run.notebook import Display, in_notebook
 from executors.run.outside_keeper import OutsideKeeper
 from executors.run.progress import View, open_view
-from executors.run.removal import remove_files, remove_run
+from executors.run.removal import remove_files, remove_run, withdraw_jobs
 from executors.run.restart_states import counted
 from executors.run.run_logs import Ranks
 from executors.run.traces import Traces
@@ -34,6 +34,8 @@ class Run(Traces):
 
     at_exit: Callable[[], None] | None = None
     """What this process does at its exit, unless it has waited for the run's end, or ended it."""
+    n_withdrawn = 0
+    """How many jobs that a queue still held the last `cancel` of the whole run deleted."""
     shows_progress = False
     """Whether waiting for it draws how far it is."""
     _leases: tuple[LeaseHolder, ...] = ()
@@ -114,11 +116,33 @@ class Run(Traces):
         self._settle()
 
     def cancel(self, rank: Ranks = None) -> None:
-        """Cancel one replica, some, or all that still run; returns when they are gone. The others stay as they are."""
+        """Cancel one replica, some, or all that still run; returns when they are gone. The others stay as they are.
+
+        A queue may hold jobs whose replicas it has ended, and would start them again. The cancel of a whole run deletes
+        these as well, also where the run has ended.
+
+        Args:
+            rank: one rank, or some. None: all.
+
+        Raises:
+            BackendError: the backend did not end some. Their cancel markers are in the store all the same.
+            ValueError: the run has no such rank.
+
+        Example:
+            attach("first-try").cancel(rank=3)
+        """
         chosen = [rank] if isinstance(rank, int) else rank
         self._canceller.cancel(None if chosen is None else [self.check_rank(each) for each in chosen])
         if rank is None:
             self._settle()
+            try:
+                self.n_withdrawn = withdraw_jobs(self)
+            except BackendError as error:  # the replicas have been cancelled: that must not look as if it had failed
+                print(
+                    f"replicas: {self.run_id} was cancelled. Whether a queue still holds jobs of it could not be found "
+                    f"out: {error}",
+                    file=sys.stderr,
+                )
 
     def stop(self, within_s: float = 600.0, wait: Callable[[float], bool] | None = None) -> None:
         """End the run well; returns when its replicas are gone.

@@ -16,7 +16,7 @@ from typing import Generic, Literal, TypeVar
 
 from executors.attempt import Attempt
 from executors.attempt.outcome import OUTPUT_TAIL_BYTES, OUTPUT_TAIL_LINES
-from executors.errors import CorruptObjectError, unknown_name
+from executors.errors import BackendError, CorruptObjectError, unknown_name
 from executors.logs import LIMITED, MAX_READ_BYTES, last_of
 from executors.logs.follower import Sight, begins, follow_logs
 from executors.logs.gaps import completed, completed_bytes
@@ -30,6 +30,8 @@ Which = int | Literal["all"] | None
 """An attempt, all of them, or the newest."""
 Ranks = int | Sequence[int] | None
 Note = Callable[[str], None]
+OnUnread = Callable[[int, BackendError], None]
+"""Gets each rank whose log its backend does not give, and why."""
 MAX_THREADS = 16
 MAX_PARTS = 16  # of a rank, that were read before its turn
 KEPT_BYTES = 2 * OUTPUT_TAIL_BYTES  # of the end of a log, to find in it what an outcome kept
@@ -135,13 +137,38 @@ class RunLogs:
         if cut:
             tell(cut)
 
-    def tails(self, ranks: Sequence[int], n_lines: int | None) -> Iterator[tuple[int, str]]:
-        """Return the last lines of rank after rank, None: all, each rank in one text or more.
+    def tails(
+        self, ranks: Sequence[int], n_lines: int | None, on_unread: OnUnread | None = None
+    ) -> Iterator[tuple[int, str]]:
+        """Return the last lines of rank after rank, each rank in one text or more.
 
-        Several are read at the same time, and few lines kept.
+        Several ranks are read at the same time, and few lines are kept. A rank whose log its backend does not give, as
+        on a machine that cannot be reached, hides no other rank.
+
+        Args:
+            ranks: the ranks to read.
+            n_lines: how many lines of each. None: all.
+            on_unread: gets each rank that could not be read. None: the note on it goes where other notes go.
+
+        Raises:
+            BackendError: no rank could be read; the error of the first.
         """
         self._observer.look(ranks)
-        return in_order(lambda rank: self._tails(rank, n_lines), self._that_have_it(ranks))
+        chosen, unread = self._that_have_it(ranks), dict[int, BackendError]()
+
+        def read(rank: int) -> Iterator[str]:
+            try:
+                yield from self._tails(rank, n_lines)
+            except BackendError as error:
+                unread[rank] = error
+                if len(unread) == len(chosen):
+                    raise unread[chosen[0]] from None
+                if on_unread is not None:
+                    on_unread(rank, error)
+                else:
+                    self._note(f"Rank {rank}: its log cannot be read: {error}")
+
+        return in_order(read, chosen)
 
     def followed(self, ranks: Sequence[int], n_lines: int, *, grows: bool) -> Iterator[str]:
         """Return these and all later lines, until the attempts that are asked for have ended.

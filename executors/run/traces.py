@@ -20,7 +20,7 @@ from executors.protocol import Outcome, ServerlessExecutor
 from executors.run.fleet import Fleet
 from executors.run.observer import RECENT_S, Observer
 from executors.run.run_index import Note, check_is_located, find_key, noted_at_launch, noted_options
-from executors.run.run_logs import EVERYTHING, Lines, Ranks, RunLogs, Which
+from executors.run.run_logs import EVERYTHING, Lines, OnUnread, Ranks, RunLogs, Which
 from executors.run.run_logs import Note as LogNote
 from executors.run.spread import SpreadExecutor, as_one
 from executors.status import FoundWarning, RunStatus, name_ranks
@@ -151,6 +151,22 @@ class Traces:
         replicas = self._observer.with_reports(states) if reports else states
         return self._observer.status(replicas)
 
+    def recorded_status(self) -> RunStatus:
+        """Return the state of every replica from the store alone: the backend is not asked.
+
+        A replica whose job has died without an outcome is shown as it was last.
+
+        Raises:
+            StoreError: the store cannot be read.
+
+        Example:
+            try:
+                now = run.status()
+            except BackendError:
+                now = run.recorded_status()
+        """
+        return self._observer.status(self._observer.with_reports(self._observer.recorded()))
+
     @property
     def decisions(self) -> Sequence[Decision]:
         """What was decided on the run, as far as a look at it needed to know, oldest first."""
@@ -216,10 +232,12 @@ class Traces:
         attempt: Which = None,
         lines: Lines = EVERYTHING,
         note: LogNote = log.warning,
+        on_unread: OnUnread | None = None,
     ) -> Iterator[str]:
         """Yield what `logs` returns, rank after rank; followed, line after line.
 
         Args:
+            on_unread: gets each rank whose log its backend does not give while it gives others. None: `note` does.
             tail: None: all lines; of logs that are followed the last 20,000.
             lines: which ones, and how they are shown.
             note: is given a line about each log that is not read where its replica writes to.
@@ -229,15 +247,21 @@ class Traces:
         ranks = [self.check_rank(r) for r in chosen]
         if follow:
             return logs.followed(ranks, WHOLE if tail is None else tail, grows=rank is None)
-        return (text for _, text in logs.tails(ranks, tail))
+        return (text for _, text in logs.tails(ranks, tail, on_unread))
 
     def logs_by_rank(
-        self, ranks: Sequence[int], tail: int | None, attempt: Which, lines: Lines, note: LogNote
+        self,
+        ranks: Sequence[int],
+        tail: int | None,
+        attempt: Which,
+        lines: Lines,
+        note: LogNote,
+        on_unread: OnUnread | None = None,
     ) -> dict[int, str]:
         """Return the lines of each rank that has the attempt, led by nothing; see `log_pieces`."""
         logs = RunLogs(self._observer, attempt, lines, note, is_one=True)
         texts: dict[int, list[str]] = {}
-        for rank, text in logs.tails([self.check_rank(rank) for rank in ranks], tail):
+        for rank, text in logs.tails([self.check_rank(rank) for rank in ranks], tail, on_unread):
             texts.setdefault(rank, []).append(text)
         return {rank: "".join(pieces) for rank, pieces in texts.items()}
 

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 from conftest import LIVE
 from servers.kubernetes.server import ApiServer
+from support.kubernetes_live import PATIENCE_S, LiveCluster
 
 from executors import KubernetesExecutor, ReplicaHandle, ServerlessExecutor
 from executors.testing import ExecutorContract
 
 pytestmark = pytest.mark.slow
-
-PATIENCE_AT_A_CLUSTER_S = 900.0  # its queue and the image come first
 
 
 @pytest.mark.timeout(300)  # 64 replicas are started, watched and cancelled
@@ -50,12 +49,12 @@ class TestKubernetes(ExecutorContract):
 
 @pytest.mark.live
 @pytest.mark.k8s
-@pytest.mark.timeout(2 * PATIENCE_AT_A_CLUSTER_S)
+@pytest.mark.timeout(2 * PATIENCE_S)
 class TestKubernetesLive(ExecutorContract):
     """The same at the cluster of KUBECONFIG's current context, meeting at the S3 url REPLICAS_LIVE_RENDEZVOUS."""
 
     reaches_local_store = False
-    patience_s = PATIENCE_AT_A_CLUSTER_S
+    patience_s = PATIENCE_S
 
     @pytest.fixture
     def executor(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServerlessExecutor:
@@ -65,14 +64,18 @@ class TestKubernetesLive(ExecutorContract):
             monkeypatch.setenv(name, LIVE[name])
         monkeypatch.setenv("REPLICAS_RENDEZVOUS", LIVE["REPLICAS_LIVE_RENDEZVOUS"])
         monkeypatch.chdir(tmp_path)
-        return KubernetesExecutor()
+        made = KubernetesExecutor()
+        self.cluster = LiveCluster(made.service)
+        return made
+
+    def lose_reply(self, executor: ServerlessExecutor) -> Callable[[], int]:
+        return self.cluster.lose_reply()
+
+    def evict(self, executor: ServerlessExecutor, handle: ReplicaHandle) -> None:
+        self.cluster.evict(handle.metadata["job"])
+
+    def requests(self, executor: ServerlessExecutor) -> tuple[int, int]:
+        return self.cluster.requests()
 
     def kill(self, executor: ServerlessExecutor, handle: ReplicaHandle) -> None:
-        from kubernetes import client, config
-
-        config.load_kube_config(LIVE["KUBECONFIG"])
-        job = handle.metadata["job"]
-        labels = f"batch.kubernetes.io/job-name={job['job']},batch.kubernetes.io/job-completion-index={job['index']}"
-        client.CoreV1Api().delete_collection_namespaced_pod(
-            job["namespace"], label_selector=labels, grace_period_seconds=0
-        )
+        self.cluster.kill(handle.metadata["job"])

@@ -18,7 +18,7 @@ from executors.attempt import Attempt
 from executors.backends.jobs.service import UNKNOWN, JobServiceError, JobState
 from executors.backends.kubernetes import KubernetesExecutor, KubernetesJobs
 from executors.backends.kubernetes_client import _asked, client
-from executors.backends.kubernetes_pods import state_of
+from executors.backends.kubernetes_pods import TAKEN_BACK, state_of
 from executors.errors import BackendError, LaunchError
 from executors.run.resume import resume
 from executors.store.records import to_bytes
@@ -175,9 +175,9 @@ def test_ranks_that_start_together_end_each_by_itself(k8s: ApiServer, service: K
         (None, 0),
         (None, 7),
         ("oom", 137),
-        ("preempted", 143),
+        ("preempted", 137),
         drained,
-        ("timeout", 143),
+        ("timeout", 137),
     ]
     assert not service.state(ids[-1]).has_ended, "none of them ends another"
     assert service.states({jobs[-1].key: ids[-1]}) == {jobs[-1].key: JobState(False)}
@@ -272,12 +272,14 @@ def test_a_job_in_a_queue_is_deleted_once_all_its_ranks_are_stopped(k8s: ApiServ
 def test_a_queue_takes_pods_back_and_lets_them_come_again(k8s: ApiServer) -> None:
     service = KubernetesJobs(queue="team")
     (job_id,) = service.start_jobs([job(SLEEP)])
+    assert service.state(job_id) == JobState(False, message="suspended, as in a queue")
+    waits = JobState(False, "preempted", message=TAKEN_BACK, holds=True)
     for _ in range(2):
         k8s.cluster.suspend(job_id["job"], is_suspended=False)
         eventually(lambda: service.logs(job_id, 1) == "hanging\n")
         k8s.cluster.suspend(job_id["job"], is_suspended=True)
         k8s.until(lambda: not k8s.cluster.pods)
-        assert service.state(job_id) == JobState(False, message="suspended, as in a queue")
+        assert service.state(job_id) == service.states({job().key: job_id})[job().key] == waits
     service.stop(job_id)
 
 
@@ -305,7 +307,7 @@ def test_ranks_are_resumed_as_one_more_job(k8s: ApiServer) -> None:
     (second,) = k8s.cluster.jobs.keys() - {first}
     assert second == f"{first.removesuffix('-a0-r0')}-a1-r0"
     assert [again.handle(rank).metadata["job"]["index"] for rank in range(3)] == [0, 1, 1]
-    k8s.until(lambda: k8s.cluster.jobs[second]["status"].get("failedIndexes") == "0-1")
+    k8s.until(lambda: k8s.cluster.jobs[second]["status"].get("failedIndexes") == "0,1")
     assert k8s.cluster.secrets.keys() == {first, second}
     assert "my-own-value" not in str(k8s.cluster.jobs)
 
@@ -320,7 +322,7 @@ def test_a_run_id_that_was_removed_and_launched_again_does_not_get_the_old_runs_
     again = resume(attach("otter"))
     assert again.wait(60)
     assert [outcome.attempt for outcome in again.outcomes()] == [1, 0]
-    assert [name.rpartition("-a")[2] for name in k8s.cluster.jobs] == ["0-r0", "0-r0", "1-r0"]
+    assert [name.rpartition("-a")[2] for name in k8s.cluster.jobs] == ["0-r0", "1-r0"], "the old run's is removed"
 
 
 def test_a_pod_that_never_started_is_ended_with_its_replica(k8s: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,7 +258,10 @@ class JobExecutor:
 
         def parent(replica: JobReplica) -> Parent:
             state = states.get(replica.key)
-            if replica.job is None or (state is not None and state.has_ended):
+            if replica.job is None or (state is not None and (state.has_ended or state.holds)):
+                if state is not None and state.holds and state.reason == "preempted":
+                    # Nothing else would: an ended replica is not looked at again.
+                    self._ends.withdraw(replica)
                 self._states.forget(replica.key)
                 return self._ends.parent_of(replica, state)
             return Parent(is_alive=True)

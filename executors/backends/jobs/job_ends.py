@@ -91,13 +91,15 @@ class JobEnds:
         life has stood still. It is read once in that time.
         """
         attempt = replica.attempt
+        if state.holds and not state.has_ended:  # a queue took it back: it has ended if it ran
+            return not attempt.has("started.json")
         if not state.is_hearsay:
             self._heartbeats.forget(attempt.place)
             return not state.has_ended
         if self._heartbeats.is_new(attempt.place, STILL_S):
             return True
         is_over = self._heartbeats.is_over(attempt.place, _last_sign_of(attempt), STILL_S)
-        return not is_over and not attempt.has("cancel.json")
+        return not state.has_ended or (not is_over and not attempt.has("cancel.json"))
 
     def hurry(self, replica: JobReplica) -> None:
         """Let the next look read whether a replica whose end is hearsay was cancelled."""
@@ -112,13 +114,18 @@ class JobEnds:
             attempt.note_why(parent.reason, parent.error)
             outcome = attempt.outcome() or outcome
         if state.holds and replica.job is not None:
-            with contextlib.suppress(JobServiceError):
-                retrying()(self._service.stop, self._states.verified(replica.key, replica.job))
+            self.withdraw(replica)
         with contextlib.suppress(JobServiceError):
             stop_others(self._service, replica.key, replica.job)
         self._states.forget(replica.key)
         self._heartbeats.forget(replica.attempt.place)
         return outcome
+
+    def withdraw(self, replica: JobReplica) -> None:
+        """Free the place that the job of an ended replica holds at the service, where the service answers."""
+        if replica.job is not None:
+            with contextlib.suppress(JobServiceError):
+                retrying()(self._service.withdraw, self._states.verified(replica.key, replica.job))
 
     def parent_of(self, replica: JobReplica, state: JobState | None) -> Parent:
         """Return what is known of the job of a replica that ended; None: that is gone, and nobody knows why."""
@@ -130,7 +137,8 @@ class JobEnds:
     def _ended_without_outcome(self, replica: JobReplica, state: JobState) -> Outcome:
         attempt, service = replica.attempt, self._service
         if state.reason == "lost" and not attempt.has("cancel.json"):
-            return attempt.record_lost(f"{service.name} reports it gone")
+            said = f" ({state.message.rstrip('.')})" if state.message else ""
+            return attempt.record_lost(f"{service.name} reports it gone{said}")
         output = ""
         with contextlib.suppress(JobServiceError):
             if replica.job is not None:

@@ -121,15 +121,23 @@ class JobState:
 
     has_ended: bool
     reason: Reason | None = None
-    """Why it ended, as far as the service knows. None: by itself, with `exit_code`."""
+    """Why the job ended, as far as the service knows. None: by itself, with `exit_code`.
+
+    Of a job that has not ended: why the service ended its replica, where a queue took the job back. Such a job `holds`
+    a place in the queue, and its replica is over if it ran.
+    """
     exit_code: int | None = None
     message: str = ""
     """What the service says, in its own words; of a job that has not ended, what it waits for, as in "scheduling"."""
     holds: bool = False
-    """Whether what ended still holds its place at the service: who concludes the end stops it."""
+    """Whether a replica that has ended still holds its place at the service: who concludes the end withdraws it."""
 
     is_hearsay: bool = False
-    """Whether nobody saw it end. The replica has ended once its heartbeat has stood still as well."""
+    """Whether no process saw the job end. The replica has ended once its heartbeat has stood still as well.
+
+    Of a job that has not ended: whether the service does not hear of the job's machine any more. The standstill of the
+    heartbeat is measured from then on.
+    """
 
 
 UNKNOWN = JobState(True, "lost", is_hearsay=True)
@@ -291,6 +299,14 @@ class JobService(abc.ABC):
     @abc.abstractmethod
     def stop(self, job_id: JobId) -> None:
         """End a job. One that has ended, or is unknown, is not an error."""
+
+    def withdraw(self, job_id: JobId) -> None:
+        """Free the place of a job whose replica has ended, where its state `holds` it. By default this is `stop`.
+
+        Args:
+            job_id: the job.
+        """
+        self.stop(job_id)
 
     def risks(self) -> Iterator[tuple[str, str]]:
         """Yield what users should know of the service's settings, each with what may be done about it."""

@@ -42,10 +42,12 @@ ROUTES = {
     "delete_job": ("DELETE", f"{BATCH}/jobs/(?P<name>[^/]+)"),
     "create_secret": ("POST", f"{CORE}/secrets"),
     "read_secret": ("GET", f"{CORE}/secrets/(?P<name>[^/]+)"),
+    "delete_secret": ("DELETE", f"{CORE}/secrets/(?P<name>[^/]+)"),
     "list_pods": ("GET", f"{CORE}/pods"),
     "list_events": ("GET", f"{CORE}/events"),
     "log": ("GET", f"{CORE}/pods/(?P<name>[^/]+)/log"),
     "delete_pod": ("DELETE", f"{CORE}/pods/(?P<name>[^/]+)"),
+    "evict_pod": ("POST", f"{CORE}/pods/(?P<name>[^/]+)/eviction"),
     "patch_pod": ("PATCH", f"{CORE}/pods/(?P<name>[^/]+)"),
 }
 RIGHTS = {
@@ -55,10 +57,12 @@ RIGHTS = {
     "delete_job": ("delete", "batch", "jobs"),
     "create_secret": ("create", "", "secrets"),
     "read_secret": ("get", "", "secrets"),
+    "delete_secret": ("delete", "", "secrets"),
     "list_pods": ("list", "", "pods"),
     "list_events": ("list", "", "events"),
     "log": ("get", "", "pods/log"),
     "delete_pod": ("delete", "", "pods"),
+    "evict_pod": ("create", "", "pods/eviction"),
     "patch_pod": ("patch", "", "pods"),
 }
 """By route, the verb, API group and resource that an account needs."""
@@ -259,6 +263,11 @@ class ApiServer:
     def _read_secret(self, name: str, query: Mapping[str, str], body: Any) -> Any:
         return copy.deepcopy(self.cluster.secrets[name])
 
+    def _delete_secret(self, name: str, query: Mapping[str, str], body: Any) -> Any:
+        with self.cluster.changed:
+            del self.cluster.secrets[name]
+        return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
+
     def _list_pods(self, name: str, query: Mapping[str, str], body: Any) -> Any:
         return self._listed("PodList", "v1", [pod.wire for pod in list(self.cluster.pods.values())], query)
 
@@ -284,7 +293,14 @@ class ApiServer:
     def _delete_pod(self, name: str, query: Mapping[str, str], body: Any) -> Any:
         wire = copy.deepcopy(self.cluster.pods[name].wire)
         self.cluster.delete_pod(name)
+        if query.get("gracePeriodSeconds") == "0" and name in self.cluster.pods:
+            self.cluster.kill(name)
         return wire
+
+    def _evict_pod(self, name: str, query: Mapping[str, str], body: Any) -> Any:
+        self._check(body, "V1Eviction", lambda _: iter(()))
+        self.cluster.drain(name)
+        return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201}
 
     def _patch_pod(self, name: str, query: Mapping[str, str], body: Any) -> Any:
         pod, limit_s = self.cluster.pods[name], body.get("spec", {}).get("activeDeadlineSeconds")

@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 from kubernetes import client
 from servers.kubernetes.pods import expanded
-from servers.kubernetes.rules import wrong_with_job
+from servers.kubernetes.rules import violations, wrong_with_job
 from servers.kubernetes.schema import problems
 
 from executors.backends.jobs.service import UNKNOWN, Job, JobKey, JobServiceError, JobState
 from executors.backends.kubernetes import KubernetesJobs
 from executors.backends.kubernetes_manifest import name_of, secret_data
-from executors.backends.kubernetes_pods import index_of, indexes, ranks_of, state_of
+from executors.backends.kubernetes_pods import DELETED_EARLY, TAKEN_BACK, index_of, indexes, ranks_of, state_of
 
 LONG_AGO = datetime.now(UTC) - timedelta(seconds=3700)
 JUST_NOW = datetime.now(UTC) + timedelta(hours=1)  # when this module is loaded: its tests may run long after
 DISRUPTED = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI", "message": "evicting"}
+AWAY = JobState(False, message="its node does not answer", is_hearsay=True)
 BEING_DELETED = JobState(True, "lost", None, "its pod is being deleted", is_hearsay=True)
 UNSCHEDULED = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "Insufficient cpu"}
 
@@ -44,18 +45,25 @@ def manifest(*ranks: int, options: dict[str, Any] | None = None, **more: Any) ->
     return made
 
 
+CUT_OFF = [
+    {"type": "Ready", "status": "False"},  # as the node controller sets it
+    {"type": "ContainersReady", "status": "True"},
+]
+NOT_READY = [{"type": kind, "status": "False", "reason": "ContainersNotReady"} for kind in ("Ready", "ContainersReady")]
+
+
 def container(status: dict[str, Any], *sidecars: dict[str, Any]) -> dict[str, Any]:
     row = {"image": "", "imageID": "", "ready": False, "restartCount": 0}
     named = [*(({"name": "sidecar", "state": each}) for each in sidecars), {"name": "replica", "state": status}]
     return {"containerStatuses": [{**row, **each} for each in named]}
 
 
-def terminated(code: int, reason: str = "Error") -> dict[str, Any]:
-    return {"terminated": {"exitCode": code, "reason": reason}}
+def terminated(code: int, reason: str = "Error", message: str = "") -> dict[str, Any]:
+    return {"terminated": {"exitCode": code, "reason": reason, "message": message}}
 
 
-def ended(code: int, reason: str = "Error") -> dict[str, Any]:
-    return container(terminated(code, reason))
+def ended(code: int, reason: str = "Error", message: str = "") -> dict[str, Any]:
+    return container(terminated(code, reason, message))
 
 
 def waiting(reason: str, message: str, since: datetime) -> dict[str, Any]:
@@ -67,8 +75,8 @@ def pod(*, gone_by: datetime | None = None, **status: Any) -> Any:
     return client.V1Pod.from_dict({"metadata": {"labels": {}, "deletionTimestamp": gone_by}, "status": status})
 
 
-def job(*, is_deleted: bool = False, suspend: bool = False, **status: Any) -> Any:
-    metadata = {"deletionTimestamp": JUST_NOW} if is_deleted else {}
+def job(*, is_deleted: bool = False, suspend: bool = False, generation: int = 1, **status: Any) -> Any:
+    metadata = {"generation": generation, **({"deletionTimestamp": JUST_NOW} if is_deleted else {})}
     spec = {"suspend": suspend, "template": {"spec": {"containers": []}}}
     return client.V1Job.from_dict({"metadata": metadata, "spec": spec, "status": status})
 
@@ -107,7 +115,24 @@ PODS: list[tuple[dict[str, Any], JobState]] = [
         {"phase": "Running", "conditions": [DISRUPTED], "gone_by": LONG_AGO},
         JobState(True, "preempted", None, "EvictionByEvictionAPI: evicting", is_hearsay=True),
     ),
-    ({"phase": "Running", "gone_by": LONG_AGO, **ended(3)}, JobState(True, None, 3, holds=True)),
+    ({"phase": "Running", "gone_by": LONG_AGO, **ended(3)}, BEING_DELETED),
+    ({"phase": "Running", **ended(137)}, JobState(False)),  # its kubelet has not said why
+    ({"phase": "Running", **container({"running": {}}), "conditions": CUT_OFF}, AWAY),
+    ({"phase": "Running", **container({"running": {}}), "conditions": NOT_READY}, JobState(False)),
+    (
+        {"phase": "Failed", **ended(128, "StartError", 'exec: "python": not found in $PATH')},
+        JobState(True, "start_failed", 128, 'StartError: exec: "python": not found in $PATH'),
+    ),
+    (
+        {"phase": "Failed", **ended(127, "ContainerCannotRun", "no such file")},
+        JobState(True, "start_failed", 127, "ContainerCannotRun: no such file"),
+    ),
+    (
+        {"phase": "Failed", **ended(137, "ContainerStatusUnknown", "The container could not be located")},
+        JobState(True, "lost", 137, "ContainerStatusUnknown: The container could not be located"),
+    ),
+    ({"phase": "Failed", **ended(3, "Error", "the end of its log")}, JobState(True, None, 3)),
+    ({"phase": "Failed", "gone_by": LONG_AGO}, JobState(True, "lost", message=DELETED_EARLY)),
     ({"phase": "Succeeded", **ended(0, "Completed")}, JobState(True, None, 0)),
     ({"phase": "Failed", **ended(3)}, JobState(True, None, 3)),
     ({"phase": "Failed", **ended(137)}, JobState(True, None, 137)),
@@ -129,6 +154,7 @@ WITHOUT_A_POD: list[tuple[Any, JobState]] = [
     (None, UNKNOWN),
     (job(), JobState(False)),
     (job(suspend=True), JobState(False, message="suspended, as in a queue")),
+    (job(suspend=True, generation=3), JobState(False, "preempted", message=TAKEN_BACK, holds=True)),
     (job(is_deleted=True), UNKNOWN),
     (job(failedIndexes="0,3-5"), JobState(True, "lost", None, "its pod was deleted")),
     (job(failedIndexes="0,2-3"), JobState(False)),
@@ -148,6 +174,18 @@ def test_each_state_of_a_pod_is_told_as_the_table_says(status: dict[str, Any], e
 @pytest.mark.parametrize(("of", "expected"), WITHOUT_A_POD)
 def test_without_a_pod_its_job_tells(of: Any, expected: JobState) -> None:
     assert state_of(None, of, 4) == expected
+
+
+def test_the_pod_of_a_job_that_was_taken_back_is_told_by_its_job() -> None:
+    taken = job(suspend=True, generation=3)
+    saving = JobState(True, "preempted", message=TAKEN_BACK, holds=True, is_hearsay=True)
+    assert state_of(pod(phase="Running", gone_by=JUST_NOW), taken, 4) == saving
+    waits = JobState(False, "preempted", message=TAKEN_BACK, holds=True)
+    for phase in ("Pending", "Failed"):
+        assert state_of(pod(phase=phase, gone_by=JUST_NOW), taken, 4) == waits
+    assert state_of(pod(phase="Failed", **ended(3)), taken, 4) == JobState(True, None, 3), "it ended by itself, before"
+    evicted = pod(phase="Running", gone_by=JUST_NOW, conditions=[DISRUPTED])
+    assert state_of(evicted, taken, 4).message == "EvictionByEvictionAPI: evicting"
 
 
 def test_a_pod_is_stuck_from_when_it_was_seen_to_be() -> None:
@@ -199,6 +237,20 @@ def test_nothing_that_kubernetes_would_replace_is_replaced_and_no_value_of_the_u
         secret_data([Job(jobs(0)[0].key, ("true",), (), {"my.own": "x"}, {})])
 
 
+def test_pods_have_the_least_rights_that_a_replica_needs_and_root_stays_root() -> None:
+    pod = manifest(0)["spec"]["template"]["spec"]
+    assert violations(pod) == (
+        'runAsNonRoot != true (pod or container "replica" must set securityContext.runAsNonRoot=true)'
+    ), "which the image may not stand"
+    assert manifest(0, options={"run_as_user": 0})["spec"]["template"]["spec"]["securityContext"]["runAsUser"] == 0
+
+
+def test_variables_that_no_secret_can_hold_are_refused_by_size_and_name() -> None:
+    large = [Job(jobs(0)[0].key, ("true",), (), {"SMALL": "x", "LARGE": "ä" * (1 << 19)}, {})]
+    with pytest.raises(JobServiceError, match=r"have 1,048,577 bytes, the largest is 'LARGE'\. .* holds 1,048,576"):
+        secret_data(large)
+
+
 def test_options_reach_the_pods() -> None:
     options = {
         "cpu": 1.5,
@@ -211,6 +263,7 @@ def test_options_reach_the_pods() -> None:
         "node_selector": {"pool": "gpu"},
         "image": "registry.example/image:1",
         "keep_s": 60,
+        "run_as_user": 1000,
     }
     made = manifest(0, 1, options=options, gpu="4", limit_s=None)
     pod = made["spec"]["template"]["spec"]
@@ -222,6 +275,13 @@ def test_options_reach_the_pods() -> None:
     assert (pod["serviceAccountName"], pod["imagePullSecrets"]) == ("trainer", [{"name": "registry"}])
     assert (pod["nodeSelector"], pod["containers"][0]["image"]) == ({"pool": "gpu"}, "registry.example/image:1")
     assert "activeDeadlineSeconds" not in pod
+    assert pod["securityContext"] == {
+        "seccompProfile": {"type": "RuntimeDefault"},
+        "runAsUser": 1000,
+        "runAsNonRoot": True,
+    }
+    assert {"name": "HOME", "value": "/tmp"} in pod["containers"][0]["env"], "its own is '/', where it may not write"
+    assert violations(pod) == ""
     assert (made["spec"]["suspend"], made["spec"]["ttlSecondsAfterFinished"]) == (True, 60)
     assert made["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
     assert made["spec"]["template"]["metadata"]["labels"]["project"] == "diloco"
@@ -270,6 +330,11 @@ def test_a_gpu_is_a_limit_and_the_label_of_its_nodes(gpu: Any, options: Any, n: 
         ({"labels": {"a b": "c"}}, None, "labels: 'a b': 'c' is not a label"),
         ({"node_selector": {"a": "b c"}}, None, "node_selector: 'a': 'b c'"),
         ({"labels": {"replicas-run": "x"}}, None, "'replicas-run' is set by `replicas` itself"),
+        ({"labels": {"-a..b/c": "d"}}, None, "labels: '-a..b/c': 'd' is not a label"),
+        ({"labels": {"a": "b/c"}}, None, "labels: 'a': 'b/c' is not a label"),
+        ({"gpu_resource": "gpu"}, None, "gpu_resource='gpu' is not a resource"),
+        ({"gpu_resource": "-x..y/gpu"}, None, "gpu_resource='-x..y/gpu' is not a resource"),
+        ({"run_as_user": -1}, None, "run_as_user is a user id from 0 to .*, got run_as_user=-1"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused_by_name(options: Any, gpu: str | None, problem: str) -> None:
