@@ -20,6 +20,7 @@ import random
 import re
 import shutil
 import signal
+import site
 import stat
 import subprocess
 import sys
@@ -248,12 +249,24 @@ def install(requirements: list[str], put: Put = lambda *_: None) -> None:
         strategy = "--index-strategy=unsafe-best-match"  # all indexes count alike, as they do for pip
         command = [*uv, "pip", "install", "--quiet", "--no-cache", "--break-system-packages", strategy]
         if subprocess.run([*command, "--python", sys.executable, *requirements], check=False).returncode == 0:
-            importlib.invalidate_caches()
+            find_installed()
             return
         say("uv could not install this; pip tries")
     code = subprocess.run([*pip, *requirements], check=False).returncode
     if code != 0:
         refuse(f"pip could not install what it needs (exit code {code}); what pip says is above.")
+    find_installed()
+
+
+def find_installed() -> None:
+    """Let imports find packages that were installed since this process was started.
+
+    For a user who may not write to the image's own folder, pip installs into a folder in HOME. Python looks there only
+    if the folder existed when it was started.
+    """
+    folder = site.getusersitepackages() if site.ENABLE_USER_SITE else ""
+    if os.path.isdir(folder) and folder not in sys.path:
+        sys.path.append(folder)
     importlib.invalidate_caches()
 
 
@@ -267,7 +280,7 @@ def uv_command(pip: list[str]) -> list[str]:
     module = [sys.executable, "-P", "-m", "uv"]
     if not installed("uv"):
         subprocess.run([*pip, "--only-binary=:all:", "uv"], check=False, capture_output=True)
-        importlib.invalidate_caches()
+        find_installed()
     return module if installed("uv") else []
 
 

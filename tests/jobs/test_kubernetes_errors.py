@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from servers.kubernetes.pods import now
 from servers.kubernetes.server import QUOTA_CONFLICT, ApiServer
 from support.cli import HereInstead
 from support.kubernetes_jobs import SLEEP, job, started
@@ -209,7 +210,11 @@ def test_the_newest_of_the_events_is_told_though_the_server_counts_an_older_one_
     monkeypatch.setattr("executors.backends.kubernetes.UNMADE_S", 0.0)
     k8s.cluster.refuses_pods = "first"
     (job_id,) = service.start_jobs([job()])
-    k8s.cluster.events.append({**k8s.cluster.events[0], "message": "second", "lastTimestamp": "2026-01-01T00:00:00Z"})
+    (first,) = k8s.cluster.events
+    later = {"creationTimestamp": now(60.0)}
+    between = {"message": "second", "lastTimestamp": now(60.0), "metadata": {**first["metadata"], **later}}
+    k8s.cluster.events.append({**first, **between})
+    first["lastTimestamp"] = now(120.0)  # it came again, and was counted
     assert service.state(job_id).message.endswith("forbidden: first")
 
 

@@ -316,9 +316,15 @@ class ApiServer:
         return copy.deepcopy(pod.wire)
 
     def _listed(self, kind: str, version: str, items: list[Any], query: Mapping[str, str]) -> Any:
-        wanted = dict(part.split("=", 1) for part in query.get("labelSelector", "").split(",") if part)
+        parts = [part for part in query.get("labelSelector", "").split(",") if part]
+        wanted = dict(part.split("=", 1) for part in parts if "=" in part)
+        exist = {part for part in parts if "=" not in part}
+
+        def is_chosen(labels: Mapping[str, str]) -> bool:
+            return wanted.items() <= labels.items() and exist <= labels.keys()
+
         with self.cluster.changed:
-            found = [item for item in items if wanted.items() <= item["metadata"].get("labels", {}).items()]
+            found = [item for item in items if is_chosen(item["metadata"].get("labels", {}))]
             return {"apiVersion": version, "kind": kind, "metadata": {}, "items": copy.deepcopy(found)}
 
 

@@ -7,6 +7,7 @@ import hashlib
 import io
 import os
 import subprocess
+import sys
 import tarfile
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -415,3 +416,26 @@ def test_without_boto3_the_launchers_is_installed_first(
     code, _, err = ended(cloud.start(spec, environ={"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(offered)}))
     assert (code, err) == (0, f"replicas: installing boto3=={ours}\n")
     assert outcome_of(spec).result == 3
+
+
+INTO_HOME = """
+import runpy, site, sys, os
+bootstrap = runpy.run_path(sys.argv[1], run_name="bootstrap")
+folder = site.getusersitepackages()
+assert site.ENABLE_USER_SITE and not os.path.exists(folder)
+os.makedirs(folder)
+open(os.path.join(folder, "installed_for_a_user.py"), "w").write("FOUND = 'found'")
+bootstrap["find_installed"]()
+bootstrap["find_installed"]()
+import installed_for_a_user
+print(installed_for_a_user.FOUND, sys.path.count(folder))
+"""
+
+
+def test_what_pip_installs_into_the_home_of_a_user_is_found_by_the_process_that_installed_it(tmp_path: Path) -> None:
+    """A user who may not write to the image's folder gets a folder in HOME, which did not exist at the start."""
+    file = Path(make_package.__code__.co_filename).with_name("bootstrap.py")
+    outside = sys._base_executable  # type: ignore[attr-defined]  # of a virtual environment it is off
+    command, env = [outside, "-c", INTO_HOME, str(file)], {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("found 1\n", 0), done.stderr
