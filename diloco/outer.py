@@ -39,7 +39,7 @@ from diloco.rendezvous.round import Context, Limits, RoundReport
 from diloco.replica_link import ReplicaLink, check_is_free, is_open, leave_all
 from diloco.same_data import SameData, SameDataMode
 from diloco.settings import Settings, check_wires
-from diloco.stale_copies import EarlyCopies, StaleCopies
+from diloco.stale_copies import EarlyCopies, StaleCopies, warn_of_own_averages
 from diloco.trained_model import Source
 from diloco.training_loop import TrainingLoop
 from diloco.unshared_state import FIRST_BYTES, LATER_BYTES, RestWriter
@@ -287,6 +287,8 @@ class DiLoCo:
         self._loop.step_called()
         self._stale.check(self._also_pointers)
         self._early.warn()
+        if not self._participant.phase.n_steps and not self._participant.is_alone:
+            warn_of_own_averages(self._model_state.model, self._also_pointers())
         reports = self._in_round(self._participant.step)
         for other, _ in self._also:
             if not other._is_over:
@@ -485,6 +487,9 @@ class DiLoCo:
             self._workers.close()
             self._link.record_left(self._participant.undecided)
         self._link.show(self.rounds, self._round_s)
+        if not in_order:
+            for other, _ in self._also:
+                other._close(in_order=False)
         if in_order:
             phase = self._participant.phase
             at = self.rounds if self._settings.round_seconds is not None else self._inner_step

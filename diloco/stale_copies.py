@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import re
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from threading import get_ident
 from types import FrameType, FunctionType, MethodType, ModuleType
@@ -59,6 +60,8 @@ MOST_OBJECTS, MOST_DEPTH = 100_000, 6
 """Of the objects that variables lead to, how many are looked into, and how far."""
 NOT_USERS = ("diloco", "executors", "torch", "threading", "importlib", "runpy")
 """Packages whose frames have no variables of the user's."""
+AVERAGE = re.compile(r"(?<![A-Z])EMA(?![a-z])|Ema(?![a-z])|ExponentialMovingAverage|AveragedModel")
+"""How classes of averages of weights are named: ModelEmaV3 (timm), EMAModel (diffusers), AveragedModel (torch)."""
 FAR = 16.0
 """How many times the largest recent change of any compared value the test moves values."""
 CLEARLY = 0.75
@@ -575,11 +578,51 @@ def _tensors_in(things: Iterable[Any], depth: int = 4) -> Iterator[Tensor]:
             yield from _tensors_in(vars(thing).values(), depth - 1)
 
 
-def _reachable_tensors() -> Iterator[Tensor]:
-    """Yield the tensors that the variables of the code that called DiLoCo lead to.
+def warn_of_own_averages(model: nn.Module, averaged: Container[int]) -> None:
+    """Warn, once, of an average of the weights that each replica makes for itself, such as an EMA of timm.
 
-    Not `gc.get_objects()`: it hands out tuples that other threads are still building, which then fail to build them.
+    It is found by the name of its class, among all that the caller's variables lead to. Its values say nothing: right
+    after it was made they are the model's, and a copy of the best model looks the same.
+
+    Args:
+        model: the model that is trained.
+        averaged: the `data_ptr()` of all tensors that `average_also()` averages over the replicas.
+
+    Example:
+        warn_of_own_averages(model, {tensor.data_ptr() for tensor in also})
     """
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    shapes = {tuple(p.shape) for p in model.parameters() if p.requires_grad and p.numel() >= VALUES}
+    for thing in _reachable(lambda thing: AVERAGE.search(type(thing).__name__) is not None):
+        copies: list[Tensor] = []
+        with suppress(Exception):  # an object of the user's may refuse to be looked into
+            held = (
+                [*thing.parameters(), *thing.buffers()] if isinstance(thing, nn.Module) else _tensors_in([vars(thing)])
+            )
+            copies = [each for each in held if tuple(each.shape) in shapes and each.data_ptr() not in own]
+        if not copies or any(each.data_ptr() in averaged for each in copies):
+            continue
+        warnings.warn(
+            f"{type(thing).__name__} averages the weights of this replica alone, so each replica ends with another "
+            "average. Pass it to diloco.average_also() before the first step. In a trainer, call "
+            "DiLoCoCallback.diloco.average_also() in on_train_begin of a callback that comes after DiLoCoCallback.",
+            stacklevel=3,
+        )
+        return
+
+
+def _reachable_tensors() -> Iterator[Tensor]:
+    """Yield the tensors that the variables of the code that called DiLoCo lead to."""
+    return _reachable(lambda thing: issubclass(type(thing), Tensor))  # isinstance would call __class__ of proxies
+
+
+def _reachable(is_wanted: Callable[[Any], bool]) -> Iterator[Any]:
+    """Yield what is wanted of the objects that the variables of the code that called DiLoCo lead to.
+
+    Args:
+        is_wanted: tells whether an object is to be yielded; called once for each object.
+    """
+    # Not `gc.get_objects()`: it hands out tuples that other threads are still building, which then fail to build them.
     things: list[tuple[Any, int]] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -592,9 +635,9 @@ def _reachable_tensors() -> Iterator[Tensor]:
         if id(thing) in seen:
             continue
         seen.add(id(thing))
-        if issubclass(type(thing), Tensor):  # isinstance would call __class__ of proxies
+        if is_wanted(thing):
             yield thing
-        elif depth < MOST_DEPTH:
+        if depth < MOST_DEPTH and not issubclass(type(thing), Tensor):
             with suppress(Exception):  # objects of the user's may refuse to be looked into
                 things += [(part, depth + 1) for part in _parts_of(thing)]
 
@@ -604,6 +647,8 @@ def _parts_of(thing: Any) -> Iterable[Any]:
     kind = type(thing)
     if kind in (str, bytes, int, float, bool, type(None)) or isinstance(thing, (type, ModuleType)):
         return ()
+    if kind.__module__.partition(".")[0] in ("diloco", "executors"):
+        return ()  # they lead to other replicas, where these are threads of one process
     if isinstance(thing, OrderedDict) and hasattr(thing, "_metadata"):
         return ()  # a copy of `model.state_dict()`, as scripts keep one of their best model
     if isinstance(thing, Mapping):

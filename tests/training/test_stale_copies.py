@@ -442,3 +442,52 @@ def test_parameters_of_a_compiled_model_are_compared_too() -> None:
         return ""
 
     assert all("_orig_mod" not in error and "put '" in error for error in run_replicas(2, body))
+
+
+class ModelEmaV3(nn.Module):
+    """An average of the weights, as timm names and keeps it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = copy.deepcopy(model)
+
+
+class EmaShadow:
+    """An average of the weights in a list, as torch_ema and diffusers keep it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow_params = [parameter.detach().clone() for parameter in model.parameters()]
+
+
+class SchemaOfBestModel(ModelEmaV3):
+    """No average: the name only has the letters."""
+
+
+@pytest.mark.parametrize("kind", [ModelEmaV3, EmaShadow, AveragedModel, SchemaOfBestModel])
+@pytest.mark.parametrize("is_given", [False, True])
+def test_an_average_of_one_replicas_weights_is_named_at_the_first_step_unless_it_is_averaged(
+    kind: Any, is_given: bool
+) -> None:
+    def body(where: Mapping[str, Any]) -> str:
+        torch.manual_seed(0)  # pretrained weights are the same on each replica, so values tell nothing
+        model = nn.Linear(8, 4)
+        diloco = DiLoCo(model, inner_steps=2, total_steps=4, **PLAIN, **where)
+        holder = {"callbacks": [kind(model)]}
+        if is_given:
+            (average,) = holder["callbacks"]
+            diloco.average_also(
+                average
+                if isinstance(average, nn.Module)
+                else lambda: {str(n): each for n, each in enumerate(average.shadow_params)}
+            )
+        try:
+            diloco.step()
+        except UserWarning as warning:  # the tests' settings make errors of warnings
+            return str(warning)
+        finally:
+            leave(diloco)
+        return ""
+
+    for said in run_replicas(2, body):
+        is_named = not is_given and kind is not SchemaOfBestModel
+        assert said.startswith(f"{kind.__name__} averages the weights of this replica alone") == is_named
