@@ -46,6 +46,7 @@ from diloco.unshared_state import FIRST_BYTES, LATER_BYTES, RestWriter
 from diloco.warm_start import WarmStart
 from diloco.workers import Workers
 from executors.errors import ReplicasError
+from executors.patience import ROUND, waits
 from executors.store import Store
 from executors.store.watch import open_watch
 
@@ -118,8 +119,9 @@ class DiLoCo:
         grace_s: how long to wait, at most, for a replica of the last round that is not known to have ended, from when
             the first of them waits. Less, down to a quarter, when replicas use to arrive close to each other; at least
             a twentieth of the time between two rounds.
-        round_timeout_s: after which a round that does not come about raises `QuorumTimeoutError`. A replica that sees
-            no member of the last round waits for two more phases before that.
+        round_timeout_s: longest time, in seconds, that a round may take. After it `QuorumTimeoutError` is raised. A
+            replica that sees no member of the last round waits for two more phases before that. A store that fails,
+            a directory or a bucket, is waited for as long; then its own error is raised. Default 1800.
         weight: of this replica's work in the mean, relative to the others'; a number, or a callable that is asked at
             each contribution, as for the tokens it is made of. A number is scaled where work of fewer than
             `inner_steps` is sent; with `round_seconds` it is the weight of one step.
@@ -167,7 +169,7 @@ class DiLoCo:
         carry_rounds: int | None = 4,
         min_quorum: int | None = None,
         grace_s: float = 30.0,
-        round_timeout_s: float = 1800.0,
+        round_timeout_s: float = ROUND.seconds,
         weight: float | Callable[[], float] = 1.0,
         sync_buffers: bool | None = None,
         snapshot_every: int = 10,
@@ -203,8 +205,9 @@ class DiLoCo:
         settings.check()
         settings.warn_of_outer_settings(model)
         self._model_state = ModelState(model, fragments_, settings, block_elements=limits.block_elements)
-        patience_s, proof = limits.error_patience_s, proof_of(settings.key)
-        patient = PatientStore(place.store, clock=monotonic, error_patience_s=patience_s, copies=proof.copies)
+        proof = proof_of(settings.key)
+        patience = replace(ROUND, seconds=limits.round_timeout_s)  # the group decides, and not the kind of store
+        patient = PatientStore(place.store, clock=monotonic, patience=patience, copies=proof.copies, waits=waits)
         keys = Keys(place.run_id, name)
         me = place.identify(patient, keys, proof)
         self._name = (me.nonce, name)

@@ -44,12 +44,12 @@ from diloco.unshared_state import restored
 from diloco.wires import wire_named
 from diloco.wires.wire import decoded
 from executors.errors import CorruptObjectError, RunNotFoundError
+from executors.patience import BRIEF
 from executors.store import Store
 from executors.store.artifacts import replacing
 from executors.store.protocol import FolderStore
 
 Dtype = Literal["live", "float32"]
-PATIENCE_S = 60.0
 TRIES = 3
 """How often the newest state is looked for: a running run deletes older ones."""
 FORMAT_NAMES = {
@@ -220,7 +220,7 @@ def open_log(source: Source) -> StoredLog:
         CorruptObjectError: its first state cannot be read, or was made with another key.
     """
     proof = proof_of(source.key)
-    patient = PatientStore(source.store, clock=monotonic, error_patience_s=PATIENCE_S, copies=proof.copies)
+    patient = PatientStore(source.store, clock=monotonic, patience=BRIEF, copies=proof.copies)
     log = StoredLog(patient, Keys(source.run_id, source.name), proof, source.limits)
     if log.start is None:
         names = names_in(source.store, source.run_id)

@@ -32,7 +32,7 @@ Bad values of arguments (`n=0`) raise `ValueError`, wrong types `TypeError`, as 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     from executors.protocol import Outcome
@@ -66,6 +66,8 @@ class ReplicasError(Exception):
 
     outcome_reason: ClassVar[str] = "exception"
     """The `reason` of a replica's outcome when its entrypoint ends with this error."""
+    was_waited_for = False
+    """True if a process has tried again for as long as its patience lasts, so that its call was not a mistake."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Let it be pickled, as a pool of processes does with what its task raised."""
@@ -181,6 +183,12 @@ class ReplicaTimeoutError(ReplicaError, TimeoutError):
 
 class StoreError(ReplicasError):
     """A store could not do what was asked."""
+
+    refusal: Literal["", "permission", "credentials"] = ""
+    """Why waiting alone does not help. "permission": a user must change something at the store, as with a bucket that
+    does not exist. "credentials": those of this process have ended. "": it is away, busy or full, and may be back."""
+    failing_since: float | None = None
+    """When the request failed first, by `time.monotonic`, where the store has repeated it since."""
 
     def __init__(self, message: str, *, key: str | None = None, url: str | None = None) -> None:
         super().__init__(message)

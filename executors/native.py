@@ -198,6 +198,8 @@ class Parent:
     """How the job ended, where its service knows more than its exit code, as in "preempted"."""
     error: str | None = None
     """The same as a sentence."""
+    launcher_is_gone: bool = False
+    """True if the run is attached, and the process that it ends with is known to have ended."""
 
 
 @runtime_checkable

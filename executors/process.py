@@ -73,6 +73,18 @@ def this_process() -> str:
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
+def may_live(name: str) -> bool:
+    """Tell whether the process that `this_process` named may live: it is on another host, or its pid is in use here.
+
+    Args:
+        name: as in `host:4711`. A name that is not one may be any process's.
+    """
+    host, _, pid = name.rpartition(":")
+    if host != socket.gethostname() or not pid.isdecimal():
+        return True
+    return start_time(int(pid)) is not None or _is_hidden(int(pid))
+
+
 def start_time(pid: int) -> int | None:
     """Return when a process started; None when it has ended, is a zombie, or the system does not show it.
 

@@ -21,11 +21,10 @@ from diloco.rendezvous.phase import Plan
 from diloco.rendezvous.proof import proof_of
 from diloco.rendezvous.stored_log import Agreed, StoredLog
 from executors.errors import CorruptObjectError, StoreError
+from executors.patience import BRIEF
 from executors.store import Store
 
 log = logging.getLogger(__name__)
-
-PATIENCE_S = 60.0
 UNITS = {"total_steps": "--total-steps", "total_rounds": "--total-rounds"}
 
 
@@ -162,7 +161,7 @@ def check_extension(store: Store, run_id: str, key: bytes | None, asked: Mapping
         ValueError: no DiLoCo of the run would continue; the message has the reason.
     """
     proof = proof_of(key)
-    patient = PatientStore(store, clock=lambda: 0.0, error_patience_s=PATIENCE_S, copies=proof.copies)
+    patient = PatientStore(store, clock=lambda: 0.0, patience=BRIEF, copies=proof.copies)
     prefix = f"{run_id}/diloco/"
     names = {entry.key.removeprefix(prefix).partition("/")[0] for entry in store.list(prefix)}
     found: dict[str, Agreed] = {}
@@ -239,7 +238,7 @@ def check_source(
         CorruptObjectError: the beginning of its log is not what was written, or was made with another key.
     """
     proof = proof_of(key)
-    patient = PatientStore(store, clock=lambda: 0.0, error_patience_s=PATIENCE_S, copies=proof.copies)
+    patient = PatientStore(store, clock=lambda: 0.0, patience=BRIEF, copies=proof.copies)
     prefix = f"{run_id}/diloco/"
     names = {entry.key.removeprefix(prefix).partition("/")[0] for entry in store.list(prefix)}
     logs = [log for name in sorted(names) if (log := StoredLog(patient, Keys(run_id, name), proof)).start is not None]

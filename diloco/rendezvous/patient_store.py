@@ -19,6 +19,7 @@ from xxhash import xxh3_128_digest
 from diloco.rendezvous.frames import READ_TRIES
 from diloco.rendezvous.proof import Buffer
 from executors.errors import KeyNotFoundError, StoreError
+from executors.patience import ROUND, Outage, Patience, Waits
 from executors.store import Data, MemoryStore, Produce, Store, StreamingStore
 from executors.store.file import FileStore
 
@@ -28,6 +29,14 @@ T = TypeVar("T")
 R = TypeVar("R")
 FAILURES = 3
 """So many calls of a kind must have failed in a row: a round is longer than this patience, and deletes once."""
+WAITED_FOR = {
+    "get": "the store to read of a round",
+    "list": "the store to list what rounds left",
+    "put": "the store to write for a round",
+    "put_if_absent": "the store to write for a round",
+    "delete": "the store to delete what a round left",
+}
+"""What is waited for while a kind of call fails, in words."""
 THREADS = 8
 """An S3 store's reads of large objects are parallel in themselves, and its pool has connections for so many of them."""
 
@@ -43,16 +52,26 @@ class _Misread(NamedTuple):
 
 
 class PatientStore:
-    """Asks a store, and raises its errors only when a kind of call has failed for `error_patience_s` again and again.
+    """Asks a store, and raises its errors only when a kind of call has failed for as long as the patience lasts.
 
     `peek` may be called from several threads at once.
 
     Args:
+        store: the store.
+        clock: returns seconds of a monotonic clock.
+        patience: how long a kind of call may fail, again and again.
+        waits: says once a minute that the store is waited for. None: nothing is said.
         copies: copy what the store shows of its files: somebody may write to them after they were proven.
     """
 
     def __init__(
-        self, store: Store, *, clock: Callable[[], float], error_patience_s: float, copies: bool = False
+        self,
+        store: Store,
+        *,
+        clock: Callable[[], float],
+        patience: Patience = ROUND,
+        waits: Waits | None = None,
+        copies: bool = False,
     ) -> None:
         self.store = store
         self.read_bytes = 0
@@ -60,10 +79,13 @@ class PatientStore:
         self.answer_s = 0.0
         """How long the store last took to answer that a key does not exist."""
         self._clock = clock
-        self._patience_s = error_patience_s
+        self._patience = patience
+        self._waits = waits or Waits(lambda words: None, clock)
         self._copies = copies
-        self._failing: dict[str, tuple[float, int]] = {}
-        """By kind of call, since when each has failed, and how many did."""
+        self._outages = {verb: Outage(patience, what, waits=self._waits) for verb, what in WAITED_FOR.items()}
+        """By kind of call."""
+        self._n_failed = dict.fromkeys(WAITED_FOR, 0)
+        """By kind of call, how many have failed in a row."""
         self._bad: dict[str, _Misread] = {}
         self._counting = threading.Lock()
         self.last_error: StoreError | None = None
@@ -91,7 +113,7 @@ class PatientStore:
         except StoreError as error:
             self._failed("get", error)
             return None
-        self._failing.pop("get", None)
+        self._works("get")
         if data is not None and self._copies and not is_copied and isinstance(data.obj, mmap):
             data = memoryview(bytes(data))
         if data is not None and moves:
@@ -173,7 +195,9 @@ class PatientStore:
 
     def for_thread(self) -> PatientStore:
         """Return another such view of the same store, for another thread."""
-        return PatientStore(self.store, clock=self._clock, error_patience_s=self._patience_s, copies=self._copies)
+        return PatientStore(
+            self.store, clock=self._clock, patience=self._patience, waits=self._waits, copies=self._copies
+        )
 
     def _did(self, verb: str, act: Callable[[], object]) -> bool:
         try:
@@ -182,15 +206,19 @@ class PatientStore:
             self.last_error = error
             self._failed(verb, error)
             return False
-        self._failing.pop(verb, None)
+        self._works(verb)
         return True
 
     def _failed(self, verb: str, error: StoreError) -> None:
-        now = self._clock()
-        since_s, n = self._failing.get(verb, (now, 0))
-        self._failing[verb] = since_s, n + 1
-        if n + 1 >= FAILURES and now - since_s >= self._patience_s:
+        self._n_failed[verb] += 1
+        if not self._outages[verb].bears(error) and self._n_failed[verb] >= FAILURES:
             raise error
+
+    def _works(self, verb: str) -> None:
+        """Note that a kind of call did not fail."""
+        if self._n_failed[verb]:
+            self._n_failed[verb] = 0
+            self._outages[verb].end()
 
 
 def size_of(data: Data) -> int:

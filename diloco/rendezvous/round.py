@@ -19,6 +19,7 @@ from diloco.rendezvous.reduction import Blocks, Reduce, weighted_mean
 from diloco.rendezvous.training_state import Arrays, Packed, TrainingState
 from diloco.rendezvous.turns import Turns
 from diloco.wires.wire import BLOCK_ELEMENTS, Wire
+from executors.patience import ROUND
 
 Background = Callable[[Callable[[], None]], None]
 """Runs something beside the training; returns at once."""
@@ -32,9 +33,8 @@ class Limits:
     """What may take how long, and from which size on a mean is cut into shards. Any values are safe."""
 
     grace_s: float = 30.0
-    round_timeout_s: float = 1800.0
+    round_timeout_s: float = ROUND.seconds
     takeover_after_s: float = 5.0
-    error_patience_s: float = 15.0
     abort_check_s: float = 1.0
     small_bytes: int = 4 << 20
     block_elements: int = BLOCK_ELEMENTS

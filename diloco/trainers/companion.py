@@ -28,6 +28,8 @@ from diloco.rendezvous.snapshot import Pointer
 from diloco.schedules import counts_steps, steps_counted, unwrapped
 from diloco.tensor_names import by_clean_name
 from executors.errors import StoreError
+from executors.patience import ROUND
+from executors.patience import waits as waits_of_process
 from executors.replica import current_replica, find_replica
 
 log = logging.getLogger(__name__)
@@ -198,7 +200,7 @@ def step_of_begin(place: Place, options: Mapping[str, Any], *, waits: bool) -> i
     Args:
         waits: for a run that has not begun yet, since its own replicas alone know the step, up to `round_timeout_s`.
     """
-    store = PatientStore(place.store, clock=monotonic, error_patience_s=Limits().error_patience_s)
+    store = PatientStore(place.store, clock=monotonic, patience=ROUND, waits=waits_of_process)
     keys, proof = Keys(place.run_id, options.get("name", "main")), proof_of(place.key_of_run(options.get("key")))
     key, tries, pauses = keys.snapshot(0), 0, backoff(random.Random())
     until = monotonic() + (options.get("round_timeout_s", Limits().round_timeout_s) if waits else 0.0)
@@ -260,7 +262,7 @@ def first_total(planned: int | None, place: Place, options: Mapping[str, Any]) -
     totals = totals_of(place)
     if planned is None or not totals or planned != totals[-1]:
         return planned, False
-    store = PatientStore(place.store, clock=monotonic, error_patience_s=Limits().error_patience_s)
+    store = PatientStore(place.store, clock=monotonic, patience=ROUND, waits=waits_of_process)
     keys = Keys(place.run_id, options.get("name", "main"))
     first = total_of_start(store, keys, place.key_of_run(options.get("key")))
     return (planned, False) if first is None else (first, True)

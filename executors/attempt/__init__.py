@@ -22,6 +22,7 @@ from executors.attempt.outcome import (
 )
 from executors.attempt.pauses import wait_until_terminal
 from executors.errors import CorruptObjectError, UnknownHandleError, UnwritableStoreError
+from executors.patience import Patience, retry
 from executors.process import this_process
 from executors.protocol import BY_USER, Outcome, Reason, ReplicaHandle, ReplicaStatus, WarningCount
 from executors.store import Store, store_at
@@ -41,7 +42,6 @@ from executors.store.records import (
     number,
     one_of,
     read_record,
-    retry,
     text,
     to_bytes,
 )
@@ -314,19 +314,20 @@ class Attempt:
         """Return an outcome of this attempt, not yet recorded."""
         return Outcome(self.rank, self.number, status, reason, **more)
 
-    def record(self, outcome: Outcome, *, retry_s: float = 0.0) -> Outcome:
+    def record(self, outcome: Outcome, *, patience: Patience | None = None) -> Outcome:
         """Write its outcome unless there is one, or its run was deleted, and return the one that counts: the first.
 
         What ends after its cancel marker was written is `cancelled`, however it ended.
 
         Args:
-            retry_s: tries again for so many seconds while the store fails.
+            outcome: how it ended.
+            patience: how long to try while the store fails. None: once.
 
         Raises:
             UnwritableStoreError: it cannot be written there; the error has what would be recorded.
         """
-        if retry_s > 0:
-            return retry(lambda: self.record(outcome), retry_s)
+        if patience is not None:
+            return retry(lambda: self.record(outcome), patience)
         marker = self.find("cancel.json", CancelMarker.parse)
         if marker is not None:
             reported = None if outcome.reason == "signal" else outcome.error  # the signal was the cancellation's

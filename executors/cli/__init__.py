@@ -21,8 +21,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from executors.cli.output import CANCELLED, CLOSED_PIPE, FAILED, USAGE, call, inert
-from executors.errors import NO_DIRECTORY, LaunchError, ReplicasError
+from executors.errors import NO_DIRECTORY, KeyNotFoundError, LaunchError, ReplicasError, StoreError
 from executors.module_search import reserve_names
+from executors.patience import waits
 
 VERBS = {
     "launch": "launch", "ls": "runs", "status": "runs", "logs": "logs", "events": "happened", "wait": "runs",
@@ -179,13 +180,16 @@ def _call() -> int:
         if not {*arguments[:1]} & {"launch", "resume", "add"}:  # which may train in this process
             gc.set_threshold(SELDOM)
             atexit.register(gc.freeze)  # else all that was imported is looked through once more: a fifth of `status`
-        returned = command_of(arguments).main(arguments, prog_name="replicas", standalone_mode=False, obj=argv)
+        with waits.told_by_thread():  # of a store that does not answer, the first line comes after 5 s
+            returned = command_of(arguments).main(arguments, prog_name="replicas", standalone_mode=False, obj=argv)
     except (KeyboardInterrupt, typer.Abort):
         returned = CANCELLED
     except ReplicasError as error:
         code = _fail(error)
         if isinstance(error, LaunchError):  # something was started
             code = CANCELLED if error.cancelled else FAILED
+        elif error.was_waited_for or (isinstance(error, StoreError) and not isinstance(error, KeyNotFoundError)):
+            code = FAILED  # the command line is right; a store, or a backend, failed
         return code
     except Exception as error:
         if not hasattr(error, "format_message"):  # not one of typer's: a defect, shown with its traceback

@@ -29,10 +29,12 @@ from executors.cli.output import (
 from executors.cli.summary import reference
 from executors.cli.tee import Tee
 from executors.errors import BackendError, ReplicasError, StoreError, unknown_name
+from executors.patience import Waits
+from executors.patience import waits as process_waits
 from executors.process import wakeup_pipe
 from executors.protocol import ReplicaStatus
 from executors.run.run import Run
-from executors.run.waiter import Patience
+from executors.run.waiter import OutageTolerance
 from executors.status import COLUMNS, MAX_DECIDED, MAX_LINE, ReplicaState, RunStatus
 
 CLOCKS_APART_S = 300.0  # how far the wall clocks of two machines may be apart
@@ -184,15 +186,22 @@ def follow(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
     after_each: Callable[[], bool] = lambda: False,
+    waits: Waits = process_waits,
 ) -> bool:
     """Show a run until every replica has ended; False if the time was over first.
 
     Args:
+        run: the run.
+        view: shows it.
+        timeout_s: the longest time, in seconds. None: no limit.
+        sleep: waits between two looks, for so many seconds.
+        clock: returns seconds of a monotonic clock.
         after_each: called in between. True: something was begun, and the next look comes soon.
+        waits: notes that the store, or the backend, is waited for; the view shows it.
 
     Raises:
-        StoreError: the rendezvous could not be read for a minute.
-        BackendError: the backend could not be asked for a minute, or the first time.
+        StoreError: the rendezvous could not be read for as long as `run.patience`.
+        BackendError: the backend could not be asked for so long, or the first time.
     """
 
     def has_ended() -> bool:
@@ -205,15 +214,19 @@ def follow(
         return status.is_terminal
 
     end = math.inf if timeout_s is None else clock() + timeout_s
-    is_over = Patience(lambda words: view.say(words, "yellow"), clock).patient(has_ended)
-    waits = run.pauses()
-    while not is_over():
-        if after_each():
-            waits = pauses(LONGEST_PAUSE_S)  # also at a bucket: somebody waits for the end
-        left_s = end - clock()
-        if left_s <= 0:
-            return False
-        sleep(min(next(waits), left_s))
+    tolerance = OutageTolerance(lambda: run.patience, waits)
+    is_over, between = tolerance.tolerant(has_ended), run.pauses()
+    with waits.saying(lambda words: view.say(f"{words[:1].upper()}{words[1:]}", "yellow")):
+        try:
+            while not is_over():
+                if after_each():
+                    between = pauses(LONGEST_PAUSE_S)  # also at a bucket: the user waits for the end
+                left_s = end - clock()
+                if left_s <= 0:
+                    return False
+                sleep(min(next(between), left_s))
+        finally:
+            tolerance.rest()
     return True
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from executors.attempt import Attempt
 from executors.errors import ReplicasError
 from executors.native import NativeExecutor
+from executors.patience import GLANCE
 from executors.protocol import ReplicaStatus
 from executors.status import name_ranks
 from executors.store.records import exists
@@ -20,7 +21,6 @@ from executors.store.url import impatient_store
 if TYPE_CHECKING:
     from executors.run.run import Run
 
-STORE_LIMIT_S = 5.0  # how long an exit may take where the store is silent
 WHY = "the launcher of this attached run ended"
 
 
@@ -39,7 +39,7 @@ def ends_with_this_process(run: Run, *, detach: bool) -> Run:
     def leave() -> None:
         if pid != os.getpid():
             return
-        store = impatient_store(run.store.url, STORE_LIMIT_S)
+        store = impatient_store(run.store.url, GLANCE.limit_s)
         attempts = [Attempt(store, run.run_id, rank) for rank in run.fleet.ranks]
         if not _goes_on(attempts):
             return

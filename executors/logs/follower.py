@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import Queue
 from typing import NamedTuple, Protocol
 
+from executors.errors import BackendError, StoreError
 from executors.logs.gaps import completed
 from executors.native import Log
+from executors.patience import FOLLOWER, Outage
 
 MAX_THREADS = 64
 MAX_PARTS = 64  # that wait to be taken, besides one in each thread
@@ -125,8 +127,20 @@ class _Follower:
         threading.Thread(target=run, name="replicas-logs", daemon=True).start()
 
     def _look(self, look_s: float) -> None:
+        store, backend = Outage(FOLLOWER, "the rendezvous"), Outage(FOLLOWER, "the backend")
         while not self._waited(look_s):
-            sights, before = self._logs.look(self._asked), self._sights
+            try:
+                sights, before = self._logs.look(self._asked), self._sights
+            except StoreError as error:
+                if not store.bears(error):
+                    raise
+                continue
+            except BackendError as error:
+                if not backend.bears(error):
+                    raise
+                continue
+            store.end()
+            backend.end()
             firsts = {rank: (*seen.earlier, seen.attempt)[0] for rank, seen in sights.items() if rank not in before}
             added = {rank: _Rank(self._logs, rank, WHOLE, first) for rank, first in firsts.items()}
             with self._changed:
@@ -138,15 +152,22 @@ class _Follower:
                 self._parts.put(None)  # all may be done: a rank that went on under its old log is not read again
 
     def _read(self, ranks: Sequence[_Rank]) -> None:
+        outage = Outage(FOLLOWER, "the logs")
         while not self._is_stopped:
             sights = self._sights  # taken before reading: what was written before an end is read after it
             for each in ranks:
                 was_done = each.is_done(sights[each.rank])
-                for lines in each.read(sights[each.rank]):
-                    self._room.acquire()
-                    if self._is_stopped:
-                        return
-                    self._parts.put((each.rank, each.attempt, lines))
+                try:
+                    for lines in each.read(sights[each.rank]):
+                        self._room.acquire()
+                        if self._is_stopped:
+                            return
+                        self._parts.put((each.rank, each.attempt, lines))
+                    outage.end()
+                except StoreError as error:  # it is read again from where it is
+                    if not outage.bears(error):
+                        raise
+                    break
                 if not was_done and each.is_done(sights[each.rank]):
                     self._parts.put(None)
             pause_s = max(each.pause_s for each in ranks)

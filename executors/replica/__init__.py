@@ -23,10 +23,11 @@ from executors.attempt import Claim, replica_key
 from executors.errors import KeyNotFoundError, ReplicasError
 from executors.metrics.recorder import Recorder
 from executors.native import RUN_KEY
+from executors.patience import START, retry
 from executors.replica.shared_page import Atomic, Section, SharedPage, Unwatched
 from executors.replica.warning_log import WarningLog
 from executors.store import Store, store_at
-from executors.store.records import read_record, retry
+from executors.store.records import read_record
 from executors.store.run_key import parse_key
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ class Replica:
         """What `run.json` says of the run."""
         from executors.task.record import find_run_record
 
-        return retry(lambda: find_run_record(self.store, self.run_id))
+        return retry(lambda: find_run_record(self.store, self.run_id), START, "the record of this run")
 
     @property
     def continues(self) -> str | None:
@@ -193,7 +194,9 @@ class Replica:
         url, run_id = split_address(said.starts_from)
         store, run_id = existing_store(url), check_run_id(run_id)
         log = DecisionLog(store, run_id, key=os.environ.get(RUN_KEY))
-        return StartsFrom(store, run_id, said.starts_from_step, extensions_of(retry(log.read)))
+        return StartsFrom(
+            store, run_id, said.starts_from_step, extensions_of(retry(log.read, START, "the log of decisions"))
+        )
 
     @property
     def begins_warm(self) -> bool:
@@ -217,7 +220,7 @@ class Replica:
         from executors.supervision.decisions import DecisionLog, extensions_of
 
         log = DecisionLog(self.store, self.run_id, key=os.environ.get(RUN_KEY))
-        return extensions_of(retry(log.read))
+        return extensions_of(retry(log.read, START, "the log of decisions"))
 
     @property
     def seed(self) -> int:

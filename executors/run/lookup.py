@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from executors.errors import CorruptObjectError, ReplicasError, RunNotFoundError, StoreError, did_you_mean
+from executors.patience import GLANCE
 from executors.protocol import ServerlessExecutor
 from executors.registry import check_backend_of, check_executor, executor_class
 from executors.run.run import Run
@@ -29,8 +30,6 @@ from executors.store.url import (
     split_address,
 )
 from executors.task.record import Placement, find_run_record
-
-ANSWER_S = 5.0  # how long a bucket may be silent where it holds up a list
 
 
 def attach(
@@ -131,7 +130,7 @@ def list_runs(rendezvous: str | Path | None = None) -> list[Run]:
 def _runs_at(url: str, run_ids: Sequence[str]) -> list[Run]:
     """Return those of the runs in a store that were not removed; a bucket that does not answer is asked only once."""
     try:
-        store, quick = existing_store(url), impatient_store(url, ANSWER_S)
+        store, quick = existing_store(url), impatient_store(url, GLANCE.limit_s)
     except (RunNotFoundError, ValueError):
         return []
     except StoreError as error:

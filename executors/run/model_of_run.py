@@ -7,10 +7,11 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from executors.errors import MissingDependencyError, ReplicasError, StoreError
+from executors.patience import retry
 from executors.protocol import Outcome
 from executors.run.run_index import needed_key
 from executors.store import Store
-from executors.store.records import exists, retry
+from executors.store.records import exists
 from executors.store.run_key import parse_key
 from executors.supervision.decisions import DecisionLog, extensions_of
 

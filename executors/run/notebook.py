@@ -7,19 +7,18 @@ import html
 import math
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from executors.errors import ReplicasError
 from executors.metrics.metrics import Metrics
+from executors.patience import FOLLOWER, Outage, Waits
 from executors.report.words import inert
 from executors.run.traces import Traces
 from executors.status import MAX_STEPS, RunStatus
 
 EVERY_S = 1.0  # between two looks; at a bucket they are rarer
-PATIENCE_S = 60.0  # a store or a backend that fails for a moment ends no display
 SETTLE_S = 10.0
 MAX_POINTS = 500  # of a curve
 MAX_POINTS_OF_ALL = 20_000  # a quarter of a megabyte, sent with each look: notebooks cut off who sends one a second
@@ -131,19 +130,18 @@ class Display:
             thread.join(SETTLE_S)
 
     def _renew(self) -> None:
-        failing_since = math.inf
+        outage = Outage(FOLLOWER, "the run", waits=Waits(lambda words: None))  # the cell says it
         for pause_s in self._run.pauses():
             self._look_now.wait(max(EVERY_S, pause_s))
             self._look_now.clear()
             try:
                 status = self._run.status()
             except ReplicasError as error:
-                failing_since = min(failing_since, time.monotonic())
-                is_over = time.monotonic() - failing_since > PATIENCE_S
+                is_over = not outage.bears(error)
                 words = "No longer shown; call show() again" if is_over else "Looking again"
                 show = partial(self._view.say, f"{words}: {error}")
             else:
-                failing_since = math.inf
+                outage.end()
                 if is_over := status.is_terminal:
                     self._view.head = self._head()
                 show = partial(self._view.update, status)

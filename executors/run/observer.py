@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from executors.attempt import Attempt
 from executors.attempt.pauses import pauses
 from executors.errors import BackendError, CorruptObjectError, UnknownHandleError, UnwritableStoreError
-from executors.native import NativeExecutor, Observation, Unfinished
+from executors.native import NativeExecutor, Observation, Parent, Unfinished
 from executors.protocol import REASONS, Outcome, ReplicaStatus, ServerlessExecutor, as_status
 from executors.run.fleet import Fleet
 from executors.run.handles import kept_handles
@@ -71,7 +71,9 @@ class Observer:
         """Ranks whose end was found and cannot be written: the next look tries again."""
         self._problems: dict[int, Outcome] = {}
         self._heartbeats = Heartbeats()
-        self._restarts = RestartStates(store, run_id, record, self.has_keeper)
+        self.is_kept_here = False
+        """Whether this process answers ends whose supervisors are gone."""
+        self._restarts = RestartStates(store, run_id, record, self.has_keeper, self.has_ended_with_launcher)
         self._hopeless: set[int] = set()
         self.reasons = ServiceReasons()
 
@@ -139,11 +141,24 @@ class Observer:
 
     def has_keeper(self, rank: int) -> bool:
         """Whether the supervisor of a rank lives, as far as its executor can tell."""
+        parent = self._parent(rank)
+        return parent is not None and parent.is_alive
+
+    def has_ended_with_launcher(self, rank: int) -> bool:
+        """Whether the supervisor of a rank and the launcher of its attached run are known to have ended.
+
+        Not in a process that keeps the run: it is there to start what follows.
+        """
+        parent = None if self.is_kept_here else self._parent(rank)
+        return parent is not None and parent.launcher_is_gone and not parent.is_alive
+
+    def _parent(self, rank: int) -> Parent | None:
+        """Ask for the supervisor of a rank; None where its executor cannot tell."""
         with contextlib.suppress(BackendError, CorruptObjectError, UnknownHandleError):
             executor, handle = self.executor(), self.handle(rank)
             if isinstance(executor, NativeExecutor) and handle is not None:
-                return executor.parents([Unfinished(handle, self.attempt(rank).number)])[0].is_alive
-        return False
+                return executor.parents([Unfinished(handle, self.attempt(rank).number)])[0]
+        return None
 
     def _ends(self) -> dict[int, Outcome]:
         return {rank: end for rank in self.ranks if (end := self.outcome(rank)) is not None}

@@ -10,6 +10,7 @@ from functools import cached_property
 from threading import Lock
 
 from executors.errors import CorruptObjectError
+from executors.process import may_live
 from executors.protocol import BY_USER, STOPPED, Outcome, ReplicaStatus
 from executors.run.run_index import find_key, reference
 from executors.status import Decided, ReplicaState, RestartState
@@ -32,11 +33,24 @@ class RestartStates:
     """The log of one run's decisions, as this process has read it, and what it says of each replica.
 
     Args:
+        store: where the run is.
+        run_id: its id.
+        record: its record.
         has_keeper: tells whether the supervisor of a rank that ended lives; asked only when an answer is overdue.
+        has_ended: tells whether the run ended with its launcher, as far as a rank shows. Asked where an attached run
+            waits for an answer.
     """
 
-    def __init__(self, store: Store, run_id: str, record: RunRecord, has_keeper: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        record: RunRecord,
+        has_keeper: Callable[[int], bool],
+        has_ended: Callable[[int], bool] = lambda rank: False,
+    ) -> None:
         self._has_keeper = has_keeper
+        self._has_ended = has_ended
         self._is_near = is_near(store.url)
         self._log = DecisionLog(store, run_id, key=record.key_id and find_key(run_id, record.key_id))
         self._record = record
@@ -148,6 +162,8 @@ class RestartStates:
             known = replace(known, next_at=max(answer.not_before, answer.at))
             note = note_of(log, log.index(answer), self._launched, now)
             is_early = _is_within(answer.wait_s + OVERDUE_S, answer.at, now)
+            if not (is_early and may_live(answer.by)) and self._is_left(end.rank):
+                return replace(state, restart=replace(known, note=self._note_of_end))
             return _awaiting(state, known, self._note_of_wait(end.rank, note, is_early))
         expected = None if policy is None else self._expected(end, log, ends, policy, now)
         if expected is None:
@@ -156,9 +172,19 @@ class RestartStates:
             note = note_of([*log, expected], len(log), self._launched, now)
             return replace(state, restart=replace(known, note=note, is_hopeless=expected.why in HOPELESS))
         # A rank of a run that goes on alone is lost with its supervisor: nobody is left who could still answer its end.
+        if self._is_left(end.rank):  # also at the first look: nothing that follows could begin any more
+            return replace(state, restart=replace(known, note=self._note_of_end))
         is_left = end.reason == "lost" and self._record.detach
         is_early = not is_left and _is_within(OVERDUE_S, end.finished_at, now)
         return _awaiting(state, known, self._note_of_wait(end.rank, f"ended: {expected.words}", is_early))
+
+    def _is_left(self, rank: int) -> bool:
+        """Return whether an attached run has ended with its launcher and the rank's supervisor."""
+        return not self._record.detach and self._has_ended(rank)
+
+    @property
+    def _note_of_end(self) -> str:
+        return f"the run ended with its launcher: replicas resume {self._name}"
 
     def _note_of_wait(self, rank: int, note: str, is_early: bool) -> str:
         if is_early or self._has_keeper(rank):  # which waits for a place, perhaps

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from executors.errors import BackendError, CorruptObjectError, RunExistsError, UnknownHandleError
+from executors.patience import FOLLOWER, KEEPER, Patience
 from executors.protocol import BY_USER, Outcome, ReplicaStatus, ServerlessExecutor
 from executors.report.root_cause import raise_root_cause
 from executors.run.canceller import Canceller
@@ -222,6 +223,7 @@ class Run(Traces):
         hands = LaunchHands(lambda: self.executor, recipes, tell)
         log = log or DecisionLog(self.store, self.run_id, key=next((recipe.spec.key for recipe in recipes), None))
         self._observer.share_log(log)
+        self._observer.is_kept_here = True
         self._keeper = OutsideKeeper(log, self._observer, hands, self._canceller.end, hands.knows)
         return self._keeper
 
@@ -229,6 +231,11 @@ class Run(Traces):
     def is_let_go(self) -> bool:
         """Whether what this process has started goes on without it, as somebody let the run go."""
         return any(lease.is_let_go for lease in self._leases)
+
+    @property
+    def patience(self) -> Patience:
+        """How long this process waits for the store of the run: giving up would leave a run that it keeps."""
+        return FOLLOWER if self._keeper is None and self._launched is None else KEEPER
 
     def keep(self, states: Sequence[ReplicaState]) -> bool:
         """Answer the ends among these states, if this process keeps the run; return whether there are new decisions."""
@@ -258,7 +265,7 @@ class Run(Traces):
 
     @cached_property
     def _waiter(self) -> Waiter:
-        return Waiter(self._observer, self.cancel, self.keep)
+        return Waiter(self._observer, self.cancel, self.keep, lambda: self.patience)
 
     @cached_property
     def _canceller(self) -> Canceller:

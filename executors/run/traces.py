@@ -16,6 +16,7 @@ from executors.errors import BackendError, CorruptObjectError, ReplicasError, Ru
 from executors.logs.follower import WHOLE
 from executors.metrics.metrics import Metrics, read_metrics
 from executors.native import page_of_job
+from executors.patience import BRIEF, FOLLOWER, retry
 from executors.protocol import Outcome, ServerlessExecutor
 from executors.run.fleet import Fleet
 from executors.run.observer import RECENT_S, Observer
@@ -27,7 +28,6 @@ from executors.status import FoundWarning, RunStatus, name_ranks
 from executors.store import Store
 from executors.store.artifacts import Artifact, kept_artifacts
 from executors.store.inventory import Inventory
-from executors.store.records import retry
 from executors.store.url import address_of
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.events import Event, EventReader, read_warnings
@@ -285,7 +285,7 @@ class Traces:
         decisions = DecisionLog(self.store, self.run_id, key=key)
         reader = EventReader(decisions, self.record, map_over=self._observer.map, note=note)
         for pause_s in self.pauses():
-            now = retry(lambda: self.status(reports=False)) if follow else self.status(reports=False)
+            now = retry(lambda: self.status(reports=False), FOLLOWER if follow else BRIEF, "the rendezvous")
             self._observer.share_log(decisions)
             yield from reader.new(self._observer.inventory, now)
             if not follow or now.is_terminal:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from executors.attempt.pauses import wait_until
 from executors.errors import BackendError, CorruptObjectError, RunNotFoundError, StoreError, UnwritableStoreError
+from executors.patience import FOLLOWER, Outage, Patience, Waits
+from executors.patience import waits as process_waits
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run.observer import Observer
 from executors.run.progress import View
@@ -17,33 +19,43 @@ from executors.status import FAILED_EARLY, ReplicaState, RunStatus, name_ranks
 
 MAX_WHY = 2000  # characters
 OTHERS_FAIL_S = 2.0  # what fails everywhere does so within this: then nobody trains on
-PATIENCE_S = 60.0  # a store or a backend that fails for a moment is not a reason to end an attached run
 UNSEEN_S = 60.0  # without a look: longer than any pause between two looks of one wait
 
 
-class Patience:
-    """Bears that looks at a run fail for a minute.
+class OutageTolerance:
+    """Bears that looks at a run fail, as long as the patience of this process lasts.
 
     Args:
-        say: gets a sentence when the rendezvous, or the backend, begins to fail.
+        patience: returns how long that is: a process may begin to keep the run that it follows.
+        waits: says once a minute that the store, or the backend, is waited for. None: those of this process.
+
+    Example:
+        tolerance = OutageTolerance(lambda: FOLLOWER)
+        is_over = tolerance.tolerant(lambda: run.status().is_terminal)
     """
 
-    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._say = say
-        self._clock = clock
+    def __init__(self, patience: Callable[[], Patience], waits: Waits | None = None) -> None:
+        self._patience = patience
+        self._clock = (waits or process_waits).clock
         self._has_seen = False
-        self._failing_since: dict[str, float] = {}
+        self._outages = {what: Outage(FOLLOWER, f"the {what}", waits=waits) for what in ("rendezvous", "backend")}
         self._failed_at = self._looked_at = -math.inf
 
-    def patient(self, look: Callable[[], bool]) -> Callable[[], bool]:
-        """Return a look that is False where it fails: who left a wait for that would end an attached run.
+    def tolerant(self, look: Callable[[], bool]) -> Callable[[], bool]:
+        """Return a look that is False where it fails: a process that left a wait for that would end an attached run.
 
-        Raises: StoreError, BackendError: it failed for a minute; or the first time, where waiting does not help.
+        Args:
+            look: looks at the run; True if the wait has ended.
+
+        Raises:
+            StoreError, BackendError: it failed for longer than the patience; or the first time, where waiting does
+                not help.
         """
 
         def bears() -> bool:
-            if self._clock() - self._looked_at > UNSEEN_S:  # what failed before says nothing of that time
-                self._failing_since.clear()
+            if self._clock() - self._looked_at > UNSEEN_S:  # an earlier failure says nothing of that time
+                for outage in self._outages.values():
+                    outage.drop()
             try:
                 found = look()
             except (StoreError, BackendError) as error:
@@ -51,23 +63,28 @@ class Patience:
                 return False
             self._has_seen = True
             self._looked_at = self._clock()
-            self._failing_since.pop("rendezvous", None)
-            if self._looked_at - self._failed_at > PATIENCE_S:  # most looks ask the store alone
-                self._failing_since.pop("backend", None)
+            self._outages["rendezvous"].end()
+            if self._looked_at - self._failed_at > UNSEEN_S:  # most looks ask the store alone
+                self._outages["backend"].end()
+            else:
+                self._outages["backend"].quiet()
             return found
 
         return bears
+
+    def rest(self) -> None:
+        """Note that a wait has ended: nothing is said of the store, or the backend, until the next one."""
+        for outage in self._outages.values():
+            outage.quiet()
 
     def _bear(self, error: StoreError | BackendError) -> None:
         what = "rendezvous" if isinstance(error, StoreError) else "backend"
         if not self._has_seen and (what == "backend" or isinstance(error, CorruptObjectError)):
             raise error  # a missing SDK or account, or unreadable records: waiting does not help
-        self._failed_at = self._looked_at = self._clock()
-        if what not in self._failing_since:
-            self._failing_since[what] = self._failed_at
-            self._say(f"The {what} fails; retrying: {error}")
-        elif self._failed_at - self._failing_since[what] > PATIENCE_S:
+        self._outages[what].patience = self._patience()
+        if not self._outages[what].bears(error):
             raise error
+        self._failed_at = self._looked_at = self._clock()
 
 
 class Waiter:
@@ -76,17 +93,22 @@ class Waiter:
     Args:
         cancel: ends all replicas that still run.
         keep: gets the replicas after each look, and starts again what is to be; True: look again.
+        patience: returns how long to wait for a store or a backend that fails.
     """
 
     def __init__(
-        self, observer: Observer, cancel: Callable[[], None], keep: Callable[[Sequence[ReplicaState]], bool]
+        self,
+        observer: Observer,
+        cancel: Callable[[], None],
+        keep: Callable[[Sequence[ReplicaState]], bool],
+        patience: Callable[[], Patience] = lambda: FOLLOWER,
     ) -> None:
         self._observer = observer
         self._cancel = cancel
         self._keep = keep
         self._watches_for_failures = True
         self._failing_since: float | None = None
-        self._patience = Patience(lambda words: print(f"replicas: {observer.run_id}: {words}", file=sys.stderr))
+        self._tolerance = OutageTolerance(patience)
 
     def wait(self, n: int | None, timeout_s: float | None, view: View | None) -> bool:
         """Wait until `n` replicas have ended, None: all; False if the time was over first."""
@@ -96,7 +118,10 @@ class Waiter:
             return n_ended >= (len(self._observer.ranks) if n is None else n)
 
         with showing(view):
-            return wait_until(self._patience.patient(is_over), timeout_s, self._observer.pauses())
+            try:
+                return wait_until(self._tolerance.tolerant(is_over), timeout_s, self._observer.pauses())
+            finally:
+                self._tolerance.rest()
 
     def as_completed(self, view: View | None) -> Iterator[Outcome]:
         """Yield how each replica ended when it has, until all have; once more where one was resumed meanwhile."""
@@ -117,7 +142,10 @@ class Waiter:
 
         while not is_over:
             with showing(view):
-                wait_until(self._patience.patient(has_news), None, pauses)
+                try:
+                    wait_until(self._tolerance.tolerant(has_news), None, pauses)
+                finally:
+                    self._tolerance.rest()
             yield from sorted(new, key=lambda outcome: outcome.finished_at)
 
     def end_early(self, now: RunStatus, option: str) -> str | None:

@@ -1,4 +1,4 @@
-"""JSON records in a store: read, found, checked field by field, and retried where failing would lose a replica.
+"""JSON records in a store: read, found, and checked field by field.
 
 Anybody may have written a record, so each is bounded. A record's type has a `parse` that takes an object's bytes and
 raises `CorruptObjectError` with the name of the field that does not fit. Unknown fields are ignored.
@@ -24,8 +24,6 @@ MAX_TEXT = 64 * 1024  # characters
 MAX_SHOWN = 60  # characters of a bad value in a message
 SHA256 = re.compile(r"[0-9a-f]{64}")
 LONG_AGO, FAR_AHEAD = 0.0, 1e11  # seconds since the epoch: until the year 5138
-RETRY_S = 10.0
-OUTAGE_S = 600.0  # longer than most outages; a machine that waits is paid for
 GONE_PAUSES_S = (1.0, 1.0, 0.0)
 
 T = TypeVar("T")
@@ -89,30 +87,6 @@ def get_at_most(store: Store, key: str, max_bytes: int) -> memoryview:
     data = store.get(key)
     check_size(key, store.url, len(data), max_bytes)
     return data
-
-
-def retry(act: Callable[[], T], limit_s: float = RETRY_S) -> T:
-    """Call `act` again while the store fails, for up to `limit_s` seconds, where failing would lose a replica.
-
-    A missing key is an answer, not a failure.
-
-    Raises:
-        StoreError: the last failure.
-    """
-    try:
-        return act()
-    except KeyNotFoundError:
-        raise
-    except StoreError:
-        import tenacity  # takes 30 ms, which other replicas need not spend
-
-    retrying = tenacity.Retrying(
-        retry=tenacity.retry_if_exception(lambda e: isinstance(e, StoreError) and not isinstance(e, KeyNotFoundError)),
-        wait=tenacity.wait_random_exponential(multiplier=0.1, max=1),
-        stop=tenacity.stop_after_delay(limit_s),
-        reraise=True,
-    )
-    return retrying(act)
 
 
 class Fields:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from executors.errors import CorruptObjectError, StoreError
+from executors.patience import retry
 from executors.process import this_process
 from executors.store import Store
 from executors.store.protocol import check_size
@@ -34,7 +35,6 @@ from executors.store.records import (
     number,
     one_of,
     parsed,
-    retry,
     text,
     to_bytes,
 )

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 
 from executors.errors import StoreError
 from executors.native import RunSpec
+from executors.patience import GLANCE
 from executors.process import this_process
 from executors.store import Store
 from executors.store.records import (
@@ -31,7 +32,6 @@ from executors.store.url import impatient_store
 LEASE_S = 900.0
 RENEW_S = 60.0
 AGAIN_S = 5.0  # after a renewal that failed
-STORE_LIMIT_S = 5.0  # how long whoever leaves waits for a store that is silent
 LATE = 2.5  # renewals that are missed before somebody else's lease is taken over
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class LeaseHolder:
     def release(self) -> None:
         """Let the run go on without anybody, unless somebody else renews the lease; a store that fails is told of."""
         self.end()
-        store = impatient_store(self._store.url, STORE_LIMIT_S)
+        store = impatient_store(self._store.url, GLANCE.limit_s)
         try:
             standing = find_record(store, key_of(self._run_id), Lease.parse)
             if standing is not None and standing.holder == self._holder:

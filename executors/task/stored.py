@@ -10,9 +10,10 @@ from typing import Any
 
 from executors.errors import CorruptObjectError, EntrypointError, StoreError
 from executors.native import KeepsOptions, KnowsPython
+from executors.patience import BRIEF, START, Patience, retry
 from executors.protocol import ServerlessExecutor
 from executors.store import Store
-from executors.store.records import get_at_most, retry
+from executors.store.records import get_at_most
 from executors.task.arguments import annotations_of, check_call, from_texts
 from executors.task.entrypoint import argv_of, load_entrypoint, loading, prepare_entrypoint
 from executors.task.placeholders import fill
@@ -99,13 +100,18 @@ class StoredTask:
             )
         return self.record.launched_with
 
-    def read(self, name: str, digest: str | None) -> memoryview:
+    def read(self, name: str, digest: str | None, patience: Patience = BRIEF) -> memoryview:
         """Read one of the task's objects, which must have this sha256.
+
+        Args:
+            name: the object, in the task's folder.
+            digest: its sha256. None: any.
+            patience: how long to wait for a store that fails.
 
         Raises:
             StoreError: it is not what was launched.
         """
-        return _get_checked(self.store, f"{self.run_id}/{self.folder}/{name}", digest)
+        return _get_checked(self.store, f"{self.run_id}/{self.folder}/{name}", digest, patience)
 
     def check_python(self, executor: ServerlessExecutor) -> None:
         """Check that replicas of an executor can load the callable, if it is one.
@@ -146,7 +152,7 @@ class StoredTask:
             )
         import cloudpickle
 
-        pickled = self.read("callable.pkl", self.record.callable_sha256)
+        pickled = self.read("callable.pkl", self.record.callable_sha256, START)
         with loading("the module of a callable"):
             function, args = cloudpickle.loads(pickled)
         sys.argv = argv_of(function)
@@ -154,18 +160,23 @@ class StoredTask:
         return function, fill(args, replica)
 
 
-def read_task(store: Store, run_id: str, digest: str | None = None, folder: str = "task") -> StoredTask:
+def read_task(
+    store: Store, run_id: str, digest: str | None = None, folder: str = "task", patience: Patience = BRIEF
+) -> StoredTask:
     """Read a run's task, checking that it is the one that was launched.
 
     Args:
+        store: where the run is.
+        run_id: its id.
         digest: the sha256 of task.json that came with the launch; None where a launch cannot carry one.
-        folder: where it is, under the run.
+        folder: where the task is, under the run.
+        patience: how long to wait for a store that fails.
 
     Raises:
         StoreError: what the store holds is not what was launched.
     """
     key = f"{run_id}/{folder}/task.json"
-    data = _get_checked(store, key, digest)
+    data = _get_checked(store, key, digest, patience)
     record = TaskRecord.parse(data, key, store.url)
     return StoredTask(store, run_id, record, hashlib.sha256(data).hexdigest(), folder)
 
@@ -175,10 +186,10 @@ def folder_of(own_task: str) -> str:
     return f"task-{own_task[:16]}"
 
 
-def _get_checked(store: Store, key: str, digest: str | None) -> memoryview:
+def _get_checked(store: Store, key: str, digest: str | None, patience: Patience) -> memoryview:
     """Read what was launched; a failing store, or a reading that is not it, is worth another try."""
     for _ in range(READ_TRIES):
-        data = retry(lambda: get_at_most(store, key, MAX_TASK_BYTES))
+        data = retry(lambda: get_at_most(store, key, MAX_TASK_BYTES), patience, "the task of this run")
         found = hashlib.sha256(data).hexdigest()
         if digest in (None, found):
             return data

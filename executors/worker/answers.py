@@ -11,10 +11,10 @@ from dataclasses import replace
 from executors.attempt import Attempt
 from executors.errors import CorruptObjectError, StoreError
 from executors.native import RunSpec
+from executors.patience import BRIEF, Outage, Patience, Waits
 from executors.protocol import Outcome, ReplicaStatus
 from executors.store import Store
 from executors.store.inventory import BEGINNINGS
-from executors.store.records import OUTAGE_S, RETRY_S
 from executors.supervision.decisions import Decision, DecisionLog, hang_of, policy_of
 from executors.supervision.keeper import Keeper, Sight, Terms, leaves_its_supervisor
 from executors.task.policy import HangLimits, Restarts
@@ -33,6 +33,8 @@ class Answers:
         begin: begins an attempt of one of the ranks, and starts it when there is room.
         cancelled: records that an attempt was cancelled, and why, and says so to `ended`.
         look_s: how often it looks at the log while an attempt waits for its start.
+        patience: returns how long a store that fails is waited for with nothing else to do.
+        waits: says what is waited for.
     """
 
     how = "fork"
@@ -44,6 +46,8 @@ class Answers:
         begin: Callable[[Attempt], None],
         cancelled: Callable[[Attempt, str], None],
         look_s: float,
+        patience: Callable[[], Patience],
+        waits: Waits,
     ) -> None:
         self._spec = spec
         self._store = store
@@ -59,7 +63,8 @@ class Answers:
         self._has_progress = False
         self._keep_at = NEVER
         self._look_at = time.monotonic() + LOG_LOOK_S
-        self._failing_since: float | None = None
+        self._patience = patience
+        self._outage = Outage(BRIEF, "the log of decisions", waits=waits)
         self._is_closed = self._only_looks = False
 
     @functools.cached_property
@@ -87,9 +92,9 @@ class Answers:
         return policy_of(self._log.entries, Restarts.of(self._spec.restarts)) is not None
 
     @property
-    def patience_s(self) -> float:
-        """How long a store that fails is waited for with nothing else to do: longer where a restart may follow."""
-        return OUTAGE_S if self.has_policy and not self._is_closed and not self._only_looks else RETRY_S
+    def may_follow(self) -> bool:
+        """Whether another attempt of a rank may follow one that ends now."""
+        return self.has_policy and not self._is_closed and not self._only_looks
 
     @property
     def next_at(self) -> float:
@@ -144,15 +149,19 @@ class Answers:
         try:
             sight = None if self._only_looks else self._sight()
             if not self._log.read_for(TURN_S):  # by a part of it nothing is decided
-                self._look_at, self._keep_at, self._failing_since = now, due_at, None
+                self._look_at, self._keep_at = now, due_at
+                self._outage.end()
                 return False
             wait_s = None if sight is None else self._keeper.keep_as_read(sight)
-            self._n_read, self._failing_since = len(self._log.entries), None
+            self._n_read = len(self._log.entries)
+            self._outage.end()
         except CorruptObjectError:  # nobody can decide by such records, and asking again does not mend them
             return False
-        except StoreError:
-            self._failing_since = now if is_busy else self._failing_since or now
-            if now - self._failing_since < self.patience_s:
+        except StoreError as error:
+            if is_busy:  # time in which there is something else to do is not spent on waiting
+                self._outage.restart()
+            self._outage.patience = self._patience()
+            if self._outage.bears(error):
                 self._keep_at = time.monotonic() + TRY_AGAIN_S
             return False
         if wait_s is not None:

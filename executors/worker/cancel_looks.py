@@ -13,7 +13,6 @@ from executors.store.url import is_near
 
 NEAR_LOOK_S = 1.0  # a canceller on this machine wakes us; one elsewhere leaves only its marker
 FAR_LOOK_S = 10.0  # how often a bucket is looked into
-STORE_LIMIT_S = 5.0  # how long a request may hold up the supervisor
 TURN_S = 1.0  # how long looks may take together, before the ranks are looked after again
 
 

@@ -11,9 +11,10 @@ from typing import NoReturn
 
 from executors.attempt import Attempt, Claim
 from executors.errors import ReplicasError
+from executors.patience import START, retry
 from executors.process import start_time
 from executors.protocol import ReplicaStatus
-from executors.store.records import RETRY_S, read_record, retry, to_bytes
+from executors.store.records import read_record, to_bytes
 from executors.supervision.decisions import DecisionLog, barred_by
 from executors.supervision.orders import words_of_bar
 
@@ -37,13 +38,13 @@ def claim(asked: Attempt, n_decisions: int = 0, key: str | None = None) -> tuple
     """
     nonce, claim = _new_claim()
     for attempt in map(asked.at, itertools.count(asked.number)):
-        if retry(functools.partial(attempt.has, "cancel.json")):
+        if retry(functools.partial(attempt.has, "cancel.json"), START):
             _end_before_start(attempt)
-        if retry(functools.partial(_nonce_that_counts, attempt, claim)) == nonce:
+        if retry(functools.partial(_nonce_that_counts, attempt, claim), START) == nonce:
             # Behind the claim: who cancels looks for claims behind the entry, so one of the two sees the other.
             log = DecisionLog(attempt.store, attempt.run_id, key=key, n_skipped=n_decisions)
-            if (entry := barred_by(retry(log.read), attempt.rank)) is not None:
-                attempt.request_cancel(words_of_bar(entry))
+            if (entry := barred_by(retry(log.read, START), attempt.rank)) is not None:
+                retry(functools.partial(attempt.request_cancel, words_of_bar(entry)), START)
                 _end_before_start(attempt)
             return attempt, nonce
     raise AssertionError("unreachable")
@@ -52,7 +53,7 @@ def claim(asked: Attempt, n_decisions: int = 0, key: str | None = None) -> tuple
 def claim_alone(attempt: Attempt) -> bool:
     """Claim this attempt and no later one; return whether it is this process's."""
     nonce, claim = _new_claim()
-    return retry(functools.partial(_nonce_that_counts, attempt, claim)) == nonce
+    return retry(functools.partial(_nonce_that_counts, attempt, claim), START) == nonce
 
 
 def _new_claim() -> tuple[str, bytes]:
@@ -64,7 +65,7 @@ def _new_claim() -> tuple[str, bytes]:
 
 def _end_before_start(attempt: Attempt) -> NoReturn:
     cancelled = attempt.ended(ReplicaStatus.CANCELLED, "cancelled", pid=os.getpid(), started_at=time.time())
-    attempt.record(cancelled, retry_s=RETRY_S)
+    attempt.record(cancelled, patience=START)
     raise CancelledBeforeStart(f"Attempt {attempt.number} of rank {attempt.rank} was cancelled before it started.")
 
 

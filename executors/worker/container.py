@@ -26,6 +26,7 @@ from executors.attempt import Attempt, Beat
 from executors.attempt.outcome import describe_end
 from executors.errors import StoreError
 from executors.native import RunSpec
+from executors.patience import BRIEF, CONTAINER, LAST_WORDS, START, Patience, retry
 from executors.process import (
     be_killed_first,
     die_with_parent,
@@ -36,7 +37,6 @@ from executors.process import (
 from executors.protocol import Reason
 from executors.replica.shared_page import SharedPage
 from executors.store import store_at
-from executors.store.records import retry
 from executors.store.url import was_deleted
 from executors.supervision.lease import LeaseWatch
 from executors.task.stored import StoredTask
@@ -79,6 +79,13 @@ class ContainerSupervisor(Supervisor):
         self._lease = None if spec.lease_s is None else LeaseWatch(self._store, spec.run_id, spec.lease_s)
         self.exit_code = 1
         """That of the rank's last process, as a shell would say it."""
+
+    @property
+    def _patience(self) -> Patience:
+        """How long to wait for the store with nothing else to do: the container is paid for, or is about to go."""
+        if self._notice is not None:
+            return BRIEF
+        return CONTAINER if self._answers.may_follow else LAST_WORDS
 
     def _hear(self, signals: bytes) -> None:
         """Pass on that the container is to end; from then on nothing is started: its machine goes."""
@@ -157,7 +164,7 @@ class ContainerRanks:
     def begin(self, attempt: Attempt) -> bool:
         """Begin an attempt: its process claims it. One that has ended is over, though its service starts it again."""
         with contextlib.suppress(StoreError):
-            if attempt.number == self._spec.attempt and retry(functools.partial(attempt.has, "outcome.json")):
+            if attempt.number == self._spec.attempt and retry(functools.partial(attempt.has, "outcome.json"), START):
                 what = f"attempt {attempt.number} of rank {attempt.rank}"
                 print(f"replicas: {what} has ended; it is not begun again", flush=True)
                 return False
@@ -264,7 +271,8 @@ class ContainerRanks:
             page = SharedPage.open(shares["page"])
             leave_supervisor([])
             ranks._settle(page)
-            attempt = Attempt(store_at(spec.store_url), spec.run_id, spec.ranks[0], spec.attempt)
+            store = retry(lambda: store_at(spec.store_url), START)
+            attempt = Attempt(store, spec.run_id, spec.ranks[0], spec.attempt)
             assignment = ranks._assignment(attempt, page, message["parent"], message["how"])
         except BaseException:  # noqa: BLE001 - as in a forked child
             sys.excepthook(*sys.exc_info())

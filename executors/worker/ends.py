@@ -12,11 +12,12 @@ from typing import Any
 
 from executors.attempt import Attempt
 from executors.attempt.outcome import describe_end
-from executors.errors import CorruptObjectError, StoreError, UnwritableStoreError
+from executors.errors import CorruptObjectError, StoreError
+from executors.patience import Patience, Waits
 from executors.process import signal_name
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import SERVICE
-from executors.store.records import RETRY_S, exists, is_gone
+from executors.store.records import exists, is_gone
 from executors.worker.memory_kills import MemoryKills
 from executors.worker.ranks import NEVER, Running
 
@@ -79,24 +80,27 @@ class EndRecords:
 
     Args:
         recorded: is told of each end that is recorded, with the outcome that counts.
-        patience_s: returns how long a store that fails is waited for where there is nothing else to do. One that
-            refuses to be written is waited for `RETRY_S` at most.
+        patience: returns how long a store that fails is waited for where there is nothing else to do.
+        clock: returns seconds of a monotonic clock.
+        waits: says what is waited for. None: nothing is said.
     """
 
     def __init__(
         self,
         recorded: Callable[[Attempt, Outcome], None],
-        patience_s: Callable[[], float],
+        patience: Callable[[], Patience],
         clock: Callable[[], float] = time.monotonic,
+        waits: Waits | None = None,
     ) -> None:
         self._recorded = recorded
-        self._patience_s = patience_s
+        self._patience = patience
         self._clock = clock
+        self._waits = waits or Waits(lambda words: None, clock)
         self._late: dict[tuple[int, int], tuple[Attempt, Outcome]] = {}
         """What is to be tried again, by rank and attempt; what was tried last is last."""
         self._failing_since = 0.0
-        self._is_refused = False
-        """Whether the store cannot be written, as far as the last try says: a full disk, or no right to."""
+        self._failure: StoreError | None = None
+        """Why the last try failed."""
         self._silent_until = 0.0
         """Until when the store is asked nothing: it failed just now."""
         self._idle_since: float | None = None
@@ -147,10 +151,14 @@ class EndRecords:
             self._idle_since = None
         elif self._idle_since is None:
             self._idle_since = now
-        patience_s = self._patience_s()
-        if self._is_refused:  # rarely mended by waiting, and a container that waits is paid for
-            patience_s = min(patience_s, RETRY_S)
-        return bool(self._late) and (self._idle_since is None or now - self._idle_since < patience_s)
+        limit_s = self._patience().limit_for(self._failure)
+        is_pending = bool(self._late) and (self._idle_since is None or now - self._idle_since < limit_s)
+        if not is_pending:
+            self._waits.over(self, is_back=not self._late)
+        elif self._failure is not None:
+            what = "the store to record how a rank ended"
+            self._waits.note(self, what, self._failing_since, limit_s, self._failure)
+        return is_pending
 
     def _try(self, rank: int, number: int) -> StoreError | None:
         """Record an end that is late, or return why that cannot be done now."""
@@ -164,7 +172,7 @@ class EndRecords:
         except StoreError as error:
             failure = error
             self._late[rank, number] = attempt, end
-        self._is_refused = isinstance(failure, UnwritableStoreError)
+        self._failure = failure
         now = self._clock()
         if failure is None:
             self._failing_since = now

@@ -22,16 +22,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from executors import replica as environment
 from executors.attempt import Attempt
 from executors.attempt.outcome import describe_end
-from executors.errors import HangError, ReplicasError, ResultError, StoreError, UnwritableStoreError
+from executors.errors import HangError, ReplicasError, ResultError, StoreError
 from executors.metrics.recorder import Recorder
 from executors.native import RunSpec
+from executors.patience import BRIEF, OUTCOME, START, retry, waits
 from executors.process import DescriptorReserve, ask_children_to_end, children, flush_c_streams, kill_descendants
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import Replica
 from executors.replica.shared_page import SharedPage
 from executors.replica.warning_log import WarningLog
 from executors.store import store_at
-from executors.store.records import OUTAGE_S, RETRY_S, is_gone, read_record, retry
+from executors.store.records import is_gone, read_record
 from executors.store.url import split_address
 from executors.task.entrypoint import command_for
 from executors.task.record import RunRecord
@@ -96,6 +97,7 @@ def main(assignment: Assignment) -> NoReturn:
     """Run one replica in a process of its own, and leave it."""
     faulthandler.enable()  # a segfault leaves its Python stack
     handle_sigterm(assignment.page)
+    waits.say = lambda words: _say(f"replicas: rank {assignment.rank}: {words}\n")
     code = 1
     try:
         code = _Worker(assignment).run()
@@ -122,7 +124,7 @@ def call(run: str, digest: str | None = None) -> Any:
     Returns: what the user's entrypoint returned, as a JSON value. Its exceptions are passed on.
     """
     store_url, run_id = split_address(run)
-    record = read_record(store_at(store_url), f"{run_id}/run.json", RunRecord.parse)
+    record = retry(lambda: read_record(store_at(store_url), f"{run_id}/run.json", RunRecord.parse), START)
     rank = int(os.environ[environment.RANK])
     spec = RunSpec(run_id, store_url, "", record.world_size, (rank,), launched_at=record.created_at)
     worker = _Worker(Assignment(spec, rank))
@@ -131,7 +133,9 @@ def call(run: str, digest: str | None = None) -> Any:
     worker.heartbeat.start()
     with heard(worker.warnings):  # this process continues afterwards, and its later warnings are not the replica's
         try:
-            outcome = worker.succeeded(_called(worker.load(read_task(worker.attempt.store, run_id, digest))))
+            outcome = worker.succeeded(
+                _called(worker.load(read_task(worker.attempt.store, run_id, digest, patience=START)))
+            )
             error: BaseException | None = None
         except BaseException as raised:
             outcome, error = worker.raised(raised), raised
@@ -143,7 +147,7 @@ def call(run: str, digest: str | None = None) -> Any:
         worker.stop(outcome)
     if error is not None:
         try:
-            worker.attempt.record(worker.with_warnings(outcome), retry_s=RETRY_S)
+            worker.attempt.record(worker.with_warnings(outcome), patience=BRIEF)  # its caller waits for the error
         except StoreError as failure:  # nobody has seen yet what was raised, and that counts for more
             _say(f"replicas: rank {rank}: how it ended cannot be recorded: {failure}\n")
         raise error
@@ -160,7 +164,7 @@ class _Worker:
         self._assignment = assignment
         self._started_at = time.time()
         spec, rank = assignment.spec, assignment.rank
-        store = store_at(spec.store_url)
+        store = retry(lambda: store_at(spec.store_url), START)
         if spec.chaos:
             from executors.worker.chaos import inject_faults
 
@@ -202,7 +206,9 @@ class _Worker:
                 be_watched(assignment.page)
             self.heartbeat.start()
             spec = assignment.spec
-            task = assignment.task or read_task(self.attempt.store, spec.run_id, spec.task_digest, spec.task_folder)
+            task = assignment.task or read_task(
+                self.attempt.store, spec.run_id, spec.task_digest, spec.task_folder, START
+            )
             value = _called(self.load(task))
             self._let_finish()
             outcome = self.succeeded(value)
@@ -333,24 +339,26 @@ class _Worker:
     def record(self, outcome: Outcome) -> Outcome:
         """Record the outcome and return the one that counts, though the store fails for minutes.
 
-        A result cannot be had again, and its supervisor knows less of a failure. That is not waited for where the store
-        refuses to be written, which is rarely mended by waiting.
+        A result cannot be computed again, and the supervisor knows less of a failure than this process.
+
+        Args:
+            outcome: how this attempt ended.
 
         Raises:
             StoreError: the store did not take it.
         """
-        try:
-            return retry(lambda: self._write(outcome), RETRY_S)
-        except StoreError as error:
-            is_refused = isinstance(error, UnwritableStoreError) and outcome.status is not ReplicaStatus.SUCCEEDED
-            if is_refused or not is_store_failure(error):
-                raise
-            what = f"rank {self.replica.rank}: how it ended cannot be recorded yet"
-            text = f"{what}; trying again for {OUTAGE_S / 60:g} min: {error}"
-            self.warnings.add(text, place="outcome")  # the rank ended before the time that its outcome is there
+        has_warned = False
+
+        def tell(words: str) -> None:
+            nonlocal has_warned
+            text = f"rank {self.replica.rank}: how it ended cannot be recorded yet: {words}"
+            if not has_warned:  # once: the rank ended before the time that its outcome is there
+                has_warned = True
+                self.warnings.add(text, place="outcome")
             _say(f"replicas: {text}\n")
-        with self.heartbeat.left_to_supervisor():
-            return retry(lambda: self._write(outcome), OUTAGE_S)
+
+        with self.heartbeat.left_to_supervisor(), waits.saying(tell):
+            return retry(lambda: self._write(outcome), OUTCOME, "the store", is_last=True)
 
     def with_warnings(self, outcome: Outcome) -> Outcome:
         """Return the outcome with the count of this attempt's warnings."""

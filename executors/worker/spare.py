@@ -15,6 +15,7 @@ from dataclasses import replace
 from executors.attempt import Attempt, Beat, parse_handle
 from executors.errors import StoreError
 from executors.native import RunSpec
+from executors.patience import BRIEF, GLANCE
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
 from executors.store import Store
 from executors.store.records import is_gone, to_bytes
@@ -22,7 +23,6 @@ from executors.store.url import impatient_store
 from executors.supervision.decisions import DecisionLog, answer_to, barred_by
 from executors.supervision.keeper import CARRY_S, LEAVE_S, Keeper, Sight, Terms, hands_of_spare
 from executors.supervision.lease import LeaseWatch
-from executors.worker.cancel_looks import STORE_LIMIT_S
 from executors.worker.claim import claim_alone
 from executors.worker.container import NOTICES, preload
 from executors.worker.ranks import read_task_ahead
@@ -48,7 +48,7 @@ class Spare:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spec = spec
-        self._store = store or impatient_store(spec.store_url, STORE_LIMIT_S)
+        self._store = store or impatient_store(spec.store_url, GLANCE.limit_s)
         self._lost_after_s = lost_after_s or LOST_AFTER_S
         self._look_s = min(LOOK_S, self._lost_after_s / 3)
         self._clock = clock
@@ -96,7 +96,7 @@ class Spare:
             print(f"replicas: spare {self._me.rank} ends: {why}", flush=True)
         try:
             if not is_gone(self._store, f"{self._spec.run_id}/run.json"):
-                self._me.record(outcome, retry_s=STORE_LIMIT_S)
+                self._me.record(outcome, patience=BRIEF)
         except StoreError as error:
             print(f"replicas: the spare leaves no outcome: {error}", file=sys.stderr, flush=True)
         return self.taken

@@ -18,14 +18,16 @@ from executors.attempt import Attempt
 from executors.attempt.outcome import describe_cancel, describe_end
 from executors.errors import LaunchError, StoreError
 from executors.native import RunSpec
+from executors.patience import BRIEF, GLANCE, SUPERVISOR, Patience, Waits, retry
 from executors.process import children, kill_descendants
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica.shared_page import SharedPage
-from executors.store.records import is_gone, retry
+from executors.store.file import FULL
+from executors.store.records import is_gone
 from executors.store.url import impatient_store
 from executors.supervision.orders import words_of_bar
 from executors.worker.answers import Answers
-from executors.worker.cancel_looks import STORE_LIMIT_S, CancelLooks
+from executors.worker.cancel_looks import CancelLooks
 from executors.worker.ends import EndRecords, Ends, is_overtaken, mark_cancelled, seen_from_outside
 from executors.worker.fail_fast import end_others
 from executors.worker.memory_kills import of_this_machine
@@ -70,10 +72,13 @@ class Supervisor:
         self._ends = Ends(spec.world_size, timeout_s, self._memory_kills)
         self._term_grace_s = term_grace_s
         self._wakeups = Wakeups(launcher_pidfd)
-        self._store = store = impatient_store(spec.store_url, STORE_LIMIT_S)
+        self._store = store = impatient_store(spec.store_url, GLANCE.limit_s)
         self._looks = CancelLooks(spec.store_url)
-        self._answers = Answers(spec, store, self._begin_next, self._cancelled, self._looks.every_s)
-        self._records = EndRecords(self._note_end, lambda: self._answers.patience_s)
+        self._waits = Waits(self._say_in_logs)
+        self._answers = Answers(
+            spec, store, self._begin_next, self._cancelled, self._looks.every_s, lambda: self._patience, self._waits
+        )
+        self._records = EndRecords(self._note_end, lambda: self._patience, waits=self._waits)
         self._asked = [Attempt(store, spec.run_id, rank, spec.attempt) for rank in spec.ranks]
         self._waiting: deque[Attempt] = deque()
         self._running: dict[int, Running] = {}
@@ -82,6 +87,8 @@ class Supervisor:
         self._stuck = set[int]()  # processes that were left behind
         self._pages: dict[int, SharedPage] = {}
         """The last page of each rank: what it learned goes on in the next."""
+        self._last: dict[int, Attempt] = {}
+        """The last attempt of each rank that was started."""
         self._deadlines: dict[int, float] = {}
         """When each rank's time is over, from its first start here on."""
         self._places = places
@@ -101,7 +108,7 @@ class Supervisor:
 
         Raises:
             LaunchError: a rank could not be started. Those before it were ended, and every outcome is written that the
-                store takes within `RETRY_S`.
+                store takes within 10 s (`executors.patience.BRIEF`).
         """
         self._wakeups.listen()
         attempt, begun = self._asked[0], []
@@ -174,12 +181,25 @@ class Supervisor:
         has_more = self._is_busy or self._answers.is_pending
         return self._records.is_pending(is_busy=has_more) or has_more
 
+    @property
+    def _patience(self) -> Patience:
+        """How long to wait for the store with nothing else to do. A launcher waits for the end of a failed start."""
+        return BRIEF if self._is_undone else SUPERVISOR
+
+    def _say_in_logs(self, words: str) -> None:
+        """Say something in the log of each rank that is not running: a supervisor has no log of its own."""
+        running = {running.asked.rank for running in self._running.values()}
+        for rank in self._last.keys() - running:
+            with contextlib.suppress(OSError):  # the disk of the log may be the one that is full
+                self._ranks.write_log(self._last[rank], f"replicas: the supervisor: {words}")
+
     # Starting
 
     def _start(self, attempt: Attempt) -> None:
         page = self._pages[attempt.rank] = SharedPage(self._pages.get(attempt.rank))
         page.n_decisions = self._answers.n_read
         pid = self._ranks.start(attempt, page, self._wakeups.descriptors)
+        self._last[attempt.rank] = attempt
         deadline = self._deadlines.setdefault(attempt.rank, time.monotonic() + self._timeout_s)
         ends, grace_s = self._answers.has_policy, self._term_grace_s
         watchdog = Watchdog(
@@ -209,8 +229,13 @@ class Supervisor:
                 self._answers.leave(rank)
                 return
         except OSError as error:
+            if error.errno in FULL:  # of this machine's logs; a start that waits for room costs no restart
+                self._waits.note(rank, f"room on the disk, to start rank {rank} again", time.monotonic(), 0.0, error)
+                self._answers.try_again()
+                return
             self._records.add(attempt, "start_failed", f"Rank {rank} could not be started: {error}")
             return
+        self._waits.over(rank, is_back=True)
         self._answers.begun(attempt)
         self._waiting.append(attempt)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from executors.attempt.outcome import describe_end
 from executors.native import RunSpec
+from executors.patience import ROUND
 from executors.process import Activity, activity, open_file_of
 from executors.replica.shared_page import ATOMIC_LIMIT_S, STEPS, SharedPage
 from executors.task.policy import DEFAULT_START_S, HangLimits
@@ -44,14 +45,14 @@ class Defaults:
         idle_s: least idle limit between two marks.
         unknown_idle_s: idle limit before anything is learned: at the start, in a new section, at the end.
         active_s: least limit on an active rank between two marks; from opening a DiLoCo to the first mark as well.
-        call_s: limit on one call, of a rank that waits for others.
+        call_s: limit on one call, of a rank that waits for others: a call to a directory that hangs is an outage, too.
         kill_after_s: from a limit of these to SIGKILL.
     """
 
     idle_s: float = 60.0
     unknown_idle_s: float = DEFAULT_START_S
     active_s: float = 1800.0
-    call_s: float = 300.0
+    call_s: float = ROUND.seconds
     kill_after_s: float = 60.0
 
     def window_s(self, idle_limit_s: float) -> float:

@@ -68,12 +68,12 @@ def test_an_interrupt_before_the_run_has_started_leaves_nothing_behind(folder: F
     assert list_runs() == []
 
 
-@pytest.mark.parametrize("patience_s", [60.0, 0.0], ids=["in time", "when the patience is over"])
+@pytest.mark.parametrize("scale", [1.0, 0.0], ids=["in time", "when the patience is over"])
 def test_an_interrupt_cancels_a_run_whose_service_rejects_every_question(
-    machines: Machines, here: HereInstead, monkeypatch: pytest.MonkeyPatch, patience_s: float
+    machines: Machines, here: HereInstead, monkeypatch: pytest.MonkeyPatch, scale: float
 ) -> None:
     monkeypatch.setattr("executors.backends.jobs.sdk.FIRST_PAUSE_S", 0.0)  # each look asks the service
-    monkeypatch.setattr("executors.run.waiter.PATIENCE_S", patience_s)
+    monkeypatch.setattr("executors.patience.SCALE", scale)
     struck = threading.Event()
 
     def strike() -> bool:

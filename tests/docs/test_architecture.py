@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("protocol", "process", "module_search"),
     ("native", "errors", "durations"),
+    ("patience",),
     ("logs", "store", "status"),
     ("attempt", "task"),
     ("metrics", "supervision", "registry"),
@@ -30,7 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cli", "testing", ""),
 )
 """The rooms of `executors` from the ground up; "" is `executors/__init__.py`."""
-DILOCO_USES = ("executors.store", "executors.replica", "executors.errors", "executors.attempt")
+DILOCO_USES = ("executors.store", "executors.replica", "executors.errors", "executors.attempt", "executors.patience")
 SDKS = {
     "modal": "executors/backends/modal*.py",
     "huggingface_hub": "executors/backends/hf_*.py",
@@ -66,7 +67,7 @@ SYSTEMS_ALLOWED = {
 TESTING = ("executors.testing", "diloco.testing")
 REPEATED = ("__init__.py", "__main__.py", "errors.py", "executor.py", "protocol.py")
 MAX_PRIVATE_PARAMETERS = 7  # besides self
-MAX_ENTRIES = 25  # of `ls executors`
+MAX_ENTRIES = 26  # of `ls executors`
 
 
 def files_of(*packages: str) -> dict[str, Path]:

@@ -17,8 +17,7 @@ from executors.testing.helpers import environment
 
 NAMESPACE = ("unshare", "--mount", "--map-root-user", "--ipc")
 STORES = ("full_disk", "full_disk_without_anonymous_files", "out_of_inodes", "full_from_the_start", "read_only")
-RUNS = ("full_for_a_while", "full_before_a_launch", "full_logs")
-SLOW = pytest.param("full_for_good", marks=pytest.mark.slow)  # worker and supervisor each try for ten seconds
+RUNS = ("full_for_a_while", "full_for_good", "full_before_a_launch", "full_while_a_rank_dies", "full_logs")
 
 
 def play(scene: str, root: Path, *prefix: str) -> None:
@@ -33,7 +32,7 @@ def has_namespaces() -> bool:
     return shutil.which("unshare") is not None and subprocess.run(probe, capture_output=True).returncode == 0
 
 
-@pytest.mark.parametrize("scene", [*STORES, "no_hard_links", *RUNS, SLOW])
+@pytest.mark.parametrize("scene", [*STORES, "no_hard_links", *RUNS])
 def test_a_disk_of_another_kind_is_used_or_refused_with_the_reason(scene: str, tmp_path: Path) -> None:
     if not has_namespaces():
         pytest.skip("mounting needs unshare and user namespaces, or root")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ import pytest
 from support.cli import Folder, HereInstead, Terminal
 from support.runs import lose_store
 
-from executors import ReplicasError, attach, current_replica, launch
+from executors import ReplicasError, attach, current_replica, launch, patience
 from executors.attempt import Attempt
 from executors.errors import ReplicaFailedError, ReplicaLostError, UnwritableStoreError
 from executors.replica import CONTRACT, set_current_replica
@@ -21,7 +22,6 @@ from executors.run.run_index import local_store
 from executors.store import Data
 from executors.store.file import FileStore
 from executors.testing import eventually
-from executors.worker import main
 
 BUSY = "    while True:\n        time.sleep(0.05)\n"
 
@@ -102,8 +102,8 @@ def test_what_the_entrypoint_raises_is_passed_on_though_its_store_takes_nothing(
         lose_store()
         raise kind("boom")
 
-    monkeypatch.setattr(main, "RETRY_S", 0.1)
-    monkeypatch.setattr(main, "OUTAGE_S", 0.3)
+    monkeypatch.setattr(patience, "SCALE", 0.3 / patience.OUTCOME.seconds)
+    monkeypatch.setattr(patience, "FIRST_WORD_S", math.inf)
     if kind is KeyboardInterrupt:
         with pytest.raises(KeyboardInterrupt):
             launch("inline", entrypoint, 1, rendezvous=tmp_path)
@@ -112,7 +112,6 @@ def test_what_the_entrypoint_raises_is_passed_on_though_its_store_takes_nothing(
         assert type(sys.last_value) is kind
     printed = capsys.readouterr().err
     assert "how it ended cannot be recorded: Cannot create" in printed
-    assert "trying again" not in printed
 
 
 def test_an_inline_run_whose_outcome_could_not_be_written_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,8 +123,7 @@ def test_an_inline_run_whose_outcome_could_not_be_written_is_over(monkeypatch: p
         return put_if_absent(store, key, data)
 
     monkeypatch.setattr(FileStore, "put_if_absent", refuse)
-    monkeypatch.setattr(main, "RETRY_S", 0.1)
-    monkeypatch.setattr(main, "OUTAGE_S", 0.3)
+    monkeypatch.setattr(patience, "SCALE", 0.3 / patience.OUTCOME.seconds)
     run = launch("inline", "os:getpid", 1)
     assert run.wait(timeout=5)
     with pytest.raises(ReplicaLostError, match="its call is over and it left no outcome"):

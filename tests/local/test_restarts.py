@@ -34,10 +34,10 @@ from executors import LocalProcessExecutor, Run, attach, launch
 from executors.attempt import Attempt
 from executors.cli.summary import code_of
 from executors.errors import ReplicaCancelledError
+from executors.patience import BRIEF
 from executors.process import killed_for_memory
 from executors.protocol import Outcome
 from executors.run.resume import resume
-from executors.store.records import RETRY_S
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.testing import eventually
 
@@ -363,7 +363,7 @@ def test_an_end_that_the_store_does_not_take_is_recorded_and_answered_when_it_do
     away = first.rename(first.with_name("away"))
     first.write_text("")  # what lies below it can be neither read nor written
     tasks.mark(tmp_path / "die")
-    assert not run.wait(timeout=RETRY_S + 2), "nobody has given it up"
+    assert not run.wait(timeout=BRIEF.seconds + 2), "nobody has given it up"
     first.unlink()
     away.rename(first)
     eventually((tmp_path / "0.1").exists, "it is started again")

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from support.patience import ENDLESS
 
 from diloco.errors import DivergenceError, FencedError, QuorumTimeoutError
 from diloco.rendezvous import phase as rounds
@@ -155,7 +156,7 @@ class Simulation(Invariants):
 
     def _train(self, process: Process, checkpoint: Restored | None) -> None:
         world, plan, toy = self.world, self.plan, process.toy
-        store = PatientStore(self.store, clock=world.clock, error_patience_s=1e6)
+        store = PatientStore(self.store, clock=world.clock, patience=ENDLESS)
         nonce = f"nonce{process.slot}"
         me = claim(store, self.keys, process.rank, plan.world_size, nonce, lambda: world.sleep(0.1))
         process.me = me

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from support.patience import ENDLESS
 
 from diloco.rendezvous.frames import READ_TRIES, Contribution, Member, Seal, hash_order
 from diloco.rendezvous.keys import Keys
@@ -35,7 +36,7 @@ KEYS = Keys("run", "main")
 
 
 def patient_store(store: Any) -> PatientStore:
-    return PatientStore(store, clock=lambda: 0.0, error_patience_s=1e6)
+    return PatientStore(store, clock=lambda: 0.0, patience=ENDLESS)
 
 
 # -- turns and claims --------------------------------------------------------------------------------------------------
@@ -308,7 +309,7 @@ KEPT = (KEYS.claim(0, 0), KEYS.snapshot(0), KEYS.seal(5))
 
 
 def watching(store: Store, now: list[float]) -> Membership:
-    patient = PatientStore(store, clock=lambda: now[0], error_patience_s=1e6)
+    patient = PatientStore(store, clock=lambda: now[0], patience=ENDLESS)
     members = Membership(patient, KEYS, Identity(0, 2, 0, "me"), lambda: now[0])
     members.read_seal = KEYS.seal(5)
     for key in KEPT:

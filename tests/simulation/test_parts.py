@@ -13,6 +13,7 @@ import pytest
 import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.patience import ENDLESS
 
 from diloco.errors import DivergenceError
 from diloco.rendezvous.envelope import BadRecordError
@@ -46,7 +47,7 @@ HEAD = Contribution(3, 1, "nonce", 2.5, "a" * 32, 40, ("b" * 32, "c" * 32), (1.5
 
 
 def patient_store(store: Any) -> PatientStore:
-    return PatientStore(store, clock=lambda: 0.0, error_patience_s=1e6)
+    return PatientStore(store, clock=lambda: 0.0, patience=ENDLESS)
 
 
 # -- records -----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -62,10 +63,10 @@ def without_store(executor: LocalProcessExecutor, folder: Path, state_home: Path
     """
 
     def entrypoint(gives_up_s: float, error: str | None = None) -> str:
-        from executors.worker import main
+        from executors import patience
 
         lose_store()
-        vars(main).update(RETRY_S=0.1, OUTAGE_S=gives_up_s)
+        vars(patience).update(SCALE=gives_up_s / patience.OUTCOME.seconds, FIRST_WORD_S=0.0, AGAIN_S=math.inf)
         if error is not None:
             raise ValueError(error)
         return "the result"

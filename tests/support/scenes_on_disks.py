@@ -6,7 +6,9 @@ Each gets a path that does not exist and mounts there what it needs; a failed as
 from __future__ import annotations
 
 import os
+import re
 import resource
+import signal
 import subprocess
 import sys
 import traceback
@@ -15,11 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from executors import LocalProcessExecutor, Run, launch
+from executors import LocalProcessExecutor, Run, current_replica, launch, patience
 from executors.errors import ReplicasError, StoreError, UnsafeStoreError
 from executors.store import Store, open_store
 from executors.testing import eventually
-from executors.worker import main as worker
 from support.processes import is_alive
 
 MIB = 1 << 20
@@ -184,8 +185,7 @@ LOCAL = LocalProcessExecutor(preload=(), term_grace_s=0.5)
 
 
 def fill(folder: str) -> str:
-    """Write until nothing more fits, and return; what is waited for then is over soon."""
-    vars(worker).update(OUTAGE_S=1.0)
+    """Write until nothing more fits, and return."""
     path = os.path.join(folder, "junk")
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     for size in (1 << 16, 1 << 12, 1):
@@ -199,9 +199,9 @@ def fill(folder: str) -> str:
     return "the result"
 
 
-def launch_and_fill(root: Path) -> Run:
+def launch_and_fill(root: Path, executor: LocalProcessExecutor = LOCAL) -> Run:
     mount("tmpfs", root, "-o", "size=1m")
-    return launch(LOCAL, fill, 1, args={"folder": str(root)}, rendezvous=str(root))
+    return launch(executor, fill, 1, args={"folder": str(root)}, rendezvous=str(root))
 
 
 def full_for_a_while(root: Path) -> None:
@@ -213,8 +213,9 @@ def full_for_a_while(root: Path) -> None:
 
 
 def full_for_good(root: Path) -> None:
-    """Room never comes back: the run ends with an error that says so, and nothing is left running."""
-    run = launch_and_fill(root)
+    """Room never comes back: when every patience is over, an error says so, and nothing is left running."""
+    os.environ["REPLICAS_TEST_PATIENCE"] = str(5.0 / patience.SUPERVISOR.seconds)
+    run = launch_and_fill(root, LocalProcessExecutor(preload=("support.short_waits",), term_grace_s=0.5))
     supervisor = run.handles[0].metadata["supervisor_pid"]
     eventually(lambda: not is_alive(supervisor), "the supervisor gives up")
     with pytest.raises(ReplicasError, match="No space left on device"):
@@ -231,20 +232,45 @@ def full_before_a_launch(root: Path) -> None:
         launch(LOCAL, fill, 1, args={"folder": str(root)}, rendezvous=str(root))
 
 
+def full_while_a_rank_dies(root: Path) -> None:
+    """A detached run loses a rank while its disk is full; the rank is started again when there is room, once."""
+    mount("tmpfs", root, "-o", "size=1m")
+    executor = LocalProcessExecutor(preload=("support.short_waits",), term_grace_s=0.5)
+
+    def entrypoint(folder: str) -> int:
+        attempt = current_replica().attempt
+        if attempt == 0:
+            fill(folder)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return attempt
+
+    args = {"folder": str(root)}
+    run = launch(executor, entrypoint, 1, args=args, restarts="1", detach=True, rendezvous=str(root))
+    former_wait = re.compile(r"the supervisor: waiting for .*, 1[2-9] s so far.*No space left on device")
+    eventually(lambda: former_wait.search(run.logs(rank=0)), "it waits longer than ten seconds", within_s=90)
+    (root / "junk").unlink()
+    assert run.results() == [1]
+
+
 def full_logs(root: Path) -> None:
-    """The logs do not fit; the run ends and says why."""
+    """The logs do not fit: a replica that prints goes on, and the log says later how much was lost."""
     mount("tmpfs", root, "-o", "size=1m")
     os.environ["XDG_STATE_HOME"] = str(root)
     store = root.with_name("store")
 
-    def talk() -> str:
-        while True:
+    def talk(junk: str) -> str:
+        for _ in range(200):
             print("x" * 10_000)
+        os.unlink(junk)
+        print("the last line")
+        return "the result"
 
-    run = launch(LOCAL, talk, 1, rendezvous=str(store))
-    with pytest.raises(ReplicasError, match="No space left on device"):
-        run.results()
-    assert len(run.logs(rank=0, tail=10)) > 10_000
+    (root / "junk").write_bytes(bytes(MIB // 4))
+    run = launch(LOCAL, talk, 1, args={"junk": str(root / "junk")}, rendezvous=str(store))
+    assert run.results() == ["the result"]
+    assert re.search(
+        r"x\nreplicas: \d+ bytes of output were lost: the disk was full\nthe last line\n$", run.logs(rank=0)
+    )
 
 
 if __name__ == "__main__":

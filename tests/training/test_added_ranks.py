@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.patience import ENDLESS
 from support.training import PLAIN, next_process, place
 from torch import nn
 
@@ -27,7 +28,7 @@ KEYS = Keys("test", "main")
 
 
 def patient(store: MemoryStore) -> PatientStore:
-    return PatientStore(store, clock=lambda: 0.0, error_patience_s=1e6)
+    return PatientStore(store, clock=lambda: 0.0, patience=ENDLESS)
 
 
 def add(store: MemoryStore, number: int, *ranks: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.patience import lasting
 from support.training import PLAIN, leave, next_process, nudge, place
 from torch import nn
 
@@ -80,7 +81,7 @@ class Unfolding(State):
 
 
 def attached(store: MemoryStore, attempt: int) -> AttachedState:
-    patient = PatientStore(store, clock=monotonic, error_patience_s=15.0)
+    patient = PatientStore(store, clock=monotonic, patience=lasting(15.0))
     return AttachedState(patient, KEYS, Identity(0, 1, attempt, "n"), lambda job: job(), Plan(), UNSIGNED)
 
 
@@ -188,7 +189,7 @@ def test_a_claim_that_cannot_be_read_is_somebody_elses(data: bytes, caplog: pyte
     for rank, found in ((None, (5, 0)), (4, (4, 1))):
         store = MemoryStore()
         store.put(KEYS.claim(4, 0), data)
-        patient = PatientStore(store, clock=monotonic, error_patience_s=15.0)
+        patient = PatientStore(store, clock=monotonic, patience=lasting(15.0))
         me = claim(patient, KEYS, rank, 4, "mine", pause)
         assert (me.rank, me.attempt) == found
     assert "replicas/0004/0/started.json in memory:// is no claim" in caplog.text

@@ -28,7 +28,7 @@ from executors.process import CAN_SUPERVISE, is_alive, system_name, this_machine
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
 from executors.run.run_index import folder_of_run, local_store, remember, settle, state_dir, state_path
-from executors.store.records import Record, checked, number, text
+from executors.store.records import Record, checked, nullable, number, text
 from executors.store.url import new_run_id
 from executors.task.arguments import split_rank_env
 from executors.task.create import MASK, create_run
@@ -239,7 +239,8 @@ class LocalProcessExecutor:
         request["spec"]["env"] = dict.fromkeys(request["spec"]["env"], MASK)
         request["spec"]["key"] = run.key and MASK
         # Nonce and launcher of the launch to come are others; whether it forks, only its first process sees.
-        del request["nonce"], request["by"], request["preload"]
+        for name in ("nonce", "by", "preload", "launcher_pid", "launcher_started"):
+            del request[name]
         return {"preload": AUTO if self.finds_imports else list(self.preload), **request}
 
     def find_handle(self, handle: ReplicaHandle, *, insists: bool = False) -> None:
@@ -266,7 +267,10 @@ class LocalProcessExecutor:
     def parents(self, replicas: Sequence[Unfinished]) -> list[Parent]:
         """Look for the supervisors of replicas; see `NativeExecutor.parents`."""
         named = [(Attempt.named_by(each.handle, self.backend_name), each.handle) for each in replicas]
-        return [Parent(_Watch.of(attempt, handle).is_supervised(attempt)) for attempt, handle in named]
+        watches = [(_Watch.of(attempt, handle), attempt) for attempt, handle in named]
+        return [
+            Parent(watch.is_supervised(attempt), launcher_is_gone=watch.launcher_is_gone) for watch, attempt in watches
+        ]
 
     def _conclude(self, attempt: Attempt, handle: ReplicaHandle) -> Outcome | None:
         """Record a replica as lost if it and its supervisor are gone, and it has left no outcome."""
@@ -353,6 +357,9 @@ class _Watch(Record):
     supervisor_pid: int = checked(PID)
     supervisor_started: int = checked(TICKS)
     term_grace_s: float = checked(number(0.0, LONGEST_GRACE_S))
+    launcher_pid: int | None = checked(nullable(PID), None)
+    """Of an attached run."""
+    launcher_started: int | None = checked(nullable(TICKS), None)
 
     @classmethod
     def of(cls, attempt: Attempt, handle: ReplicaHandle) -> _Watch:
@@ -369,6 +376,16 @@ class _Watch(Record):
         if claim is None or claim.pid is None or claim.pid_started is None:
             return True
         return not is_alive(claim.pid, claim.pid_started)
+
+    @property
+    def launcher_is_gone(self) -> bool:
+        """Whether this machine can tell that the run is attached, and that its launcher has ended."""
+        if self.launcher_pid is None or self.launcher_started is None:
+            return False
+        here, there = this_machine().split(" "), self.machine.split(" ")
+        if here[:2] != there[:2]:  # another host; or this one, started again since
+            return here[0] == there[0]
+        return here == there and not is_alive(self.launcher_pid, self.launcher_started)
 
     def is_supervised(self, attempt: Attempt) -> bool:
         """Whether the supervisor lives, as far as this machine can see."""

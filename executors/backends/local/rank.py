@@ -32,6 +32,7 @@ from executors.process import become_subreaper, die_with_parent, fork, kill_desc
 from executors.protocol import ReplicaHandle
 from executors.replica.shared_page import SharedPage
 from executors.store import store_at
+from executors.store.file import FULL
 from executors.task.stored import StoredTask
 from executors.worker.log_copy import FINAL_BYTES, LogCopy
 from executors.worker.main import Assignment, main
@@ -154,10 +155,35 @@ def _leave_guard(close: Iterable[int], wait_s: float) -> None:
 def _unbuffer_streams() -> None:
     """Write at once, as under `python -u`: what a rank printed before a SIGKILL is in its log."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        raw = io.FileIO(descriptor, "w", closefd=False)
+        raw = _LogWriter(descriptor)
         stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+
+
+class _LogWriter(io.FileIO):
+    """A log that leaves out what a full disk does not take: a `print` must not end hours of training.
+
+    Args:
+        descriptor: the log's file.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._n_lost = 0
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        try:
+            if self._n_lost:
+                super().write(f"\nreplicas: {self._n_lost} bytes of output were lost: the disk was full\n".encode())
+                self._n_lost = 0
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            self._n_lost += size
+            return size
 
 
 class LocalRanks:

@@ -14,7 +14,7 @@ from typing import Any
 from executors.attempt import Attempt, parse_handle
 from executors.module_search import reserve_names, user_folders
 from executors.native import RUN_KEY, RunSpec
-from executors.process import this_machine, this_process
+from executors.process import start_time, this_machine, this_process
 from executors.protocol import ReplicaHandle
 from executors.store import store_at
 from executors.store.records import read_record
@@ -75,6 +75,9 @@ class LocalLaunch:
     """Tells this launch from any other that asks for the same attempts."""
     by: str = field(default_factory=this_process)
     """The launcher, for people."""
+    launcher_pid: int = field(default_factory=os.getpid)
+    launcher_started: int | None = field(default_factory=lambda: start_time(os.getpid()))
+    """With the pid it names one process: an attached run has ended with it."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -126,6 +129,8 @@ class LocalLaunch:
             "supervisor_started": supervisor_started,
             "term_grace_s": self.term_grace_s,
         }
+        if not self.spec.detach:
+            metadata |= {"launcher_pid": self.launcher_pid, "launcher_started": self.launcher_started}
         return ReplicaHandle(attempt.rank, "local", metadata)
 
     def begin(self, attempt: Attempt, handle: ReplicaHandle) -> ReplicaHandle:

@@ -20,6 +20,7 @@ LONGEST_WAIT_S = 5.0
 PASSING_CODES = {
     "ConditionalRequestConflict", "OperationAborted", "RequestTimeout", "SlowDown", "Throttling",
     "ThrottlingException", "TooManyRequests", "TooManyRequestsException", "RequestLimitExceeded",
+    "RequestTimeTooSkewed",  # a clock that was just woken or set is corrected in seconds
 }  # fmt: skip
 PASSING_STATUSES = {408, 409, 429, 500, 502, 503, 504}
 
@@ -122,12 +123,21 @@ def will_pass(error: BaseException) -> bool:
 
 
 def retried(
-    act: Callable[[], T], *, deadline_s: float, sleep: Callable[[float], None], clock: Callable[[], float]
+    act: Callable[[], T],
+    *,
+    deadline_s: float,
+    sleep: Callable[[float], None],
+    clock: Callable[[], float],
+    failed: Callable[[Exception], None] = lambda error: None,
 ) -> T:
     """Act until it succeeds or fails for good; wait longer and longer, at random, in between.
 
     Args:
+        act: the request.
         deadline_s: how long after its first failure it is repeated: a large object may take longer to send. 0: once.
+        sleep: waits between two tries, for so many seconds.
+        clock: returns seconds of a monotonic clock.
+        failed: gets each error after which the request is repeated.
     """
     failed_at, longest_s = math.inf, FIRST_WAIT_S
     while True:
@@ -139,6 +149,7 @@ def retried(
             wait_s = _dice.uniform(0, longest_s)
             if not will_pass(error) or clock() + wait_s - failed_at >= deadline_s:
                 raise
+            failed(error)
         sleep(wait_s)
 
 
@@ -163,7 +174,12 @@ def explain(
     hint = hint.format(bucket=address.bucket)
     is_refused = code in DEAD_CREDENTIALS or (verb in WRITING and (status in REFUSED or _is_full(error)))
     kind = UnwritableStoreError if is_refused else StoreError
-    return kind(f"Cannot {verb} {where}: {said.rstrip('.')}.{hint and ' '}{hint}", key=key, url=url)
+    explained = kind(f"Cannot {verb} {where}: {said.rstrip('.')}.{hint and ' '}{hint}", key=key, url=url)
+    if code in DEAD_CREDENTIALS:
+        explained.refusal = "credentials"
+    elif not will_pass(error) and not _is_full(error):
+        explained.refusal = "permission"
+    return explained
 
 
 def _is_full(error: Exception) -> bool:

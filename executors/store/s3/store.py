@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from executors.errors import StoreError, UnsafeStoreError
+from executors.patience import OPENING, REQUEST, waits
 from executors.store.protocol import MAX_KEY_BYTES, Data, Entry, buffers_of, check_key, check_range, check_size
 from executors.store.s3.address import S3Address
 from executors.store.s3.client import READ_TIMEOUT_S, Problem, connect, remote_access, risky_settings
@@ -30,7 +31,6 @@ from executors.store.s3.transfer import BufferBody, RangeReader, is_made_of
 PROBES = ".probe~"  # the one reserved name at the top: what opening leaves for a moment
 MAX_PUT_BYTES = 5 << 30  # S3's limit for an object in one request
 JOIN_BELOW_BYTES = 64 * 1024  # a body below this is copied, and sent as one piece
-OPEN_DEADLINE_S = 10.0  # a wrong address should be reported soon
 
 T = TypeVar("T")
 
@@ -44,7 +44,8 @@ class S3Store:
         url: bucket, prefix, and how to reach them. An endpoint other than AWS is addressed in path style.
         range_bytes: objects larger than this are read as ranges of this size.
         parallel_ranges: how many of them at once, besides the first.
-        retry_deadline_s: how long after its first failure a request is repeated before its error is raised.
+        retry_deadline_s: seconds from the first failure of a request until its error is raised; meanwhile it is
+            repeated. None: as `executors.patience.REQUEST`.
         read_timeout_s: how long the server may be silent.
         checks_later: check that the bucket creates exclusively before something is created, not now.
         sleep, clock: what the repetitions wait and measure with.
@@ -64,7 +65,7 @@ class S3Store:
         *,
         range_bytes: int = 16 << 20,
         parallel_ranges: int = 8,
-        retry_deadline_s: float = 120.0,
+        retry_deadline_s: float | None = None,
         read_timeout_s: float = READ_TIMEOUT_S,
         checks_later: bool = False,
         sleep: Callable[[float], None] = time.sleep,
@@ -77,7 +78,7 @@ class S3Store:
         self.address = S3Address.parse(url)
         self._range_bytes = range_bytes
         self._parallel_ranges = parallel_ranges
-        self._retry_deadline_s = retry_deadline_s
+        self._deadline_s = retry_deadline_s
         self._read_timeout_s = read_timeout_s
         self._sleep = sleep
         self._clock = clock
@@ -92,6 +93,11 @@ class S3Store:
     @property
     def url(self) -> str:
         return self.address.url
+
+    @property
+    def _place(self) -> str:
+        """Bucket and prefix, for people."""
+        return self.url.partition("?")[0]
 
     def put_if_absent(self, key: str, data: Data) -> bool:
         if not self._is_checked:
@@ -202,7 +208,7 @@ class S3Store:
         key = f"{PROBES}/{secrets.token_hex(12)}"
         name = {"Bucket": self.address.bucket, "Key": self.address.prefix + key}
         try:
-            created = [self._create(key, name, data, OPEN_DEADLINE_S) for data in (b"first", b"second")]
+            created = [self._create(key, name, data, OPENING.limit_s) for data in (b"first", b"second")]
         except StoreError as error:
             said = code_of(error.__cause__) if error.__cause__ else ""
             if said in ("AccessDenied", "403"):
@@ -240,20 +246,38 @@ class S3Store:
     def _reader(self) -> RangeReader:
         return RangeReader(self._client, self._range_bytes, self._parallel_ranges, self._retried)
 
-    def _retried(self, act: Callable[[], T], deadline_s: float | None = None) -> T:
+    @property
+    def _retry_deadline_s(self) -> float:
+        return REQUEST.limit_s if self._deadline_s is None else self._deadline_s
+
+    def _retried(
+        self,
+        act: Callable[[], T],
+        deadline_s: float | None = None,
+        failed: Callable[[Exception], None] = lambda error: None,
+    ) -> T:
         deadline_s = self._retry_deadline_s if deadline_s is None else deadline_s
-        return retried(act, deadline_s=deadline_s, sleep=self._sleep, clock=self._clock)
+        return retried(act, deadline_s=deadline_s, sleep=self._sleep, clock=self._clock, failed=failed)
 
     def _request(self, verb: str, key: str | None, act: Callable[[], T], deadline_s: float | None = None) -> T:
         """Act, again while it fails for a while, and turn what boto3 raises into the errors of a store."""
         _, credentials = self._connection
+        failed_at = list[float]()
+
+        def failed(error: Exception) -> None:
+            failed_at.append(self._clock())
+            waits.failed(self._place, explain(error, self.address, key, verb, credentials))
+
         try:
-            return self._retried(act, deadline_s)
+            with waits.asking(self._place):
+                return self._retried(act, deadline_s, failed)
         except Exception as error:
             if not is_failure(error):
                 raise
             clean = not any(secret in str(error) for secret in credentials)
-            raise explain(error, self.address, key, verb, credentials) from (error if clean else None)
+            explained = explain(error, self.address, key, verb, credentials)
+            explained.failing_since = failed_at[0] if failed_at else None
+            raise explained from (error if clean else None)
 
     def _name(self, key: str) -> dict[str, str]:
         check_key(key, self.url)

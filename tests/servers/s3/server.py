@@ -29,6 +29,8 @@ class S3Server:
     """A server on loopback with one bucket."""
 
     endpoint_url: str
+    pid: int = 0
+    """Its process; 0: it is not known."""
 
     def url(self, prefix: str = "") -> str:
         return f"s3://{BUCKET}/{prefix}?endpoint_url={quote(self.endpoint_url, safe='')}&region=us-east-1"
@@ -81,6 +83,6 @@ def running_server(host: str = "127.0.0.1", module: str = "servers.s3.small") ->
             assert process.stdout is not None
             line = process.stdout.readline()
             assert line, f"the server ended with {process.wait()}"
-            yield S3Server(json.loads(line))
+            yield S3Server(json.loads(line), process.pid)
         finally:
             process.kill()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from support.patience import ENDLESS
 from support.training import next_process, place
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -33,7 +34,7 @@ def _processes_are_forgotten() -> None:
 
 
 def claim(store: MemoryStore, proof: Proof = UNSIGNED) -> None:
-    patient = PatientStore(store, clock=lambda: 0.0, error_patience_s=1e6)
+    patient = PatientStore(store, clock=lambda: 0.0, patience=ENDLESS)
     claim_process(patient, KEYS, ME, proof, lambda: None)
 
 

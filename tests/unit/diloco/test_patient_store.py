@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.patience import lasting
 
 from diloco.rendezvous.frames import READ_TRIES
 from diloco.rendezvous.patient_store import FAILURES, PatientStore
@@ -18,7 +19,7 @@ class Scene:
 
     def __init__(self) -> None:
         self.faulty = FaultyStore(MemoryStore(), seed=0)
-        self.store = PatientStore(self.faulty, clock=lambda: self.now, error_patience_s=60.0)
+        self.store = PatientStore(self.faulty, clock=lambda: self.now, patience=lasting(60.0))
 
     def misread(self, data: bytes, *, n: int = 1, every_s: float = 0.0) -> None:
         for _ in range(n):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from blake3 import blake3
+from support.patience import lasting
 from support.training import leave, next_process, nudge, place
 from torch import nn
 
@@ -190,7 +191,7 @@ def test_what_was_proven_cannot_be_changed_in_its_file(tmp_path: Any) -> None:
     store = open_store(tmp_path)
     store.put("large", b"good" * 100_000)
     for copies in (False, True):
-        patient = PatientStore(store, clock=lambda: 0.0, error_patience_s=1.0, copies=copies)
+        patient = PatientStore(store, clock=lambda: 0.0, patience=lasting(1.0), copies=copies)
         seen = patient.for_thread().peek("large")
         assert seen is not None
         with open(tmp_path / "large", "r+b") as file:

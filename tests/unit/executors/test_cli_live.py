@@ -17,10 +17,11 @@ from executors.cli.live import PlainView, follow
 from executors.cli.output import Output, going_on, note
 from executors.cli.table import replica_table
 from executors.errors import BackendError, ReplicasError, StoreError
+from executors.patience import AGAIN_S, FIRST_WORD_S, FOLLOWER, KEEPER, ROUND, Patience, Waits
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run.observer import Observer
 from executors.run.run import Run
-from executors.run.waiter import Patience, Waiter
+from executors.run.waiter import OutageTolerance, Waiter
 from executors.status import Decided, ReplicaState, RestartState, RunStatus
 from executors.task.record import RunRecord
 
@@ -44,6 +45,8 @@ class ScriptedRun:
 
     record = RunRecord(backend="local", world_size=1, entrypoint="f", task_digest="0" * 64, created_at=0.0)
 
+    patience: Patience = FOLLOWER
+
     def __init__(self, script: Callable[[], RunStatus]) -> None:
         self.status = script
         self.pauses = pauses
@@ -66,7 +69,8 @@ def state(*replicas: ReplicaState, at: float = 0.0) -> RunStatus:
 
 def show(script: Callable[[], RunStatus], clock: Clock, timeout_s: float | None = None) -> bool:
     run = cast(Run, ScriptedRun(script))
-    return follow(run, PlainView(Output(), run, clock), sleep=clock.sleep, clock=clock, timeout_s=timeout_s)
+    view, waits = PlainView(Output(), run, clock), Waits(clock=clock)
+    return follow(run, view, sleep=clock.sleep, clock=clock, timeout_s=timeout_s, waits=waits)
 
 
 def test_a_failure_before_the_first_round_is_one_while_others_go_on() -> None:
@@ -161,19 +165,19 @@ def test_a_store_that_fails_while_a_run_is_ended_early_is_asked_again_at_the_nex
     clock = Clock()
 
     def end_early(run: ScriptedRun, status: RunStatus, option: str) -> str:
-        if clock.now < 5:
+        if clock.now < 2 * FIRST_WORD_S:
             raise StoreError("no answer")
         return "it ends the run."
 
     monkeypatch.setattr(ScriptedRun, "end_early", end_early)
 
     def script() -> RunStatus:
-        others = SUCCEEDED if clock.now > 8 else RUNNING
+        others = SUCCEEDED if clock.now > 20 else RUNNING
         return state(replica(0, others), replica(1, FAILED, "Oops: no"), at=clock.now)
 
     assert show(script, clock)
     said = capsys.readouterr().out
-    assert said.index("The rendezvous fails; retrying: no answer") < said.index("It ends the run.")
+    assert said.index("Waiting for the rendezvous, 5 s so far, 1 h at most: no answer") < said.index("It ends the run.")
 
 
 def test_each_change_of_status_is_one_line_and_progress_comes_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,13 +248,32 @@ def test_a_failure_that_passes_is_reported_once(
     def script() -> RunStatus:
         if 5 < clock.now < 50:
             raise kind("no answer")
-        return state(replica(0, RUNNING if clock.now < 60 else SUCCEEDED), at=clock.now)
+        return state(replica(0, RUNNING if clock.now < 120 else SUCCEEDED), at=clock.now)
 
     assert show(script, clock)
-    assert capsys.readouterr().out.count(f"The {name} fails; retrying: no answer") == 1
+    said = capsys.readouterr().out
+    assert said.count(f"Waiting for the {name}, 5 s so far") == 1
+    assert said.count("no answer") == 1
+    assert said.count(f"The wait for the {name} has ended after ") == 1
 
 
-def test_a_failure_that_lasts_for_a_minute_is_raised(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_process_that_follows_a_run_says_once_a_minute_what_it_waits_for(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+
+    def script() -> RunStatus:
+        if 5 < clock.now < 5 + 10 * AGAIN_S:
+            raise StoreError("no answer")
+        return state(replica(0, RUNNING if clock.now < 700 else SUCCEEDED), at=clock.now)
+
+    assert show(script, clock)
+    assert capsys.readouterr().out.count("Waiting for the rendezvous") == 10
+
+
+def test_a_process_that_keeps_or_follows_a_run_waits_longer_than_its_replicas() -> None:
+    assert ROUND.seconds < FOLLOWER.seconds < KEEPER.seconds
+
+
+def test_a_failure_that_lasts_longer_than_the_patience_is_raised(capsys: pytest.CaptureFixture[str]) -> None:
     """Most readings of a status ask the store alone: a backend that fails is noticed in every tenth here."""
     for kind, every, waits in ((StoreError, 1, True), (BackendError, 10, True), (BackendError, 1, False)):
         clock, readings = Clock(), itertools.count(1)
@@ -260,10 +283,12 @@ def test_a_failure_that_lasts_for_a_minute_is_raised(capsys: pytest.CaptureFixtu
                 raise kind("no answer")
             return state(replica(0))
 
-        with pytest.raises(kind, match="no answer"):
+        with pytest.raises(kind, match="no answer") as raised:
             show(script, clock)
-        assert clock.now > 60 if waits else clock.now == 0, (kind, every)
-        assert capsys.readouterr().out.count("retrying: no answer") == waits
+        limit_s = FOLLOWER.limit_for(kind("no answer"))
+        assert limit_s <= clock.now < limit_s + 2 * AGAIN_S if waits else clock.now == 0, (kind, every)
+        assert raised.value.was_waited_for is waits
+        assert bool(capsys.readouterr().out.count(": no answer")) == waits
 
 
 def test_progress_is_the_span_of_what_the_ranks_reported() -> None:
@@ -300,20 +325,20 @@ class FailingObserver:
 
 
 @pytest.mark.parametrize("error", [StoreError("no answer"), BackendError("no answer")])
-def test_what_failed_before_a_pause_between_two_waits_does_not_count_to_the_minute(error: ReplicasError) -> None:
-    observer, clock, said = FailingObserver(), Clock(), list[str]()
+def test_what_failed_before_a_pause_between_two_waits_does_not_count_to_the_patience(error: ReplicasError) -> None:
+    observer, clock = FailingObserver(), Clock()
     waiter = Waiter(cast(Observer, observer), lambda: None, lambda states: False)
-    waiter._patience = Patience(said.append, clock)
+    waiter._tolerance = OutageTolerance(lambda: FOLLOWER, Waits(lambda words: None, clock))
+    limit_s = FOLLOWER.limit_for(error)
     assert not waiter.wait(None, 0, None)
     observer.error = error
     assert not waiter.wait(None, 0, None)
-    clock.sleep(600)  # the script works on what has come
-    assert not waiter.wait(None, 0, None)
-    assert len(said) == 2, "it is another failure"
-    for _ in range(6):  # a script that waits in small parts looks all the time
+    clock.sleep(2 * limit_s)  # the script works on what has come
+    assert not waiter.wait(None, 0, None), "it is another failure"
+    n_looks = int(limit_s / 10) - 1
+    for _ in range(n_looks):  # a script that waits in small parts looks all the time
         clock.sleep(10)
         assert not waiter.wait(None, 0, None)
-    assert len(said) == 2
-    clock.sleep(1)
+    clock.sleep(10)
     with pytest.raises(type(error)):
         waiter.wait(None, 0, None)

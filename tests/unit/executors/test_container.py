@@ -17,13 +17,11 @@ import pytest
 
 from executors import open_store
 from executors.attempt import Attempt, Beat
-from executors.errors import StoreError
 from executors.native import RunSpec
 from executors.process import oom_kills_in_group, oom_kills_in_own_group
 from executors.protocol import Outcome, ReplicaStatus, WarningCount
 from executors.replica import Replica
 from executors.replica.shared_page import SharedPage
-from executors.store.records import RETRY_S
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.orders import order_cancel
 from executors.task.policy import HangLimits
@@ -95,9 +93,7 @@ def test_a_supervisor_beats_for_a_rank_whose_result_waits_for_its_store(
         beat = attempt.beat()
         return 0.0 if beat is None else beat.at
 
-    def retry(act: Callable[[], Outcome], limit_s: float) -> Outcome:
-        if limit_s == RETRY_S:
-            raise StoreError("timed out")
+    def retry(act: Callable[[], Outcome], *_: object, **__: object) -> Outcome:
         beats.append(look(BEAT_LATE_S + 1))
         return act()
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from support.patience import lasting
 
 from executors.attempt import Attempt
 from executors.errors import StoreError, UnwritableStoreError
+from executors.patience import SUPERVISOR
 from executors.protocol import Outcome
 from executors.store import MemoryStore
-from executors.store.records import RETRY_S
 from executors.worker.ends import EndRecords
 
 PATIENCE_S = 10.0
@@ -35,10 +36,8 @@ class Scene:
         self.store = FailingStore()
         self.store.put("run/run.json", b"{}")
         self.store.fails_below = ("run/",)
-        self.patience_s = PATIENCE_S
-        self.ends = EndRecords(
-            lambda _, end: self.recorded.append(end), lambda: self.patience_s, clock=lambda: self.now
-        )
+        self.patience = lasting(PATIENCE_S)
+        self.ends = EndRecords(lambda _, end: self.recorded.append(end), lambda: self.patience, clock=lambda: self.now)
         for rank in range(2):
             self.ends.add(Attempt(self.store, "run", rank), "no_result", "Gone.", exit_code=3)
 
@@ -80,16 +79,22 @@ def test_a_supervisor_with_nothing_else_to_do_waits_for_the_store_only_so_long()
     assert not scene.ends.is_pending(is_busy=False)
 
 
-@pytest.mark.parametrize(("failure", "waits"), [(StoreError, True), (UnwritableStoreError, False)])
-def test_a_store_that_refuses_to_be_written_is_not_waited_for_as_one_that_is_away(
+class Refused(StoreError):
+    """What only a user at the store can change."""
+
+    refusal = "permission"
+
+
+@pytest.mark.parametrize(("failure", "waits"), [(StoreError, True), (UnwritableStoreError, True), (Refused, False)])
+def test_a_store_that_refuses_is_not_waited_for_as_one_that_is_away_or_full(
     failure: type[StoreError], waits: bool
 ) -> None:
     scene = Scene()
-    scene.store.failure, scene.patience_s = failure, 600.0
+    scene.store.failure, scene.patience = failure, SUPERVISOR
     scene.recorded_within(20)
     assert scene.ends.is_pending(is_busy=True)
     assert scene.ends.is_pending(is_busy=False)
-    scene.now += RETRY_S
+    scene.now += 3600
     assert scene.ends.is_pending(is_busy=False) is waits
 
 

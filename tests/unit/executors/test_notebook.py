@@ -201,7 +201,7 @@ def test_a_store_that_fails_for_a_moment_is_named_and_one_that_fails_for_long_en
     shown(look, view).show()
     eventually(lambda: view.shown)
     assert view.said == ["Looking again: no answer"] * 2
-    monkeypatch.setattr(notebook, "PATIENCE_S", 0.0)
+    monkeypatch.setattr("executors.patience.SCALE", 0.0)
     looks = itertools.cycle([1])
     eventually(lambda: not is_shown())
     assert view.said[-1] == "No longer shown; call show() again: no answer"

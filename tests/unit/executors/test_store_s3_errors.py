@@ -9,13 +9,15 @@ from botocore.exceptions import ClientError
 
 from executors.attempt import Attempt
 from executors.errors import StoreError, UnwritableStoreError
+from executors.patience import BRIEF, FOLLOWER, KEEPER, OUTCOME, ROUND, START, SUPERVISOR, Patience
 from executors.protocol import Outcome, ReplicaStatus
+from executors.replica import Replica
 from executors.replica.warning_log import WarningLog
 from executors.store.memory import MemoryStore
-from executors.store.records import RETRY_S
 from executors.store.s3.address import S3Address
-from executors.store.s3.errors import explain
+from executors.store.s3.errors import explain, retried
 from executors.worker import main
+from executors.worker.heartbeat import Heartbeat
 
 AT = S3Address.parse("s3://bucket/runs")
 DEAD = [
@@ -54,16 +56,50 @@ def test_a_replica_whose_credentials_have_expired_does_not_wait_for_its_store(mo
         def get(self, key: str, **options: Any) -> Any:
             raise error_of("ExpiredToken", 400)
 
-    waited_s: list[float] = []
+    limits = list[float]()
 
-    def retry(act: Any, limit_s: float) -> Any:
-        waited_s.append(limit_s)
-        return act()
+    def retry(act: Any, patience: Patience, what: str, **_: Any) -> Any:
+        try:
+            return act()
+        except StoreError as error:
+            limits.append(patience.limit_for(error))
+            raise
 
     monkeypatch.setattr(main, "retry", retry)
     worker = object.__new__(main._Worker)
     attempt = Attempt(Expired(), "run", 0)
-    vars(worker).update(attempt=attempt, warnings=WarningLog(attempt), _log=None)
+    replica = Replica(0, 1, "run", 0, "memory://expired", claimed_nonce="n")
+    vars(worker).update(attempt=attempt, warnings=WarningLog(attempt), heartbeat=Heartbeat(replica), _log=None)
     with pytest.raises(UnwritableStoreError, match="expired"):
         worker.record(Outcome(0, 0, ReplicaStatus.FAILED, "exception", error="boom"))
-    assert waited_s == [RETRY_S]
+    assert limits == [BRIEF.seconds]
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "refusal"),
+    [
+        ("SlowDown", 503, ""),
+        ("RequestTimeTooSkewed", 403, ""),
+        ("QuotaExceeded", 403, ""),
+        ("AccessDenied", 403, "permission"),
+        ("NoSuchBucket", 404, "permission"),
+        *((code, status, "credentials") for code, status in DEAD),
+    ],
+)
+def test_an_error_says_whether_waiting_alone_may_help(code: str, status: int, refusal: str) -> None:
+    error = error_of(code, status, "write")
+    assert error.refusal == refusal
+    for each in (START, ROUND, OUTCOME, SUPERVISOR, KEEPER, FOLLOWER):
+        assert (each.limit_for(error) == each.seconds) is (refusal == ""), each.process
+
+
+def test_a_request_that_a_wrong_clock_spoiled_is_sent_again() -> None:
+    answer: Any = {"Error": {"Code": "RequestTimeTooSkewed"}, "ResponseMetadata": {"HTTPStatusCode": 403}}
+    tries = iter([ClientError(answer, "Act"), None])
+
+    def act() -> str:
+        if (error := next(tries)) is not None:
+            raise error
+        return "done"
+
+    assert retried(act, deadline_s=60.0, sleep=lambda seconds: None, clock=lambda: 0.0) == "done"

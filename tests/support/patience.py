@@ -1,0 +1,15 @@
+"""Patience of tests: as long as a test says, or without end."""
+
+from __future__ import annotations
+
+import math
+
+from executors.patience import Patience
+
+
+def lasting(seconds: float) -> Patience:
+    """Return a patience of so many seconds, whatever the failure."""
+    return Patience("a test", "a store", seconds, "The test says so.", seconds, seconds)
+
+
+ENDLESS = lasting(math.inf)
