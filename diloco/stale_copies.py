@@ -19,16 +19,16 @@ suspicion:
 from __future__ import annotations
 
 import functools
-import gc
 import re
 import sys
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain, islice
 from threading import get_ident
 from types import FrameType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import ReferenceType, ref
 
 import numpy as np
@@ -56,8 +56,10 @@ STRIKES = 3
 because it is none of torch."""
 FEW = 8
 """A parameter with fewer values, as the bias of one output, is near its old value by chance too often."""
-MOST_OBJECTS, MOST_DEPTH = 100_000, 6
-"""Of the objects that variables lead to, how many are looked into, and how far."""
+MOST_OBJECTS, MOST_DEPTH, MOST_PARTS = 100_000, 6, 10_000
+"""Of the objects that variables lead to, how many are looked into, how far, and how many parts of each."""
+SCALARS = frozenset({str, bytes, int, float, bool, complex, type(None)})
+"""Types of values that hold nothing else."""
 NOT_USERS = ("diloco", "executors", "torch", "threading", "importlib", "runpy")
 """Packages whose frames have no variables of the user's."""
 AVERAGE = re.compile(r"(?<![A-Z])EMA(?![a-z])|Ema(?![a-z])|ExponentialMovingAverage|AveragedModel")
@@ -68,21 +70,31 @@ CLEARLY = 0.75
 """A merge was clearly undone if all compared values are back to within this share of the way that it had moved them."""
 ENOUGH = 64
 """Values, of two parameters at least, that are needed to say so."""
+MOST_WAITS = 64
+"""Calls of `check` after a merge in which no compared value changes, after which the merge is no longer compared."""
+LATER_MERGES, LATER_STEPS = 8, 16
+"""Merges after which more steps than the first one are compared, and how many. Lookahead mixes in its copy every 5."""
+TAKEN_BACK = 0.2
+"""Share of a merge that one of these steps must take back before it counts."""
+STRAIGHT = 0.9
+"""Least correlation of such a step with the way back. Steps of common optimizers reached 0.76 in tests."""
 Values = NDArray[np.float32]
+Watcher: TypeAlias = "Callable[[Optimizer], _Test | None]"
+"""Called before an optimizer step; returns a test that this step is to undergo, or None."""
 
 
 # One hook for the process, which stays: torch iterates over its hooks while another thread may add one.
-_watchers: dict[int, tuple[Callable[[Optimizer], None], ...]] = {}
+_watchers: dict[int, tuple[Watcher, ...]] = {}
 """By thread, what to call before each optimizer step that the thread makes. Each replica of a test has a thread."""
 
 
-def _watch(callback: Callable[[Optimizer], None]) -> None:
+def _watch(callback: Watcher) -> None:
     """Call something before each optimizer step of this thread, until `_unwatch`."""
     _register()
     _watchers[get_ident()] = (*_watchers.get(get_ident(), ()), callback)
 
 
-def _unwatch(callback: Callable[[Optimizer], None]) -> None:
+def _unwatch(callback: Watcher) -> None:
     for thread, callbacks in list(_watchers.items()):
         if callback in callbacks:
             _watchers[thread] = tuple(each for each in callbacks if each != callback)
@@ -90,11 +102,27 @@ def _unwatch(callback: Callable[[Optimizer], None]) -> None:
 
 @functools.cache
 def _register() -> None:
-    def call(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for callback in _watchers.get(get_ident(), ()):
-            callback(optimizer)
+    def call(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        tests = [test for callback in _watchers.get(get_ident(), ()) if (test := callback(optimizer)) is not None]
+        # torch passes the optimizer as the first of args, so a closure is the second.
+        given = args[1] if len(args) > 1 else kwargs.get("closure")
+        closure = given if callable(given) else None
+        for test in tests:
+            if closure is None:
+                test.move()
+            else:
+                closure = test.around(closure)
+        if not tests or closure is None:
+            return None
+        return ((args[0], closure, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closure})
 
     register_optimizer_step_pre_hook(call)
+
+
+def _is_in_backward() -> bool:
+    """Return whether this thread computes gradients now, as when an optimizer steps in a hook of a parameter."""
+    task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+    return task() != -1
 
 
 class _Sample:
@@ -174,6 +202,14 @@ class StaleCopies:
         """What a merge has changed, with the values before and after it, until the next step was made."""
         self._when = ""
         """Which merge that was, for the message."""
+        self._n_waits = 0
+        """Calls of `check` since that merge in which no compared value had changed."""
+        self._later: _LaterSteps | None = None
+        """Compares the steps behind the first one with a merge, until the next merge."""
+        self._n_later = 0
+        """Merges after which it did so."""
+        self._takes_back: list[str] = []
+        """Merges of which a later step has taken back much, as the message names them."""
         self._test: _Test | None = None
         self._n_cleared = self._n_strikes = self._n_searches = 0
         self._copies: list[_Copy] = []
@@ -219,7 +255,7 @@ class StaleCopies:
             when: names the merge in an error, as in "round 3".
         """
         samples, self._samples = self._samples, []
-        self._when, self._merge = when, None
+        self._when, self._merge, self._later, self._n_waits = when, None, None, 0
         if samples and self._before is not None:
             self._merge = samples, self._before, _read(samples)
             if self._copies and not self._looks:
@@ -265,8 +301,8 @@ class StaleCopies:
         entries = state.items() if isinstance(state, dict) else ()
         looked = [(p, v) for p, v in entries if p in names and isinstance(v, dict) and p.numel() >= VALUES]
         for parameter, values in looked[:MOST_TENSORS]:  # an optimizer treats them alike
-            for key, value in values.items():
-                if key in self._warned_of or not isinstance(value, Tensor) or value.shape != parameter.shape:
+            for key, value in _named_tensors(values):
+                if key in self._warned_of or value.shape != parameter.shape:
                     continue
                 if value.data_ptr() in averaged or not _is_near(value, parameter.detach()):
                     continue
@@ -291,33 +327,70 @@ class StaleCopies:
             self._watches_first_step = False
             _unwatch(self._note_optimizer)
             own = set(map(id, self._model.parameters()))
-            for optimizer in self._optimizers:
+            for optimizer in (*self._optimizers, *_wrappers_with_state()):
                 self.warn_of_copies(optimizer, averaged())
+            for optimizer in self._optimizers:
                 if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
                     self._owners.append(ref(optimizer))
             self._optimizers = []
         if self._test is not None:
             self._end_test(self._test)
+        if self._later is not None:
+            self._look_later(self._later)
         if self._merge is None:
             return
-        merge, self._merge = self._merge, None
         if self._stale:
             raise StaleCopyError(_message(self._stale, self._when, self._named))
+        # An optimizer that gathers gradients for several steps writes its copy at the last of them. Until then no
+        # value changes, and a comparison now would find the merge in place.
+        samples, before, after = self._merge
+        now = _read(samples)
+        if self._n_waits < MOST_WAITS and np.array_equal(now, after):
+            self._n_waits += 1
+            return
+        self._merge = None
         if self.is_trusted or self._copies:
             return
-        undone = _Undone.of(*merge)
+        if self._n_later < LATER_MERGES:
+            self._n_later += 1
+            self._later = _LaterSteps(samples, before, after)
+        undone = _Undone.of(samples, before, after, now)
         if undone is None:
             self._n_strikes = 0
             return
         self._n_searches += 1
         self._n_strikes = self._n_strikes + 1 if undone.is_clear else 0
-        tensors = _tensors_in([owner() for owner in self._owners]) if self._owners else _reachable_tensors()
+        # An optimizer that the loop has replaced by a new one is gone, and so is its weak reference.
+        owners = [each for owner in self._owners if (each := owner()) is not None]
+        tensors = _tensors_in(owners) if owners else _reachable_tensors()
         if (found := _copies_of(undone.samples, tensors)) or self._n_strikes >= STRIKES:
-            self._test = _Test(undone, found, self._when, has_owner=bool(self._owners))
+            self._test = _Test(undone, found, self._when, has_owner=bool(owners))
+
+    def _look_later(self, later: _LaterSteps) -> None:
+        """Warn, once, of an optimizer that takes back merges a few steps after them, as Lookahead does."""
+        share = later.look()
+        if later.is_over:
+            self._later = None
+        if share is None:
+            return
+        self._takes_back.append(f"{share:.0%} of {self._when}")
+        if len(self._takes_back) < 2:  # one large step may go that way for reasons of its own
+            return
+        self._n_later = LATER_MERGES
+        warnings.warn(
+            f"Single steps took back {' and '.join(self._takes_back)}, as Lookahead's do: the optimizer mixes in a "
+            "copy of the weights that rounds do not change. Average that copy with diloco.average_also(), as README "
+            "shows under 'What does not go with DiLoCo'.",
+            stacklevel=4,
+        )
 
     def _end_test(self, test: _Test) -> None:
         self._test = None
         names = test.end()
+        if names is not None and not names and not test.was_of_owner:
+            # The values stayed moved, and the optimizer that made the step does not step them: it may write its copy
+            # later, as before the next forward pass. So only the strikes count.
+            names = None
         if names is not None and not names:
             self._n_cleared, self._n_strikes = self._n_cleared + 1, 0
         elif names and test.copies:
@@ -354,13 +427,15 @@ class _Undone:
         self.names = [sample.name for sample in samples]
 
     @classmethod
-    def of(cls, samples: Sequence[_Sample], before: Values, after: Values) -> _Undone | None:
+    def of(cls, samples: Sequence[_Sample], before: Values, after: Values, now: Values) -> _Undone | None:
         """Compare what a merge changed with the values now; None: no parameter is nearer to its values before it.
 
         Args:
-            before, after: (n_samples, VALUES), the values before and after the merge; zeros where there are fewer.
+            samples: the compared values.
+            before: (n_samples, VALUES), their values before the merge; zeros where there are fewer.
+            after: (n_samples, VALUES), their values after the merge.
+            now: (n_samples, VALUES), their values one step later.
         """
-        now = _read(samples)
         back, ahead = now - before, now - after
         back_square = np.einsum("ij,ij->i", back, back)
         is_near: NDArray[np.bool_] = back_square < np.einsum("ij,ij->i", ahead, ahead)
@@ -382,6 +457,54 @@ class _Undone:
         return cls(near, change, is_clear=is_clear)
 
 
+class _LaterSteps:
+    """Looks for a step that takes back much of a merge, some steps after the first one.
+
+    Lookahead steps the parameters themselves and mixes in its slow copy every few steps only. Such a step leads
+    straight back, to where the values were before the merge or somewhat earlier. The training's own steps may go back
+    as well, since each replica has its own data, but gradients do not point straight at old values.
+
+    Args:
+        samples: the compared values, one step after the merge.
+        before, after: (n_samples, VALUES), the values before and after the merge.
+    """
+
+    def __init__(self, samples: Sequence[_Sample], before: Values, after: Values) -> None:
+        self._samples, self._before, self._merge = samples, before, after - before
+        self._now = _read(samples)
+        back, merged = after - self._now, float(np.vdot(self._merge, self._merge))
+        # Momentum turns the training's own steps around gradually, and a loss that pulls back does so at once.
+        self._usual = [float(np.vdot(back, self._merge)) / merged if merged else 0.0] * 2
+        """For each of the two ways that are looked at, the largest share that one step has taken back so far."""
+        self._n_calls = self._n_steps = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether enough steps were compared, or none is made."""
+        return self._n_steps >= LATER_STEPS or self._n_calls >= MOST_WAITS
+
+    def look(self) -> float | None:
+        """Compare one more step; return the share of the merge that it took back if that is much, else None."""
+        self._n_calls += 1
+        last, self._now = self._now, _read(self._samples)
+        step = self._now - last
+        if not step.any():
+            return None
+        self._n_steps += 1
+        merged = float(np.vdot(self._merge, self._merge))
+        for number, way in enumerate((self._merge, last - self._before)):
+            along, square = -float(np.vdot(step, way)), float(np.vdot(way, way))
+            if not 0 < square <= 4 * merged:
+                continue  # most of this way the training has made itself
+            share, usual = along / square, self._usual[number]
+            self._usual[number] = max(usual, share)
+            is_straight = along > 0 and along**2 >= STRAIGHT**2 * square * float(np.vdot(step, step))
+            if is_straight and share >= max(TAKEN_BACK, 3 * usual):
+                self._n_steps = LATER_STEPS
+                return share
+        return None
+
+
 class _Test:
     """Moves suspected values right before the next optimizer step, and says afterwards whether they stayed moved."""
 
@@ -391,35 +514,73 @@ class _Test:
         self.when = when
         self.optimizers: list[Optimizer] = []
         self._moved: list[tuple[_Sample, Values, float]] = []
-        _watch(self._move)
+        self._next: list[_Sample] = []
+        _watch(self._take)
 
-    @torch.no_grad()
-    def _move(self, optimizer: Optimizer) -> None:
-        """Called before each step of any optimizer of torch; the first one that can step the values moves them.
+    def _take(self, optimizer: Optimizer) -> _Test | None:
+        """Called before each step of any optimizer of torch: take part if it can step the values.
 
-        That is one with the parameters themselves. If no optimizer has them, it is one with tensors of their shapes, as
-        copies are. A discriminator may have layers of the generator's shapes: when it makes a step, the values of the
-        generator are still needed for gradients.
+        That is an optimizer with the parameters themselves. If none has them, it is one with tensors of their shapes,
+        as copies are. A discriminator may have layers of the generator's shapes: when it makes a step, the values of
+        the generator are still needed for gradients.
         """
         stepped = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         shapes, own = {tensor.shape for tensor in stepped}, {id(tensor) for tensor in stepped}
         parameters = [sample.parameter for sample in self.undone.samples]
         if not any(id(p) in own or (p.shape in shapes and not self._has_owner) for p in parameters):
-            return  # of another model, as a discriminator's
+            return None  # of another model, as a discriminator's
         if all(optimizer is not other for other in self.optimizers):
             self.optimizers.append(optimizer)
-        if self._moved:
-            return
-        for sample in self.undone.samples:
+        self._next = [sample for sample in self.undone.samples if all(sample is not each for each, *_ in self._moved)]
+        if _is_in_backward():
+            # The backward pass still needs the other parameters, and refuses them if they have changed.
+            self._next = [sample for sample in self._next if id(sample.parameter) in own]
+        elif self._moved:
+            return None  # the first of several optimizers has moved all of them
+        return self if self._next else None
+
+    @torch.no_grad()
+    def move(self) -> None:
+        """Move the values that the next step is to keep."""
+        for sample in self._next:
             before = sample.read().copy()
             by = FAR * max(self.undone.change, 1e-3 * _largest(before))
             sample.view().add_(by)
             self._moved.append((sample, before, by))
+        self._next = []
+
+    def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure that computes the loss and its gradients at the values that were not moved.
+
+        LBFGS evaluates its closure several times in one step. Each time the values are moved back for it.
+
+        Args:
+            closure: the one that the optimizer's step was given.
+        """
+
+        def unmoved() -> Any:
+            with torch.no_grad():
+                for sample, _, by in self._moved:
+                    sample.view().sub_(by)
+            result = closure()
+            with torch.no_grad():
+                for sample, _, by in self._moved:
+                    sample.view().add_(by)
+            self.move()
+            return result
+
+        return unmoved
+
+    @property
+    def was_of_owner(self) -> bool:
+        """Whether an optimizer that made a step has one of the suspected parameters itself, not a copy of it."""
+        own = {id(tensor) for each in self.optimizers for group in each.param_groups for tensor in group["params"]}
+        return any(id(sample.parameter) in own for sample in self.undone.samples)
 
     @torch.no_grad()
     def end(self) -> list[str] | None:
         """Move the values back, and return the names of parameters that were put back; None: no step was made."""
-        _unwatch(self._move)
+        _unwatch(self._take)
         if not self._moved:
             return None
         found = []
@@ -500,16 +661,13 @@ class EarlyCopies:
 
 
 def _message(name: str, when: str, optimizer: str) -> str:
-    remedy = (
-        "Copy the model's parameters into the optimizer's copy after each round, that is when step() returns a report"
-    )
+    remedy = "After each round, that is when step() returns a report, copy the model's parameters into that copy"
     if when == "the first anchor":
-        remedy = (
-            "Create the optimizer after DiLoCo(model), and copy the model's parameters into its copy after each round"
-        )
+        remedy = "Create the optimizer after DiLoCo(model), and copy the model's parameters into that copy each round"
     return (
         f"{optimizer[:1].upper()}{optimizer[1:]} put {name!r} back to its value before {when}: it keeps a copy of the "
-        f"weights, so rounds have no effect. {remedy}; README, 'What does not go with DiLoCo', has an example."
+        f"weights, or computes them from where it began. {remedy}, or create the optimizer again; README, 'What does "
+        "not go with DiLoCo', has examples."
     )
 
 
@@ -593,7 +751,9 @@ def warn_of_own_averages(model: nn.Module, averaged: Container[int]) -> None:
     """
     own = {parameter.data_ptr() for parameter in model.parameters()}
     shapes = {tuple(p.shape) for p in model.parameters() if p.requires_grad and p.numel() >= VALUES}
-    for thing in _reachable(lambda thing: AVERAGE.search(type(thing).__name__) is not None):
+    for thing in _reachable_objects():
+        if AVERAGE.search(type(thing).__name__) is None:
+            continue
         copies: list[Tensor] = []
         with suppress(Exception):  # an object of the user's may refuse to be looked into
             held = (
@@ -611,71 +771,108 @@ def warn_of_own_averages(model: nn.Module, averaged: Container[int]) -> None:
         return
 
 
+def _named_tensors(values: Mapping[Any, Any], depth: int = 3) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in the state of one parameter, which may be in mappings and lists, with their innermost key."""
+    for key, value in values.items():
+        parts = value if isinstance(value, (list, tuple)) else (value,)
+        for part in parts:
+            if isinstance(part, Tensor):
+                yield str(key), part
+            elif depth and isinstance(part, Mapping):
+                yield from _named_tensors(part, depth - 1)
+
+
+def _wrappers_with_state() -> Iterator[Any]:
+    """Yield objects of the caller's with a `step` and a `state` of their own, as optimizers around another have."""
+    for thing in _reachable_objects():
+        kind = type(thing)
+        if callable(getattr(kind, "step", None)) and not issubclass(kind, nn.Module):
+            state = getattr(thing, "__dict__", {}).get("state")
+            if isinstance(state, dict) and any(isinstance(key, Tensor) for key in islice(state, 1)):
+                yield thing
+
+
 def _reachable_tensors() -> Iterator[Tensor]:
     """Yield the tensors that the variables of the code that called DiLoCo lead to."""
-    return _reachable(lambda thing: issubclass(type(thing), Tensor))  # isinstance would call __class__ of proxies
+    for thing in _reachable_objects():
+        if issubclass(type(thing), Tensor):  # isinstance would call __class__ of proxies
+            yield thing
 
 
-def _reachable(is_wanted: Callable[[Any], bool]) -> Iterator[Any]:
-    """Yield what is wanted of the objects that the variables of the code that called DiLoCo lead to.
+def _reachable_objects() -> Iterator[Any]:
+    """Yield the objects that the variables of the code that called DiLoCo lead to, near ones first.
 
-    Args:
-        is_wanted: tells whether an object is to be yielded; called once for each object.
+    Not `gc.get_objects()` or `gc.get_referrers()`: they hand out tuples that other threads are still building, which
+    then fail to build them. They also take seconds in a process with millions of objects.
     """
-    # Not `gc.get_objects()`: it hands out tuples that other threads are still building, which then fail to build them.
-    things: list[tuple[Any, int]] = []
+    things = deque[tuple[Any, int]]()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in NOT_USERS:
             things += [(value, 0) for value in (*frame.f_locals.values(), *frame.f_globals.values())]
         frame = frame.f_back
     seen = set[int]()
+    kept = list[Any]()  # so that no id in `seen` is given to a new object meanwhile
+    # Near objects come first. Otherwise a data set of millions of items would use up the limit.
     while things and len(seen) < MOST_OBJECTS:
-        thing, depth = things.pop()
+        thing, depth = things.popleft()
         if id(thing) in seen:
             continue
         seen.add(id(thing))
-        if is_wanted(thing):
-            yield thing
+        kept.append(thing)
+        yield thing
         if depth < MOST_DEPTH and not issubclass(type(thing), Tensor):
             with suppress(Exception):  # objects of the user's may refuse to be looked into
-                things += [(part, depth + 1) for part in _parts_of(thing)]
+                parts = islice(_parts_of(thing), MOST_PARTS)
+                things += [(part, depth + 1) for part in parts if type(part) not in SCALARS]
 
 
 def _parts_of(thing: Any) -> Iterable[Any]:
-    """Return what an object holds, as far as a copy of weights may be in it."""
+    """Return what an object holds, as far as a copy of weights may be in it.
+
+    Containers are read as the built-in ones that they are, since a user's class may load data in its own `values()`.
+    """
     kind = type(thing)
-    if kind in (str, bytes, int, float, bool, type(None)) or isinstance(thing, (type, ModuleType)):
+    if kind in SCALARS or isinstance(thing, (type, ModuleType)):
         return ()
     if kind.__module__.partition(".")[0] in ("diloco", "executors"):
         return ()  # they lead to other replicas, where these are threads of one process
     if isinstance(thing, OrderedDict) and hasattr(thing, "_metadata"):
         return ()  # a copy of `model.state_dict()`, as scripts keep one of their best model
-    if isinstance(thing, Mapping):
-        return list(thing.values())
-    if isinstance(thing, (list, tuple, set)):
-        return list(thing)
+    own: Iterable[Any] = getattr(thing, "__dict__", {}).values()
+    if isinstance(thing, dict):
+        return chain(dict.values(thing), own)
+    containers: tuple[Any, ...] = (list, tuple, set, deque)
+    for container in containers:
+        if isinstance(thing, container):
+            return chain(container.__iter__(thing), own)
     if isinstance(thing, MethodType):
         return [thing.__self__]
     if isinstance(thing, FunctionType):
-        return [cell.cell_contents for cell in thing.__closure__ or ()]
-    return list(getattr(thing, "__dict__", {}).values())
+        return (cell.cell_contents for cell in thing.__closure__ or ())
+    if isinstance(thing, functools.partial):
+        return [thing.func, *thing.args, *thing.keywords.values()]
+    return own
 
 
 def _named(optimizers: Sequence[Optimizer]) -> str:
     """Name the optimizers that made a step, with an object that wraps one, as for master weights."""
-    names = []
-    for optimizer in optimizers:
-        name = type(optimizer).__name__
-        referrers = gc.get_referrers(optimizer)
-        referrers += [owner for each in referrers if type(each) is dict for owner in gc.get_referrers(each)]
-        for owner in referrers:
-            kind = type(owner)
+    wrappers = dict[int, str]()
+    wanted = set(map(id, optimizers))
+    for thing in _reachable_objects() if wanted else ():
+        kind = type(thing)
+        with suppress(Exception):  # a name is worth no second error
             is_wrapper = callable(getattr(kind, "step", None)) and not kind.__module__.startswith(("torch.", "diloco."))
-            if is_wrapper and kind.__name__ != name:
-                name = f"{kind.__name__} (around {name})"
-                break
-        names.append(name)
+            if not is_wrapper:
+                continue
+            for part in vars(thing).values():
+                for held in part if type(part) in (list, tuple) else (part,):
+                    if id(held) in wanted and held is not thing and kind.__name__ != type(held).__name__:
+                        wrappers.setdefault(id(held), kind.__name__)
+    names = [
+        f"{wrappers[id(each)]} (around {type(each).__name__})" if id(each) in wrappers else type(each).__name__
+        for each in optimizers
+    ]
     return f"optimizer {' or '.join(dict.fromkeys(names))}" if names else "the optimizer"
 
 

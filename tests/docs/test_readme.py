@@ -267,6 +267,7 @@ def run_recipe(words: str, make: Callable[[torch.nn.Module], dict[str, Any]], af
             model, inner_steps=10, total_steps=40, outer_lr=1.0, outer_momentum=0.0, **where
         )
         scope |= {"diloco": diloco, **scope["begin"]()}
+        scope.get("made", {})["scope"] = scope  # a recipe may put another optimizer into it
         for _ in diloco.steps():
             x = torch.randn(16, 8) + where["rank"]
             (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
@@ -316,6 +317,39 @@ def test_the_recipe_for_master_weights_ends_with_one_model() -> None:
         return {"begin": begin, "step": step, "result": lambda scope: made["masters"]}
 
     first, second = run_recipe("master.data.copy_", make, after_step="step")
+    assert all(map(torch.equal, first, second))
+
+
+def test_the_recipe_for_an_optimizer_that_begins_at_the_first_weights_ends_with_one_model() -> None:
+    class DualAveraging(torch.optim.Optimizer):
+        """Each step computes the weights from the first ones and the sum of all gradients.
+
+        The first ones are divided by 4, so that they are not warned of as a copy of the weights.
+        """
+
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {})
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter] = {"sum": torch.zeros_like(parameter), "quarter": parameter.detach() * 0.25}
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for parameter, state in self.state.items():
+                state["sum"] += parameter.grad
+                parameter.copy_(4 * state["quarter"] - 0.02 * state["sum"])
+
+    def make(model: torch.nn.Module) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+
+        def begin() -> dict[str, Any]:
+            return {"optimizer": DualAveraging(model.parameters()), "make_optimizer": DualAveraging}
+
+        def step() -> None:
+            made["scope"]["optimizer"].step()
+
+        return {"begin": begin, "step": step, "result": lambda scope: [], "made": made}
+
+    first, second = run_recipe("make_optimizer", make, after_step="step")
     assert all(map(torch.equal, first, second))
 
 

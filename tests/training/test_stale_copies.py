@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -17,7 +18,15 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from diloco import DiLoCo
 from diloco.errors import DiLoCoError, StaleCopyError
 from diloco.fragments import plan_fragments
-from diloco.stale_copies import MOST_SEARCHES, STRIKES, StaleCopies, _watchers
+from diloco.stale_copies import (
+    MOST_OBJECTS,
+    MOST_SEARCHES,
+    STRIKES,
+    StaleCopies,
+    _named,
+    _reachable_objects,
+    _watchers,
+)
 from diloco.testing import run_replicas
 from executors.store import MemoryStore
 
@@ -78,6 +87,86 @@ class InState(torch.optim.SGD):
                 p.copy_(master)
 
 
+class Gathering(MasterWeights):
+    """Gathers gradients for three steps before it steps its masters."""
+
+    n_calls = 0
+
+    def step(self) -> None:
+        self.n_calls += 1
+        if self.n_calls % 3 == 0:
+            super().step()
+            self.zero_grad(now=True)
+
+    def zero_grad(self, *, now: bool = False) -> None:
+        if now:
+            super().zero_grad()
+
+
+class Early(MasterWeights):
+    """Writes its masters into the model before each forward pass, as sharded optimizers gather them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        model.register_forward_pre_hook(lambda *_: self.gather())
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        for master, parameter in zip(self.copies, self.parameters, strict=True):
+            parameter.copy_(master)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for master, parameter in zip(self.copies, self.parameters, strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        self.inner.step()
+
+
+class SlowWeights:
+    """Lookahead (Zhang et al., 1907.08610): every `k` steps the parameters go back to `share` of the way since then."""
+
+    def __init__(self, model: nn.Module, k: int, share: float, *, hidden: bool) -> None:
+        self.inner = torch.optim.AdamW(model.parameters(), 0.01)
+        slow = [p.detach().clone().numpy() if hidden else p.detach().clone() for p in model.parameters()]
+        n_steps = 0
+
+        @torch.no_grad()
+        def step() -> None:
+            nonlocal n_steps
+            self.inner.step()
+            n_steps += 1
+            if n_steps % k == 0:
+                for parameter, each in zip(model.parameters(), map(torch.as_tensor, slow), strict=True):
+                    each.lerp_(parameter, share)
+                    parameter.copy_(each)
+
+        self.step, self.zero_grad = step, self.inner.zero_grad
+
+
+class Fused:
+    """Steps each parameter in the backward pass, as soon as its gradient is there, or a master of it."""
+
+    def __init__(self, model: nn.Module, *, masters: bool = False) -> None:
+        for parameter in model.parameters():
+            stepped = parameter.detach().clone() if masters else parameter
+            optimizer = torch.optim.SGD([stepped], 0.05)
+            hook: Any = parameter.register_post_accumulate_grad_hook
+            hook(partial(self._step, optimizer, stepped))
+
+    @staticmethod
+    @torch.no_grad()
+    def _step(optimizer: torch.optim.Optimizer, stepped: Tensor, parameter: Tensor) -> None:
+        stepped.grad = parameter.grad
+        optimizer.step()
+        if stepped is not parameter:
+            parameter.copy_(stepped)
+        parameter.grad = None
+
+    def step(self) -> None: ...
+
+    def zero_grad(self) -> None: ...
+
+
 def mlp(seed: int = 0, *, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Return a model whose weights the seed alone decides: the replicas are threads, and share torch's generator."""
     draw = torch.Generator().manual_seed(seed)
@@ -133,7 +222,7 @@ def test_an_optimizer_with_master_weights_is_named_with_the_parameter_and_the_re
     for error in error_of(MasterWeights, inner_steps, **options):
         assert error.startswith("Optimizer MasterWeights (around AdamW) put '"), error
         assert any(f"before round {n}:" in error for n in (1, 2, 3)), error
-        assert "Copy the model's parameters into the optimizer's copy after each round" in error
+        assert "copy the model's parameters into that copy" in error
 
 
 @pytest.mark.filterwarnings("ignore:.*keeps a copy of:UserWarning")
@@ -141,6 +230,43 @@ def test_an_optimizer_with_master_weights_is_named_with_the_parameter_and_the_re
 def test_masters_in_the_state_or_in_an_optimizer_that_is_none_of_torch_are_found(kind: Any, name: str) -> None:
     for error in error_of(kind, 10):
         assert name in error
+
+
+def test_masters_that_gather_gradients_for_several_steps_are_found_although_the_first_step_changes_nothing() -> None:
+    for error in error_of(Gathering, 8):
+        assert error.startswith("The optimizer put '"), error
+
+
+def test_masters_that_are_written_before_the_forward_pass_are_found_although_a_moved_value_stays() -> None:
+    for error in error_of(Early, 8):
+        assert error.startswith("Optimizer Early (around AdamW) put '"), error
+
+
+def test_masters_that_are_stepped_in_the_backward_pass_are_found() -> None:
+    errors = error_of(partial(Fused, masters=True), 8)  # the replica that is told first ends the run of the other
+    assert any(error.startswith("Optimizer SGD put '") for error in errors), errors
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["in tensors", "in numpy"])
+@pytest.mark.parametrize(("k", "share"), [(2, 0.5), (5, 0.5)])
+def test_slow_weights_that_take_back_rounds_some_steps_later_are_warned_of(k: int, share: float, hidden: bool) -> None:
+    def body(where: Mapping[str, Any]) -> str:
+        model = mlp()
+        diloco = DiLoCo(model, inner_steps=8, **PLAIN, **where)
+        optimizer = SlowWeights(model, k, share, hidden=hidden)
+        try:
+            train(model, optimizer, diloco, 72, where["rank"])
+        except UserWarning as warning:  # the tests' settings make errors of warnings
+            return str(warning)
+        finally:
+            leave(diloco)
+        return ""
+
+    warnings = [warning for warning in run_replicas(2, body) if warning]
+    assert warnings
+    for warning in warnings:
+        assert warning.startswith("Single steps took back "), warning
+        assert "diloco.average_also()" in warning
 
 
 def test_masters_in_bfloat16_training_are_found() -> None:
@@ -215,6 +341,55 @@ def test_a_loss_that_one_step_minimizes_undoes_each_merge_and_is_no_copy(inner_s
     for value, is_trusted in run_replicas(2, body):
         assert value == pytest.approx(1.5)
         assert is_trusted  # from then on nothing is compared
+
+
+@pytest.mark.parametrize("inner_steps", [1, 2])
+@pytest.mark.parametrize("kind", ["closure", "lbfgs", "fused"])
+def test_an_honest_optimizer_that_computes_gradients_in_its_step_or_steps_in_their_pass_is_tested_at_the_same_gradients(
+    kind: str, inner_steps: int
+) -> None:
+    """With a loss that one step minimizes, a value that was moved before the gradient would be back after the step."""
+
+    def body(where: Mapping[str, Any]) -> float:
+        model = nn.Sequential(nn.Linear(64, 1, bias=False), nn.Linear(1, 64, bias=False))
+        targets = [torch.full_like(p, 1.0 + where["rank"]) for p in model.parameters()]
+        diloco = DiLoCo(model, inner_steps=inner_steps, **PLAIN, **where)
+        fused = [torch.optim.SGD([p], 0.5) for p in model.parameters()] if kind == "fused" else []
+        for optimizer, parameter in zip(fused, model.parameters(), strict=False):
+            hook: Any = parameter.register_post_accumulate_grad_hook
+            hook(lambda _, optimizer=optimizer: optimizer.step())
+        whole: Any = torch.optim.LBFGS if kind == "lbfgs" else torch.optim.SGD
+        optimizer = whole(model.parameters(), lr=0.5)
+
+        def closure() -> Any:
+            model.zero_grad()
+            model(torch.ones(1, 64))  # its backward pass would refuse weights that have changed
+            loss = sum((p - t).square().sum() for p, t in zip(model.parameters(), targets, strict=True))
+            torch.autograd.backward(loss + 0 * model(torch.ones(1, 64)).sum())
+            return loss
+
+        for _ in range(8 * inner_steps):
+            closure() if fused else optimizer.step(closure)
+            diloco.step()
+        value = float(diloco.anchor()["0.weight"].mean())
+        leave(diloco)
+        return value
+
+    assert run_replicas(2, body) == [pytest.approx(1.5), pytest.approx(1.5)]
+
+
+def test_a_wrapper_is_named_also_where_variables_lead_to_more_objects_than_are_looked_at() -> None:
+    class Wrapper:
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner = inner
+
+        def step(self) -> None: ...
+
+    data = [[object()] for _ in range(2 * MOST_OBJECTS)]
+    wrapper = Wrapper(torch.optim.SGD([torch.zeros(1)]))
+    assert _named([wrapper.inner]) == "optimizer Wrapper (around SGD)"
+    assert len(list(_reachable_objects())) <= MOST_OBJECTS
+    assert len(data) > MOST_OBJECTS
 
 
 def test_the_test_of_a_suspicion_leaves_parameters_as_they_were_but_for_rounding() -> None:
@@ -387,6 +562,29 @@ def test_an_optimizer_that_keeps_weights_in_its_state_is_warned_of_in_its_first_
     optimizer = ScheduleFree(model.parameters(), 0.05)
     diloco = DiLoCo(model, inner_steps=5, **PLAIN, **place())
     with pytest.warns(UserWarning, match=r"ScheduleFree keeps a copy of '0.weight' in its state \('z'\)"):
+        train(model, optimizer, diloco, 1)
+    leave(diloco)
+
+
+class Wrapped:
+    """An optimizer around another one, as Lookahead often is: torch calls no hooks of its step."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups = inner, inner.param_groups
+        self.state = {p: {"slow": [p.detach() + 0.001]} for group in self.param_groups for p in group["params"]}
+
+    def step(self) -> None:
+        self.inner.step()
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+
+def test_weights_in_lists_in_the_state_of_an_optimizer_around_another_are_warned_of_in_the_first_step() -> None:
+    model = mlp()
+    optimizer = Wrapped(torch.optim.SGD(model.parameters(), 0.05))
+    diloco = DiLoCo(model, inner_steps=5, **PLAIN, **place())
+    with pytest.warns(UserWarning, match=r"Wrapped keeps a copy of '0.weight' in its state \('slow'\)"):
         train(model, optimizer, diloco, 1)
     leave(diloco)
 
