@@ -11,6 +11,7 @@
     │   └── EntrypointArgumentsError also TypeError
     ├── ResultError                  a result that is not a JSON value; also TypeError
     ├── RunExistsError / RunNotFoundError / UnknownHandleError
+    │   └── RunBeingRemovedError     `replicas rm` has begun to delete the run; a subclass of RunNotFoundError
     ├── AlreadyResumedError          another process is resuming these ranks; nothing was started
     ├── UntrustedTaskError           nobody vouches for the task of a run that is to be resumed
     ├── ReplicaError                 a launched replica gave no result; .rank .attempt .outcome
@@ -141,6 +142,10 @@ class RunExistsError(ReplicasError):
 
 class RunNotFoundError(ReplicasError):
     """No run with this id is known here."""
+
+
+class RunBeingRemovedError(RunNotFoundError):
+    """The removal of the run has begun. Another `replicas rm` finishes a removal that was interrupted."""
 
 
 class AlreadyResumedError(ReplicasError):

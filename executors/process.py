@@ -41,6 +41,8 @@ PR_SET_CHILD_SUBREAPER = 36
 FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
 MACOS_MAX_FILES = 10_240  # OPEN_MAX: `setrlimit` refuses more there, even if the hard limit is "unlimited"
 PS_LIMIT_S = 10.0
+IDENTITY = re.compile(r"(\S{1,300} \S{1,100} \S{1,100}) ([1-9][0-9]{0,9}) ([0-9]{1,19})", re.ASCII)
+"""The text of `identify_process`: a machine, as `this_machine` names it, a pid and a start time."""
 NVIDIA_DRIVER_FILE = Path("/proc/driver/nvidia/version")
 """The file in which a driver for Linux has its version."""
 CAN_SUPERVISE = sys.platform == "linux"
@@ -83,6 +85,32 @@ def may_live(name: str) -> bool:
     if host != socket.gethostname() or not pid.isdecimal():
         return True
     return start_time(int(pid)) is not None or _is_hidden(int(pid))
+
+
+def identify_process() -> str:
+    """Return text that names this process on this machine, and no later process with the same pid.
+
+    Example:
+        >>> has_ended(identify_process())
+        False
+    """
+    return f"{this_machine()} {os.getpid()} {start_time(os.getpid()) or 0}"
+
+
+def has_ended(identity: str) -> bool:
+    """Return whether a process is known to have ended: False where this machine cannot know.
+
+    Args:
+        identity: as `identify_process` returned it, perhaps on another machine. It may come from a foreign record.
+
+    Example:
+        >>> has_ended("another-machine boot pid:[1] 17 4711")
+        False
+    """
+    if (found := IDENTITY.fullmatch(identity)) is None or found[1] != this_machine():
+        return False
+    # Without the boot's name, the same text may name a process of an earlier boot, or of another container.
+    return " unknown " not in found[1] and int(found[2]) < 2**31 and not is_alive(int(found[2]), int(found[3]))
 
 
 def start_time(pid: int) -> int | None:

@@ -67,6 +67,7 @@ def watch(
     output = Output(as_json)
     restarts, hang, start = _settings(set_)
     found = find_run(run, rendezvous, backend, option, volume)
+    found.check_not_removed()
     with usage_errors():
         recipes = _recipes(found, env, secret, task_digest=task_digest, trust_bucket=trust_bucket)
     log = DecisionLog(found.store, found.run_id, key=next((recipe.spec.key for recipe in recipes), None))

@@ -34,13 +34,19 @@ from executors.cli.output import (
     one_line,
     usage_errors,
 )
-from executors.errors import BackendError, CorruptObjectError, ReplicasError, RunNotFoundError
+from executors.errors import (
+    BackendError,
+    CorruptObjectError,
+    ReplicasError,
+    RunBeingRemovedError,
+    RunNotFoundError,
+)
 from executors.native import name_of_job, page_of_job
 from executors.protocol import ReplicaStatus
 from executors.run.run_index import find_preparation
 from executors.status import MAX_DECIDED, MAX_LINE, describe_warnings
 from executors.store.parallel import at_store
-from executors.store.url import is_near
+from executors.store.url import is_near, split_address
 from executors.task.entrypoint import shown
 
 if TYPE_CHECKING:
@@ -48,6 +54,7 @@ if TYPE_CHECKING:
 
 SILENT_S = 60.0  # a spare beats every 10 s
 SLOW = 1.5  # times the plan
+BEING_REMOVED = "being removed"
 CHECK = "Say only which ranks may hang, wait for a keeper or were given up; exit code 1 if any does."
 
 
@@ -101,8 +108,11 @@ def _row_of(run: Run) -> dict[str, Any]:
         n = record.world_size
         row |= {"backend": record.backend, "world_size": n, "n": n, "entrypoint": record.entrypoint}
         row |= {"created_at": record.created_at, "status": "unknown"}  # no such backend here, or the store is away
+        run.check_not_removed()
         now = run.status()
         row |= {"status": str(now.status), "backend": now.backend, "n": len(now.replicas)}
+    except RunBeingRemovedError as error:
+        row |= {"status": BEING_REMOVED, "problem": str(error)}
     except ReplicasError as error:
         row["problem"] = str(error)
         if not is_near(run.store.url) and not isinstance(error, CorruptObjectError):
@@ -131,6 +141,12 @@ def status(
     output = Output(as_json)
     try:
         found = find_run(run, rendezvous, backend, option)
+        found.check_not_removed()
+    except RunBeingRemovedError as error:
+        run_id = split_address(run)[1] if "/" in run else run
+        shown_as = {"run_id": run_id, "status": BEING_REMOVED, "problem": str(error)}
+        output.document(shown_as) if as_json else output.say(str(error))
+        return 0
     except RunNotFoundError:
         named = run.rstrip("/")
         is_elsewhere = rendezvous is not None or "/" in named  # where a run of the same id may be another
@@ -238,6 +254,7 @@ def wait(
 
     output = Output(as_json)
     found = find_run(run, rendezvous, backend, option)
+    found.check_not_removed()
     output.say(heading(found), "bold")
     in_time = watch(found, output, timeout_s=timeout, columns=columns)
     return Summary.of(found, in_time=in_time).finish(output)
@@ -308,7 +325,7 @@ def rm(
 ) -> int:
     """Delete runs and all they left: records, logs, artifacts.
 
-    A run that still runs is refused.
+    A run that still runs is refused. If a removal was interrupted, another one finishes it.
     """
     output = Output(as_json)
     problems: dict[str, str | None] = {}

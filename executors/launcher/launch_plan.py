@@ -32,7 +32,7 @@ from executors.native import GATHER_S, NativeExecutor, Package
 from executors.protocol import ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor, import_path
 from executors.run.prices import affordable_s, usd_per_hour
-from executors.run.run_index import NOTE, keep_key, local_store, locate, remember, state_path
+from executors.run.run_index import KNOWN_BY, keep_key, local_store, locate, remember, state_path
 from executors.run.spread import SpreadExecutor, options_to_note
 from executors.shipping.checkout import Checkout, Look
 from executors.shipping.script_header import check_python, script_header, script_of
@@ -191,7 +191,7 @@ class LaunchPlan:
     def _check_store(self) -> str:
         """Check the rendezvous and the run id, leaving a directory as it is; return the url."""
         known_here = state_path() / self.run_id
-        if os.path.isfile(known_here / "run.json") or os.path.isfile(known_here / NOTE):
+        if any(os.path.isfile(known_here / name) for name in KNOWN_BY):
             raise RunExistsError(f"Run {self.run_id!r} exists. Choose another run id, or `replicas rm {self.run_id}`.")
         rendezvous = state_path() if self.request.rendezvous is None else self.request.rendezvous
         directory = directory_of(rendezvous)

@@ -25,6 +25,7 @@ from executors.run.recipe import (
     vouched_task,
     with_own_task,
 )
+from executors.run.removal import names_removal
 from executors.run.run_index import reference, remember_added
 from executors.run.spread import SpreadExecutor, options_to_note
 from executors.run.traces import Traces
@@ -37,6 +38,7 @@ from executors.supervision.orders import order_cancel, order_resume
 from executors.task.added import take_ranks
 from executors.task.create import add_code
 from executors.task.record import MAX_WORLD_SIZE, LaunchedWith, Placement
+from executors.task.removal_record import check_not_removed
 from executors.task.stored import StoredTask
 
 NOBODY = 10**6  # a rank that only what is of all ranks concerns
@@ -69,10 +71,13 @@ class Added:
     lease: LeaseHolder | None
 
 
+@names_removal
 def add_replicas(
     run: Traces, executor: str | ServerlessExecutor, asked: Addition, tell: Callable[[str], None]
 ) -> Added:
     """Check everything, take ranks, and start them; raises what `Run.add` does."""
+    name = reference(run.run_id, run.store.url)
+    check_not_removed(run.store, run.run_id, name)
     native = check_single_ranks(get_executor(executor) if isinstance(executor, str) else check_executor(executor))
     task = vouched_task(run, task_digest=asked.task_digest, trust_bucket=asked.trust_bucket)
     if task.record.code_sha256 is None or not native.ships_code:  # they get that of this folder
@@ -126,6 +131,7 @@ def add_replicas(
             _say_that_it_goes_on(run, ranks, limits["timeout"])
     log = DecisionLog(run.store, run.run_id, key=spec.key)
     try:
+        check_not_removed(run.store, run.run_id, name)  # a removal that has not seen the record of the ranks is seen
         if is_barred and order_resume(log, dict.fromkeys(ranks, 0), n_seen) is not None:
             raise _ended_meanwhile(run)
         spread = SpreadExecutor(lambda: run.fleet.sites)

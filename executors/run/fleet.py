@@ -109,6 +109,11 @@ class Fleet:
                 if added is not None:
                     self._added.append(self._site(added))
 
+    def additions(self) -> list[Added]:
+        """Read what was added since, and return the records of all additions that can be read."""
+        self.read_added()
+        return [added for added in self._additions if added is not None]
+
     def add(self, added: Added, executor: NativeExecutor) -> None:
         """Note which executor this process itself adds ranks with."""
         self._of_places[added.name] = executor

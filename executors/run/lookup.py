@@ -10,12 +10,27 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from executors.errors import CorruptObjectError, ReplicasError, RunNotFoundError, StoreError, did_you_mean
+from executors.errors import (
+    CorruptObjectError,
+    ReplicasError,
+    RunBeingRemovedError,
+    RunNotFoundError,
+    StoreError,
+    did_you_mean,
+)
 from executors.patience import GLANCE
 from executors.protocol import ServerlessExecutor
 from executors.registry import check_backend_of, check_executor, executor_class
 from executors.run.run import Run
-from executors.run.run_index import check_is_located, find_preparation, known_run_ids, locate, noted_at, state_path
+from executors.run.run_index import (
+    check_is_located,
+    find_preparation,
+    find_removal_here,
+    known_run_ids,
+    locate,
+    noted_at,
+    state_path,
+)
 from executors.run.spread import SpreadExecutor
 from executors.store import Store
 from executors.store.parallel import at_store, in_parallel
@@ -30,6 +45,7 @@ from executors.store.url import (
     split_address,
 )
 from executors.task.record import Placement, find_run_record
+from executors.task.removal_record import REMOVAL, find_removal
 
 
 def attach(
@@ -81,7 +97,8 @@ def attach(
     elif executor is not None and not isinstance(executor, str):
         check_executor(executor)
     found = Run(existing_store(url), run_id, executor=executor)
-    with contextlib.suppress(CorruptObjectError):  # who needs the record is told; such a run can be removed
+    # Whoever needs the record gets the error. Both kinds of runs can be removed.
+    with contextlib.suppress(CorruptObjectError, RunBeingRemovedError):
         if isinstance(executor, SpreadExecutor):
             given = [each for _, each in executor.parts]
         for each in given:
@@ -141,6 +158,8 @@ def _runs_at(url: str, run_ids: Sequence[str]) -> list[Run]:
         try:
             record = find_run_record(quick, run_id)
             if record is None:
+                if find_removal(quick, run_id) or find_removal_here(run_id, url):
+                    return run  # a removal was interrupted, and another one finishes it
                 check_is_located(run_id, url)
                 return None
             run.record = record
@@ -162,7 +181,7 @@ def _find_run(store: Store, run_id: str) -> Run | None:
     with contextlib.suppress(StoreError):
         record = find_run_record(store, run_id)
         if record is None:
-            return None
+            return None if find_removal(store, run_id) is None else run
         run.record = record
     return run
 
@@ -192,7 +211,8 @@ def _run_ids(store: Store) -> Iterator[str]:
             yield from filter(RUN_ID.fullmatch, store.folders(""))
             return
         keys = (entry.key.split("/") for entry in store.list(""))
-        yield from (key[0] for key in keys if key[1:] == ["run.json"] and RUN_ID.fullmatch(key[0]))
+        found_ids = (key[0] for key in keys if key[1:] in (["run.json"], [REMOVAL]) and RUN_ID.fullmatch(key[0]))
+        yield from dict.fromkeys(found_ids)
         return
     try:
         with os.scandir(directory) as found:
@@ -200,13 +220,19 @@ def _run_ids(store: Store) -> Iterator[str]:
     except OSError as error:
         raise StoreError(f"Cannot list {store.url}: {error.strerror}.", url=store.url) from error
     for name in filter(RUN_ID.fullmatch, names):
-        try:
-            os.lstat(directory / name / "run.json")
-        except PermissionError:
-            pass
-        except OSError:
-            continue
-        yield name
+        if any(_may_exist(directory / name / record) for record in ("run.json", REMOVAL)):
+            yield name
+
+
+def _may_exist(path: Path) -> bool:
+    """Return whether there is a file, or this user may not look."""
+    try:
+        os.lstat(path)
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _created_at(run: Run) -> float:

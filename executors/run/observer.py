@@ -21,7 +21,7 @@ from executors.run.handles import kept_handles
 from executors.run.heartbeats import Heartbeats
 from executors.run.restart_states import RestartStates
 from executors.run.service_reasons import ServiceReasons
-from executors.status import ReplicaState, RunStatus
+from executors.status import ReplicaState, RunStatus, name_ranks
 from executors.store import Store
 from executors.store.inventory import Inventory
 from executors.store.parallel import at_store
@@ -31,6 +31,7 @@ from executors.task.record import RunRecord
 
 FAR_PAUSES_S = (0.25, 4.0)  # 64 replicas watched for an hour are 60,000 requests
 RECENT_S = 0.2
+ADDING_S = 60.0  # from the record of added ranks to the first record of an attempt
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -124,6 +125,21 @@ class Observer:
             restarts.told(self._ends()),
             restarts.restarts_by_reason,
         )
+
+    def about_to_start(self) -> str | None:
+        """Return in a few words which replicas another process is about to start; None: no process is.
+
+        A look at the states shows only the replicas that have a record of their own.
+        """
+        self.update()
+        if resumed := self._restarts.about_to_start({rank: self._inventory.newest(rank) for rank in self.ranks}):
+            return f"{name_ranks(resumed)} being resumed"
+        now = time.time()
+        for added in self._fleet.additions():
+            is_begun = {*added.ranks} & {rank for rank, _, _ in self._inventory.records}
+            if not is_begun and -ADDING_S <= now - added.added_at <= ADDING_S and not added.is_orphaned:
+                return f"{name_ranks(added.ranks)} being added"
+        return None
 
     @property
     def decisions(self) -> Sequence[Decision]:

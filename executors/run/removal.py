@@ -1,24 +1,185 @@
-"""Deleting all that a run left, on this machine and in its store."""
+"""Deleting all that a run left, on this machine and in its store.
+
+A removal may be killed at any moment, and another one finishes it. The record that makes this possible is in
+`executors.task.removal_record`.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Concatenate, ParamSpec, TypeVar
 
-from executors.errors import BackendError, ReplicasError, StoreError
+from executors.errors import (
+    BackendError,
+    CorruptObjectError,
+    ReplicasError,
+    RunBeingRemovedError,
+    RunExistsError,
+    StoreError,
+    UnknownHandleError,
+    UnwritableStoreError,
+)
 from executors.native import LeavesFiles, MayBeQueued
-from executors.run.run_index import folder_of_run, forget
+from executors.run.run_index import folder_of_run, forget, is_state_dir, local_store, reference
 from executors.run.traces import Traces
 from executors.store import Store
 from executors.store.parallel import at_store
+from executors.store.records import exists
+from executors.task.removal_record import (
+    Removal,
+    check_not_removed,
+    find_removal,
+    removal_key,
+    sweep_behind_removal,
+    write_removal,
+)
 
-ENDS = ("replicas", "decisions", "added", "handles")  # what tells whether a run is over
+ENDS = ("replicas", "decisions", "added", "handles")  # these show that a run has ended
 MANY = 4096  # objects whose deletion is begun together
+P = ParamSpec("P")
+T = TypeVar("T")
+R = TypeVar("R", bound=Traces)
+MAX_PASSES = 20  # a list may be older than a deletion, or a process may go on writing
+
+
+def remove(run: Traces, tell: Callable[[str], None]) -> None:
+    """Delete a run that has ended, or finish a removal that was interrupted.
+
+    Args:
+        run: the run.
+        tell: gets a few words on the progress.
+
+    Raises:
+        RunExistsError: a replica still runs, or is about to be started.
+        RunNotFoundError: there is no such run.
+        StoreError: something is left, or the store does not answer.
+    """
+    if _is_deleting(run):
+        remove_files(run)
+        remove_run(run.store, run.run_id, tell)
+        return
+    removal = Removal.new()
+    # The record comes before the look: a resume that this look does not see will see the record.
+    has_mark = _write(run.store, run.run_id, removal)
+    try:
+        _check_ended(run)
+    except BaseException:
+        _withdraw(run.store, run.run_id, removal)
+        raise
+    removal = replace(removal, is_deleting=True)
+    if has_mark:
+        _mark_everywhere(run.store, run.run_id, removal)
+
+    def mark_late() -> None:
+        """Leave the record where a full disk had no room for it before."""
+        if not has_mark:
+            _mark_everywhere(run.store, run.run_id, removal)
+            _check_ended(run)
+
+    remove_files(run)
+    remove_run(run.store, run.run_id, tell, before_ends=mark_late)
+
+
+def names_removal(act: Callable[Concatenate[R, P], T]) -> Callable[Concatenate[R, P], T]:
+    """Decorate a function of a run so that its error names the removal that has deleted what the function needs.
+
+    Args:
+        act: a function whose first argument is the run.
+    """
+
+    @functools.wraps(act)
+    def act_and_explain(run: R, /, *args: P.args, **more: P.kwargs) -> T:
+        try:
+            return act(run, *args, **more)
+        except (ReplicasError, ValueError) as error:
+            removed = error if isinstance(error, RunBeingRemovedError) else _removal_behind(run)
+            if removed is None:
+                raise
+            # The removal may not have seen what the function has written in the meantime.
+            with contextlib.suppress(StoreError):
+                if sweep_behind_removal(run.store, run.run_id):
+                    forget(folder_of_run(run.run_id, run.store.url))
+            raise removed from (None if removed is error else error)
+
+    return act_and_explain
+
+
+def _removal_behind(run: Traces) -> RunBeingRemovedError | None:
+    """Return the error for a run that is being removed, or was; None: it is not, or nobody can tell."""
+    try:
+        check_not_removed(run.store, run.run_id, reference(run.run_id, run.store.url))
+    except RunBeingRemovedError as error:
+        return error
+    except StoreError:
+        pass
+    return None
+
+
+def _is_deleting(run: Traces) -> bool:
+    """Return whether a removal of the run has deleted something, or could have.
+
+    Raises:
+        RunNotFoundError: there is no such run.
+    """
+    with contextlib.suppress(CorruptObjectError):  # a damaged record of a removal: the run says whether it has ended
+        removal = find_removal(run.store, run.run_id)
+        if removal is not None and removal.is_deleting:
+            return True
+    if not exists(run.store, f"{run.run_id}/run.json"):  # another removal may have ended since the record was read
+        run.__dict__.pop("record", None)
+    try:
+        _ = run.record
+    except RunBeingRemovedError:  # this machine's folder is all that is left
+        return True
+    except CorruptObjectError:
+        pass
+    return False
+
+
+def _check_ended(run: Traces) -> None:
+    """Raises: RunExistsError: a replica still runs, or is about to be started."""
+    try:
+        now = run.status(reports=False)
+        starting = run.about_to_start()
+    except (CorruptObjectError, UnknownHandleError, RunBeingRemovedError):
+        return  # a run that cannot be read, or has no run.json any more, can be removed
+    name = reference(run.run_id, run.store.url)
+    if not now.is_terminal:
+        raise RunExistsError(f"Run {run.run_id!r} still runs. Cancel it first: `replicas cancel {name}`.")
+    if starting is not None:
+        raise RunExistsError(f"Run {run.run_id!r} still runs: {starting}. Cancel it first: `replicas cancel {name}`.")
+
+
+def _write(store: Store, run_id: str, removal: Removal) -> bool:
+    """Write the record; False where there is no room for it. A full disk can be emptied all the same."""
+    try:
+        write_removal(store, run_id, removal)
+    except UnwritableStoreError:
+        return False
+    return True
+
+
+def _mark_everywhere(store: Store, run_id: str, removal: Removal) -> None:
+    """Write the record into the run's store, and into this machine's folder of a run whose store is elsewhere."""
+    _write(store, run_id, removal)
+    if folder_of_run(run_id, store.url) is not None and not is_state_dir(store.url):
+        _write(local_store(), run_id, removal)
+
+
+def _withdraw(store: Store, run_id: str, removal: Removal) -> None:
+    """Delete the record of a removal, unless it is another removal's."""
+    with contextlib.suppress(StoreError):
+        found = find_removal(store, run_id)
+        if found is not None and found.nonce == removal.nonce:
+            store.delete(removal_key(run_id))
 
 
 def remove_files(run: Traces) -> None:
-    """Delete what replicas left by the executors of their run, where these are to be had here."""
-    with contextlib.suppress(ReplicasError):  # what cannot be read can be removed
+    """Delete the files that replicas left outside the store, where the run's backends are available here."""
+    with contextlib.suppress(ReplicasError):  # a run that cannot be read can be removed
         run.fleet.read_added()
         for site in run.fleet.sites:
             with contextlib.suppress(BackendError):
@@ -42,42 +203,81 @@ def withdraw_jobs(run: Traces) -> int:
     return n
 
 
-def remove_run(store: Store, run_id: str, tell: Callable[[str], None] = lambda words: None) -> None:
-    """Delete a run that is over, where its records are and in the directory of runs.
+def remove_run(
+    store: Store,
+    run_id: str,
+    tell: Callable[[str], None] = lambda words: None,
+    *,
+    before_ends: Callable[[], None] = lambda: None,
+) -> None:
+    """Delete the objects of a run, and what this machine keeps of it.
 
-    What says that it is over goes behind the rest, and the run's record last, so a removal that ends half-way can be
-    begun again; where it was among the ends of replicas already, a cancel has to say first that these are over.
+    The records that show the end of the run come after the rest. `run.json` follows when nothing else is left, and the
+    record of the removal is the last.
 
     Args:
-        tell: gets a few words on how far it is.
+        store: the store of the run.
+        run_id: the run.
+        tell: gets a few words on the progress.
+        before_ends: called before the first record that shows the end of the run is deleted.
 
     Raises:
         StoreError: something is left, or the store does not answer.
     """
-    folder, record = folder_of_run(run_id, store.url), f"{run_id}/run.json"
-    over = tuple(f"{run_id}/{name}/" for name in ENDS)
-    stages: list[list[str]] = [[], [], []]
-    for entry in store.list(f"{run_id}/"):
-        stages[2 if entry.key == record else entry.key.startswith(over)].append(entry.key)
-    left, n_done, n_all = list[str](), 0, sum(map(len, stages))
-
-    def delete(key: str) -> str | None:
-        try:
-            store.delete(key)
-        except ValueError:  # not a key that a store takes: somebody put it there by other means
-            return key
-        return None
-
-    for keys in stages:
-        for start in range(0, len(keys), MANY):
-            tell(f"{n_done:,} of {n_all:,} objects")
-            batch = keys[start : start + MANY]
-            left += [key for key in at_store(store, delete, batch) if key is not None]
-            n_done += len(batch)
+    folder, record, mark = folder_of_run(run_id, store.url), f"{run_id}/run.json", removal_key(run_id)
+    left = set[str]()
+    _delete_all(store, run_id, {record, mark}, left, tell, before_ends)
+    # A resume that finds run.json after its last write is seen by the list that follows the deletion of run.json.
+    _delete_all(store, run_id, {mark}, left, tell)
+    if folder is None or not is_state_dir(store.url):  # else the record is a file of the folder, and its last one
+        store.delete(mark)
     forget(folder)
     if left:
         raise StoreError(
             f"Run {run_id!r} is removed, but for {len(left)} objects under names that no run has, such as "
-            f"{left[0][:200]!r}. Delete these with the tools of the rendezvous.",
+            f"{min(left)[:200]!r}. Delete these with the tools of the rendezvous.",
             url=store.url,
         )
+
+
+def _delete_all(
+    store: Store,
+    run_id: str,
+    keep: Collection[str],
+    left: set[str],
+    tell: Callable[[str], None],
+    before_ends: Callable[[], None] = lambda: None,
+) -> None:
+    """Delete the objects of a run, and list again until nothing is left but what is kept.
+
+    Args:
+        store: the store of the run.
+        run_id: the run.
+        keep: keys that stay.
+        left: gets the names that cannot be deleted.
+        tell: gets a few words on the progress.
+        before_ends: called once, before the first record that shows the end of the run is deleted.
+    """
+
+    def delete(key: str) -> str | None:
+        try:
+            store.delete(key)
+        except ValueError:  # another program created the object, under a name that no store takes as a key
+            return key
+        return None
+
+    ends = tuple(f"{run_id}/{name}/" for name in ENDS)
+    for number in range(MAX_PASSES):
+        found = [entry.key for entry in store.list(f"{run_id}/") if entry.key not in keep and entry.key not in left]
+        stages = [[key for key in found if key.startswith(ends) is is_end] for is_end in (False, True)]
+        n_done = 0
+        for is_end, keys in enumerate(stages):
+            if is_end and number == 0:
+                before_ends()
+            for start in range(0, len(keys), MANY):
+                tell(f"{n_done:,} of {len(found):,} objects")
+                batch = keys[start : start + MANY]
+                left.update(key for key in at_store(store, delete, batch) if key is not None)
+                n_done += len(batch)
+        if not found:
+            return

@@ -17,7 +17,7 @@ from executors.status import Decided, ReplicaState, RestartState
 from executors.store import Store
 from executors.store.url import is_near
 from executors.supervision.decision_words import HOPELESS, Earlier, line_of, note_of
-from executors.supervision.decisions import Decision, DecisionLog, answer_to, barred_by, policy_of
+from executors.supervision.decisions import Decision, DecisionLog, answer_to, barred_by, is_barred, policy_of
 from executors.supervision.orders import words_of_bar
 from executors.supervision.rules import RunFacts, decide
 from executors.task.policy import Restarts
@@ -90,6 +90,23 @@ class RestartStates:
         earlier = Earlier(self._launched, log)
         return [self._with_answer(state, log, earlier, list(ends.values()), now) for state in states]
 
+    def about_to_start(self, newest: Mapping[int, int]) -> list[int]:
+        """Read the log, and return the ranks whose next attempt a resume is about to start.
+
+        A look at the run does not show those that have succeeded, and that an extension of the run starts again.
+
+        Args:
+            newest: the number of the newest attempt of each rank that was begun.
+        """
+        self._read()
+        log, now = self.decisions, time.time()
+        answers = {rank: answer_to(log, rank, attempt) for rank, attempt in newest.items()}
+        return [
+            rank
+            for rank, answer in answers.items()
+            if answer is not None and answer.kind == "resume" and is_under_way(answer, now) and not is_barred(log, rank)
+        ]
+
     def share(self, log: DecisionLog) -> None:
         """Let this process's looks and another log of the run have what either has read."""
         with self._reading:
@@ -156,8 +173,8 @@ class RestartStates:
             is_hopeless = bar is not None and bar.kind == "stop" and bar.why in HOPELESS
             return replace(state, restart=replace(known, note=self._problem, is_hopeless=is_hopeless))
         if answer is not None and answer.kind == "resume":
-            is_under_way = _is_within(RESUME_S, answer.at, now)
-            return _awaiting(state, known, "resuming") if is_under_way else replace(state, restart=known)
+            is_awaited = is_under_way(answer, now)
+            return _awaiting(state, known, "resuming") if is_awaited else replace(state, restart=known)
         if answer is not None:
             known = replace(known, next_at=max(answer.not_before, answer.at))
             note = note_of(log, log.index(answer), self._launched, now)
@@ -254,6 +271,16 @@ def counted(log: Sequence[Decision], outcomes: Sequence[Outcome]) -> list[Outcom
     rest = [outcome for outcome in outcomes if not was_removed(log, outcome)]
     has_success = any(outcome.status is ReplicaStatus.SUCCEEDED for outcome in rest)
     return rest if has_success else list(outcomes)
+
+
+def is_under_way(resume: Decision, now: float) -> bool:
+    """Return whether a resume whose attempts are not there yet may still start them.
+
+    Args:
+        resume: the decision of the resume.
+        now: Unix time.
+    """
+    return _is_within(RESUME_S, resume.at, now) and not resume.is_orphaned
 
 
 def _is_within(seconds: float, since: float, now: float) -> bool:

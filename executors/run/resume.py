@@ -20,6 +20,7 @@ from executors.errors import (
     CorruptObjectError,
     LaunchError,
     ReplicasError,
+    RunBeingRemovedError,
     RunNotFoundError,
     StoreError,
 )
@@ -32,6 +33,7 @@ from executors.run.launch_hands import Recipe
 from executors.run.model_of_run import load_reader
 from executors.run.prices import affordable_s
 from executors.run.recipe import native_executor, recipes_of, spec_of, vouched_task
+from executors.run.removal import names_removal
 from executors.run.run import Run
 from executors.run.run_index import keep_key, reference, remember, settle
 from executors.run.spread import options_to_note
@@ -45,11 +47,13 @@ from executors.supervision.lease import hold_lease, release_lease
 from executors.supervision.orders import abandon_run, order_cancel, order_policy, order_resume, take_back_resume
 from executors.task.create import continue_run
 from executors.task.policy import HangLimits, Restarts
+from executors.task.removal_record import check_not_removed
 from executors.task.stored import StoredTask
 
 MAX_NAME = 200  # characters of the name that a record gives somebody
 
 
+@names_removal
 def resume(
     run: Run,
     *,
@@ -112,6 +116,8 @@ def resume(
     new_restarts = Restarts.of(restarts)
     HangLimits.of(hang_timeout, start_timeout)  # refuses a wrong value before anything is read
     totals = _totals(total_steps, total_rounds)
+    name = reference(run.run_id, run.store.url)
+    check_not_removed(run.store, run.run_id, name)
     task = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
     launched = task.launched_with
     run.fleet.named = frozenset(ranks or ())
@@ -157,6 +163,13 @@ def resume(
     if (barring := order_resume(log, next_attempts, n_seen)) is not None:
         what = "cancelled" if barring.kind == "cancel" else "stopped"
         raise LaunchError(f"Run {run.run_id!r} was {what} meanwhile by {_name(barring.by)}.", cancelled=True)
+    try:
+        check_not_removed(run.store, run.run_id, name)
+    except RunBeingRemovedError:
+        # That removal may not have seen the order. If it did, it has refused to delete the run.
+        with contextlib.suppress(StoreError):
+            take_back_resume(log, next_attempts, "the run is being removed")
+        raise
     if detach and executor.lease_s is not None:
         release_lease(run.store, run.run_id)
     lease = next(filter(None, (hold_lease(run.store, recipe.spec) for recipe in recipes)), None)

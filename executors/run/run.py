@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from executors.errors import BackendError, CorruptObjectError, RunExistsError, UnknownHandleError
+from executors.errors import BackendError
 from executors.patience import FOLLOWER, KEEPER, Patience
 from executors.protocol import BY_USER, Outcome, ReplicaStatus, ServerlessExecutor
 from executors.report.root_cause import raise_root_cause
@@ -17,7 +17,7 @@ from executors.run.launch_hands import LaunchHands, Recipe
 from executors.run.notebook import Display, in_notebook
 from executors.run.outside_keeper import OutsideKeeper
 from executors.run.progress import View, open_view
-from executors.run.removal import remove_files, remove_run, withdraw_jobs
+from executors.run.removal import remove, withdraw_jobs
 from executors.run.restart_states import counted
 from executors.run.run_logs import Ranks
 from executors.run.traces import Traces
@@ -248,20 +248,19 @@ class Run(Traces):
     def remove(self, tell: Callable[[str], None] = lambda words: None) -> None:
         """Delete everything the run left, here and in its store.
 
+        If an earlier removal was interrupted, this one finishes it.
+
         Args:
-            tell: gets a few words on how far it is, where it takes long.
+            tell: gets a few words on the progress, if the removal takes long. Default: nothing is reported.
 
         Raises:
-            RunExistsError: a replica still runs.
+            RunExistsError: a replica still runs, or is about to be started.
+            StoreError: something is left, or the store does not answer.
+
+        Example:
+            attach("first-try").remove()
         """
-        try:
-            is_over = self.status(reports=False).is_terminal
-        except (CorruptObjectError, UnknownHandleError):  # what cannot be read can be removed
-            is_over = True
-        if not is_over:
-            raise RunExistsError(f"Run {self.run_id!r} still runs. Cancel it first: `replicas cancel {self.run_id}`.")
-        remove_files(self)
-        remove_run(self.store, self.run_id, tell)
+        remove(self, tell)
 
     @cached_property
     def _waiter(self) -> Waiter:

@@ -4,6 +4,7 @@
 <state>/<run_id>/launched.json        where a run is that this machine launched, the digest of its task, and what it was
                                       launched with; of one that was brought back here, only where it is
 <state>/<run_id>/replicas/…/output.log   what local replicas print, whatever the run's store
+<state>/<run_id>/removing.json        that the run is being removed, wherever its store is; the last file to be deleted
 <state>/<run_id>/supervisors.lock     locked by those who watch over local replicas
 <state>/.keys/<run_id>                the key of a signed run, in hexadecimal; where its folder is copied to, it is not
 <state>/.preparing/<run_id>.json      a launch that has written nothing else yet, or never did
@@ -48,11 +49,14 @@ from executors.store.records import (
 )
 from executors.store.run_key import key_id, parse_key
 from executors.store.url import address_of, check_run_id, directory_of
+from executors.task.removal_record import REMOVAL, Removal, find_removal
 
 NOTE = "launched.json"
 KEYS = ".keys"
 PREPARING = ".preparing"
 LOCK = ".noting.lock"
+KNOWN_BY = ("run.json", NOTE, REMOVAL)
+"""A folder that has one of these files is a run's."""
 WHAT_TO_SET = "Set XDG_STATE_HOME to a directory of yours."
 FORGOTTEN_S = 86_400  # after which a launch that came to nothing is not told of any more
 
@@ -209,7 +213,21 @@ def locate(run_id: str) -> str | None:
 
 
 def _is_here(run_id: str) -> bool:
-    return os.path.isfile(state_dir() / run_id / "run.json")
+    """Return whether the state directory holds a run, or what an interrupted removal left of its folder."""
+    return any(os.path.isfile(state_dir() / run_id / name) for name in ("run.json", REMOVAL))
+
+
+def is_state_dir(store_url: str) -> bool:
+    """Return whether a store is this user's state directory.
+
+    Args:
+        store_url: the url of the store.
+
+    Example:
+        >>> is_state_dir("s3://bucket/prefix")
+        False
+    """
+    return _is_same_place(state_path().as_uri(), store_url)
 
 
 def reference(run_id: str, store_url: str) -> str:
@@ -227,7 +245,9 @@ def folder_of_run(run_id: str, store_url: str) -> Path | None:
     """
     known = locate(run_id)
     is_its = known is not None and _is_same_place(known, store_url)
-    is_lost = not is_its and damage_of_note(run_id) is not None and not _is_here(run_id)
+    # A removal may have left its record in the folder of a lost run, which is lost all the same.
+    has_record = os.path.isfile(state_dir() / run_id / "run.json")
+    is_lost = not is_its and damage_of_note(run_id) is not None and not has_record
     return state_dir() / run_id if is_its or is_lost else None
 
 
@@ -316,17 +336,43 @@ def key_file(run_id: str) -> Path:
 
 
 def forget(folder: Path | None) -> None:
-    """Delete what this machine keeps of a run: its logs, its place and its key.
+    """Delete what this machine keeps of a run: its logs, its key, its place, and the record of its removal.
 
     Args:
-        folder: as `folder_of_run` said before the run was deleted.
+        folder: as `folder_of_run` returned it before the run was deleted. None: this machine keeps nothing.
     """
     import shutil
 
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            key_file(folder.name).unlink(missing_ok=True)
+    if folder is None:
+        return
+    # The place and the record of the removal go last: with these an interrupted removal is found, and finished.
+    last = [folder / NOTE, folder / REMOVAL]
+    with contextlib.suppress(OSError):
+        key_file(folder.name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        for path in set(folder.iterdir()) - {*last}:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        for path in last:
+            path.unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def find_removal_here(run_id: str, store_url: str) -> Removal | None:
+    """Return the removal of a run of which this machine's folder is the only thing that is left.
+
+    Args:
+        run_id: the run.
+        store_url: the url of the store that has nothing of the run any more.
+    """
+    if folder_of_run(run_id, store_url) is None:
+        return None
+    with contextlib.suppress(StoreError):
+        return find_removal(local_store(), run_id)
+    return None
 
 
 def _is_same_place(url: str, other: str) -> bool:
@@ -343,7 +389,7 @@ def known_run_ids() -> list[str]:
     changed: dict[str, float] = {}
     for path in state_dir().iterdir():
         with contextlib.suppress(FileNotFoundError):  # it is being removed
-            if not path.name.startswith(".") and any(os.path.isfile(path / name) for name in ("run.json", NOTE)):
+            if not path.name.startswith(".") and any(os.path.isfile(path / name) for name in KNOWN_BY):
                 changed[path.name] = path.stat().st_mtime
     return sorted(changed, key=changed.__getitem__)
 

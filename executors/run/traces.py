@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from executors.attempt import Attempt, replica_prefix
-from executors.errors import BackendError, CorruptObjectError, ReplicasError, RunNotFoundError, StoreError
+from executors.errors import (
+    BackendError,
+    CorruptObjectError,
+    ReplicasError,
+    RunBeingRemovedError,
+    RunNotFoundError,
+    StoreError,
+)
 from executors.logs.follower import WHOLE
 from executors.metrics.metrics import Metrics, read_metrics
 from executors.native import page_of_job
@@ -20,7 +27,15 @@ from executors.patience import BRIEF, FOLLOWER, retry
 from executors.protocol import Outcome, ServerlessExecutor
 from executors.run.fleet import Fleet
 from executors.run.observer import RECENT_S, Observer
-from executors.run.run_index import Note, check_is_located, find_key, noted_at_launch, noted_options
+from executors.run.run_index import (
+    Note,
+    check_is_located,
+    find_key,
+    find_removal_here,
+    noted_at_launch,
+    noted_options,
+    reference,
+)
 from executors.run.run_logs import EVERYTHING, Lines, OnUnread, Ranks, RunLogs, Which
 from executors.run.run_logs import Note as LogNote
 from executors.run.spread import SpreadExecutor, as_one
@@ -32,6 +47,7 @@ from executors.store.url import address_of
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.events import Event, EventReader, read_warnings
 from executors.task.record import RunRecord, find_run_record
+from executors.task.removal_record import find_removal
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +79,29 @@ class Traces:
         """What `run.json` says: who, what, when, backend, options."""
         record = find_run_record(self.store, self.run_id)
         if record is None:
+            self.check_not_removed()
+            if (removal := find_removal_here(self.run_id, self.store.url)) is not None:
+                raise RunBeingRemovedError(removal.describe(self.run_id, reference(self.run_id, self.store.url)))
             check_is_located(self.run_id, self.store.url)
             raise RunNotFoundError(f"No run {self.run_id!r} at {self.store.url}.")
         return record
+
+    def check_not_removed(self) -> None:
+        """Check that nobody has begun to delete the run.
+
+        Raises:
+            RunBeingRemovedError: `replicas rm` has begun to delete it. The message names the command that finishes.
+            StoreError: the store does not answer.
+
+        Example:
+            attach("first-try").check_not_removed()
+        """
+        if (removal := find_removal(self.store, self.run_id)) is not None:
+            raise RunBeingRemovedError(removal.describe(self.run_id, reference(self.run_id, self.store.url)))
+
+    def about_to_start(self) -> str | None:
+        """Return in a few words which replicas another process is about to start; None: no process is."""
+        return self._observer.about_to_start()
 
     @property
     def url(self) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 from executors.errors import CorruptObjectError, StoreError
 from executors.patience import retry
-from executors.process import this_process
+from executors.process import IDENTITY, has_ended, this_process
 from executors.store import Store
 from executors.store.protocol import check_size
 from executors.store.records import (
@@ -109,6 +109,8 @@ class Decision(Record):
     total_rounds: int | None = checked(nullable(integer(1, MAX_TOTAL)), None)
     """The planned rounds, if the rounds of the run go by the clock."""
     by: str = checked(text(1000), "")
+    process: str | None = checked(nullable(text(600, IDENTITY)), None)
+    """The process that is about to start the attempts of a resume, as `identify_process` names it."""
     nonce: str = checked(text(100), "")
     at: float = checked(number(LONG_AGO, FAR_AHEAD), 0.0)
     """When it was made, by the clock of who made it; never before the entry before it, where both are proven."""
@@ -119,6 +121,11 @@ class Decision(Record):
     def wait_s(self) -> float:
         """How long its attempts were to wait when it was made."""
         return max(0.0, self.not_before - self.at)
+
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether the process that was about to start its attempts is known to have ended."""
+        return self.process is not None and has_ended(self.process)
 
     def left_s(self, now: float) -> float:
         """Return how long its attempts are still to wait by a clock: no longer than at first, whatever that says."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from executors.attempt import Attempt, half_way
 from executors.errors import StoreError
-from executors.process import this_process
+from executors.process import identify_process, this_process
 from executors.protocol import BY_USER, STOPPED
 from executors.store import Store
 from executors.supervision.decisions import MAX_WORDS, Decision, DecisionLog, answer_to
@@ -76,7 +76,7 @@ def order_resume(log: DecisionLog, start: Mapping[int, int], n_seen: int) -> Dec
     def entry(entries: Sequence[Decision]) -> Decision | None:
         later = entries[n_seen:]
         forbidding[:] = [e for e in later if e.kind == "stop" or (e.kind == "cancel" and e.rank in (None, *start))]
-        return None if forbidding else Decision(kind="resume", start=dict(start))
+        return None if forbidding else Decision(kind="resume", start=dict(start), process=identify_process())
 
     log.append(entry)
     return forbidding[0] if forbidding else None

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import count, islice
 
 from executors.errors import CorruptObjectError, StoreError
-from executors.process import this_process
+from executors.process import IDENTITY, has_ended, identify_process, this_process
 from executors.store import Store
 from executors.store.added_ranks import MAX_ADDED, AddedRanks, added_key
 from executors.store.inventory import Inventory
@@ -21,6 +21,7 @@ from executors.store.records import (
     Fields,
     checked,
     find_record,
+    nullable,
     number,
     read_record,
     text,
@@ -37,6 +38,13 @@ class Added(AddedRanks, Placement):
 
     added_at: float = checked(number(LONG_AGO, FAR_AHEAD), 0.0)
     added_by: str = checked(text(1000), "")
+    added_process: str | None = checked(nullable(text(600, IDENTITY)), None)
+    """The process that is about to start the ranks, as `identify_process` names it."""
+
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether the process that was about to start the ranks is known to have ended."""
+        return self.added_process is not None and has_ended(self.added_process)
 
     @property
     def name(self) -> str:
@@ -74,7 +82,11 @@ def take_ranks(store: Store, run_id: str, world_size: int, n: int, placement: Pl
         StoreError: the store does not answer, or the run has no room for more.
     """
     mine = Added(
-        **{**vars(placement), "ranks": ()}, nonce=os.urandom(8).hex(), added_at=time.time(), added_by=this_process()
+        **{**vars(placement), "ranks": ()},
+        nonce=os.urandom(8).hex(),
+        added_at=time.time(),
+        added_by=this_process(),
+        added_process=identify_process(),
     )
     known = list[Added | None]()
     while True:

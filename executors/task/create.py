@@ -33,7 +33,7 @@ from executors.errors import (
 )
 from executors.native import Package, RunSpec
 from executors.store import Store
-from executors.store.records import MAX_DEPTH, exists, is_deeper_than, to_bytes
+from executors.store.records import MAX_DEPTH, exists, find_record, is_deeper_than, to_bytes
 from executors.store.run_key import key_id, new_key, parse_key
 from executors.store.url import address_of, check_run_id
 from executors.task.arguments import check_call, split_rank_env
@@ -42,6 +42,7 @@ from executors.task.launch_request import LaunchRequest
 from executors.task.pickles import pickle_call
 from executors.task.policy import HangLimits, Restarts
 from executors.task.record import LaunchedWith, RunRecord
+from executors.task.removal_record import Removal, removal_key
 from executors.task.sources import sources_of
 from executors.task.stored import MAX_TASK_BYTES, PYTHON, StoredTask, folder_of, versions_here
 
@@ -214,6 +215,11 @@ def write_run(store: Store, run_id: str, new: NewRun) -> None:
                 f"Run {run_id!r} exists at {store.url}. Look at it with executors.attach({name!r}) or "
                 f"`replicas status {shlex.quote(name)}`, or choose another run id."
             )
+        # A removal deletes run.json before its own record. So a launch that finds no such record is not deleted by it.
+        if (removal := find_record(store, removal_key(run_id), Removal.parse)) is not None:
+            with contextlib.suppress(StoreError):
+                _take_back(store, run_id, record)
+            raise RunExistsError(removal.describe(run_id, shlex.quote(address_of(store.url, run_id))))
         _write_task(store, f"{run_id}/task", new.task, new.callable_pickle, new.code)
     except RunExistsError:
         raise
