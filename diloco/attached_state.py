@@ -39,6 +39,9 @@ from executors.errors import StoreError, kind_of
 log = logging.getLogger(__name__)
 
 OWN_PART_BYTES = 1 << 30  # of one object; a bucket takes five times as much at once
+FEWER_THAN_STEPS = 5
+"""Inner steps between two steps of a schedule by the script itself, from which on the schedule counts something else. A
+script that leaves out a step now and then, as after an overflow, has fewer in a row."""
 _STATE_CALLS = (("state_dict", "load_state_dict"), ("get_state", "set_state"), ("getstate", "setstate"))
 _KEPT = {np.dtype(dtype) for dtype in DTYPES.values()}
 
@@ -107,6 +110,12 @@ class AttachedState:
         """Those that this process had made then."""
         self._missed = 0
         """Steps of the run that what is attached did not take."""
+        self._set_to: dict[str, int] = {}
+        """By follower, the count that it was stepped to last. A larger one tells of a step that the script made."""
+        self._own_step_at: dict[str, int] = {}
+        """By follower, the steps that this process had made when the script itself stepped it last."""
+        self._misfits: set[str] = set()
+        """The names of schedules that follow although they count something else than inner steps."""
         self._ended: set[str] = set()
         """The names of schedules that have reached their own end before the run's."""
         self._left_out: set[str] = set()
@@ -186,8 +195,10 @@ class AttachedState:
         if n_steps and self.kept is not None:
             self._let_go, self.kept = self.kept.names(), None
         for name, schedule in self._followers.items():
+            self._look_for_own_step(name, schedule, n_steps)
             for _ in range(steps_counted(schedule), self._within(name, schedule, self.count_of(name, step))):
                 schedule.step()
+            self._set_to[name] = steps_counted(schedule)
         gap = step - self.step - (n_steps - self._n_steps)
         self.step, self._n_steps = step, n_steps
         self._missed += gap
@@ -197,6 +208,30 @@ class AttachedState:
                 "rank %s: DiLoCo %r continued at step %s, with attached state from step %s",
                 self._me.rank, self._keys.name, now, own,
             )  # fmt: skip
+
+    def _look_for_own_step(self, name: str, schedule: Any, n_steps: int) -> None:
+        """Warn, once, of a schedule that the script steps, too, but much less often than once in an inner step.
+
+        Such a schedule counts epochs: a StepLR that follows would decay hundreds of times in an epoch, without a word.
+        A script that steps it with each inner step does no harm, because the schedule is where the run is already.
+
+        Args:
+            name: the name that the schedule is attached by.
+            schedule: the schedule, before it is stepped to the run's step.
+            n_steps: the steps that this process has made.
+        """
+        if steps_counted(schedule) <= self._set_to.get(name, sys.maxsize):
+            return
+        made = n_steps - self._own_step_at.get(name, 0)
+        self._own_step_at[name] = n_steps
+        if made < FEWER_THAN_STEPS or name in self._misfits:
+            return
+        self._misfits.add(name)
+        warnings.warn(
+            f"The schedule {name!r} follows the run, and the script stepped it after {made} inner steps. If it counts "
+            "epochs, attach it without follow=True; else do not step it yourself.",
+            stacklevel=5,
+        )
 
     def _within(self, name: str, schedule: Any, count: int) -> int:
         """Return a count of steps, or the last count of the schedule if that is smaller; then warn once.

@@ -254,6 +254,30 @@ def test_the_averaged_model_that_is_evaluated_and_saved_after_a_round_is_the_sam
     assert saved[0]["weight"].item() == first[1]
 
 
+def test_a_schedule_of_epochs_is_right_in_a_replica_that_came_back() -> None:
+    from executors.store import MemoryStore
+
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    where: dict[str, Any] = {"store": MemoryStore(), "run_id": "epochs", "rank": 0, "world_size": 1}
+    diloco = DiLoCo(model, inner_steps=2, total_steps=12, outer_lr=1.0, outer_momentum=0.0, **where)
+    for _ in range(4):  # as many as an earlier attempt made: the first epoch
+        optimizer.step()
+        diloco.step()
+    rates: list[float] = []
+
+    def train_an_epoch() -> None:
+        rates.append(optimizer.param_groups[0]["lr"])
+        for _ in range(4):
+            diloco.step()
+
+    scope = {"diloco": diloco, "loader": range(4), "epochs": 3, "schedule": schedule, "train_an_epoch": train_an_epoch}
+    exec(block_with(PYTHON, "while schedule.last_epoch"), scope)
+    assert rates == [0.5, 0.25]
+    diloco.close()
+
+
 def run_recipe(words: str, make: Callable[[torch.nn.Module], dict[str, Any]], after_step: str = "") -> list[Any]:
     """Run a recipe of the README in two replicas that train on different data; return the tensors that it averages."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -270,3 +271,33 @@ def test_what_fabric_set_up_is_shared_attached_and_followed() -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(rate_at(8, "cosine"))
     assert all(torch.equal(plain.get_parameter(name), values) for name, values in diloco.anchor().items())
     leave(diloco)
+
+
+def train_with_own_steps(every: int, *, after: int = 0) -> list[str]:
+    """Return the warnings of a loop whose script steps the schedule that follows, too, once in so many inner steps."""
+    one = Replica(place(), "lambda")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(1, 31):
+            nudge(one.model, 0.1)
+            one.optimizer.step()
+            if number > after and number % every == 0:
+                one.schedule.step()
+            one.diloco.step()
+    one.end()
+    return [str(each.message) for each in caught if "follow" in str(each.message)]
+
+
+@pytest.mark.parametrize("every", [5, 10])
+def test_a_schedule_that_counts_epochs_and_follows_is_a_warning(every: int) -> None:
+    (message,) = train_with_own_steps(every)
+    assert message.startswith(f"The schedule 'schedule' follows the run, and the script stepped it after {every} inner")
+    assert "without follow=True" in message
+
+
+def test_a_schedule_that_begins_later_than_the_run_and_follows_is_a_warning() -> None:
+    assert len(train_with_own_steps(1, after=10)) == 1
+
+
+def test_a_schedule_that_the_script_steps_with_each_inner_step_may_follow() -> None:
+    assert train_with_own_steps(1) == train_with_own_steps(2) == []
