@@ -220,6 +220,33 @@ def alone_warning(outcomes: Sequence[Outcome]) -> str | None:
     )
 
 
+def unlike_ends_warning(outcomes: Sequence[Outcome]) -> str | None:
+    """Return the warning of a run whose replicas ended after unlike rounds, and so with unlike models; else None.
+
+    Each script then saves and evaluates a model of its own. No replica can know that when it leaves: the later rounds
+    are still to come.
+
+    Args:
+        outcomes: how the newest attempt of each rank ended. Those that did not succeed are left out.
+
+    Example:
+        unlike_ends_warning(list(run.outcomes().values()))
+    """
+    ends: dict[int, list[int]] = {}
+    for each in outcomes:
+        rounds = (each.reached or each.reported or {}).get("round")
+        # A script may report anything, infinity too.
+        if each.status is ReplicaStatus.SUCCEEDED and rounds is not None and math.isfinite(rounds):
+            ends.setdefault(int(rounds), []).append(each.rank)
+    if len(ends) < 2:
+        return None
+    (first, early), *_, (last, late) = sorted(ends.items())
+    return (
+        f"Replicas ended with unlike models, from {name_ranks(early)} after round {first} to {name_ranks(late)} after "
+        f"round {last}. Give DiLoCo total_steps, or end the run on all replicas by diloco.stop()."
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class FoundWarning:
     """One warning of a run."""
@@ -358,8 +385,9 @@ class RunStatus:
             if each.warned is not None
         ]
         outcomes = [each.outcome for each in self.replicas if each.outcome is not None]
-        if len(outcomes) == len(self.replicas) and (text := alone_warning(outcomes)) is not None:
-            found.append(FoundWarning(text=text, at=self.last_at))
+        if len(outcomes) == len(self.replicas):
+            texts = (alone_warning(outcomes), unlike_ends_warning(outcomes))
+            found += [FoundWarning(text=text, at=self.last_at) for text in texts if text is not None]
         return found
 
     @property

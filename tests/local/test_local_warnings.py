@@ -187,11 +187,20 @@ def test_a_script_that_is_alone_warns_on_stderr_alone(job: Path) -> None:
 TRAIN = """
 import torch
 from diloco import DiLoCo
+from executors import current_replica
 
 def main():
     model = torch.nn.Linear(2, 1)
     with DiLoCo(model, inner_steps=10, same_data="allow") as diloco:
         for _ in range(25):
+            with torch.no_grad():
+                model.weight.add_(0.1)
+            diloco.step()
+
+def by_episodes():
+    model = torch.nn.Linear(2, 1)
+    with DiLoCo(model, inner_steps=10, same_data="allow", grace_s=0.2) as diloco:
+        for _ in range(20 + 20 * current_replica().rank):
             with torch.no_grad():
                 model.weight.add_(0.1)
             diloco.step()
@@ -207,6 +216,14 @@ def test_steps_that_are_in_no_average_are_an_event_of_their_run(job: Path) -> No
     run = launch("local", "train_job:main", 2)
     assert run.wait(100)
     assert any("5 steps of this replica since its last round are in no average" in e.text for e in run.warnings())
+
+
+def test_replicas_whose_loops_end_at_unlike_steps_end_with_unlike_models_and_the_run_says_so(job: Path) -> None:
+    (job / "train_job.py").write_text(TRAIN)
+    run = launch("local", "train_job:by_episodes", 2)
+    assert run.wait(100)
+    (warning,) = [each for each in run.warnings() if each.rank is None]
+    assert "from rank 0 after round 2 to rank 1 after round 4" in warning.text
 
 
 def test_replicas_that_each_trained_alone_say_so_and_those_that_know_their_rank_do_not(job: Path) -> None:

@@ -130,6 +130,33 @@ def test_the_warning_of_a_run_comes_once_it_has_ended(run: MadeUp) -> None:
     assert [(event.kind, event.rank) for event in run.look(*over)][-2:] == [("warning", None), ("finished", None)]
 
 
+@pytest.mark.parametrize(
+    ("rounds", "words"),
+    [
+        ([70, 102], ["from rank 0 after round 70 to rank 1 after round 102", "total_steps"]),
+        ([102, 70, 71, 70], ["from ranks 1, 3 after round 70 to rank 0 after round 102"]),
+        ([70, 70], []),
+        ([70, None], []),
+        ([70, float("inf")], []),
+    ],
+)
+def test_replicas_that_succeed_after_unlike_rounds_have_unlike_models(
+    run: MadeUp, rounds: list[float | None], words: list[str]
+) -> None:
+    over = []
+    for rank, number in enumerate(rounds):
+        end = run.end(rank, 0, 1090.0, status=SUCCEEDED, reached={} if number is None else {"round": number})
+        over.append(ReplicaState(rank, 0, SUCCEEDED, end))
+    told = [each.text for each in RunStatus("run", "local", over).warnings]
+    assert len(told) == bool(words)
+    assert all(word in text for text in told for word in words), told
+    one_goes_on = [*over[:-1], ReplicaState(len(over) - 1, 0, ReplicaStatus.RUNNING)]
+    assert RunStatus("run", "local", one_goes_on).warnings == []
+    failed = run.end(1, 1, 1090.0, status=ReplicaStatus.FAILED, reached={"round": 1})
+    one_failed = [over[0], ReplicaState(1, 1, ReplicaStatus.FAILED, failed)]
+    assert RunStatus("run", "local", one_failed).warnings == []
+
+
 def test_each_record_is_told_once_in_the_order_of_time(run: MadeUp) -> None:
     first = run.look()
     assert [(event.kind, event.rank, event.attempt, event.at, event.duration_s) for event in first] == [
