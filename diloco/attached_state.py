@@ -39,9 +39,9 @@ from executors.errors import StoreError, kind_of
 log = logging.getLogger(__name__)
 
 OWN_PART_BYTES = 1 << 30  # of one object; a bucket takes five times as much at once
-FEWER_THAN_STEPS = 5
-"""Inner steps between two steps of a schedule by the script itself, from which on the schedule counts something else. A
-script that leaves out a step now and then, as after an overflow, has fewer in a row."""
+STEPS_OF_AN_EPOCH = 5
+"""Least number of inner steps between two steps of a schedule by the script that prove that the schedule does not count
+inner steps. A script that leaves out a step now and then, as after an overflow, leaves out fewer in a row."""
 _STATE_CALLS = (("state_dict", "load_state_dict"), ("get_state", "set_state"), ("getstate", "setstate"))
 _KEPT = {np.dtype(dtype) for dtype in DTYPES.values()}
 
@@ -210,10 +210,10 @@ class AttachedState:
             )  # fmt: skip
 
     def _look_for_own_step(self, name: str, schedule: Any, n_steps: int) -> None:
-        """Warn, once, of a schedule that the script steps, too, but much less often than once in an inner step.
+        """Warn, once, of a schedule that the script also steps, but much less often than once in an inner step.
 
-        Such a schedule counts epochs: a StepLR that follows would decay hundreds of times in an epoch, without a word.
-        A script that steps it with each inner step does no harm, because the schedule is where the run is already.
+        Such a schedule counts epochs. As a follower, a StepLR would decay hundreds of times in an epoch, without a
+        word. A script that steps the schedule with each inner step does no harm: the schedule is where the run is.
 
         Args:
             name: the name that the schedule is attached by.
@@ -224,7 +224,7 @@ class AttachedState:
             return
         made = n_steps - self._own_step_at.get(name, 0)
         self._own_step_at[name] = n_steps
-        if made < FEWER_THAN_STEPS or name in self._misfits:
+        if made < STEPS_OF_AN_EPOCH or name in self._misfits:
             return
         self._misfits.add(name)
         warnings.warn(

@@ -407,8 +407,8 @@ class DiLoCo:
                 `accelerator.prepare` returned is unwrapped.
             follow: True for a learning rate schedule of torch that counts inner steps. DiLoCo then steps it to
                 `inner_step`, now and at the end of each `step()`. Do not step it yourself, and attach its optimizer
-                first. A schedule that counts epochs must not follow, and a warning says so: step it to the epoch,
-                `while schedule.last_epoch < epoch: schedule.step()`, as each epoch begins.
+                first. A schedule that counts epochs must not follow; a warning says so. Step it to the epoch as each
+                epoch begins: `while schedule.last_epoch < epoch: schedule.step()`.
 
         Raises:
             TypeError: it is another thing, or its state is; the message names the place. It cannot follow; the message
