@@ -65,7 +65,7 @@ class DiLoCo:
 
     A loop over epochs begins at the run's step, and ends with the run:
 
-        for epoch in range(diloco.inner_step // len(loader), epochs):
+        for epoch in itertools.count(diloco.inner_step // len(loader)):
             if diloco.is_over:
                 break
             for batch in loader:
@@ -509,9 +509,10 @@ class DiLoCo:
                 tensors.refresh()
                 other._close(in_order=True)
             phase, moved, is_alone = self._participant.phase, self._model_state.has_moved, self._participant.is_alone
-            self._settings.check_what_was_averaged(
-                phase.n_steps, max(phase.made), self.rounds, moved, is_alone=is_alone
-            )
+            uncounted = max(phase.made)
+            if self.rounds and phase.n_steps and not is_alone and not self._is_over and not phase.wants_to_stop:
+                uncounted = self._loop.warn_of_early_end(at, uncounted)
+            self._settings.check_what_was_averaged(phase.n_steps, uncounted, self.rounds, moved, is_alone=is_alone)
 
     def __enter__(self) -> Self:
         return self

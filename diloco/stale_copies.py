@@ -364,7 +364,7 @@ class StaleCopies:
         owners = [each for owner in self._owners if (each := owner()) is not None]
         tensors = _tensors_in(owners) if owners else _reachable_tensors()
         if (found := _copies_of(undone.samples, tensors)) or self._n_strikes >= STRIKES:
-            self._test = _Test(undone, found, self._when, has_owner=bool(owners))
+            self._test = _Test(undone, found, self._when, owners=owners)
 
     def _look_later(self, later: _LaterSteps) -> None:
         """Warn, once, of an optimizer that takes back merges a few steps after them, as Lookahead does."""
@@ -508,8 +508,11 @@ class _LaterSteps:
 class _Test:
     """Moves suspected values right before the next optimizer step, and says afterwards whether they stayed moved."""
 
-    def __init__(self, undone: _Undone, copies: Sequence[_Copy], when: str, *, has_owner: bool = False) -> None:
-        self._has_owner = has_owner
+    def __init__(
+        self, undone: _Undone, copies: Sequence[_Copy], when: str, *, owners: Sequence[Optimizer] = ()
+    ) -> None:
+        self._owned = {id(p) for owner in owners for group in owner.param_groups for p in group["params"]}
+        """The parameters that an optimizer of torch steps itself, by identity."""
         self.undone, self.copies = undone, copies
         self.when = when
         self.optimizers: list[Optimizer] = []
@@ -527,16 +530,18 @@ class _Test:
         stepped = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         shapes, own = {tensor.shape for tensor in stepped}, {id(tensor) for tensor in stepped}
         parameters = [sample.parameter for sample in self.undone.samples]
-        if not any(id(p) in own or (p.shape in shapes and not self._has_owner) for p in parameters):
+        if not any(id(p) in own or (p.shape in shapes and not self._owned) for p in parameters):
             return None  # of another model, as a discriminator's
         if all(optimizer is not other for other in self.optimizers):
             self.optimizers.append(optimizer)
-        self._next = [sample for sample in self.undone.samples if all(sample is not each for each, *_ in self._moved)]
+        # The networks of a GAN may be in one DiLoCo, with an optimizer for each. What another optimizer steps waits for
+        # that optimizer. A parameter that no optimizer of torch steps moves with the first of them.
+        moved, others = {id(sample) for sample, *_ in self._moved}, self._owned - own
+        waiting = [sample for sample in self.undone.samples if id(sample) not in moved]
+        self._next = [sample for sample in waiting if id(sample.parameter) not in others]
         if _is_in_backward():
             # The backward pass still needs the other parameters, and refuses them if they have changed.
             self._next = [sample for sample in self._next if id(sample.parameter) in own]
-        elif self._moved:
-            return None  # the first of several optimizers has moved all of them
         return self if self._next else None
 
     @torch.no_grad()

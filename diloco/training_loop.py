@@ -50,6 +50,8 @@ class TrainingLoop:
         self.has_told_of_stop = False
         """Whether the line was printed that says who stopped the run."""
         self._calls = 0
+        self.is_trainers = False
+        """Whether a trainer has the loop. Its callback warns itself of an early end."""
         self._has_made_last_pass = False
         """Whether a process that found the run over has made the one step that is neither counted nor warned of."""
 
@@ -96,7 +98,7 @@ class TrainingLoop:
         # Not a warning: a loop may begin at the right step by other means, and looks the same from here.
         print(
             f"replicas: this replica continues at inner step {self._begins_at}{until}. A loop of your own must begin "
-            f"there: for step in diloco.steps(), or range(diloco.inner_step, {total or '…'}).",
+            "there, at diloco.inner_step, and end when diloco.is_over is True, as `for step in diloco.steps()` does.",
             file=sys.stderr,
         )
 
@@ -113,6 +115,32 @@ class TrainingLoop:
             "step() until diloco.is_over is True.",
             stacklevel=5,
         )
+
+    def warn_of_early_end(self, at: int, uncounted: int) -> int:
+        """Warn of a loop that has ended before the last planned round: the replicas that continue end otherwise.
+
+        A loop with a number of epochs ends so in a replica that was started again, because the steps that it makes
+        ahead of the others do not count.
+
+        Args:
+            at: the run's step, or its round where rounds go by the clock.
+            uncounted: steps since the last round that counted this replica.
+
+        Returns: the uncounted steps that are left to warn of.
+        """
+        settings = self._settings
+        is_by_clock = settings.round_seconds is not None
+        name, total = ("total_rounds", settings.total_rounds) if is_by_clock else ("total_steps", settings.total_steps)
+        if total is None or self.is_trainers:
+            return uncounted
+        lost = f" {uncounted} step{'s' * (uncounted > 1)} since its last round are lost." if uncounted else ""
+        warnings.warn(
+            f"The loop of this replica has ended at {'round' if is_by_clock else 'inner step'} {at}, before the end of "
+            f"the run ({name}={total}), so replicas that continue end with another model.{lost} Continue the loop "
+            "until diloco.is_over is True.",
+            stacklevel=5,
+        )
+        return 0
 
     def called_past_the_end(self, call: str, step: int) -> None:
         """Warn, once, that `step()` or `sync()` is called after the last planned round.

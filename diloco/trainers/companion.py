@@ -85,6 +85,7 @@ class Companion:
                 _is_trainers=not (follows or may_grow),
             )
             self.diloco._extension.is_trainers = not may_grow  # from here on
+            self.diloco._loop.is_trainers = True
             self.diloco._loop.trust()  # the callbacks set the trainer's own count of steps
         except ContributionError as error:
             if "total_steps=" in str(error):  # an argument of DiLoCo that this user did not give

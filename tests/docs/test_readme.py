@@ -202,10 +202,32 @@ def test_the_loop_over_epochs_ends_with_the_run_and_begins_where_the_run_is() ->
     for _ in range(4):  # as many as an earlier attempt made
         diloco.step()
     loader = CountedLoader()
-    scope = {"diloco": diloco, "loader": loader, "epochs": 9, "train_on": trained.append}
-    exec(block_with(PYTHON, "diloco.is_over"), scope)
+    scope = {"diloco": diloco, "loader": loader, "itertools": itertools, "train_on": trained.append}
+    exec(block_with(PYTHON, "train_on(batch)"), scope)
     assert (trained, diloco.inner_step, diloco.is_over) == ([0, 1, 2, 3, 0, 1], 10, True)
-    assert loader.n_epochs == 2, "the epochs that are left are not begun, nor is what follows each"
+    assert loader.n_epochs == 2, "no epoch begins after the last round"
+    diloco.close()
+
+
+def test_the_loop_over_epochs_goes_on_to_the_end_of_the_run_where_some_of_its_steps_do_not_count() -> None:
+    """As in a replica that was started again, and makes steps ahead of the others."""
+    from executors.store import MemoryStore
+
+    model = torch.nn.Linear(1, 1)
+    where: dict[str, Any] = {"store": MemoryStore(), "run_id": "epochs", "rank": 0, "world_size": 1}
+    diloco = DiLoCo(model, inner_steps=4, total_steps=8, outer_lr=1.0, outer_momentum=0.0, **where)
+    trained: list[int] = []
+
+    def train_on(batch: int) -> None:
+        trained.append(batch)
+        if len(trained) == 3:
+            diloco._participant.phase.go_on(0)
+
+    exec(
+        block_with(PYTHON, "train_on(batch)"),
+        {"diloco": diloco, "loader": CountedLoader(), "itertools": itertools, "train_on": train_on},
+    )
+    assert (len(trained), diloco.inner_step, diloco.is_over) == (10, 8, True)
     diloco.close()
 
 
@@ -272,7 +294,8 @@ def test_a_schedule_of_epochs_is_right_in_a_replica_that_came_back() -> None:
         for _ in range(4):
             diloco.step()
 
-    scope = {"diloco": diloco, "loader": range(4), "epochs": 3, "schedule": schedule, "train_an_epoch": train_an_epoch}
+    scope = {"diloco": diloco, "loader": range(4), "schedule": schedule, "itertools": itertools}
+    scope["train_an_epoch"] = train_an_epoch
     exec(block_with(PYTHON, "while schedule.last_epoch"), scope)
     assert rates == [0.5, 0.25]
     diloco.close()

@@ -108,7 +108,7 @@ def trained(where: Mapping[str, Any], steps: int, **options: Any) -> tuple[int, 
         (61, {"inner_steps": 10, "overlap_steps": "auto", "wire": "int8", **PLAIN}, 7),
     ],
 )
-@pytest.mark.filterwarnings("ignore:Only")
+@pytest.mark.filterwarnings("ignore:Only", "ignore:sync.. was called after the end")
 def test_every_fragment_has_its_last_round_at_the_last_step(steps: int, options: dict[str, Any], rounds: int) -> None:
     ends = run_replicas(3, lambda where: trained(where, steps, **options))
     for n_rounds, anchor, model in ends:
@@ -169,6 +169,28 @@ def test_steps_that_are_in_no_average_are_counted_in_a_warning() -> None:
     for message in run_replicas(2, body):
         assert message.startswith("5 steps of this replica since its last round are in no average")
         assert "total_steps" in message
+
+
+@pytest.mark.parametrize(("made", "lost"), [(20, ""), (25, "5 steps since its last round are lost. ")])
+def test_a_loop_that_ends_before_the_run_is_warned_of_with_what_to_do(made: int, lost: str) -> None:
+    """As a loop over epochs in a replica that was started again: steps ahead of the others do not count."""
+
+    def body(where: Mapping[str, Any]) -> str:
+        diloco = DiLoCo(nn.Linear(1, 1), inner_steps=10, total_steps=40, **where)
+        for _ in range(made if where["rank"] else 40):
+            diloco.step()
+        try:
+            diloco.close()
+        except UserWarning as warning:  # the tests' settings make errors of warnings
+            return str(warning)
+        return ""
+
+    first, second = run_replicas(2, body)
+    assert first == ""
+    assert second == (
+        f"The loop of this replica has ended at inner step {made}, before the end of the run (total_steps=40), so "
+        f"replicas that continue end with another model. {lost}Continue the loop until diloco.is_over is True."
+    )
 
 
 def test_steps_in_no_average_cause_a_warning_also_if_others_joined_a_run_of_one() -> None:

@@ -442,6 +442,37 @@ def test_a_step_of_another_models_optimizer_with_layers_of_the_same_shape_moves_
     stale.close()
 
 
+def test_a_step_of_one_of_two_optimizers_moves_no_value_that_the_other_steps() -> None:
+    """As in a GAN whose networks are in one DiLoCo: the generator's values are still needed for gradients."""
+    gan = nn.ModuleDict({"generator": nn.Linear(64, 64), "discriminator": nn.Linear(64, 64)})
+    stale = StaleCopies(gan, plan_fragments(gan, 1, sync_buffers=None))
+    optimizers = [torch.optim.SGD(gan[name].parameters(), 0.1) for name in ("discriminator", "generator")]
+    for optimizer in optimizers:
+        optimizer.step()
+    stale.check()
+    for number in range(STRIKES):
+        stale.before_merge()
+        nudge(gan, 0.5)
+        stale.after_merge(f"round {number + 1}")
+        nudge(gan, -0.5)
+        stale.check()
+    assert stale._test is not None
+    before = {name: values.clone() for name, values in gan.state_dict().items()}
+    made = gan["generator"](gan["generator"](torch.ones(1, 64)))
+    optimizers[0].step()
+    loss = gan["discriminator"](made).sum()
+    loss.backward()
+    optimizers[1].step()
+    assert stale._test.optimizers == optimizers
+    gan.zero_grad()
+    stale.check()
+    assert stale._n_cleared == 1
+    for name, values in gan.named_parameters():
+        if name.startswith("discriminator"):  # which had no gradient at its step
+            torch.testing.assert_close(values.detach(), before[name])
+    stale.close()
+
+
 def test_parameters_in_any_layout_are_compared_and_kept() -> None:
     model = nn.Conv2d(4, 8, 3)
     model.weight = nn.Parameter(model.weight.detach().to(memory_format=torch.channels_last))
