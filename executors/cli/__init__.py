@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from executors.cli.output import CANCELLED, CLOSED_PIPE, FAILED, USAGE, call, inert
-from executors.errors import NO_DIRECTORY, KeyNotFoundError, LaunchError, ReplicasError, StoreError
+from executors.errors import NO_DIRECTORY, LaunchError, ReplicasError, StoreError
 from executors.module_search import reserve_names
 from executors.patience import waits
 
@@ -188,8 +188,8 @@ def _call() -> int:
         code = _fail(error)
         if isinstance(error, LaunchError):  # something was started
             code = CANCELLED if error.cancelled else FAILED
-        elif error.was_waited_for or (isinstance(error, StoreError) and not isinstance(error, KeyNotFoundError)):
-            code = FAILED  # the command line is right; a store, or a backend, failed
+        elif error.was_waited_for or (isinstance(error, StoreError) and error.failing_since is not None):
+            code = FAILED  # the command line is right: a store, or a backend, failed for as long as it is waited for
         return code
     except Exception as error:
         if not hasattr(error, "format_message"):  # not one of typer's: a defect, shown with its traceback

@@ -21,6 +21,7 @@ from support.runs import launcher, said
 from diloco import DiLoCo
 from diloco.testing import run_replicas
 from executors import attach
+from executors.errors import StoreError
 from executors.protocol import ReplicaStatus
 from executors.store import open_store
 from executors.testing import eventually
@@ -92,14 +93,23 @@ def test_commands_that_follow_a_run_say_that_its_directory_is_away_and_end_with_
         assert (waits.ends(), follows.ends()) == (0, 0)
 
 
-@pytest.mark.parametrize("command", ["status", "wait", "collect", "logs", "cancel"])
-def test_a_store_that_fails_is_not_told_of_as_a_wrong_command_line(here: HereInstead, command: str) -> None:
-    place = here.folder.path / "runs"
-    assert here.launch("job:main", "--run-id", "otter", "--rendezvous", place, n=1).code == 0
-    with away(place):
-        done = here.replicas(command, "otter", "--rendezvous", place)
-    assert (done.code, done.stdout) == (1, ""), done
-    assert "Too many levels of symbolic links" in done.stderr
+@pytest.mark.parametrize("command", ["wait", "watch"])
+def test_a_command_whose_patience_is_over_does_not_blame_its_command_line(
+    here: HereInstead, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    options = ("--restarts", 1, "--detach") if command == "watch" else ("--detach",)
+    assert here.launch("job:hang", "--run-id", "otter", *options, n=1).code == 0
+
+    def fail(*_: object, **__: object) -> None:
+        raise StoreError("The store is away.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("executors.patience.SCALE", 0.0)
+        patch.setattr("executors.run.observer.Observer.look", fail)
+        done = here.replicas(command, "otter")
+    assert done.code == 1, done
+    assert "The store is away." in done.stderr
+    assert here.replicas("cancel", "otter").code == 0
 
 
 def test_a_command_says_after_seconds_that_its_bucket_does_not_answer(folder: Folder, s3_credentials: None) -> None:
