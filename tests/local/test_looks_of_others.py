@@ -35,6 +35,8 @@ def run(local: LocalProcessExecutor, tmp_path: Path) -> Iterator[Run]:
     """A replica that goes on, in a rendezvous that everybody may read."""
     for folder in (tmp_path, *tmp_path.parents[:3]):
         folder.chmod(0o755)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs").chmod(0o775)  # else a run's folder is for its user alone
     with launch(local, task("hang"), 1, rendezvous=tmp_path / "runs") as run:
         eventually(lambda: "hanging" in run.logs(rank=0))
         yield run
