@@ -10,6 +10,10 @@ from typing import Any, Protocol, runtime_checkable
 from executors.protocol import Outcome, Reason, ReplicaHandle, ServerlessExecutor
 
 GATHER_S = 600.0
+LEASE_S = 900.0
+"""How long containers continue while nobody renews their lease."""
+ATTACHED_LEASE = "lease.json"
+"""The lease of an attached run, below the run."""
 RUN_KEY = "REPLICAS_RUN_KEY"
 """The variable that holds the key of a signed run: in a replica, and where a run is resumed whose key is not on the
 machine."""
@@ -55,18 +59,29 @@ class RunSpec:
     launched_at: float = 0.0
     """Unix time of the launch."""
     lease_s: float | None = None
-    """How long its containers go on while nobody renews the lease of the run. None: it needs none."""
+    """How long its containers go on while nobody renews their lease. None: they need none."""
+    lease_name: str = ATTACHED_LEASE
+    """Which lease that is. The containers of a detached start have one of their own, which their launcher renews until
+    the last of them is started; then they need none."""
     spares: int = 0
     """How many jobs more are to stand by, for ranks that lose their containers."""
     is_of_spares: bool = False
     """Whether `ranks` number spares of the run."""
     task_folder: str = "task"
     """Where the task is, under the run."""
+    pays_for_start: bool = False
+    """Whether the time limit is what `max_cost` pays for, so that it counts from the container's start, with what is
+    installed there."""
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> RunSpec:
         """Return the spec whose fields are in a JSON object, as `dataclasses.asdict` made them."""
         return cls(**{**record, **{name: tuple(record[name]) for name in ("ranks", "secret_names", "chaos")}})
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a process outside keeps the run for as long as its containers run."""
+        return self.lease_s is not None and self.lease_name == ATTACHED_LEASE
 
     @property
     def credentials(self) -> dict[str, str]:
@@ -136,6 +151,18 @@ class KnowsPrices(Protocol):
 
 
 @runtime_checkable
+class TellsPreemption(Protocol):
+    """An executor whose service tells when it has taken back the machine of a replica."""
+
+    def tells_preemption(self, gpu: str | None) -> bool:
+        """Return whether replicas with such a GPU may lose their machine, and their service then says so.
+
+        Example:
+            executor.tells_preemption("H100")
+        """
+
+
+@runtime_checkable
 class KnowsPython(Protocol):
     """An executor that can say which Python its replicas will run."""
 
@@ -200,6 +227,81 @@ class Parent:
     """The same as a sentence."""
     launcher_is_gone: bool = False
     """True if the run is attached, and the process that it ends with is known to have ended."""
+
+
+@dataclass(frozen=True)
+class JobsOfRun:
+    """The jobs of one run that are to be ended, as whoever ends them knows the run. Nothing here needs a store."""
+
+    run_id: str
+    store_url: str | None = None
+    """The run's store. None: not known, so the run's id alone finds its jobs."""
+    launched_at: float | None = None
+    """Unix time of the launch, which is part of the jobs' labels. None: not known."""
+    ranks: tuple[int, ...] | None = None
+    """Only the jobs of these ranks. None: all jobs of the run, with its spares."""
+    over: frozenset[int] = frozenset()
+    """Ranks of which the caller knows that they have ended: their jobs are asked for only if the service lists them."""
+
+
+@dataclass(frozen=True)
+class EndedJobs:
+    """What became of jobs that a service was asked to end."""
+
+    n_ended: int = 0
+    """How many jobs the service has accepted to end."""
+    ranks: frozenset[int] = frozenset()
+    """The ranks whose newest known job the service was asked to end, whether or not it accepted that."""
+    problems: tuple[str, ...] = ()
+    """A sentence for each job, or list of jobs, that failed. Empty: nothing of what was asked for runs any more."""
+    commands: str = ""
+    """The service's own commands that end what is left."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the service has accepted to end every job that was asked for."""
+        return not self.problems
+
+    @property
+    def what_is_left(self) -> str:
+        """Say what may still run and how to end it; empty if nothing does."""
+        if not self.problems:
+            return ""
+        return f"What could not be ended may still run: {'; '.join(self.problems)}. End it yourself: {self.commands}"
+
+    def __add__(self, other: EndedJobs) -> EndedJobs:
+        """Join the answers of two services."""
+        commands = "   ".join(filter(None, dict.fromkeys([self.commands, other.commands])))
+        return EndedJobs(
+            self.n_ended + other.n_ended, self.ranks | other.ranks, (*self.problems, *other.problems), commands
+        )
+
+
+@runtime_checkable
+class EndsJobs(Protocol):
+    """An executor whose replicas are jobs of a service that it can end without asking the run's store."""
+
+    def end_jobs(self, run: JobsOfRun, tell: Callable[[str], None] = lambda words: None) -> EndedJobs:
+        """End the jobs of a run that this process started, that this machine noted, and that the service lists.
+
+        Starts of this run that are under way in this process are given up as well. The store is not asked.
+
+        Args:
+            run: the run, and which of its jobs.
+            tell: gets a sentence if the service takes longer than a minute: what still runs, and how to end it.
+
+        Returns: what was ended, and what may still run with the commands that end it.
+
+        Example:
+            executor.end_jobs(JobsOfRun("brave-otter-7f3a")).what_is_left
+        """
+
+    def commands_to_end(self, run_id: str) -> str:
+        """Return the service's own commands that list and end the jobs of a run.
+
+        Example:
+            executor.commands_to_end("brave-otter-7f3a")  # "hf jobs ls --label replicas-run=brave-otter-7f3a; …"
+        """
 
 
 @runtime_checkable

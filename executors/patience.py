@@ -47,6 +47,7 @@ class Patience:
         refused_seconds: the longest wait for a store that answers, and refuses: a user has to change something there.
             None: `seconds`.
         dead_seconds: the longest wait with credentials that have ended. None: `refused_seconds`.
+        backend_seconds: the longest wait for a backend that fails. None: `refused_seconds`.
     """
 
     process: str
@@ -55,6 +56,7 @@ class Patience:
     reason: str
     refused_seconds: float | None = None
     dead_seconds: float | None = None
+    backend_seconds: float | None = None
 
     @property
     def limit_s(self) -> float:
@@ -77,7 +79,8 @@ class Patience:
             dead = self.dead_seconds if self.dead_seconds is not None else refused
             seconds = min(seconds, dead if error.refusal == "credentials" else refused)
         elif isinstance(error, ReplicasError) and not isinstance(error, StoreError):  # a backend's
-            seconds = min(seconds, self.refused_seconds if self.refused_seconds is not None else seconds)
+            longest = self.refused_seconds if self.backend_seconds is None else self.backend_seconds
+            seconds = min(seconds, seconds if longest is None else longest)
         return seconds * SCALE
 
 
@@ -159,6 +162,14 @@ KEEPER = Patience(
     "Giving up ends an attached run, or leaves it without restarts. Waiting costs nothing: replicas have limits.",
     refused_seconds=15 * MINUTE,
 )
+PAID_KEEPER = Patience(
+    "the same, where jobs of a service need their lease",
+    "the store, or the backend",
+    7 * 24 * HOUR,
+    "As above. But a bucket that refuses this process refuses its replicas as well, and their jobs are paid for.",
+    refused_seconds=MINUTE,
+    backend_seconds=15 * MINUTE,
+)
 FOLLOWER = Patience(
     "`wait`, `logs -f`, `events -f`, `collect`, a notebook, and a `Run` that was found again",
     "the store, or the backend",
@@ -167,7 +178,8 @@ FOLLOWER = Patience(
     refused_seconds=10 * MINUTE,
 )
 TABLE = (
-    REQUEST, OPENING, BRIEF, GLANCE, START, ROUND, OUTCOME, SUPERVISOR, CONTAINER, LAST_WORDS, KEEPER, FOLLOWER,
+    REQUEST, OPENING, BRIEF, GLANCE, START, ROUND, OUTCOME, SUPERVISOR, CONTAINER, LAST_WORDS, KEEPER,
+    PAID_KEEPER, FOLLOWER,
 )  # fmt: skip
 """All waits for a store. ADR 0059 shows the same rows, which a test compares."""
 

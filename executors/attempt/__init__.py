@@ -67,6 +67,14 @@ class Claim(Record):
     """When it was claimed, by the host's clock."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Boot(Record):
+    """`boot.json`: a container of the attempt began to install what its image lacks."""
+
+    at: float = checked(number(LONG_AGO, FAR_AHEAD))
+    """When that was, by the container's clock."""
+
+
 @dataclass(frozen=True)
 class Beat:
     """`heartbeat.json`: that a replica lived at a time, what it reported last, and how many warnings it left."""

@@ -29,6 +29,8 @@ from executors.backends.hf_client import (
 from executors.backends.jobs.executor import JobExecutor, options_of
 from executors.backends.jobs.job_logs import StreamedLog
 from executors.backends.jobs.service import (
+    MAX_COMMANDS,
+    RUN_LABEL,
     UNKNOWN,
     ForeignJobError,
     Job,
@@ -37,6 +39,7 @@ from executors.backends.jobs.service import (
     JobService,
     JobServiceError,
     JobState,
+    RunningJob,
     masked,
     option,
     python_of_image,
@@ -63,6 +66,7 @@ class HFJobs(JobService):
     """The jobs of one namespace. `HFJobsExecutor` says what the fields mean."""
 
     name = "Hugging Face"
+    lists_running = True
 
     namespace: str | None = option(None, OPTION_NAME)
     image: str | None = option(None, PYTHON_IMAGE)
@@ -154,6 +158,22 @@ class HFJobs(JobService):
             and key.labels.items() <= (info.labels or {}).items()
             and job_id == self._job_id(info.id, namespace)
         }
+
+    def running_jobs(self, labels: Mapping[str, str]) -> list[RunningJob]:
+        namespace = self.namespace or self._whoami()
+        found = ask(lambda: list_jobs(self.endpoint, namespace, labels))
+        # What is found is ended: labels are compared, whatever the service makes of its filter.
+        found = [info for info in found if labels.items() <= (info.labels or {}).items() and _stage(info) not in ENDED]
+        return [RunningJob(self._job_id(info.id, namespace), dict(info.labels or {})) for info in found]
+
+    def tells_preemption(self, gpu: str | None) -> bool:
+        return True
+
+    def commands_to_end(self, run_id: str, job_ids: Sequence[JobId] = ()) -> str:
+        where = f" --namespace {self.namespace}" if self.namespace else ""
+        ends = [f"hf jobs cancel {each.get('namespace')}/{each.get('id')}" for each in job_ids[:MAX_COMMANDS]]
+        listed = f"hf jobs ls{where} --label {RUN_LABEL}={run_id}"
+        return "; ".join([listed, *(ends or [f"hf jobs cancel{where} ID"])])
 
     def open_log(self, job_id: JobId) -> StreamedLog:
         connect = functools.partial(log_stream, self.endpoint, job_id["namespace"], job_id["id"])

@@ -18,6 +18,7 @@ from typing import Any
 from executors.attempt import Attempt
 from executors.backends.jobs.executor import JobExecutor, options_of
 from executors.backends.jobs.service import (
+    RUN_LABEL,
     ForeignJobError,
     Job,
     JobId,
@@ -25,6 +26,7 @@ from executors.backends.jobs.service import (
     JobService,
     JobServiceError,
     JobState,
+    RunningJob,
     option,
     python_of_image,
     shortened,
@@ -62,6 +64,7 @@ class KubernetesJobs(PodOptions, JobService):
 
     name = "Kubernetes"
     starts_together = True
+    lists_running = True
     namespace: str | None = option(None, NAME)
     context: str | None = None
 
@@ -215,6 +218,23 @@ class KubernetesJobs(PodOptions, JobService):
                 is_its = job is not None and job.metadata.uid == job_id["uid"]
                 found[key] = self._told(pod, job if is_its else None, name, index)
         return found
+
+    def running_jobs(self, labels: Mapping[str, str]) -> list[RunningJob]:
+        found = []
+        for job in self._cluster.jobs(selector_of(labels)):
+            if not any(each.type in ("Complete", "Failed") for each in job.status.conditions or ()):
+                its = {name: value for name, value in (job.metadata.labels or {}).items() if value}
+                found += [RunningJob(self._job_id(job, index), its) for index in range(job.spec.completions or 0)]
+        return found
+
+    def tells_preemption(self, gpu: str | None) -> bool:
+        return True
+
+    def commands_to_end(self, run_id: str, job_ids: Sequence[JobId] = ()) -> str:
+        where = "".join(
+            f" --{name} {value}" for name, value in (("context", self.context), ("namespace", self.namespace)) if value
+        )
+        return f"kubectl delete job{where} -l {RUN_LABEL}={run_id}"
 
     def _told(self, pod: Any, job: Any, name: str, index: int) -> JobState:
         stuck_s = 0.0

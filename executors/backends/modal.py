@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import re
 import sys
 import threading
@@ -18,6 +19,9 @@ from typing import Any
 
 from executors.backends.jobs.executor import MARGIN_S, JobExecutor, options_of
 from executors.backends.jobs.service import (
+    MAX_COMMANDS,
+    RUN_LABEL,
+    STORE_LABEL,
     UNKNOWN,
     ForeignJobError,
     Job,
@@ -25,6 +29,7 @@ from executors.backends.jobs.service import (
     JobKey,
     JobService,
     JobState,
+    RunningJob,
     masked,
     option,
     python_of_image,
@@ -40,6 +45,8 @@ LONGEST_S = 24 * 3600 - MARGIN_S  # Modal ends every sandbox after a day
 KILLED = 128 + 9
 GPU_START_S = 1500.0  # a start waits for a machine, up to 21 minutes
 BUILD_S = 900.0  # of an image
+LEAST_CORES, LEAST_MIB = 0.125, 128  # what Modal reserves where nothing is asked for
+GPU_NAMES = {"a100": "a100_40gb", "a10": "a10g"}  # as the rates call what a sandbox asks for by a shorter name
 MOST_ENTRIES = 20_000  # of a log: as many as the SDK returns at once
 PYTHON_VERSION = re.compile(r"3\.\d{1,2}")
 APP_ID = re.compile(r"ap-\w{1,60}", re.ASCII)
@@ -50,6 +57,8 @@ class ModalJobs(JobService):
     """Sandboxes of one Modal app. `ModalExecutor` says what the fields mean."""
 
     name = "Modal"
+    limits_advice = "The usual cause is the number of GPUs that your workspace may have at once, which its plan sets."
+    lists_running = True
     states_name_ranks = False  # its list tells no tags: they would be a request for each sandbox
 
     app_name: str = option("replicas", OPTION_NAME)
@@ -93,13 +102,47 @@ class ModalJobs(JobService):
             check_secret(name, self.environment)
         check_volumes(self.volumes or {}, self.environment)
 
+    def price_per_hour(self, gpu: str | None) -> float | None:
+        """Return what a sandbox costs by the rates of the workspace: its GPUs, cores and memory as they are asked for.
+
+        What a sandbox uses beyond that is billed on top. None where a region or a cloud is chosen: those cost more, by
+        a factor that the rates do not have.
+        """
+        if self.region or self.cloud:
+            return None
+        cores, memory_gib = self.cpu or LEAST_CORES, (self.memory_mb or LEAST_MIB) / 1024
+        parts = [("cpu_hour_cost_sandbox", cores), ("mem_gib_hour_cost_sandbox", memory_gib)]
+        if gpu is not None:
+            model, _, n = gpu.partition(":")
+            model = model.lower().rstrip("!").replace("-", "_")
+            parts.append((f"gpu_hour_cost_{GPU_NAMES.get(model, model)}", float(n) if n.isdecimal() else 1.0))
+        rates = self._rates
+        if any(name not in rates for name, _ in parts):
+            return None
+        return sum(rates[name] * amount for name, amount in parts)
+
+    @functools.cached_property
+    def _rates(self) -> Mapping[str, float]:
+        """The workspace's rates in US dollars: for an hour of a GPU, a core and a GiB, by Modal's names."""
+
+        @in_thread
+        def ask() -> dict[str, float]:
+            found: dict[str, float] = {}
+            for name, rate in modal.Workspace.from_context().billing.rates().items():
+                with contextlib.suppress(ValueError, TypeError, ArithmeticError):  # what is no number is no rate
+                    if math.isfinite(value := float(rate)) and value >= 0:
+                        found[name] = value
+            return found
+
+        return ask()
+
     def start(self, job: Job) -> JobId:  # not `in_thread`: with a GPU this waits for a machine, up to 21 minutes
         secrets = [modal.Secret.from_name(name, environment_name=self.environment) for name in self._names(job)]
         if job.credentials:
             secrets.append(modal.Secret.from_dict(dict(job.credentials)))
         with translated_errors():
             app = self._look_up(create_if_missing=True)
-            image = image_of(self.image, self.python_version, job.requirements)
+            image = image_of(self.image, self.python_version, job.requirements, job.pins)
             inside: dict[str, Any] = {
                 "image": self._images.built(job.requirements, image, app),
                 "env": dict(job.env),
@@ -113,6 +156,9 @@ class ModalJobs(JobService):
             sandbox = self._starts.make(lambda: create(*job.command, app=app, **inside, **self._request(job)))
             self._keys[sandbox.object_id] = job.key
             return self._job_id(sandbox.object_id, app.app_id)
+
+    def start_waits(self, job: Job) -> bool:
+        return job.gpu is not None
 
     def start_limit_s(self, job: Job) -> float:
         return (BUILD_S if job.requirements else 0.0) + (GPU_START_S if job.gpu else super().start_limit_s(job))
@@ -173,6 +219,32 @@ class ModalJobs(JobService):
             for key, job_id in jobs.items()
             if (name := str(job_id.get("sandbox_id"))) in running and job_id == self._job_id(name, job_id.get("app_id"))
         }
+
+    @in_thread
+    def running_jobs(self, labels: Mapping[str, str]) -> list[RunningJob]:
+        found: list[RunningJob] = []
+        with contextlib.suppress(modal.exception.NotFoundError):  # no such app; no jobs
+            app_id = str(self._look_up(create_if_missing=False).app_id)
+            for sandbox in modal.Sandbox.list(app_id=app_id, tags=dict(labels)):
+                # The tags of a sandbox are a request of their own, needed only where its run is not named exactly.
+                tags = dict(labels) if STORE_LABEL in labels else sandbox.get_tags()
+                if labels.items() <= tags.items():
+                    found.append(RunningJob(self._job_id(sandbox.object_id, app_id), tags))
+        return found
+
+    def tells_preemption(self, gpu: str | None) -> bool:
+        return bool(gpu or self.region or self.cloud)  # without one of these Modal takes no machine back
+
+    def commands_to_end(self, run_id: str, job_ids: Sequence[JobId] = ()) -> str:
+        names = [str(job_id.get("sandbox_id")) for job_id in job_ids[:MAX_COMMANDS]]
+        named = ", ".join(f"'{name}'" for name in names)
+        sandboxes = f"map(modal.Sandbox.from_id, [{named}])"
+        if not names:
+            sandboxes = f"modal.Sandbox.list(tags={{'{RUN_LABEL}': '{run_id}'}})"
+        environment = f" --env {self.environment}" if self.environment else ""
+        every = f"modal app stop {self.app_name}{environment}"
+        ends = f'python -c "import modal; [s.terminate() for s in {sandboxes}]"'
+        return f"{ends}; or, for every run of the app {self.app_name!r}: {every}"
 
     def open_log(self, job_id: JobId) -> TimedLog:
         """Return what one sandbox writes, also before it is scheduled, and after its end."""
@@ -271,8 +343,9 @@ class ModalExecutor(JobExecutor):
 
     Args:
         app_name: the Modal app that the sandboxes belong to; made when missing.
-        image: a `modal.Image`, or the name of one in a registry; it needs Python and pip. None: Debian with Python and
-            all requirements installed.
+        image: a `modal.Image`, or the name of one in a registry; it needs Python and pip. Modal installs what it lacks
+            in a layer on top, once for all launches with these requirements. None: Debian with Python and all
+            requirements installed.
         python_version: of the default image, as in "3.12". None: this Python's minor version.
         pip: requirements of the replicas. When empty, the workspace's requirements.txt or pyproject.toml.
         secrets: names of Modal secrets that every replica gets.

@@ -38,12 +38,13 @@ def translated_errors() -> Iterator[None]:
         yield
     except raised.Error as error:
         kind: Kind = "rejected"
+        lacks_machines = "insufficient capacity" in str(error).lower()
         if isinstance(error, (*may_be_done, raised.AlreadyExistsError)):  # an earlier try, whose answer was lost
             kind = "unknown"
-        elif isinstance(error, raised.ResourceExhaustedError) and "insufficient capacity" not in str(error).lower():
+        elif isinstance(error, raised.ResourceExhaustedError) and not lacks_machines:
             kind = "unavailable"  # too many requests; the other one has waited for a machine already
         advice = f" {TOKEN_ADVICE}" if isinstance(error, raised.AuthError) else ""
-        raise JobServiceError(f"Modal: {_text(error)}.{advice}", kind) from error
+        raise JobServiceError(f"Modal: {_text(error)}.{advice}", kind, lacks_machines=lacks_machines) from error
     except (grpclib.GRPCError, grpclib.exceptions.StreamTerminatedError, OSError, TimeoutError) as error:
         raise JobServiceError(f"Modal cannot be reached: {_text(error)}.", "unknown") from error
 

@@ -17,10 +17,28 @@ from executors.shipping.requirements import name_of
 from executors.store.s3.address import S3Address
 
 
-def image_of(image: Any, python_version: str | None, requirements: Sequence[str]) -> modal.Image:
-    """Return the user's image, by itself or by its name in a registry; None: the default one."""
+def image_of(
+    image: Any, python_version: str | None, requirements: Sequence[str], pins: Sequence[str] = ()
+) -> modal.Image:
+    """Return the image that replicas start in, with their requirements installed.
+
+    Modal builds a layer once and keeps it, so no container installs torch again while it is paid for.
+
+    Args:
+        image: the user's, or its name in a registry. None: Debian.
+        python_version: of Debian's.
+        requirements: what to install. Folders of the workspace come with the code, after the build.
+        pins: those of them that are ours: an image that has a later version keeps it.
+
+    Example:
+        image_of("python:3.12", None, ["torch==2.13.0"], ["torch==2.13.0"])
+    """
     if image is not None:
-        return modal.Image.from_registry(image) if isinstance(image, str) else image
+        from executors.shipping.package import layer_command  # a look at a run packs nothing
+
+        base = modal.Image.from_registry(image) if isinstance(image, str) else image
+        wanted = not_paths(requirements)
+        return base.run_commands(layer_command(wanted, pins)) if wanted else base
     made = modal.Image.debian_slim(python_version)
     if any("git+" in requirement for requirement in requirements):
         made = made.apt_install("git")
@@ -34,7 +52,8 @@ def image_of(image: Any, python_version: str | None, requirements: Sequence[str]
 def described(image: Any, python_version: str | None, requirements: Sequence[str]) -> Any:
     """Return the same for people."""
     if image is not None:
-        return image if isinstance(image, str) else repr(image)
+        named = image if isinstance(image, str) else repr(image)
+        return {"image": named, "layer installs": not_paths(requirements)} if requirements else named
     return {"debian_slim": python_version, "uv_pip_install": not_paths(requirements)}
 
 

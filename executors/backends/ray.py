@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from executors.backends.jobs.executor import JobExecutor, options_of
 from executors.backends.jobs.service import (
+    MAX_COMMANDS,
     UNKNOWN,
     ForeignJobError,
     Job,
@@ -25,6 +26,7 @@ from executors.backends.jobs.service import (
     JobService,
     JobServiceError,
     JobState,
+    RunningJob,
     masked,
     option,
 )
@@ -48,6 +50,7 @@ class RayJobs(JobService):
     """The jobs of one Ray cluster. `RayExecutor` says what the fields mean."""
 
     name = "Ray"
+    lists_running = True
 
     address: str | None = None  # not recorded, like what follows: a record could have our token sent anywhere
     token_file: str | None = None
@@ -134,6 +137,17 @@ class RayJobs(JobService):
         ours = {key.name: key for key, job_id in jobs.items() if job_id == self._id(key.name)}
         listed = self._client.jobs(ours) if ours else {}
         return {ours[name]: self._state_of(job) for name, job in listed.items() if job.is_of(ours[name])}
+
+    def running_jobs(self, labels: Mapping[str, str]) -> list[RunningJob]:
+        found = self._client.jobs_with(labels)
+        alive = [job for job in found if not job.state.has_ended]
+        its = [{name: str(value) for name, value in (job.metadata or {}).items()} for job in alive]
+        return [RunningJob(self._id(job.submission_id), has) for job, has in zip(alive, its, strict=True)]
+
+    def commands_to_end(self, run_id: str, job_ids: Sequence[JobId] = ()) -> str:
+        ends = [f"ray job stop --address {self.address} {each.get('id')}" for each in job_ids[:MAX_COMMANDS]]
+        listed = f"ray job list --address {self.address}"
+        return "; ".join(ends or [listed, f"ray job stop --address {self.address} ID for each that has {run_id!r}"])
 
     def open_log(self, job_id: JobId) -> _RayLog:
         return _RayLog(lambda: self._client.log(job_id["id"]))

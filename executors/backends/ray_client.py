@@ -19,7 +19,7 @@ import time
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,14 +112,22 @@ class RayClient:
 
     def jobs(self, names: Collection[str]) -> dict[str, RayJob]:
         """Return what Ray's list says of these jobs; nothing of those that are not read, as in a list too large."""
-        answer, found = self._need("GET", "/api/jobs/", max_bytes=MAX_LIST_BYTES), {}
+        return {job.submission_id: job for job in self._listed(lambda each: str(each.get("submission_id")) in names)}
+
+    def jobs_with(self, labels: Mapping[str, str]) -> list[RayJob]:
+        """Return the jobs that have these labels as metadata, as far as Ray's list has them."""
+        return self._listed(
+            lambda each: isinstance(its := each.get("metadata"), dict) and labels.items() <= its.items()
+        )
+
+    def _listed(self, is_wanted: Callable[[Mapping[str, Any]], bool]) -> list[RayJob]:
+        answer, found = self._need("GET", "/api/jobs/", max_bytes=MAX_LIST_BYTES), list[RayJob]()
         with contextlib.suppress(ValueError, RecursionError):
             listed = json.loads(answer)
             for each in listed if isinstance(listed, list) else ():
-                if isinstance(each, dict) and str(each.get("submission_id")) in names:
+                if isinstance(each, dict) and is_wanted(each):
                     with contextlib.suppress(CorruptObjectError):
-                        job = RayJob.parse(each)
-                        found[job.submission_id] = job
+                        found.append(RayJob.parse(each))
         return found
 
     def submit(self, request: Mapping[str, Any]) -> None:

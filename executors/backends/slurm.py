@@ -26,6 +26,8 @@ from executors.attempt import Attempt
 from executors.backends import slurm_commands as commands
 from executors.backends.jobs.executor import INSTALL_S, JobExecutor, options_of
 from executors.backends.jobs.service import (
+    RUN_LABEL,
+    STORE_LABEL,
     UNKNOWN,
     ForeignJobError,
     Job,
@@ -34,6 +36,7 @@ from executors.backends.jobs.service import (
     JobService,
     JobServiceError,
     JobState,
+    RunningJob,
     common_env,
     masked,
     option,
@@ -61,6 +64,7 @@ class SlurmJobs(JobService):
     name = "Slurm"
     log_advice = f"Its node writes it elsewhere. {commands.FOLDER_ADVICE}"
     starts_together = True
+    lists_running = True
 
     partition: str | None = option(None, NAMES)
     account: str | None = option(None, NAMES)
@@ -176,6 +180,27 @@ class SlurmJobs(JobService):
                 # A task of an array that is cancelled before it starts is forgotten at once.
                 found[key] = UNKNOWN if row is None else row.job_state
         return found
+
+    def running_jobs(self, labels: Mapping[str, str]) -> list[RunningJob]:
+        run, found = re.escape(labels[RUN_LABEL]), []
+        for row in commands.list_jobs("--me"):  # a job has a name and no labels: it begins with the run and its store
+            name = re.fullmatch(rf"{run}-([0-9a-f]{{8}})-[as]\d+", row.name)
+            if name is not None and labels.get(STORE_LABEL) in (None, name[1]) and not row.job_state.has_ended:
+                job_id = {"id": row.array, "task": row.task, "cluster": self._cluster}
+                found.append(RunningJob(job_id, {RUN_LABEL: labels[RUN_LABEL], STORE_LABEL: name[1]}))
+        return found
+
+    def tells_preemption(self, gpu: str | None) -> bool:
+        return True
+
+    def commands_to_end(self, run_id: str, job_ids: Sequence[JobId] = ()) -> str:
+        known = {
+            key.group for (array, _), key in self._keys.items() if any(array == each.get("id") for each in job_ids)
+        }
+        if known:
+            return f"scancel --me --name={','.join(sorted(known))}"
+        listed = f"squeue --me --noheader --format=%j | sort -u | grep ^{run_id}-"
+        return f"{listed}; scancel --me --name=NAME for each name that this prints"
 
     def open_log(self, job_id: JobId) -> FileLog:
         """Return the file that Slurm writes. Where it is comes from the key: a record names no file that is read."""

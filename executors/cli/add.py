@@ -79,15 +79,15 @@ def add(
                 )
         except KeyboardInterrupt:
             return cancelled_early(output)
-        with going_on():
-            output.say(f"Added {name_ranks(ranks)} on {executor.backend_name}.")
-            if not detach:
-                output.say(heading(found), "bold")
         if detach:
+            output.say(f"Added {name_ranks(ranks)} on {executor.backend_name}.")
             if as_json:
                 output.document({"run_id": found.run_id, "added": ranks, "backend": executor.backend_name})
             return 0
         try:
+            with going_on():
+                output.say(f"Added {name_ranks(ranks)} on {executor.backend_name}.")
+                output.say(heading(found), "bold")
             watch(found, output, interrupt_ends=f"{name_ranks(ranks)}; the others continue")
         except KeyboardInterrupt:
             output.say(f"Cancelling {name_ranks(ranks)}; the others continue.", "yellow")

@@ -6,7 +6,9 @@ import inspect
 import json
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument
 
 from executors.cli.output import JsonOption, Output, refuse
 from executors.registry import fits, parameters_of, read_options
@@ -14,15 +16,32 @@ from executors.registry import fits, parameters_of, read_options
 if TYPE_CHECKING:
     from executors.protocol import ServerlessExecutor
 
+NAME = "Show only this backend: its name, or pkg.mod:Class. Default: all."
 
-def backends(as_json: JsonOption = False) -> int:
-    """List the backends, whether they are ready here, and their options."""
+
+def _complete_backend(incomplete: str) -> list[str]:
     from executors.registry import known_backends
 
-    output = Output(as_json)
-    found = [_describe(name, path) for name, path in sorted(known_backends().items())]
+    return [name for name in sorted(known_backends()) if name.startswith(incomplete)]
+
+
+def backends(
+    name: Annotated[str | None, Argument(metavar="NAME", help=NAME, autocompletion=_complete_backend)] = None,
+    as_json: JsonOption = False,
+) -> int:
+    """List the backends, whether they are ready here, and their options; or show one of them."""
+    from executors.registry import executor_class, known_backends
+
+    output, known = Output(as_json), known_backends()
+    if name is not None and name not in known:
+        executor_class(name)  # names the nearest, or is a class of the user's own
+        known = {name: name}
+    found = [_describe(each, path) for each, path in sorted(known.items()) if name in (None, each)]
     if as_json:
-        output.document(found)
+        output.document(found if name is None else found[0])
+        return 0
+    if name is not None:
+        _print_backend(output, found[0])
         return 0
     for backend in found:
         _print_backend(output, backend)

@@ -32,7 +32,7 @@ from executors.cli.options import (
 from executors.cli.output import CANCELLED, FAILED, JsonOption, Output, going_on, refuse, usage_errors
 from executors.durations import DURATIONS
 from executors.errors import BackendError, LaunchError, ReplicasError, StoreError
-from executors.native import GATHER_S, NativeExecutor
+from executors.native import GATHER_S, EndsJobs, NativeExecutor
 
 if TYPE_CHECKING:
     from executors.cli.live import Interrupts
@@ -65,7 +65,8 @@ MIN_REPLICAS = "Start with M when the others cannot be had; the run has succeede
 GATHER = f"How long --min-replicas waits for all ({DURATIONS}); what comes later joins. Default: 10m."
 RESTARTS = (
     "Bring back replicas that end, up to N times each: N, N/1h for any hour, with caps for reasons or exit codes as in "
-    "3,oom=0,75=inf. 0: only what is nobody's fault. Default: nothing restarts."
+    "3,oom=0,75=inf. 0: only what is nobody's fault. none: nothing. Default: only replicas whose machine their service "
+    "took back, while this command watches the run."
 )
 HANG = (
     "How long a replica may run without progress: SOFT[:HARD] as in 2m:3m, auto or off. Default: auto, which is 1 min "
@@ -147,6 +148,7 @@ def launch(
     from executors.task.launch_request import LaunchRequest
 
     output, request = Output(as_json), None
+    started: list[Run] = []
     args, texts = settings_of(context).arguments
     with Interrupts() as interrupts:
         try:
@@ -208,11 +210,12 @@ def launch(
                     if price := plan.usd_per_hour():
                         at_most = price * (plan.request.timeout or math.inf) / 3600
                         print(f"replicas: ${price:.2f} an hour, ${at_most:.2f} until the time limit", file=sys.stderr)
-                    run = _start(plan, output)
+                    _start(plan, output, started)
         except KeyboardInterrupt:
+            _cancel_all(started)
             has_begun = request is not None and locate(str(request.run_id)) is not None
             return cancelled_early(output, "Cancelled." if has_begun else "Cancelled before the run had started.")
-        return _finish(run, output, interrupts, detach=detach, columns=columns, tee=tee or ())
+        return _finish(started[0], output, interrupts, detach=detach, columns=columns, tee=tee or (), is_new=True)
 
 
 launch.epilog = (  # type: ignore[attr-defined]
@@ -246,11 +249,21 @@ def cancelled_early(output: Output, said: str = "Cancelled before the replicas h
     return CANCELLED
 
 
-def _start(plan: LaunchPlan, output: Output) -> Run:
+def _cancel_all(started: Sequence[Run]) -> None:
+    """End what was started just before Ctrl-C was heard: the process that would watch it is about to end."""
+    for run in started:
+        try:
+            run.cancel()
+        except ReplicasError as error:
+            print(f"replicas: cancelling {run.run_id} failed: {error}", file=sys.stderr)
+
+
+def _start(plan: LaunchPlan, output: Output, started: list[Run]) -> None:
+    """Start a run, and note it among those that were started before anything else can happen."""
     text = f"Starting {plan.request.n} replicas of {plan.run_id}"
     try:
         with _starting(plan.executor.backend_name, text, output) as tell:
-            return plan.start(tell)
+            started.append(plan.start(tell))
     except LaunchError as error:
         message = f"{error} See: replicas status {plan.run_id}"
         raise LaunchError(message, rank=error.rank, cancelled=error.cancelled) from error
@@ -304,6 +317,7 @@ def resume(
     from executors.run.resume import resume as start_again
 
     output = Output(as_json)
+    started: list[Run] = []
     found = find_run(run, rendezvous, backend, option, volume)
     with Interrupts() as interrupts:
         try:
@@ -328,7 +342,9 @@ def resume(
                     total_rounds=total_rounds,
                     tell=tell,
                 )
+                started += [] if resumed is found or detach else [resumed]
         except KeyboardInterrupt:
+            _cancel_all(started)
             return cancelled_early(output)
         if resumed is found:  # extended, and every rank still runs
             output.say(f"Extended {found.run_id}. Its replicas continue when they reach their old total.")
@@ -349,9 +365,10 @@ def _finish(
     columns: Sequence[str] | None = None,
     timeout_s: float | None = None,
     tee: Sequence[int] = (),
+    is_new: bool = False,
 ) -> int:
     """Watch a run that this process started to its end, or leave it; return the exit code."""
-    from executors.cli.live import watch
+    from executors.cli.live import EndedWithoutStore, watch
     from executors.cli.summary import Summary, heading, reference
 
     name = reference(run)
@@ -365,16 +382,34 @@ def _finish(
         return 0
     interrupts.count_on(run.run_id)
     with going_on():
-        output.say(heading(run, timeout_s), "bold")
+        # The store is not asked before `watch`: it may be silent, and Ctrl-C would wait for it.
+        output.say(heading(run, timeout_s, n=run.world_size if is_new else None), "bold")
         lease = _lease_of(run.executor)
         if lease:
             output.say(f"It ends when nobody watches it for {lease}: --detach lets it go on alone.", "dim")
         try:
             watch(run, output, interrupts=interrupts, columns=columns, tee=tee)
             summary = Summary.of(run, interrupted=interrupts.count > 0)
+        except EndedWithoutStore:
+            return ended_without_store(run, output)
         except (StoreError, BackendError) as error:
             return lost_from_sight(run, output, error, run.executor, is_cancelled=interrupts.count > 0)
     return summary.finish(output)
+
+
+def ended_without_store(run: Run, output: Output) -> int:
+    """Say that a run was cancelled whose store does not answer; return the exit code.
+
+    Example:
+        return ended_without_store(run, output)
+    """
+    said = f"Cancelled {run.run_id}: its jobs were ended at their service. Its store does not answer."
+    if not run.was_ended_without_store:
+        said = f"{run.run_id} was not ended as a whole, see above, and its store does not answer."
+    output.say(said, "yellow")
+    if output.as_json:
+        output.document({"run_id": run.run_id, "url": run.url, "exit_code": CANCELLED, "error": said})
+    return CANCELLED
 
 
 def lost_from_sight(
@@ -390,8 +425,15 @@ def lost_from_sight(
     from executors.cli.summary import reference
 
     name, lease = reference(run), _lease_of(executor)
+    ends = f"End it: replicas cancel {name}"
+    if isinstance(executor, EndsJobs):
+        ends += f"   or: {executor.commands_to_end(run.run_id)}"
     if is_cancelled:
-        then = f"Whether all of it has ended is not known here: replicas status {name}"
+        then = f"Whether all of it has ended is not known here: replicas status {name}   {ends}"
+    elif words := run.end_refused(error):
+        then = words
+    elif lease and not run.is_let_go and isinstance(error, StoreError):  # who cannot read a lease does not end by it
+        then = f"{who} continues while the store does not answer, and {lease} longer. {ends}"
     elif lease and not run.is_let_go:
         then = f"{who} continues for {lease}, and as long as somebody watches it: replicas watch {name}"
     elif not lease and isinstance(executor, NativeExecutor) and executor.ends_with_launcher:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -28,7 +29,8 @@ from executors.cli.output import (
 )
 from executors.cli.summary import reference
 from executors.cli.tee import Tee
-from executors.errors import BackendError, ReplicasError, StoreError, unknown_name
+from executors.errors import ReplicasError, StoreError, unknown_name
+from executors.native import EndsJobs, NativeExecutor
 from executors.patience import Waits
 from executors.patience import waits as process_waits
 from executors.process import wakeup_pipe
@@ -36,10 +38,16 @@ from executors.protocol import ReplicaStatus
 from executors.run.run import Run
 from executors.run.waiter import OutageTolerance
 from executors.status import COLUMNS, MAX_DECIDED, MAX_LINE, ReplicaState, RunStatus
+from executors.store.parallel import within
 
 CLOCKS_APART_S = 300.0  # how far the wall clocks of two machines may be apart
+REQUEST_S = 5.0  # how long Ctrl-C waits for the store before it ends local replicas
 MAX_LINES = 200  # of output, below the table
 SHOW_CURSOR = b"\x1b[?25h"
+
+
+class EndedWithoutStore(Exception):
+    """The run's jobs were to be ended at their service, and the store does not say how the replicas are."""
 
 
 class Interrupts:
@@ -51,6 +59,10 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.count = 0
+        self.news: SimpleQueue[str] = SimpleQueue()
+        """Gets "interrupt" with each Ctrl-C that is counted. A signal handler may put into such a queue at any time."""
+        self.on_exit: Callable[[], str] = str
+        """Returns what becomes of the replicas if the second Ctrl-C ends this process now."""
         self._run_id: str | None = None
         self._old: dict[signal.Signals, Any] = {}
 
@@ -83,8 +95,9 @@ class Interrupts:
         self.count += 1
         if self._run_id is None:
             raise KeyboardInterrupt
+        self.news.put("interrupt")
         if self.count > 1:
-            text = f"\nExiting now. Replicas of {self._run_id} that still run are killed.\n".encode()
+            text = f"\nExiting now. {self.on_exit()}\n".encode()
             with contextlib.suppress(OSError):
                 os.write(2, (SHOW_CURSOR if os.isatty(2) else b"") + text)
             os._exit(CANCELLED)
@@ -142,8 +155,26 @@ def note_unknown_columns(columns: Sequence[str], status: RunStatus) -> None:
 
 
 def _follow_and_cancel(run: Run, view: PlainView, interrupts: Interrupts) -> None:
-    """Show a run until its end; at the first interrupt, cancel it in a thread."""
-    canceller: threading.Thread | None = None
+    """Show a run until its end; at the first interrupt, cancel it.
+
+    The run is looked at in one thread and cancelled in another. A look may wait for minutes where the store is silent,
+    and what is paid for has to end meanwhile.
+    """
+    problems: list[BaseException] = []
+    is_cancelling, was_told = threading.Event(), threading.Event()
+
+    def has_begun_to_cancel() -> bool:
+        is_first = is_cancelling.is_set() and not was_told.is_set()
+        if is_first:
+            was_told.set()
+        return is_first
+
+    def look() -> None:
+        try:
+            follow(run, view, sleep=interrupts.sleep, after_each=has_begun_to_cancel)
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            problems.append(error)
+        interrupts.news.put("looked")
 
     def cancel(is_requested: bool) -> None:
         try:
@@ -153,29 +184,66 @@ def _follow_and_cancel(run: Run, view: PlainView, interrupts: Interrupts) -> Non
                 run.cancel()
         except ReplicasError as error:
             view.say(f"Cancelling failed: {error} Press Ctrl-C again to exit now.", "red")
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            problems.append(error)
+        interrupts.news.put("cancelled")
 
-    def check_interrupts() -> bool:
-        nonlocal canceller
-        is_first = bool(interrupts.count) and canceller is None
-        if is_first:
-            # Cancel markers first: if a second Ctrl-C ends us now, the replicas still count as cancelled.
-            is_requested = False
-            with contextlib.suppress(StoreError):
-                run.request_cancel()
-                is_requested = True
+    is_of_service = isinstance(_executor_of(run), EndsJobs)
+    interrupts.on_exit = lambda: what_happens_next(run)
+    threading.Thread(target=look, name="replicas-look", daemon=True).start()
+    has_looked = has_cancelled = False
+    while not has_looked or (is_cancelling.is_set() and not has_cancelled):
+        news = interrupts.news.get()
+        has_looked, has_cancelled = has_looked or news == "looked", has_cancelled or news == "cancelled"
+        # An interrupt that came with the last look counts, too: what cannot be watched can be cancelled.
+        if interrupts.count and not is_cancelling.is_set() and (not has_looked or problems):
+            is_requested = not is_of_service and _request_cancel(run)
             view.say("Cancelling; waiting for the replicas to end. Press Ctrl-C again to exit now.", "yellow")
-            canceller = threading.Thread(target=cancel, args=(is_requested,), name="replicas-cancel", daemon=True)
-            canceller.start()
-        return is_first
+            is_cancelling.set()
+            threading.Thread(target=cancel, args=(is_requested,), name="replicas-cancel", daemon=True).start()
+        if has_cancelled and run.is_store_silent:  # a look would wait for a store that does not answer
+            raise EndedWithoutStore
+    for error in problems:
+        raise error
 
-    try:
-        follow(run, view, sleep=interrupts.sleep, after_each=check_interrupts)
-    except (StoreError, BackendError):
-        check_interrupts()  # one that came with the last look: what cannot be watched can be cancelled
-        raise
-    finally:
-        if canceller is not None:
-            canceller.join()
+
+def what_happens_next(run: Run) -> str:
+    """Say what becomes of the replicas of an attached run whose launching process exits while it cancels the run.
+
+    Args:
+        run: the run.
+
+    Example:
+        what_happens_next(attach("brave-otter-7f3a"))
+    """
+    executor = _executor_of(run)
+    if not isinstance(executor, EndsJobs):
+        return f"Replicas of {run.run_id} that still run are killed."
+    lease_s = executor.lease_s if isinstance(executor, NativeExecutor) else None
+    lease = "" if lease_s is None else f", or when nobody has watched the run for {lease_s / 60:.0f} min"
+    return (
+        f"Jobs of {run.run_id} that their service has not ended yet end when they find the cancel marker{lease}. "
+        f"To end them now: replicas cancel {reference(run)}   or: {executor.commands_to_end(run.run_id)}"
+    )
+
+
+def _executor_of(run: Run) -> object:
+    """Return the run's executor; None if it is not available here."""
+    with contextlib.suppress(ReplicasError):
+        return run.executor
+    return None
+
+
+def _request_cancel(run: Run) -> bool:
+    """Leave the cancel markers of local replicas; return whether the store took them soon.
+
+    They come before the line that says that the run is being cancelled. If a second Ctrl-C ends this process, the
+    supervisor of the replicas then finds a marker, and kills them without the grace of a first request.
+    """
+    with contextlib.suppress(StoreError):
+        within(REQUEST_S, run.request_cancel, run.store.url)
+        return True
+    return False
 
 
 def follow(

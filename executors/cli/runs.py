@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import BadParameter, Option
 
 from executors.attempt import Attempt
+from executors.cli.backends import make_executor
 from executors.cli.options import (
     BackendOptions,
     ColumnsOption,
@@ -21,6 +22,7 @@ from executors.cli.options import (
     RunArguments,
     WaitOption,
     find_run,
+    options_of,
 )
 from executors.cli.output import (
     FAILED,
@@ -40,18 +42,20 @@ from executors.errors import (
     ReplicasError,
     RunBeingRemovedError,
     RunNotFoundError,
+    StoreError,
 )
 from executors.native import name_of_job, page_of_job
 from executors.protocol import ReplicaStatus
 from executors.run.run_index import find_preparation
 from executors.status import MAX_DECIDED, MAX_LINE, describe_warnings
-from executors.store.parallel import at_store
+from executors.store.parallel import at_store, within
 from executors.store.url import is_near, split_address
 from executors.task.entrypoint import shown
 
 if TYPE_CHECKING:
     from executors.run.run import Run
 
+FIND_S = 10.0  # how long `cancel` waits for a store, twice at most, before it asks the service alone
 SILENT_S = 60.0  # a spare beats every 10 s
 SLOW = 1.5  # times the plan
 BEING_REMOVED = "being removed"
@@ -270,24 +274,44 @@ def cancel(
 ) -> int:
     """Cancel a run, or some of its ranks.
 
-    Returns when they are gone, or the backend has agreed to end them. Replicas that have ended stay as they are.
+    Returns when they are gone, or the backend has agreed to end them. Replicas that have ended stay as they are. Works
+    also if the rendezvous does not answer: by the notes of the machine that launched, or with --backend.
     """
+    from executors.run.without_store import end_without_store, where_is
+
     output = Output(as_json)
-    found = find_run(run, rendezvous, backend, option)
     problems: list[BackendError] = []
-    with _noted_in(problems):
-        before = found.status(reports=False)
+    try:
+        # The store has a few seconds. Then the jobs are ended by what this machine and the service know of them.
+        found = within(FIND_S, lambda: find_run(run, rendezvous, backend, option), where_is(run, rendezvous))
+        with _noted_in(problems):
+            before = within(FIND_S, lambda: found.status(reports=False), found.store.url)
+    except (RunNotFoundError, StoreError) as error:
+        if isinstance(error, CorruptObjectError):
+            raise
+        given = None if backend is None else make_executor(backend, options_of(backend, option, None))
+        told = end_without_store(run, rendezvous, given, rank or None, error, lambda words: output.say(words, "yellow"))
+        output.say(told, "yellow")
+        if as_json:
+            output.document({"run_id": run, "cancelled": None, "still_ending": None, "problem": f"{told} {error}"})
+        return 0
     with usage_errors():
         for one in rank or ():
             found.check_rank(one)
-    with _noted_in(problems):
+    failed: list[BackendError] = []
+    with _noted_in(failed):
         found.cancel(rank or None)
+    if found.was_ended_without_store:
+        if as_json:
+            said = "Its jobs were ended at their service. Its store does not answer."
+            output.document({"run_id": run, "cancelled": None, "still_ending": None, "problem": said})
+        return 0
     with _noted_in(problems):
         after = found.status(reports=False)
-    if problems:
+    if problems or failed:
         what = f"{name_ranks(rank)} of {found.run_id}" if rank else found.run_id
         output.say(f"Cancelled {what} in its store, where replicas look. Its backend did not answer all:", "yellow")
-        raise problems[-1]
+        raise (failed or problems)[-1]  # that of the cancel says what still runs, and how to end it
     alive = {r.rank for r in before.replicas if not r.status.is_terminal and (not rank or r.rank in rank)}
     chosen = [replica for replica in after.replicas if replica.rank in alive]
     awaited = {replica.rank for replica in before.replicas if replica.restart.is_awaited}
@@ -316,6 +340,19 @@ def _noted_in(problems: list[BackendError]) -> Iterator[None]:
         problems.append(error)
 
 
+def _whether_it_costs(run: str, error: Exception) -> str:
+    """Say how to end the jobs of a run whose store does not tell whether they run; empty if this machine has none."""
+    from executors.run.job_notes import noted_jobs
+
+    name = run.rstrip("/").rpartition("/")[2]
+    if not isinstance(error, StoreError) or isinstance(error, CorruptObjectError):
+        return ""
+    with contextlib.suppress(ReplicasError, ValueError):
+        if noted_jobs(name):
+            return f" Whether its jobs still run is not known here. This asks their service: replicas cancel {run}"
+    return ""
+
+
 def rm(
     runs: RunArguments,
     rendezvous: RendezvousOption = None,
@@ -337,8 +374,9 @@ def rm(
             output.say(f"Removed {found.run_id} from {found.store.url}")
             problems[run] = None
         except (ReplicasError, BadParameter) as error:
-            print(inert(f"Error: {error}"), file=sys.stderr)
-            problems[run] = str(error)
+            text = f"{error}{_whether_it_costs(run, error)}"
+            print(inert(f"Error: {text}"), file=sys.stderr)
+            problems[run] = text
     if as_json:
         output.document([{"run": run, "removed": error is None, "problem": error} for run, error in problems.items()])
     return USAGE if any(problems.values()) else 0

@@ -19,7 +19,7 @@ from executors.run.run_index import preparing
 from executors.store.url import new_run_id
 from executors.task.entrypoint import check_nothing_loads
 from executors.task.launch_request import LaunchRequest
-from executors.task.policy import Restarts
+from executors.task.policy import NO_RESTARTS, Restarts
 
 if TYPE_CHECKING:
     from executors.run.run import Run
@@ -81,8 +81,8 @@ def launch(
         gpu: a GPU per replica, as in "H100" or "H100:2".
         timeout: seconds each replica may run. None: one hour in a cloud, else a cluster's own limit, or none.
         max_cost: US dollars that all replicas may cost together, as a limit of their time, where the backend tells
-            prices. A replica that is started again, also by `resume`, gets what is left of its share. What is installed
-            before the entrypoint starts comes on top, and so does what is added to the run.
+            prices. A replica that is started again, also by `resume`, gets what is left of its share. The limit counts
+            from the container's start, with what is installed there. What is added to the run comes on top.
         env: more environment variables of the replicas, with placeholders as in `args`. Their values are never
             recorded.
         secrets: names of secrets that the backend hands to the replicas.
@@ -98,7 +98,8 @@ def launch(
         tracker: what gets the numbers of the replicas, too, while they train: "trackio", "wandb", "mlflow", or a class
             as "pkg.mod:Class"; see `report.trackers.Tracker`. One tracker run a rank; what fails there is a warning.
         restarts: bring back replicas that end, up to so many times each: a number, a text as "3/1h,oom=0", or a
-            `Restarts`. 0: only those whose end is nobody's fault. None: nothing restarts.
+            `Restarts`. 0: only those whose end is nobody's fault. None: only those whose machine the service took back,
+            while this process waits for the run, and if the service tells that. "none": nothing restarts.
         hang_timeout: how long a replica may run without progress: seconds, "SOFT:HARD" as in "2m:3m", "off", or "auto".
             With "auto" the limit is a minute for an idle replica, and 30 minutes for a replica that uses the processor,
             a disk or the network. It grows with the pauses that the replica has made. It ends a replica only if
@@ -151,7 +152,7 @@ def launch(
         "gather_s": gather_s,
         "fail_fast": fail_fast,
         "tracker": tracker,
-        "restarts": Restarts.of(restarts),
+        "restarts": restarts if restarts == NO_RESTARTS else Restarts.of(restarts),
         "hang_timeout": None if hang_timeout is None else str(hang_timeout),
         "start_timeout": None if start_timeout is None else str(start_timeout),
         "spares": spares,

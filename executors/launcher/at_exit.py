@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from executors.attempt import Attempt
 from executors.errors import ReplicasError
-from executors.native import NativeExecutor
+from executors.native import EndsJobs, NativeExecutor
 from executors.patience import GLANCE
 from executors.protocol import ReplicaStatus
 from executors.status import name_ranks
@@ -41,7 +41,15 @@ def ends_with_this_process(run: Run, *, detach: bool) -> Run:
             return
         store = impatient_store(run.store.url, GLANCE.limit_s)
         attempts = [Attempt(store, run.run_id, rank) for rank in run.fleet.ranks]
-        if not _goes_on(attempts):
+        goes_on = _goes_on(attempts)
+        if goes_on is False:
+            return
+        if goes_on is None and isinstance(executor, EndsJobs):  # replicas that cannot read their lease do not end by it
+            print(
+                f"replicas: run {run.run_id} may still run, and its store does not answer. End it: replicas cancel "
+                f"{run.run_id}   or: {executor.commands_to_end(run.run_id)}",
+                file=sys.stderr,
+            )
             return
         print(
             f"replicas: run {run.run_id} ends with this process{when}. Wait for it with run.wait(), or let it go on "
@@ -56,14 +64,15 @@ def ends_with_this_process(run: Run, *, detach: bool) -> Run:
     return run
 
 
-def _goes_on(attempts: Sequence[Attempt]) -> bool:
+def _goes_on(attempts: Sequence[Attempt]) -> bool | None:
+    """Return whether replicas of a run may still run; None: its store does not tell."""
     try:
         if not exists(attempts[0].store, f"{attempts[0].run_id}/run.json"):
             return False  # it was deleted
         # One by one: at the exit no thread can be started any more.
         return any(each.newest().outcome() is None for each in attempts)
     except ReplicasError:
-        return True  # nobody can tell now: as far as this process knows, it goes on
+        return None
 
 
 def _cancel(run: Run, attempts: Sequence[Attempt]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from executors.errors import NO_DIRECTORY, EntrypointError, ReplicasError, StoreError
-from executors.native import RUN_KEY, NativeExecutor, Package, restarts_replicas
+from executors.native import RUN_KEY, NativeExecutor, Package, TellsPreemption, restarts_replicas
 from executors.protocol import ServerlessExecutor
 from executors.replica import CONTRACT, FOR_THE_WORKER, PROCESS_GROUP
 from executors.report.trackers import BUILT_IN, check_tracker
@@ -30,7 +30,7 @@ from executors.task.entrypoint import (
 )
 from executors.task.launch_request import LaunchRequest
 from executors.task.placeholders import fill
-from executors.task.policy import HangLimits
+from executors.task.policy import NO_RESTARTS, ONLY_PREEMPTED, HangLimits, Restarts
 from executors.task.stored import PYTHON, StoredTask, check_unpickled, installed_version
 
 KEPT = (
@@ -130,6 +130,11 @@ def with_policy(executor: ServerlessExecutor, request: LaunchRequest) -> LaunchR
     Raises:
         ValueError: nobody could start a replica again, or watch it, where somebody relies on it.
     """
+    if request.restarts == NO_RESTARTS:
+        request = replace(request, restarts=None)
+    elif request.restarts is None and not request.detach and _tells_preemption(executor, request.gpu):
+        # Only while the launching process watches: of a detached run, each preempted rank would wait for a keeper.
+        return replace(request, restarts=Restarts.parse(ONLY_PREEMPTED))
     limits = HangLimits.of(request.hang_timeout, request.start_timeout)
     name, is_limited = executor.backend_name, limits.start_limit_s is not None
     if restarts_replicas(executor) or (request.restarts is None and not is_limited):
@@ -146,6 +151,10 @@ def with_policy(executor: ServerlessExecutor, request: LaunchRequest) -> LaunchR
     return replace(request, restarts=None, hang_timeout=None, start_timeout=None)
 
 
+def _tells_preemption(executor: ServerlessExecutor, gpu: str | None) -> bool:
+    return isinstance(executor, TellsPreemption) and executor.tells_preemption(gpu)
+
+
 def check_spares(executor: ServerlessExecutor, request: LaunchRequest) -> None:
     """Raises: ValueError: spares are asked for that nobody could start, or that could take nothing over."""
     if not request.spares:
@@ -155,7 +164,7 @@ def check_spares(executor: ServerlessExecutor, request: LaunchRequest) -> None:
             f"Backend {executor.backend_name!r} takes no spares= (--spares): only services that run jobs do, as modal "
             "and hf. Leave it away."
         )
-    if request.restarts is None:
+    if request.restarts is None or str(request.restarts) == ONLY_PREEMPTED:
         raise ValueError("A spare takes over what is to be restarted: give restarts= (--restarts) with spares=.")
 
 

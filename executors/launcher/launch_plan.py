@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from executors.attempt import Attempt
-from executors.errors import BackendError, RunExistsError
+from executors.errors import BackendError, RunExistsError, StoreError
 from executors.launcher.checks import (
     check_chaos,
     check_directory,
@@ -37,6 +37,7 @@ from executors.run.spread import SpreadExecutor, options_to_note
 from executors.shipping.checkout import Checkout, Look
 from executors.shipping.script_header import check_python, script_header, script_of
 from executors.store import Store, open_store
+from executors.store.parallel import within
 from executors.store.records import exists, to_bytes
 from executors.store.url import address_of, default_rendezvous, directory_of, new_run_id, shared_rendezvous
 from executors.supervision.orders import abandon_run
@@ -49,6 +50,7 @@ from executors.task.record import RunRecord
 if TYPE_CHECKING:
     from executors.run.run import Run
 
+STORE_S = 20.0  # how long a store is waited for once a launch has failed, or has nothing left but to tidy up
 PLAIN_TIMEOUT_S = 3600  # the protocol's default, for executors that cannot be told "no limit"
 PLAIN_ENTRYPOINT = "executors.worker.call"  # what an executor that has the five verbs alone is given to call
 NEEDED_SOON = ("executors.run.run", "executors.store.file", "platformdirs")
@@ -76,10 +78,11 @@ class LaunchPlan:
         Args:
             tell: gets a few words on how far the start is, where it takes long.
         """
+        from executors.run.canceller import end_started
         from executors.run.handles import keep_handles
         from executors.run.launch_hands import Recipe
         from executors.run.run import Run
-        from executors.supervision.lease import hold_lease
+        from executors.supervision.lease import finish_start, hold_lease, with_lease
 
         request, executor = self.request, self.executor
         store = local_store() if request.rendezvous is None else open_store(request.rendezvous)
@@ -95,6 +98,7 @@ class LaunchPlan:
         write_run(store, self.run_id, new)
         spec = new.spec
         lease = None
+        is_asked = False
         try:
             options, more = options_to_note(executor)
             remember(self.run_id, store.url, spec.task_digest, options, request.secrets, more)
@@ -103,23 +107,30 @@ class LaunchPlan:
             if isinstance(executor, NativeExecutor):
                 limits: Any = {"gpu": request.gpu, "timeout": request.timeout}
                 args = request.args or {}
-                spec = replace(spec, lease_s=None if request.detach else executor.lease_s)
+                spec = with_lease(spec, executor.lease_s, detach=request.detach)
                 lease = hold_lease(store, spec)
+                is_asked = True
                 started = executor.launch_replicas(request.n, request.entrypoint, args, **limits, run=spec, tell=tell)
                 of_ranks = {handle.rank: handle for handle in started}
                 handles = [of_ranks.get(rank) for rank in range(request.n)]
+                finish_start(lease, spec)
             else:
                 handles = self._start_plainly(store)
+            with contextlib.suppress(StoreError):  # a copy, which saves requests
+                within(STORE_S, lambda: keep_handles(store, self.run_id, 0, handles), store.url)
+            run = Run(store, self.run_id, executor=executor, handles=handles)
+            run.record = RunRecord.parse(to_bytes(new.record))  # not what the store says by now, which others may write
+            if not request.detach and isinstance(executor, NativeExecutor):
+                run.keep_here([Recipe(replace(spec, spares=0), request.entrypoint, limits)], lease)
         except BaseException as error:
             if lease is not None:
                 lease.end()
-            abandon_run(store, self.run_id, request.n, error)
+            if is_asked:  # the services first, because the store may not answer
+                end_started(executor, spec, error)
+            with contextlib.suppress(StoreError):
+                cause = error
+                within(STORE_S, lambda: abandon_run(store, self.run_id, request.n, cause), store.url)
             raise
-        keep_handles(store, self.run_id, 0, handles)
-        run = Run(store, self.run_id, executor=executor, handles=handles)
-        run.record = RunRecord.parse(to_bytes(new.record))  # not what the store says by now, which others may write
-        if not request.detach and isinstance(executor, NativeExecutor):
-            run.keep_here([Recipe(replace(spec, spares=0), request.entrypoint, limits)], lease)
         return run
 
     def usd_per_hour(self) -> float | None:

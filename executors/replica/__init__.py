@@ -51,6 +51,8 @@ RESTARTS = "REPLICA_RESTARTS"  # these four: see RunSpec
 HANG = "REPLICA_HANG"
 LAUNCHED_AT = "REPLICA_LAUNCHED_AT"
 LEASE_S = "REPLICA_LEASE_S"
+LEASE_NAME = "REPLICA_LEASE_NAME"  # which lease that is; by default the run's
+PAYS_FOR_START = "REPLICA_PAYS_FOR_START"  # "1": see RunSpec.pays_for_start
 SPARE = "REPLICA_SPARE"  # "1": it stands by, and REPLICA_RANK numbers the spares
 ENV = "REPLICA_ENV"  # the names of the variables that a person gave: each replica fills in their placeholders
 SERVICE = "REPLICA_SERVICE"  # the name, for people, of what runs its job
@@ -58,7 +60,7 @@ FOLDER = "REPLICA_FOLDER"  # what the bootstrap made for it, to be removed in th
 SYS_PATH = "REPLICA_SYS_PATH"  # the folders with the user's modules, in a container
 FOR_THE_WORKER = (
     *(TASK_DIGEST, TASK_FOLDER, TIMEOUT_S, BOOTSTRAP_S, GPU, FAIL_FAST, BOTO3),
-    *(RESTARTS, HANG, LAUNCHED_AT, LEASE_S, SPARE, ENV, SERVICE, FOLDER, SYS_PATH),
+    *(RESTARTS, HANG, LAUNCHED_AT, LEASE_S, LEASE_NAME, PAYS_FOR_START, SPARE, ENV, SERVICE, FOLDER, SYS_PATH),
 )
 NOTICE_S = "REPLICA_NOTICE_S"  # how long a service leaves to what it has told to end; whoever launches may set it
 LOST_AFTER_S = "REPLICA_LOST_AFTER_S"  # how long a rank may be silent until a spare takes it over; likewise

@@ -14,6 +14,7 @@ from executors.errors import BackendError, LaunchError, StoreError
 from executors.native import NativeExecutor
 from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor
+from executors.run.canceller import STORE_S, end_started
 from executors.run.fleet import check_single_ranks
 from executors.run.launch_hands import Recipe
 from executors.run.recipe import (
@@ -30,10 +31,11 @@ from executors.run.run_index import reference, remember_added
 from executors.run.spread import SpreadExecutor, options_to_note
 from executors.run.traces import Traces
 from executors.status import name_ranks
+from executors.store.parallel import within
 from executors.store.records import exists
 from executors.store.url import directory_of
 from executors.supervision.decisions import DecisionLog, barred_by
-from executors.supervision.lease import LeaseHolder
+from executors.supervision.lease import LeaseHolder, finish_start, with_lease
 from executors.supervision.orders import order_cancel, order_resume
 from executors.task.added import take_ranks
 from executors.task.create import add_code
@@ -91,8 +93,9 @@ def add_replicas(
         env=env,
         secret_names=secrets,
         min_replicas=None,
-        lease_s=None if asked.detach else native.lease_s,
+        pays_for_start=False,  # what is added comes on top of the run's max_cost
     )
+    spec = with_lease(spec, native.lease_s, detach=asked.detach)
     timeout = asked.timeout or launched.timeout_s or native.default_timeout_s
     limits: Any = {"gpu": launched.gpu if asked.gpu is None else asked.gpu or None, "timeout": timeout}
     _check_start(run, native, task, asked, {**limits, "secrets": secrets})
@@ -125,24 +128,31 @@ def add_replicas(
     spec = with_own_task(replace(spec, ranks=tuple(ranks)), place)
     lease = None
     if spec.lease_s is not None:  # beside that of the launch, if it has one
-        lease = LeaseHolder(run.store, run.run_id, is_second=True)
+        lease = LeaseHolder(run.store, run.run_id, is_second=not asked.detach, name=spec.lease_name)
         lease.start()
         if lease.is_let_go:
             _say_that_it_goes_on(run, ranks, limits["timeout"])
     log = DecisionLog(run.store, run.run_id, key=spec.key)
+    spread = SpreadExecutor(lambda: run.fleet.sites)
     try:
         check_not_removed(run.store, run.run_id, name)  # a removal that has not seen the record of the ranks is seen
         if is_barred and order_resume(log, dict.fromkeys(ranks, 0), n_seen) is not None:
             raise _ended_meanwhile(run)
-        spread = SpreadExecutor(lambda: run.fleet.sites)
         handles = spread.launch_replicas(len(ranks), launched.entrypoint, {}, run=spec, tell=tell)
+        finish_start(lease, spec)
     except BaseException as error:
         if lease is not None:
             lease.end()
-        with contextlib.suppress(StoreError):
-            order_cancel(log, ranks, half_way(error))  # no keeper goes on with it
+        end_started(spread, spec, error)  # the services first, because the store may not answer
+        cause = error
+
+        def abandon() -> None:
+            order_cancel(log, ranks, half_way(cause))  # no keeper goes on with it
             for rank in ranks:
-                Attempt(run.store, run.run_id, rank).abandon(error)
+                Attempt(run.store, run.run_id, rank).abandon(cause)
+
+        with contextlib.suppress(StoreError):
+            within(STORE_S, abandon, run.store.url)
         raise
     return Added(handles, Recipe(spec, launched.entrypoint, limits), lease)
 

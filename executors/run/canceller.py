@@ -3,30 +3,58 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from executors.errors import BackendError, CorruptObjectError, ReplicasError, RunNotFoundError
-from executors.native import NativeExecutor
+from executors.errors import (
+    BackendError,
+    CorruptObjectError,
+    LaunchError,
+    ReplicasError,
+    RunNotFoundError,
+    StoreError,
+)
+from executors.native import EndsJobs, JobsOfRun, NativeExecutor, RunSpec
 from executors.protocol import BY_USER, STOPPED, ReplicaStatus
 from executors.run.observer import Observer
 from executors.status import ReplicaState
-from executors.store.parallel import in_parallel
+from executors.store.parallel import answered_within, in_parallel, in_threads
 from executors.store.url import was_deleted
 from executors.supervision.decisions import DecisionLog, is_barred
 from executors.supervision.orders import order_cancel, order_stop
 from executors.task.policy import MAX_S
+
+HEAD_START_S = 5.0  # the store's, before the service is asked: so the markers are usually there before
+STORE_S = 20.0  # how long the store is waited for once the service has ended the jobs
 
 
 class Canceller:
     """Ends the replicas of one run.
 
     The log of decisions says it first: what starts meanwhile, by a resume or a restart, finds it there when it claims
-    its attempt.
+    its attempt. But a store that does not answer keeps nothing running that is paid for: it has a few seconds, then the
+    service is asked to end the jobs, and then the store has some more time.
+
+    Args:
+        observer: looks at the run.
+        launched_at: returns the Unix time of the run's launch. None: what the run's record says.
+        tell: gets a sentence if a service takes longer than a minute, and one if the store does not answer.
     """
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(
+        self,
+        observer: Observer,
+        launched_at: Callable[[], float] | None = None,
+        tell: Callable[[str], None] = lambda words: None,
+    ) -> None:
         self._observer = observer
+        self._launched_at = launched_at or (lambda: observer.record.created_at)
+        self._tell = tell
+        self.is_store_silent = False
+        """Whether the store did not answer the last cancel."""
+        self.was_ended_without_store = False
+        """Whether that cancel ended everything at the service all the same."""
 
     def request(self, why: str = BY_USER) -> None:
         """Bar all ranks, and leave the cancel marker of every replica that has not ended. Asks the store alone."""
@@ -34,13 +62,15 @@ class Canceller:
         self._mark(None, why)
 
     def cancel(self, ranks: Sequence[int] | None = None) -> None:
-        """Cancel some replicas, None: all that still run; returns when they are gone.
+        """Cancel some replicas, None: all that still run.
+
+        Returns when local replicas are gone, and when each service has accepted to end its jobs.
 
         Raises:
-            BackendError: the backend did not end some. They are barred and marked in the store all the same.
+            BackendError: the backend did not end some; the message says how to end them. They are barred and marked in
+                the store all the same, if that answers.
         """
-        self._bar(ranks, BY_USER)
-        self._end(self._look(ranks, BY_USER), BY_USER)
+        self._end_at_all(ranks, BY_USER, bars=True)
 
     def stop(self, within_s: float, wait: Callable[[float], bool]) -> None:
         """Ask all replicas to end at the next good place, and end what has not within some seconds.
@@ -58,12 +88,54 @@ class Canceller:
             self.end(STOPPED)
 
     def end(self, why: str) -> None:
-        """End all that still run, which nobody bars; returns when they are gone."""
-        self._end(self._look(None, why), why)
+        """End all that still run, which nobody bars; returns and raises as `cancel` does."""
+        self._end_at_all(None, why, bars=False)
 
-    def _end(self, seen: Sequence[ReplicaState], why: str) -> None:
+    def _end_at_all(self, ranks: Sequence[int] | None, why: str, *, bars: bool) -> None:
+        """End replicas at their services, and in the store."""
+        self.is_store_silent = self.was_ended_without_store = False
+        executor, url = self._observer.executor(), self._observer.store.url
+
+        def order(marks: bool) -> Sequence[ReplicaState]:
+            if bars:
+                self._bar(ranks, why)
+            seen = self._look(ranks, why)
+            if marks:
+                living = [state.rank for state in seen if not state.status.is_terminal and not state.is_over]
+                self._observer.map(lambda rank: self._observer.attempt(rank).request_cancel(why), living)
+            return seen
+
+        if not isinstance(executor, EndsJobs):
+            self._end(order(marks=False), why)
+            return
+        (asked,) = in_threads(order, [True], 1)
+        seen: Sequence[ReplicaState] | None = None
+        with contextlib.suppress(ReplicasError):  # whatever is wrong with its records, what is paid for ends
+            seen = answered_within(HEAD_START_S, asked, url)
+        over = frozenset(state.rank for state in seen or () if state.status.is_terminal)
+        asked_for = None if ranks is None else tuple(ranks)
+        jobs = JobsOfRun(self._observer.run_id, url, self._launched_at(), asked_for, over)
+        told = executor.end_jobs(jobs, self._tell)
+        try:
+            seen = answered_within(STORE_S, asked, url)
+        except StoreError as error:
+            self.is_store_silent = True
+            if not told.is_complete:
+                raise BackendError(f"{told.what_is_left} The store does not answer either: {error}") from error
+            self.was_ended_without_store = True
+            n = f"{told.n_ended} job{'s' * (told.n_ended != 1)}"
+            self._tell(
+                f"{n} of run {self._observer.run_id} ended at the service. The run's records do not say so: {error}"
+            )
+            return
+        self._end(seen, why, told.ranks)
+        if not told.is_complete:
+            raise BackendError(told.what_is_left)
+
+    def _end(self, seen: Sequence[ReplicaState], why: str, ended: Collection[int] = ()) -> None:
+        """End what still runs, but for ranks whose jobs have been ended already."""
         observer, executor = self._observer, self._observer.executor
-        states = [state for state in seen if not state.status.is_terminal]
+        states = [state for state in seen if not state.status.is_terminal and state.rank not in ended]
         alive = [state.rank for state in states if not state.is_over]
 
         def find(rank: int) -> Any:
@@ -96,8 +168,8 @@ class Canceller:
             return None
 
         # What is over raises what is wrong with its records.
-        ended = in_parallel(end, [*launched, *(state.rank for state in states if state.is_over)])
-        if error := next(filter(None, [*ended, *unclear.values()]), None):
+        failed = in_parallel(end, [*launched, *(state.rank for state in states if state.is_over)])
+        if error := next(filter(None, [*failed, *unclear.values()]), None):
             raise error
 
     def _bar(self, ranks: Sequence[int] | None, why: str) -> None:
@@ -129,3 +201,26 @@ class Canceller:
         alive = [self._observer.attempt(state.rank) for state in states if not state.status.is_terminal]
         self._observer.map(lambda attempt: attempt.request_cancel(why), alive)
         return states
+
+
+def end_started(executor: object, spec: RunSpec, error: BaseException) -> None:
+    """End what a start has begun that fails half-way, at its services: no store is asked.
+
+    An executor that refused a replica has ended the others itself.
+
+    Args:
+        executor: what started the replicas.
+        spec: the run, and which of its ranks were being started.
+        error: why the start failed.
+
+    Example:
+        end_started(executor, spec, KeyboardInterrupt())
+    """
+    if isinstance(executor, EndsJobs) and not isinstance(error, LaunchError):
+        told = executor.end_jobs(JobsOfRun(spec.run_id, spec.store_url, spec.launched_at, spec.ranks), _say)
+        if not told.is_complete:
+            _say(told.what_is_left)
+
+
+def _say(words: str) -> None:
+    print(f"replicas: {words}", file=sys.stderr)

@@ -21,7 +21,7 @@ from executors.supervision.decisions import Decision, DecisionLog, answer_to, is
 from executors.supervision.keeper import LEAVE_S, Keeper, Sight, Terms, hands_of_spare
 from executors.supervision.orders import ASKED, order_cancel, words_of_bar
 from executors.supervision.rules import is_own
-from executors.task.policy import Restarts
+from executors.task.policy import ONLY_PREEMPTED, Restarts
 
 
 class OutsideKeeper:
@@ -83,6 +83,13 @@ class OutsideKeeper:
         observer.share_log(log)
         if self._record.restarts is None and not log.entries:
             return None  # to look whether somebody has set a policy since costs a request each time
+        ends = {rank: end for rank in observer.ranks if (end := observer.outcome(rank)) is not None}
+        if (
+            self._record.restarts == ONLY_PREEMPTED
+            and not log.entries
+            and not any(map(_may_be_preempted, ends.values()))
+        ):
+            return None  # as above: nothing is to be answered yet
         log.read()
         if self.policy is None:
             return None
@@ -188,3 +195,8 @@ class OutsideKeeper:
             return True
         seen_at = self._stops_seen_at.setdefault(stop.nonce, time.monotonic())
         return time.monotonic() > seen_at + (stop.within_s or 0.0) + LEAVE_S
+
+
+def _may_be_preempted(end: Outcome) -> bool:
+    """Return whether a service took back the machine of an attempt, or may have."""
+    return end.status is ReplicaStatus.FAILED and (end.reason in ("preempted", "lost") or end.was_told_to_end)

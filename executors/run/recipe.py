@@ -24,6 +24,7 @@ from executors.status import name_ranks
 from executors.store.records import SHA256
 from executors.task.added import Added
 from executors.task.entrypoint import parse_entrypoint
+from executors.task.policy import supervised
 from executors.task.record import LaunchedWith, Placement
 from executors.task.stored import StoredTask, folder_of, read_task
 
@@ -127,8 +128,9 @@ def spec_of(run: Traces, task: StoredTask, *, detach: bool) -> RunSpec:
         chaos=launched.chaos,
         min_replicas=launched.min_replicas,
         gather_s=launched.gather_s,
+        pays_for_start=launched.max_cost is not None,
         fail_fast=launched.fail_fast,
-        restarts=launched.restarts,
+        restarts=supervised(launched.restarts),
         hang=launched.hang,
         launched_at=run.record.created_at,
     )

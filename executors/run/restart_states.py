@@ -153,7 +153,7 @@ class RestartStates:
         known = RestartState(
             restarts=len(decided),
             charged=0 if policy is None else earlier.charged(state.rank, now),
-            limit=None if policy is None else policy.per_replica,
+            limit=None if policy is None or policy.only_preempted else policy.per_replica,
         )
         end = state.outcome if state.status.is_terminal and state.is_readable else None
         if end is None or end.status is ReplicaStatus.SUCCEEDED:

@@ -27,6 +27,7 @@ from executors.errors import (
 from executors.native import NativeExecutor, restarts_replicas
 from executors.process import this_process
 from executors.protocol import ReplicaHandle, ReplicaStatus
+from executors.run.canceller import HEAD_START_S, STORE_S, end_started
 from executors.run.fleet import check_single_ranks
 from executors.run.handles import keep_handles
 from executors.run.launch_hands import Recipe
@@ -38,15 +39,15 @@ from executors.run.run import Run
 from executors.run.run_index import keep_key, reference, remember, settle
 from executors.run.spread import options_to_note
 from executors.status import ReplicaState, name_ranks
-from executors.store.parallel import in_parallel
+from executors.store.parallel import answered_within, in_parallel, in_threads, within
 from executors.store.records import exists
 from executors.store.run_key import parse_key
 from executors.store.url import new_run_id
 from executors.supervision.decisions import MAX_TOTAL, DecisionLog, extensions_of, hang_of, policy_of
-from executors.supervision.lease import hold_lease, release_lease
+from executors.supervision.lease import finish_start, hold_lease, release_lease, with_lease
 from executors.supervision.orders import abandon_run, order_cancel, order_policy, order_resume, take_back_resume
 from executors.task.create import continue_run
-from executors.task.policy import HangLimits, Restarts
+from executors.task.policy import HangLimits, Restarts, supervised
 from executors.task.removal_record import check_not_removed
 from executors.task.stored import StoredTask
 
@@ -140,7 +141,7 @@ def resume(
     policy = new_restarts or policy_of(log.read(), Restarts.of(launched.restarts))
     hang = hang_of(log.entries, HangLimits.parse(launched.hang)).changed(hang_timeout, start_timeout)
     more: Any = {
-        "restarts": None if policy is None else str(policy),
+        "restarts": None if policy is None else supervised(str(policy)),
         "hang": str(hang),
         "gather_s": launched.gather_s if gather_s is None else gather_s,
     }
@@ -172,6 +173,8 @@ def resume(
         raise
     if detach and executor.lease_s is not None:
         release_lease(run.store, run.run_id)
+    if detach:
+        recipes = _with_own_lease(recipes, executor)
     lease = next(filter(None, (hold_lease(run.store, recipe.spec) for recipe in recipes)), None)
     begun: dict[int, ReplicaHandle] = {}
     goes_on = len(run.ranks) - len(next_attempts)
@@ -186,13 +189,17 @@ def resume(
                 len(group), launched.entrypoint, {}, **recipe.limits, run=spec, tell=tell
             )
             begun |= {handle.rank: handle for handle in handles}
-            keep_handles(run.store, run.run_id, attempt, handles)
+            with contextlib.suppress(StoreError):  # a copy, which saves requests
+                within(STORE_S, lambda: keep_handles(run.store, run.run_id, attempt, handles), run.store.url)  # noqa: B023
+        finish_start(lease, recipes[0].spec)
     except BaseException as error:
         if lease is not None:
             lease.end()
+        end_started(executor, replace(recipes[0].spec, ranks=tuple(next_attempts)), error)
         _end_begun(executor, log, begun, error)
         with contextlib.suppress(StoreError):
-            take_back_resume(log, next_attempts, str(error) or type(error).__name__)
+            why = str(error) or type(error).__name__
+            within(STORE_S, lambda: take_back_resume(log, next_attempts, why), run.store.url)
         raise
     if overtaken := {rank: attempt for rank, attempt in next_attempts.items() if rank not in begun}:
         if not begun:
@@ -205,6 +212,13 @@ def resume(
     if not detach:
         found.keep_here(recipes, lease)
     return found
+
+
+def _with_own_lease(recipes: Sequence[Recipe], executor: NativeExecutor) -> list[Recipe]:
+    """Return what starts the replicas of a detached resume, with one lease that this process holds meanwhile."""
+    leased = with_lease(recipes[0].spec, executor.lease_s, detach=True)
+    lease: Any = {"lease_s": leased.lease_s, "lease_name": leased.lease_name}
+    return [replace(recipe, spec=replace(recipe.spec, **lease)) for recipe in recipes]
 
 
 def _totals(total_steps: int | None, total_rounds: int | None) -> dict[str, int]:
@@ -269,6 +283,9 @@ def _begin_from_snapshot(
     spec = continue_run(task, replace(recipe.spec, run_id=new_run_id(), chaos=()), run.record, **limits)
     recipe = replace(recipe, spec=spec, limits=limits)
     lease = None
+    if spec.detach:
+        (recipe,) = _with_own_lease([recipe], executor)
+        spec = recipe.spec
     try:
         options, more = options_to_note(executor)
         remember(spec.run_id, run.store.url, spec.task_digest, options, spec.secret_names, more)
@@ -277,12 +294,17 @@ def _begin_from_snapshot(
             order_policy(DecisionLog(run.store, spec.run_id, key=spec.key), totals=totals)
         lease = hold_lease(run.store, spec)
         handles = executor.launch_replicas(spec.world_size, recipe.entrypoint, {}, **limits, run=spec, tell=tell)
+        with contextlib.suppress(StoreError):  # a copy, which saves requests
+            within(STORE_S, lambda: keep_handles(run.store, spec.run_id, 0, handles), run.store.url)
+        finish_start(lease, spec)
     except BaseException as error:
         if lease is not None:
             lease.end()
-        abandon_run(run.store, spec.run_id, spec.world_size, error)
+        end_started(executor, spec, error)
+        cause = error
+        with contextlib.suppress(StoreError):
+            within(STORE_S, lambda: abandon_run(run.store, spec.run_id, spec.world_size, cause), run.store.url)
         raise
-    keep_handles(run.store, spec.run_id, 0, handles)
     begun = Run(run.store, spec.run_id, executor=executor)
     if not spec.detach:
         begun.keep_here([recipe], lease)
@@ -320,12 +342,18 @@ def _end_begun(
 ) -> None:
     """End what a resume has started that fails half-way, and see that no keeper goes on with it."""
     why = half_way(error)
-    with contextlib.suppress(StoreError):
+
+    def leave_word() -> None:
         order_cancel(log, list(begun), why)
+        for handle in begun.values():
+            Attempt.named_by(handle, handle.backend_name).request_cancel(why)
+
+    (left,) = in_threads(lambda _: leave_word(), [None], 1)  # the store has a moment, then the services are asked
+    with contextlib.suppress(ReplicasError):
+        answered_within(HEAD_START_S, left, log.store.url)
 
     def end(handle: ReplicaHandle) -> None:
         with contextlib.suppress(ReplicasError, OSError):
-            Attempt.named_by(handle, handle.backend_name).request_cancel(why)
             executor.cancel(handle)
 
     in_parallel(end, list(begun.values()))

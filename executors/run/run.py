@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from executors.errors import BackendError
-from executors.patience import FOLLOWER, KEEPER, Patience
+from executors.errors import BackendError, StoreError
+from executors.native import EndsJobs, JobsOfRun
+from executors.patience import FOLLOWER, KEEPER, PAID_KEEPER, Patience
 from executors.protocol import BY_USER, Outcome, ReplicaStatus, ServerlessExecutor
 from executors.report.root_cause import raise_root_cause
 from executors.run.canceller import Canceller
@@ -23,8 +25,11 @@ from executors.run.run_logs import Ranks
 from executors.run.traces import Traces
 from executors.run.waiter import Waiter
 from executors.status import ReplicaState, RunStatus
+from executors.store.parallel import within
 from executors.supervision.decisions import DecisionLog
 from executors.supervision.lease import LeaseHolder
+
+UPDATE_S = 10.0  # how long `add` waits for the store once its replicas are started
 
 
 class Run(Traces):
@@ -55,7 +60,12 @@ class Run(Traces):
         """
         if n is not None and not 1 <= n <= len(self.ranks):
             raise ValueError(f"Run {self.run_id!r} has {len(self.ranks)} replicas, got n={n}.")
-        is_over = self._waiter.wait(n, timeout, self._view())
+        try:
+            is_over = self._waiter.wait(n, timeout, self._view())
+        except StoreError as error:
+            if words := self.end_refused(error):
+                error.add_note(words)
+            raise
         if is_over and n in (None, len(self._observer.ranks)):
             self._settle()
         return is_over
@@ -111,13 +121,54 @@ class Run(Traces):
         """Leave the cancel marker of every replica that has not ended; `cancel` also waits for their end."""
         self._canceller.request()
 
+    def end_refused(self, error: BaseException) -> str:
+        """End the jobs of a run that this process keeps attached, after its store has refused this process for good.
+
+        Such a store refuses the replicas as well: they have the same credentials. They can neither exchange what they
+        learn nor leave a result, so what they cost is lost.
+
+        Args:
+            error: why the run cannot be watched any more.
+
+        Returns: what was ended, and what may still run; empty if nothing was to be done.
+
+        Example:
+            print(run.end_refused(error))
+        """
+        executor = self.executor
+        if not self._leases or not isinstance(error, StoreError) or not error.refusal:
+            return ""
+        if not isinstance(executor, EndsJobs):
+            return ""
+        for lease in self._leases:
+            lease.end()
+        told = executor.end_jobs(JobsOfRun(self.run_id, self.store.url, self.record.created_at), self._tell)
+        if not told.is_complete:
+            return told.what_is_left
+        jobs = f"{told.n_ended} job{'s' * (told.n_ended != 1)}"
+        return f"Its {jobs} were ended at the service, because replicas cannot use a store that refuses them."
+
     def finish_cancel(self) -> None:
         """End what `request_cancel` has marked, as `cancel` does, which would note the same decision once more."""
         self._canceller.end(BY_USER)
         self._settle()
 
+    @property
+    def is_store_silent(self) -> bool:
+        """Whether the store did not answer the last `cancel`."""
+        return self._canceller.is_store_silent
+
+    @property
+    def was_ended_without_store(self) -> bool:
+        """Whether `cancel` ended the run's jobs at their service, while the store did not answer."""
+        return self._canceller.was_ended_without_store
+
     def cancel(self, rank: Ranks = None) -> None:
-        """Cancel one replica, some, or all that still run; returns when they are gone. The others stay as they are.
+        """Cancel one replica, some, or all that still run. The others stay as they are.
+
+        Local replicas are gone when it returns. At a service, it returns when the service has accepted to end their
+        jobs; how long it takes to end a container is up to the service. A store that does not answer is not waited for:
+        the service is asked all the same, and a line on stderr says so.
 
         A queue may hold jobs whose replicas it has ended, and would start them again. The cancel of a whole run deletes
         these as well, also where the run has ended.
@@ -126,7 +177,8 @@ class Run(Traces):
             rank: one rank, or some. None: all.
 
         Raises:
-            BackendError: the backend did not end some. Their cancel markers are in the store all the same.
+            BackendError: a service did not end some jobs. The message says which, and how to end them. Their cancel
+                markers are in the store all the same, if that answers.
             ValueError: the run has no such rank.
 
         Example:
@@ -192,10 +244,16 @@ class Run(Traces):
         from executors.run.addition import Addition, add_replicas
 
         added = add_replicas(self, executor, Addition(n=n, **asked), tell)
-        if not added.recipe.spec.detach:
-            self.keep_here([added.recipe], added.lease)
-        self._observer.update()  # what was seen a moment ago has none of them
-        return list(added.recipe.spec.ranks)
+        ranks = list(added.recipe.spec.ranks)
+        try:
+            if not added.recipe.spec.detach:
+                self.keep_here([added.recipe], added.lease)
+            with contextlib.suppress(StoreError):  # what was seen a moment ago has none of them
+                within(UPDATE_S, self._observer.update, self.store.url)
+        except KeyboardInterrupt:  # the caller never hears of these ranks
+            self.cancel(ranks)
+            raise
+        return ranks
 
     def keep_here(
         self,
@@ -235,6 +293,8 @@ class Run(Traces):
     @property
     def patience(self) -> Patience:
         """How long this process waits for the store of the run: giving up would leave a run that it keeps."""
+        if self._leases:  # it keeps jobs that are paid for
+            return PAID_KEEPER
         return FOLLOWER if self._keeper is None and self._launched is None else KEEPER
 
     def keep(self, states: Sequence[ReplicaState]) -> bool:
@@ -268,7 +328,11 @@ class Run(Traces):
 
     @cached_property
     def _canceller(self) -> Canceller:
-        return Canceller(self._observer)
+        return Canceller(self._observer, lambda: self.record.created_at, self._tell)
+
+    @staticmethod
+    def _tell(words: str) -> None:
+        print(f"replicas: {words}", file=sys.stderr)
 
     @cached_property
     def _display(self) -> Display:

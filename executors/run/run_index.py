@@ -3,6 +3,7 @@
 <state>/<run_id>/run.json             a run whose store is this directory
 <state>/<run_id>/launched.json        where a run is that this machine launched, the digest of its task, and what it was
                                       launched with; of one that was brought back here, only where it is
+<state>/<run_id>/jobs.jsonl           the ids of the jobs that this machine started at services; see `job_notes`
 <state>/<run_id>/replicas/…/output.log   what local replicas print, whatever the run's store
 <state>/<run_id>/removing.json        that the run is being removed, wherever its store is; the last file to be deleted
 <state>/<run_id>/supervisors.lock     locked by those who watch over local replicas
@@ -128,6 +129,25 @@ def remember(
     store.put(key, to_bytes(asdict(note)))
     with contextlib.suppress(OSError):  # a file system without modes
         (state_dir() / key).chmod(0o600)
+    for path in (state_dir() / key, state_dir() / run_id, state_dir()):  # what is paid for is found after a power cut
+        sync(path)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, would survive a power cut.
+
+    Args:
+        path: the file or folder. A file system that cannot do this for folders is not an error.
+
+    Example:
+        sync(state_dir())
+    """
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def as_noted(options: Mapping[str, Any]) -> dict[str, Any]:

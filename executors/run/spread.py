@@ -13,9 +13,12 @@ from itertools import pairwise
 from typing import Any, ClassVar, TypeVar, cast
 
 from executors.attempt import Attempt, collect_rows, half_way
-from executors.errors import BackendError, LaunchError, ReplicasError, UnknownHandleError
+from executors.errors import BackendError, LaunchError, ReplicasError, StoreError, UnknownHandleError
 from executors.logs.readers import TailedLog
 from executors.native import (
+    EndedJobs,
+    EndsJobs,
+    JobsOfRun,
     KeepsOptions,
     Log,
     NativeExecutor,
@@ -24,6 +27,7 @@ from executors.native import (
     Parent,
     Recordable,
     RunSpec,
+    TellsPreemption,
     Unfinished,
 )
 from executors.process import this_process
@@ -31,9 +35,11 @@ from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
 from executors.registry import describe_executor
 from executors.run.fleet import Site
 from executors.store import store_at
-from executors.store.parallel import in_parallel, in_threads
+from executors.store.parallel import answered_within, in_parallel, in_threads, within
 from executors.task.record import Placement
 
+HEAD_START_S = 5.0  # the store's, before the services are asked to end what was started
+STORE_S = 60.0  # how long Ctrl-C waits for the store, and for starts that end, once the services were asked
 T = TypeVar("T")
 S = TypeVar("S")
 
@@ -125,6 +131,10 @@ class SpreadExecutor:
         for place, executor in self.parts:
             limits: Any = {"gpu": gpu, "timeout": executor.default_timeout_s if timeout is None else timeout}
             executor.check_launch(len(place.ranks), entrypoint, entrypoint_args, **limits, secrets=secrets)
+
+    def tells_preemption(self, gpu: str | None) -> bool:
+        """Return whether the service of any part says when it takes a machine back; see `TellsPreemption`."""
+        return any(isinstance(each, TellsPreemption) and each.tells_preemption(gpu) for _, each in self.parts)
 
     def package(self, entrypoint: str | Callable[..., Any]) -> Package | None:
         """Return what replicas on other machines need; raises ValueError where one is to have other requirements."""
@@ -230,14 +240,23 @@ class SpreadExecutor:
     def _end_all(self, run: RunSpec, parts: Iterable[Future[list[ReplicaHandle]]], interrupt: BaseException) -> None:
         """End what is being started: an outcome comes last, for what has one is not ended any more."""
         print("replicas: ending what was begun; Ctrl-C again leaves it to end when it comes up", file=sys.stderr)
-        ours = [attempt for attempt in _attempts(run, run.ranks) if _take(attempt) or _is_ours(attempt)]
-        for attempt in ours:
-            with contextlib.suppress(ReplicasError):
-                attempt.request_cancel(half_way(interrupt))
-        for part in parts:
-            with contextlib.suppress(Exception):
-                self._end(run, part.result(), interrupt)
-        self._abandon(ours, interrupt)
+        # The services first: a store that does not answer keeps nothing running that is paid for.
+        told = self.end_jobs(JobsOfRun(run.run_id, run.store_url, run.launched_at, run.ranks), _say)
+        if not told.is_complete:
+            _say(told.what_is_left)
+
+        def leave_word() -> None:
+            ours = [attempt for attempt in _attempts(run, run.ranks) if _take(attempt) or _is_ours(attempt)]
+            for attempt in ours:
+                with contextlib.suppress(ReplicasError):
+                    attempt.request_cancel(half_way(interrupt))
+            for part in parts:
+                with contextlib.suppress(Exception):
+                    self._end(run, part.result(), interrupt)
+            self._abandon(ours, interrupt)
+
+        with contextlib.suppress(StoreError):
+            within(STORE_S, leave_word, run.store_url)
 
     def _abandon(self, attempts: Iterable[Attempt], error: BaseException) -> None:
         for attempt in attempts:
@@ -245,13 +264,30 @@ class SpreadExecutor:
                 attempt.abandon(error)
 
     def _end(self, run: RunSpec, handles: Sequence[ReplicaHandle], error: BaseException) -> None:
-        self._abandon(_attempts(run, [handle.rank for handle in handles]), error)
+        """End replicas that were started. The store has a moment to take their markers, then the services are asked."""
+        ranks = tuple(handle.rank for handle in handles)
+        (marked,) = in_threads(lambda _: self._abandon(_attempts(run, ranks), error), [None], 1)
+        with contextlib.suppress(StoreError):
+            answered_within(HEAD_START_S, marked, run.store_url)
+        told = self.end_jobs(JobsOfRun(run.run_id, run.store_url, run.launched_at, ranks), _say)
+        if not told.is_complete:
+            _say(told.what_is_left)
 
         def end(handle: ReplicaHandle) -> None:
             with contextlib.suppress(ReplicasError):
                 self.cancel(handle)
 
-        in_parallel(end, handles)
+        in_parallel(end, [handle for handle in handles if handle.rank not in told.ranks])
+
+    def end_jobs(self, run: JobsOfRun, tell: Callable[[str], None] = lambda words: None) -> EndedJobs:
+        """End the jobs of a run at every service that it is on, all at the same time; see `EndsJobs.end_jobs`."""
+        asked = [executor for _, executor in self.parts if isinstance(executor, EndsJobs)]
+        return sum(in_parallel(lambda executor: executor.end_jobs(run, tell), asked), EndedJobs())
+
+    def commands_to_end(self, run_id: str) -> str:
+        """Return the commands of all services that the run is on; see `EndsJobs.commands_to_end`."""
+        asked = [executor for _, executor in self.parts if isinstance(executor, EndsJobs)]
+        return "   ".join(dict.fromkeys(executor.commands_to_end(run_id) for executor in asked))
 
     def describe_launch(
         self, run: RunSpec, *, gpu: str | None = None, timeout: float | None = None, requirements: Sequence[str] = ()
@@ -365,6 +401,10 @@ class SpreadExecutor:
                 answers = [instead(error) for _ in indexes]
             found |= dict(zip(indexes, answers, strict=True))
         return [found[index] for index in range(len(replicas))]
+
+
+def _say(words: str) -> None:
+    print(f"replicas: {words}", file=sys.stderr)
 
 
 def _attempts(run: RunSpec, ranks: Sequence[int]) -> list[Attempt]:

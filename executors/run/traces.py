@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -24,7 +26,7 @@ from executors.logs.follower import WHOLE
 from executors.metrics.metrics import Metrics, read_metrics
 from executors.native import page_of_job
 from executors.patience import BRIEF, FOLLOWER, retry
-from executors.protocol import Outcome, ServerlessExecutor
+from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.run.fleet import Fleet
 from executors.run.observer import RECENT_S, Observer
 from executors.run.run_index import (
@@ -39,16 +41,19 @@ from executors.run.run_index import (
 from executors.run.run_logs import EVERYTHING, Lines, OnUnread, Ranks, RunLogs, Which
 from executors.run.run_logs import Note as LogNote
 from executors.run.spread import SpreadExecutor, as_one
-from executors.status import FoundWarning, RunStatus, name_ranks
+from executors.status import FoundWarning, ReplicaState, RunStatus, name_ranks
 from executors.store import Store
 from executors.store.artifacts import Artifact, kept_artifacts
 from executors.store.inventory import Inventory
 from executors.store.url import address_of
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.events import Event, EventReader, read_warnings
+from executors.supervision.lease import was_start_abandoned
 from executors.task.record import RunRecord, find_run_record
 from executors.task.removal_record import find_removal
 
+START_LOOK_S = 30.0
+ABANDONED = "its launcher ended before all replicas were started"
 log = logging.getLogger(__name__)
 
 
@@ -66,6 +71,8 @@ class Traces:
         self.store = store
         self.run_id = run_id
         self._launched = handles
+        self._start_looked_at = -math.inf
+        self._start_was_abandoned = False
         given: Any = () if executor is None else executor
         if isinstance(executor, SpreadExecutor):
             given = {place.name: each for place, each in executor.parts}
@@ -183,7 +190,7 @@ class Traces:
         Args:
             reports: False leaves out what they reported: at a bucket that saves a request for each.
         """
-        states = self._observer.look()
+        states = self._with_abandoned(self._observer.look())
         replicas = self._observer.with_reports(states) if reports else states
         return self._observer.status(replicas)
 
@@ -202,6 +209,26 @@ class Traces:
                 now = run.recorded_status()
         """
         return self._observer.status(self._observer.with_reports(self._observer.recorded()))
+
+    def _with_abandoned(self, states: Sequence[ReplicaState]) -> Sequence[ReplicaState]:
+        """Say of replicas that nobody starts any more that their launcher is gone; asked for once in half a minute."""
+        inventory = self._observer.inventory
+        waiting = {
+            state.rank
+            for state in states
+            if state.status is ReplicaStatus.PENDING
+            and not state.restart.is_awaited
+            and not inventory.has(state.rank, state.attempt, "handle")
+        }
+        if not waiting:
+            return states
+        now = time.monotonic()
+        if now >= self._start_looked_at + START_LOOK_S:
+            self._start_looked_at = now
+            self._start_was_abandoned = was_start_abandoned(self.store, self.run_id, time.time())
+        if not self._start_was_abandoned:
+            return states
+        return [replace(state, doing=ABANDONED) if state.rank in waiting else state for state in states]
 
     @property
     def decisions(self) -> Sequence[Decision]:

@@ -284,5 +284,20 @@ def uv_command(pip: list[str]) -> list[str]:
     return module if installed("uv") else []
 
 
+def layer(asked: dict[str, Any]) -> None:
+    """Install what an image lacks while a service builds a layer on top of it, so that no container has to.
+
+    What counts is the same as in a container: a later version of one of our own packages is kept.
+    """
+    requirements = [kept(each) if each in asked["pins"] else each for each in asked["requirements"]]
+    if all(is_satisfied(each) for each in requirements):
+        say("the image has all that is needed")
+    else:
+        install(requirements)
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["layer"]:
+        layer(json.loads(sys.argv[2]))
+    else:
+        main()

@@ -6,9 +6,13 @@ store as its secrets. The image needs nothing but Python 3.11 or later and pip.
 
 from __future__ import annotations
 
+import base64
+import json
 import os
+import shlex
 import sys
 import sysconfig
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +20,7 @@ from typing import Any
 
 from executors import replica as environment
 from executors.errors import EntrypointError
-from executors.native import Package, RunSpec
+from executors.native import ATTACHED_LEASE, Package, RunSpec
 from executors.shipping.requirements import requirements_of
 from executors.shipping.script_header import script_of
 from executors.shipping.workspace import OURS, snapshot_workspace
@@ -113,8 +117,10 @@ def replica_environment(
         environment.HANG: run.hang,
         environment.LAUNCHED_AT: run.launched_at,
         environment.LEASE_S: run.lease_s,
+        environment.LEASE_NAME: None if run.lease_name == ATTACHED_LEASE else run.lease_name,
         environment.ENV: ",".join(sorted(run.env)) or None,
         environment.SPARE: "1" if run.is_of_spares else None,
+        environment.PAYS_FOR_START: "1" if run.pays_for_start else None,
         environment.TASK_FOLDER: None if run.task_folder == "task" else run.task_folder,
     }
     found |= {name: str(value) for name, value in for_the_worker.items() if value is not None}
@@ -129,6 +135,26 @@ def bootstrap_command() -> tuple[str, ...]:
     It carries no secret and is the same for every run: what differs is in its environment.
     """
     return ("python", "-c", Path(__file__).with_name("bootstrap.py").read_text(encoding="utf-8"))
+
+
+def layer_command(requirements: Sequence[str], pins: Sequence[str]) -> str:
+    """Return the shell command that installs what an image lacks, for a service that builds layers on top of images.
+
+    It is the same for the same requirements, so such a service builds the layer once.
+
+    Args:
+        requirements: what to install, as pip takes it.
+        pins: those of them that are ours: an image that has a later version keeps it.
+
+    Example:
+        layer_command(["torch==2.13.0"], ["torch==2.13.0"])
+    """
+    script = Path(__file__).with_name("bootstrap.py").read_bytes()
+    # One line without a quote of its own: each line of a Dockerfile is a command.
+    packed = base64.b64encode(zlib.compress(script, 9)).decode()
+    run = f"import base64,zlib;exec(zlib.decompress(base64.b64decode('{packed}')))"
+    asked = json.dumps({"requirements": list(requirements), "pins": list(pins)})
+    return shlex.join(["python", "-c", run, "layer", asked])
 
 
 def _paths(root: Path, files: Sequence[str]) -> tuple[str, ...]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
+from executors.errors import StoreError
 from executors.store.protocol import Store
 from executors.store.url import is_near
 
@@ -17,9 +18,24 @@ R = TypeVar("R")
 
 
 def in_parallel(act: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """Act on several items at once."""
-    with ThreadPoolExecutor(min(MAX_THREADS, max(1, len(items)))) as pool:
-        return list(pool.map(act, items))
+    """Act on several items at once; return what that gave, in their order.
+
+    All items are acted on before the first error is raised. An interrupt in between is raised at once: the threads of a
+    pool would hold up Ctrl-C, and the end of the process, for as long as a store is silent.
+
+    Args:
+        act: is called with each item, from several threads.
+        items: what to act on.
+
+    Raises:
+        Exception: the first that `act` raised, in the order of the items.
+
+    Example:
+        in_parallel(store.delete, ["runs/a", "runs/b"])
+    """
+    futures = in_threads(act, items, MAX_THREADS)
+    wait(futures)
+    return [future.result() for future in futures]
 
 
 def at_store(store: Store, act: Callable[[T], R], items: Sequence[T]) -> list[R]:
@@ -49,3 +65,43 @@ def in_threads(act: Callable[[T], R], items: Sequence[T], n_threads: int) -> lis
     for number in range(min(n_threads, len(items))):
         threading.Thread(target=work, name=f"replicas-{number}", daemon=True).start()
     return futures
+
+
+def answered_within(limit_s: float, asked: Future[T], where: str) -> T:
+    """Return what was asked for, if the answer comes in time. Nobody waits for a later answer.
+
+    Args:
+        limit_s: how long to wait, in seconds.
+        asked: the question, as `in_threads` returns it.
+        where: the url of the store, for the message.
+
+    Raises:
+        StoreError: there is no answer in time.
+        Exception: what the question itself raised.
+
+    Example:
+        (asked,) = in_threads(store.get, ["runs/a/run.json"], 1)
+        answered_within(5.0, asked, store.url)
+    """
+    if not wait([asked], limit_s).done:
+        raise StoreError(f"{where} did not answer within {limit_s:g} s.", url=where)
+    return asked.result()
+
+
+def within(limit_s: float, act: Callable[[], T], where: str) -> T:
+    """Return what `act` returns within a time; later it continues in a daemon thread, and nobody waits for it.
+
+    Args:
+        limit_s: how long to wait, in seconds.
+        act: asks the store.
+        where: the url of the store, for the message.
+
+    Raises:
+        StoreError: there is no answer in time.
+        Exception: what `act` raised.
+
+    Example:
+        within(5.0, lambda: bytes(store.get("runs/a/run.json")), store.url)
+    """
+    (asked,) = in_threads(lambda _: act(), [None], 1)
+    return answered_within(limit_s, asked, where)

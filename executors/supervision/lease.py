@@ -1,18 +1,26 @@
-"""The lease of an attached run on other machines: its replicas go on as long as somebody here renews it."""
+"""Leases: the containers of a run continue only while a process outside renews theirs, or has released them.
+
+An attached run has `lease.json`, which the launching process renews for as long as it watches the run. The containers
+that a detached launch, resume or addition starts have a lease of their own, `starts/<nonce>.json`. Its launcher renews
+it while it starts them, and releases them when the handle of the last one is written: a launcher that dies half-way
+leaves nothing that is paid for until its time limit.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
-from executors.errors import StoreError
-from executors.native import RunSpec
-from executors.patience import GLANCE
-from executors.process import this_process
+from executors.errors import CorruptObjectError, StoreError
+from executors.native import ATTACHED_LEASE, LEASE_S, RunSpec
+from executors.patience import GLANCE, REQUEST, retry
+from executors.process import start_time, this_process
 from executors.store import Store
 from executors.store.records import (
     FAR_AHEAD,
@@ -29,9 +37,9 @@ from executors.store.records import (
 )
 from executors.store.url import impatient_store
 
-LEASE_S = 900.0
 RENEW_S = 60.0
 AGAIN_S = 5.0  # after a renewal that failed
+STARTS = "starts/"
 LATE = 2.5  # renewals that are missed before somebody else's lease is taken over
 
 log = logging.getLogger(__name__)
@@ -54,11 +62,22 @@ class LeaseHolder:
 
     Args:
         is_second: leave the lease alone while somebody else renews it.
+        renew_s: seconds between two renewals. Default: a minute.
+        name: which lease of the run. Default: the attached run's.
     """
 
-    def __init__(self, store: Store, run_id: str, *, is_second: bool = False, renew_s: float = RENEW_S) -> None:
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        *,
+        is_second: bool = False,
+        renew_s: float = RENEW_S,
+        name: str = ATTACHED_LEASE,
+    ) -> None:
         self._store = store
         self._run_id = run_id
+        self._key = f"{run_id}/{name}"
         self._is_second = is_second
         self._renew_s = renew_s
         self._holder = os.urandom(8).hex()
@@ -86,12 +105,23 @@ class LeaseHolder:
         self.end()
         store = impatient_store(self._store.url, GLANCE.limit_s)
         try:
-            standing = find_record(store, key_of(self._run_id), Lease.parse)
+            standing = find_record(store, self._key, Lease.parse)
             if standing is not None and standing.holder == self._holder:
                 release_lease(store, self._run_id)
         except StoreError as error:
             log.warning("run %s may end %.0f min from now unless somebody watches it: its lease could not be let go: "
                         "%s", self._run_id, LEASE_S / 60, error)  # fmt: skip
+
+    def release_started(self) -> None:
+        """Release containers that were all started: they need nobody any more.
+
+        Raises:
+            StoreError: the store does not take it. The containers end when their lease is over.
+        """
+        self.end()
+        retry(
+            lambda: self._store.put(self._key, to_bytes(asdict(_released()))), REQUEST, "the lease of what was started"
+        )
 
     def renew(self) -> None:
         """Renew it now.
@@ -103,11 +133,11 @@ class LeaseHolder:
             self.end()  # the run was deleted, and would begin to exist again
         elif not (self._is_second and self._others_hold()):
             lease = Lease(holder=self._holder, by=this_process(), at=time.time())
-            self._store.put(key_of(self._run_id), to_bytes(asdict(lease)))
+            self._store.put(self._key, to_bytes(asdict(lease)))
 
     def _others_hold(self) -> bool:
         """Return whether somebody else has renewed it lately, or let the run go."""
-        found = find_record(self._store, key_of(self._run_id), Lease.parse)
+        found = find_record(self._store, self._key, Lease.parse)
         if found is None or found.holder == self._holder:
             self._others = None
             return False
@@ -132,51 +162,158 @@ class LeaseHolder:
 
 
 class LeaseWatch:
-    """Tells a container whether anybody watches its run: then the lease changes.
+    """Tells a container whether to continue: whether its lease changes, or it was released.
+
+    What a read that fails says of the lease depends on why it fails. An outage passes, and whoever renews the lease is
+    without the store as well, so it counts for nothing. A store that refuses its credentials for a whole lease will not
+    be read again, so nothing of what this container does can be seen by anybody.
 
     Args:
+        store: the run's store. A request should be tried once.
+        run_id: the run.
         limit_s: how long a lease counts, by this process's clock, while it reads the same content again and again.
+        clock: this process's clock.
+        name: which lease of the run. Default: the attached run's.
+
+    Example:
+        watch = LeaseWatch(store, "brave-otter-7f3a", 900.0)
+        if watch.is_over():
+            print(watch.why)
     """
 
-    def __init__(self, store: Store, run_id: str, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        limit_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        name: str = ATTACHED_LEASE,
+    ) -> None:
         self.limit_s = limit_s
         self._store = store
         self._run_id = run_id
+        self._name = name
         self._clock = clock
         self._look_s = min(RENEW_S, limit_s / 5)
         self._seen: Lease | None = None
-        self._same_s = 0.0
-        self._read_at = self._look_at = clock()
+        self._same_s = self._refused_s = 0.0
+        self._refusal = ""
+        self._read_at = self._tried_at = self._look_at = clock()
 
     @property
     def is_held(self) -> bool:
         """Whether, as of the last look, somebody renews it."""
-        is_detached = self._seen is not None and self._seen.detached
-        return not is_detached and self._same_s < 3 * RENEW_S
+        return not self.is_released and self._same_s < 3 * RENEW_S
+
+    @property
+    def is_released(self) -> bool:
+        """Whether, as of the last look, the containers were released: they need nobody."""
+        return self._seen is not None and self._seen.detached
+
+    @property
+    def why(self) -> str:
+        """Why it is over, in a sentence's end."""
+        minutes = f"{self.limit_s / 60:.3g} min"
+        if self._refused_s >= self.limit_s:
+            return f"its store has refused it for {minutes}: {self._refusal}"
+        if self._name != ATTACHED_LEASE:
+            return "its launcher ended before all replicas of this detached launch were started"
+        return f"nobody watched this attached run for {minutes}; launch with --detach to let it go on"
 
     def is_over(self) -> bool:
-        """Look at the lease when it is time to; looks that fail, and those that were left out, count for nothing."""
+        """Look at the lease when it is time to; return whether the container is to end."""
         now = self._clock()
         if now < self._look_at:
             return False
         self._look_at = now + self._look_s
         try:
-            found = find_record(self._store, key_of(self._run_id), Lease.parse)
-        except StoreError:
-            return False
+            found = find_record(self._store, f"{self._run_id}/{self._name}", Lease.parse)
+        except StoreError as error:
+            if error.refusal:
+                self._refused_s += min(now - self._tried_at, self._look_s)
+                self._refusal = str(error)
+            self._tried_at = now
+            return self._refused_s >= self.limit_s and not self.is_released
+        self._refused_s = 0.0
         if found != self._seen or (found is not None and found.detached):
             self._seen, self._same_s = found, 0.0
         else:  # after an outage this is one look: whoever renews it was without the store, too, and may come later
             self._same_s += min(now - self._read_at, self._look_s)
-        self._read_at = now
+        self._read_at = self._tried_at = now
         return self._same_s >= self.limit_s
 
 
+def with_lease(spec: RunSpec, lease_s: float | None, *, detach: bool) -> RunSpec:
+    """Return what starts containers together with the lease that these get.
+
+    Args:
+        spec: what starts them.
+        lease_s: how long a lease counts, in seconds. None: they need none.
+        detach: whether they continue on their own once all of them are started.
+
+    Example:
+        with_lease(spec, executor.lease_s, detach=True).lease_name  # "starts/3f9a6c0b21d4e870.json"
+    """
+    name = f"{STARTS}{os.urandom(8).hex()}.json" if detach else ATTACHED_LEASE
+    return replace(spec, lease_s=lease_s, lease_name=name)
+
+
+def was_start_abandoned(store: Store, run_id: str, now: float) -> bool:
+    """Return whether a detached launch, resume or addition of a run ended before all its replicas were started.
+
+    Args:
+        store: the run's store.
+        run_id: the run.
+        now: Unix time.
+
+    Raises:
+        StoreError: the store does not answer.
+
+    Example:
+        was_start_abandoned(store, "brave-otter-7f3a", time.time())
+    """
+    for entry in store.list(f"{run_id}/{STARTS}"):
+        with contextlib.suppress(CorruptObjectError):
+            lease = find_record(store, entry.key, Lease.parse)
+            if lease is not None and not lease.detached:
+                host, _, pid = lease.by.rpartition(":")
+                is_here = f"{host}:{os.getpid()}" == this_process() and pid.isdecimal()
+                if now - lease.at > LATE * RENEW_S or (is_here and start_time(int(pid)) is None):
+                    return True
+    return False
+
+
+def finish_start(lease: LeaseHolder | None, spec: RunSpec) -> None:
+    """Release the containers of a detached start, all of which were started; an attached start keeps its lease.
+
+    Args:
+        lease: holds their lease. None: they need none.
+        spec: what started them.
+
+    Example:
+        finish_start(lease, spec)
+    """
+    if lease is None or spec.lease_name == ATTACHED_LEASE:
+        return
+    try:
+        lease.release_started()
+    except StoreError as error:
+        print(
+            f"replicas: run {spec.run_id} was started, but ends {LEASE_S / 60:.0f} min from now, because its store "
+            f"does not take the note that it continues: {error}",
+            file=sys.stderr,
+        )
+
+
+def _released() -> Lease:
+    return Lease(by=this_process(), at=time.time(), detached=True)
+
+
 def hold_lease(store: Store, spec: RunSpec) -> LeaseHolder | None:
-    """Begin to renew the lease of a run, where what is started needs one."""
-    if spec.detach or spec.lease_s is None:
+    """Begin to renew the lease of what is about to be started; None if it needs none."""
+    if spec.lease_s is None:
         return None
-    holder = LeaseHolder(store, spec.run_id)
+    holder = LeaseHolder(store, spec.run_id, name=spec.lease_name)
     holder.start()
     return holder
 
@@ -188,9 +325,9 @@ def release_lease(store: Store, run_id: str) -> None:
         StoreError: the store does not answer.
     """
     if exists(store, key_of(run_id)):
-        store.put(key_of(run_id), to_bytes(asdict(Lease(by=this_process(), at=time.time(), detached=True))))
+        store.put(key_of(run_id), to_bytes(asdict(_released())))
 
 
 def key_of(run_id: str) -> str:
-    """Name the lease of a run."""
-    return f"{run_id}/lease.json"
+    """Name the lease of an attached run."""
+    return f"{run_id}/{ATTACHED_LEASE}"

@@ -52,6 +52,9 @@ def decide(
     """
     if end.status is not ReplicaStatus.FAILED or end.reason == "fenced":
         return None
+    # The first attempt of a launch that was refused is the launch's own affair: it has raised why.
+    if not policy.answers(end.reason, was_refused=end.was_refused and end.attempt > 0):
+        return None
     if is_barred(log, end.rank) or answer_to(log, end.rank, end.attempt) is not None:
         return None
     if facts.newest.get(end.rank, end.attempt) > end.attempt:

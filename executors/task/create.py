@@ -40,7 +40,7 @@ from executors.task.arguments import check_call, split_rank_env
 from executors.task.entrypoint import describe
 from executors.task.launch_request import LaunchRequest
 from executors.task.pickles import pickle_call
-from executors.task.policy import HangLimits, Restarts
+from executors.task.policy import HangLimits, Restarts, supervised
 from executors.task.record import LaunchedWith, RunRecord
 from executors.task.removal_record import Removal, removal_key
 from executors.task.sources import sources_of
@@ -141,10 +141,11 @@ def plan_run(
         min_replicas=request.min_replicas,
         gather_s=request.gather_s,
         fail_fast=request.fail_fast,
-        restarts=launched_with.restarts,
+        restarts=supervised(launched_with.restarts),
         hang=launched_with.hang,
         launched_at=record.created_at,
         spares=request.spares,
+        pays_for_start=request.max_cost is not None,
     )
     return NewRun(spec, written, task, pickled, None if package is None else package.archive)
 

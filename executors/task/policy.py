@@ -13,6 +13,7 @@ from executors.errors import unknown_name
 from executors.protocol import REASONS
 
 DEFAULT_CAPS: Mapping[str, float] = {"preempted": math.inf, "timeout": 0, "result_not_serializable": 0, "oom": 1}
+ONLY_PREEMPTED, NO_RESTARTS = "preempted", "none"
 NEVER_RESTARTED = ("cancelled", "stopped", "fenced")
 HOWS = ("fork", "launch")
 MAX_RESTARTS = 1_000_000  # more than a run ever has: a rank ends with an error after 10,000 attempts
@@ -48,6 +49,9 @@ class Restarts:
     """No restart so long after the launch."""
     together: bool = False
     """Whether a restart names every rank: for replicas that talk to each other outside DiLoCo."""
+    only_preempted: bool = False
+    """Whether only a replica is started again whose machine its service took back; every other end stays as it is. This
+    is what a launch has that asks for no restarts."""
     how: str = "fork"
     """The narrowest way: "fork", a new process where the old one was; "launch", a new container or supervisor."""
 
@@ -77,6 +81,8 @@ class Restarts:
         Raises:
             ValueError: it is none; names the part that does not fit, and what would.
         """
+        if text.strip() == ONLY_PREEMPTED:
+            return cls(0, only_preempted=True)
         first, *rest = (part.strip() for part in text.split(","))
         values: dict[str, Any] = {"reasons": {}}
         count, slash, window = first.partition("/")
@@ -123,7 +129,21 @@ class Restarts:
             raise TypeError(f"restarts is a number, a text as '3/1h,oom=0', or a Restarts, got {asked!r}.")
         return cls.parse(str(asked))
 
+    def answers(self, reason: str | None, *, was_refused: bool) -> bool:
+        """Return whether an end of this kind may be answered at all.
+
+        Args:
+            reason: why the attempt ended.
+            was_refused: whether it was not started because its service gave it no machine.
+
+        Example:
+            Restarts.parse("preempted").answers("exception", was_refused=False)  # False
+        """
+        return not self.only_preempted or reason == "preempted" or was_refused
+
     def __str__(self) -> str:
+        if self.only_preempted:
+            return ONLY_PREEMPTED
         parts = [str(self.per_replica) + ("" if self.per_s is None else f"/{_seconds(self.per_s)}")]
         parts += [f"{name}={'inf' if cap == math.inf else int(cap)}" for name, cap in self.reasons.items()]
         parts += [] if self.run is None else [f"run={self.run}"]
@@ -141,6 +161,21 @@ class Restarts:
         return next(
             ((name, caps[name]) for name in (str(exit_code), str(reason)) if name in caps), (None, MAX_RESTARTS)
         )
+
+
+def supervised(restarts: str | None) -> str | None:
+    """Return the policy that a replica's own supervisor goes by.
+
+    A supervisor ends with the machine that is taken back, so what only answers that is left to processes outside. It
+    also ends no replica that hangs, as without restarts.
+
+    Args:
+        restarts: the run's policy, as recorded.
+
+    Example:
+        supervised("preempted")  # None
+    """
+    return None if restarts == ONLY_PREEMPTED else restarts
 
 
 @dataclass(frozen=True)

@@ -180,6 +180,8 @@ class TaskRecord(Record):
     code_sha256: str | None = checked(nullable(text(64, SHA256)), None)
     """Of the code that replicas on other machines get. None: there are none."""
     requirements: tuple[str, ...] = checked(list_of(text()), ())
+    pins: tuple[str, ...] = checked(list_of(text()), ())
+    """Those of the requirements that are ours: an image that has a later version keeps it."""
     python_version: str | None = checked(nullable(text(100)), None)
     """The launcher's; None: the replicas have the launcher's Python."""
     torch: str | None = checked(nullable(text(100)), None)

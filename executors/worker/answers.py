@@ -73,7 +73,7 @@ class Answers:
             self._log,
             Terms.of(self._spec, self._store),
             hands=self,
-            has_wider=self._spec.lease_s is not None,  # its launcher watches, and can start a container anew
+            has_wider=self._spec.is_watched,  # its launcher watches, and can start a container anew
         )
 
     @property

@@ -76,7 +76,9 @@ class ContainerSupervisor(Supervisor):
         self._notice_s = notice_s
         self._notice: int | None = None
         self._beaten_at = 0.0
-        self._lease = None if spec.lease_s is None else LeaseWatch(self._store, spec.run_id, spec.lease_s)
+        self._lease = (
+            None if spec.lease_s is None else LeaseWatch(self._store, spec.run_id, spec.lease_s, name=spec.lease_name)
+        )
         self.exit_code = 1
         """That of the rank's last process, as a shell would say it."""
 
@@ -105,8 +107,7 @@ class ContainerSupervisor(Supervisor):
     def _look(self) -> None:
         super()._look()
         if self._lease is not None and self._lease.is_over():
-            minutes = f"{self._lease.limit_s / 60:.3g} min"
-            self._end_abandoned(f"nobody watched this attached run for {minutes}; launch with --detach to let it go on")
+            self._end_abandoned(self._lease.why)
         if time.monotonic() - self._beaten_at >= BEAT_S:
             for running in self._running.values():
                 if time.monotonic() - min(running.page.beat, running.page.beaten) > BEAT_LATE_S:

@@ -57,7 +57,11 @@ class Spare:
         self.taken: Attempt | None = None
         """The attempt that is this container's."""
         self._log = DecisionLog(self._store, spec.run_id, key=spec.key)
-        self._lease = None if spec.lease_s is None else LeaseWatch(self._store, spec.run_id, spec.lease_s, clock)
+        self._lease = (
+            None
+            if spec.lease_s is None
+            else LeaseWatch(self._store, spec.run_id, spec.lease_s, clock, name=spec.lease_name)
+        )
         self._keeper: Keeper | None = None
         self._handle: ReplicaHandle | None = None
         self._rank: int | None = None
@@ -122,9 +126,9 @@ class Spare:
         if self._asked is not None:
             self._take(self._asked)
             return None
+        if self._lease is not None and self._lease.is_over():  # first: a store that refuses answers nothing else
+            return self._lease.why
         n_known, entries, now = len(self._log.entries), self._log.read(), self._clock()
-        if self._lease is not None and self._lease.is_over():
-            return "nobody watches this attached run"
         if len(entries) == n_known and self._rank is None and now < self._look_at:
             return None
         self._look_at = now + self._look_s

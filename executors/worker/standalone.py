@@ -15,7 +15,7 @@ from typing import NoReturn
 from executors import replica as environment
 from executors.errors import ReplicasError
 from executors.module_search import reserve_names, search_first
-from executors.native import RUN_KEY, RunSpec
+from executors.native import ATTACHED_LEASE, RUN_KEY, RunSpec
 from executors.process import become_subreaper
 from executors.task.policy import HangLimits, Restarts
 from executors.worker.container import NOTICE_S, ContainerRanks, ContainerSupervisor
@@ -23,6 +23,7 @@ from executors.worker.spare import Spare
 
 CANNOT_START = 78  # EX_CONFIG of sysexits.h, as the bootstrap leaves
 TERM_GRACE_S = 5.0
+LEAST_TIME_S = 1.0  # of a replica whose installation has used up what was paid for: it ends by its limit, and says so
 
 
 def main() -> NoReturn:
@@ -93,7 +94,7 @@ def read_assignment(environ: Mapping[str, str]) -> ContainerSupervisor:
     return ContainerSupervisor(
         spec,
         ranks,
-        timeout_s=_number(environ, environment.TIMEOUT_S),
+        timeout_s=_time_limit(environ),
         term_grace_s=TERM_GRACE_S,
         notice_s=_number(environ, environment.NOTICE_S) or NOTICE_S,
     )
@@ -118,8 +119,22 @@ def read_spec(environ: Mapping[str, str]) -> RunSpec:
         launched_at=_number(environ, environment.LAUNCHED_AT) or 0.0,
         key=environ.get(RUN_KEY),
         lease_s=_number(environ, environment.LEASE_S),
+        lease_name=environ.get(environment.LEASE_NAME) or ATTACHED_LEASE,
         task_folder=environ.get(environment.TASK_FOLDER) or "task",
     )
+
+
+def _time_limit(environ: Mapping[str, str]) -> float | None:
+    """Return how many seconds the replica may run from now on; None: no limit.
+
+    A limit that max_cost pays for counts from the container's start. It leaves the replica a moment to end by itself,
+    before the service ends the container.
+    """
+    timeout_s = _number(environ, environment.TIMEOUT_S)
+    if timeout_s is None or environ.get(environment.PAYS_FOR_START) != "1":
+        return timeout_s
+    begun_s = _number(environ, environment.BOOTSTRAP_S) or 0.0
+    return max(LEAST_TIME_S, timeout_s - begun_s - min(TERM_GRACE_S + 5.0, timeout_s / 20))
 
 
 def _number(environ: Mapping[str, str], name: str) -> float | None:

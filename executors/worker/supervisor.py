@@ -17,7 +17,7 @@ from collections import deque
 from executors.attempt import Attempt
 from executors.attempt.outcome import describe_cancel, describe_end
 from executors.errors import LaunchError, StoreError
-from executors.native import RunSpec
+from executors.native import LEASE_S, RunSpec
 from executors.patience import BRIEF, GLANCE, SUPERVISOR, Patience, Waits, retry
 from executors.process import children, kill_descendants
 from executors.protocol import Outcome, Reason, ReplicaStatus
@@ -28,6 +28,7 @@ from executors.store.url import impatient_store
 from executors.supervision.orders import words_of_bar
 from executors.worker.answers import Answers
 from executors.worker.cancel_looks import CancelLooks
+from executors.worker.deletion import DeletionWatch
 from executors.worker.ends import EndRecords, Ends, is_overtaken, mark_cancelled, seen_from_outside
 from executors.worker.fail_fast import end_others
 from executors.worker.memory_kills import of_this_machine
@@ -37,6 +38,8 @@ from executors.worker.watchdog import Watchdog
 
 WATCH_PAUSE_S = 0.1  # looks at many ranks fall together
 STOPPED = "the run was stopped"
+NO_LAUNCHER = "the launcher of this attached run ended"
+DELETED = "the run was deleted from its store"
 
 
 class Supervisor:
@@ -74,6 +77,7 @@ class Supervisor:
         self._wakeups = Wakeups(launcher_pidfd)
         self._store = store = impatient_store(spec.store_url, GLANCE.limit_s)
         self._looks = CancelLooks(spec.store_url)
+        self._deletion = DeletionWatch(store, spec.run_id, spec.lease_s or LEASE_S)
         self._waits = Waits(self._say_in_logs)
         self._answers = Answers(
             spec, store, self._begin_next, self._cancelled, self._looks.every_s, lambda: self._patience, self._waits
@@ -153,7 +157,7 @@ class Supervisor:
             self._reap()
             self._memory_kills.look()
             if is_abandoned:
-                self._end_abandoned("the launcher of this attached run ended")
+                self._end_abandoned(NO_LAUNCHER)
             if time.monotonic() >= self._looks.next_at:
                 self._look()
             self._records.try_again()
@@ -296,7 +300,10 @@ class Supervisor:
             self._answers.look_soon()
 
     def _look(self) -> None:
-        """Look into the store for what others ask for."""
+        """Look into the store for what others ask for, and whether the run is still there."""
+        if self._deletion.is_gone():
+            self._end_abandoned(DELETED)
+            return
         living = {running.attempt: running for running in self._running.values() if not running.is_ending}
         for attempt in self._looks.cancelled([*living, *self._waiting]):
             if attempt in living:
@@ -370,6 +377,8 @@ class Supervisor:
                 running.kill_soon()
             elif running.terminate("cancelled", self._term_grace_s, why):
                 living.append(running)
+                if why != NO_LAUNCHER:  # where nobody reads the store, the log says it
+                    self._ranks.write_log(running.asked, f"replicas: this replica ends: {why}")
         # Behind the signals, which no store holds up.
         had_marker = mark_cancelled(why, [running.attempt for running in living])
         for running in living:

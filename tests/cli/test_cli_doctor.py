@@ -89,6 +89,22 @@ def test_backends_shows_the_type_default_and_meaning_of_every_option(here: HereI
     assert "term_grace_s float, default 5.0" in stdout
 
 
+def test_backends_shows_one_that_is_named_and_refuses_a_name_that_is_none(here: HereInstead) -> None:
+    shown = here.replicas("backends", "modal").stdout
+    assert shown.startswith("modal  ready")
+    assert "local  ready" not in shown
+    assert here.replicas("backends", "hf", "--json").json["name"] == "hf"
+    told = here.replicas("backends", "modul")
+    assert (told.code, "No backend named 'modul'. Did you mean 'modal'?" in told.stderr) == (2, True)
+
+
+def test_an_option_that_takes_a_text_is_read_as_one(here: HereInstead) -> None:
+    told = here.replicas(
+        "launch", "job.py", "--n", 1, "--backend", "modal", "--option", "python_version=3.14", "--dry-run"
+    )
+    assert "takes" not in told.stderr, "3.14 is a version here, and no number"
+
+
 def test_a_backend_that_cannot_be_loaded_is_listed_with_the_reason(folder: Folder) -> None:
     package = folder.path / "broken_backend-1.dist-info"
     package.mkdir()

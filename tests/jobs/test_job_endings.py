@@ -327,7 +327,8 @@ def test_the_command_cancels_all_ranks_that_it_is_given_though_the_service_rejec
         machines.fail(call, "rejected", times=None)
     here = HereInstead(Folder(Path.cwd()), monkeypatch, capsys)
     told = here.replicas("cancel", "otter", "--rank", "0,2", "--backend", "support.fake_jobs:FakeExecutor")
-    assert (told.code, told.stderr) == (2, "Error: Fake: rejected, as the test asked.\n")
+    assert told.code == 2
+    assert told.stderr.startswith("Error: Fake: rejected, as the test asked.")
     assert told.stdout.startswith("Cancelled ranks 0, 2 of otter in its store, where replicas look.")
     assert [entry.rank for entry in DecisionLog(run.store, "otter").read()] == [0, 2]
     assert [run.newest_attempt(rank).has("cancel.json") for rank in range(3)] == [True, False, True]

@@ -11,7 +11,6 @@ from support.fake_jobs import FakeExecutor, FakeJobs, Machines, attached, start,
 
 from executors import Run
 from executors.attempt import Attempt
-from executors.backends.jobs.executor import INSTALL_S
 from executors.backends.jobs.max_cost import used_s
 from executors.errors import MaxCostSpentError
 from executors.protocol import ReplicaStatus
@@ -19,6 +18,7 @@ from executors.run.resume import resume
 from executors.store.memory import MemoryStore
 from executors.store.records import to_bytes
 from executors.testing import eventually
+from executors.worker import standalone
 
 SHARE_S = 3600.0
 PRICES = {None: 2.0, "A100": 20.0}
@@ -57,7 +57,8 @@ def test_a_replica_that_was_preempted_gets_the_rest_of_max_cost_and_no_more(mach
     preempted(run, machines, 0, 1, 1590.0)
     keeper.join()
     assert limits(machines) == [SHARE_S, pytest.approx(SHARE_S - 2000, abs=60)]
-    assert [each.job.limit_s for each in machines.jobs] == [int(limit_s + INSTALL_S) for limit_s in limits(machines)]
+    # A container is paid for while it installs, so the service ends it after what was paid for.
+    assert [each.job.limit_s for each in machines.jobs] == [int(limit_s) for limit_s in limits(machines)]
     (outcome,) = run.outcomes()
     assert (outcome.attempt, outcome.reason) == (2, "timeout")
     spent = "max_cost=2 of run 'otter' is spent: rank 0 ran for the $2.00 that each replica may cost."
@@ -147,3 +148,22 @@ def test_the_time_of_a_rank_is_that_of_its_containers_and_not_until_somebody_loo
     attempt(1, 110, 190, 200, "node", is_launched=False)  # a process after another, in the same container
     attempt(2, 1000, 1050, 9000, "laptop", is_launched=True)  # found in the morning
     assert [sum(used_s(first.at(number)).values()) for number in range(4)] == [0, 100, 200, 250]
+
+
+def test_the_installation_of_a_container_is_part_of_its_time() -> None:
+    first = Attempt(MemoryStore(), "otter", 0)
+    for name, record in {
+        "boot.json": {"at": 1e9 - 300, "doing": "installing"},
+        "started.json": {"nonce": "x", "pid": 1, "host": "node", "at": 1e9},
+        "heartbeat.json": {"at": 1e9 + 100},
+        "intent.json": {},
+    }.items():
+        first.store.put(first.key(name), to_bytes(record))
+    assert used_s(first.at(1)) == {0: 400}
+
+
+@pytest.mark.parametrize(("installed_s", "left_s"), [(0.0, 990.0), (300.0, 690.0), (5000.0, 1.0)])
+def test_a_replica_may_run_for_what_its_installation_has_left_of_max_cost(installed_s: float, left_s: float) -> None:
+    environ = {"REPLICA_TIMEOUT_S": "1000", "REPLICA_BOOTSTRAP_S": str(installed_s)}
+    assert standalone._time_limit(environ) == 1000, "without max_cost the limit counts from the entrypoint's start"
+    assert standalone._time_limit({**environ, "REPLICA_PAYS_FOR_START": "1"}) == left_s

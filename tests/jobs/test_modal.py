@@ -77,9 +77,8 @@ def test_all_options_reach_the_request(modal_runs: ModalServer, gpu: str | None)
         ("replicas-rank", "0"),
         ("replicas-attempt", "0"),
     }
-    assert "\n".join(modal_runs.calls_of("ImageGetOrCreate")[-1].request.image.dockerfile_commands).startswith(
-        "FROM python:3.11"
-    )
+    images = [call.request.image for call in modal_runs.calls_of("ImageGetOrCreate")]
+    assert any("\n".join(image.dockerfile_commands).startswith("FROM python:3.11") for image in images)
 
 
 def test_all_sandboxes_are_asked_for_at_the_same_time(modal_runs: ModalServer, gpu: str | None) -> None:
@@ -356,6 +355,10 @@ def test_a_gpu_that_never_comes_ends_the_launch_and_names_the_rank(
         launch("modal", task("hang"), 4, gpu="H100", run_id="otter")
     (unlucky,) = [box for box in modal_runs.sandboxes if not box.is_scheduled]
     assert caught.value.rank == int(unlucky.tags["replicas-rank"])
+    assert "3 of 4 had a machine. The usual cause is the number of GPUs that your workspace may have" in str(
+        caught.value
+    )
+    assert "--min-replicas 3" in str(caught.value)
     assert len(modal_runs.sandboxes) == 4, "it is not asked for again"
     assert alive(modal_runs) == []
 
@@ -418,3 +421,31 @@ def test_a_version_of_python_is_a_text_wherever_an_option_is_given(
     told = here.replicas(*launch)
     assert (told.code, "takes str | None, got 3.1. Write it in quotes." in told.stderr) == (2, True), told
     assert modal_runs.sandboxes == []
+
+
+# What it costs
+
+
+@pytest.mark.parametrize(
+    ("options", "gpu", "usd"),
+    [
+        ({}, None, 0.125 * 0.1419 + 0.125 * 0.024),
+        ({"cpu": 2.0, "memory_mb": 4096}, None, 2 * 0.1419 + 4 * 0.024),
+        ({"cpu": 2.0, "memory_mb": 4096}, "H100:8", 8 * 3.95 + 2 * 0.1419 + 4 * 0.024),
+        ({"cpu": 1.0, "memory_mb": 1024}, "A100", 2.10 + 0.1419 + 0.024),
+        ({}, "of-tomorrow", None),
+        ({"region": "us-east"}, "H100", None),
+    ],
+)
+def test_the_price_of_an_hour_is_that_of_the_workspace_s_rates(
+    modal_runs: ModalServer, options: dict[str, Any], gpu: str | None, usd: float | None
+) -> None:
+    price = ModalExecutor(**options).price_per_hour(gpu)
+    assert price == (None if usd is None else pytest.approx(usd))
+
+
+def test_max_cost_limits_the_time_of_sandboxes(modal_runs: ModalServer) -> None:
+    executor = ModalExecutor(cpu=1.0, memory_mb=1024)
+    launch(executor, task("echo"), 1, run_id="otter", max_cost=0.1659 / 2).cancel()
+    (call,) = modal_runs.calls_of("SandboxCreateV2")
+    assert call.request.definition.timeout_secs == 1800, "half an hour, with what is installed in it"

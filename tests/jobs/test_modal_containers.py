@@ -27,7 +27,7 @@ def images(server: ModalServer) -> list[str]:
     return ["\n".join(call.request.image.dockerfile_commands) for call in server.calls_of("ImageGetOrCreate")]
 
 
-def test_the_default_image_has_the_requirements_installed_and_the_users_is_taken_as_it_is(
+def test_modal_installs_the_requirements_in_the_default_image_and_in_a_layer_on_top_of_the_users(
     modal_runs: ModalServer,
 ) -> None:
     Path("requirements.txt").write_text("einops==0.8.1\n./mine\n")
@@ -40,8 +40,14 @@ def test_the_default_image_has_the_requirements_installed_and_the_users_is_taken
     Path("requirements.txt").unlink()
     image = modal.Image.debian_slim("3.11").run_commands("echo made-by-the-user")
     launch(ModalExecutor(image=image), task("echo"), 1).cancel()
-    assert any("made-by-the-user" in text for text in images(modal_runs)[n_images:])
-    assert not any("torch==" in text for text in images(modal_runs)[n_images:])
+    asked = images(modal_runs)[n_images:]
+    assert any("made-by-the-user" in text for text in asked)
+    (layer,) = {text for text in asked if "torch==" in text}
+    assert "made-by-the-user" not in layer
+    assert len([line for line in layer.splitlines() if line.startswith("RUN ")]) == 1, "a layer of its own"
+    n_images = len(images(modal_runs))
+    launch(ModalExecutor(image=image), task("echo"), 1, run_id="again").cancel()
+    assert layer in images(modal_runs)[n_images:], "the same layer, which Modal has built already"
 
 
 @pytest.mark.usefixtures("modal_runs")

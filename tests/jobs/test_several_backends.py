@@ -189,7 +189,8 @@ def test_what_is_added_to_a_run_that_was_let_go_is_said_to_go_on(
     assert found.add(FakeExecutor(), 1) == [1]
     assert note not in capsys.readouterr().err, "its launcher renews the lease"
     lost_from_sight(found, Output(), StoreError("gone"), FakeExecutor(), who="What was added")
-    assert "What was added continues for 15 min, and as long as somebody watches it" in capsys.readouterr().out
+    told = "What was added continues while the store does not answer, and 15 min longer. End it: replicas cancel otter"
+    assert told in capsys.readouterr().out
     release_lease(run.store, "otter")
     found = attach("otter", executor=FakeExecutor())
     assert found.add(FakeExecutor(), 2) == [2, 3]

@@ -31,6 +31,7 @@ ERRORS = {
     "unavailable": ("503 Slow Down", "SlowDown", "Please reduce your request rate."),
     "lost": ("503 Slow Down", "SlowDown", "Please reduce your request rate."),
     "conflict": ("409 Conflict", "ConditionalRequestConflict", "Somebody else is creating this key."),
+    "no_bucket": ("404 Not Found", "NoSuchBucket", "The specified bucket does not exist."),
     "forbidden": ("403 Forbidden", "AccessDenied", "Access Denied"),
     "checksum": ("400 Bad Request", "InvalidRequest", "Checksums are not supported."),
     "not_implemented": ("501 Not Implemented", "NotImplemented", "A header you provided is not implemented."),
@@ -55,6 +56,8 @@ class Faults:
     knows_no_ranges: bool = False
     refuses_checksums: bool = False
     forbidden: list[str] = field(default_factory=list)  # methods that are answered 403
+    silent: bool = False  # no request is answered until the server behaves again: then all connections end
+    no_bucket: bool = False  # every request is answered 404, NoSuchBucket
     keeps: str = ""  # a pattern of paths: what is written there is kept, also when it is deleted later
 
 
@@ -95,6 +98,10 @@ class FaultLayer:
             faults, delay_s = self._faults, self._random.uniform(0, self._faults.delay_s)
             fault = self._choose(environ)
         time.sleep(delay_s)
+        if faults.silent:
+            while self._faults is faults:
+                time.sleep(0.05)
+            return Reply(hang_up=True)
         reply = self._answer(environ, body) if fault in ANSWERED else Reply()
         if fault in ERRORS:
             reply = _error(fault, environ)
@@ -124,6 +131,8 @@ class FaultLayer:
                 return rule["fault"]
         if method in faults.forbidden:
             return "forbidden"
+        if faults.no_bucket:
+            return "no_bucket"
         if faults.refuses_checksums and any("CHECKSUM" in name or "TRAILER" in name for name in environ):
             return "checksum"
         if faults.knows_no_condition and conditional:

@@ -7,12 +7,14 @@ asked whether a job without an outcome still lives, and its answer is recorded b
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from executors.attempt import Attempt, Intent, collect_rows
+from executors.backends.jobs.ending import end_jobs
 from executors.backends.jobs.gang_start import GangStart
 from executors.backends.jobs.job_ends import LOG_LINES, JobEnds, JobReplica, Standstills
 from executors.backends.jobs.job_logs import PatientLog
@@ -20,7 +22,8 @@ from executors.backends.jobs.job_states import MAX_THREADS, JobStates
 from executors.backends.jobs.max_cost import limits_left
 from executors.backends.jobs.sdk import call_each
 from executors.backends.jobs.service import (
-    LONGEST_PATIENCE_S,
+    RUN_LABEL,
+    STORE_LABEL,
     ForeignJobError,
     Job,
     JobId,
@@ -28,19 +31,30 @@ from executors.backends.jobs.service import (
     JobService,
     JobServiceError,
     retrying,
-    stop_others,
 )
 from executors.backends.jobs.spares import spares_of, start_spares
 from executors.errors import StoreError
 from executors.logs.readers import TailedLog
-from executors.native import Log, Observation, Package, Parent, Recordable, RunSpec, Unfinished
+from executors.native import (
+    LEASE_S,
+    EndedJobs,
+    JobsOfRun,
+    Log,
+    Observation,
+    Package,
+    Parent,
+    Recordable,
+    RunSpec,
+    Unfinished,
+)
 from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
 from executors.replica import RANK, RENDEZVOUS, SERVICE, TIMEOUT_S
-from executors.run.run_index import local_store, remember
+from executors.run.job_notes import NotedJob, note_jobs, noted_jobs
+from executors.run.run_index import as_noted, local_store, remember
 from executors.store import open_store, store_at
-from executors.store.url import default_rendezvous, new_run_id, remote_access, shared_rendezvous
-from executors.supervision.lease import LEASE_S
+from executors.store.parallel import answered_within, in_threads
+from executors.store.url import default_rendezvous, new_run_id, real_url, remote_access, shared_rendezvous
 from executors.task.arguments import split_rank_env
 from executors.task.create import create_run
 from executors.task.entrypoint import check_entrypoint
@@ -50,6 +64,8 @@ from executors.task.stored import read_task
 
 DEFAULT_TIMEOUT_S = 3600
 MARGIN_S = 120  # what the service's limit leaves for fetching the code, and for a replica that ends by its own limit
+HEAD_START_S = 5.0  # the store's, before the service is asked to end a job: so the marker is usually there before
+STORE_S = 20.0  # how long a store is waited for once the service has ended a job
 INSTALL_S = 900  # the same where something is to be installed: the time limit counts from the entrypoint's start
 
 P = ParamSpec("P")
@@ -96,6 +112,10 @@ class JobExecutor:
         self._intents = Standstills()
         self._starting: set[str] = set()
         """The places of attempts that this process is starting: it need not look for their jobs."""
+        self._known_jobs: dict[JobKey, JobId] = {}
+        """The jobs that this process started or found at the service: it ends them without asking a store."""
+        self._gangs: set[GangStart] = set()
+        """Starts that are under way in this process."""
         self._explained: set[str] = set()
         """The attempts of which the service has said why it ended them, or that it does not know."""
 
@@ -149,6 +169,10 @@ class JobExecutor:
         """Return what an hour of one replica costs in US dollars; None: the service does not tell."""
         return self.service.price_per_hour(gpu)
 
+    def tells_preemption(self, gpu: str | None) -> bool:
+        """Return whether the service says when it takes a machine back; see `TellsPreemption`."""
+        return self.service.tells_preemption(gpu)
+
     def package(self, entrypoint: str | Callable[..., Any]) -> Package:
         """Pack what replicas need of this side: the code under the working directory, and what to install."""
         from executors.shipping.package import make_package  # a look at a run packs nothing
@@ -194,16 +218,28 @@ class JobExecutor:
         launched = task.record.launched_with
         price = None if launched is None or launched.max_cost is None else self.price_per_hour(gpu)
         limits = limits_left(run, launched, self._timeout_s(timeout), price, together=self.service.starts_together)
-        jobs = self._jobs(run, gpu, limits, task.record.requirements)
+        jobs = self._jobs(run, gpu, limits, task.record.requirements, task.record.pins)
 
         def handle_of(attempt: Attempt, job_id: JobId) -> ReplicaHandle:
             made = self._handle(attempt, job_id, timeout_s=limits[attempt.rank], launched_at=run.launched_at)
             return made if price is None else replace(made, metadata={**made.metadata, "usd_per_hour": price})
 
+        self._class_path  # noqa: B018 - it takes a while, and now nothing is paid for
         gang = GangStart(
-            self.service, self.backend_name, run, jobs, handle_of=handle_of, starting=self._starting, tell=tell
+            self.service,
+            self.backend_name,
+            run,
+            jobs,
+            handle_of=handle_of,
+            started=self._keep_jobs,
+            starting=self._starting,
+            tell=tell,
         )
-        handles = gang.run()
+        self._gangs.add(gang)
+        try:
+            handles = gang.run()
+        finally:
+            self._gangs.discard(gang)
         if run.spares:
             start_spares(run, lambda of: self.launch_replicas(run.spares, "", {}, gpu=gpu, timeout=timeout, run=of))
         return handles
@@ -297,28 +333,159 @@ class JobExecutor:
         return PatientLog(self.service.open_log(job_id), f"rank {attempt.rank}")
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """End a replica. Returns when the service has accepted it."""
+        """End a replica; returns when the service has accepted to end its job.
+
+        The store has a few seconds to take the cancel marker, which tells the replica and all who look that the end was
+        asked for. Then the service is asked to end the job, whatever the store does. Last, the store has more time.
+
+        Raises:
+            UnknownHandleError: no such replica was ever launched.
+            StoreError: the store does not answer. The job was ended all the same.
+            JobServiceError: the service did not end the job. The message says how to end it.
+        """
+        named = Attempt.named_by(handle, self.backend_name)
+        (asked,) = in_threads(self._find_and_mark, [handle], 1)
+        problem: StoreError | None = None
+        job_id: JobId | None
+        try:
+            if (found := answered_within(HEAD_START_S, asked, named.store.url)) is None:
+                return
+            replica, job_id = found
+        except StoreError as error:
+            problem, replica = error, JobReplica.of(named, handle)
+            job_id = self._known_jobs.get(replica.key) or retrying()(self._job_of, replica)
+        told = end_jobs(self.service, [(replica.key, job_id)])
+        self._states.hurry(replica.key)
+        self._ends.hurry(replica)
+        if not told.is_complete:
+            raise JobServiceError(told.what_is_left, "unavailable") from problem
+        if problem is not None:
+            try:
+                answered_within(STORE_S, asked, named.store.url)
+            except StoreError as error:
+                ended = f"{self.service.name} has ended the job of rank {replica.attempt.rank} all the same."
+                raise StoreError(f"{error} {ended}", key=error.key, url=error.url) from error
+
+    def _find_and_mark(self, handle: ReplicaHandle) -> tuple[JobReplica, JobId] | None:
+        """Find a replica and leave its cancel marker; None if there is no job of it that could be ended.
+
+        Raises:
+            JobServiceError: the service cannot say whose job it is. The marker was left: the replica looks there.
+        """
         replica = self._find(handle)
         attempt = replica.attempt
         if attempt.outcome() is not None:
-            return
+            return None
         try:
             job_id = retrying()(self._job_of, replica)
         except ForeignJobError:
             raise
-        except JobServiceError:  # the store can be reached all the same, and the replica looks there
+        except JobServiceError as error:
             attempt.request_cancel()
-            raise
+            commands = self.service.commands_to_end(attempt.run_id, [replica.job] if replica.job else [])
+            raise JobServiceError(f"{error} End it yourself: {commands}", error.kind) from error
         attempt.request_cancel()
         if job_id is None:  # its launcher died before the service had it; one that comes up late ends
             attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
-            return
-        for one_try in retrying(patience_s=LONGEST_PATIENCE_S):
-            with one_try:
-                self.service.stop(job_id)
-                stop_others(self.service, replica.key, job_id)
-        self._states.hurry(replica.key)
-        self._ends.hurry(replica)
+            return None
+        return replica, job_id
+
+    def end_jobs(self, run: JobsOfRun, tell: Callable[[str], None] = lambda words: None) -> EndedJobs:
+        """End the jobs of a run at the service, asking no store; see `EndsJobs.end_jobs`."""
+        for gang in list(self._gangs):
+            if gang.run_id == run.run_id and (run.ranks is None or {*gang.ranks} <= {*run.ranks}):
+                gang.give_up()
+        known = self._jobs_known_of(run)
+        newest: dict[tuple[bool, int], JobKey] = {}
+        for key in sorted(known, key=lambda key: key.attempt):
+            if key.is_spare:
+                is_asked_for = run.ranks is None
+            else:
+                is_asked_for = key.rank not in run.over and (run.ranks is None or key.rank in run.ranks)
+            if is_asked_for:
+                newest[key.is_spare, key.rank] = key
+        jobs: list[tuple[JobKey, JobId | None]] = [(key, known[key]) for key in newest.values()]
+        launched_at = run.launched_at or max((key.launched_at for key in known), default=None)
+        labels: dict[str, str] | None = None
+        if run.ranks is None and run.store_url is not None and launched_at is not None:
+            labels = JobKey(real_url(run.store_url), run.run_id, 0, 0, launched_at=launched_at).run_labels
+        elif run.ranks is None and known:
+            labels = next(iter(known)).run_labels
+        elif run.ranks is None:
+            try:
+                labels = self._labels_found(run.run_id)
+            except JobServiceError as error:
+                said = f"jobs of run {run.run_id!r} ({str(error).rstrip('.')})"
+                return EndedJobs(problems=(said,), commands=self.commands_to_end(run.run_id))
+        told = end_jobs(self.service, jobs, run_labels=labels, tell=tell)
+        for key in newest.values():
+            self._states.hurry(key)
+        self._ends.hurry_all(f"{run.run_id}/")
+        return told
+
+    def commands_to_end(self, run_id: str) -> str:
+        """Return the service's own commands that end the jobs of a run; see `EndsJobs.commands_to_end`."""
+        return self.service.commands_to_end(run_id)
+
+    def _labels_found(self, run_id: str) -> dict[str, str]:
+        """Return the labels of the one run of an id that the service has jobs of, for who knows no more than the id.
+
+        Raises:
+            JobServiceError: the service does not answer, or has jobs of several such runs.
+        """
+        labels = {RUN_LABEL: run_id}
+        if not self.service.lists_running:
+            raise JobServiceError(f"{self.service.name} does not list jobs by their run.", "rejected")
+        stores = {each.labels.get(STORE_LABEL, "") for each in retrying()(self.service.running_jobs, labels)}
+        if len(stores) > 1:
+            raise JobServiceError(
+                f"{self.service.name} has jobs of {len(stores)} runs with this id, in different stores, so nothing was "
+                "ended.",
+                "rejected",
+            )
+        store = next(iter(stores), "")
+        return {**labels, STORE_LABEL: store} if store else labels
+
+    def _jobs_known_of(self, run: JobsOfRun) -> dict[JobKey, JobId]:
+        """Return the jobs of a run that this process started or found, and those that this machine noted."""
+        noted = [job for job in noted_jobs(run.run_id, run.store_url) if job.backend == self.backend_name]
+        options = as_noted(self.options_to_keep)
+        noted = [job for job in noted if job.options == options] or noted
+        found = {
+            JobKey(real_url(job.store_url), run.run_id, job.rank, job.attempt, job.is_spare, job.launched_at): dict(
+                job.job
+            )
+            for job in noted
+        }
+        store_url = None if run.store_url is None else real_url(run.store_url)
+        for key, job_id in list(self._known_jobs.items()):
+            if key.run_id == run.run_id and store_url in (None, key.store_url):
+                found[key] = job_id
+        return {key: job_id for key, job_id in found.items() if run.launched_at in (None, key.launched_at)}
+
+    @functools.cached_property
+    def _class_path(self) -> str:
+        """The class, as in "pkg.mod:Class"; empty if the backend's name leads to it."""
+        return describe_executor(self)["executor"] or ""
+
+    def _keep_jobs(self, jobs: Sequence[tuple[JobKey, JobId]], store_url: str) -> None:
+        """Keep the ids of jobs that were just started, in this process and in this machine's notes."""
+        noted = []
+        for key, job_id in jobs:
+            self._known_jobs[key] = job_id
+            place: Any = {"rank": key.rank, "attempt": key.attempt, "is_spare": key.is_spare}
+            noted.append(
+                NotedJob(
+                    backend=self.backend_name,
+                    executor=self._class_path,
+                    options=as_noted(self.options_to_keep),
+                    store_url=store_url,
+                    launched_at=key.launched_at,
+                    job=job_id,
+                    **place,
+                )
+            )
+        note_jobs(jobs[0][0].run_id, noted)
 
     def collect(self, handles: list[ReplicaHandle], *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Wait for the replicas' outcomes, at most `timeout` seconds, and return them in the order of `handles`."""
@@ -368,14 +535,21 @@ class JobExecutor:
         return None if replica.job is None else self._states.verified(replica.key, replica.job)
 
     def _handle(self, attempt: Attempt, job_id: JobId, *, timeout_s: float | None, launched_at: float) -> ReplicaHandle:
-        self._states.started(JobKey.of(attempt, launched_at), job_id)
+        key = JobKey.of(attempt, launched_at)
+        self._known_jobs[key] = job_id
+        self._states.started(key, job_id)
         announced = attempt.announced(self.backend_name)
         known = {"launched_at": launched_at, "timeout_s": timeout_s, "job": job_id}
         spare = {"spare": attempt.rank} if attempt.is_spare else {}
         return replace(announced, metadata={**announced.metadata, **spare, **known})
 
     def _jobs(
-        self, run: RunSpec, gpu: str | None, limits: Mapping[int, float | None], requirements: Sequence[str]
+        self,
+        run: RunSpec,
+        gpu: str | None,
+        limits: Mapping[int, float | None],
+        requirements: Sequence[str],
+        pins: Sequence[str] = (),
     ) -> list[tuple[Attempt, Job]]:
         from executors.shipping.package import replica_environment
 
@@ -384,6 +558,8 @@ class JobExecutor:
         told = {RENDEZVOUS: url, SERVICE: self.service.name}
         common = {**run.env, **replica_environment(run, 0, None, gpu), **told}
         command, margin_s = self.service.command(), INSTALL_S if requirements else MARGIN_S
+        # A container is paid for while it installs: what max_cost pays for has no margin on top.
+        margin_s = 0 if run.pays_for_start else margin_s
         jobs = []
         for rank in run.ranks:
             timeout_s = limits[rank]
@@ -398,6 +574,7 @@ class JobExecutor:
                 gpu,
                 None if timeout_s is None else int(timeout_s + margin_s),
                 0 if timeout_s is None else margin_s,
+                pins=tuple(pins),
             )
             jobs.append((attempt, job))
         return jobs

@@ -18,26 +18,31 @@ from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field, replace
 
 from executors.attempt import STALE_INTENT_S, Attempt
+from executors.backends.jobs.ending import end_jobs
 from executors.backends.jobs.sdk import call_each
 from executors.backends.jobs.service import (
     LONGEST_PATIENCE_S,
     CancelledWhileStartingError,
     Job,
     JobId,
+    JobKey,
     JobService,
     JobServiceError,
     retrying,
     stop_others,
 )
 from executors.errors import LaunchError, ReplicasError, StoreError
-from executors.native import RunSpec
+from executors.native import EndedJobs, RunSpec
 from executors.protocol import ReplicaHandle, ReplicaStatus
-from executors.store.parallel import in_threads
+from executors.store.parallel import answered_within, at_store, in_threads, within
 from executors.store.url import impatient_store
 
 MAX_THREADS = 256  # a call may block until its job is scheduled, so each rank has its own
 SWEEP_S, LONGEST_SWEEP_S = 1.0, 10.0
-SWEEP_THREADS, ASKING_THREADS = 16, 64
+ASKING_THREADS = 64
+STORE_S = 60.0  # how long a launch waits for its store: what it has started meanwhile is paid for
+HEAD_START_S = 5.0  # the store's, before what was started is ended: so its markers are usually there before
+LAST_STORE_S = 20.0  # how long the store is waited for when everything has ended
 LOOKS = 5  # for a job that an unknown answer may have left, before the service is asked for it again
 LOOK_PAUSE_S = 1.0
 CLOSE_S = 5.0  # how long the end of the process waits for calls that were interrupted
@@ -53,8 +58,8 @@ class _Start:
     given_up: threading.Event = field(default_factory=threading.Event)
     is_begun: bool | None = None
     """Whether this launch began the attempt; False: another one did. None: not known yet."""
-    is_going: bool = False
-    """Whether a thread is starting it, also one that an interrupted `run` does not know of."""
+    is_asking: bool = False
+    """Whether a thread waits for the service to start it, also one that an interrupted `run` does not know of."""
     is_unclear: bool = False
     """Whether an answer was lost, so that there may be two jobs."""
     may_exist: bool = False
@@ -67,6 +72,11 @@ class _Start:
     def has_come(self) -> bool:
         """Whether the rank is started, by this launch or another."""
         return self.handle is not None or self.is_begun is False
+
+    @property
+    def has_to_end(self) -> bool:
+        """Whether this launch may have a job of it that costs something."""
+        return self.is_begun is not False and (self.may_exist or self.job_id is not None)
 
     @property
     def problem(self) -> str:
@@ -83,6 +93,8 @@ class GangStart:
 
     Args:
         handle_of: makes the handle of an attempt from the id of its job.
+        started: gets the jobs that the service has started and the url of the run's store, before anything else is done
+            with them.
         starting: gets the places of these attempts, each for as long as this launch may be starting it.
         tell: gets a few words whenever one more is started.
     """
@@ -95,6 +107,7 @@ class GangStart:
         jobs: Sequence[tuple[Attempt, Job]],
         *,
         handle_of: Callable[[Attempt, JobId], ReplicaHandle],
+        started: Callable[[Sequence[tuple[JobKey, JobId]], str], None],
         starting: set[str],
         tell: Callable[[str], None],
     ) -> None:
@@ -105,9 +118,33 @@ class GangStart:
         self._batches = [self._starts] if service.starts_together else [[start] for start in self._starts]
         self._needed = min(run.min_replicas or len(jobs), len(jobs))
         self._handle_of = handle_of
+        self._started = started
+        self._asking = threading.Lock()
+        """Held while a start is given up, and while a thread makes sure that its start is not: then it asks."""
         self._starting = starting
         self._tell = tell
         self._nonce = secrets.token_hex(16)
+
+    @property
+    def run_id(self) -> str:
+        """The id of the run."""
+        return self._run.run_id
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that it starts."""
+        return self._run.ranks
+
+    def give_up(self) -> None:
+        """Start nothing more, and interrupt the calls that wait. `run` then ends what was started, and raises.
+
+        Example:
+            gang.give_up()
+        """
+        with self._asking:
+            for start in self._starts:
+                start.given_up.set()
+        self._interrupt()
 
     def run(self) -> list[ReplicaHandle]:
         """Start every job at the same time, and return the handles in the order of the jobs.
@@ -132,23 +169,37 @@ class GangStart:
             raise
         except BaseException:  # Ctrl-C, perhaps before every job was handed to a thread
             self._starting.difference_update(start.attempt.place for start in self._starts)
-            self._give_up(self._starts, "the launch was interrupted")
+            try:
+                if left := self._give_up(self._starts, "the launch was interrupted"):
+                    _say(left.strip())
+            except KeyboardInterrupt:  # a second Ctrl-C
+                commands = self._service.commands_to_end(self.run_id, self._ids(self._starts))
+                _say(f"jobs of {self.run_id} may still run. End them yourself: {commands}")
+                raise
             raise
         return [start.handle for start in self._starts if start.handle is not None]
 
     def _wait_for_enough(self, batches: Mapping[Future[None], Sequence[_Start]]) -> None:
         """Wait until all have come, or as many have failed as makes it useless to wait, or the time is over."""
         n, n_came, n_failed = len(self._starts), 0, 0
-        self._tell(f"0 of {n} started")
+        self._tell(self._progress(0))
         within_s = None if self._run.min_replicas is None else min(self._run.gather_s, threading.TIMEOUT_MAX)
         with contextlib.suppress(TimeoutError):
             for future in as_completed(batches, within_s):
                 errors = [start.error for start in batches[future] if start.error]
                 n_came, n_failed = n_came + len(batches[future]) - len(errors), n_failed + len(errors)
                 if not errors:
-                    self._tell(f"{n_came} of {n} started")
+                    self._tell(self._progress(n_came))
                 elif n - n_failed < self._needed or not isinstance(errors[0], (ReplicasError, OSError)):
                     return
+
+    def _progress(self, n_came: int) -> str:
+        """Say how far the start is. Where a start waits for a GPU, those that have one are paid for meanwhile."""
+        n, waits = len(self._starts), self._service.start_waits(self._starts[0].job)
+        if not waits:
+            return f"{n_came} of {n} started"
+        rest = f"; waiting for {n - n_came}" if n_came < n else ""
+        return f"{n_came} of {n} have a GPU{rest}"
 
     def _refuse(self, failed: Sequence[_Start], n_late: int) -> None:
         """End everything, and raise why."""
@@ -163,6 +214,8 @@ class GangStart:
             what = f"could not start {of}: {str(cause.error).rstrip('.')}"
         if self._needed < n:
             what += f"; at least {self._needed} of {n} were asked for"
+        if cause is not None and getattr(cause.error, "lacks_machines", False) and not self._run.is_of_spares:
+            what += f". {self._advice_on_machines()}".rstrip(".")
         left = self._give_up(self._starts, f"the backend {what}" if cause is None else cause.problem)
         error = None if cause is None else cause.error
         if error is not None and not isinstance(error, (ReplicasError, OSError)):
@@ -172,6 +225,12 @@ class GangStart:
             rank=None if cause is None else cause.attempt.rank,
             cancelled=isinstance(error, CancelledWhileStartingError),
         ) from error
+
+    def _advice_on_machines(self) -> str:
+        """Say how many had a machine, why the others usually have none, and how to start with fewer."""
+        n, n_had = len(self._starts), sum(start.handle is not None for start in self._starts)
+        fewer = f"Start with those that get one: --min-replicas {max(1, n_had)}, or min_replicas=."
+        return f"{n_had} of {n} had a machine. {self._service.limits_advice} {fewer}".replace("  ", " ")
 
     def _end_doubles(self) -> None:
         """End the second job of each rank that has two: its list was late when it was looked at."""
@@ -224,8 +283,9 @@ class GangStart:
 
     def _close(self, late: Sequence[_Start]) -> None:
         """Leave word that nobody starts these any more; one that comes up all the same ends."""
-        for start in late:
-            start.given_up.set()
+        with self._asking:
+            for start in late:
+                start.given_up.set()
         with contextlib.suppress(Exception):
             for start in late:
                 if not start.has_come:
@@ -239,21 +299,18 @@ class GangStart:
 
     def _start(self, batch: Sequence[_Start]) -> None:
         """Start one rank, or all of a group."""
-        for start in batch:
-            start.is_going = True
         try:
             batch[0].check_not_given_up()
-            call_each(self._begin, batch, ASKING_THREADS)
+            within(STORE_S, lambda: call_each(self._begin, batch, ASKING_THREADS), self._run.store_url)
             if begun := [start for start in batch if start.is_begun]:
                 self._find_jobs(begun)
-                call_each(self._write_handle, begun, ASKING_THREADS)
+                within(STORE_S, lambda: call_each(self._write_handle, begun, ASKING_THREADS), self._run.store_url)
         except BaseException as error:  # noqa: BLE001 - raised where the launch waits
             for start in batch:
                 if not start.has_come:
                     start.error = start.error or error
         finally:
             for start in batch:
-                start.is_going = False
                 self._starting.discard(start.attempt.place)
 
     def _begin(self, start: _Start) -> bool:
@@ -284,22 +341,39 @@ class GangStart:
                     call_each(self._only_one, missing, ASKING_THREADS)
 
     def _ask_for(self, batch: Sequence[_Start], *, is_again: bool) -> None:
-        for start in batch:
-            start.may_exist = True
+        if is_again and self._have_all(batch, "outcome.json"):
+            if self._have_all(batch, "cancel.json"):
+                raise CancelledWhileStartingError
+            raise JobServiceError("somebody recorded its end before it was started.", "rejected")
+        with self._asking:  # after this, whoever gives the start up waits for the answer
+            batch[0].check_not_given_up()
+            for start in batch:
+                start.may_exist = start.is_asking = True
         try:
-            if is_again and all(call_each(lambda start: start.attempt.has("outcome.json"), batch, ASKING_THREADS)):
-                raise JobServiceError("somebody recorded its end before it was started.", "rejected")
             jobs = [start.job for start in batch]
             found = self._service.start_jobs(jobs) if self._service.starts_together else [self._service.start(*jobs)]
+            for start, job_id in zip(batch, found, strict=True):
+                start.job_id = job_id
+            self._started(
+                [(start.job.key, job_id) for start, job_id in zip(batch, found, strict=True)], self._run.store_url
+            )
         except JobServiceError as error:
             for start in batch:
                 start.is_unclear = start.is_unclear or error.kind == "unknown"
                 start.may_exist = start.is_unclear
-            if error.kind == "rejected" and all(start.attempt.has("cancel.json") for start in batch):
+            if error.kind == "rejected" and self._have_all(batch, "cancel.json"):
                 raise CancelledWhileStartingError from error
             raise
-        for start, job_id in zip(batch, found, strict=True):
-            start.job_id = job_id
+        finally:
+            for start in batch:
+                start.is_asking = False
+
+    def _have_all(self, batch: Sequence[_Start], name: str) -> bool:
+        """Return whether the attempts all have a record; False if the store does not say so soon."""
+        with contextlib.suppress(StoreError):
+            found = in_threads(lambda start: start.attempt.has(name), batch, ASKING_THREADS)
+            return all(answered_within(HEAD_START_S, each, self._run.store_url) for each in found)
+        return False
 
     def _look_for(self, batch: Sequence[_Start]) -> Sequence[_Start]:
         """Look for jobs that a lost answer may have left, for a while: what was made just now may be listed late.
@@ -330,30 +404,51 @@ class GangStart:
     # Undoing
 
     def _give_up(self, starts: Sequence[_Start], why: str) -> str:
-        """End these jobs, also what is still being started; return a sentence on what could not be ended."""
+        """End these jobs, also what is still being started; return a sentence on what could not be ended.
+
+        The store has a few seconds to take the markers: a job that comes up late finds its own, and ends at once. Then
+        the service is asked, whatever the store does. What the store has not taken by then gets some more time.
+        """
         failed = [start for start in starts if start.error]  # before: what is given up fails, too
-        for start in starts:
-            start.given_up.set()
+        with self._asking:
+            for start in starts:
+                start.given_up.set()
         self._interrupt()
-        for start in starts:
-            with contextlib.suppress(StoreError):  # then it is left alone: the service was not asked for it
-                self._begin(start)  # no rank of this launch is to wait for ever
-        begun = [start for start in starts if start.is_begun]
+        (marked,) = in_threads(lambda _: self._mark(starts, failed, why), [None], 1)
         with contextlib.suppress(StoreError):
-            for start in begun:
-                if start in failed:
-                    refused = start.job_id is None and not start.attempt.has("started.json")
-                    failure = start.attempt.ended(ReplicaStatus.FAILED, "start_failed", error=start.problem)
-                    start.attempt.record(replace(failure, was_refused=refused))
-                start.attempt.request_cancel(why)  # a job that comes up late finds this marker, and ends at once
-        problems = self._sweep(begun)
+            answered_within(HEAD_START_S, marked, self._run.store_url)
+        left = self._sweep([start for start in starts if start.has_to_end])
         with contextlib.suppress(StoreError):
-            for start in begun:
-                start.attempt.record(start.attempt.ended(ReplicaStatus.CANCELLED, "cancelled", error=why))
-        if not problems:
-            return ""
-        listed = "; ".join(f"{', '.join(names)} ({problem.rstrip('.')})" for problem, names in problems.items())
-        return f" What could not be ended may still run: {listed}."
+            answered_within(LAST_STORE_S, marked, self._run.store_url)
+            within(LAST_STORE_S, lambda: self._record_cancelled(starts, why), self._run.store_url)
+        return "" if left.is_complete else f" {left.what_is_left}"
+
+    def _mark(self, starts: Sequence[_Start], failed: Sequence[_Start], why: str) -> None:
+        """Leave word of these attempts: why they failed, and that the others are to end."""
+
+        def mark(start: _Start) -> None:
+            if not self._begin(start):  # no rank of this launch is to wait for ever
+                return
+            if start in failed:
+                refused = start.job_id is None and not start.attempt.has("started.json")
+                failure = start.attempt.ended(ReplicaStatus.FAILED, "start_failed", error=start.problem)
+                start.attempt.record(replace(failure, was_refused=refused))
+            start.attempt.request_cancel(why)
+
+        if starts:
+            at_store(starts[0].attempt.store, mark, starts)
+
+    def _record_cancelled(self, starts: Sequence[_Start], why: str) -> None:
+        begun = [start.attempt for start in starts if start.is_begun]
+        if begun:
+            at_store(
+                begun[0].store,
+                lambda each: each.record(each.ended(ReplicaStatus.CANCELLED, "cancelled", error=why)),
+                begun,
+            )
+
+    def _ids(self, starts: Sequence[_Start]) -> list[JobId]:
+        return [start.job_id for start in starts if start.job_id is not None]
 
     def _interrupt(self) -> None:
         """Interrupt the calls that wait, unless one may still bring a rank."""
@@ -361,38 +456,26 @@ class GangStart:
             with contextlib.suppress(JobServiceError):
                 self._service.interrupt_starts()
 
-    def _sweep(self, starts: Sequence[_Start]) -> dict[str, list[str]]:
-        """End these jobs, again while they are being started; name those that may still exist, by what hindered it."""
-        problems: dict[str, list[str]] = {}
-        pause_s = SWEEP_S
+    def _sweep(self, starts: Sequence[_Start]) -> EndedJobs:
+        """End these jobs, again while they are being started; say what may still exist."""
+        told, pause_s = EndedJobs(), SWEEP_S
         while starts:
-            if going := [start for start in starts if start.is_going]:  # before: these are swept once more
+            if asking := [start for start in starts if start.is_asking]:  # before: these are swept once more
                 self._interrupt()  # what has begun to wait since the last time
-            for start, problem in zip(starts, call_each(self._end, starts, SWEEP_THREADS), strict=True):
-                if problem and start.may_exist and start not in going:
-                    problems.setdefault(problem, []).append(start.job.key.name)
-            self._wait_for(going, pause_s)
+            ended = end_jobs(
+                self._service, [(start.job.key, start.job_id) for start in starts if start not in asking], tell=_say
+            )
+            told = told if ended.is_complete else told + ended
+            self._wait_for(asking, pause_s)
             pause_s = min(2 * pause_s, LONGEST_SWEEP_S)
-            starts = going
-        return problems
+            starts = [start for start in asking if start.has_to_end]
+        return told
 
     def _wait_for(self, starts: Sequence[_Start], limit_s: float) -> None:
-        """Wait until no thread starts any of these, or the time is over."""
+        """Wait until the service has answered about all of these, or the time is over."""
         deadline = time.monotonic() + limit_s
-        while any(start.is_going for start in starts) and time.monotonic() < deadline:
+        while any(start.is_asking for start in starts) and time.monotonic() < deadline:
             time.sleep(0.02)
-
-    def _end(self, start: _Start) -> str:
-        """End a job, and all that the service lists of it; the list may lack the one that was started just now."""
-        try:
-            for one_try in retrying(patience_s=LONGEST_PATIENCE_S):
-                with one_try:
-                    if start.job_id is not None:
-                        self._service.stop(start.job_id)
-                    stop_others(self._service, start.job.key, start.job_id)
-        except Exception as error:  # noqa: BLE001 - whatever hinders this one, the others are to be ended
-            return str(error)
-        return ""
 
 
 def _say(text: str) -> None:

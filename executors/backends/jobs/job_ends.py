@@ -70,6 +70,10 @@ class Standstills:
             return True
         return now - since >= limit_s
 
+    def places_below(self, prefix: str) -> list[str]:
+        """Return the places that are measured, and are below a prefix of their store."""
+        return [place for place in list(self._seen) if f" {prefix}" in place]
+
     def forget(self, place: str) -> None:
         """Begin anew with a place: there is another sign of life."""
         self._seen.pop(place, None)
@@ -104,6 +108,11 @@ class JobEnds:
     def hurry(self, replica: JobReplica) -> None:
         """Let the next look read whether a replica whose end is hearsay was cancelled."""
         self._heartbeats.forget(replica.attempt.place)
+
+    def hurry_all(self, prefix: str) -> None:
+        """Let the next look read whether replicas were cancelled whose records are below a prefix of their store."""
+        for place in self._heartbeats.places_below(prefix):
+            self._heartbeats.forget(place)
 
     def conclude(self, replica: JobReplica, state: JobState) -> Outcome:
         """Record how a replica ended whose job is gone, unless it left an outcome."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from executors.attempt import Attempt, Beat, Claim
+from executors.attempt import Attempt, Beat, Boot, Claim
 from executors.errors import MaxCostSpentError
 from executors.native import RunSpec
 from executors.status import name_ranks
@@ -86,7 +86,7 @@ def spent_usd(attempt: Attempt, usd_per_hour: float) -> float:
 def used_s(attempt: Attempt) -> dict[int, float]:
     """Return how long the containers of a rank's earlier attempts ran, by the attempt that each was launched for.
 
-    By their own clocks, from the first claim on.
+    By their own clocks, from the start of their installation if they had one, else from the first claim on.
     """
     found: dict[int, float] = {}
     container, began_at, seen_at = 0, 0.0, 0.0
@@ -96,7 +96,9 @@ def used_s(attempt: Attempt) -> dict[int, float]:
         if claim is None or claim.at is None:
             continue
         if not found or earlier.has("intent.json"):  # a container of its own; else another process in the same one
-            container, began_at, seen_at = number_of_it, claim.at, claim.at
+            boot = earlier.find("boot.json", Boot.parse)
+            container, seen_at = number_of_it, claim.at
+            began_at = claim.at if boot is None else min(claim.at, boot.at)
         seen_at = max(seen_at, claim.at, _last_seen(earlier, claim))
         found[container] = max(0.0, seen_at - began_at)
     return found

@@ -40,6 +40,8 @@ LONGEST_PATIENCE_S = (
 )
 START_LIMIT_S = 180.0
 MAX_GROUP = 53
+RUN_LABEL, STORE_LABEL = "replicas-run", "replicas-store"
+MAX_COMMANDS = 8  # that one message names
 TOLD_FROM_S = 10.0  # a pause of this length is told
 OFFICIAL = re.compile(r"(?:docker\.io/)?(?:library/)?python:(3\.\d{1,2})\b")  # Docker's own
 Kind = Literal["rejected", "unavailable", "unknown"]
@@ -85,7 +87,7 @@ class JobKey:
     @property
     def run_labels(self) -> dict[str, str]:
         """Those that all jobs of the run have."""
-        return {"replicas-run": self.run_id, "replicas-store": self.nonce}
+        return {RUN_LABEL: self.run_id, STORE_LABEL: self.nonce}
 
     @property
     def nonce(self) -> str:
@@ -103,6 +105,8 @@ class Job:
     command: tuple[str, ...] = field(repr=False)
     requirements: tuple[str, ...]
     """What the image should have installed; the command installs what is missing."""
+    pins: tuple[str, ...] = field(default=(), kw_only=True)
+    """Those of the requirements that are ours: an image that has a later version keeps it."""
     env: Mapping[str, str] = field(repr=False)
     credentials: Mapping[str, str] = field(repr=False)
     """Variables that reach the replica through a secret object of the service, and are seen nowhere else."""
@@ -140,6 +144,15 @@ class JobState:
     """
 
 
+@dataclass(frozen=True)
+class RunningJob:
+    """A job that has not ended, as its service lists it."""
+
+    job: JobId
+    labels: Mapping[str, str]
+    """Its labels, as far as the service tells them; `replicas-store` is always among them."""
+
+
 UNKNOWN = JobState(True, "lost", is_hearsay=True)
 """What a service says of a job that it does not know: gone, or another account's."""
 
@@ -150,12 +163,14 @@ class JobServiceError(BackendError):
     kind: "rejected": nothing was done, and asking again would not help. "unavailable": nothing was done; ask again
         later. "unknown": it may have been done: the connection broke, or the service failed inside.
     retry_after_s: the pause that the service asked for; 0: it asked for none.
+    lacks_machines: whether the start waited for a machine until the service gave up.
     """
 
-    def __init__(self, message: str, kind: Kind, *, retry_after_s: float = 0.0) -> None:
+    def __init__(self, message: str, kind: Kind, *, retry_after_s: float = 0.0, lacks_machines: bool = False) -> None:
         super().__init__(message)
         self.kind = kind
         self.retry_after_s = retry_after_s
+        self.lacks_machines = lacks_machines
 
 
 class ForeignJobError(JobServiceError, UnknownHandleError):
@@ -194,6 +209,10 @@ class JobService(abc.ABC):
     """What to do where logs are files, and the one of a replica that ran is not here."""
     starts_together: ClassVar[bool] = False
     """Whether one call starts jobs of one group, all of them or none: `start_jobs`."""
+    limits_advice: ClassVar[str] = ""
+    """A sentence on why the service usually has no machine for a job."""
+    lists_running: ClassVar[bool] = False
+    """Whether `running_jobs` lists the jobs of a run that have not ended."""
     states_name_ranks: ClassVar[bool] = True
     """Whether `states` knows of which rank each job is; else only that it is one of the run's."""
 
@@ -229,6 +248,10 @@ class JobService(abc.ABC):
         """Return what an hour of one replica costs in US dollars; None: the service does not tell."""
         return None
 
+    def tells_preemption(self, gpu: str | None) -> bool:
+        """Return whether jobs with such a GPU may lose their machine, and `state` then says "preempted"."""
+        return False
+
     def command(self) -> tuple[str, ...]:
         """Return what each job runs: it fetches the replica's code, and becomes the worker."""
         from executors.shipping.package import bootstrap_command  # a look at a run packs nothing
@@ -245,6 +268,10 @@ class JobService(abc.ABC):
         Called where `starts_together`. The jobs differ in their ranks alone; see `common_env`.
         """
         raise NotImplementedError(f"{type(self).__name__} needs start(), or start_jobs() where it starts_together.")
+
+    def start_waits(self, job: Job) -> bool:
+        """Return whether `start` waits until the job has its GPU: what has started then has one."""
+        return False
 
     def start_limit_s(self, job: Job) -> float:
         """Return how long a start may take, besides what the service asks to wait: then its keeper counts as dead."""
@@ -307,6 +334,32 @@ class JobService(abc.ABC):
             job_id: the job.
         """
         self.stop(job_id)
+
+    def running_jobs(self, labels: Mapping[str, str]) -> list[RunningJob]:
+        """Return the jobs that have these labels and have not ended; called where `lists_running`.
+
+        This is how a run is ended whose store does not answer. The labels are `replicas-run`, and `replicas-store` if
+        the caller knows it: of one id there may be several runs.
+
+        Args:
+            labels: what a job must have. A service that keeps names instead compares these.
+
+        Example:
+            service.running_jobs({"replicas-run": "brave-otter-7f3a"})
+        """
+        return []
+
+    def commands_to_end(self, run_id: str, job_ids: Sequence[JobId] = ()) -> str:
+        """Return commands of the service itself that list and end the jobs of a run, for whoever needs none of ours.
+
+        Args:
+            run_id: the run.
+            job_ids: the jobs that are left. Empty: they are not known.
+
+        Example:
+            service.commands_to_end("brave-otter-7f3a")
+        """
+        return f"look for the jobs of {run_id} at {self.name}"
 
     def risks(self) -> Iterator[tuple[str, str]]:
         """Yield what users should know of the service's settings, each with what may be done about it."""

@@ -42,6 +42,14 @@ class Account:
         self.builder_says: list[str] = []
         """What the builder of images writes; without anything, every image exists."""
         self.builder_is_slow = False
+        self.rates = {
+            "cpu_hour_cost_sandbox": "0.1419",
+            "mem_gib_hour_cost_sandbox": "0.024",
+            "gpu_hour_cost_h100": "3.95",
+            "gpu_hour_cost_a100_40gb": "2.10",
+            "volume_gib_month_cost": "0.09",
+        }
+        """What the workspace pays for an hour, by the vendor's names."""
         self.volumes: set[str] = set()
         """Names of volumes."""
         self.auth_tokens: set[str] = set()
@@ -62,6 +70,12 @@ class Account:
         return next((app_id for app_id, app in self.apps.items() if app == (environment, name)), None)
 
     # Calls
+
+    async def WorkspaceNameLookup(self, request: Any, metadata: Any) -> api_pb2.WorkspaceNameLookupResponse:
+        return api_pb2.WorkspaceNameLookupResponse(username="ada")
+
+    async def WorkspaceBillingRates(self, request: Any, metadata: Any) -> api_pb2.WorkspaceBillingRatesResponse:
+        return api_pb2.WorkspaceBillingRatesResponse(rates=self.rates)
 
     async def AuthTokenGet(self, request: Any, metadata: Any) -> api_pb2.AuthTokenGetResponse:
         fresh = token()

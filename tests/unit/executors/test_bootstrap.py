@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import io
 import os
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -23,7 +24,7 @@ from support.standalone_replicas import Cloud, ended, outcome_of, running_cloud,
 from executors import open_store
 from executors.attempt import Attempt
 from executors.native import Package, RunSpec
-from executors.shipping.package import bootstrap_command, make_package
+from executors.shipping.package import bootstrap_command, layer_command, make_package
 from executors.store.records import to_bytes
 from executors.testing import eventually
 
@@ -56,6 +57,25 @@ def workspace(tmp_path: Path) -> Path:
 def shared(tmp_path: Path) -> Path:
     """A directory as the rendezvous, which a test can change behind the replica's back."""
     return tmp_path / "shared directory"
+
+
+@pytest.mark.parametrize(
+    ("requirements", "said"),
+    [
+        ([f"numpy=={version('numpy')}"], "the image has all that is needed"),
+        (["numpy==0.0.1"], "keeping numpy"),
+    ],
+    ids=["all is there", "a later version is there"],
+)
+def test_a_layer_installs_what_an_image_lacks_and_keeps_later_versions_of_ours(
+    cloud: Cloud, tmp_path: Path, requirements: list[str], said: str
+) -> None:
+    command = layer_command(requirements, requirements)
+    assert "\n" not in command, "each line of a Dockerfile is a command"
+    command = command.replace("python", shlex.quote(str(cloud.python)), 1)
+    env = cloud.environ()
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, said in done.stderr) == (0, True), done.stderr
 
 
 def test_the_isolated_python_sees_torch_and_not_this_project(cloud: Cloud) -> None:
@@ -121,7 +141,7 @@ def test_the_command_is_short_carries_no_secret_and_is_the_same_for_every_run() 
     assert (python, option) == ("python", "-c")
     assert len(source.encode()) < 32 << 10
     assert source.isascii()
-    assert len(source.splitlines()) < 280
+    assert len(source.splitlines()) < 300
 
 
 # What passes

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 
 import pytest
 
 from executors.errors import KeyNotFoundError, StoreError
+from executors.native import RunSpec
 from executors.store import MemoryStore, records
 from executors.store.records import to_bytes
-from executors.supervision.lease import Lease, LeaseHolder, LeaseWatch, key_of
+from executors.supervision.lease import (
+    Lease,
+    LeaseHolder,
+    LeaseWatch,
+    finish_start,
+    hold_lease,
+    key_of,
+    was_start_abandoned,
+    with_lease,
+)
+from executors.worker.deletion import DeletionWatch
 
 LIMIT_S = 900.0
 
@@ -121,3 +133,143 @@ def test_who_renews_the_lease_goes_on_after_one_stale_answer_and_ends_when_the_r
     store.delete("run/lease.json")
     holder.renew()
     assert list(store.list("")) == [], "it does not begin to exist again"
+
+
+# A store that refuses
+
+
+def refuse(scene: Scene, patch: pytest.MonkeyPatch, *, refuses: bool = True) -> None:
+    """Let every read of the store fail, as a revoked key does or as an outage does."""
+
+    def fail(key: str, max_bytes: int | None = None) -> memoryview:
+        error = StoreError("Access Denied (HTTP 403)")
+        error.refusal = "permission" if refuses else ""
+        raise error
+
+    patch.setattr(scene.store, "get_at_most", fail, raising=False)
+    patch.setattr(scene.store, "get", fail)
+
+
+def test_a_store_that_refuses_for_a_whole_lease_ends_an_attached_run(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.write(holder="one", at=1)
+    assert scene.is_over_within(1) is None
+    refuse(scene, monkeypatch)
+    assert scene.is_over_within(60) == 15
+    assert scene.watch.why == "its store has refused it for 15 min: Access Denied (HTTP 403)"
+
+
+def test_a_store_that_takes_the_credentials_again_begins_the_count_again(scene: Scene) -> None:
+    scene.write(holder="one", at=1)
+    assert scene.is_over_within(1) is None
+    for at in range(2, 4):
+        with pytest.MonkeyPatch.context() as patch:
+            refuse(scene, patch)
+            assert scene.is_over_within(14) is None
+        scene.write(holder="one", at=at)
+        assert scene.is_over_within(1) is None
+
+
+def test_an_outage_between_refusals_neither_counts_nor_forgives(scene: Scene) -> None:
+    for refuses, minutes in ((True, 10), (False, 30)):
+        with pytest.MonkeyPatch.context() as patch:
+            refuse(scene, patch, refuses=refuses)
+            assert scene.is_over_within(minutes) is None
+    with pytest.MonkeyPatch.context() as patch:
+        refuse(scene, patch)
+        assert scene.is_over_within(60) == 5
+
+
+def test_containers_that_were_released_survive_a_store_that_refuses(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.write(detached=True)
+    assert scene.is_over_within(1) is None
+    refuse(scene, monkeypatch)
+    assert scene.is_over_within(60) is None
+
+
+# A start of its own
+
+
+def start_of(store: MemoryStore) -> tuple[RunSpec, LeaseHolder]:
+    """Begin a detached start."""
+    store.put("run/run.json", b"{}")
+    spec = with_lease(RunSpec("run", store.url, "", 2, (0, 1), detach=True), LIMIT_S, detach=True)
+    holder = hold_lease(store, spec)
+    assert holder is not None
+    return spec, holder
+
+
+def test_a_detached_start_releases_its_containers_when_all_of_them_are_started() -> None:
+    store, now = MemoryStore(), 0.0
+    spec, holder = start_of(store)
+    watch = LeaseWatch(store, "run", LIMIT_S, clock=lambda: now, name=spec.lease_name)
+    finish_start(holder, spec)
+    for _ in range(60):
+        now += 60
+        assert not watch.is_over()
+    assert watch.is_released
+    assert not was_start_abandoned(store, "run", time.time() + 1e6)
+
+
+def test_a_detached_start_that_ends_half_way_ends_its_containers_within_a_lease_and_that_is_said() -> None:
+    store, now = MemoryStore(), 0.0
+    spec, holder = start_of(store)
+    holder.end()
+    watch = LeaseWatch(store, "run", LIMIT_S, clock=lambda: now, name=spec.lease_name)
+    looks: list[bool] = []
+    while not looks or not looks[-1]:
+        now += 60
+        looks.append(watch.is_over())
+    assert len(looks) == 16
+    assert watch.why == "its launcher ended before all replicas of this detached launch were started"
+    assert not was_start_abandoned(store, "run", time.time()), "its process lives"
+    assert was_start_abandoned(store, "run", time.time() + 1e6)
+
+
+def test_an_attached_start_keeps_the_lease_of_the_run() -> None:
+    store = MemoryStore()
+    store.put("run/run.json", b"{}")
+    spec = with_lease(RunSpec("run", store.url, "", 2, (0, 1)), LIMIT_S, detach=False)
+    holder = hold_lease(store, spec)
+    finish_start(holder, spec)
+    assert [entry.key for entry in store.list("")] == ["run/lease.json", "run/run.json"]
+    assert holder is not None
+    holder.end()
+
+
+# A run that is deleted
+
+
+def test_a_replica_notices_within_a_lease_that_its_run_was_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "GONE_PAUSES_S", (0.0, 0.0, 0.0))
+    store, now = MemoryStore(), 0.0
+    store.put("run/run.json", b"{}")
+    watch = DeletionWatch(store, "run", LIMIT_S, clock=lambda: now)
+
+    def minutes() -> int | None:
+        nonlocal now
+        for minute in range(1, 31):
+            now += 60
+            if watch.is_gone():
+                return minute
+        return None
+
+    assert minutes() is None
+    store.delete("run/run.json")
+    assert (minutes() or 99) <= LIMIT_S / 60 + 1
+
+
+def test_a_run_that_is_back_at_the_next_look_was_not_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "GONE_PAUSES_S", (0.0, 0.0, 0.0))
+    store, now = MemoryStore(), 0.0
+    watch = DeletionWatch(store, "run", LIMIT_S, clock=lambda: now)
+    for _ in range(10):
+        now += 300
+        assert not watch.is_gone()
+        store.put("run/run.json", b"{}")
+        now += 300
+        assert not watch.is_gone()
+        store.delete("run/run.json")

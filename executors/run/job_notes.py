@@ -1,0 +1,124 @@
+"""The ids of jobs that this machine started, noted in its directory of runs: they end a run whose store is lost.
+
+A job is noted when its service has answered, before anything else is done with that answer. The note survives the
+process and a power cut. One line of JSON is appended for each job, so two processes that start jobs of one run at the
+same time lose none, and a line that was cut off hides no other. The file is for this user alone, because the options of
+a backend may name what is private.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from executors.attempt.outcome import MAX_ATTEMPTS, MAX_RANK
+from executors.errors import CorruptObjectError, StoreError
+from executors.run.run_index import folder_of_run, locate, remember, state_dir, state_path, sync
+from executors.store.records import FAR_AHEAD, Record, checked, flag, integer, json_object, number, text
+from executors.store.url import check_run_id
+
+JOBS = "jobs.jsonl"
+MAX_BYTES = 64 << 20  # some 100,000 jobs
+
+_waiting: list[tuple[str, str, bytes]] = []
+"""Lines that no thread has written yet, each with the run's id and store."""
+_queueing, _writing = threading.Lock(), threading.Lock()
+_has_warned: set[str] = set()
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotedJob(Record):
+    """A job as the machine noted it that started it. Unlike the run's records, nobody else could write it."""
+
+    backend: str = checked(text(100))
+    executor: str = checked(text(1000), "")
+    """The class of the executor, as in "pkg.mod:Class", if the backend's name does not lead to it; else empty."""
+    options: Mapping[str, Any] = checked(json_object, {})
+    """What the executor was made with, as far as it is JSON."""
+    store_url: str = checked(text())
+    launched_at: float = checked(number(0.0, FAR_AHEAD), 0.0)
+    rank: int = checked(integer(0, MAX_RANK))
+    attempt: int = checked(integer(0, MAX_ATTEMPTS))
+    is_spare: bool = checked(flag, False)
+    job: Mapping[str, Any] = checked(json_object)
+    """The id of the job, as its service needs it."""
+
+
+def note_jobs(run_id: str, jobs: Sequence[NotedJob]) -> None:
+    """Note jobs that were just started; returns when the notes would survive a power cut.
+
+    Many threads start jobs at once. The first that comes writes the lines of all, so the disk is waited for a few times
+    and not once for each job. A machine without a place for notes warns once: the launching process knows the jobs all
+    the same, and their service lists them.
+
+    Args:
+        run_id: the run of the jobs.
+        jobs: what to note.
+
+    Example:
+        note_jobs("brave-otter-7f3a", [NotedJob(backend="hf", store_url=url, rank=0, attempt=0, job={"id": "1"})])
+    """
+    mine = [(run_id, job.store_url, (json.dumps(asdict(job)) + "\n").encode()) for job in jobs]
+    with _queueing:
+        _waiting.extend(mine)
+    with _writing:  # the thread before this one may have written this one's lines with its own
+        with _queueing:
+            lines, _waiting[:] = list(_waiting), []
+        for place in dict.fromkeys((run, url) for run, url, _ in lines):
+            try:
+                _append(*place, b"".join(line for run, url, line in lines if (run, url) == place))
+            except (OSError, StoreError) as error:
+                if place[0] not in _has_warned:
+                    _has_warned.add(place[0])
+                    said = getattr(error, "strerror", None) or error
+                    print(f"replicas: this machine cannot note the jobs of run {place[0]}: {said}", file=sys.stderr)
+
+
+def noted_jobs(run_id: str, store_url: str | None = None) -> list[NotedJob]:
+    """Return the jobs of a run that this machine noted, oldest first; lines that cannot be read are left out.
+
+    Args:
+        run_id: the run.
+        store_url: only jobs of the run in this store. None: the run that this machine knows by that id.
+
+    Example:
+        [job.job for job in noted_jobs("brave-otter-7f3a")]
+    """
+    found: list[NotedJob] = []
+    with contextlib.suppress(OSError, StoreError):
+        with open(_file(run_id), "rb") as file:
+            lines = file.read(MAX_BYTES).splitlines()
+        for line in filter(None, lines):
+            with contextlib.suppress(CorruptObjectError):  # cut off by a power cut, or by another program
+                found.append(NotedJob.parse(line, JOBS))
+    return [job for job in found if store_url in (None, job.store_url)]
+
+
+def _append(run_id: str, store_url: str, lines: bytes) -> None:
+    if locate(run_id) is None:
+        remember(run_id, store_url)  # brought back on this machine: the id alone finds the run from now on
+    elif folder_of_run(run_id, store_url) is None:
+        return  # the folder of this id is of another run
+    path = _file(run_id)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    is_new = not path.exists()
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        os.write(descriptor, b"\n" + lines)  # behind a line that was cut off
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    if is_new:  # the name of a new file is in its folder, which has to be on the disk as well
+        sync(path.parent)
+        sync(state_dir())
+
+
+def _file(run_id: str) -> Path:
+    return state_path() / check_run_id(run_id) / JOBS

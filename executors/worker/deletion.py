@@ -1,0 +1,51 @@
+"""Noticing that a run was deleted while its replicas run: by a lifecycle rule, or by whoever emptied the prefix."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from executors.native import LEASE_S
+from executors.store import Store
+from executors.store.records import is_gone
+from executors.store.url import is_near
+
+LOOK_S = 60.0
+
+
+class DeletionWatch:
+    """Tells a replica whether its run was deleted from its store: nobody will ever see what it does.
+
+    Args:
+        store: the run's store. A request should be tried once.
+        run_id: the run.
+        limit_s: how long the run's record has to be missing in a directory, which may come back as a whole with its
+            disk. In a bucket two looks in a row are enough.
+        clock: this process's clock.
+
+    Example:
+        DeletionWatch(store, "brave-otter-7f3a").is_gone()
+    """
+
+    def __init__(
+        self, store: Store, run_id: str, limit_s: float = LEASE_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._store = store
+        self._run_id = run_id
+        self._clock = clock
+        self._look_s = min(LOOK_S, limit_s / 5)
+        self._gone_s = limit_s if is_near(store.url) else self._look_s
+        self._look_at = clock() + self._look_s
+        self._missing_since: float | None = None
+
+    def is_gone(self) -> bool:
+        """Look for the run's record when it is time to; return whether the run was deleted."""
+        now = self._clock()
+        if now < self._look_at:
+            return False
+        self._look_at = now + self._look_s
+        if not is_gone(self._store, f"{self._run_id}/run.json"):
+            self._missing_since = None
+            return False
+        self._missing_since = now if self._missing_since is None else self._missing_since
+        return now - self._missing_since >= self._gone_s
