@@ -15,6 +15,7 @@ from executors.attempt import Attempt
 from executors.attempt.pauses import pauses
 from executors.errors import BackendError, CorruptObjectError, UnknownHandleError, UnwritableStoreError
 from executors.native import NativeExecutor, Observation, Parent, Unfinished
+from executors.process import has_ended
 from executors.protocol import REASONS, Outcome, ReplicaStatus, ServerlessExecutor, as_status
 from executors.run.fleet import Fleet
 from executors.run.handles import kept_handles
@@ -111,7 +112,28 @@ class Observer:
         states = self._restarts.over(seen, self._ends())
         hopeless = {state.rank for state in states if state.restart.is_hopeless}
         self._hopeless = hopeless | self._hopeless - {state.rank for state in states}
-        return states
+        return [self._never_started(state) for state in states] if self._has_no_launcher() else states
+
+    def _has_no_launcher(self) -> bool:
+        """Return whether the launch is known to have died before it began any replica."""
+        launcher = self.record.launcher
+        if self._inventory.records or launcher is None or not has_ended(launcher):
+            return False
+        # Other executors have started a replica before they leave a record of it.
+        with contextlib.suppress(BackendError):
+            return isinstance(self.executor(), NativeExecutor)
+        return False
+
+    def _never_started(self, state: ReplicaState) -> ReplicaState:
+        """Return the state of a replica whose launcher died before it began any. The outcome is never written."""
+        if state.status is not ReplicaStatus.PENDING:
+            return state
+        who = f"the process {self.record.launcher_pid} of {self.record.created_by}"
+        error = f"Replica {state.rank} was never started: {who}, which launched the run, has ended."
+        outcome = self.attempt(state.rank).ended(
+            ReplicaStatus.FAILED, "start_failed", error=error, finished_at=self.record.created_at
+        )
+        return replace(state, status=outcome.status, outcome=outcome)
 
     def status(self, states: Sequence[ReplicaState]) -> RunStatus:
         """Return the run's state, of those of all its replicas."""
@@ -291,8 +313,10 @@ class Observer:
             ranks: those that have ended.
         """
         missing = [rank for rank in ranks if self.outcome(rank) is None and self.problem(rank) is None]
-        rows = self.executor().collect([self.handle(rank) for rank in missing]) if missing else []
-        for rank, row in zip(missing, rows, strict=True):
+        # A rank that was never started has no handle, and no backend knows anything of it.
+        handles = {rank: handle for rank in missing if (handle := self.handle(rank)) is not None}
+        rows = self.executor().collect([*handles.values()]) if handles else []
+        for rank, row in zip(handles, rows, strict=True):
             if as_status(row.get("status")).is_terminal:
                 self._outcomes[rank] = Outcome.of_row(rank, self.attempt(rank).number, row)
 

@@ -147,6 +147,12 @@ def _check_ended(run: Traces) -> None:
     except (CorruptObjectError, UnknownHandleError, RunBeingRemovedError):
         return  # a run that cannot be read, or has no run.json any more, can be removed
     name = reference(run.run_id, run.store.url)
+    if not now.is_terminal and not run.inventory.records:
+        raise RunExistsError(
+            f"Run {run.run_id!r} has started no replica yet, and only the machine of its launcher "
+            f"({run.record.created_by}, process {run.record.launcher_pid}) can tell whether the launch still goes on. "
+            f"If it does not, cancel the run first: `replicas cancel {name}`."
+        )
     if not now.is_terminal:
         raise RunExistsError(f"Run {run.run_id!r} still runs. Cancel it first: `replicas cancel {name}`.")
     if starting is not None:

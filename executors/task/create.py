@@ -32,6 +32,7 @@ from executors.errors import (
     kind_of,
 )
 from executors.native import Package, RunSpec
+from executors.process import identify_process
 from executors.store import Store
 from executors.store.records import MAX_DEPTH, exists, find_record, is_deeper_than, to_bytes
 from executors.store.run_key import key_id, new_key, parse_key
@@ -329,6 +330,7 @@ def _by_whom() -> dict[str, Any]:
         "created_at": time.time(),
         "created_by": f"{_user()}@{socket.gethostname()}",
         "launcher_pid": os.getpid(),
+        "launcher": identify_process(),
         "cwd": os.getcwd(),
     }
 

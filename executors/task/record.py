@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from executors.native import GATHER_S
+from executors.process import IDENTITY
 from executors.store import Store
 from executors.store.added_ranks import RANKS
 from executors.store.records import (
@@ -144,6 +145,8 @@ class RunRecord(LaunchedWith):
     created_at: float = checked(number(LONG_AGO, FAR_AHEAD))
     created_by: str = checked(text(), "")
     launcher_pid: int | None = checked(nullable(integer(0, 2**31)), None)
+    launcher: str | None = checked(nullable(text(600, IDENTITY)), None)
+    """The process that launched the run, as `identify_process` names it."""
     cwd: str = checked(text(), "")
     """For people: from which folder replicas get their code, the task says."""
     python: str = checked(text(100), "")

@@ -211,5 +211,17 @@ def resume_and_die(run_id: str, dies: str) -> None:
     resume(Run(attach(run_id).store, run_id, executor=LocalProcessExecutor(preload=("support.dies_while_it_starts",))))
 
 
+def launch_and_die_before_any_replica(run_id: str) -> None:
+    """Write a run, and be killed before its first replica is started."""
+    import signal
+    from typing import Any
+
+    def die(*args: Any, **more: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    LocalProcessExecutor.launch_replicas = die  # type: ignore[method-assign,assignment]
+    launch(executor(), tasks.rank, 2, run_id=run_id)
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]](*sys.argv[2:])
