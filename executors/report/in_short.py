@@ -79,7 +79,7 @@ def _late(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "bad", f"{words}: they train on the same data."
     if document["numbers"]["waiting"] is not None:  # as far as their records tell, which anybody may have written
         yield from _held_up(document)
-    if drifting := [rank for rank, row in document["rounds"]["by_rank"].items() if 10 * row["drifting"] >= n]:
+    if drifting := document["rounds"]["drifting"]:
         yield "bad", f"The pseudo-gradients of {name_ranks(drifting)} drift: their norms are far from the median."
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,12 @@ from executors.report.words import one_line
 
 DRIFT = 2.0  # times the median, or less than a half of it
 MIN_RANKS = 3  # for a median that one of them does not make alone
+SAME_WEIGHT = 0.8  # of the median weight of a round: less work makes a smaller pseudo-gradient
+WIDE = 4.0  # standard deviations of the other ranks' norms: a small model near its optimum has noisy ones
+MAD_TO_SIGMA = 1.4826  # of a normal distribution, whose median absolute deviation this turns into its deviation
+MIN_ROUNDS = 10  # in which a rank could be compared
+MIN_DRIFTING = 5  # rounds, and a tenth of those in which it could be compared
+ONE_SIDE = 0.8  # of these rounds: a norm that drifts is too large, or too small, and not now this and now that
 UNNOTICED = {"last": 0, "missing": 0, "drifting": 0, "cost_s": 0.0}
 MAX_NAME = 40  # characters
 MAX_SAME = 3  # groups of ranks
@@ -64,13 +71,22 @@ class Meeting:
         return cost
 
     @property
-    def drifting(self) -> dict[int, float]:
-        """By rank: the norm of its pseudo-gradient over the median of all, where that is far from 1."""
-        found = ((rank, self.rows[rank].norm) for rank in self.counted if rank in self.rows)
-        norms = {rank: norm for rank, norm in found if norm is not None}
+    def ratios(self) -> dict[int, float]:
+        """By rank: the norm of its pseudo-gradient over the median, of those that sent about the same work."""
+        rows = {rank: self.rows[rank] for rank in self.counted if rank in self.rows}
+        usual = median(row.weight for row in rows.values()) if rows else 0.0
+        norms = {
+            rank: row.norm
+            for rank, row in rows.items()
+            if row.norm is not None and SAME_WEIGHT * usual <= row.weight <= usual / SAME_WEIGHT
+        }
         middle = median(norms.values()) if len(norms) >= MIN_RANKS else 0.0
-        ratios = {rank: norm / middle for rank, norm in norms.items()} if middle > 0 else {}
-        return {rank: ratio for rank, ratio in ratios.items() if not 1 / DRIFT <= ratio <= DRIFT}
+        return {rank: norm / middle for rank, norm in norms.items()} if middle > 0 else {}
+
+    @property
+    def drifting(self) -> dict[int, float]:
+        """The ratios that are far from 1."""
+        return {rank: ratio for rank, ratio in self.ratios.items() if not 1 / DRIFT <= ratio <= DRIFT}
 
 
 def meetings(metrics: Metrics) -> list[Meeting]:
@@ -91,6 +107,34 @@ def meetings(metrics: Metrics) -> list[Meeting]:
         found.append(Meeting(name, entry, rows, ended_s, counted, sorted(alive - {*counted})))
         began_s = ended_s
     return found
+
+
+def drifting_ranks(found: Sequence[Meeting]) -> list[int]:
+    """Return the ranks whose pseudo-gradients have another norm than those of the others, again and again.
+
+    A norm counts as far from the median if it is more than `DRIFT` times as large or small, and if it is farther away
+    than `WIDE` standard deviations of the other ranks' norms. The deviation is estimated from the median absolute
+    deviation, which a few extreme rounds do not change.
+
+    Args:
+        found: the rounds of a run.
+    """
+    logs: dict[int, list[float]] = defaultdict(list)
+    for each in found:
+        for rank, ratio in each.ratios.items():
+            if ratio > 0:
+                logs[rank].append(math.log(ratio))
+    drifting = []
+    for rank, own in sorted(logs.items()):
+        others = [abs(value) for other, values in logs.items() if other != rank for value in values]
+        if len(own) < MIN_ROUNDS or not others:
+            continue
+        limit = max(math.log(DRIFT), WIDE * MAD_TO_SIGMA * median(others))
+        above, below = sum(value > limit for value in own), sum(value < -limit for value in own)
+        n_far = above + below
+        if n_far >= max(MIN_DRIFTING, len(own) / 10) and max(above, below) >= ONE_SIDE * n_far:
+            drifting.append(rank)
+    return drifting
 
 
 def rounds_document(found: Sequence[Meeting]) -> dict[str, Any]:
@@ -146,6 +190,7 @@ def rounds_document(found: Sequence[Meeting]) -> dict[str, Any]:
         "names": sorted({row["name"] for row in rows}),
         "charted": one_line(charted, MAX_NAME),
         "by_rank": {rank: {**row, "cost_s": round(row["cost_s"], 3)} for rank, row in sorted(by_rank.items())},
+        "drifting": drifting_ranks(found),
         "same": [{"ranks": list(ranks), "rounds": n} for ranks, n in same.most_common(MAX_SAME)],
         "usual_wait_s": round(usual_s, 3),
         "has_hidden": has_hidden,
