@@ -239,10 +239,11 @@ class Replica:
             loader = DataLoader(train, batch_size=32, shuffle=True)
             diloco = DiLoCo(model, total_steps=epochs * len(loader))   # the same number at every replica
 
-        The share has every `world_size`th item. A data set of `datasets` is split as that library splits it. The ranks
-        of the launch have no item in common. The longest share has one item more than the shortest, and every item is
-        in a share. With `equal`, all shares are as long as the shortest, and up to `world_size - 1` items are in no
-        share.
+        The share has every `world_size`th item. Of items that alternate, as in pairs that match and do not match in
+        turn, a share may have one kind alone: permute such a data set first, alike on each replica. A data set of
+        `datasets` is split as that library splits it. The ranks of the launch have no item in common. The longest
+        share has one item more than the shortest, and every item is in a share. With `equal`, all shares are as long
+        as the shortest, and up to `world_size - 1` items are in no share.
 
         A replica that was added later has a rank of `world_size` or more. Its share has items that other replicas have,
         too: one of `rank + 1` shares, or with `equal` the same number of items as every other share.

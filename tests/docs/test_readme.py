@@ -25,6 +25,7 @@ from torch.optim import swa_utils
 from diloco import DiLoCo
 from diloco.testing import run_replicas
 from executors import attach, launch, list_runs
+from executors.replica import Replica
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -190,6 +191,15 @@ def test_the_files_that_contributors_are_sent_to_exist() -> None:
     paths = [word for word in re.findall(r"`([\w./]+)`", text) if "/" in word]
     assert len(paths) > 15
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_a_data_set_whose_items_alternate_has_all_kinds_in_each_share_if_it_is_permuted_first() -> None:
+    for rank in (0, 1):
+        scope: dict[str, Any] = {"dataset": [0, 1] * 50, "torch": torch, "Subset": torch.utils.data.Subset}
+        scope["replica"] = Replica(rank, 2, "kinds", 0, "memory://kinds")
+        exec(block_with(PYTHON, "torch.randperm"), scope)
+        assert set(scope["share"]) == {0, 1}
+        assert len(scope["share"]) == 50
 
 
 def test_the_loop_over_epochs_ends_with_the_run_and_begins_where_the_run_is() -> None:
