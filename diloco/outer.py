@@ -208,7 +208,7 @@ class DiLoCo:
         proof = proof_of(settings.key)
         patience = replace(ROUND, seconds=limits.round_timeout_s)  # the group decides, and not the kind of store
         patient = PatientStore(place.store, clock=monotonic, patience=patience, copies=proof.copies, waits=waits)
-        keys = Keys(place.run_id, name)
+        keys = Keys(place.run_id, name, place.key_of_outcomes(key))
         me = place.identify(patient, keys, proof)
         self._name = (me.nonce, name)
         check_is_free(self._name)

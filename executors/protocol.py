@@ -196,6 +196,8 @@ class Outcome:
     """The warnings that it left. None if it left none, or if its last heartbeat has them."""
     trained_alone: bool = False
     """Whether it made an optimizer of torch, and nothing in it asked for its rank or created a DiLoCo."""
+    unproven: bool = False
+    """Whether the run is signed and this outcome is not proven by the run's key."""
 
     @classmethod
     def of_row(cls, rank: int, attempt: int, row: Mapping[str, Any]) -> Outcome:

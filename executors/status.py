@@ -7,10 +7,11 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from executors.durations import name_duration
+from executors.native import RUN_KEY
 from executors.protocol import BY_USER, Outcome, ReplicaStatus, WarningCount
 
 FAILED_EARLY = "failed before the first round"
@@ -141,7 +142,14 @@ class ReplicaState:
 
     @property
     def note(self) -> str:
-        """A few words on how it ended, on what it waits for, on its data, or on a heartbeat that is overdue."""
+        """A few words on how it ended, on what it waits for, on its data, or on a heartbeat that is overdue.
+
+        They begin with "unproven" if the run is signed and no key proves how it ended.
+        """
+        if self.outcome is not None and self.outcome.unproven:
+            return ": ".join(
+                filter(None, ("unproven", replace(self, outcome=replace(self.outcome, unproven=False)).note))
+            )
         if self.restart.note:
             return self.restart.note
         if self.outcome is not None and self.outcome.reason is not None:
@@ -203,6 +211,7 @@ class ReplicaState:
         outcome = self.outcome
         more = {"reason": outcome and outcome.reason, "exit_code": outcome and outcome.exit_code}
         more |= {"n_warnings": 0 if self.warned is None else self.warned.count}
+        more |= {"unproven": outcome is not None and outcome.unproven}
         return {**row, "note": self.note, **more, **self.restart.to_json()}
 
 
@@ -304,6 +313,10 @@ class RunStatus:
     decided: Sequence[Decided] = ()
     """What was decided on it so far, oldest first."""
     restarts_by_reason: Mapping[str, int] = field(default_factory=dict)
+    forged: Sequence[tuple[int, int]] = ()
+    """The ranks and attempts of a signed run with an outcome without the run's key, which is not believed."""
+    lacks_key: bool = False
+    """Whether the run is signed and this process does not have its key, so that no outcome is proven here."""
     at: float = field(default_factory=time.time)
 
     @property
@@ -396,6 +409,24 @@ class RunStatus:
         own = sum(each.warned.count for each in self.replicas if each.warned is not None)
         return own + sum(each.rank is None for each in self.warnings)
 
+    @property
+    def doubts(self) -> list[str]:
+        """Sentences on outcomes that are not proven by the key of a signed run; none in other runs."""
+        found = []
+        if self.forged:
+            ranks = name_ranks({rank for rank, _ in self.forged})
+            several, were = ("outcomes", "were") if len(self.forged) > 1 else ("an outcome", "was")
+            found.append(
+                f"{several.capitalize()} without the run's key {were} found, of {ranks}: not believed. Another process "
+                "can write to the store of this run."
+            )
+        if self.lacks_key:
+            found.append(
+                f"Unproven: the run is signed, and this machine does not have its key. Set {RUN_KEY} to have outcomes "
+                "checked."
+            )
+        return found
+
     def describe_progress(self, more: Sequence[str] = ()) -> str:
         """Say in one line how far it is: `3 running, 1 failed: round 4, step 120-130 of 400, loss 2.31`."""
         parts = []
@@ -424,6 +455,7 @@ class RunStatus:
             "n_warnings": self.n_warnings,
             "warnings": [each.to_json() for each in self.warnings],
             "restarts_by_reason": dict(self.restarts_by_reason),
+            "forged_outcomes": [{"rank": rank, "attempt": attempt} for rank, attempt in self.forged],
             "replicas": [replica.to_json() for replica in self.replicas],
         }
 
@@ -461,7 +493,7 @@ class RunStatus:
         body = "".join(f"<tr>{row}</tr>" for row in rows)
         words = "; ".join(filter(None, [self.counts, self.prospects]))
         title = _escape(f"{self.run_id} on {self.backend}: {words}")
-        told = [each.line for each in self.decided[-MAX_DECIDED:]]
+        told = [*self.doubts, *(each.line for each in self.decided[-MAX_DECIDED:])]
         if found := self.warnings:
             told.append(describe_warnings(found, self.n_warnings, self.run_id))
         lines = "".join(f"<p>{_escape(line)}</p>" for line in told)

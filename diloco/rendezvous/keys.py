@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from executors.attempt import replica_key
+from executors.attempt import OUTCOME, replica_key
+from executors.attempt.signed_record import signed_key
 from executors.store.added_ranks import added_key
 
 
@@ -14,6 +15,8 @@ class Keys:
 
     run_id: str
     name: str
+    run_key: bytes | None = field(default=None, repr=False)
+    """The key that outcomes of replicas are signed with. None: they are not signed."""
 
     def _under(self, rest: str) -> str:
         return f"{self.run_id}/diloco/{self.name}/{rest}"
@@ -22,7 +25,9 @@ class Keys:
         return replica_key(self.run_id, rank, attempt, "started.json")
 
     def outcome(self, rank: int, attempt: int) -> str:
-        return replica_key(self.run_id, rank, attempt, "outcome.json")
+        """Return the key of an outcome. In a signed run only a process with the run's key can create this object."""
+        key = replica_key(self.run_id, rank, attempt, OUTCOME)
+        return key if self.run_key is None else signed_key(key, self.run_key)
 
     def added(self, number: int) -> str:
         return added_key(self.run_id, number)

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import monotonic, sleep
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from diloco.errors import AbortedError, DiLoCoError, FencedError
 from diloco.rendezvous.envelope import BadRecordError, frame, reading, typed, unframe
@@ -23,11 +23,12 @@ from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.proof import Proof, check_key, check_signed
 from executors.errors import CorruptObjectError, ReplicasError, RunNotFoundError
+from executors.patience import START
 from executors.replica import Replica, current_replica, find_replica, run_key
 from executors.store import MemoryStore, Store, store_at
 from executors.store.added_ranks import MAX_ADDED, AddedRanks
-from executors.store.records import MAX_RECORD_BYTES
-from executors.store.run_key import key_id
+from executors.store.records import MAX_RECORD_BYTES, Fields, find_record, nullable, text
+from executors.store.run_key import KEY_ID, key_id
 
 log = logging.getLogger(__name__)
 
@@ -420,6 +421,23 @@ class Place:
             check_signed(record.key_id, None if key is None else key_id(key))
         return key
 
+    def key_of_outcomes(self, given: bytes | None) -> bytes | None:
+        """Return the key that the outcomes of the run's replicas are signed with; None: they are not signed.
+
+        That is the key of the launch. A key that a script gives to DiLoCo alone signs no outcomes, but a process that
+        joins a signed run may get the launch's key in this way.
+
+        Args:
+            given: the key that DiLoCo was created with.
+        """
+        is_of_run = self.replica is None or self.replica.run_id == self.run_id
+        if is_of_run and not self.is_alone and (key := run_key()) is not None:
+            return key
+        if given is None or self.is_alone:
+            return None
+        key_of_run = retry(lambda: find_record(self.store, f"{self.run_id}/run.json", _parse_key_id), START)
+        return given if key_of_run == key_id(given) else None
+
     def identify(self, store: PatientStore, keys: Keys, proof: Proof) -> Identity:
         """Return the claim that this process has already, or claim the next attempt, or the next rank.
 
@@ -486,3 +504,8 @@ def find_place(
     assert world_size is not None
     opened = store_at(store) if isinstance(store, str) else store
     return Place(replica, opened, run_id, None if isinstance(rank, str) else rank, world_size)
+
+
+def _parse_key_id(data: Any, key: str, url: str) -> str | None:
+    """Return the id of the key that a run is signed with, as its `run.json` says; None: it is not signed."""
+    return Fields(data, key, url).take("key_id", nullable(text(8, KEY_ID)), None)

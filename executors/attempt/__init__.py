@@ -21,6 +21,7 @@ from executors.attempt.outcome import (
     warning_count,
 )
 from executors.attempt.pauses import wait_until_terminal
+from executors.attempt.signed_record import PROOF_BYTES, find_signed, is_proven, signed_key, write_signed
 from executors.errors import CorruptObjectError, UnknownHandleError, UnwritableStoreError
 from executors.patience import Patience, retry
 from executors.process import this_process
@@ -45,6 +46,7 @@ from executors.store.records import (
     text,
     to_bytes,
 )
+from executors.store.run_key import held_key, lacks_key
 from executors.store.url import RUN_ID, was_deleted
 
 T = TypeVar("T")
@@ -141,6 +143,10 @@ def parse_handle(data: Any, key: str = "handle.json", url: str = "") -> ReplicaH
     )
 
 
+OUTCOME, SERVICE_WORD = "outcome.json", "service.json"
+SIGNED = (OUTCOME, SERVICE_WORD)
+"""The records of an attempt that need a proof in a signed run: they end a rank, or make its restart free."""
+
 _known: set[tuple[str, str]] = set()
 """Handles that were seen in their store, which is asked for each but once: they are never taken back."""
 
@@ -233,7 +239,7 @@ class Attempt:
         one has a claim alone, and one whose launch was interrupted an outcome alone.
         """
         number = self.number
-        while any(self.at(number + 1).has(f"{name}.json") for name in ("started", "handle", "intent", "outcome")):
+        while any(map(self.at(number + 1).has, ("started.json", "handle.json", "intent.json", OUTCOME))):
             number += 1
             if number > MAX_ATTEMPTS:
                 raise CorruptObjectError(
@@ -242,12 +248,24 @@ class Attempt:
         return self.at(number)
 
     def has(self, name: str) -> bool:
-        """Tell whether one of its objects exists."""
-        return exists(self.store, self.key(name))
+        """Return True if one of its objects exists; in a signed run an outcome counts that has the run's key."""
+        run_key = held_key(self.store.url, self.run_id) if name in SIGNED else None
+        return exists(self.store, self.key(name) if run_key is None else signed_key(self.key(name), run_key))
 
     def find(self, name: str, parse: Parse[T], max_bytes: int = MAX_RECORD_BYTES) -> T | None:
-        """Read one of its records; None when there is none."""
+        """Read one of its records; None when there is none, or none with the run's key where it has to have that."""
+        run_key = held_key(self.store.url, self.run_id) if name in SIGNED else None
+        if run_key is not None:
+            return find_signed(self.store, self.key(name), parse, max_bytes, run_key)
         return find_record(self.store, self.key(name), parse, max_bytes)
+
+    def _write(self, name: str, data: bytes) -> None:
+        """Create one of its records unless it exists; in a signed run with a proof."""
+        run_key = held_key(self.store.url, self.run_id)
+        if run_key is not None:
+            write_signed(self.store, self.key(name), data, run_key)
+        else:
+            self.store.put_if_absent(self.key(name), data)
 
     def begin(self, nonce: str, **more: Any) -> bool:
         """Begin it by creating its intent; False if there is one of another launch, which has another nonce."""
@@ -299,24 +317,44 @@ class Attempt:
         return ReplicaHandle(self.rank, backend, place)
 
     def outcome(self) -> Outcome | None:
-        """Return how it ended, with the reason that only its service knew; None while it has no outcome."""
-        found = self.find("outcome.json", parse_outcome, MAX_OUTCOME_BYTES)
+        """Return how it ended, with the reason that only its service knew; None while it has no outcome.
+
+        In a signed run only an outcome that was made with the run's key counts. A process without the key cannot tell:
+        what it reads is `unproven`.
+        """
+        found = self.find(OUTCOME, parse_outcome, MAX_OUTCOME_BYTES)
+        if found is not None and lacks_key(self.store.url, self.run_id):
+            found = replace(found, unproven=True)
         if found is not None and (found.rank, found.attempt) != (self.rank, self.number):
-            key, url = self.key("outcome.json"), self.store.url
+            key, url = self.key(OUTCOME), self.store.url
             whose = f"rank {found.rank}, attempt {found.attempt}"
             raise CorruptObjectError(f"{key!r} in {url} is the outcome of {whose}.", key=key, url=url)
         if found is not None and found.was_told_to_end:
-            word = self.find("service.json", ServiceWord.parse)
+            word = self.find(SERVICE_WORD, ServiceWord.parse)
             if word is not None:
                 reason: Any = word.reason
                 return replace(found, reason=reason, error=word.error, error_line=None)
         return found
 
+    @property
+    def has_forged_outcome(self) -> bool:
+        """Whether its `outcome.json` is there and lacks the proof of the run's key, which this process holds."""
+        run_key, key = held_key(self.store.url, self.run_id), self.key(OUTCOME)
+        if run_key is None:
+            return False
+        try:
+            data = find_record(self.store, key, lambda data, *_: data, MAX_OUTCOME_BYTES + PROOF_BYTES)
+        except CorruptObjectError:  # it is larger than any outcome
+            return True
+        return data is not None and not is_proven(data, key, run_key)
+
     def note_why(self, reason: Reason | None, error: str | None) -> None:
         """Leave why its service ended it, where that says more than the signal that its outcome has."""
+        if lacks_key(self.store.url, self.run_id):
+            return  # a restart after `preempted` is free: only a process with the run's key may say that
         if reason in TOLD_BY_SERVICES and not was_deleted(self.store, self.run_id):
             with contextlib.suppress(UnwritableStoreError):  # who looks may only read
-                self.store.put_if_absent(self.key("service.json"), to_bytes({"reason": reason, "error": error or ""}))
+                self._write(SERVICE_WORD, to_bytes({"reason": reason, "error": error or ""}))
 
     def ended(self, status: ReplicaStatus, reason: Reason | None = None, **more: Any) -> Outcome:
         """Return an outcome of this attempt, not yet recorded."""
@@ -326,6 +364,9 @@ class Attempt:
         """Write its outcome unless there is one, or its run was deleted, and return the one that counts: the first.
 
         What ends after its cancel marker was written is `cancelled`, however it ended.
+
+        In a signed run the outcome is written with the run's key. A process without the key writes nothing: it cannot
+        end a rank for others, and returns what it found.
 
         Args:
             outcome: how it ended.
@@ -346,10 +387,12 @@ class Attempt:
         outcome = replace(
             outcome, host=outcome.host or socket.gethostname(), finished_at=outcome.finished_at or time.time()
         )
+        if lacks_key(self.store.url, self.run_id):
+            return self.outcome() or replace(outcome, unproven=True)
         if was_deleted(self.store, self.run_id):
             return outcome
         try:
-            self.store.put_if_absent(self.key("outcome.json"), encode_outcome(outcome))
+            self._write(OUTCOME, encode_outcome(outcome))
         except UnwritableStoreError as error:
             error.outcome = outcome
             raise

@@ -78,6 +78,7 @@ def parse_outcome(data: Any, key: str = "outcome.json", url: str = "") -> Outcom
         was_refused=fields.take("was_refused", flag, False),
         warned=fields.take("warned", nullable(warning_count), None),
         trained_alone=fields.take("trained_alone", flag, False),
+        unproven=fields.take("unproven", flag, False),
     )
 
 
@@ -116,7 +117,7 @@ def encode_outcome(outcome: Outcome) -> bytes:
         outcome = replace(outcome, error_line=outcome.error_line[:MAX_ERROR])
     if outcome.error_place is not None:
         outcome = replace(outcome, error_place=outcome.error_place[-MAX_PLACE:])
-    data = to_bytes(asdict(outcome))
+    data = _to_bytes(outcome)
     if len(data) <= MAX_OUTCOME_BYTES:
         return data
     error = (
@@ -126,7 +127,14 @@ def encode_outcome(outcome: Outcome) -> bytes:
     failed = replace(
         outcome, status=ReplicaStatus.FAILED, reason="result_not_serializable", exit_code=1, error=error, result=None
     )
-    return to_bytes(asdict(failed))
+    return _to_bytes(failed)
+
+
+def _to_bytes(outcome: Outcome) -> bytes:
+    fields = asdict(outcome)
+    if not outcome.unproven:  # only signed runs have the field: the records of other runs stay as they are
+        del fields["unproven"]
+    return to_bytes(fields)
 
 
 def _readable_code(code: Any) -> int | None:

@@ -204,6 +204,8 @@ def status(
         output.say(compared.describe(), "yellow" if compared.ratio >= SLOW else "dim")
     for each in now.decided[-MAX_DECIDED:]:
         output.say(f"[{name_duration(each.at - record.created_at):>6}] {one_line(each.line, MAX_LINE)}", "yellow")
+    for doubt in now.doubts:
+        output.say(doubt, "yellow", wrap=True)
     if found_warnings := now.warnings:
         line = describe_warnings(found_warnings, now.n_warnings, reference(found))
         output.say(one_line(line, MAX_LINE), "yellow", wrap=True)
@@ -227,7 +229,8 @@ def _words_of_spares(run: Run) -> list[str]:
 def _words_of_spare(spare: Attempt, left: Collection[str]) -> str:
     """Say what a spare does, or what became of it, from those of its records that are among the keys."""
     try:
-        end = spare.outcome() if spare.key("outcome.json") in left else None
+        has_ended = any(key.startswith(spare.key("outcome")) for key in left)  # in a signed run the name has more
+        end = spare.outcome() if has_ended else None
         beat = spare.beat() if end is None and spare.key("heartbeat.json") in left else None
     except CorruptObjectError as error:
         return f"cannot be read: {error}"

@@ -31,6 +31,7 @@ from executors.task.entrypoint import shown
 
 K = TypeVar("K")
 V = TypeVar("V")
+UNPROVEN = "unproven: made without the key of this signed run, or this machine does not have the key"
 MAX_LINES = 8  # of failures or results; the rest is counted
 MAX_WARNINGS = 200  # in a document; `replicas events RUN --json` has all
 
@@ -146,7 +147,10 @@ class Summary:
             "summary": find_summary(self.outcomes),
             "n_warnings": len(self.warnings),
             "warnings": [each.to_json() for each in self.warnings[:MAX_WARNINGS]],
-            "replicas": [{**outcome.to_row(), "attempt": outcome.attempt} for outcome in self.outcomes],
+            "replicas": [
+                {**outcome.to_row(), "attempt": outcome.attempt, "unproven": outcome.unproven}
+                for outcome in self.outcomes
+            ],
         }
 
     def finish(self, output: Output) -> int:
@@ -157,6 +161,8 @@ class Summary:
             if summary is not None:
                 output.say()
                 output.say(summary, wrap=True)
+                if any(outcome.unproven for outcome in self.outcomes):
+                    output.say(f"({UNPROVEN})", "yellow", wrap=True)
             else:
                 self._print_results(output, document)
             self.print_failures(output)
@@ -202,7 +208,7 @@ class Summary:
 
     def _print_results(self, output: Output, document: dict[str, Any]) -> None:
         done = (row for row in document["replicas"] if row["status"] == "succeeded" and row["result"] is not None)
-        groups = _by_key((output.line(row["result"]), row["rank"]) for row in done)
+        groups = _by_key((output.line(row["result"]) + " (unproven)" * row["unproven"], row["rank"]) for row in done)
         if groups and not output.as_json:
             output.tell_notes(document)
         if groups:

@@ -39,6 +39,7 @@ from executors.shipping.script_header import check_python, script_header, script
 from executors.store import Store, open_store
 from executors.store.parallel import within
 from executors.store.records import exists, to_bytes
+from executors.store.run_key import drop_key, hold_key
 from executors.store.url import address_of, default_rendezvous, directory_of, new_run_id, shared_rendezvous
 from executors.supervision.orders import abandon_run
 from executors.task.arguments import split_rank_env
@@ -103,6 +104,8 @@ class LaunchPlan:
             options, more = options_to_note(executor)
             remember(self.run_id, store.url, spec.task_digest, options, request.secrets, more)
             keep_key(self.run_id, spec.key)
+            drop_key(store.url, self.run_id)  # of an earlier run of this id, which was removed
+            hold_key(store.url, self.run_id, spec.key)
             handles: Sequence[Any]
             if isinstance(executor, NativeExecutor):
                 limits: Any = {"gpu": request.gpu, "timeout": request.timeout}

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from executors.attempt import Attempt
 from executors.attempt.pauses import pauses
-from executors.errors import BackendError, CorruptObjectError, UnknownHandleError, UnwritableStoreError
+from executors.errors import BackendError, CorruptObjectError, StoreError, UnknownHandleError, UnwritableStoreError
 from executors.native import NativeExecutor, Observation, Parent, Unfinished
 from executors.process import has_ended
 from executors.protocol import REASONS, Outcome, ReplicaStatus, ServerlessExecutor, as_status
@@ -26,6 +26,7 @@ from executors.status import ReplicaState, RunStatus, name_ranks
 from executors.store import Store
 from executors.store.inventory import Inventory
 from executors.store.parallel import at_store
+from executors.store.run_key import lacks_key
 from executors.store.url import is_near
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.task.record import RunRecord
@@ -77,6 +78,8 @@ class Observer:
         """Whether this process answers ends whose supervisors are gone."""
         self._restarts = RestartStates(store, run_id, record, self.has_keeper, self.has_ended_with_launcher)
         self._hopeless: set[int] = set()
+        self._judged: dict[tuple[int, int, int], bool] = {}
+        """Of each `outcome.json` that is not a copy of a signed one whether it is forged, by rank, attempt and size."""
         self.reasons = ServiceReasons()
 
     @property
@@ -146,6 +149,8 @@ class Observer:
             record.min_replicas,
             restarts.told(self._ends()),
             restarts.restarts_by_reason,
+            self._forged(),
+            lacks_key(self.store.url, self.run_id),
         )
 
     def about_to_start(self) -> str | None:
@@ -162,6 +167,21 @@ class Observer:
             if not is_begun and -ADDING_S <= now - added.added_at <= ADDING_S and not added.is_orphaned:
                 return f"{name_ranks(added.ranks)} being added"
         return None
+
+    def _forged(self) -> list[tuple[int, int]]:
+        """Return the attempts that have an `outcome.json` without the run's key, as of the last look."""
+        found = sorted((*key, size) for key, size in self._inventory.dubious.items())
+        new = [each for each in found if each not in self._judged]
+        attempts = [Attempt(self.store, self.run_id, *each[:2]) for each in new]
+
+        def is_forged(attempt: Attempt) -> bool | None:
+            with contextlib.suppress(StoreError):  # the next look asks again: a status needs no answer to this
+                return attempt.has_forged_outcome
+            return None
+
+        answers = zip(new, self.map(is_forged, attempts), strict=True)
+        self._judged.update({each: answer for each, answer in answers if answer is not None})
+        return [each[:2] for each in found if self._judged.get(each)]
 
     @property
     def decisions(self) -> Sequence[Decision]:
@@ -318,7 +338,7 @@ class Observer:
         rows = self.executor().collect([*handles.values()]) if handles else []
         for rank, row in zip(handles, rows, strict=True):
             if as_status(row.get("status")).is_terminal:
-                self._outcomes[rank] = Outcome.of_row(rank, self.attempt(rank).number, row)
+                self._outcomes[rank] = self._of_row(self.attempt(rank), row)
 
     def ending(self, state: ReplicaState) -> Outcome:
         """Return how a replica ended, as far as is known."""
@@ -433,7 +453,11 @@ class Observer:
         (row,) = self.executor().collect([self.handle(attempt.rank)], timeout=0)
         if reported is not ReplicaStatus.CANCELLED and row.get("reason") not in REASONS:
             return attempt.record_lost(f"{self.backend(attempt.rank)} reports it {reported}")
-        return attempt.record(Outcome.of_row(attempt.rank, attempt.number, {**row, "status": reported}))
+        return attempt.record(self._of_row(attempt, {**row, "status": reported}))
+
+    def _of_row(self, attempt: Attempt, row: Mapping[str, Any]) -> Outcome:
+        """Return the outcome that an executor reports of a replica that left none: no key proves it."""
+        return replace(Outcome.of_row(attempt.rank, attempt.number, row), unproven=self.record.signed)
 
     def _state(self, rank: int, reported: ReplicaStatus | None, doing: str) -> ReplicaState:
         outcome = self.outcome(rank)

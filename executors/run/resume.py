@@ -41,7 +41,7 @@ from executors.run.spread import options_to_note
 from executors.status import ReplicaState, name_ranks
 from executors.store.parallel import answered_within, in_parallel, in_threads, within
 from executors.store.records import exists
-from executors.store.run_key import parse_key
+from executors.store.run_key import hold_key, parse_key
 from executors.store.url import new_run_id
 from executors.supervision.decisions import MAX_TOTAL, DecisionLog, extensions_of, hang_of, policy_of
 from executors.supervision.lease import finish_start, hold_lease, release_lease, with_lease
@@ -290,6 +290,7 @@ def _begin_from_snapshot(
         options, more = options_to_note(executor)
         remember(spec.run_id, run.store.url, spec.task_digest, options, spec.secret_names, more)
         keep_key(spec.run_id, spec.key)  # the old run's: what this one begins from is signed with it
+        hold_key(run.store.url, spec.run_id, spec.key)
         for totals in extensions:
             order_policy(DecisionLog(run.store, spec.run_id, key=spec.key), totals=totals)
         lease = hold_lease(run.store, spec)

@@ -48,7 +48,7 @@ from executors.store.records import (
     text,
     to_bytes,
 )
-from executors.store.run_key import key_id, parse_key
+from executors.store.run_key import hold_key, key_id, note_lacking_key, parse_key
 from executors.store.url import address_of, check_run_id, directory_of
 from executors.task.removal_record import REMOVAL, Removal, find_removal
 
@@ -348,6 +348,31 @@ def needed_key(run_id: str, wanted: str) -> str:
             f"what {KEYS}/{run_id} holds on the machine that launched the run, by default in ~/.local/state/replicas."
         )
     return key
+
+
+def hold_key_of(run_id: str, store_url: str, wanted: str | None) -> None:
+    """Hold the key of a run in this process if the run is signed and this machine has its key.
+
+    A run that this machine launched as signed is signed, whatever its record says now: another process that can write
+    to the store could have replaced the record.
+
+    Args:
+        run_id: the run.
+        store_url: the store of the run, as `Store.url` names it.
+        wanted: the id of the run's key, as its record says. None: the record says that the run is not signed.
+
+    Example:
+        hold_key_of(run.run_id, run.store.url, run.record.key_id)
+    """
+    key = None if wanted is None else find_key(run_id, wanted)
+    if key is None:
+        with contextlib.suppress(OSError, ValueError, StoreError):
+            path = key_file(run_id)
+            if path.exists() and (known := locate(run_id)) is not None and _is_same_place(known, store_url):
+                key = path.read_text()
+    hold_key(store_url, run_id, key)
+    if wanted is not None:
+        note_lacking_key(store_url, run_id)
 
 
 def key_file(run_id: str) -> Path:

@@ -34,6 +34,7 @@ from executors.run.run_index import (
     check_is_located,
     find_key,
     find_removal_here,
+    hold_key_of,
     noted_at_launch,
     noted_options,
     reference,
@@ -91,6 +92,7 @@ class Traces:
                 raise RunBeingRemovedError(removal.describe(self.run_id, reference(self.run_id, self.store.url)))
             check_is_located(self.run_id, self.store.url)
             raise RunNotFoundError(f"No run {self.run_id!r} at {self.store.url}.")
+        hold_key_of(self.run_id, self.store.url, record.key_id)  # before any record of a replica is read
         return record
 
     def check_not_removed(self) -> None:

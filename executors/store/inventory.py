@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from executors.store import Store
+from executors.store.run_key import held_key, secret_name
 
 RECORD = re.compile(
     r"([0-9]{4}|[1-9][0-9]{4,6})/(0|[1-9][0-9]{0,3})/(boot|started|handle|intent|outcome|heartbeat)\.json"
 )
+SIGNED = re.compile(r"([0-9]{4}|[1-9][0-9]{4,6})/(0|[1-9][0-9]{0,3})/outcome-([0-9a-f]{16})\.json")
 STACKS = re.compile(r"([0-9]{4}|[1-9][0-9]{4,6})/(0|[1-9][0-9]{0,3})/stacks/(0|[1-9][0-9]{0,3})\.txt")
 WARNINGS = re.compile(r"([0-9]{4}|[1-9][0-9]{4,6})/(0|[1-9][0-9]{0,3})/warnings\.json")
 BEGINNINGS = ("started", "handle", "intent", "outcome")
@@ -26,21 +28,34 @@ class Inventory:
     """Rank, attempt, number and time of each dump of stacks."""
     warnings: Mapping[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
     """By rank and attempt, the time and the size of its warnings: they change when the record is written again."""
+    plain: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    """Of a signed run whose key is known: the sizes of the `outcome.json`, by rank and attempt. They prove nothing."""
+    signed: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    """The sizes of the outcomes under the names that only the key predicts, by rank and attempt."""
 
     @classmethod
     def of(cls, store: Store, run_id: str) -> Inventory:
-        """List the replicas of a run."""
+        """List the replicas of a run. In a signed run whose key this process holds, other outcomes are no records."""
         prefix = f"{run_id}/replicas/"
         records, stacks = set[tuple[int, int, str]](), set[tuple[int, int, int, float]]()
         warnings = dict[tuple[int, int], tuple[float, int]]()
+        plain, signed = dict[tuple[int, int], int](), dict[tuple[int, int], int]()
+        run_key = held_key(store.url, run_id)
         for entry in store.list(prefix):
             if found := RECORD.fullmatch(entry.key, len(prefix)):
-                records.add((int(found[1]), int(found[2]), found[3]))
+                if run_key is not None and found[3] == "outcome":
+                    plain[int(found[1]), int(found[2])] = entry.size_bytes
+                else:
+                    records.add((int(found[1]), int(found[2]), found[3]))
+            elif run_key is not None and (found := SIGNED.fullmatch(entry.key, len(prefix))):
+                if found[3] == secret_name(run_key, f"{prefix}{found[1]}/{found[2]}/outcome.json"):
+                    records.add((int(found[1]), int(found[2]), "outcome"))
+                    signed[int(found[1]), int(found[2])] = entry.size_bytes
             elif found := STACKS.fullmatch(entry.key, len(prefix)):
                 stacks.add((int(found[1]), int(found[2]), int(found[3]), entry.modified_at))
             elif found := WARNINGS.fullmatch(entry.key, len(prefix)):
                 warnings[int(found[1]), int(found[2])] = (entry.modified_at, entry.size_bytes)
-        return cls(frozenset(records), frozenset(stacks), warnings)
+        return cls(frozenset(records), frozenset(stacks), warnings, plain, signed)
 
     def __or__(self, other: Inventory) -> Inventory:
         """Return what either knows of: a record is never taken back, and a list may be older than one before it."""
@@ -48,7 +63,13 @@ class Inventory:
             key: max(each for each in (self.warnings.get(key), other.warnings.get(key)) if each)
             for key in self.warnings.keys() | other.warnings.keys()
         }
-        return Inventory(self.records | other.records, self.stacks | other.stacks, warnings)
+        plain, signed = {**self.plain, **other.plain}, {**self.signed, **other.signed}
+        return Inventory(self.records | other.records, self.stacks | other.stacks, warnings, plain, signed)
+
+    @property
+    def dubious(self) -> dict[tuple[int, int], int]:
+        """The sizes of the plain outcomes that are not copies of signed ones, by rank and attempt."""
+        return {key: size for key, size in self.plain.items() if self.signed.get(key) != size}
 
     def has(self, rank: int, attempt: int, name: str) -> bool:
         """Tell whether an attempt has left a record, such as `started`."""

@@ -1,15 +1,24 @@
-"""The key of a signed run: it proves the records that its replicas exchange, and says who may resume the run.
+"""The key of a signed run: it proves the run's records, and only a process that has it may resume the run.
 
 As text it is hexadecimal. It is never recorded and never shown; its id, which is both, tells nothing about it.
+
+A process holds the keys of the runs that it works on (`hold_key`). Records of an attempt are read and written in many
+places, and each of them would have to pass the key on: the one that forgot it would believe a forgery.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import hmac
+import json
 import os
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from executors.native import RUN_KEY
+from executors.store.url import real_url
 
 KEY_BYTES, LEAST_KEY_BYTES = 32, 16
 KEY_ID = re.compile(r"[0-9a-f]{8}")
@@ -38,3 +47,114 @@ def parse_key(text: str) -> bytes:
     if len(key) < LEAST_KEY_BYTES:
         raise ValueError(f"{RUN_KEY} is not a key: it has at least {2 * LEAST_KEY_BYTES} hexadecimal digits.")
     return key
+
+
+_held: dict[tuple[str, str], bytes | None] = {}
+"""Keys of signed runs by the store and the run id. None: the run is signed, and this process has no key of it."""
+_place = functools.lru_cache(maxsize=1024)(real_url)
+
+
+def hold_key(store_url: str, run_id: str, key: str | None) -> None:
+    """Hold the key of a run in this process, and in those that it forks: from now on its records are proven.
+
+    Args:
+        store_url: the store of the run, as `Store.url` names it.
+        run_id: the run.
+        key: the key as text. None: this process was given none, and a key that it holds stays.
+
+    Raises:
+        ValueError: the text is not a key.
+
+    Example:
+        hold_key(store.url, spec.run_id, spec.key)
+    """
+    if key is not None:
+        _held[_place(store_url), run_id] = parse_key(key)
+
+
+def drop_key(store_url: str, run_id: str) -> None:
+    """Drop the key that this process holds of a run, since a new run takes its id.
+
+    Args:
+        store_url: the store of the run, as `Store.url` names it.
+        run_id: the run.
+
+    Example:
+        drop_key(store.url, "brave-otter-7f3a")
+    """
+    _held.pop((_place(store_url), run_id), None)
+
+
+def note_lacking_key(store_url: str, run_id: str) -> None:
+    """Note that a run is signed and that this process has no key of it. A key that it holds stays.
+
+    Args:
+        store_url: the store of the run, as `Store.url` names it.
+        run_id: the run.
+
+    Example:
+        note_lacking_key(store.url, "brave-otter-7f3a")
+    """
+    _held.setdefault((_place(store_url), run_id), None)
+
+
+def held_key(store_url: str, run_id: str) -> bytes | None:
+    """Return the key that this process holds of a run. None: the run is not signed, or its key is not known here.
+
+    Args:
+        store_url: the store of the run, as `Store.url` names it.
+        run_id: the run.
+
+    Example:
+        is_signed = held_key(store.url, "brave-otter-7f3a") is not None
+    """
+    return _held.get((_place(store_url), run_id)) if _held else None
+
+
+def lacks_key(store_url: str, run_id: str) -> bool:
+    """Return True if a run is known to be signed and this process has no key of it.
+
+    Args:
+        store_url: the store of the run, as `Store.url` names it.
+        run_id: the run.
+
+    Example:
+        may_write = not lacks_key(store.url, "brave-otter-7f3a")
+    """
+    return bool(_held) and _held.get((_place(store_url), run_id), b"") is None
+
+
+def proof_of_fields(key: bytes, kind: str, object_key: str, fields: Mapping[str, Any]) -> str:
+    """Return the proof of a JSON record: an HMAC over its kind, its place in the store and all its fields.
+
+    Args:
+        key: the key of the run.
+        kind: what the record is, such as "decision". A record of one kind never proves another.
+        object_key: the key of the object that holds the record. It begins with the run id.
+        fields: the fields of the record as JSON values. `proof` is left out.
+
+    Returns:
+        64 hexadecimal digits.
+
+    Example:
+        proof_of_fields(key, "decision", "otter/decisions/000000.json", {"kind": "stop"})
+    """
+    said = {name: value for name, value in fields.items() if name != "proof"}
+    proven = f"{kind}\0{object_key}\0".encode() + json.dumps(said, sort_keys=True).encode()
+    return hmac.digest(key, proven, "sha256").hex()
+
+
+def secret_name(key: bytes, object_key: str) -> str:
+    """Return the digits of a name that only a process with the key can predict. A stranger cannot occupy it before.
+
+    Args:
+        key: the key of the run.
+        object_key: the key of the object that the name is for.
+
+    Returns:
+        16 hexadecimal digits.
+
+    Example:
+        secret_name(key, "otter/replicas/0000/0/outcome.json")
+    """
+    return hmac.digest(key, f"name\0{object_key}".encode(), "sha256").hex()[:16]

@@ -38,7 +38,7 @@ from executors.store.records import (
     text,
     to_bytes,
 )
-from executors.store.run_key import parse_key
+from executors.store.run_key import parse_key, proof_of_fields
 from executors.store.url import is_near
 from executors.task.policy import HangLimits, Restarts
 
@@ -284,9 +284,7 @@ class DecisionLog:
         """Return the proof of an entry under its key: of all that it says, also what only a later version reads."""
         if self._key is None:
             return None
-        said = {name: value for name, value in json.loads(bytes(data)).items() if name != "proof"}
-        proven = b"decision\0" + key.encode() + b"\0" + json.dumps(said, sort_keys=True).encode()
-        return hmac.digest(self._key, proven, "sha256").hex()
+        return proof_of_fields(self._key, "decision", key, json.loads(bytes(data)))
 
 
 def is_barred(log: Sequence[Decision], rank: int) -> bool:

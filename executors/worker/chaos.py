@@ -42,7 +42,7 @@ ENTRY_POINTS = "replicas.fault_points"
 EVERY_REPLICA: Mapping[str, FaultPoint] = {
     "claim": FaultPoint("put_if_absent", "*/replicas/{rank:04d}/*/started.json"),
     "claim-read": FaultPoint("get", "*/replicas/{rank:04d}/*/started.json"),
-    "outcome": FaultPoint("put_if_absent", "*/replicas/{rank:04d}/*/outcome.json"),
+    "outcome": FaultPoint("put_if_absent", "*/replicas/{rank:04d}/*/outcome*.json"),
 }
 
 

@@ -22,7 +22,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from executors.attempt import Attempt, Beat
+from executors.attempt import OUTCOME, Attempt, Beat
 from executors.attempt.outcome import describe_end
 from executors.errors import StoreError
 from executors.native import RunSpec
@@ -165,7 +165,7 @@ class ContainerRanks:
     def begin(self, attempt: Attempt) -> bool:
         """Begin an attempt: its process claims it. One that has ended is over, though its service starts it again."""
         with contextlib.suppress(StoreError):
-            if attempt.number == self._spec.attempt and retry(functools.partial(attempt.has, "outcome.json"), START):
+            if attempt.number == self._spec.attempt and retry(functools.partial(attempt.has, OUTCOME), START):
                 what = f"attempt {attempt.number} of rank {attempt.rank}"
                 print(f"replicas: {what} has ended; it is not begun again", flush=True)
                 return False

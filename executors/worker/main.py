@@ -33,6 +33,7 @@ from executors.replica.shared_page import SharedPage
 from executors.replica.warning_log import WarningLog
 from executors.store import store_at
 from executors.store.records import is_gone, read_record
+from executors.store.run_key import hold_key
 from executors.store.url import split_address
 from executors.task.entrypoint import command_for
 from executors.task.record import RunRecord
@@ -171,6 +172,7 @@ class _Worker:
             store = inject_faults(store, spec.chaos, rank, spec.attempt)
         began = time.monotonic()
         n_decisions = 0 if assignment.page is None else int(assignment.page.n_decisions)
+        hold_key(store.url, spec.run_id, spec.key)
         self.attempt, nonce = claim(Attempt(store, spec.run_id, rank, spec.attempt), n_decisions, spec.key)
         number, url = self.attempt.number, spec.store_url
         self.replica = Replica(rank, spec.world_size, spec.run_id, number, url, claimed_nonce=nonce)

@@ -19,6 +19,7 @@ from executors.patience import BRIEF, GLANCE
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
 from executors.store import Store
 from executors.store.records import is_gone, to_bytes
+from executors.store.run_key import hold_key
 from executors.store.url import impatient_store
 from executors.supervision.decisions import DecisionLog, answer_to, barred_by
 from executors.supervision.keeper import CARRY_S, LEAVE_S, Keeper, Sight, Terms, hands_of_spare
@@ -52,6 +53,7 @@ class Spare:
         self._lost_after_s = lost_after_s or LOST_AFTER_S
         self._look_s = min(LOOK_S, self._lost_after_s / 3)
         self._clock = clock
+        hold_key(self._store.url, spec.run_id, spec.key)
         self._me = Attempt(self._store, spec.run_id, spec.ranks[0], is_spare=True)
         self.how = hands_of_spare(self._me.rank)
         self.taken: Attempt | None = None

@@ -24,6 +24,7 @@ from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica.shared_page import SharedPage
 from executors.store.file import FULL
 from executors.store.records import is_gone
+from executors.store.run_key import hold_key
 from executors.store.url import impatient_store
 from executors.supervision.orders import words_of_bar
 from executors.worker.answers import Answers
@@ -76,6 +77,7 @@ class Supervisor:
         self._term_grace_s = term_grace_s
         self._wakeups = Wakeups(launcher_pidfd)
         self._store = store = impatient_store(spec.store_url, GLANCE.limit_s)
+        hold_key(store.url, spec.run_id, spec.key)
         self._looks = CancelLooks(spec.store_url)
         self._deletion = DeletionWatch(store, spec.run_id, spec.lease_s or LEASE_S)
         self._waits = Waits(self._say_in_logs)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field, replace
 
-from executors.attempt import STALE_INTENT_S, Attempt
+from executors.attempt import OUTCOME, STALE_INTENT_S, Attempt
 from executors.backends.jobs.ending import end_jobs
 from executors.backends.jobs.sdk import call_each
 from executors.backends.jobs.service import (
@@ -341,7 +341,7 @@ class GangStart:
                     call_each(self._only_one, missing, ASKING_THREADS)
 
     def _ask_for(self, batch: Sequence[_Start], *, is_again: bool) -> None:
-        if is_again and self._have_all(batch, "outcome.json"):
+        if is_again and self._have_all(batch, OUTCOME):
             if self._have_all(batch, "cancel.json"):
                 raise CancelledWhileStartingError
             raise JobServiceError("somebody recorded its end before it was started.", "rejected")

@@ -1,0 +1,123 @@
+"""Records of an attempt that only a process with the key of a signed run can make: its outcome is the first of them.
+
+Such a record is JSON with a `proof`, an HMAC over its place and all its other fields. It is written under two names.
+The name that counts cannot be predicted without the key: `outcome-5e0f31a2c4d6b788.json`. So a stranger cannot create
+it before its writer does, and "the first one counts" holds among the processes that have the key. The plain name
+holds a copy of the same bytes, for people and processes without the key. A forgery there stays, and counts for nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+from typing import Any, TypeVar
+
+from executors.errors import CorruptObjectError, StoreError
+from executors.store import Store
+from executors.store.records import Fields, Parse, find_record, to_bytes
+from executors.store.run_key import proof_of_fields, secret_name
+
+T = TypeVar("T")
+PROOF_BYTES = 100  # at most, of a record's bytes
+MAX_SIGNED_BYTES = 64 << 20
+
+
+def signed_key(key: str, run_key: bytes) -> str:
+    """Return the key of the object that counts, as in `otter/replicas/0000/0/outcome-5e0f31a2c4d6b788.json`.
+
+    Args:
+        key: the plain key of the record, which ends in `.json`.
+        run_key: the key of the run.
+
+    Example:
+        signed_key("otter/replicas/0000/0/outcome.json", run_key)
+    """
+    return f"{key.removesuffix('.json')}-{secret_name(run_key, key)}.json"
+
+
+def write_signed(store: Store, key: str, data: bytes, run_key: bytes) -> None:
+    """Create a record with its proof, unless a proven one exists.
+
+    Args:
+        store: where the run is.
+        key: the plain key of the record.
+        data: the record as JSON.
+        run_key: the key of the run.
+
+    Raises:
+        StoreError: the store did not take the record.
+
+    Example:
+        write_signed(store, attempt.key("outcome.json"), encode_outcome(outcome), run_key)
+    """
+    fields = Fields(data, key, store.url).values
+    signed = to_bytes({**fields, "proof": proof_of_fields(run_key, _kind(key), key, fields)})
+    place = signed_key(key, run_key)
+    if not store.put_if_absent(place, signed):
+        standing = _read_proven(store, place, key, MAX_SIGNED_BYTES, run_key)
+        if standing is None:
+            store.put(place, signed)  # a stranger listed the store and replaced the true record: nothing more is lost
+        else:
+            signed = bytes(standing)
+    # The copy is for others. An object in its place, or a folder of that name, must not keep the end from counting.
+    with contextlib.suppress(StoreError):
+        store.put_if_absent(key, signed)
+
+
+def find_signed(store: Store, key: str, parse: Parse[T], max_bytes: int, run_key: bytes) -> T | None:
+    """Return a proven record. None: there is none, whatever else stands in its place.
+
+    Args:
+        store: where the run is.
+        key: the plain key of the record.
+        parse: makes the record of its bytes.
+        max_bytes: how large the record may be without its proof.
+        run_key: the key of the run.
+
+    Raises:
+        StoreError: the store does not answer, or holds a proven record that `parse` refuses.
+
+    Example:
+        find_signed(store, attempt.key("outcome.json"), parse_outcome, MAX_OUTCOME_BYTES, run_key)
+    """
+    for place in (signed_key(key, run_key), key):
+        try:
+            data = find_record(store, place, lambda data, *_: data, max_bytes + PROOF_BYTES)
+        except CorruptObjectError:  # it is larger than any record
+            continue
+        if data is None:
+            return None  # a proven record is created under its own name first: the plain name has none either
+        if is_proven(data, key, run_key):
+            return parse(data, place, store.url)
+    return None
+
+
+def is_proven(data: Any, key: str, run_key: bytes) -> bool:
+    """Return True if the bytes of a record have the proof of this key and this place.
+
+    Args:
+        data: the bytes, which may be anything.
+        key: the plain key of the record.
+        run_key: the key of the run.
+
+    Example:
+        is_proven(store.get("otter/replicas/0000/0/outcome.json"), "otter/replicas/0000/0/outcome.json", run_key)
+    """
+    with contextlib.suppress(CorruptObjectError, ValueError, RecursionError):
+        fields = Fields(data, key).values
+        proof = fields.get("proof")
+        expected = proof_of_fields(run_key, _kind(key), key, fields)
+        return isinstance(proof, str) and hmac.compare_digest(proof.encode(), expected.encode())
+    return False
+
+
+def _read_proven(store: Store, place: str, key: str, max_bytes: int, run_key: bytes) -> Any:
+    """Return the bytes of an object if they are proven for a key, else None."""
+    with contextlib.suppress(CorruptObjectError):  # it is larger than any record
+        data = find_record(store, place, lambda data, *_: data, max_bytes)
+        return data if data is not None and is_proven(data, key, run_key) else None
+    return None
+
+
+def _kind(key: str) -> str:
+    return key.rpartition("/")[2].removesuffix(".json")
