@@ -23,7 +23,7 @@ from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.proof import Proof, check_key, check_signed
 from executors.errors import CorruptObjectError, ReplicasError, RunNotFoundError
-from executors.patience import START
+from executors.patience import START, retry
 from executors.replica import Replica, current_replica, find_replica, run_key
 from executors.store import MemoryStore, Store, store_at
 from executors.store.added_ranks import MAX_ADDED, AddedRanks

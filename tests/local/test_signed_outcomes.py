@@ -203,10 +203,11 @@ def test_a_watcher_without_the_key_shows_a_lost_rank_and_writes_nothing(
     for pid in [run.handles[0].metadata["supervisor_pid"], *pids]:
         os.kill(pid, signal.SIGKILL)
 
-    def seen() -> list[Any]:
-        return keyless(tmp_path, monkeypatch, "status", run.url, "--json").json["replicas"]
+    def seen() -> list[str]:
+        rows = keyless(tmp_path, monkeypatch, "status", run.url, "--json").json["replicas"]
+        return [row["reason"] for row in rows]
 
-    eventually(lambda: [row["reason"] for row in seen()] == ["lost"] * 2, "the ranks are seen as lost", within_s=60)
+    eventually(lambda: seen() == ["lost"] * 2, "the ranks are seen as lost", within_s=60)
     assert not [entry.key for entry in run.store.list("otter/replicas/") if "outcome" in entry.key]
     assert run.wait(30)
     assert [outcome.reason for outcome in run.outcomes()] == ["lost"] * 2
