@@ -162,7 +162,7 @@ def test_a_home_that_may_not_be_entered_is_told_with_what_to_set(
     finally:
         os.seteuid(0)
     for each in told:
-        assert each.code == 1, each
+        assert each.code == 2, each
         assert each.json["error"] == (
             f"Cannot keep runs in {home}/.local/state/replicas: Permission denied. "
             "Set XDG_STATE_HOME to a directory of yours."
@@ -174,7 +174,7 @@ def test_a_user_without_a_home_is_told_what_to_set(here: HereInstead, monkeypatc
     without_a_home(monkeypatch)
     for verb in NEED_A_HOME:
         told = here.replicas(*verb, "--json")
-        assert (told.code, told.json["kind"]) == (1, "StoreError"), told
+        assert (told.code, told.json["kind"]) == (2, "StoreError"), told
         assert told.json["error"] == "There is no home to keep runs in. Set XDG_STATE_HOME to a directory of yours."
     told = here.replicas("doctor", "--option", "preload=[]", "--json")
     assert (told.code, told.json["findings"][0]["state"]) == (1, "wrong"), told
@@ -218,7 +218,7 @@ def test_a_note_that_is_half_written_hides_no_run_and_stops_no_cancel(
         assert (rows["mine"]["status"], rows["far"]["status"]) == ("succeeded", "unreadable")
         assert "'far/launched.json' in file://" in rows["far"]["problem"]
         told = here.replicas("status", "far")
-        assert (told.code, "as in 's3://BUCKET/PREFIX/far'" in told.stderr) == (1, True), told
+        assert (told.code, "as in 's3://BUCKET/PREFIX/far'" in told.stderr) == (2, True), told
         assert here.replicas("status", "far", "--rendezvous", there, "--json").json["status"] == "running"
         assert "hanging" in here.replicas("logs", "far", "--rendezvous", there).stdout
         assert here.replicas("cancel", "far", "--rendezvous", there, "--json").json["cancelled"] == [0]
