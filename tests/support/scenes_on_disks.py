@@ -121,8 +121,9 @@ def read_only(root: Path) -> None:
 
 
 def of_another_user(root: Path) -> None:
-    """Without root's rights, in a directory that others own."""
+    """Without root's rights, in a directory that others own, and share with a group."""
     root.mkdir()
+    root.chmod(0o775)
     open_store(root).put("runs/a", b"x")
     (root / "runs/secret").write_bytes(b"x")
     (root / "runs/secret").chmod(0)

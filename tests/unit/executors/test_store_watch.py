@@ -75,11 +75,11 @@ def test_a_wait_is_a_sleep_where_no_more_watches_are_to_be_had(
 
 
 def test_a_wait_for_a_folder_that_cannot_be_made_is_a_sleep(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(path: Path, **_: object) -> None:
+    def gone(root: str, folder: str) -> None:
         raise FileNotFoundError(errno.ENOENT, "an automount that went away")
 
     slept: list[float] = []
-    monkeypatch.setattr(Path, "mkdir", gone)
+    monkeypatch.setattr("executors.store.watch.make_folder", gone)
     monkeypatch.setattr(time, "sleep", slept.append)
     watch.wait(FAR_S, ["run/a/"])
     assert slept == [FAR_S]
