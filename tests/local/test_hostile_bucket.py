@@ -143,15 +143,13 @@ def test_no_code_comes_from_a_record(victim: Victim, owner: Owner) -> None:
         assert rows["bad"]["problem"]
         python_api(owner)
         told = {verb: victim.uses(verb, owner) for verb in WITH_TRUST}
-        status = told.pop("status")
+        shown = [told.pop(verb) for verb in [*told] if verb.split()[0] == "status"]
         for verb, result in told.items():
             is_refused(result, "backend" if verb != "resume" else "")
-        assert status.code == 0, "it shows what the store tells"
-        problem = status.json["backend_problem"]
-        assert problem.startswith("The run")
-        wanted = hostile.ASKS[name].get("executor")
-        if wanted is not None:
-            assert f"--backend {wanted}" in problem
+        for status in shown:
+            assert status.code == 0, "it shows what the store tells"
+            assert "The run" in status.stdout
+            assert f"--backend {hostile.ASKS[name].get('executor', '')}" in status.stdout
         assert "evil_backend" not in sys.modules
 
 
