@@ -155,7 +155,7 @@ def main():
 
 
 def test_replicas_with_equal_shares_make_as_many_steps_though_the_items_cannot_be_divided(tmp_path: Path) -> None:
-    block = block_with(PYTHON, "equal=True").replace("\n", "\n    ")
+    block = block_with(PYTHON, "shard(dataset, equal=True)").replace("\n", "\n    ")
     (tmp_path / "equal_shares.py").write_text(EQUAL_SHARES.format(block=block))
     with launch("local", f"{tmp_path / 'equal_shares.py'}:main", n=2, timeout=120) as started:
         assert started.results() == [100, 100]

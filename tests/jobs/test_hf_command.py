@@ -176,8 +176,8 @@ def test_what_another_machine_is_told_to_type_finds_the_run_from_there(
     assert f"executors.attach('{address}')" in told.stderr
     assert f"replicas logs '{address}' --rank 0" in here.replicas("status", address).stdout
     hf.hold("cpu-basic")
-    assert f"replicas cancel '{address}'" in here.replicas("resume", address, "--detach", "--trust-bucket").stdout
-    here.replicas("cancel", address)
+    assert "replicas cancel otter" in here.replicas("resume", address, "--detach", "--trust-bucket").stdout
+    assert here.replicas("cancel", "otter").code == 0, "this machine has noted where the run is that it resumed"
 
 
 def test_a_detached_run_goes_on_without_its_launcher(hf: HubServer, here: HereInstead) -> None:
