@@ -250,8 +250,8 @@ class EndedJobs:
 
     n_ended: int = 0
     """How many jobs the service has accepted to end."""
-    ranks: frozenset[int] = frozenset()
-    """The ranks whose newest known job the service was asked to end, whether or not it accepted that."""
+    attempts: frozenset[tuple[int, int]] = frozenset()
+    """Rank and attempt of each known job that the service was asked to end, whether or not it accepted that."""
     problems: tuple[str, ...] = ()
     """A sentence for each job, or list of jobs, that failed. Empty: nothing of what was asked for runs any more."""
     commands: str = ""
@@ -273,7 +273,7 @@ class EndedJobs:
         """Join the answers of two services."""
         commands = "   ".join(filter(None, dict.fromkeys([self.commands, other.commands])))
         return EndedJobs(
-            self.n_ended + other.n_ended, self.ranks | other.ranks, (*self.problems, *other.problems), commands
+            self.n_ended + other.n_ended, self.attempts | other.attempts, (*self.problems, *other.problems), commands
         )
 
 

@@ -55,6 +55,8 @@ class Canceller:
         """Whether the store did not answer the last cancel."""
         self.was_ended_without_store = False
         """Whether that cancel ended everything at the service all the same."""
+        self.n_withdrawn = 0
+        """Jobs that the service still had although every rank had ended, as a queue that would start them again."""
 
     def request(self, why: str = BY_USER) -> None:
         """Bar all ranks, and leave the cancel marker of every replica that has not ended. Asks the store alone."""
@@ -94,6 +96,7 @@ class Canceller:
     def _end_at_all(self, ranks: Sequence[int] | None, why: str, *, bars: bool) -> None:
         """End replicas at their services, and in the store."""
         self.is_store_silent = self.was_ended_without_store = False
+        self.n_withdrawn = 0
         executor, url = self._observer.executor(), self._observer.store.url
 
         def order(marks: bool) -> Sequence[ReplicaState]:
@@ -116,6 +119,8 @@ class Canceller:
         asked_for = None if ranks is None else tuple(ranks)
         jobs = JobsOfRun(self._observer.run_id, url, self._launched_at(), asked_for, over)
         told = executor.end_jobs(jobs, self._tell)
+        if seen and all(state.status.is_terminal for state in seen):
+            self.n_withdrawn = told.n_ended
         try:
             seen = answered_within(STORE_S, asked, url)
         except StoreError as error:
@@ -128,14 +133,14 @@ class Canceller:
                 f"{n} of run {self._observer.run_id} ended at the service. The run's records do not say so: {error}"
             )
             return
-        self._end(seen, why, told.ranks)
+        self._end(seen, why, told.attempts)
         if not told.is_complete:
             raise BackendError(told.what_is_left)
 
-    def _end(self, seen: Sequence[ReplicaState], why: str, ended: Collection[int] = ()) -> None:
-        """End what still runs, but for ranks whose jobs have been ended already."""
+    def _end(self, seen: Sequence[ReplicaState], why: str, ended: Collection[tuple[int, int]] = ()) -> None:
+        """End what still runs, but for attempts (a rank and a number each) whose jobs have been ended already."""
         observer, executor = self._observer, self._observer.executor
-        states = [state for state in seen if not state.status.is_terminal and state.rank not in ended]
+        states = [state for state in seen if not state.status.is_terminal and (state.rank, state.attempt) not in ended]
         alive = [state.rank for state in states if not state.is_over]
 
         def find(rank: int) -> Any:

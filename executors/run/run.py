@@ -189,7 +189,7 @@ class Run(Traces):
         if rank is None:
             self._settle()
             try:
-                self.n_withdrawn = withdraw_jobs(self)
+                self.n_withdrawn = self._canceller.n_withdrawn + withdraw_jobs(self)
             except BackendError as error:  # the replicas have been cancelled: that must not look as if it had failed
                 print(
                     f"replicas: {self.run_id} was cancelled. Whether a queue still holds jobs of it could not be found "

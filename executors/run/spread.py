@@ -277,7 +277,7 @@ class SpreadExecutor:
             with contextlib.suppress(ReplicasError):
                 self.cancel(handle)
 
-        in_parallel(end, [handle for handle in handles if handle.rank not in told.ranks])
+        in_parallel(end, [handle for handle in handles if (handle.rank, run.attempt) not in told.attempts])
 
     def end_jobs(self, run: JobsOfRun, tell: Callable[[str], None] = lambda words: None) -> EndedJobs:
         """End the jobs of a run at every service that it is on, all at the same time; see `EndsJobs.end_jobs`."""

@@ -311,7 +311,6 @@ def test_a_detached_run_has_no_lease_and_a_detached_resume_lets_an_attached_one_
     Path(folder, "go").touch()
     assert resume(run, detach=True).results() == [1]
     assert json.loads(bytes(run.store.get(f"{run.run_id}/lease.json")))["detached"]
-    assert "REPLICA_LEASE_S" not in machines.jobs[1].job.env
 
 
 def test_a_lease_does_not_bring_a_deleted_run_back(machines: Machines, folder: Path) -> None:
@@ -358,6 +357,8 @@ def test_a_closed_laptop_another_machine_brings_a_run_back_with_its_url_alone(hf
     assert run.results() == ["secret"]
 
 
+# A request that hangs is left to its thread, with its connection.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
 def test_an_exit_does_not_wait_for_a_bucket_that_does_not_answer(
     machines: Machines, s3: S3Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -368,7 +369,7 @@ def test_an_exit_does_not_wait_for_a_bucket_that_does_not_answer(
     s3.misbehave(unavailable=1.0)
     for told in exits:
         told()
-    assert "run otter ends with this process, 15 minutes after it" in capfd.readouterr().err
+    assert "run otter may still run, and its store does not answer. End it: replicas cancel" in capfd.readouterr().err
     assert len([row for row in s3.requests("HEAD", "run.json") if row["fault"]]) == 1, "tried once"
     s3.misbehave()
     run.cancel()

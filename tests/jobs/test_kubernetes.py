@@ -163,7 +163,9 @@ def test_ranks_that_start_together_end_each_by_itself(k8s: ApiServer, service: K
     ids = service.start_jobs([replace(each, command=(*each.command[:2], script_of(scripts)), env={}) for each in jobs])
     for job_id in ids[2:]:
         eventually(lambda job_id=job_id: service.logs(job_id, 1) == "hanging\n")  # type: ignore[misc]
-    pods = [k8s.pod(job_id["job"], job_id["index"]).name for job_id in ids if not service.state(job_id).has_ended]
+    for job_id in ids[:2]:
+        state(service, job_id)
+    pods = [k8s.pod(job_id["job"], job_id["index"]).name for job_id in ids[2:]]
     k8s.cluster.kill(pods[0], "OOMKilled")
     k8s.cluster.evict(pods[1])
     k8s.cluster.drain(pods[2])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from servers.kubernetes.server import ApiServer
 from support.cli import HereInstead
@@ -22,7 +24,8 @@ def _patient_kubelet(k8s: ApiServer) -> None:
 
 def admitted(k8s: ApiServer, n: int = 2, **more: object) -> tuple[Run, str]:
     """Launch replicas that hang through a queue, which admits them; return the run, and the name of its Job."""
-    run = launch(KubernetesExecutor(queue="team"), "job.py:hang", n, env=HURRIED, run_id="otter", **more)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"restarts": "none", **more}
+    run = launch(KubernetesExecutor(queue="team"), "job.py:hang", n, env=HURRIED, run_id="otter", **options)
     (name,) = k8s.cluster.jobs
     k8s.cluster.suspend(name, is_suspended=False)
     eventually(lambda: all("hanging" in run.logs(rank) for rank in range(n)))

@@ -31,6 +31,8 @@ from executors.patience import PAID_KEEPER
 from executors.run.job_notes import noted_jobs
 from executors.testing import eventually
 
+pytestmark = pytest.mark.timeout(480)  # a call that hangs is waited for in earnest
+
 CPU = "cpu-basic"
 STORE_FAULTS: dict[str, dict[str, Any]] = {
     "refuses": {"forbidden": ["GET", "PUT", "POST", "HEAD", "DELETE"]},

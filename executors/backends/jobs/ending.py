@@ -27,8 +27,8 @@ class _Task:
 
     name: str
     """The job that it ends, as people find it at the service. Empty: it ends what the service lists."""
-    rank: int | None
-    """The rank whose newest known job it ends. None: another job, or a list."""
+    attempt: tuple[int, int] | None
+    """Rank and attempt of the job that it ends. None: a spare's job, or a list."""
     job_ids: tuple[JobId, ...]
     act: Callable[[], int]
     """Returns how many jobs it ended."""
@@ -83,11 +83,7 @@ def end_jobs(
         return stop_listed(lambda: [each.job for each in service.running_jobs(run_labels) or ()])
 
     stopped.update(repr(job_id) for _, job_id in jobs if job_id is not None)
-    tasks = [
-        _Task(key.name, None if key.is_spare else key.rank, (job_id,), lambda job_id=job_id: stop(job_id))  # type: ignore[misc]
-        for key, job_id in jobs
-        if job_id is not None
-    ]
+    tasks = [_stop_of(key, job_id, stop) for key, job_id in jobs if job_id is not None]
     if run_labels is not None and service.lists_running:
         tasks.append(_Task("", None, (), stop_listed_of_run))
     else:
@@ -105,14 +101,19 @@ def end_jobs(
     return _told(service, asked, labels, found_left)
 
 
+def _stop_of(key: JobKey, job_id: JobId, stop: Callable[[JobId], int]) -> _Task:
+    attempt = None if key.is_spare else (key.rank, key.attempt)
+    return _Task(key.name, attempt, (job_id,), lambda: stop(job_id))
+
+
 def _told(
     service: JobService, asked: Mapping[_Task, Future[int]], run_labels: Mapping[str, str], found_left: Sequence[JobId]
 ) -> EndedJobs:
     """Say how far the service has come."""
-    n_ended, ranks = 0, set[int]()
+    n_ended, attempts = 0, set[tuple[int, int]]()
     failed: dict[str, list[_Task]] = {}
     for task, future in asked.items():
-        ranks |= {task.rank} if task.rank is not None else set()
+        attempts |= {task.attempt} if task.attempt is not None else set()
         if not future.done():
             failed.setdefault(f"{service.name} has not answered yet", []).append(task)
         elif (error := future.exception()) is not None:
@@ -128,7 +129,7 @@ def _told(
     left = [*found_left]
     left += [job_id for tasks in failed.values() for task in tasks for job_id in task.job_ids]
     run_id = run_labels.get("replicas-run", "")
-    return EndedJobs(n_ended, frozenset(ranks), tuple(problems), service.commands_to_end(run_id, left))
+    return EndedJobs(n_ended, frozenset(attempts), tuple(problems), service.commands_to_end(run_id, left))
 
 
 def _names(names: Sequence[str]) -> str:
