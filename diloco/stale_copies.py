@@ -520,7 +520,8 @@ class _LaterSteps:
             share, usual = along / square, self._usual[number]
             self._usual[number] = max(usual, share)
             is_straight = along > 0 and along**2 >= STRAIGHT**2 * square * float(np.vdot(step, step))
-            if is_straight and share >= max(TAKEN_BACK, 3 * usual):
+            # A copy mixed in leads back at most as far as it was: a larger step is the training's own.
+            if is_straight and max(TAKEN_BACK, 3 * usual) <= share <= 1:
                 self._n_steps = LATER_STEPS
                 return share
         return None
