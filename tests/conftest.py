@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from support.cli import JOB, Folder, HereInstead
 from support.processes import MARK, end, left_over, marked_pids
 
 from executors import LocalProcessExecutor
+from executors.patience import Waits, waits
 
 if TYPE_CHECKING:
     from servers.kubernetes.server import ApiServer
@@ -95,6 +97,14 @@ def _modules_of_a_test_go_with_it(tmp_path: Path) -> Iterator[None]:
 def _one_torch_thread() -> None:
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_wait_of_the_test_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a process wait for nothing at first: a thread of an earlier test may wait for its store for minutes."""
+    monkeypatch.setattr(waits, "_all", {})
+    monkeypatch.setattr(waits, "_told_at", -math.inf)
+    monkeypatch.setattr(waits, "say", Waits().say)
 
 
 @pytest.fixture(autouse=True)

@@ -251,6 +251,8 @@ def test_a_refused_answer_while_a_script_waits_does_not_end_its_wait(
     machines.fail("state", "rejected", when=is_late)
     assert len(ends_of_run(run)) == 2
     assert [str(outcome.status) for outcome in run.outcomes()] == ["succeeded"] * 2
+    told = capsys.readouterr().err
+    assert "replicas: waiting for the backend, 0 s so far, 15 min at most: Fake: rejected, as the test asked." in told
 
 
 def test_a_script_that_waits_is_told_at_once_what_is_refused_at_the_first_look_and_later_after_a_minute(

@@ -26,6 +26,7 @@ from support.cli import Folder, HereInstead
 from support.modal import alive
 
 from executors import Run, attach, launch
+from executors.cli.live import Interrupts
 from executors.errors import LaunchError, StoreError
 from executors.patience import PAID_KEEPER
 from executors.run.job_notes import noted_jobs
@@ -162,9 +163,18 @@ def test_another_machine_finds_the_jobs_by_their_label_if_it_is_told_the_backend
 
 @pytest.mark.usefixtures("in_a_moment")
 def test_ctrl_c_ends_all_jobs_and_the_command_whatever_the_store_does(
-    hf: HubServer, command: HereInstead, lose_the_store: Callable[[], None]
+    hf: HubServer, command: HereInstead, lose_the_store: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    watches, count_on = threading.Event(), Interrupts.count_on
+
+    def counting_on(interrupts: Interrupts, run_id: str) -> None:
+        count_on(interrupts, run_id)
+        watches.set()  # from here on, Ctrl-C cancels a run; before, it interrupts a launch
+
+    monkeypatch.setattr(Interrupts, "count_on", counting_on)
+
     def strike() -> None:
+        assert watches.wait(60)
         eventually(lambda: len(living(hf)) == 2 and len(noted_jobs(RUN.id)) == 2)
         eventually(lambda: attach(RUN.id).handles.count(None) == 0)
         lose_the_store()
@@ -175,7 +185,7 @@ def test_ctrl_c_ends_all_jobs_and_the_command_whatever_the_store_does(
     told = command.replicas("launch", "job.py:main", "--backend", "hf", "--n", 2, "--run-id", RUN.id)
     thread.join()
     assert (told.code, living(hf)) == (130, []), told
-    assert "Cancelled" in told.stdout, "in the words of a launch or of a run, whichever Ctrl-C has met"
+    assert f"Cancelled {RUN.id}: its jobs were ended at their service. Its store does not answer." in told.stdout
 
 
 @pytest.mark.usefixtures("in_a_moment")
