@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -41,6 +41,7 @@ from executors.status import COLUMNS, MAX_DECIDED, MAX_LINE, ReplicaState, RunSt
 from executors.store.parallel import within
 
 CLOCKS_APART_S = 300.0  # how far the wall clocks of two machines may be apart
+WAKE_S = 0.5
 REQUEST_S = 5.0  # how long Ctrl-C waits for the store before it ends local replicas
 MAX_LINES = 200  # of output, below the table
 SHOW_CURSOR = b"\x1b[?25h"
@@ -90,6 +91,16 @@ class Interrupts:
         if select.select([self._reader], [], [], seconds)[0]:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._reader, 4096)
+
+    def next_news(self) -> str:
+        """Wait for the next news, and return it.
+
+        A signal that arrives just before a wait begins does not end the wait, and its handler runs when that is over.
+        So no wait is long.
+        """
+        while True:
+            with contextlib.suppress(Empty):
+                return self.news.get(timeout=WAKE_S)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
@@ -193,7 +204,7 @@ def _follow_and_cancel(run: Run, view: PlainView, interrupts: Interrupts) -> Non
     threading.Thread(target=look, name="replicas-look", daemon=True).start()
     has_looked = has_cancelled = False
     while not has_looked or (is_cancelling.is_set() and not has_cancelled):
-        news = interrupts.news.get()
+        news = interrupts.next_news()
         has_looked, has_cancelled = has_looked or news == "looked", has_cancelled or news == "cancelled"
         # An interrupt that came with the last look counts, too: what cannot be watched can be cancelled.
         if interrupts.count and not is_cancelling.is_set() and (not has_looked or problems):
