@@ -23,11 +23,13 @@ from executors.errors import (
     UnwritableStoreError,
 )
 from executors.native import LeavesFiles, MayBeQueued
+from executors.patience import GLANCE
 from executors.run.run_index import folder_of_run, forget, is_state_dir, local_store, reference
 from executors.run.traces import Traces
 from executors.store import Store
 from executors.store.parallel import at_store
 from executors.store.records import exists
+from executors.store.url import impatient_store
 from executors.task.removal_record import (
     Removal,
     check_not_removed,
@@ -110,7 +112,9 @@ def names_removal(act: Callable[Concatenate[R, P], T]) -> Callable[Concatenate[R
 def _removal_behind(run: Traces) -> RunBeingRemovedError | None:
     """Return the error for a run that is being removed, or was; None: it is not, or nobody can tell."""
     try:
-        check_not_removed(run.store, run.run_id, reference(run.run_id, run.store.url))
+        # The function may have failed because of the store: its error must not wait for minutes behind this question.
+        store = impatient_store(run.store.url, GLANCE.limit_s)
+        check_not_removed(store, run.run_id, reference(run.run_id, run.store.url))
     except RunBeingRemovedError as error:
         return error
     except StoreError:

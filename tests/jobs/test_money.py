@@ -223,8 +223,6 @@ def test_ctrl_c_while_replicas_are_started_leaves_no_job_whatever_the_store_does
     eventually(lambda: living(hf) == [], "what was asked for when Ctrl-C came has ended")
 
 
-# An addition waits for a store that may come back, and says so; its replicas end with their lease.
-@pytest.mark.parametrize("lose_the_store", ["refuses", "has lost its bucket"], indirect=True)
 @pytest.mark.usefixtures("in_a_moment")
 def test_an_addition_whose_store_is_lost_half_way_ends_alone(
     hf: HubServer, folder: Folder, lose_the_store: Callable[[], None]
