@@ -303,7 +303,7 @@ def test_who_leaves_a_run_does_not_wait_for_a_bucket_that_does_not_answer(
     run.cancel()
 
 
-def test_a_detached_run_has_no_lease_and_a_detached_resume_lets_an_attached_one_go(
+def test_a_detached_resume_lets_an_attached_run_go_and_its_own_lease_once_it_has_started_all(
     machines: Machines, folder: Path
 ) -> None:
     run = waits(folder, 1)
@@ -311,6 +311,9 @@ def test_a_detached_run_has_no_lease_and_a_detached_resume_lets_an_attached_one_
     Path(folder, "go").touch()
     assert resume(run, detach=True).results() == [1]
     assert json.loads(bytes(run.store.get(f"{run.run_id}/lease.json")))["detached"]
+    name = machines.jobs[1].job.env["REPLICA_LEASE_NAME"]
+    assert name.startswith("starts/"), "a lease of its own, until the last handle is written"
+    assert json.loads(bytes(run.store.get(f"{run.run_id}/{name}")))["detached"], "nobody has to renew it any more"
 
 
 def test_a_lease_does_not_bring_a_deleted_run_back(machines: Machines, folder: Path) -> None:
