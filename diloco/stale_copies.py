@@ -1,4 +1,4 @@
-"""Copies of the parameters outside the model: recognised when they undo a round, or were made before the first anchor.
+"""Copies of the parameters outside the model: recognized when they undo a round, or were made before the first anchor.
 
 An optimizer with a copy of its own (float32 master weights, the `z` of schedule-free optimizers) writes that copy into
 the model at its next step, and so undoes each round without a word. `StaleCopies` compares a few values of the

@@ -78,7 +78,7 @@ def logs(
 
     Lines of more than one rank are led by `\\[rank]`. Exit code: 1 if the logs of some ranks cannot be read.
     """
-    from executors.report.words import coloured
+    from executors.report.words import colored
     from executors.run.run_logs import Lines
 
     found = find_run(run, rendezvous, backend, option)
@@ -117,7 +117,7 @@ def logs(
             Output(as_json).document({"run_id": found.run_id, "attempt": attempt, "replicas": rows})
             return FAILED if unread else 0
         asked = rank[0] if rank is not None and len(rank) == 1 else rank
-        shown = coloured if sys.stdout.isatty() else str  # a file or a program gets what was written
+        shown = colored if sys.stdout.isatty() else str  # a file or a program gets what was written
         for text in found.log_pieces(asked, n_lines, follow, which, chosen, note, name_unread):
             sys.stdout.write(shown(text))
             last = text[-1:] or last

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import time
 
-ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")  # colours, movements; titles, links
-COLOURS = re.compile(r"(\x1b\[[0-9;:]*m)")
-NO_COLOUR = "\x1b[0m"
+ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")  # colors, movements; titles, links
+COLORS = re.compile(r"(\x1b\[[0-9;:]*m)")
+NO_COLOR = "\x1b[0m"
 MAX_CHARACTERS = 300
 SIZES = ("kB", "MB", "GB", "TB")
 
@@ -17,14 +17,14 @@ def inert(text: str) -> str:
     return "\n".join(_printable(line) for line in text.split("\n"))
 
 
-def coloured(text: str) -> str:
-    """Return the text with nothing that a terminal would obey but colours, which end with it; tabs stay as well."""
-    kept = "\n".join("".join(map(_coloured, COLOURS.split(line.rstrip("\r")))) for line in text.split("\n"))
-    return f"{kept}{NO_COLOUR}" if COLOURS.search(kept) else kept
+def colored(text: str) -> str:
+    """Return the text with nothing that a terminal would obey but colors, which end with it; tabs stay as well."""
+    kept = "\n".join("".join(map(_colored, COLORS.split(line.rstrip("\r")))) for line in text.split("\n"))
+    return f"{kept}{NO_COLOR}" if COLORS.search(kept) else kept
 
 
-def _coloured(part: str) -> str:
-    return part if COLOURS.fullmatch(part) else "\t".join(map(_printable, part.split("\t")))
+def _colored(part: str) -> str:
+    return part if COLORS.fullmatch(part) else "\t".join(map(_printable, part.split("\t")))
 
 
 def _printable(line: str) -> str:

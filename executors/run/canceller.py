@@ -32,9 +32,9 @@ STORE_S = 20.0  # how long the store is waited for once the service has ended th
 class Canceller:
     """Ends the replicas of one run.
 
-    The log of decisions says it first: what starts meanwhile, by a resume or a restart, finds it there when it claims
-    its attempt. But a store that does not answer keeps nothing running that is paid for: it has a few seconds, then the
-    service is asked to end the jobs, and then the store has some more time.
+    The log of decisions gets the order first. A replica that a resume or a restart starts meanwhile finds it there when
+    it claims its attempt. But a store that does not answer must not keep paid jobs running. So the store gets a few
+    seconds, then the service is asked to end the jobs, and then the store gets some more time.
 
     Args:
         observer: looks at the run.

@@ -290,14 +290,9 @@ def layer(asked: dict[str, Any]) -> None:
     What counts is the same as in a container: a later version of one of our own packages is kept.
     """
     requirements = [kept(each) if each in asked["pins"] else each for each in asked["requirements"]]
-    if all(is_satisfied(each) for each in requirements):
-        say("the image has all that is needed")
-    else:
-        install(requirements)
+    is_complete = all(is_satisfied(each) for each in requirements)
+    say("the image has all that is needed") if is_complete else install(requirements)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["layer"]:
-        layer(json.loads(sys.argv[2]))
-    else:
-        main()
+    layer(json.loads(sys.argv[2])) if sys.argv[1:2] == ["layer"] else main()

@@ -53,7 +53,7 @@ def spoiled(bars: HereInstead, local: LocalProcessExecutor) -> Folder:
     return bars.folder
 
 
-def test_a_terminal_gets_colours_of_a_log_and_nothing_else_that_it_would_obey(spoiled: Folder) -> None:
+def test_a_terminal_gets_colors_of_a_log_and_nothing_else_that_it_would_obey(spoiled: Folder) -> None:
     terminal = Terminal(spoiled, "logs", "mine")
     assert terminal.ends() == 0
     terminal.close()

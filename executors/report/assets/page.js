@@ -38,7 +38,7 @@
     // Lines of width 1 are drawn much faster than any other. What is drawn: lines of ranks, those of notable ones above the others, and thick ones above all.
     const linesOf = (curve) => {
       const size = parseFloat(getComputedStyle(root).fontSize);
-      const isDense = isMany && curve.bins;  // coloured lines would hide all others
+      const isDense = isMany && curve.bins;  // colored lines would hide all others
       const lines = curve.lines.map((line) => ({ label: named(line), isLater: curve.lines.some((other) => other.rank === line.rank && other.attempt < line.attempt), y: line.y, color: isDense ? "many" : colorOf(line.rank), width: isMany ? 1 : 0.09 * size }));
       const others = lines.filter((line) => line.color === "many");
       const thick = Object.entries(curve.above).map(([label, y]) => ({ label, y, color: "text", width: 0.2 * size, isThick: true }));

@@ -141,7 +141,7 @@ def test_the_command_is_short_carries_no_secret_and_is_the_same_for_every_run() 
     assert (python, option) == ("python", "-c")
     assert len(source.encode()) < 32 << 10
     assert source.isascii()
-    assert len(source.splitlines()) < 350
+    assert len(source.splitlines()) < 300
 
 
 # What passes
