@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,8 @@ from typing import Any, ClassVar
 import pytest
 
 from executors.backends.jobs.service import (
+    RUN_LABEL,
+    STORE_LABEL,
     UNKNOWN,
     ForeignJobError,
     Job,
@@ -173,6 +176,40 @@ class JobServiceContract(KnownGaps, EndsWhatItStarts):
         for other in OTHERS:
             assert service.find(replace(job.key, **other)) == [], other
         service.stop(job_id)
+
+    def test_a_run_of_which_only_the_id_is_known_is_found_and_ended_and_no_other(self, service: JobService) -> None:
+        if not service.lists_running:
+            pytest.skip("it does not list jobs by their run")
+        job = self.job(HANG)
+        other_store = replace(job, key=replace(job.key, store_url="s3://bucket/other"))
+        other_run = replace(job, key=replace(job.key, run_id=f"{job.key.run_id}-2"))
+        mine, elsewhere, others = (self.started(service, each) for each in (job, other_store, other_run))
+        asking = self.another(service)  # whoever lost the store may be on another machine
+
+        def listed(labels: Mapping[str, str]) -> list[JobId]:
+            return sorted((each.job for each in asking.running_jobs(labels)), key=repr)
+
+        labels = {RUN_LABEL: job.key.run_id}
+        eventually(lambda: listed(labels) == sorted([mine, elsewhere], key=repr), within_s=self.patience_s)
+        stores = {each.labels[STORE_LABEL] for each in asking.running_jobs(labels)}
+        assert stores == {key.run_labels[STORE_LABEL] for key in (job.key, other_store.key)}, "they are told apart"
+        assert listed(job.key.run_labels) == [mine], "an id is listed as start() returned it"
+        assert listed({RUN_LABEL: "never-was"}) == []
+        asking.stop(mine)
+        eventually(lambda: listed(job.key.run_labels) == [], "what has ended is not listed", within_s=self.patience_s)
+        assert not any(service.state(each).has_ended for each in (elsewhere, others))
+        for each in (elsewhere, others):
+            service.stop(each)
+
+    def test_the_services_own_commands_that_end_a_run_name_the_run_or_its_jobs(self, service: JobService) -> None:
+        known = {"id": "job-of-mine", "namespace": "me", "sandbox_id": "sb-of-mine"}
+        for job_ids in ([], [known]):
+            commands = service.commands_to_end("otter-of-mine", job_ids)
+            assert re.search("(otter|job|sb)-of-mine", commands), commands
+            assert "\n" not in commands, "it is part of a message"
+        assert "otter-of-mine" in service.commands_to_end("otter-of-mine"), "nothing else is known of its jobs"
+        many = service.commands_to_end("otter-of-mine", [known] * 1000)
+        assert len(many) < 2000, "a message names a few jobs, and how to list the others"
 
     def test_a_run_id_that_was_removed_and_launched_again_does_not_get_the_old_runs_jobs(
         self, service: JobService
