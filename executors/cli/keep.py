@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from executors.supervision.decisions import DecisionLog
 
 SETTING = re.compile(r"(?:^|,)(restarts|hang|start)=(.*?)(?=,(?:restarts|hang|start)=|$)")
-SET = "Other rules from here on: restarts=5, restarts=3/1h,oom=0, hang=off or start=20m. Repeatable."
+SET = "Other rules from here on: restarts=5, restarts=3/1h,oom=0, restarts=none, hang=off or start=20m. Repeatable."
+WATCH_RESTARTS = "As for launch, for all ranks from here on; the same as --set restarts=…. none: nothing restarts."
 LONGEST_S = 120.0  # of a single pass; what is due later is left to the next
 WITHIN = f"How long replicas have to come to a good place ({DURATIONS}). Default: 10m."
 
@@ -44,6 +45,7 @@ def watch(
     run: RunArgument,
     once: Annotated[bool, Option("--once", help="Make one pass and return: for cron and CI.")] = False,
     set_: Annotated[list[str] | None, Option("--set", metavar="NAME=VALUE", help=SET)] = None,
+    restarts: Annotated[str | None, Option(metavar="N[/SPAN],…", help=WATCH_RESTARTS)] = None,
     env: EnvOption = None,
     secret: SecretOption = None,
     task_digest: Annotated[str | None, Option(metavar="SHA256", help=TASK_DIGEST)] = None,
@@ -54,9 +56,10 @@ def watch(
     volume: VolumeOption = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Keep a run to its end: start anew what ended with its machine, as the run's --restarts say.
+    """Watch a run to its end, and restart replicas that ended with their machines, as the run's --restarts say.
 
-    Any number of processes may keep a run. Ctrl-C leaves it alone. Exit code: as `launch`; 0 with --once.
+    Any number of processes may watch a run. Ctrl-C leaves the run alone. A detached run has no policy unless you gave
+    one: --restarts preempted restarts only what its service took back. Exit code: as `launch`; 0 with --once.
     """
     from executors.cli.live import watch as watch_to_its_end
     from executors.cli.summary import Summary, heading
@@ -65,7 +68,7 @@ def watch(
     from executors.supervision.orders import order_policy
 
     output = Output(as_json)
-    restarts, hang, start = _settings(set_)
+    new_restarts, hang, start = _settings([*(set_ or ()), *([] if restarts is None else [f"restarts={restarts}"])])
     found = find_run(run, rendezvous, backend, option, volume)
     found.check_not_removed()
     with usage_errors():
@@ -73,12 +76,12 @@ def watch(
     log = DecisionLog(found.store, found.run_id, key=next((recipe.spec.key for recipe in recipes), None))
     needs_lease = any(recipe.spec.lease_s is not None for recipe in recipes)
     if not needs_lease:  # else there is something to do in any case
-        _check_policy(found, log, restarts)
-    if restarts is not None or hang is not None or start is not None:
+        _check_policy(found, log, new_restarts)
+    if new_restarts is not None or hang is not None or start is not None:
         limits = None
         if hang is not None or start is not None:
             limits = hang_of(log.read(), HangLimits.parse(recipes[0].spec.hang)).changed(hang, start)
-        order_policy(log, restarts, limits)
+        order_policy(log, new_restarts, limits)
     log.read()
     output.say(heading(found), "bold")
     lease = None
@@ -174,8 +177,8 @@ def _check_policy(run: Run, log: DecisionLog, restarts: Restarts | None) -> None
 
     if restarts is None and policy_of(log.read(), Restarts.of(run.record.restarts)) is None:
         refuse(
-            f"Run {run.run_id!r} was launched without --restarts, so nothing follows an end. Say what is to: "
-            f"replicas watch {reference(run)} --set restarts=3"
+            f"Run {run.run_id!r} has no --restarts, so nothing restarts after an end. Give a policy: "
+            f"replicas watch {reference(run)} --restarts 3"
         )
 
 

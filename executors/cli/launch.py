@@ -65,8 +65,8 @@ MIN_REPLICAS = "Start with M when the others cannot be had; the run has succeede
 GATHER = f"How long --min-replicas waits for all ({DURATIONS}); what comes later joins. Default: 10m."
 RESTARTS = (
     "Bring back replicas that end, up to N times each: N, N/1h for any hour, with caps for reasons or exit codes as in "
-    "3,oom=0,75=inf. 0: only what is nobody's fault. none: nothing. Default: only replicas whose machine their service "
-    "took back, while this command watches the run."
+    "3,oom=0,75=inf. 0: only what is not the replica's fault. preempted: only replicas whose machine their service "
+    "took back. none: nothing. Default: preempted, while this command watches the run; with --detach, none."
 )
 HANG = (
     "How long a replica may run without progress: SOFT[:HARD] as in 2m:3m, auto or off. Default: auto, which is 1 min "

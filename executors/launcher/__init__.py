@@ -19,7 +19,7 @@ from executors.run.run_index import preparing
 from executors.store.url import new_run_id
 from executors.task.entrypoint import check_nothing_loads
 from executors.task.launch_request import LaunchRequest
-from executors.task.policy import NO_RESTARTS, Restarts
+from executors.task.policy import Restarts
 
 if TYPE_CHECKING:
     from executors.run.run import Run
@@ -152,7 +152,7 @@ def launch(
         "gather_s": gather_s,
         "fail_fast": fail_fast,
         "tracker": tracker,
-        "restarts": restarts if restarts == NO_RESTARTS else Restarts.of(restarts),
+        "restarts": Restarts.of(restarts),
         "hang_timeout": None if hang_timeout is None else str(hang_timeout),
         "start_timeout": None if start_timeout is None else str(start_timeout),
         "spares": spares,

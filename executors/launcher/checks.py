@@ -130,7 +130,7 @@ def with_policy(executor: ServerlessExecutor, request: LaunchRequest) -> LaunchR
     Raises:
         ValueError: nobody could start a replica again, or watch it, where somebody relies on it.
     """
-    if request.restarts == NO_RESTARTS:
+    if request.restarts is not None and str(request.restarts) == NO_RESTARTS:
         request = replace(request, restarts=None)
     elif request.restarts is None and not request.detach and _tells_preemption(executor, request.gpu):
         # Only while the launching process watches: of a detached run, each preempted rank would wait for a keeper.
@@ -164,7 +164,7 @@ def check_spares(executor: ServerlessExecutor, request: LaunchRequest) -> None:
             f"Backend {executor.backend_name!r} takes no spares= (--spares): only services that run jobs do, as modal "
             "and hf. Leave it away."
         )
-    if request.restarts is None or str(request.restarts) == ONLY_PREEMPTED:
+    if request.restarts is None or str(request.restarts) in (ONLY_PREEMPTED, NO_RESTARTS):
         raise ValueError("A spare takes over what is to be restarted: give restarts= (--restarts) with spares=.")
 
 

@@ -84,7 +84,7 @@ def resume(
             `min_replicas`. In a run with `max_cost`, each rank gets no more than the rest of its share. A new run from
             a snapshot gets the whole amount again.
         restarts, hang_timeout, start_timeout: as for `launch`, for all ranks from now on. None keeps the current
-            values.
+            values. With restarts="none" nothing restarts any more.
         env, secrets: as for `launch`. Values are not recorded, so those of the launch have to be given again.
         detach: go on when this process ends.
         task_digest: the sha256 of the task, for a run that another machine launched: `Run.task_digest` there.
@@ -127,7 +127,8 @@ def resume(
     recipes = recipes_of(run, task, ranks=range(run.world_size) if from_snapshot else ranks, **given)
     executor = native_executor(run)
     has_new_hang = hang_timeout is not None or start_timeout is not None
-    if (new_restarts or has_new_hang) and not restarts_replicas(executor):
+    asks_for_restarts = new_restarts is not None and not new_restarts.nothing
+    if (asks_for_restarts or has_new_hang) and not restarts_replicas(executor):
         raise ValueError(
             f"Backend {run.backend!r} restarts no replica. Remove restarts=, hang_timeout= and start_timeout=."
         )
@@ -138,7 +139,7 @@ def resume(
     if gather_s is not None and launched.min_replicas is None:
         raise ValueError(f"Run {run.run_id!r} was launched without min_replicas, so gather_s= (--gather) says nothing.")
     log = DecisionLog(run.store, run.run_id, key=spec_of(run, task, detach=detach).key)
-    policy = new_restarts or policy_of(log.read(), Restarts.of(launched.restarts))
+    policy = new_restarts if new_restarts is not None else policy_of(log.read(), Restarts.of(launched.restarts))
     hang = hang_of(log.entries, HangLimits.parse(launched.hang)).changed(hang_timeout, start_timeout)
     more: Any = {
         "restarts": None if policy is None else supervised(str(policy)),

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
 from executors.status import name_ranks
-from executors.supervision.decisions import Decision
+from executors.supervision.decisions import Decision, policy_of
 from executors.supervision.rules import MOST_REFUSED
 from executors.task.policy import Restarts
 
@@ -42,8 +42,7 @@ class Earlier:
             for rank in entry.start:
                 self._charged.pop(rank, None)
             return
-        if entry.kind == "policy" and entry.restarts is not None:
-            self.policy = Restarts.parse(entry.restarts)
+        self.policy = policy_of([entry], self.policy)
         self.n_charged += entry.charged
         if entry.kind == "restart" and entry.charged:
             insort(self._charged[entry.rank], entry.at)

@@ -315,10 +315,11 @@ def answer_to(log: Sequence[Decision], rank: int, attempt: int) -> Decision | No
 
 
 def policy_of(log: Sequence[Decision], launched: Restarts | None) -> Restarts | None:
-    """Return which policy counts now: the last in the log, else the launch's."""
+    """Return the policy that counts now: the last one in the log, else the launch's. None: nothing restarts."""
     for entry in reversed(log):
         if entry.kind == "policy" and entry.restarts is not None:
-            return Restarts.parse(entry.restarts)
+            # Readers ask whether there is a policy at all, so the one that answers no end is none to them.
+            return None if (found := Restarts.parse(entry.restarts)).nothing else found
     return launched
 
 

@@ -12,7 +12,7 @@ from executors.native import GATHER_S
 from executors.store.records import FAR_AHEAD
 from executors.store.url import check_run_id, check_scheme
 from executors.task.entrypoint import describe
-from executors.task.policy import NO_RESTARTS, HangLimits, Restarts
+from executors.task.policy import HangLimits, Restarts
 from executors.task.record import MAX_WORLD_SIZE
 
 VARIABLE = re.compile(r"[^\s=\0]+")
@@ -112,7 +112,7 @@ class LaunchRequest:
         if not isinstance(self.gather_s, int | float) or not 0 <= self.gather_s < FAR_AHEAD:
             raise ValueError(f"gather_s is a number of seconds, got gather_s={self.gather_s!r}.")
         (
-            Restarts.of(None if self.restarts == NO_RESTARTS else self.restarts),
+            Restarts.of(self.restarts),
             HangLimits.of(self.hang_timeout, self.start_timeout),
         )
         if type(self.spares) is not int or not 0 <= self.spares <= MAX_WORLD_SIZE:

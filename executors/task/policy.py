@@ -52,6 +52,8 @@ class Restarts:
     only_preempted: bool = False
     """Whether only a replica is started again whose machine its service took back; every other end stays as it is. This
     is what a launch has that asks for no restarts."""
+    nothing: bool = False
+    """Whether no end is answered, not even a preemption. In the log of decisions it replaces an earlier policy."""
     how: str = "fork"
     """The narrowest way: "fork", a new process where the old one was; "launch", a new container or supervisor."""
 
@@ -76,13 +78,16 @@ class Restarts:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `3`, `3/1h`, `3,oom=0,timeout=2,75=inf,run=10,backoff=1s:60s,no_progress=3,within=8h,together`.
+        """Read `3`, `3/1h`, `3,oom=0,timeout=2,75=inf,run=10,backoff=1s:60s,no_progress=3,within=8h,together`, or
+        one of the words `preempted` and `none`.
 
         Raises:
             ValueError: it is none; names the part that does not fit, and what would.
         """
         if text.strip() == ONLY_PREEMPTED:
             return cls(0, only_preempted=True)
+        if text.strip() == NO_RESTARTS:
+            return cls(0, nothing=True)
         first, *rest = (part.strip() for part in text.split(","))
         values: dict[str, Any] = {"reasons": {}}
         count, slash, window = first.partition("/")
@@ -139,11 +144,13 @@ class Restarts:
         Example:
             Restarts.parse("preempted").answers("exception", was_refused=False)  # False
         """
-        return not self.only_preempted or reason == "preempted" or was_refused
+        return not self.nothing and (not self.only_preempted or reason == "preempted" or was_refused)
 
     def __str__(self) -> str:
         if self.only_preempted:
             return ONLY_PREEMPTED
+        if self.nothing:
+            return NO_RESTARTS
         parts = [str(self.per_replica) + ("" if self.per_s is None else f"/{_seconds(self.per_s)}")]
         parts += [f"{name}={'inf' if cap == math.inf else int(cap)}" for name, cap in self.reasons.items()]
         parts += [] if self.run is None else [f"run={self.run}"]
@@ -175,7 +182,7 @@ def supervised(restarts: str | None) -> str | None:
     Example:
         supervised("preempted")  # None
     """
-    return None if restarts == ONLY_PREEMPTED else restarts
+    return None if restarts in (ONLY_PREEMPTED, NO_RESTARTS) else restarts
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
-from support.fake_jobs import FakeJobs, Machines, start, wait_until_hanging
+from support.cli import Folder, HereInstead
+from support.fake_jobs import FakeExecutor, FakeJobs, Machines, start, wait_until_hanging
 
 from executors import Run
+from executors.run.resume import resume
+from executors.supervision.decisions import DecisionLog
 from executors.task.policy import Restarts
 from executors.testing import eventually
 
@@ -64,6 +68,41 @@ def test_a_detached_run_has_no_such_restarts_because_nobody_waits_for_it(machine
     assert run.wait(60)
 
 
+@pytest.mark.parametrize("restarts", ["preempted", "none"])
+def test_a_preempted_rank_of_a_detached_run_comes_back_when_a_user_watches_with_a_policy_that_says_so(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], restarts: str
+) -> None:
+    run = start(1, "hang", detach=True)
+    wait_until_hanging(run)
+    machines.end(machines.job_of(run, 0), "preempted")
+    eventually(lambda: run.status().is_terminal, "nobody restarts it")
+    here = HereInstead(Folder(Path.cwd()), monkeypatch, capsys)
+    fake = f"{FakeExecutor.__module__}:{FakeExecutor.__name__}"
+    told = here.replicas("watch", "otter", "--once", "--restarts", restarts, "--backend", fake)
+    assert told.code == 0, told
+    assert machines.living() == ([(0, 1)] if restarts == "preempted" else [])
+
+
+@pytest.mark.parametrize("restarts", ["none", Restarts.parse("none")], ids=["text", "object"])
+def test_a_resume_can_switch_restarts_off_for_a_run_that_was_launched_with_them(
+    machines: Machines, restarts: str | Restarts
+) -> None:
+    run = start(1, "hang", restarts=3)
+    machines.end(machines.job_of(run, 0), "preempted")
+    assert run.status().replicas[0].restart.limit == 3
+    run.cancel()
+    resumed = resume(run, restarts=restarts)
+    with waited_for(resumed):
+        wait_until_hanging(resumed)
+        assert "REPLICA_RESTARTS" not in machines.job_of(resumed, 0).job.env
+        machines.end(machines.job_of(resumed, 0), "preempted")
+        eventually(lambda: resumed.status().is_terminal, "the run is over")
+    assert machines.living() == []
+    policy = next(entry for entry in DecisionLog(run.store, "otter").read() if entry.kind == "policy")
+    assert policy.restarts == "none"
+    assert "from here on: restarts none" in [each.line for each in resumed.status().decided]
+
+
 def test_a_replica_s_own_supervisor_goes_on_without_a_policy(machines: Machines) -> None:
     start(1, "main").wait(60)
     (job,) = machines.jobs
@@ -73,3 +112,5 @@ def test_a_replica_s_own_supervisor_goes_on_without_a_policy(machines: Machines)
 def test_the_policy_is_read_as_it_is_written() -> None:
     assert str(Restarts.parse("preempted")) == "preempted"
     assert Restarts.parse("preempted").only_preempted
+    assert str(Restarts.parse("none")) == "none"
+    assert not Restarts.parse("none").answers("preempted", was_refused=True)

@@ -121,7 +121,7 @@ def test_a_keeper_needs_the_folder_and_a_policy_and_may_set_one(here: Folder, tm
     elsewhere = Folder(tmp_path).replicas("watch", "otter")
     assert (elsewhere.code, f"cd {here.path} && replicas watch otter" in elsewhere.stderr) == (2, True), elsewhere
     refused = here.replicas("watch", "otter")
-    assert (refused.code, "replicas watch otter --set restarts=3" in refused.stderr) == (2, True), refused
+    assert (refused.code, "replicas watch otter --restarts 3" in refused.stderr) == (2, True), refused
     os.kill(supervisor(here, 0, 0), signal.SIGKILL)
     eventually(lambda: attach("otter").status().status == "failed", "the rank ends behind its supervisor")
     once = here.replicas("watch", "otter", "--once", "--set", "restarts=3,oom=0,hang=off")
