@@ -221,11 +221,12 @@ class Plan:
         """The outer learning rate and momentum for rounds of this length: short rounds and short runs need less.
 
         The numbers are those that measured best in docs/results/outer_settings.md. Longer runs were not measured, so
-        they have the defaults of `DiLoCo`, unless their rounds are short.
+        they have the paper's momentum, unless their rounds are short.
         """
         if self.choice.inner_steps < SHORT_ROUND_STEPS:
             return 1.0, 0.5
-        is_short = self.job.steps is not None and self.job.steps <= MEASURED_STEPS
+        rounds = None if self.job.steps is None else ceil(self.job.steps / self.choice.inner_steps)
+        is_short = rounds is not None and (rounds - 1) * self.choice.inner_steps < MEASURED_STEPS  # as in `DiLoCo`
         return 0.7, 0.8 if is_short or self.choice.inner_steps < 2 * SHORT_ROUND_STEPS else 0.9
 
     @property

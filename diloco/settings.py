@@ -26,6 +26,10 @@ SHORT_ROUND_STEPS = 10
 MEASURED_ROUNDS = 60
 """The longest runs of that table. Nothing is known from it about longer ones."""
 HIGH_MOMENTUM = 0.9
+MEASURED_STEPS = 1000
+"""The longest plans, in inner steps, for which that table compares momenta."""
+SHORT_PLAN_MOMENTUM, LONG_PLAN_MOMENTUM = 0.8, 0.9
+"""Outer momenta that are used if the user gives none: for plans of up to `MEASURED_STEPS` steps, and for all others."""
 DEFAULT_INNER_STEPS = 500
 
 
@@ -37,7 +41,8 @@ class Settings:
     round_seconds: float | None
     outer_optimizer: OptimizerFactory | None
     outer_lr: float
-    outer_momentum: float
+    outer_momentum: float | None
+    """None: `momentum` derives it from the plan."""
     momentum_warmup: int | Literal["auto"]
     final_average: bool
     total_steps: int | None
@@ -112,7 +117,8 @@ class Settings:
         _one_of("late", self.late, ("carry", "drop"))
         _one_of("same_data", self.same_data, ("raise", "warn", "allow"))
         _number("outer_lr", self.outer_lr)
-        _number("outer_momentum", self.outer_momentum, below=1.0)
+        if self.outer_momentum is not None:
+            _number("outer_momentum", self.outer_momentum, below=1.0, also="None or ")
         _number("mix", self.mix, high=1.0)
         _number("grace_s", self.grace_s)
         _number("round_timeout_s", self.round_timeout_s)
@@ -250,10 +256,25 @@ class Settings:
         return min(MAX_WARMUP_ROUNDS, max(1, self.planned_rounds // 2))
 
     @property
+    def momentum(self) -> float:
+        """The outer momentum: the user's value, or the one that measured better for a plan of this length.
+
+        The beginning of the last planned round decides, and not the total. So replicas whose totals differ and lead to
+        the same rounds have the same momentum. An extension of the run does not change it.
+        """
+        if self.outer_momentum is not None:
+            return float(self.outer_momentum)
+        # By the clock, the number of steps is unknown, and no such plan was measured.
+        if self.planned_rounds is None or self.round_seconds is not None:
+            return LONG_PLAN_MOMENTUM
+        is_short = (self.planned_rounds - 1) * self.steps_of_round < MEASURED_STEPS
+        return SHORT_PLAN_MOMENTUM if is_short else LONG_PLAN_MOMENTUM
+
+    @property
     def schedule(self) -> Schedule:
         """How far the built-in outer optimizer goes at each entry."""
         is_average = self.plan.is_final if self.final_average else never
-        return Schedule(self.outer_lr, self.outer_momentum, self.warmup, self.n_fragments, is_average)
+        return Schedule(self.outer_lr, self.momentum, self.warmup, self.n_fragments, is_average)
 
     @property
     def entries_per_snapshot(self) -> int:
@@ -272,15 +293,15 @@ class Settings:
             return
         has_short_rounds = self.round_seconds is None and self.steps_of_round < SHORT_ROUND_STEPS
         is_short = self.planned_rounds is not None and self.planned_rounds <= MEASURED_ROUNDS
-        if has_short_rounds and is_short and self.outer_momentum >= HIGH_MOMENTUM:
+        if has_short_rounds and is_short and self.momentum >= HIGH_MOMENTUM:
             warnings.warn(
-                f"inner_steps={self.steps_of_round} with outer_momentum={self.outer_momentum:g}: many measured runs of "
+                f"inner_steps={self.steps_of_round} with outer_momentum={self.momentum:g}: many measured runs of "
                 f"up to {MEASURED_ROUNDS} rounds as short as this ended worse than one replica alone. Use outer_lr=1.0 "
                 f"and outer_momentum=0.5, or inner_steps of at least {SHORT_ROUND_STEPS}.",
                 stacklevel=3,
             )
         has_final_average = self.final_average and self.planned_rounds is not None
-        if self.outer_momentum and not has_final_average and (name := trained_batch_norm(model)) is not None:
+        if self.momentum and not has_final_average and (name := trained_batch_norm(model)) is not None:
             # Statistics are averaged, and the momentum carries parameters past their average. Only a plain average
             # brings the two together again.
             total = "total_steps" if self.round_seconds is None else "total_rounds"
@@ -341,7 +362,7 @@ class Settings:
         """
         given = self.outer_optimizer
         if given is None:
-            outer: Any = {"outer_lr": float(self.outer_lr), "outer_momentum": float(self.outer_momentum)}
+            outer: Any = {"outer_lr": float(self.outer_lr), "outer_momentum": self.momentum}
         else:
             outer = {"outer_optimizer": getattr(given, "__qualname__", type(given).__name__)}
         by_clock: dict[str, Any] = {}
@@ -365,8 +386,10 @@ class Settings:
 
     def _given(self) -> dict[str, Any]:
         """Return the arguments, by name, that `agreed` has only in a derived form."""
-        total = {"total_steps": self.total_steps} if self.round_seconds is None else {}
-        return {**total, "momentum_warmup": self.momentum_warmup, "snapshot_every": self.snapshot_every}
+        named: dict[str, Any] = {"total_steps": self.total_steps} if self.round_seconds is None else {}
+        if self.outer_optimizer is None:
+            named["outer_momentum"] = self.outer_momentum
+        return {**named, "momentum_warmup": self.momentum_warmup, "snapshot_every": self.snapshot_every}
 
 
 def trained_batch_norm(model: nn.Module) -> str | None:

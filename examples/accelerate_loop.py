@@ -32,7 +32,7 @@ def main(steps: int = 400, inner_steps: int = 10) -> dict[str, object]:
     loader = DataLoader(replica.shard(training), batch_size=64, shuffle=True)  # <-
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     loss_before = loss_of(model, held_out)
-    diloco = DiLoCo(model, inner_steps=inner_steps, total_steps=steps, outer_momentum=0.8, snapshot_every=2)  # <-
+    diloco = DiLoCo(model, inner_steps=inner_steps, total_steps=steps, snapshot_every=2)  # <-
     with diloco:
         diloco.attach_state("optimizer", optimizer)
         diloco.attach_state("schedule", schedule, follow=True)  # which steps it

@@ -46,7 +46,7 @@ def main(steps: int = 300, inner_steps: int = 10, output_dir: str = "hf_trainer_
         replica_arguments(args),  # another order of the data, another folder
         train_dataset=replica.shard(training),  # other data
         eval_dataset=held_out,
-        callbacks=[DiLoCoCallback(inner_steps=inner_steps, outer_momentum=0.8)],
+        callbacks=[DiLoCoCallback(inner_steps=inner_steps)],
     )
     before = trainer.evaluate()["eval_loss"]
     trainer.train()

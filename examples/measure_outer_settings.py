@@ -48,20 +48,19 @@ from diloco.settings import Settings
 
 Tensors = dict[str, Tensor]
 ALONE, DATA_PARALLEL = "one replica alone", "data-parallel"
-DEFAULTS = "defaults"
-PLAIN = "plain averaging"
+PAPER = {"outer_momentum": 0.9}
+"""Is in each setting that names no other momentum: the default of `DiLoCo` depends on the length of the plan."""
 SETTINGS: dict[str, dict[str, Any]] = {
-    DEFAULTS: {},
-    PLAIN: {"outer_lr": 1.0, "outer_momentum": 0.0},
     "outer_momentum=0.8": {"outer_momentum": 0.8},
+    "outer_momentum=0.9": PAPER,
     "outer_lr=1.0, outer_momentum=0.5": {"outer_lr": 1.0, "outer_momentum": 0.5},
-    "no ramp, no final average": {"momentum_warmup": 0, "final_average": False},
+    "plain averaging": {"outer_lr": 1.0, "outer_momentum": 0.0},
+    "no ramp, no final average": {**PAPER, "momentum_warmup": 0, "final_average": False},
 }
-"""The outer settings that are compared, as arguments of `DiLoCo`."""
-NO_TOTAL = "total_steps=None"
+"""The outer settings that are compared, as arguments of `DiLoCo`. The first is its default for these plans."""
 FOR_BATCH_NORM: dict[str, dict[str, Any]] = {
-    NO_TOTAL: {"total_steps": None},  # a ramp of 40 rounds, and no final average
-    "sync_buffers=False": {"sync_buffers": False},
+    "total_steps=None": {**PAPER, "total_steps": None},  # a ramp of 40 rounds, and no final average
+    "sync_buffers=False": {**PAPER, "sync_buffers": False},
 }
 """Compared for models with BatchNorm only: their running statistics have to fit the averaged parameters."""
 GRIDS: dict[int, dict[int, Sequence[int]]] = {

@@ -31,7 +31,7 @@ def main(steps: int = 400, inner_steps: int = 10) -> dict[str, object]:
     order = torch.Generator().manual_seed(replica.rank)
     loader = StatefulDataLoader(replica.shard(training), batch_size=128, shuffle=True, generator=order)
     loss_before = loss_of(model, held_out)
-    with DiLoCo(model, inner_steps=inner_steps, total_steps=steps, outer_momentum=0.8, snapshot_every=2) as diloco:
+    with DiLoCo(model, inner_steps=inner_steps, total_steps=steps, snapshot_every=2) as diloco:
         diloco.attach_state("optimizer", optimizer)
         diloco.attach_state("schedule", schedule, follow=True)  # which steps it
         diloco.attach_state("data", loader)

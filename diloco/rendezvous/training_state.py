@@ -213,6 +213,10 @@ def _settings_difference(derived: list[str], mine: Agreement, agreed: Agreement,
             f"{_shown(here)}. Let all replicas begin from the same checkpoint, or none of them."
         )
     ours, theirs = ({**agreement, **agreement.get("given", {})} for agreement in (mine, agreed))
+    if not all("outer_momentum" in one and one["outer_momentum"] is None for one in (ours, theirs)):
+        # One replica was given a momentum, so the error shows both numbers. If none was given one, the momenta differ
+        # because the plans differ, and the error names the plans alone.
+        ours["outer_momentum"], theirs["outer_momentum"] = (one.get("outer_momentum") for one in (mine, agreed))
     # An argument that differs and changed no setting is not the reason: it may be the default, written out.
     reasons = {*derived, *(["total_steps"] if {"last_entry", "inner_steps"} & {*derived} else [])}
     names = [name for name in ARGUMENTS if name in reasons and ours.get(name) != theirs.get(name)]

@@ -30,7 +30,10 @@ ASSUMED_NEAR, ASSUMED_FAR = (1e9, 1e9, 0.001), (100e6, 100e6, 0.05)
 """Bytes a second up and down, and the seconds of a request: of a disk, which all share, and of a bucket, of each."""
 GPU_COPY = 160e9  # bytes a second from and to the memory of a small GPU; others have more
 DEFAULT_OUTER = (0.7, 0.9)
-"""The outer learning rate and momentum that `DiLoCo` has without arguments."""
+"""The outer learning rate and momentum that `DiLoCo` has without arguments, and so without `total_steps`.
+
+The call that is printed has no `total_steps`, so it names a momentum of 0.8, which is the default of short plans only.
+"""
 STEPS_SHOWN = 1000  # when nobody says how many there are
 
 PARAMS = "Parameters that are trained: 1.3e9, 100M, 7B."

@@ -63,6 +63,7 @@ def anchor_of_replicas(models: Sequence[nn.Module], training: Training, given: d
     "given",
     [
         {},
+        {"outer_momentum": 0.9},
         {"outer_lr": 1.0, "outer_momentum": 0.0},
         {"momentum_warmup": 0, "final_average": False},
         {"total_steps": None},
@@ -139,7 +140,8 @@ def test_an_interrupted_measurement_continues_after_the_last_whole_line(
 ) -> None:
     points = script.grid(1, ["GRU"])[:2]
     whole, cut = (
-        script.Measured(point=point, losses={"defaults": 1.5}, with_new_statistics={}, seconds=0.1).line() + "\n"
+        script.Measured(point=point, losses={"outer_momentum=0.8": 1.5}, with_new_statistics={}, seconds=0.1).line()
+        + "\n"
         for point in points
     )
     lines = tmp_path / "measured.jsonl"
@@ -153,4 +155,4 @@ def test_an_interrupted_measurement_continues_after_the_last_whole_line(
 
     results = tmp_path / "results.json"
     script.write_results(results, script.read_lines(lines))
-    assert [one.losses for one in script.read_results(results)] == [{"defaults": 1.5}] * 2
+    assert [one.losses for one in script.read_results(results)] == [{"outer_momentum=0.8": 1.5}] * 2

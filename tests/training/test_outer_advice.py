@@ -55,7 +55,8 @@ def test_a_run_of_few_rounds_is_warned_of_nothing(rounds: int) -> None:
 
 @pytest.mark.parametrize("inner_steps", [1, 5, 9])
 def test_a_short_run_of_short_rounds_is_warned_with_the_momentum_that_measured_better(inner_steps: int) -> None:
-    (message,) = warnings_of(linear(), inner_steps=inner_steps, total_steps=60 * inner_steps)
+    given = {"inner_steps": inner_steps, "total_steps": 60 * inner_steps, "outer_momentum": 0.9}
+    (message,) = warnings_of(linear(), **given)
     assert message.startswith(f"inner_steps={inner_steps} with outer_momentum=0.9: ")
     assert message.endswith("Use outer_lr=1.0 and outer_momentum=0.5, or inner_steps of at least 10.")
 
@@ -65,10 +66,11 @@ def test_a_short_run_of_short_rounds_is_warned_with_the_momentum_that_measured_b
     [
         {"total_steps": 300, "outer_lr": 1.0, "outer_momentum": 0.5},
         {"total_steps": 300, "outer_optimizer": paper},
-        {"total_steps": 305},
+        {"total_steps": 305, "outer_momentum": 0.9},
+        {"total_steps": 300},
         {},
     ],
-    ids=["lower momentum", "own optimizer", "more rounds than measured", "unknown end"],
+    ids=["lower momentum", "own optimizer", "more rounds than measured", "default momentum", "unknown end"],
 )
 def test_settings_that_did_not_measure_worse_cause_no_warning(given: dict[str, Any]) -> None:
     assert warnings_of(linear(), inner_steps=5, **given) == []
@@ -107,3 +109,25 @@ def test_a_batch_norm_without_a_final_average_causes_a_warning_with_the_remedy(
 )
 def test_statistics_that_fit_are_not_warned_of(model: Callable[[], nn.Module], given: dict[str, Any]) -> None:
     assert warnings_of(model(), **given) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "momentum"),
+    [
+        ({"inner_steps": 10, "total_steps": 1000}, 0.8),
+        ({"inner_steps": 10, "total_steps": 1001}, 0.9),
+        ({"inner_steps": 300, "total_steps": 1000}, 0.8),
+        ({"inner_steps": 10, "total_steps": 1000, "fragments": 2}, 0.8),
+        ({"inner_steps": 10}, 0.9),
+        ({"round_seconds": 60.0, "total_rounds": 9}, 0.9),
+        ({"inner_steps": 10, "total_steps": 1000, "outer_momentum": 0.9}, 0.9),
+        ({"inner_steps": 10, "total_steps": 1000, "outer_momentum": 0.0}, 0.0),
+        ({"inner_steps": 10, "total_steps": 5000, "outer_momentum": 0.8}, 0.8),
+    ],
+    ids=str,
+)
+def test_the_momentum_follows_the_length_of_the_plan_unless_it_is_given(given: dict[str, Any], momentum: float) -> None:
+    """All replicas must agree on the number, so it is part of what they compare."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with DiLoCo(model, **given, allow_no_rounds=True, **place()) as diloco:
+        assert diloco._model_state.agreement()["outer_momentum"] == momentum

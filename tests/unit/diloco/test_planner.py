@@ -163,7 +163,7 @@ def test_what_is_given_is_not_chosen() -> None:
         (10, None, (0.7, 0.8)),
         (10, 500, (0.7, 0.8)),
         (20, None, (0.7, 0.9)),
-        (50, 20, (0.7, 0.8)),
+        (50, 20, (0.7, settings.SHORT_PLAN_MOMENTUM)),
         (50, 21, (0.7, 0.9)),
         (500, 2, (0.7, 0.8)),
     ],
@@ -259,7 +259,8 @@ def test_the_numbers_are_those_of_the_wires_and_of_the_rendezvous() -> None:
     assert (Limits().block_elements, Limits().small_bytes) == (planner.BLOCK_ELEMENTS, planner.SMALL_BYTES)
     assert planner.SHORT_ROUND_STEPS == settings.SHORT_ROUND_STEPS
     defaults = inspect.signature(DiLoCo).parameters
-    assert (defaults["outer_lr"].default, defaults["outer_momentum"].default) == DEFAULT_OUTER
+    assert (defaults["outer_lr"].default, settings.LONG_PLAN_MOMENTUM) == DEFAULT_OUTER
+    assert planner.MEASURED_STEPS == settings.MEASURED_STEPS
     assert (planner.MAX_SHARDS, planner.SNAPSHOT_PART_BYTES) == (frames.MAX_SHARDS, snapshot.PART_BYTES)
 
 
