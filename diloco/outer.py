@@ -28,6 +28,7 @@ from diloco.fragments import FragmentSpec, check_sizes, plan_fragments
 from diloco.keep_schedule import KeepSchedule
 from diloco.model_state import ModelState
 from diloco.one_process import check_is_one_process, check_is_opener
+from diloco.optimizer_history import OptimizerHistory
 from diloco.outer_optimizer import OptimizerFactory
 from diloco.rendezvous.extension import Extension, total_of_start
 from diloco.rendezvous.keys import Keys
@@ -238,6 +239,7 @@ class DiLoCo:
         self._round_s, self._closed, kept = 0.0, False, self._attached.kept
         self._is_also, self._also = isinstance(model, TensorsAsModule), list[tuple[DiLoCo, TensorsAsModule]]()
         self._stale = StaleCopies(model, fragments_)
+        self._history = OptimizerHistory(model)
         self._early = EarlyCopies(model, () if me.attempt else self._stale.names)
         self._stale.before_merge()
         with self._link.waiting("first anchor"):
@@ -457,6 +459,7 @@ class DiLoCo:
         )  # fmt: skip
         other._same_data.expect_no_moves()
         other._stale.trust()  # otherwise each of its rounds reads values that no step compares
+        other._history.close()
         other._model_state.before_hold = tensors.refresh
         self._also.append((other, tensors))
 
@@ -481,6 +484,7 @@ class DiLoCo:
             return
         self._closed = True
         self._stale.close()
+        self._history.close()
         if in_order and self._participant.phase.wants_to_stop and not self._is_over:
             self._loop.warn_of_early_close()
         is_open.pop(self._name, None)
@@ -651,6 +655,7 @@ class DiLoCo:
         self._round_s += monotonic() - began
         if reports:
             self._stale.after_merge(f"round {reports[-1].round}")
+            self._history.merged(f"round {reports[-1].round}")
             self._link.show(self.rounds, self._round_s)
         self._link.record(reports)
         self._link.note_step(self._participant.phase.run_step, self._settings.plan.total_steps)

@@ -89,13 +89,13 @@ _watchers: dict[int, tuple[Watcher, ...]] = {}
 """By thread, what to call before each optimizer step that the thread makes. Each replica of a test has a thread."""
 
 
-def _watch(callback: Watcher) -> None:
-    """Call something before each optimizer step of this thread, until `_unwatch`."""
+def watch(callback: Watcher) -> None:
+    """Call something before each optimizer step of this thread, until `unwatch`."""
     _register()
     _watchers[get_ident()] = (*_watchers.get(get_ident(), ()), callback)
 
 
-def _unwatch(callback: Watcher) -> None:
+def unwatch(callback: Watcher) -> None:
     for thread, callbacks in list(_watchers.items()):
         if callback in callbacks:
             _watchers[thread] = tuple(each for each in callbacks if each != callback)
@@ -197,7 +197,9 @@ class _Merge:
     def is_kept(self, now: Values) -> bool:
         """Return whether no sample is nearer to its values before the merge than to those after it."""
         # Plain sums: `einsum` takes three times as long where it was not called just before.
-        along = np.add.reduce((now - self._halfway) * self.moved, axis=1)
+        # A value that is not finite is refused when it is sent, with an error of its own, so numpy need not warn of it.
+        with np.errstate(invalid="ignore", over="ignore"):
+            along = np.add.reduce((now - self._halfway) * self.moved, axis=1)
         return float(min(along.tolist())) >= 0
 
 
@@ -251,7 +253,7 @@ class StaleCopies:
         self._owners: list[ReferenceType[Optimizer]] = []
         """Those of them that step the parameters themselves, not copies: then only these are searched and tested."""
         self._watches_first_step = True
-        _watch(self._note_optimizer)
+        watch(self._note_optimizer)
         self._warned_of: set[str] = set()
 
     @property
@@ -286,12 +288,12 @@ class StaleCopies:
             self._merge = _Merge(samples, self._before, _read(samples), when)
             if self._copies and not self._looks:
                 self._looks = True
-                _watch(self._look_at_copies)
+                watch(self._look_at_copies)
 
     def _look_at_copies(self, optimizer: Optimizer) -> None:
         """Called before the first optimizer step after a merge: compare the copies with the merged values."""
         self._looks = False
-        _unwatch(self._look_at_copies)
+        unwatch(self._look_at_copies)
         if self._merge is None:
             return
         before, after = self._merge.before, self._merge.after
@@ -351,7 +353,7 @@ class StaleCopies:
         """
         if self._watches_first_step:
             self._watches_first_step = False
-            _unwatch(self._note_optimizer)
+            unwatch(self._note_optimizer)
             own = set(map(id, self._model.parameters()))
             for optimizer in (*self._optimizers, *_wrappers_with_state()):
                 self.warn_of_copies(optimizer, averaged())
@@ -431,8 +433,8 @@ class StaleCopies:
 
     def close(self) -> None:
         """Watch nothing any more."""
-        _unwatch(self._note_optimizer)
-        _unwatch(self._look_at_copies)
+        unwatch(self._note_optimizer)
+        unwatch(self._look_at_copies)
         if self._test is not None:
             self._test.end()
             self._test = None
@@ -460,6 +462,8 @@ class _Undone:
             now: (n_samples, VALUES), the values one step later.
         """
         samples, after, moved = merge.samples, merge.after, merge.moved
+        if not np.isfinite(now).all():
+            return None
         back, ahead = now - merge.before, now - after
         back_square = np.einsum("ij,ij->i", back, back)
         is_near: NDArray[np.bool_] = back_square < np.einsum("ij,ij->i", ahead, ahead)
@@ -540,7 +544,7 @@ class _Test:
         self.optimizers: list[Optimizer] = []
         self._moved: list[tuple[_Sample, Values, float]] = []
         self._next: list[_Sample] = []
-        _watch(self._take)
+        watch(self._take)
 
     def _take(self, optimizer: Optimizer) -> _Test | None:
         """Called before each step of any optimizer of torch: take part if it can step the values.
@@ -607,7 +611,7 @@ class _Test:
     @torch.no_grad()
     def end(self) -> list[str] | None:
         """Move the values back, and return the names of parameters that were put back; None: no step was made."""
-        _unwatch(self._take)
+        unwatch(self._take)
         if not self._moved:
             return None
         found = []

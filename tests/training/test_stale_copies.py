@@ -370,7 +370,8 @@ def test_an_honest_optimizer_that_computes_gradients_in_its_step_or_steps_in_the
 
         for _ in range(8 * inner_steps):
             closure() if fused else optimizer.step(closure)
-            diloco.step()
+            if diloco.step() is not None and kind == "lbfgs":
+                optimizer.state.clear()  # its history is from before the round, which has a warning
         value = float(diloco.anchor()["0.weight"].mean())
         leave(diloco)
         return value
