@@ -29,10 +29,12 @@ from executors.store.parallel import at_store
 from executors.store.run_key import lacks_key
 from executors.store.url import is_near
 from executors.supervision.decisions import Decision, DecisionLog
+from executors.supervision.lease import has_lease_ended
 from executors.task.record import RunRecord
 
 FAR_PAUSES_S = (0.25, 4.0)  # 64 replicas watched for an hour are 60,000 requests
 RECENT_S = 0.2
+LEASE_LOOK_S = 10.0  # between two reads of a lease: a process that watches may take it over at any time
 ADDING_S = 60.0  # from the record of added ranks to the first record of an attempt
 T = TypeVar("T")
 R = TypeVar("R")
@@ -80,6 +82,8 @@ class Observer:
         self._hopeless: set[int] = set()
         self._judged: dict[tuple[int, int, int], bool] = {}
         """Of each `outcome.json` that is not a copy of a signed one whether it is forged, by rank, attempt and size."""
+        self._lease_read_at = -math.inf
+        self._lease_ended = False
         self.reasons = ServiceReasons()
 
     @property
@@ -203,12 +207,33 @@ class Observer:
         return parent is not None and parent.is_alive
 
     def has_ended_with_launcher(self, rank: int) -> bool:
-        """Whether the supervisor of a rank and the launcher of its attached run are known to have ended.
+        """Return True if the supervisor of a rank and the launcher of its attached run are known to have ended.
 
-        Not in a process that keeps the run: it is there to start what follows.
+        One rule for all backends: local replicas name their launcher in the handle, and jobs of a service have a lease
+        that the launcher renews. In a process that watches the run the answer is False: this process starts what
+        follows.
+
+        Args:
+            rank: the rank.
+
+        Example:
+            observer.has_ended_with_launcher(0)
         """
         parent = None if self.is_kept_here else self._parent(rank)
-        return parent is not None and parent.launcher_is_gone and not parent.is_alive
+        if parent is None or parent.is_alive:
+            return False
+        return parent.launcher_is_gone or self._has_lease_ended()
+
+    def _has_lease_ended(self) -> bool:
+        """Return True if no process renews the lease of an attached run. The store is asked every few seconds."""
+        now = time.monotonic()
+        if now >= self._lease_read_at + LEASE_LOOK_S:
+            try:
+                self._lease_ended = has_lease_ended(self.store, self.run_id, time.time())
+            except StoreError:  # unknown is not ended; the next look asks again
+                return False
+            self._lease_read_at = now
+        return self._lease_ended
 
     def _parent(self, rank: int) -> Parent | None:
         """Ask for the supervisor of a rank; None where its executor cannot tell."""

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from executors.errors import CorruptObjectError, StoreError
 from executors.native import ATTACHED_LEASE, LEASE_S, RunSpec
 from executors.patience import GLANCE, REQUEST, retry
-from executors.process import start_time, this_process
+from executors.process import may_live, this_process
 from executors.store import Store
 from executors.store.records import (
     FAR_AHEAD,
@@ -259,7 +259,9 @@ def with_lease(spec: RunSpec, lease_s: float | None, *, detach: bool) -> RunSpec
 
 
 def was_start_abandoned(store: Store, run_id: str, now: float) -> bool:
-    """Return whether a detached launch, resume or addition of a run ended before all its replicas were started.
+    """Return True if a launch, resume or addition of a run ended before all its replicas were started.
+
+    An attached run whose lease has ended counts as well: its launcher starts nothing any more.
 
     Args:
         store: the run's store.
@@ -275,12 +277,37 @@ def was_start_abandoned(store: Store, run_id: str, now: float) -> bool:
     for entry in store.list(f"{run_id}/{STARTS}"):
         with contextlib.suppress(CorruptObjectError):
             lease = find_record(store, entry.key, Lease.parse)
-            if lease is not None and not lease.detached:
-                host, _, pid = lease.by.rpartition(":")
-                is_here = f"{host}:{os.getpid()}" == this_process() and pid.isdecimal()
-                if now - lease.at > LATE * RENEW_S or (is_here and start_time(int(pid)) is None):
-                    return True
+            if lease is not None and _is_abandoned(lease, now, LATE * RENEW_S):
+                return True
+    return has_lease_ended(store, run_id, now)
+
+
+def has_lease_ended(store: Store, run_id: str, now: float) -> bool:
+    """Return True if an attached run has a lease that no process renews any more.
+
+    On the machine of the process that renewed it last, that process's end is enough. On another machine the lease must
+    be older than its containers accept: a launcher that had an outage of its store may still continue until then.
+
+    Args:
+        store: the run's store.
+        run_id: the run.
+        now: Unix time.
+
+    Raises:
+        StoreError: the store does not answer.
+
+    Example:
+        has_lease_ended(store, "brave-otter-7f3a", time.time())
+    """
+    with contextlib.suppress(CorruptObjectError):
+        lease = find_record(store, key_of(run_id), Lease.parse)
+        return lease is not None and _is_abandoned(lease, now, LEASE_S)
     return False
+
+
+def _is_abandoned(lease: Lease, now: float, limit_s: float) -> bool:
+    """Return True if a lease was not released, and its holder has ended or has not renewed it for `limit_s`."""
+    return not lease.detached and (now - lease.at > limit_s or not may_live(lease.by))
 
 
 def finish_start(lease: LeaseHolder | None, spec: RunSpec) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,12 +24,12 @@ from executors import Run, attach
 from executors.attempt import Attempt, Intent
 from executors.backends.jobs.job_ends import CLOCKS_DIFFER_S
 from executors.backends.jobs.service import LONGEST_PATIENCE_S, START_LIMIT_S, Job
-from executors.native import Unfinished
+from executors.native import LEASE_S, Unfinished
 from executors.run.recipe import recipes_of, vouched_task
 from executors.run.resume import resume
 from executors.store.records import to_bytes
 from executors.supervision.decisions import Decision, DecisionLog
-from executors.supervision.lease import LeaseHolder
+from executors.supervision.lease import LeaseHolder, release_lease
 from executors.testing import eventually
 
 MAIN = """
@@ -288,6 +290,43 @@ def test_an_attached_run_has_a_lease_which_its_launcher_renews_and_a_second_watc
     assert json.loads(bytes(run.store.get(key)))["detached"]
     (folder / "go").touch()
     assert run.results() == [0]
+
+
+def renewed_last(run: Run, *, by: str, age_s: float = 0.0) -> None:
+    """Leave the lease as a launcher does that has ended."""
+    run.store.put(f"{run.run_id}/lease.json", to_bytes({"holder": "gone", "by": by, "at": time.time() - age_s}))
+
+
+def pid_of_the_dead() -> int:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    return ended.pid
+
+
+@pytest.mark.parametrize("where", ["this machine", "another machine"])
+def test_a_run_whose_jobs_and_launcher_have_ended_says_at_the_first_look_how_to_go_on(
+    machines: Machines, folder: Path, where: str
+) -> None:
+    run = waits(folder, 1, restarts="2,backoff=0s")
+    if where == "this machine":
+        renewed_last(run, by=f"{socket.gethostname()}:{pid_of_the_dead()}")
+    else:
+        renewed_last(run, by="elsewhere:4711", age_s=LEASE_S + 1)
+    preempt(machines, machines.job_of(run, 0))
+    (seen,) = attached().status().replicas
+    assert (seen.status, seen.note) == ("failed", "the run ended with its launcher: replicas resume otter")
+    assert attached().wait(10), "collect and wait do not wait for a restart that no process makes"
+
+
+def test_a_run_whose_launcher_may_still_renew_the_lease_waits_for_the_restart(machines: Machines, folder: Path) -> None:
+    run = waits(folder, 1, restarts="2,backoff=0s")
+    preempt(machines, machines.job_of(run, 0))
+    renewed_last(run, by="elsewhere:4711", age_s=LEASE_S / 2)
+    assert attached().status().counts == "1 pending"
+    LeaseHolder(run.store, run.run_id).release()
+    renewed_last(run, by="elsewhere:4711", age_s=LEASE_S + 1)
+    release_lease(run.store, run.run_id)
+    assert attached().status().counts == "1 pending", "a released run needs no launcher: another process may watch it"
 
 
 def test_who_leaves_a_run_does_not_wait_for_a_bucket_that_does_not_answer(
