@@ -218,8 +218,8 @@ class Outcome:
         return self.error_line or (self.error or "").strip().rpartition("\n")[2]
 
     def to_row(self) -> dict[str, Any]:
-        """Return what `collect` reports of this replica."""
-        return {
+        """Return what `collect` reports of this replica. An outcome that no key proves has `"unproven": True`."""
+        row = {
             "rank": self.rank,
             "status": self.status,
             "exit_code": self.exit_code,
@@ -227,6 +227,7 @@ class Outcome:
             "result": self.result,
             "reason": self.reason,
         }
+        return {**row, "unproven": True} if self.unproven else row
 
 
 def as_status(text: Any) -> ReplicaStatus:

@@ -315,6 +315,8 @@ class RunStatus:
     restarts_by_reason: Mapping[str, int] = field(default_factory=dict)
     forged: Sequence[tuple[int, int]] = ()
     """The ranks and attempts of a signed run with an outcome without the run's key, which is not believed."""
+    forged_starts: Sequence[tuple[int, int]] = ()
+    """The ranks and attempts of a signed run with a record without the run's key that would begin the attempt."""
     lacks_key: bool = False
     """Whether the run is signed and this process does not have its key, so that no outcome is proven here."""
     at: float = field(default_factory=time.time)
@@ -411,7 +413,7 @@ class RunStatus:
 
     @property
     def doubts(self) -> list[str]:
-        """Sentences on outcomes that are not proven by the key of a signed run; none in other runs."""
+        """Sentences on records that are not proven by the key of a signed run; none in other runs."""
         found = []
         if self.forged:
             ranks = name_ranks({rank for rank, _ in self.forged})
@@ -419,6 +421,12 @@ class RunStatus:
             found.append(
                 f"{several.capitalize()} without the run's key {were} found, of {ranks}: not believed. Another process "
                 "can write to the store of this run."
+            )
+        if self.forged_starts:
+            ranks = name_ranks({rank for rank, _ in self.forged_starts})
+            found.append(
+                f"Attempts that begin without the run's key were found, of {ranks}: not believed. Another process can "
+                "write to the store of this run."
             )
         if self.lacks_key:
             found.append(
@@ -456,6 +464,7 @@ class RunStatus:
             "warnings": [each.to_json() for each in self.warnings],
             "restarts_by_reason": dict(self.restarts_by_reason),
             "forged_outcomes": [{"rank": rank, "attempt": attempt} for rank, attempt in self.forged],
+            "forged_starts": [{"rank": rank, "attempt": attempt} for rank, attempt in self.forged_starts],
             "replicas": [replica.to_json() for replica in self.replicas],
         }
 

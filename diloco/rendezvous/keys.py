@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from executors.attempt import OUTCOME, replica_key
+from executors.attempt import CLAIM, OUTCOME, replica_key
 from executors.attempt.signed_record import signed_key
 from executors.store.added_ranks import added_key
 
@@ -16,17 +16,24 @@ class Keys:
     run_id: str
     name: str
     run_key: bytes | None = field(default=None, repr=False)
-    """The key that outcomes of replicas are signed with. None: they are not signed."""
+    """The key that claims and outcomes of replicas are signed with. None: they are not signed."""
 
     def _under(self, rest: str) -> str:
         return f"{self.run_id}/diloco/{self.name}/{rest}"
 
     def claim(self, rank: int, attempt: int) -> str:
-        return replica_key(self.run_id, rank, attempt, "started.json")
+        """Return the key of a claim. In a signed run only a process with the run's key can create this object."""
+        return self._signed(self.plain_claim(rank, attempt))
+
+    def plain_claim(self, rank: int, attempt: int) -> str:
+        """Return the key of a claim as other processes find it. In a signed run the object there proves nothing."""
+        return replica_key(self.run_id, rank, attempt, CLAIM)
 
     def outcome(self, rank: int, attempt: int) -> str:
         """Return the key of an outcome. In a signed run only a process with the run's key can create this object."""
-        key = replica_key(self.run_id, rank, attempt, OUTCOME)
+        return self._signed(replica_key(self.run_id, rank, attempt, OUTCOME))
+
+    def _signed(self, key: str) -> str:
         return key if self.run_key is None else signed_key(key, self.run_key)
 
     def added(self, number: int) -> str:

@@ -22,6 +22,7 @@ from diloco.rendezvous.frames import Contribution, Seal
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.proof import Proof, check_key, check_signed
+from executors.attempt.signed_record import is_proven, proof_of_record
 from executors.errors import CorruptObjectError, ReplicasError, RunNotFoundError
 from executors.patience import START, retry
 from executors.replica import Replica, current_replica, find_replica, run_key
@@ -70,12 +71,17 @@ def claim(
         if rank in added.ranks:  # known to a joiner alone
             rank += 1
             continue
-        key = keys.claim(rank, attempt)
-        owner = _owner(store.peek(key))
+        key, plain = keys.claim(rank, attempt), keys.plain_claim(rank, attempt)
+        owner = _owner(store.peek(key), plain, keys.run_key)
         if owner is None:
-            store.create(key, json.dumps({"nonce": nonce}).encode())
+            fields = {"nonce": nonce}
+            if keys.run_key is not None:
+                fields["proof"] = proof_of_record(keys.run_key, plain, fields)
+            store.create(key, json.dumps(fields).encode())
             claimed = store.peek(key)
-            owner = _owner(claimed)
+            owner = _owner(claimed, plain, keys.run_key)
+            if plain != key and owner == nonce:  # for people, and for processes without the key
+                store.create(plain, json.dumps(fields).encode())
             misread[key] = misread.get(key, 0) + (owner is None and claimed is not None)
             if misread[key] == MISREAD:
                 log.warning("%s in %s is no claim: its owner is not known, and it is taken.", key, store.store.url)
@@ -119,8 +125,10 @@ class AddedSoFar:
             self._n_read, self._n_misread = self._n_read + 1, 0
 
 
-def _owner(claimed: memoryview | None) -> str | None:
-    """Return the nonce in a claim; None when there is no claim, or none that can be read just now."""
+def _owner(claimed: memoryview | None, plain: str, run_key: bytes | None) -> str | None:
+    """Return the nonce in a claim; None when there is no claim, or none that can be read or is proven just now."""
+    if run_key is not None and claimed is not None and not is_proven(claimed, plain, run_key):
+        return None
     try:
         return None if claimed is None else str(json.loads(bytes(claimed))["nonce"])
     except (ValueError, KeyError, TypeError, RecursionError):

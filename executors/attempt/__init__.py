@@ -22,7 +22,7 @@ from executors.attempt.outcome import (
 )
 from executors.attempt.pauses import wait_until_terminal
 from executors.attempt.signed_record import PROOF_BYTES, find_signed, is_proven, signed_key, write_signed
-from executors.errors import CorruptObjectError, UnknownHandleError, UnwritableStoreError
+from executors.errors import CorruptObjectError, KeyNotFoundError, UnknownHandleError, UnwritableStoreError
 from executors.patience import Patience, retry
 from executors.process import this_process
 from executors.protocol import BY_USER, Outcome, Reason, ReplicaHandle, ReplicaStatus, WarningCount
@@ -42,11 +42,10 @@ from executors.store.records import (
     nullable,
     number,
     one_of,
-    read_record,
     text,
     to_bytes,
 )
-from executors.store.run_key import held_key, lacks_key
+from executors.store.run_key import KEY_ID, held_key, hold_named_key, key_id, lacks_key
 from executors.store.url import RUN_ID, was_deleted
 
 T = TypeVar("T")
@@ -143,9 +142,14 @@ def parse_handle(data: Any, key: str = "handle.json", url: str = "") -> ReplicaH
     )
 
 
+CLAIM, HANDLE, INTENT = "started.json", "handle.json", "intent.json"
 OUTCOME, SERVICE_WORD = "outcome.json", "service.json"
-SIGNED = (OUTCOME, SERVICE_WORD)
-"""The records of an attempt that need a proof in a signed run: they end a rank, or make its restart free."""
+SIGNED = (CLAIM, HANDLE, INTENT, OUTCOME, SERVICE_WORD)
+"""The records of an attempt that need a proof in a signed run.
+
+The first three begin an attempt: any of them makes it the newest one of its rank, which fences the attempt before. A
+handle also says which process or job is asked whether the rank lives. The others end a rank, or make its restart free.
+"""
 
 _known: set[tuple[str, str]] = set()
 """Handles that were seen in their store, which is asked for each but once: they are never taken back."""
@@ -181,18 +185,32 @@ class Attempt:
     def named_by(cls, handle: ReplicaHandle, backend: str) -> Attempt:
         """Return the attempt that a handle names, asking no store.
 
+        The handle of a signed run names the run's key. This process holds the key from then on if this machine has it:
+        a script that asks an executor about a handle never reads the run's record.
+
+        Args:
+            handle: the handle.
+            backend: the name of the backend that the handle must be of, for the message.
+
         Raises:
             UnknownHandleError: it is not a handle of this backend.
+
+        Example:
+            Attempt.named_by(run.handle(0), "local").outcome()
         """
         try:
             fields = Fields(handle.metadata, f"the handle of rank {handle.rank}")
             url, run_id = fields.take("store_url", text()), fields.take("run_id", text(40, RUN_ID))
             number, rank = fields.take("attempt", integer(0, MAX_ATTEMPTS)), integer(0, MAX_RANK)(handle.rank)
+            signed_with = fields.take("key_id", nullable(text(8, KEY_ID)), None)
         except (CorruptObjectError, ValueError) as error:
             raise UnknownHandleError(
                 f"No replica: the handle of rank {handle.rank} was not made by the {backend} backend: {error}"
             ) from None
-        return cls(store_at(url), run_id, rank, number)
+        store = store_at(url)
+        if signed_with is not None:
+            hold_named_key(store.url, run_id, signed_with)
+        return cls(store, run_id, rank, number)
 
     @classmethod
     def of_handle(cls, handle: ReplicaHandle, backend: str) -> tuple[Attempt, ReplicaHandle]:
@@ -206,8 +224,8 @@ class Attempt:
             UnknownHandleError: no such replica was ever launched by this backend.
         """
         launched = cls.named_by(handle, backend)
-        seen = (launched.store.url, launched.key("handle.json"))
-        if seen not in _known and not launched.has("handle.json"):
+        seen = (launched.store.url, launched.key(HANDLE))
+        if seen not in _known and not launched.has(HANDLE):
             where = f"run_id={launched.run_id!r}, rank {launched.rank} at {launched.store.url}"
             raise UnknownHandleError(f"No replica with {where}.")
         _known.add(seen)
@@ -236,10 +254,11 @@ class Attempt:
         """Return the rank's newest attempt that was launched or claimed, from this one on.
 
         Attempts are dense: launched ones have a handle, or on a cloud an intent at least; a second copy of a launched
-        one has a claim alone, and one whose launch was interrupted an outcome alone.
+        one has a claim alone, and one whose launch was interrupted an outcome alone. In a signed run only records that
+        were made with the run's key begin an attempt.
         """
         number = self.number
-        while any(map(self.at(number + 1).has, ("started.json", "handle.json", "intent.json", OUTCOME))):
+        while any(map(self.at(number + 1).has, (CLAIM, HANDLE, INTENT, OUTCOME))):
             number += 1
             if number > MAX_ATTEMPTS:
                 raise CorruptObjectError(
@@ -248,7 +267,7 @@ class Attempt:
         return self.at(number)
 
     def has(self, name: str) -> bool:
-        """Return True if one of its objects exists; in a signed run an outcome counts that has the run's key."""
+        """Return True if one of its objects exists. In a signed run the records in `SIGNED` need the run's key."""
         run_key = held_key(self.store.url, self.run_id) if name in SIGNED else None
         return exists(self.store, self.key(name) if run_key is None else signed_key(self.key(name), run_key))
 
@@ -259,30 +278,65 @@ class Attempt:
             return find_signed(self.store, self.key(name), parse, max_bytes, run_key)
         return find_record(self.store, self.key(name), parse, max_bytes)
 
-    def _write(self, name: str, data: bytes) -> None:
-        """Create one of its records unless it exists; in a signed run with a proof."""
-        run_key = held_key(self.store.url, self.run_id)
+    def read(self, name: str, parse: Parse[T]) -> T:
+        """Read one of its records, which must exist.
+
+        Args:
+            name: the name of the record, such as `CLAIM`.
+            parse: makes the record of its bytes.
+
+        Raises:
+            KeyNotFoundError: there is none, or in a signed run none with the run's key.
+            StoreError: the store does not answer, or holds a record that `parse` refuses.
+
+        Example:
+            attempt.read(CLAIM, Claim.parse).nonce
+        """
+        found = self.find(name, parse)
+        if found is None:
+            key, url = self.key(name), self.store.url
+            raise KeyNotFoundError(f"No object {key!r} in {url}.", key=key, url=url)
+        return found
+
+    def create(self, name: str, data: bytes, *, replaces: bool = False) -> bool:
+        """Create one of its records unless it exists; in a signed run with a proof, for a process with the key.
+
+        Args:
+            name: the name of the record, such as `HANDLE`.
+            data: the record as JSON.
+            replaces: write it also if it exists.
+
+        Returns: True if this call wrote it. A lost reply may hide that it did: what exists decides.
+
+        Raises:
+            StoreError: the store did not take it.
+
+        Example:
+            is_ours = attempt.create(HANDLE, handle.to_json().encode())
+        """
+        run_key = held_key(self.store.url, self.run_id) if name in SIGNED else None
         if run_key is not None:
-            write_signed(self.store, self.key(name), data, run_key)
-        else:
-            self.store.put_if_absent(self.key(name), data)
+            return write_signed(self.store, self.key(name), data, run_key, replaces=replaces)
+        if replaces:
+            self.store.put(self.key(name), data)
+            return True
+        return self.store.put_if_absent(self.key(name), data)
 
     def begin(self, nonce: str, **more: Any) -> bool:
         """Begin it by creating its intent; False if there is one of another launch, which has another nonce."""
-        key = self.key("intent.json")
         intent = {"nonce": nonce, "by": this_process(), **more, "at": time.time()}
-        created = self.store.put_if_absent(key, to_bytes(intent))
+        created = self.create(INTENT, to_bytes(intent))
         # Perhaps the one that exists is ours, by a create whose answer was lost.
-        return created or read_record(self.store, key, Intent.parse).nonce == nonce
+        return created or self.read(INTENT, Intent.parse).nonce == nonce
 
     def begun_by(self) -> str | None:
         """Name the process that began it, as its first record does, perhaps by ""; None: nobody has begun it."""
-        if (intent := self.find("intent.json", Intent.parse)) is not None:
+        if (intent := self.find(INTENT, Intent.parse)) is not None:
             return intent.by
-        if (handle := self.find("handle.json", parse_handle)) is not None:
+        if (handle := self.find(HANDLE, parse_handle)) is not None:
             by = handle.metadata.get("by")
             return by if isinstance(by, str) else ""
-        return "" if self.has("started.json") else None
+        return "" if self.has(CLAIM) else None
 
     def beat(self) -> Beat | None:
         """Return its last heartbeat."""
@@ -296,13 +350,13 @@ class Attempt:
         Raises:
             CorruptObjectError: it is not a handle, or one of another backend.
         """
-        handle = self.find("handle.json", parse_handle)
+        handle = self.find(HANDLE, parse_handle)
         return None if handle is None else self.own(handle, backend)
 
     def own(self, handle: ReplicaHandle, backend: str) -> ReplicaHandle:
         """Return a handle that was found among its records; see `handle`."""
         if handle.backend_name != backend:
-            key, url = self.key("handle.json"), self.store.url
+            key, url = self.key(HANDLE), self.store.url
             raise CorruptObjectError(
                 f"{key!r} in {url} is a handle of backend {handle.backend_name!r}; the run is on {backend!r}.",
                 key=key,
@@ -312,9 +366,15 @@ class Attempt:
         return replace(handle, rank=self.rank, metadata={**handle.metadata, **here})
 
     def announced(self, backend: str) -> ReplicaHandle:
-        """Return a handle that says no more than which attempt it is of."""
-        place = {"store_url": self.store.url, "run_id": self.run_id, "attempt": self.number}
-        return ReplicaHandle(self.rank, backend, place)
+        """Return a handle that says no more than which attempt it is of, and the key of a signed run."""
+        place: dict[str, Any] = {"store_url": self.store.url, "run_id": self.run_id, "attempt": self.number}
+        return ReplicaHandle(self.rank, backend, {**place, **self.named_key})
+
+    @property
+    def named_key(self) -> dict[str, str]:
+        """The field of a handle that names the key of a signed run, so that its reader asks for proofs."""
+        run_key = held_key(self.store.url, self.run_id)
+        return {} if run_key is None else {"key_id": key_id(run_key)}
 
     def outcome(self) -> Outcome | None:
         """Return how it ended, with the reason that only its service knew; None while it has no outcome.
@@ -354,7 +414,7 @@ class Attempt:
             return  # a restart after `preempted` is free: only a process with the run's key may say that
         if reason in TOLD_BY_SERVICES and not was_deleted(self.store, self.run_id):
             with contextlib.suppress(UnwritableStoreError):  # who looks may only read
-                self._write(SERVICE_WORD, to_bytes({"reason": reason, "error": error or ""}))
+                self.create(SERVICE_WORD, to_bytes({"reason": reason, "error": error or ""}))
 
     def ended(self, status: ReplicaStatus, reason: Reason | None = None, **more: Any) -> Outcome:
         """Return an outcome of this attempt, not yet recorded."""
@@ -392,7 +452,7 @@ class Attempt:
         if was_deleted(self.store, self.run_id):
             return outcome
         try:
-            self._write(OUTCOME, encode_outcome(outcome))
+            self.create(OUTCOME, encode_outcome(outcome))
         except UnwritableStoreError as error:
             error.outcome = outcome
             raise
@@ -426,7 +486,7 @@ class Attempt:
         """Close an attempt whose launch failed: nobody waits for it, and its replica ends if it comes up late."""
         why = half_way(error)
         if self.outcome() is None:
-            if not self.has("handle.json"):
+            if not self.has(HANDLE):
                 self.record(self.ended(ReplicaStatus.FAILED, "start_failed", error=why))
             self.request_cancel(why)  # also where no handle is: its starter may live on
 
@@ -446,11 +506,28 @@ def collect_rows(
     handles: Sequence[ReplicaHandle],
     timeout: float | None,
 ) -> list[dict[str, Any]]:
-    """Wait for the replicas' outcomes, at most `timeout` seconds; return what `collect` does, in the order given."""
+    """Wait for the replicas' outcomes; return what `collect` does, in the order given.
+
+    A process without the key of a signed run cannot tell which attempt is the newest, nor whether it has ended. All its
+    rows are `unproven`.
+
+    Args:
+        poll: returns the status of a replica.
+        backend: the name of the backend that the handles must be of.
+        handles: of the replicas.
+        timeout: how long to wait at most, in seconds. None: until all have ended.
+
+    Raises:
+        UnknownHandleError: a handle is of no replica that was launched by this backend.
+
+    Example:
+        collect_rows(executor.poll, "local", run.handles, timeout=60.0)
+    """
     wait_until_terminal(poll, handles, timeout)
     rows = []
     for handle in handles:
         status = poll(handle)
         attempt, _ = Attempt.of_handle(handle, backend)
-        rows.append((attempt.outcome() or attempt.ended(status)).to_row())
+        found = attempt.outcome() or attempt.ended(status)
+        rows.append(replace(found, unproven=found.unproven or lacks_key(attempt.store.url, attempt.run_id)).to_row())
     return rows

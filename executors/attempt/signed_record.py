@@ -1,4 +1,4 @@
-"""Records of an attempt that only a process with the key of a signed run can make: its outcome is the first of them.
+"""Records of an attempt that only a process with the key of a signed run can make: what begins it, and its outcome.
 
 Such a record is JSON with a `proof`, an HMAC over its place and all its other fields. It is written under two names.
 The name that counts cannot be predicted without the key: `outcome-5e0f31a2c4d6b788.json`. So a stranger cannot create
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from executors.errors import CorruptObjectError, StoreError
@@ -35,7 +36,7 @@ def signed_key(key: str, run_key: bytes) -> str:
     return f"{key.removesuffix('.json')}-{secret_name(run_key, key)}.json"
 
 
-def write_signed(store: Store, key: str, data: bytes, run_key: bytes) -> None:
+def write_signed(store: Store, key: str, data: bytes, run_key: bytes, *, replaces: bool = False) -> bool:
     """Create a record with its proof, unless a proven one exists.
 
     Args:
@@ -43,6 +44,9 @@ def write_signed(store: Store, key: str, data: bytes, run_key: bytes) -> None:
         key: the plain key of the record.
         data: the record as JSON.
         run_key: the key of the run.
+        replaces: replace a proven record, too.
+
+    Returns: True if this call wrote the record that counts.
 
     Raises:
         StoreError: the store did not take the record.
@@ -51,17 +55,24 @@ def write_signed(store: Store, key: str, data: bytes, run_key: bytes) -> None:
         write_signed(store, attempt.key("outcome.json"), encode_outcome(outcome), run_key)
     """
     fields = Fields(data, key, store.url).values
-    signed = to_bytes({**fields, "proof": proof_of_fields(run_key, _kind(key), key, fields)})
+    signed = to_bytes({**fields, "proof": proof_of_record(run_key, key, fields)})
     place = signed_key(key, run_key)
-    if not store.put_if_absent(place, signed):
+    is_ours = True
+    if replaces:
+        store.put(place, signed)
+    elif not store.put_if_absent(place, signed):
         standing = _read_proven(store, place, key, MAX_SIGNED_BYTES, run_key)
         if standing is None:
             store.put(place, signed)  # a stranger listed the store and replaced the true record: nothing more is lost
         else:
-            signed = bytes(standing)
-    # The copy is for others. An object in its place, or a folder of that name, must not keep the end from counting.
+            signed, is_ours = bytes(standing), False
+    # The copy is for others. An object in its place, or a folder of that name, must not keep the record from counting.
     with contextlib.suppress(StoreError):
-        store.put_if_absent(key, signed)
+        if replaces:
+            store.put(key, signed)
+        else:
+            store.put_if_absent(key, signed)
+    return is_ours
 
 
 def find_signed(store: Store, key: str, parse: Parse[T], max_bytes: int, run_key: bytes) -> T | None:
@@ -106,7 +117,7 @@ def is_proven(data: Any, key: str, run_key: bytes) -> bool:
     with contextlib.suppress(CorruptObjectError, ValueError, RecursionError):
         fields = Fields(data, key).values
         proof = fields.get("proof")
-        expected = proof_of_fields(run_key, _kind(key), key, fields)
+        expected = proof_of_record(run_key, key, fields)
         return isinstance(proof, str) and hmac.compare_digest(proof.encode(), expected.encode())
     return False
 
@@ -119,5 +130,15 @@ def _read_proven(store: Store, place: str, key: str, max_bytes: int, run_key: by
     return None
 
 
-def _kind(key: str) -> str:
-    return key.rpartition("/")[2].removesuffix(".json")
+def proof_of_record(run_key: bytes, key: str, fields: Mapping[str, Any]) -> str:
+    """Return the proof of a record with these fields: 64 hexadecimal digits.
+
+    Args:
+        run_key: the key of the run.
+        key: the plain key of the record. Its last part names the kind of record.
+        fields: the fields of the record as JSON values.
+
+    Example:
+        proof_of_record(run_key, "otter/replicas/0000/0/started.json", {"nonce": "3f9a6c0b"})
+    """
+    return proof_of_fields(run_key, key.rpartition("/")[2].removesuffix(".json"), key, fields)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from executors import module_search
-from executors.attempt import TICKS, Attempt, collect_rows
+from executors.attempt import CLAIM, HANDLE, TICKS, Attempt, collect_rows
 from executors.attempt.outcome import PID
 from executors.errors import BackendError, StoreError
 from executors.logs.readers import TailedLog
@@ -127,7 +127,7 @@ class InlineExecutor:
         is_ours = False
         _calls.append((run.run_id, attempt.rank))
         try:
-            is_ours = attempt.store.put_if_absent(attempt.key("handle.json"), handle.to_json().encode())
+            is_ours = attempt.create(HANDLE, handle.to_json().encode())
             if not is_ours:
                 return []  # another process began it first
             self._call(run, attempt.rank, entrypoint)
@@ -156,7 +156,7 @@ class InlineExecutor:
         attempt, handle = Attempt.of_handle(handle, self.backend_name)
         if outcome := attempt.outcome() or self._conclude(attempt, handle):
             return outcome.status
-        return ReplicaStatus.RUNNING if attempt.has("started.json") else ReplicaStatus.PENDING
+        return ReplicaStatus.RUNNING if attempt.has(CLAIM) else ReplicaStatus.PENDING
 
     def observe(self, replicas: Sequence[Unfinished]) -> list[Observation]:
         """Look at replicas through /proc; see `NativeExecutor.observe`."""

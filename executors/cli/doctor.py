@@ -84,7 +84,8 @@ def doctor(
 
 
 def _check_machine(is_local: bool) -> Iterator[Finding]:
-    from executors.run.run_index import state_dir, state_path
+    from executors.run.run_index import state_dir
+    from executors.store.state_folder import state_path
 
     try:
         path = state_path()

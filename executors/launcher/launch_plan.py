@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from executors.attempt import Attempt
+from executors.attempt import HANDLE, Attempt
 from executors.errors import BackendError, RunExistsError, StoreError
 from executors.launcher.checks import (
     check_chaos,
@@ -32,7 +32,7 @@ from executors.native import GATHER_S, NativeExecutor, Package
 from executors.protocol import ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor, import_path
 from executors.run.prices import affordable_s, usd_per_hour
-from executors.run.run_index import KNOWN_BY, keep_key, local_store, locate, remember, state_path
+from executors.run.run_index import KNOWN_BY, keep_key, local_store, locate, remember
 from executors.run.spread import SpreadExecutor, options_to_note
 from executors.shipping.checkout import Checkout, Look
 from executors.shipping.script_header import check_python, script_header, script_of
@@ -40,6 +40,7 @@ from executors.store import Store, open_store
 from executors.store.parallel import within
 from executors.store.records import exists, to_bytes
 from executors.store.run_key import drop_key, hold_key
+from executors.store.state_folder import state_path
 from executors.store.url import address_of, default_rendezvous, directory_of, new_run_id, shared_rendezvous
 from executors.supervision.orders import abandon_run
 from executors.task.arguments import split_rank_env
@@ -151,7 +152,7 @@ class LaunchPlan:
         try:
             for rank, handle in enumerate(handles):
                 if isinstance(handle, ReplicaHandle):
-                    store.put(Attempt(store, self.run_id, rank).key("handle.json"), handle.to_json().encode())
+                    Attempt(store, self.run_id, rank).create(HANDLE, handle.to_json().encode(), replaces=True)
         except BaseException:  # nobody else knows of them, and each costs until its limit
             for handle in handles:
                 with contextlib.suppress(Exception):

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from executors.attempt import Attempt, Claim
+from executors.attempt import CLAIM, Attempt, Claim
 from executors.errors import StoreError
 from executors.metrics.rows import Round, Row
 from executors.metrics.segments import AttemptKey
@@ -44,7 +44,7 @@ def read_life(attempt: Attempt, records: Collection[str], rows: Sequence[Row]) -
     """
     lived = Lived(last_t=rows[-1].t if rows else 0.0)
     try:
-        if "started" in records and (claim := attempt.find("started.json", Claim.parse)):
+        if "started" in records and (claim := attempt.find(CLAIM, Claim.parse)):
             lived.claimed_at, lived.host = claim.at, claim.host
         if "outcome" in records:
             lived.outcome = attempt.outcome()

@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from executors.attempt import Claim, replica_key
+from executors.attempt import CLAIM, Attempt, Claim, replica_key
 from executors.errors import KeyNotFoundError, ReplicasError
 from executors.metrics.recorder import Recorder
 from executors.native import RUN_KEY
@@ -27,8 +27,7 @@ from executors.patience import START, retry
 from executors.replica.shared_page import Atomic, Section, SharedPage, Unwatched
 from executors.replica.warning_log import WarningLog
 from executors.store import Store, store_at
-from executors.store.records import read_record
-from executors.store.run_key import parse_key
+from executors.store.run_key import hold_key, parse_key
 
 if TYPE_CHECKING:
     from executors.task.record import LaunchedWith, RunRecord
@@ -148,12 +147,15 @@ class Replica:
         """The nonce of this attempt's claim, which no other copy of the rank has."""
         if self.claimed_nonce is not None:
             return self.claimed_nonce
-        key = self.key("started.json")
+        if (key := run_key()) is not None:  # a process that the replica started: its claim must be proven here, too
+            hold_key(self.store.url, self.run_id, key.hex())
+        attempt = Attempt(self.store, self.run_id, self.rank, self.attempt)
         try:
-            return read_record(self.store, key, Claim.parse).nonce
+            return attempt.read(CLAIM, Claim.parse).nonce
         except KeyNotFoundError:
             raise ReplicasError(
-                f"Rank {self.rank} of run {self.run_id!r} has no claim {key!r}: no replicas worker started it."
+                f"Rank {self.rank} of run {self.run_id!r} has no claim {attempt.key(CLAIM)!r}: no replicas worker "
+                "started it."
             ) from None
 
     @cached_property

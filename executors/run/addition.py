@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from executors.attempt import Attempt, half_way
+from executors.attempt import CLAIM, Attempt, half_way
 from executors.durations import name_duration
 from executors.errors import BackendError, LaunchError, StoreError
 from executors.native import NativeExecutor
@@ -124,7 +124,7 @@ def add_replicas(
             remember_added(run.run_id, run.store.url, added.name, options_to_note(native)[0])
         run.fleet.add(added, native)
         # A joiner may have claimed one just before: it has it then.
-        ranks += [rank for rank in added.ranks if not Attempt(run.store, run.run_id, rank).has("started.json")]
+        ranks += [rank for rank in added.ranks if not Attempt(run.store, run.run_id, rank).has(CLAIM)]
     spec = with_own_task(replace(spec, ranks=tuple(ranks)), place)
     lease = None
     if spec.lease_s is not None:  # beside that of the launch, if it has one

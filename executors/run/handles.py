@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from executors.attempt import Attempt, parse_handle
+from executors.attempt.signed_record import find_signed, write_signed
 from executors.errors import CorruptObjectError, StoreError, UnknownHandleError
 from executors.protocol import ReplicaHandle
 from executors.store import Store
 from executors.store.records import Fields, find_record, json_object, list_of, to_bytes
+from executors.store.run_key import held_key
 from executors.store.url import is_near
 
 MAX_BYTES = 16 << 20
@@ -28,7 +30,11 @@ def keep_handles(store: Store, run_id: str, attempt: int, handles: Sequence[Any]
     if len(found) > 1 and not is_near(store.url):
         with contextlib.suppress(StoreError):
             data = to_bytes({"handles": [json.loads(handle.to_json()) for handle in found]})
-            store.put_if_absent(_key(run_id, attempt), data)
+            run_key = held_key(store.url, run_id)
+            if run_key is None:
+                store.put_if_absent(_key(run_id, attempt), data)
+            else:
+                write_signed(store, _key(run_id, attempt), data, run_key)
 
 
 def kept_handles(store: Store, run_id: str, attempt: int, backend_of: Callable[[int], str]) -> dict[int, ReplicaHandle]:
@@ -41,6 +47,9 @@ def kept_handles(store: Store, run_id: str, attempt: int, backend_of: Callable[[
         }
 
     try:
+        run_key = held_key(store.url, run_id)
+        if run_key is not None:
+            return find_signed(store, _key(run_id, attempt), parse, MAX_BYTES, run_key) or {}
         return find_record(store, _key(run_id, attempt), parse, MAX_BYTES) or {}
     except (CorruptObjectError, UnknownHandleError) as error:
         log.warning("Reading the handle of each replica instead: %s", error)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from executors.attempt import Attempt
+from executors.attempt import INTENT, Attempt
 from executors.errors import MaxCostSpentError, ReplicasError, StoreError
 from executors.native import NativeExecutor, RunSpec
 from executors.protocol import ReplicaStatus, ServerlessExecutor
@@ -115,5 +115,5 @@ class LaunchHands:
         with contextlib.suppress(StoreError):  # then it is tried again
             for rank in error.ranks:
                 attempt = Attempt(store_at(spec.store_url), spec.run_id, rank, spec.attempt)
-                if not attempt.has("intent.json"):  # of somebody who begins it all the same
+                if not attempt.has(INTENT):  # of somebody who begins it all the same
                     attempt.record(attempt.ended(ReplicaStatus.FAILED, "timeout", error=str(error)))

@@ -29,12 +29,12 @@ from executors.run.run_index import (
     known_run_ids,
     locate,
     noted_at,
-    state_path,
 )
 from executors.run.spread import SpreadExecutor
 from executors.store import Store
 from executors.store.parallel import at_store, in_parallel
 from executors.store.protocol import FolderStore
+from executors.store.state_folder import state_path
 from executors.store.url import (
     RUN_ID,
     check_run_id,

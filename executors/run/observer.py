@@ -82,6 +82,8 @@ class Observer:
         self._hopeless: set[int] = set()
         self._judged: dict[tuple[int, int, int], bool] = {}
         """Of each `outcome.json` that is not a copy of a signed one whether it is forged, by rank, attempt and size."""
+        self._judged_starts: set[tuple[int, int, str]] = set()
+        """Records that begin an attempt and are known to lack the run's key, by rank, attempt and name."""
         self._lease_read_at = -math.inf
         self._lease_ended = False
         self.reasons = ServiceReasons()
@@ -154,6 +156,7 @@ class Observer:
             restarts.told(self._ends()),
             restarts.restarts_by_reason,
             self._forged(),
+            self._forged_starts(),
             lacks_key(self.store.url, self.run_id),
         )
 
@@ -186,6 +189,21 @@ class Observer:
         answers = zip(new, self.map(is_forged, attempts), strict=True)
         self._judged.update({each: answer for each, answer in answers if answer is not None})
         return [each[:2] for each in found if self._judged.get(each)]
+
+    def _forged_starts(self) -> list[tuple[int, int]]:
+        """Return the attempts that only records without the run's key begin, or begin again, as of the last look."""
+        found = self._inventory.unmatched
+        new = [each for each in sorted(found) if each not in self._judged_starts]
+
+        def is_forged(each: tuple[int, int, str]) -> bool:
+            rank, number, name = each
+            with contextlib.suppress(StoreError):  # the next look asks again
+                # A list is not of one moment: it may lack the signed record, which is created before its copy.
+                return not Attempt(self.store, self.run_id, rank, number).has(f"{name}.json")
+            return False
+
+        self._judged_starts |= {each for each, is_one in zip(new, self.map(is_forged, new), strict=True) if is_one}
+        return sorted({(rank, number) for rank, number, _ in found & self._judged_starts})
 
     @property
     def decisions(self) -> Sequence[Decision]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from executors.attempt import OUTCOME, TOLD_BY_SERVICES, Attempt
+from executors.attempt import CLAIM, OUTCOME, TOLD_BY_SERVICES, Attempt
 from executors.errors import BackendError, StoreError
 from executors.native import Parent, Unfinished
 from executors.protocol import Outcome, ReplicaStatus
@@ -151,7 +151,7 @@ class OutsideKeeper:
         used, log = {entry.how for entry in entries}, self.log
         for number in range(self._record.spares):
             spare, how = Attempt(log.store, log.run_id, number, is_spare=True), hands_of_spare(number)
-            if how in used or not spare.has("started.json") or spare.has(OUTCOME):
+            if how in used or not spare.has(CLAIM) or spare.has(OUTCOME):
                 continue
             handle, executor = spare.handle(self._record.backend), self.hands.executor
             if isinstance(executor, SpreadExecutor):  # ranks were added since; spares are where the run was launched

@@ -12,9 +12,10 @@ from threading import Lock
 from executors.errors import CorruptObjectError
 from executors.process import may_live
 from executors.protocol import BY_USER, STOPPED, Outcome, ReplicaStatus
-from executors.run.run_index import find_key, reference
+from executors.run.run_index import reference
 from executors.status import Decided, ReplicaState, RestartState
 from executors.store import Store
+from executors.store.run_key import find_key
 from executors.store.url import is_near
 from executors.supervision.decision_words import HOPELESS, Earlier, line_of, note_of
 from executors.supervision.decisions import Decision, DecisionLog, answer_to, barred_by, is_barred, policy_of

@@ -48,28 +48,17 @@ from executors.store.records import (
     text,
     to_bytes,
 )
-from executors.store.run_key import hold_key, key_id, note_lacking_key, parse_key
+from executors.store.run_key import KEYS, find_key, hold_key, key_file, note_lacking_key
+from executors.store.state_folder import WHAT_TO_SET, state_path
 from executors.store.url import address_of, check_run_id, directory_of
 from executors.task.removal_record import REMOVAL, Removal, find_removal
 
 NOTE = "launched.json"
-KEYS = ".keys"
 PREPARING = ".preparing"
 LOCK = ".noting.lock"
 KNOWN_BY = ("run.json", NOTE, REMOVAL)
 """A folder that has one of these files is a run's."""
-WHAT_TO_SET = "Set XDG_STATE_HOME to a directory of yours."
 FORGOTTEN_S = 86_400  # after which a launch that came to nothing is not told of any more
-
-
-def state_path() -> Path:
-    """Return where this user's directory of runs is, or would be. Raises: StoreError: there is no home."""
-    import platformdirs
-
-    with contextlib.suppress(RuntimeError):  # neither HOME nor the system says where it is; before 4.12 the ~ stays
-        if (path := Path(platformdirs.user_state_path("replicas"))).is_absolute():
-            return path
-    raise StoreError(f"There is no home to keep runs in. {WHAT_TO_SET}")
 
 
 def state_dir() -> Path:
@@ -314,22 +303,6 @@ def keep_key(run_id: str, key: str | None) -> None:
         raise StoreError(problem, url=path.as_uri()) from error
 
 
-def find_key(run_id: str, wanted: str) -> str | None:
-    """Return the key of a run by its id, of the environment or as this machine keeps it; None: neither has it.
-
-    Args:
-        wanted: the key's id.
-    """
-    found = [os.environ.get(RUN_KEY, "")]
-    with contextlib.suppress(OSError, ValueError, StoreError):
-        found.append(key_file(run_id).read_text())
-    for key in found:
-        with contextlib.suppress(ValueError):
-            if key_id(parse_key(key)) == wanted:
-                return key
-    return None
-
-
 def needed_key(run_id: str, wanted: str) -> str:
     """Return the key of a signed run, of the environment or as this machine keeps it.
 
@@ -373,11 +346,6 @@ def hold_key_of(run_id: str, store_url: str, wanted: str | None) -> None:
     hold_key(store_url, run_id, key)
     if wanted is not None:
         note_lacking_key(store_url, run_id)
-
-
-def key_file(run_id: str) -> Path:
-    """Return where this machine keeps the key of a signed run."""
-    return state_path() / KEYS / check_run_id(run_id)
 
 
 def forget(folder: Path | None) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, ClassVar, TypeVar, cast
 
-from executors.attempt import Attempt, collect_rows, half_way
+from executors.attempt import CLAIM, Attempt, collect_rows, half_way
 from executors.errors import BackendError, LaunchError, ReplicasError, StoreError, UnknownHandleError
 from executors.logs.readers import TailedLog
 from executors.native import (
@@ -310,7 +310,7 @@ class SpreadExecutor:
         attempt = Attempt.named_by(handle, handle.backend_name).newest()
         if (outcome := attempt.outcome()) is not None:
             return outcome.status
-        return ReplicaStatus.RUNNING if attempt.has("started.json") else ReplicaStatus.PENDING
+        return ReplicaStatus.RUNNING if attempt.has(CLAIM) else ReplicaStatus.PENDING
 
     def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = 200) -> str:
         """Return the last lines of the replica's output, or why they are not to be had here."""
@@ -327,7 +327,7 @@ class SpreadExecutor:
             return
         attempt = Attempt.named_by(handle, handle.backend_name).newest()
         attempt.request_cancel()
-        if not attempt.has("started.json"):
+        if not attempt.has(CLAIM):
             attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
 
     def collect(self, handles: list[ReplicaHandle], *, timeout: float | None = None) -> list[dict[str, Any]]:

@@ -32,7 +32,6 @@ from executors.run.observer import RECENT_S, Observer
 from executors.run.run_index import (
     Note,
     check_is_located,
-    find_key,
     find_removal_here,
     hold_key_of,
     noted_at_launch,
@@ -46,6 +45,7 @@ from executors.status import FoundWarning, ReplicaState, RunStatus, name_ranks
 from executors.store import Store
 from executors.store.artifacts import Artifact, kept_artifacts
 from executors.store.inventory import Inventory
+from executors.store.run_key import find_key
 from executors.store.url import address_of
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.events import Event, EventReader, read_warnings

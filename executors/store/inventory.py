@@ -12,7 +12,9 @@ from executors.store.run_key import held_key, secret_name
 RECORD = re.compile(
     r"([0-9]{4}|[1-9][0-9]{4,6})/(0|[1-9][0-9]{0,3})/(boot|started|handle|intent|outcome|heartbeat)\.json"
 )
-SIGNED = re.compile(r"([0-9]{4}|[1-9][0-9]{4,6})/(0|[1-9][0-9]{0,3})/outcome-([0-9a-f]{16})\.json")
+SIGNED = re.compile(
+    r"([0-9]{4}|[1-9][0-9]{4,6})/(0|[1-9][0-9]{0,3})/(started|handle|intent|outcome)-([0-9a-f]{16})\.json"
+)
 STACKS = re.compile(r"([0-9]{4}|[1-9][0-9]{4,6})/(0|[1-9][0-9]{0,3})/stacks/(0|[1-9][0-9]{0,3})\.txt")
 WARNINGS = re.compile(r"([0-9]{4}|[1-9][0-9]{4,6})/(0|[1-9][0-9]{0,3})/warnings\.json")
 BEGINNINGS = ("started", "handle", "intent", "outcome")
@@ -32,12 +34,29 @@ class Inventory:
     """Of a signed run whose key is known: the sizes of the `outcome.json`, by rank and attempt. They prove nothing."""
     signed: Mapping[tuple[int, int], int] = field(default_factory=dict)
     """The sizes of the outcomes under the names that only the key predicts, by rank and attempt."""
+    copies: frozenset[tuple[int, int, str]] = frozenset()
+    """Of a signed run whose key is known: the plain names of records that begin an attempt. They prove nothing."""
 
     @classmethod
     def of(cls, store: Store, run_id: str) -> Inventory:
-        """List the replicas of a run. In a signed run whose key this process holds, other outcomes are no records."""
+        """List the replicas of a run.
+
+        In a signed run whose key this process holds, what begins or ends an attempt counts only under the name that the
+        key predicts. No other process can have created an object of that name.
+
+        Args:
+            store: the run's store.
+            run_id: the run.
+
+        Raises:
+            StoreError: the store does not answer.
+
+        Example:
+            Inventory.of(run.store, run.run_id).newest(0)
+        """
         prefix = f"{run_id}/replicas/"
         records, stacks = set[tuple[int, int, str]](), set[tuple[int, int, int, float]]()
+        copies = set[tuple[int, int, str]]()
         warnings = dict[tuple[int, int], tuple[float, int]]()
         plain, signed = dict[tuple[int, int], int](), dict[tuple[int, int], int]()
         run_key = held_key(store.url, run_id)
@@ -45,17 +64,20 @@ class Inventory:
             if found := RECORD.fullmatch(entry.key, len(prefix)):
                 if run_key is not None and found[3] == "outcome":
                     plain[int(found[1]), int(found[2])] = entry.size_bytes
+                elif run_key is not None and found[3] in BEGINNINGS:
+                    copies.add((int(found[1]), int(found[2]), found[3]))
                 else:
                     records.add((int(found[1]), int(found[2]), found[3]))
             elif run_key is not None and (found := SIGNED.fullmatch(entry.key, len(prefix))):
-                if found[3] == secret_name(run_key, f"{prefix}{found[1]}/{found[2]}/outcome.json"):
-                    records.add((int(found[1]), int(found[2]), "outcome"))
-                    signed[int(found[1]), int(found[2])] = entry.size_bytes
+                if found[4] == secret_name(run_key, f"{prefix}{found[1]}/{found[2]}/{found[3]}.json"):
+                    records.add((int(found[1]), int(found[2]), found[3]))
+                    if found[3] == "outcome":
+                        signed[int(found[1]), int(found[2])] = entry.size_bytes
             elif found := STACKS.fullmatch(entry.key, len(prefix)):
                 stacks.add((int(found[1]), int(found[2]), int(found[3]), entry.modified_at))
             elif found := WARNINGS.fullmatch(entry.key, len(prefix)):
                 warnings[int(found[1]), int(found[2])] = (entry.modified_at, entry.size_bytes)
-        return cls(frozenset(records), frozenset(stacks), warnings, plain, signed)
+        return cls(frozenset(records), frozenset(stacks), warnings, plain, signed, frozenset(copies))
 
     def __or__(self, other: Inventory) -> Inventory:
         """Return what either knows of: a record is never taken back, and a list may be older than one before it."""
@@ -64,12 +86,18 @@ class Inventory:
             for key in self.warnings.keys() | other.warnings.keys()
         }
         plain, signed = {**self.plain, **other.plain}, {**self.signed, **other.signed}
-        return Inventory(self.records | other.records, self.stacks | other.stacks, warnings, plain, signed)
+        records, stacks, copies = self.records | other.records, self.stacks | other.stacks, self.copies | other.copies
+        return Inventory(records, stacks, warnings, plain, signed, copies)
 
     @property
     def dubious(self) -> dict[tuple[int, int], int]:
         """The sizes of the plain outcomes that are not copies of signed ones, by rank and attempt."""
         return {key: size for key, size in self.plain.items() if self.signed.get(key) != size}
+
+    @property
+    def unmatched(self) -> frozenset[tuple[int, int, str]]:
+        """The plain names of records that begin an attempt, without the signed record that is created before them."""
+        return self.copies - self.records
 
     def has(self, rank: int, attempt: int, name: str) -> bool:
         """Tell whether an attempt has left a record, such as `started`."""

@@ -8,6 +8,7 @@ places, and each of them would have to pass the key on: the one that forgot it w
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import hmac
@@ -15,13 +16,18 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from executors.errors import StoreError
 from executors.native import RUN_KEY
-from executors.store.url import real_url
+from executors.store.state_folder import state_path
+from executors.store.url import check_run_id, real_url
 
 KEY_BYTES, LEAST_KEY_BYTES = 32, 16
 KEY_ID = re.compile(r"[0-9a-f]{8}")
+KEYS = ".keys"
+"""The folder, in this user's directory of runs, that has the keys of signed runs by their ids."""
 
 
 def new_key() -> str:
@@ -47,6 +53,42 @@ def parse_key(text: str) -> bytes:
     if len(key) < LEAST_KEY_BYTES:
         raise ValueError(f"{RUN_KEY} is not a key: it has at least {2 * LEAST_KEY_BYTES} hexadecimal digits.")
     return key
+
+
+def key_file(run_id: str) -> Path:
+    """Return where this machine keeps the key of a signed run.
+
+    Args:
+        run_id: the run.
+
+    Raises:
+        StoreError: this user has no home directory.
+        ValueError: the text is not the id of a run.
+
+    Example:
+        key_file("brave-otter-7f3a").read_text()
+    """
+    return state_path() / KEYS / check_run_id(run_id)
+
+
+def find_key(run_id: str, wanted: str) -> str | None:
+    """Return the key of a run from the environment or from this machine's file. None: neither has it.
+
+    Args:
+        run_id: the run.
+        wanted: the key's id. A key with another id is not returned.
+
+    Example:
+        find_key("brave-otter-7f3a", run.record.key_id)
+    """
+    found = [os.environ.get(RUN_KEY, "")]
+    with contextlib.suppress(OSError, ValueError, StoreError):
+        found.append(key_file(run_id).read_text())
+    for key in found:
+        with contextlib.suppress(ValueError):
+            if key_id(parse_key(key)) == wanted:
+                return key
+    return None
 
 
 _held: dict[tuple[str, str], bytes | None] = {}
@@ -96,6 +138,25 @@ def note_lacking_key(store_url: str, run_id: str) -> None:
         note_lacking_key(store.url, "brave-otter-7f3a")
     """
     _held.setdefault((_place(store_url), run_id), None)
+
+
+def hold_named_key(store_url: str, run_id: str, wanted: str) -> None:
+    """Hold the key that a handle of a signed run names. Without it, this process notes that it lacks the key.
+
+    A script may ask an executor about a handle and never read the run's record. Its outcomes must be proven as well.
+    Nothing changes if this process already holds a key of the run, or knows that it lacks the key.
+
+    Args:
+        store_url: the store of the run, as `Store.url` names it.
+        run_id: the run.
+        wanted: the key's id.
+
+    Example:
+        hold_named_key(store.url, "brave-otter-7f3a", handle.metadata["key_id"])
+    """
+    if (_place(store_url), run_id) not in _held:
+        hold_key(store_url, run_id, find_key(run_id, wanted))
+        note_lacking_key(store_url, run_id)
 
 
 def held_key(store_url: str, run_id: str) -> bytes | None:

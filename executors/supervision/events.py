@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from executors.attempt import Attempt, Claim, Intent
+from executors.attempt import CLAIM, INTENT, Attempt, Claim, Intent
 from executors.attempt.outcome import says_alive
 from executors.attempt.warning_record import NAME as WARNINGS
 from executors.attempt.warning_record import KeptWarnings
@@ -153,14 +153,14 @@ class EventReader:
             yield from events
 
     def _intent(self, attempt: Attempt) -> list[Event]:
-        intent = attempt.find("intent.json", Intent.parse)
+        intent = attempt.find(INTENT, Intent.parse)
         is_of_launch = attempt.number == 0 and attempt.rank < self._record.world_size
         if intent is None or is_of_launch:  # which is told already
             return []
         return [Event(kind="launched", at=intent.at, rank=attempt.rank, attempt=attempt.number, actor=intent.by)]
 
     def _claim(self, attempt: Attempt) -> list[Event]:
-        claim = attempt.find("started.json", Claim.parse)
+        claim = attempt.find(CLAIM, Claim.parse)
         if claim is None or claim.at is None:
             return []
         self._claimed[attempt.rank, attempt.number] = claim.at

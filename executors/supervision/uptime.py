@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from executors.attempt import Attempt, Claim
+from executors.attempt import CLAIM, Attempt, Claim
 from executors.attempt.outcome import says_alive
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.status import ReplicaState, RunStatus
@@ -78,7 +78,7 @@ def _life(attempt: Attempt) -> Life:
 
 
 def _claimed_at(attempt: Attempt) -> float | None:
-    claim = attempt.find("started.json", Claim.parse)
+    claim = attempt.find(CLAIM, Claim.parse)
     return None if claim is None else claim.at
 
 

@@ -40,8 +40,8 @@ from executors.store.protocol import Store
 
 ENTRY_POINTS = "replicas.fault_points"
 EVERY_REPLICA: Mapping[str, FaultPoint] = {
-    "claim": FaultPoint("put_if_absent", "*/replicas/{rank:04d}/*/started.json"),
-    "claim-read": FaultPoint("get", "*/replicas/{rank:04d}/*/started.json"),
+    "claim": FaultPoint("put_if_absent", "*/replicas/{rank:04d}/*/started*.json"),
+    "claim-read": FaultPoint("get", "*/replicas/{rank:04d}/*/started*.json"),
     "outcome": FaultPoint("put_if_absent", "*/replicas/{rank:04d}/*/outcome*.json"),
 }
 

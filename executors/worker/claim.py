@@ -9,12 +9,12 @@ import socket
 import time
 from typing import NoReturn
 
-from executors.attempt import Attempt, Claim
+from executors.attempt import CLAIM, Attempt, Claim
 from executors.errors import ReplicasError
 from executors.patience import START, retry
 from executors.process import start_time
 from executors.protocol import ReplicaStatus
-from executors.store.records import read_record, to_bytes
+from executors.store.records import to_bytes
 from executors.supervision.decisions import DecisionLog, barred_by
 from executors.supervision.orders import words_of_bar
 
@@ -72,5 +72,5 @@ def _end_before_start(attempt: Attempt) -> NoReturn:
 def _nonce_that_counts(attempt: Attempt, claim: bytes) -> str:
     """Create a claim and return the nonce of the one that exists; safe to do again when a reply was lost."""
     # Whether the create succeeded is not the question: only what exists decides.
-    attempt.store.put_if_absent(attempt.key("started.json"), claim)
-    return read_record(attempt.store, attempt.key("started.json"), Claim.parse).nonce
+    attempt.create(CLAIM, claim)
+    return attempt.read(CLAIM, Claim.parse).nonce

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from executors.attempt import Attempt
+from executors.attempt import CLAIM, Attempt
 from executors.attempt.outcome import describe_end
 from executors.errors import CorruptObjectError, StoreError
 from executors.patience import Patience, Waits
@@ -207,9 +207,7 @@ def is_overtaken(running: Running) -> bool:
     with contextlib.suppress(StoreError):
         attempt = running.attempt
         outcome = attempt.outcome()
-        return attempt.at(attempt.number + 1).has("started.json") or (
-            outcome is not None and outcome.pid != running.pid
-        )
+        return attempt.at(attempt.number + 1).has(CLAIM) or (outcome is not None and outcome.pid != running.pid)
     return False
 
 

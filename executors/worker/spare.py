@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from executors.attempt import Attempt, Beat, parse_handle
+from executors.attempt import HANDLE, INTENT, Attempt, Beat, parse_handle
 from executors.errors import StoreError
 from executors.native import RunSpec
 from executors.patience import BRIEF, GLANCE
@@ -140,7 +140,7 @@ class Spare:
         sight = Sight.of(self._store, self._spec.run_id, self._spec.world_size).of_first_world(self._spec.world_size)
         if all(self._is_over(rank, sight.ends.get(rank)) for rank in sight.newest):
             return "the run is over"
-        self._handle = self._handle or self._me.find("handle.json", parse_handle)
+        self._handle = self._handle or self._me.find(HANDLE, parse_handle)
         if self._handle is None:  # its launcher is about to write it
             return None
         if not self._is_watched:
@@ -160,7 +160,7 @@ class Spare:
         """Take over the attempt, unless somebody has begun it."""
         ((rank, number),) = attempts.items()
         attempt = Attempt(self._store, self._spec.run_id, rank, number)
-        if not attempt.has("intent.json"):
+        if not attempt.has(INTENT):
             self._asked = attempt
             self._take(attempt)
 
@@ -168,8 +168,8 @@ class Spare:
         assert self._handle is not None
         place = attempt.announced(self._handle.backend_name).metadata
         mine = replace(self._handle, rank=attempt.rank, metadata={**self._handle.metadata, **place})
-        self._store.put_if_absent(attempt.key("handle.json"), mine.to_json().encode())
-        found = attempt.find("handle.json", parse_handle)  # an answer may have been lost: what stands decides
+        attempt.create(HANDLE, mine.to_json().encode())
+        found = attempt.find(HANDLE, parse_handle)  # an answer may have been lost: what stands decides
         if found == mine:
             self.taken = attempt
         self._asked = None

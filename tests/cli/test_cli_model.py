@@ -17,7 +17,7 @@ from support.cli import HereInstead
 from executors import LocalProcessExecutor, Run, attach, launch
 from executors.errors import MissingDependencyError
 from executors.native import RUN_KEY
-from executors.run.run_index import key_file
+from executors.store.run_key import key_file
 from executors.testing import eventually
 
 LOCAL = LocalProcessExecutor(term_grace_s=0.5)

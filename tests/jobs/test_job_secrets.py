@@ -21,7 +21,7 @@ from executors.backends.jobs.service import Job, JobKey
 from executors.errors import ReplicasError
 from executors.launcher import plan_launch
 from executors.native import RUN_KEY
-from executors.run.run_index import key_file
+from executors.store.run_key import key_file
 from executors.task.launch_request import LaunchRequest
 
 MINE = {"BY_OPTION": "s3cret/of+the=executor", "BY_LAUNCH": 's3cret of the launch, "quoted"'}

@@ -14,12 +14,13 @@ from support.cli import Folder, Result
 from support.hostile_records import outcome_json
 
 from executors import LocalProcessExecutor, Run, attach, current_replica, launch
-from executors.attempt import Attempt, Claim
+from executors.attempt import CLAIM, HANDLE, INTENT, Attempt, Claim
 from executors.attempt.signed_record import signed_key
 from executors.native import RUN_KEY
-from executors.run.run_index import key_file
+from executors.protocol import ReplicaHandle
 from executors.store import Store
 from executors.store.records import to_bytes
+from executors.store.run_key import drop_key, key_file
 from executors.testing import eventually
 
 PLAIN = LocalProcessExecutor(preload=(), term_grace_s=0.5)
@@ -114,6 +115,55 @@ def test_a_forged_outcome_ends_no_living_rank_and_starts_no_attempt(
     ended = Folder(tmp_path).replicas("wait", run.url)
     assert (ended.code, "forged" in ended.stdout) == (0, False), ended
     assert attach(run.url).status().forged == [(0, 0), (1, 0), (1, 1)]
+
+
+def test_a_forged_attempt_is_not_the_newest_one_and_does_not_end_the_living_one(
+    tmp_path: Path, rendezvous: str | Path
+) -> None:
+    args = {"folder": str(tmp_path)}
+    run = launch(PLAIN, wait_for_go, 2, args=args, signed=True, run_id="otter", rendezvous=rendezvous, restarts="1")
+    wait_for_both(run, tmp_path)
+    claim = {"nonce": "theirs", "pid": 4711, "pid_started": 1, "host": "elsewhere", "at": time.time()}
+    elsewhere = {**run.handles[0].metadata, "machine": "elsewhere boot pid:[1]", "attempt": 1}
+    for attempt in (Attempt(run.store, "otter", 0, 1), Attempt(run.store, "otter", 2)):
+        run.store.put(attempt.key(CLAIM), to_bytes(claim))
+        run.store.put(attempt.key(INTENT), to_bytes({"nonce": "theirs", "by": "elsewhere:1", "at": time.time()}))
+        handle = {"rank": attempt.rank, "backend_name": "local", "metadata": elsewhere}
+        run.store.put(attempt.key(HANDLE), to_bytes(handle))
+    first = {"rank": 0, "backend_name": "local", "metadata": {**elsewhere, "attempt": 0}}
+    run.store.put(Attempt(run.store, "otter", 0).key(HANDLE), to_bytes(first))
+    seen = attach(run.url).status()
+    assert (seen.counts, [state.attempt for state in seen.replicas]) == ("2 running", [0, 0])
+    assert seen.forged_starts == [(0, 1), (2, 0)]
+    told = Folder(tmp_path).replicas("status", run.url)
+    assert "Attempts that begin without the run's key were found, of ranks 0, 2" in " ".join(told.stdout.split())
+    (tmp_path / "go").touch()
+    assert run.results() == ["rank 0, attempt 0", "rank 1, attempt 0"]
+    assert Folder(tmp_path).replicas("wait", run.url).code == 0
+    rows = Folder(tmp_path).replicas("collect", run.url, "--json").json["replicas"]
+    assert [row["attempt"] for row in rows] == [0, 0]
+
+
+def test_a_handle_alone_is_enough_to_ask_for_proofs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that kept a handle asks an executor, and never reads the record of the run."""
+    args = {"folder": str(tmp_path)}
+    run = launch(PLAIN, wait_for_go, 1, args=args, signed=True, run_id="otter", rendezvous=tmp_path / "runs")
+    eventually((tmp_path / "lives-0").exists, "it lives")
+    kept = ReplicaHandle.from_json(run.handles[0].to_json())
+    forge(run.store, 0, 0, **FORGED["succeeded"])
+    run.store.put(Attempt(run.store, "otter", 0, 1).key(CLAIM), to_bytes({"nonce": "theirs"}))
+    drop_key(run.store.url, "otter")  # as a process that has just begun
+    assert PLAIN.poll(kept) == "running"
+    assert PLAIN.collect([kept], timeout=0)[0]["result"] is None
+    with monkeypatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path / "another-machine"))
+        drop_key(run.store.url, "otter")
+        (row,) = PLAIN.collect([kept], timeout=0)
+        assert row["unproven"], "this machine cannot know, and says so"
+    drop_key(run.store.url, "otter")
+    (tmp_path / "go").touch()
+    (row,) = PLAIN.collect([kept], timeout=30)
+    assert (row["result"], "unproven" in row) == ("rank 0, attempt 0", False)
 
 
 def test_a_proven_outcome_counts_for_no_other_rank_and_no_other_attempt(tmp_path: Path, rendezvous: str | Path) -> None:

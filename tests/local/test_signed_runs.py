@@ -22,8 +22,8 @@ from executors import LocalProcessExecutor, Run, attach, current_replica, launch
 from executors.native import RUN_KEY
 from executors.replica import Replica, run_key
 from executors.run.resume import resume
-from executors.run.run_index import key_file
 from executors.store.records import to_bytes
+from executors.store.run_key import key_file
 
 PLAIN = LocalProcessExecutor(preload=(), term_grace_s=0.5)
 

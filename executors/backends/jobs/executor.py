@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
-from executors.attempt import Attempt, Intent, collect_rows
+from executors.attempt import CLAIM, HANDLE, INTENT, Attempt, Intent, collect_rows
 from executors.backends.jobs.ending import end_jobs
 from executors.backends.jobs.gang_start import GangStart
 from executors.backends.jobs.job_ends import LOG_LINES, JobEnds, JobReplica, Standstills
@@ -276,7 +276,7 @@ class JobExecutor:
                     replica.attempt.note_why(parent.reason, parent.error)
         if outcome is not None:
             return outcome.status
-        return ReplicaStatus.RUNNING if replica.attempt.has("started.json") else ReplicaStatus.PENDING
+        return ReplicaStatus.RUNNING if replica.attempt.has(CLAIM) else ReplicaStatus.PENDING
 
     def observe(self, replicas: Sequence[Unfinished]) -> list[Observation]:
         """Ask the service about several replicas; see `NativeExecutor.observe`."""
@@ -510,21 +510,21 @@ class JobExecutor:
         launched_at, timeout_s = (0.0, None) if record is None else (record.created_at, record.timeout_s)
         jobs = self.service.find(JobKey.of(attempt, launched_at))
         if not jobs:
-            intent = attempt.find("intent.json", Intent.parse)
+            intent = attempt.find(INTENT, Intent.parse)
             if intent is not None and self._intents.is_over(attempt.place, intent.at, intent.takes_s):
                 rank, service = attempt.rank, self.service.name
                 error = f"Replica {rank} was never started: {service} knows no job of it. Did {intent.by} die?"
                 attempt.record(attempt.ended(ReplicaStatus.FAILED, "start_failed", error=error))
             return None
         found = self._handle(attempt, jobs[0], timeout_s=self._timeout_s(timeout_s), launched_at=launched_at)
-        if attempt.store.put_if_absent(attempt.key("handle.json"), found.to_json().encode()):
+        if attempt.create(HANDLE, found.to_json().encode()):
             return found
         return attempt.handle(self.backend_name) or found  # its launcher lives, and knows best
 
     def _find(self, handle: ReplicaHandle) -> JobReplica:
         """Find a replica; a newer attempt whose launcher died before it wrote a handle is found at the service."""
         attempt, newest = Attempt.of_handle(handle, self.backend_name)
-        if attempt.number != newest.metadata.get("attempt") and attempt.has("intent.json"):
+        if attempt.number != newest.metadata.get("attempt") and attempt.has(INTENT):
             announced = attempt.announced(self.backend_name)
             unheard = replace(newest, metadata={**newest.metadata, **announced.metadata, "job": None})
             newest = retrying()(self._look_for, attempt) or unheard

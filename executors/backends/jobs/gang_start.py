@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field, replace
 
-from executors.attempt import OUTCOME, STALE_INTENT_S, Attempt
+from executors.attempt import CLAIM, HANDLE, OUTCOME, STALE_INTENT_S, Attempt
 from executors.backends.jobs.ending import end_jobs
 from executors.backends.jobs.sdk import call_each
 from executors.backends.jobs.service import (
@@ -325,7 +325,7 @@ class GangStart:
         assert start.job_id is not None
         handle = self._handle_of(start.attempt, start.job_id)
         # Overwritten: a reader may have written a handle meanwhile, of a job that `_only_one` has ended since.
-        start.attempt.store.put(start.attempt.key("handle.json"), handle.to_json().encode())
+        start.attempt.create(HANDLE, handle.to_json().encode(), replaces=True)
         start.handle = handle
 
     def _find_jobs(self, batch: Sequence[_Start]) -> None:
@@ -430,7 +430,7 @@ class GangStart:
             if not self._begin(start):  # no rank of this launch is to wait for ever
                 return
             if start in failed:
-                refused = start.job_id is None and not start.attempt.has("started.json")
+                refused = start.job_id is None and not start.attempt.has(CLAIM)
                 failure = start.attempt.ended(ReplicaStatus.FAILED, "start_failed", error=start.problem)
                 start.attempt.record(replace(failure, was_refused=refused))
             start.attempt.request_cancel(why)

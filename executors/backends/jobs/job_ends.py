@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from executors.attempt import Attempt, Claim, Intent
+from executors.attempt import CLAIM, INTENT, Attempt, Claim, Intent
 from executors.attempt.outcome import ENDINGS, MAX_ATTEMPTS, OUTPUT_TAIL_BYTES, OUTPUT_TAIL_LINES
 from executors.backends.jobs.job_states import JobStates
 from executors.backends.jobs.service import JobId, JobKey, JobService, JobServiceError, JobState, retrying, stop_others
@@ -96,7 +96,7 @@ class JobEnds:
         """
         attempt = replica.attempt
         if state.holds and not state.has_ended:  # a queue took it back: it has ended if it ran
-            return not attempt.has("started.json")
+            return not attempt.has(CLAIM)
         if not state.is_hearsay:
             self._heartbeats.forget(attempt.place)
             return not state.has_ended
@@ -156,7 +156,7 @@ class JobEnds:
         reason: Reason = "cancelled"
         error_text = None  # of a cancellation the marker says why
         if not attempt.has("cancel.json"):
-            who, has_started = attempt.title(), attempt.has("started.json")
+            who, has_started = attempt.title(), attempt.has(CLAIM)
             reason, error_text = explain(who, service.name, state, replica.timeout_s, has_started, output)
         return attempt.record(
             attempt.ended(
@@ -174,10 +174,10 @@ def _last_sign_of(attempt: Attempt) -> float | None:
     """Return when a replica gave its last sign of life: its heartbeat, else its claim, else its launcher's intent."""
     if (beat := attempt.beat()) is not None:
         return beat.at
-    claim = attempt.find("started.json", Claim.parse)
+    claim = attempt.find(CLAIM, Claim.parse)
     if claim is not None and claim.at is not None:
         return claim.at
-    intent = attempt.find("intent.json", Intent.parse)
+    intent = attempt.find(INTENT, Intent.parse)
     return None if intent is None else intent.at
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from executors.attempt import Attempt, Beat, Boot, Claim
+from executors.attempt import CLAIM, HANDLE, INTENT, Attempt, Beat, Boot, Claim
 from executors.errors import MaxCostSpentError
 from executors.native import RunSpec
 from executors.status import name_ranks
@@ -78,7 +78,7 @@ def spent_usd(attempt: Attempt, usd_per_hour: float) -> float:
     """
     costs = []
     for launched, seconds in used_s(attempt).items():
-        noted = attempt.at(launched).find("handle.json", _parse_price)
+        noted = attempt.at(launched).find(HANDLE, _parse_price)
         costs.append(seconds / 3600 * (usd_per_hour if noted is None else noted))
     return sum(costs)
 
@@ -92,10 +92,10 @@ def used_s(attempt: Attempt) -> dict[int, float]:
     container, began_at, seen_at = 0, 0.0, 0.0
     for number_of_it in range(attempt.number):
         earlier = attempt.at(number_of_it)
-        claim = earlier.find("started.json", Claim.parse)
+        claim = earlier.find(CLAIM, Claim.parse)
         if claim is None or claim.at is None:
             continue
-        if not found or earlier.has("intent.json"):  # a container of its own; else another process in the same one
+        if not found or earlier.has(INTENT):  # a container of its own; else another process in the same one
             boot = earlier.find("boot.json", Boot.parse)
             container, seen_at = number_of_it, claim.at
             began_at = claim.at if boot is None else min(claim.at, boot.at)

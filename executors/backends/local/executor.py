@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from executors.attempt import TICKS, Attempt, Claim, collect_rows
+from executors.attempt import CLAIM, TICKS, Attempt, Claim, collect_rows
 from executors.attempt.outcome import PID
 from executors.attempt.pauses import wait_until_terminal
 from executors.backends.local.local_log import open_local_log
@@ -27,8 +27,9 @@ from executors.native import Log, Observation, Parent, Recordable, RunSpec, Unfi
 from executors.process import CAN_SUPERVISE, is_alive, system_name, this_machine
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
-from executors.run.run_index import folder_of_run, local_store, remember, settle, state_dir, state_path
+from executors.run.run_index import folder_of_run, local_store, remember, settle, state_dir
 from executors.store.records import Record, checked, nullable, number, text
+from executors.store.state_folder import state_path
 from executors.store.url import new_run_id
 from executors.task.arguments import split_rank_env
 from executors.task.create import MASK, create_run
@@ -255,7 +256,7 @@ class LocalProcessExecutor:
         attempt, handle = Attempt.of_handle(handle, self.backend_name)
         if outcome := attempt.outcome() or self._conclude(attempt, handle):
             return outcome.status
-        return ReplicaStatus.RUNNING if attempt.has("started.json") else ReplicaStatus.PENDING
+        return ReplicaStatus.RUNNING if attempt.has(CLAIM) else ReplicaStatus.PENDING
 
     def observe(self, replicas: Sequence[Unfinished]) -> list[Observation]:
         """Look at several replicas through /proc; see `NativeExecutor.observe`."""
@@ -372,7 +373,7 @@ class _Watch(Record):
             return False
         if self.machine != this_machine():
             return True
-        claim = attempt.find("started.json", Claim.parse)
+        claim = attempt.find(CLAIM, Claim.parse)
         if claim is None or claim.pid is None or claim.pid_started is None:
             return True
         return not is_alive(claim.pid, claim.pid_started)

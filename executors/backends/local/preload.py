@@ -21,7 +21,7 @@ from typing import Any
 
 from executors.errors import EntrypointError, StoreError
 from executors.process import open_paths, threads_lost_by_a_fork
-from executors.run.run_index import state_path
+from executors.store.state_folder import state_path
 from executors.task.entrypoint import find_definition, find_module, find_source
 
 PRELOAD = ("torch", "torch._dynamo")

@@ -11,13 +11,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from executors.attempt import Attempt, parse_handle
+from executors.attempt import HANDLE, Attempt, parse_handle
 from executors.module_search import reserve_names, user_folders
 from executors.native import RUN_KEY, RunSpec
 from executors.process import start_time, this_machine, this_process
 from executors.protocol import ReplicaHandle
 from executors.store import store_at
-from executors.store.records import read_record
 from executors.store.url import directory_of
 
 
@@ -128,6 +127,7 @@ class LocalLaunch:
             "supervisor_pid": supervisor_pid,
             "supervisor_started": supervisor_started,
             "term_grace_s": self.term_grace_s,
+            **attempt.named_key,
         }
         if not self.spec.detach:
             metadata |= {"launcher_pid": self.launcher_pid, "launcher_started": self.launcher_started}
@@ -138,10 +138,10 @@ class LocalLaunch:
 
         Of several processes that would start an attempt, the one whose handle exists may.
         """
-        if attempt.store.put_if_absent(attempt.key("handle.json"), handle.to_json().encode()):
+        if attempt.create(HANDLE, handle.to_json().encode()):
             return handle
         # Perhaps the same one, by a create whose reply was lost.
-        return read_record(attempt.store, attempt.key("handle.json"), parse_handle)
+        return attempt.read(HANDLE, parse_handle)
 
 
 def log_file(state_dir: Path, attempt: Attempt) -> Path:

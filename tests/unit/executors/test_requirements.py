@@ -41,7 +41,7 @@ import json, sys, torch, cloudpickle
 plain = set(sys.modules)
 from executors import worker, open_store, current_replica
 from executors.store.watch import open_watch
-from executors.run.run_index import state_path
+from executors.store.state_folder import state_path
 import diloco, diloco.demo
 state_path()
 store = open_store({s3.url("runs")!r})

@@ -6,19 +6,26 @@ import hashlib
 import hmac
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.hostile_records import BAD_OUTCOMES, outcome_json
 
-from executors.attempt import Attempt
+from diloco.errors import FencedError
+from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.membership import Identity, Membership, claim
+from diloco.rendezvous.patient_store import PatientStore
+from executors.attempt import CLAIM, HANDLE, INTENT, OUTCOME, Attempt, Claim
 from executors.attempt.outcome import MAX_OUTCOME_BYTES
 from executors.attempt.signed_record import is_proven, signed_key
-from executors.protocol import Outcome, ReplicaStatus
+from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
 from executors.store import MemoryStore
 from executors.store.inventory import Inventory
 from executors.store.records import to_bytes
 from executors.store.run_key import drop_key, held_key, hold_key, lacks_key, note_lacking_key
+from executors.worker.claim import claim_alone
+from executors.worker.ends import is_overtaken
 
 KEY = bytes(range(32))
 PLAIN = "otter/replicas/0000/0/outcome.json"
@@ -139,6 +146,83 @@ def test_the_word_of_a_service_needs_the_key_as_well(store: MemoryStore) -> None
     explained = attempt.outcome()
     assert explained is not None
     assert (explained.reason, explained.error) == ("preempted", "its machine was taken")
+
+
+HANDLE_OF = {"rank": 0, "backend_name": "local", "metadata": {}}
+BEGINNINGS = {
+    CLAIM: {"nonce": "theirs", "pid": 4711, "host": "elsewhere", "at": 1.8e9},
+    HANDLE: HANDLE_OF,
+    INTENT: {"nonce": "theirs", "by": "elsewhere:4711", "at": 1.8e9},
+    OUTCOME: outcome_json(0, attempt=1),
+}
+
+
+@pytest.mark.parametrize("name", BEGINNINGS)
+def test_no_record_without_the_key_makes_an_attempt_the_newest_one(store: MemoryStore, name: str) -> None:
+    later = Attempt(store, "otter", 0, 1)
+    store.put(later.key(name), to_bytes(BEGINNINGS[name]))
+    store.put(later.key(name).replace(".json", "-0123456789abcdef.json"), to_bytes(BEGINNINGS[name]))
+    assert Attempt(store, "otter", 0).newest().number == 0
+    assert Inventory.of(store, "otter").newest(0) == 0
+    assert later.begun_by() is None
+    later.create(name, to_bytes(BEGINNINGS[name]))
+    assert Attempt(store, "otter", 0).newest().number == 1
+    assert Inventory.of(store, "otter").newest(0) == 1
+
+
+def test_an_attempt_can_be_claimed_although_a_forged_claim_took_its_place(store: MemoryStore) -> None:
+    attempt = Attempt(store, "otter", 0)
+    store.put(attempt.key(CLAIM), to_bytes(BEGINNINGS[CLAIM]))
+    assert claim_alone(attempt)
+    assert not claim_alone(attempt), "the first process with the key has it"
+    store.put(hidden(attempt.key(CLAIM)), to_bytes(BEGINNINGS[CLAIM]))
+    assert claim_alone(attempt), "without both copies the claim is gone, as if it had been deleted"
+
+
+def test_a_handle_that_was_replaced_does_not_send_a_look_to_another_process(store: MemoryStore) -> None:
+    attempt = Attempt(store, "otter", 0)
+    true = ReplicaHandle(0, "local", {"supervisor_pid": 1})
+    attempt.create(HANDLE, true.to_json().encode())
+    store.put(attempt.key(HANDLE), to_bytes(HANDLE_OF))
+    assert attempt.handle("local") == true
+    attempt.create(HANDLE, to_bytes({**HANDLE_OF, "metadata": {"supervisor_pid": 2}}), replaces=True)
+    found = attempt.handle("local")
+    assert found is not None
+    assert found.metadata["supervisor_pid"] == 2
+
+
+def test_a_supervisor_ends_its_process_only_for_a_later_claim_with_the_key(store: MemoryStore) -> None:
+    attempt = Attempt(store, "otter", 0)
+    running: Any = SimpleNamespace(page=SimpleNamespace(claimed=1), attempt=attempt, pid=1)
+    store.put(attempt.at(1).key(CLAIM), to_bytes(BEGINNINGS[CLAIM]))
+    assert not is_overtaken(running)
+    assert claim_alone(attempt.at(1))
+    assert is_overtaken(running)
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_only_a_claim_with_the_key_fences_a_living_replica(store: MemoryStore, is_signed: bool) -> None:
+    keys = Keys("otter", "main", KEY if is_signed else None)
+    members = Membership(PatientStore(store, clock=lambda: 0.0), keys, Identity(0, 1, 0, "mine"), lambda: 0.0)
+    store.put(keys.plain_claim(0, 1), b'{"nonce": "theirs"}')
+    store.put(keys.plain_claim(1, 0), b'{"nonce": "theirs"}')
+    if is_signed:
+        members.check_fence()
+        members.look_for_joiners()
+        assert members.claimed == {0}, "no replica joins by it either"
+        assert claim_alone(Attempt(store, "otter", 0, 1))
+    with pytest.raises(FencedError):
+        members.check_fence()
+
+
+def test_a_process_joins_past_forged_claims_and_its_own_claim_is_proven(store: MemoryStore) -> None:
+    keys = Keys("otter", "main", KEY)
+    store.put(keys.plain_claim(1, 0), b'{"nonce": "theirs"}')
+    me = claim(PatientStore(store, clock=lambda: 0.0), keys, None, 1, "mine", lambda: None)
+    assert (me.rank, me.nonce) == (1, "mine")
+    found = Attempt(store, "otter", 1).find(CLAIM, Claim.parse)
+    assert found is not None
+    assert found.nonce == "mine"
 
 
 def test_a_process_without_the_key_reads_what_is_there_as_unproven_and_writes_nothing(store: MemoryStore) -> None:
