@@ -23,11 +23,11 @@ from executors.cli.output import CANCELLED, JsonOption, Output, going_on, name_r
 from executors.durations import DURATIONS
 from executors.errors import BackendError, ReplicasError, StoreError
 
-BACKEND = "Where to start them: a backend's name, or pkg.mod:Class. It has to reach the run's rendezvous."
-GPU = "A GPU for each, as in H100 or H100:2; '' is none. Default: as launched."
-SECRET = "A secret, by its name; '' is none. Repeatable. Default: as launched, on a backend of the launch."
+BACKEND = "Where to start them: a backend's name, or pkg.mod:Class. The backend must reach the run's rendezvous."
+GPU = "A GPU for each, as in H100 or H100:2. '' means none. Default: as launched."
+SECRET = "A secret, by its name. '' means none. Repeatable. Default: as launched, on a backend of the launch."
 TIMEOUT = f"How long each may run ({DURATIONS}). Default: as launched."
-DETACH = "Return when they are started; they go on alone."
+DETACH = "Return when they have started. They continue without this command."
 
 
 def add(
@@ -49,10 +49,10 @@ def add(
 ) -> int:
     """Start K more replicas of a run, on any backend, and watch the run to its end.
 
-    They get new ranks and join the others at their next round. Ctrl-C ends those that were added here, and no others.
-    --max-cost of the launch does not bound them; --timeout does.
+    The new replicas get new ranks and join the others at their next round. Ctrl-C ends the replicas that this command
+    added, and no others. --max-cost of the launch does not bound them; --timeout does.
 
-    Exit code: as `launch`; 0 with --detach.
+    Exit code: as `launch`, or 0 with --detach.
     """
     from executors.cli.live import Interrupts, watch
     from executors.cli.summary import Summary, heading

@@ -48,7 +48,7 @@ def collect(
 
     Waits for its end. Without --out it prints a line of JSON for each replica.
 
-    Exit code: as `launch`; 124 also when --timeout was over first; 1 also when a log or the folder failed.
+    Exit code: as `launch`, 124 also if --timeout ended the wait, and 1 also if a log or the folder failed.
     """
     from executors.cli.live import Interrupts, watch
     from executors.cli.summary import Summary

@@ -16,10 +16,10 @@ from executors.cli.output import JsonOption, Output, cannot_write, one_line, ref
 if TYPE_CHECKING:
     from executors.run.run import Run
 
-TENSORBOARD = "Write event files: a folder for each rank, and `anchor`. What the folder holds of the run stays."
+TENSORBOARD = "Write event files: a folder for each rank, and `anchor`. Files of the run that are in the folder stay."
 CSV = "Write a table with a line for each row."
 JSONL = "Write a JSON object for each row, on a line of its own."
-FOLLOW = "Go on until the run has ended. Event files grow; the other files are written again as a whole."
+FOLLOW = "Continue until the run has ended. Event files grow; the other files are written again as a whole."
 LEAST_PAUSE_S = 5.0  # as often as segments come
 SHARE = 0.1  # of the time, at most, that following a run takes
 

@@ -20,7 +20,7 @@ TOLD = ("decided", "works_again", "cancelled", "gave_up", "stopped")  # whose te
 
 def events(
     run: RunArgument,
-    follow: Annotated[bool, Option("--follow", "-f", help="Go on until the run ends.")] = False,
+    follow: Annotated[bool, Option("--follow", "-f", help="Continue until the run ends.")] = False,
     rendezvous: RendezvousOption = None,
     backend: ExecutorOption = None,
     option: BackendOptions = None,

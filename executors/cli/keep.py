@@ -38,7 +38,7 @@ SETTING = re.compile(r"(?:^|,)(restarts|hang|start)=(.*?)(?=,(?:restarts|hang|st
 SET = "Other rules from here on: restarts=5, restarts=3/1h,oom=0, restarts=none, hang=off or start=20m. Repeatable."
 WATCH_RESTARTS = "As for launch, for all ranks from here on; the same as --set restarts=…. none: nothing restarts."
 LONGEST_S = 120.0  # of a single pass; what is due later is left to the next
-WITHIN = f"How long replicas have to come to a good place ({DURATIONS}). Default: 10m."
+WITHIN = f"How long replicas have to finish their round ({DURATIONS}). Default: 10m."
 
 
 def watch(
@@ -59,7 +59,8 @@ def watch(
     """Watch a run to its end, and restart replicas that ended with their machines, as the run's --restarts say.
 
     Any number of processes may watch a run. Ctrl-C leaves the run alone. A detached run has no policy unless you gave
-    one: --restarts preempted restarts only what its service took back. Exit code: as `launch`; 0 with --once.
+    one. With --restarts preempted, this command restarts only replicas whose machine their service took back. Exit
+    code: as `launch`, or 0 with --once.
     """
     from executors.cli.live import watch as watch_to_its_end
     from executors.cli.summary import Summary, heading
@@ -114,7 +115,8 @@ def stop(
 ) -> int:
     """End a run well: each replica ends at its next round, and keeps what it has.
 
-    What is not over in time is cancelled. `replicas resume` goes on from there. Exit code 0 if nothing failed.
+    A replica that has not ended in time is cancelled. `replicas resume` continues the run. Exit code: 0 if nothing
+    failed.
     """
     from executors.cli.live import PlainView, follow
     from executors.cli.summary import Summary, reference

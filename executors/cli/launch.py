@@ -51,22 +51,23 @@ BACKEND = "A backend's name, or pkg.mod:Class; or several with their numbers of 
 ARG = "An argument of the entrypoint, as its annotation says; without one JSON, else a string. Repeatable."
 TIMEOUT = f"How long each replica may run ({DURATIONS}). Default: one hour in a cloud, else a cluster's limit, or none."
 MAX_COST = (
-    "What all replicas may cost together, started again or not: a time limit, where the backend tells prices. What "
-    "`replicas add` starts comes on top."
+    "The most that all replicas may cost together, restarts included. It becomes a time limit, and needs a backend "
+    "with published prices. Replicas that `replicas add` starts cost extra."
 )
 CHAOS = (
-    "A fault to inject, local backend only: kill:rank=1,round=3 (counted from 1; or at=POINT,count=N,when=after; "
-    "attempt=all), likewise hang:…,how=gil|spin|lock|loop|stop, raise:…, exit:…,code=75, oom:…; kill:every=5: a random "
-    "rank; or store:lost=0.02,error=0.01,delay=0.3. Repeatable."
+    "A fault to inject, for the local backend only. kill:rank=1,round=3 kills rank 1 in round 3, counted from 1. In "
+    "place of round: at=POINT,count=N,when=after. attempt=all repeats the fault in each attempt. In place of kill: "
+    "hang:…,how=gil|spin|lock|loop|stop, raise:…, exit:…,code=75, oom:…. kill:every=5 kills a random rank every 5 s. "
+    "store:lost=0.02,error=0.01,delay=0.3 disturbs the store. Repeatable."
 )
-FAIL_FAST = "End the run at the first failure before anybody's first round. Default: the others train on."
-TRACKER = "What gets the numbers of the replicas, too: trackio, wandb, mlflow, or pkg.mod:Class."
-MIN_REPLICAS = "Start with M when the others cannot be had; the run has succeeded when M have. Default: all."
-GATHER = f"How long --min-replicas waits for all ({DURATIONS}); what comes later joins. Default: 10m."
+FAIL_FAST = "End the run if a replica fails before the first round of any replica. Default: the others continue."
+TRACKER = "A tracker that also gets the numbers of the replicas: trackio, wandb, mlflow, or pkg.mod:Class."
+MIN_REPLICAS = "Start with M if the others do not start. The run has succeeded when M have succeeded. Default: all."
+GATHER = f"How long --min-replicas waits for all ({DURATIONS}); later replicas join. Default: 10m."
 RESTARTS = (
     "Bring back replicas that end, up to N times each: N, N/1h for any hour, with caps for reasons or exit codes as in "
     "3,oom=0,75=inf. 0: only what is not the replica's fault. preempted: only replicas whose machine their service "
-    "took back. none: nothing. Default: preempted, while this command watches the run; with --detach, none."
+    "took back. none: nothing. Default: preempted while this command watches the run, and none with --detach."
 )
 HANG = (
     "How long a replica may run without progress: SOFT[:HARD] as in 2m:3m, auto or off. Default: auto, which is 1 min "
@@ -74,12 +75,12 @@ HANG = (
 )
 START = (
     f"How long a replica may take from its start to its first progress ({DURATIONS}), or auto. Default: auto, which "
-    "follows from --hang-timeout; without that, 30 min idle."
+    "follows from --hang-timeout, or is 30 min idle without it."
 )
 AS_FOR_LAUNCH, FROM_HERE_ON = "As for launch,", "for all ranks from here on. Default: as before."
-SPARES = "Start S containers more, which stand by for replicas that lose theirs; with --restarts, in a cloud."
+SPARES = "Start S more containers, which take over for replicas that lose theirs. Needs --restarts and a cloud."
 HEALTH_CHECK = "A function that each new process calls before the task, for 60 s at most: pkg.mod:f, path/file.py:f."
-SIGNED = "Let replicas believe only what was made with the run's key, which this machine draws and keeps for resume."
+SIGNED = "Let replicas accept only records made with the run's key. This machine makes the key and keeps it for resume."
 TASK_DIGEST = (
     "The task's digest, for a run that another machine launched; `replicas status RUN --json` shows it there as "
     "task_digest."
@@ -90,7 +91,7 @@ FROM = "Begin with the model and the outer momentum of another run: its id, or U
 FROM_STEP = "Take the newest round of that run at or before this step. Default: its newest round."
 TOTAL_STEPS = "Extend the run to N inner steps: ranks that have succeeded start again, too."
 TOTAL_ROUNDS = "Extend a run with rounds by the clock to N rounds."
-FROM_SNAPSHOT = "Begin a new run instead, where this one's newest whole snapshot is: for one that has rotted."
+FROM_SNAPSHOT = "Begin a new run at the newest complete snapshot of this one, whose newest round is damaged."
 
 
 def launch(

@@ -30,7 +30,7 @@ ATTEMPT = "An earlier attempt, by its number, or `all`. Default: the newest of e
 LINES = "The last lines of each replica. Default: 200, or all that --grep, --since and --until find."
 LAST_LINES = 200
 TIME = f"{DURATIONS} before now, or 2026-11-22T09:30"
-PREFIX = "What leads each line, with {rank}, {attempt} and {run_id}. Default: '\\[{rank}] ' where there are several."
+PREFIX = "A text before each line, with {rank}, {attempt} and {run_id}. Default: '\\[{rank}] ' where there are several."
 STACKS = "Show the stacks of all threads instead, as they were dumped when a replica hung."
 
 BAR = re.compile(r"^.*\r(?=[^\r\n])", re.MULTILINE)

@@ -59,7 +59,7 @@ RanksOption = Annotated[
     list[Any] | None,
     Option("--rank", "-r", metavar="R,…", parser=_ranks_in, callback=_flat, help="Only these, as 0,2-5. Repeatable."),
 ]
-RENDEZVOUS = "Where the run is kept and its replicas meet: a directory, or a url. Default: this user's own."
+RENDEZVOUS = "The rendezvous: a directory or a url in which the replicas meet. Default: a directory of this user."
 RendezvousOption = Annotated[str | None, Option("--rendezvous", metavar="URL", help=RENDEZVOUS)]
 ENV = "A variable for the replicas; never recorded. Repeatable."
 EnvOption = Annotated[list[str] | None, Option("--env", "-e", metavar="K=V", help=ENV)]
@@ -68,7 +68,7 @@ SecretOption = Annotated[
 ]
 EXECUTOR = "The backend the run was launched with, or pkg.mod:Class, which is never taken from a record."
 ExecutorOption = Annotated[str | None, Option("--backend", "-b", metavar="NAME", help=EXECUTOR)]
-VOLUME = "What to mount where: NAME:/path, or a url; see `replicas backends`. Repeatable."
+VOLUME = "Storage to mount, and where: NAME:/path, or a url (see `replicas backends`). Repeatable."
 VolumeOption = Annotated[list[str] | None, Option("--volume", metavar="NAME:PATH", help=VOLUME)]
 OPTION = "An option of the backend, of several as NAME.K=V; see `replicas backends`. Repeatable."
 BackendOptions = Annotated[list[str] | None, Option("--option", metavar="K=V", help=OPTION)]

@@ -113,7 +113,7 @@ def plan(
         Any, Option("--down", metavar="RATE", parser=_rate, help="Bytes a second that one replica receives.")
     ] = None,
     latency: Annotated[
-        Any, Option("--latency", metavar="SECONDS", parser=_seconds, help="Of a request: 0.05, 50ms.")
+        Any, Option("--latency", metavar="SECONDS", parser=_seconds, help="How long a request takes: 0.05, 50ms.")
     ] = None,
     steps: Annotated[Any, Option("--steps", metavar="S", parser=_count, help=STEPS)] = None,
     wire: Annotated[str | None, Option("--wire", metavar="NAME", help=WIRE)] = None,
@@ -133,8 +133,8 @@ def plan(
 ) -> int:
     """Plan the rounds: which settings let no step wait at a link, and what they move and cost.
 
-    Nothing is launched. What --probe measured is kept on this machine, for later plans and for `replicas status`, which
-    compares the rounds of runs there with the plan.
+    Nothing is launched. This machine keeps the measurements of --probe for later plans. `replicas status` compares the
+    rounds of runs there with the plan.
     """
     output = Output(as_json)
     planner = load_planner()

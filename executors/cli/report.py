@@ -24,7 +24,8 @@ def report(
 ) -> int:
     """Write a run as one self-contained HTML page: its cost, its curves, its time line, its failures.
 
-    Works on a run that goes on, as of now. With --json, what the page shows is printed instead; with --out, too.
+    The run may still continue. The page then shows its state now. With --json, the command prints the same as a
+    document, and with --out it writes the page as well.
     """
     import webbrowser
 

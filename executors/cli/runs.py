@@ -254,7 +254,7 @@ def wait(
 ) -> int:
     """Wait for the end of a run, showing its status.
 
-    Ctrl-C leaves the run alone. Exit code: as `launch`; 124 also when --timeout was over first.
+    Ctrl-C leaves the run alone. Exit code: as `launch`, and 124 also if --timeout ended the wait.
     """
     from executors.cli.live import watch
     from executors.cli.summary import Summary, heading
