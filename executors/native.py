@@ -163,6 +163,21 @@ class TellsPreemption(Protocol):
 
 
 @runtime_checkable
+class KnowsInstallation(Protocol):
+    """An executor that can say what its containers install before they run anything."""
+
+    def installation_note(self, requirements: Sequence[str]) -> str:
+        """Return a sentence on a long installation in each container, and on what avoids it; empty if there is none.
+
+        Args:
+            requirements: what replicas need.
+
+        Example:
+            executor.installation_note(["torch==2.13.0"])
+        """
+
+
+@runtime_checkable
 class KnowsPython(Protocol):
     """An executor that can say which Python its replicas will run."""
 

@@ -14,6 +14,8 @@ from executors.durations import name_duration
 from executors.native import RUN_KEY
 from executors.protocol import BY_USER, Outcome, ReplicaStatus, WarningCount
 
+INSTALLING = "installing"
+"""What a replica does whose container installs packages."""
 FAILED_EARLY = "failed before the first round"
 STEPS_PER_S, TOTAL_STEPS = "steps_per_s", "total_steps"
 COLUMNS = (
@@ -76,6 +78,33 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Installation:
+    """How far a container is with what it installs before the replica's process starts."""
+
+    package: str
+    """The package that takes longest. Empty: not known."""
+    for_s: float
+    """How long it has taken so far, in seconds."""
+    n_bytes: int | None = None
+    """How much has been downloaded. None: not known."""
+    of_bytes: int | None = None
+    """How much there is to download."""
+
+    @property
+    def what(self) -> str:
+        """The words that stay the same until it ends: `installing torch`."""
+        return f"{INSTALLING} {self.package}" if self.package else INSTALLING
+
+    def describe(self) -> str:
+        """Say how far it is: `installing torch, 1.2 of 2.7 GB, 40 s`, or without sizes `installing torch, 40 s`."""
+        sizes = ""
+        if self.n_bytes is not None and self.of_bytes:
+            sizes = f"{self.n_bytes / 1e9:.1f} of {self.of_bytes / 1e9:.1f} GB, "
+        whole = int(max(0.0, self.for_s))
+        return f"{self.what}, {sizes}{f'{whole} s' if whole < 60 else name_duration(whole)}"
+
+
+@dataclass(frozen=True)
 class RestartState:
     """What the run's log of decisions says of a replica at one moment."""
 
@@ -122,7 +151,9 @@ class ReplicaState:
     reported: dict[str, Any] = field(default_factory=dict)
     """What the replica reported last: step, loss, round, and more of its choice."""
     doing: str = ""
-    """In a few words, what it does or waits for before its entrypoint runs."""
+    """In a few words, what it does or waits for before its entrypoint runs. They change only if that does."""
+    installation: Installation | None = None
+    """How far its container is with what it installs. None: it installs nothing, or that is not known."""
     is_readable: bool = True
     """Whether its records tell how it is."""
     restart: RestartState = field(default_factory=RestartState)
@@ -160,7 +191,7 @@ class ReplicaState:
                 return "" if BY_USER in error else error.partition(": ")[2]
             return ": ".join(filter(None, (self.outcome.reason, self.outcome.headline)))
         if self.doing and not self.status.is_terminal:
-            return self.doing
+            return self.doing if self.installation is None else self.installation.describe()
         if self.status is ReplicaStatus.RUNNING and (self.heartbeat_age_s or 0) > 30:
             return f"last heartbeat {self.heartbeat_age_s:.0f} s ago"
         if (peer := self.reported.get(SAME_DATA_AS)) is not None:
@@ -212,7 +243,8 @@ class ReplicaState:
         more = {"reason": outcome and outcome.reason, "exit_code": outcome and outcome.exit_code}
         more |= {"n_warnings": 0 if self.warned is None else self.warned.count}
         more |= {"unproven": outcome is not None and outcome.unproven}
-        return {**row, "note": self.note, **more, **self.restart.to_json()}
+        installation = None if self.installation is None else asdict(self.installation)
+        return {**row, "note": self.note, "installation": installation, **more, **self.restart.to_json()}
 
 
 def alone_warning(outcomes: Sequence[Outcome]) -> str | None:
@@ -386,6 +418,15 @@ class RunStatus:
         return max(going, key=lambda each: (each.left_s or 0.0, -each.share), default=None)
 
     @property
+    def installing(self) -> str:
+        """The ranks whose containers install packages, and how far the slowest is; empty if there are none."""
+        found = {each.rank: each.installation for each in self.replicas if each.installation is not None}
+        if not found:
+            return ""
+        slowest = min(found.values(), key=lambda each: ((each.n_bytes or 0) / (each.of_bytes or 1), -each.for_s))
+        return f"{name_ranks(found)} {slowest.describe()}"
+
+    @property
     def left_s(self) -> float | None:
         """How many seconds the run has to go, as far as its replicas tell."""
         return None if self.progress is None else self.progress.left_s
@@ -446,6 +487,8 @@ class RunStatus:
                 parts.append(f"{name} {'-'.join(dict.fromkeys(ends))}{of}")
         if self.progress is not None and (pace := self.progress.describe()):
             parts.append(pace)
+        if installing := self.installing:
+            parts.append(installing)
         if self.prospects:
             parts.append(self.prospects)
         return self.counts + (f": {', '.join(parts)}" if parts else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -51,6 +52,8 @@ from executors.store.url import RUN_ID, was_deleted
 T = TypeVar("T")
 TOLD_BY_SERVICES = ("preempted", "timeout")
 TICKS = integer(0, 2**63)
+MAX_INSTALLED = 1 << 50  # bytes
+PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?=$|[\s\[=<>!~;@(])")  # the name that a requirement begins with
 WARNED = "replicas.warnings"
 """Where a heartbeat has its count of warnings. Names that replicas report are keyword arguments: they have no dot."""
 
@@ -70,10 +73,22 @@ class Claim(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Boot(Record):
-    """`boot.json`: a container of the attempt began to install what its image lacks."""
+    """`boot.json`: a container of the attempt began to install what its image lacks, and how far it is."""
 
     at: float = checked(number(LONG_AGO, FAR_AHEAD))
-    """When that was, by the container's clock."""
+    """When it began, by the container's clock."""
+    what: str = checked(text(100), "")
+    """The requirement that takes longest, as in "torch==2.13.0"."""
+    n_bytes: int | None = checked(nullable(integer(0, MAX_INSTALLED)), None)
+    """How much has been downloaded. None: not known."""
+    of_bytes: int | None = checked(nullable(integer(0, MAX_INSTALLED)), None)
+    """How much there is to download, of the packages that are known by now."""
+
+    @property
+    def package(self) -> str:
+        """The name of the package that takes longest, as in "torch"; empty if the requirement is a path or a URL."""
+        found = PACKAGE.match(self.what)
+        return found[0] if found else ""
 
 
 @dataclass(frozen=True)

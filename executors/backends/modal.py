@@ -59,6 +59,7 @@ class ModalJobs(JobService):
     name = "Modal"
     limits_advice = "The usual cause is the number of GPUs that your workspace may have at once, which its plan sets."
     lists_running = True
+    keeps_installed = True
     states_name_ranks = False  # its list tells no tags: they would be a request for each sandbox
 
     app_name: str = option("replicas", OPTION_NAME)

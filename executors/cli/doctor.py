@@ -23,6 +23,7 @@ from executors.process import CAN_SUPERVISE, inotify_limit, open_inotify
 from executors.protocol import ServerlessExecutor
 
 if TYPE_CHECKING:
+    from executors.backends.jobs.service import JobService
     from executors.run.run import Run
 
 LOW_DISK_BYTES = 1 << 30
@@ -139,6 +140,8 @@ def _check_backend(
 
         ready = check("launch", check_launch, "Nothing can be launched there until this works.")
         yield ready
+        if isinstance(executor, JobExecutor) and (found := _check_image(executor.service)) is not None:
+            yield found
         if isinstance(executor, JobExecutor) and ready.state == "ok":
             with contextlib.suppress(ReplicasError):
                 for problem, advice in executor.service.risks():
@@ -156,6 +159,15 @@ def _check_backend(
             yield from _check_bucket(url)
     if probe:
         yield check("probe", lambda: _probe(executor, url, gpu), "Its logs say more, if it started: replicas ls")
+
+
+def _check_image(service: JobService) -> Finding | None:
+    """Say how long replicas install torch before they run, and what avoids it; None: that is not known."""
+    from executors.backends.jobs.service import EACH_INSTALLS, INSTALLS_ONCE, WITH_TORCH
+
+    if service.keeps_installed:
+        return Finding("image", "ok", INSTALLS_ONCE)
+    return Finding("image", "note", EACH_INSTALLS, WITH_TORCH) if service.image_lacks_torch else None
 
 
 def _check_store(url: str) -> str:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
@@ -345,7 +346,8 @@ class PlainView:
             self._waits[replica.rank] = waits
             if self._seen.get(replica.rank) is not replica.status or has_news:
                 self._seen[replica.rank] = replica.status
-                note = "" if replica.restart.decision else self._note(replica)  # the decision has said it
+                # The decision has said it. How far an installation is would make a line of its own for each rank.
+                note = "" if replica.restart.decision else self._note(replace(replica, installation=None))
                 changed.setdefault((replica.status, note), []).append(replica.rank)
         for (state, note), ranks in changed.items():
             self._told.add(note)

@@ -28,7 +28,7 @@ from executors.launcher.checks import (
 )
 from executors.launcher.source_run import check_source
 from executors.module_search import describe_hidden
-from executors.native import GATHER_S, NativeExecutor, Package
+from executors.native import GATHER_S, KnowsInstallation, NativeExecutor, Package
 from executors.protocol import ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor, import_path
 from executors.run.prices import affordable_s, usd_per_hour
@@ -97,6 +97,8 @@ class LaunchPlan:
         described = _described(executor)
         about = self.checkout.about
         new = plan_run(request, self.run_id, store.url, described, self.package, code=about, key=self.key)
+        if note := self.installation_note():
+            print(f"replicas: {note}", file=sys.stderr)
         write_run(store, self.run_id, new)
         spec = new.spec
         lease = None
@@ -142,6 +144,12 @@ class LaunchPlan:
         with contextlib.suppress(BackendError):
             return usd_per_hour(self.executor, self.request.n + self.request.spares, self.request.gpu)
         return None
+
+    def installation_note(self) -> str:
+        """Return a sentence if each container first installs torch, with what avoids it; else an empty one."""
+        if self.package is None or not isinstance(self.executor, KnowsInstallation):
+            return ""
+        return self.executor.installation_note(self.package.requirements)
 
     def _start_plainly(self, store: Store) -> Sequence[Any]:
         """Start the replicas on an executor that has the five verbs alone."""

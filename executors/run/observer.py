@@ -20,9 +20,10 @@ from executors.protocol import REASONS, Outcome, ReplicaStatus, ServerlessExecut
 from executors.run.fleet import Fleet
 from executors.run.handles import kept_handles
 from executors.run.heartbeats import Heartbeats
+from executors.run.installations import Installations
 from executors.run.restart_states import RestartStates
 from executors.run.service_reasons import ServiceReasons
-from executors.status import ReplicaState, RunStatus, name_ranks
+from executors.status import INSTALLING, ReplicaState, RunStatus, name_ranks
 from executors.store import Store
 from executors.store.inventory import Inventory
 from executors.store.parallel import at_store
@@ -76,6 +77,7 @@ class Observer:
         """Ranks whose end was found and cannot be written: the next look tries again."""
         self._problems: dict[int, Outcome] = {}
         self._heartbeats = Heartbeats()
+        self._installations = Installations()
         self.is_kept_here = False
         """Whether this process answers ends whose supervisors are gone."""
         self._restarts = RestartStates(store, run_id, record, self.has_keeper, self.has_ended_with_launcher)
@@ -298,11 +300,13 @@ class Observer:
         return [self._state(rank, *seen.get(rank, (None, ""))) for rank in ranks]
 
     def with_reports(self, states: Sequence[ReplicaState]) -> list[ReplicaState]:
-        """Read the heartbeat of each replica that has one, once after its end, and add what it says."""
+        """Return the states with what each replica reports: its last heartbeat, or how far its installation is."""
 
         def with_report(state: ReplicaState) -> ReplicaState:
             has_beat = self._inventory.has(state.rank, state.attempt, "heartbeat")
-            return self._heartbeats.over(state, self.attempt(state.rank).at(state.attempt), has_beat=has_beat)
+            attempt = self.attempt(state.rank).at(state.attempt)
+            state = self._installations.over(state, attempt, launched_at=self.record.created_at)
+            return self._heartbeats.over(state, attempt, has_beat=has_beat)
 
         return self.map(with_report, states)
 
@@ -510,7 +514,7 @@ class Observer:
         has_started = self._inventory.has(rank, number, "started")
         status = reported or (ReplicaStatus.RUNNING if has_started else ReplicaStatus.PENDING)
         if not has_started and self._inventory.has(rank, number, "boot"):
-            doing = "installing"
+            doing = INSTALLING
         if (problem := self.problem(rank)) is not None:
             status = ReplicaStatus.FAILED if self._inventory.has(rank, number, "outcome") else status
             return ReplicaState(rank, number, status, problem, is_readable=False)

@@ -20,6 +20,7 @@ from executors.native import (
     EndsJobs,
     JobsOfRun,
     KeepsOptions,
+    KnowsInstallation,
     Log,
     NativeExecutor,
     Observation,
@@ -135,6 +136,11 @@ class SpreadExecutor:
     def tells_preemption(self, gpu: str | None) -> bool:
         """Return whether the service of any part says when it takes a machine back; see `TellsPreemption`."""
         return any(isinstance(each, TellsPreemption) and each.tells_preemption(gpu) for _, each in self.parts)
+
+    def installation_note(self, requirements: Sequence[str]) -> str:
+        """Return the sentences of all parts, each once; see `KnowsInstallation`."""
+        notes = [each.installation_note(requirements) for _, each in self.parts if isinstance(each, KnowsInstallation)]
+        return " ".join(filter(None, dict.fromkeys(notes)))
 
     def package(self, entrypoint: str | Callable[..., Any]) -> Package | None:
         """Return what replicas on other machines need; raises ValueError where one is to have other requirements."""

@@ -3,7 +3,7 @@
 This text is the command of a container (`shipping.bootstrap_command`), so it stands alone: the standard library, and
 boto3, which it installs when it is missing. It runs nothing but what was launched: the digest of task.json came with
 the launch, and task.json has the digest of the code. What prevents a start is told in one line on stderr, and by exit
-code 78 (EX_CONFIG of sysexits.h). While it installs, the attempt has a boot.json.
+code 78 (EX_CONFIG of sysexits.h). While it installs, the attempt has a boot.json that says how far it is.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import os
 import pathlib
 import random
 import re
+import runpy
 import shutil
 import signal
 import site
@@ -41,6 +42,7 @@ PIN = re.compile(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.+!_-]+)")
 SETTINGS_OF_PIP = ("index-url", "find-links", "no-index", "constraint")  # which uv would not heed
 Get = Callable[[str], bytes]
 Put = Callable[[str, bytes], object]
+Run = Callable[["list[str]"], int]
 
 
 class WrongObject(Exception):
@@ -80,7 +82,8 @@ def main() -> None:
         refuse(f"there is no room for its code: {error}. Give it a folder that can be written (TMPDIR).")
     requirements = [kept(each) if each in task.get("pins", ()) else each for each in task["requirements"]]
     if not all(is_satisfied(requirement) for requirement in requirements):
-        install(requirements, put)
+        progress = runpy.run_path(str(folder / "packages/executors/shipping/install_progress.py"))
+        install(requirements, lambda missing: progress["begin"](put, missing))
     # The worker puts the workspace before these once it has reserved the names of what it imports itself: PYTHONPATH
     # precedes the standard library, of which a module of the workspace may have the name.
     paths = [workspace, *(workspace / path for path in task["paths"])]
@@ -237,18 +240,16 @@ def release(version: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", version.partition("+")[0])]
 
 
-def install(requirements: list[str], put: Put = lambda *_: None) -> None:
-    say(f"installing {', '.join(each for each in requirements if not is_satisfied(each))}")
-    room = "spares" if os.environ.get("REPLICA_SPARE") else "replicas"
-    place = f"{room}/{int(os.environ.get('REPLICA_RANK', 0)):04d}/{os.environ.get('REPLICA_ATTEMPT', 0)}"
-    with contextlib.suppress(Exception):  # for people, so it is not tried twice
-        put(f"{place}/boot.json", json.dumps({"at": time.time(), "doing": "installing"}).encode())
+def install(requirements: list[str], begin: Callable[[list[str]], Run] = lambda _: subprocess.call) -> None:
+    missing = [each for each in requirements if not is_satisfied(each)]
+    say(f"installing {', '.join(missing)}")
+    run_uv = begin(missing)
     options = ("--no-cache-dir", "--disable-pip-version-check", "--no-input", "--root-user-action=ignore", "--quiet")
     pip = [sys.executable, "-P", "-m", "pip", "install", *options]
     if uv := uv_command(pip):
         strategy = "--index-strategy=unsafe-best-match"  # all indexes count alike, as they do for pip
         command = [*uv, "pip", "install", "--quiet", "--no-cache", "--break-system-packages", strategy]
-        if subprocess.run([*command, "--python", sys.executable, *requirements], check=False).returncode == 0:
+        if run_uv([*command, "--python", sys.executable, *requirements]) == 0:
             find_installed()
             return
         say("uv could not install this; pip tries")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
@@ -22,8 +23,10 @@ from executors.backends.jobs.job_states import MAX_THREADS, JobStates
 from executors.backends.jobs.max_cost import limits_left
 from executors.backends.jobs.sdk import call_each
 from executors.backends.jobs.service import (
+    EACH_INSTALLS,
     RUN_LABEL,
     STORE_LABEL,
+    WITH_TORCH,
     ForeignJobError,
     Job,
     JobId,
@@ -67,6 +70,8 @@ MARGIN_S = 120  # what the service's limit leaves for fetching the code, and for
 HEAD_START_S = 5.0  # the store's, before the service is asked to end a job: so the marker is usually there before
 STORE_S = 20.0  # how long a store is waited for once the service has ended a job
 INSTALL_S = 900  # the same where something is to be installed: the time limit counts from the entrypoint's start
+
+TORCH = re.compile(r"torch(?![A-Za-z0-9._-])")  # a requirement of torch itself, as "torch==2.13.0"
 
 P = ParamSpec("P")
 S = TypeVar("S", bound=JobService)
@@ -172,6 +177,13 @@ class JobExecutor:
     def tells_preemption(self, gpu: str | None) -> bool:
         """Return whether the service says when it takes a machine back; see `TellsPreemption`."""
         return self.service.tells_preemption(gpu)
+
+    def installation_note(self, requirements: Sequence[str]) -> str:
+        """Return a sentence if each container installs torch first; see `KnowsInstallation`."""
+        needs_torch = any(TORCH.match(each) for each in requirements)
+        if not needs_torch or self.service.keeps_installed or not self.service.image_lacks_torch:
+            return ""
+        return f"{self.service.name}: {EACH_INSTALLS}. {WITH_TORCH}"
 
     def package(self, entrypoint: str | Callable[..., Any]) -> Package:
         """Pack what replicas need of this side: the code under the working directory, and what to install."""

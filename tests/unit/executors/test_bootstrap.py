@@ -22,7 +22,7 @@ from support.records import read_json
 from support.standalone_replicas import Cloud, ended, outcome_of, running_cloud, ship, write_files
 
 from executors import open_store
-from executors.attempt import Attempt
+from executors.attempt import Attempt, Boot
 from executors.native import Package, RunSpec
 from executors.shipping.package import bootstrap_command, layer_command, make_package
 from executors.store.records import to_bytes
@@ -326,7 +326,7 @@ def fake_uv(folder: Path, *, installs: bool) -> dict[str, str]:
     unpack = "zipfile.ZipFile(sys.argv[-1]).extractall(sysconfig.get_path('purelib'))"
     script.write_text(f"""#!/bin/sh
 echo "$@" > {folder}/arguments
-{"" if installs else "exit 2"}
+{"" if installs else "echo 'error: no such wheel' >&2; exit 2"}
 while [ "$1" != --python ]; do shift; done
 exec "$2" -c "import sys, sysconfig, zipfile; {unpack}" "$@"
 """)
@@ -347,7 +347,9 @@ def test_uv_installs_where_it_can_be_had_and_pip_where_it_cannot(cloud: Cloud, t
     assert {"--no-cache", "--break-system-packages", "--extra-index-url=https://mine.example.com"} <= set(arguments)
     again = ship(tmp_path / "other", workspace, "main_of_user")
     code, _, err = ended(cloud.start(again, environ=fake_uv(tmp_path / "broken", installs=False)))
-    assert (code, err.splitlines()[1:]) == (0, ["replicas: uv could not install this; pip tries"])
+    lines = ["error: no such wheel", "replicas: uv could not install this; pip tries"]
+    assert (code, err.splitlines()[1:]) == (0, lines)
+    assert "--quiet" not in arguments, "else uv does not say what it downloads"
 
 
 def test_what_the_image_has_of_ours_in_a_later_version_is_kept_and_reported(
@@ -374,14 +376,22 @@ def test_while_it_installs_it_says_so_in_the_store_and_ends_when_it_is_told_to(
 ) -> None:
     slow = tmp_path / "bin"
     slow.mkdir()
-    (slow / "uv").write_text("#!/bin/sh\nexec sleep 600\n")
+    # As uv writes where its stderr is no terminal.
+    said = ["Downloading torch (502.2MiB)", "Downloading triton (1.5GiB)", " Downloaded torch"]
+    (slow / "uv").write_text("#!/bin/sh\n" + "".join(f"echo '{line}' >&2\n" for line in said) + "exec sleep 600\n")
     (slow / "uv").chmod(0o755)
     package = make_package("train_of_user:light", root=workspace, pip=["nowhere-to-be-found==1.0"])
     spec = ship(shared, workspace, "train_of_user:light", {"x": 1}, package=package)
     path = f"{slow}:{os.environ['PATH']}"
+
+    def noted() -> tuple[str, int | None, int | None] | None:
+        boot = attempt.find("boot.json", Boot.parse)
+        return None if boot is None else (boot.package, boot.n_bytes, boot.of_bytes)
+
     process = cloud.start(spec, environ={"PATH": path, "PIP_CONFIG_FILE": os.devnull})
     attempt = Attempt(open_store(shared), "otter", 0, 0)
-    eventually(lambda: attempt.has("boot.json"))
+    torch, triton = int(502.2 * 2**20), int(1.5 * 2**30)
+    eventually(lambda: noted() == ("nowhere-to-be-found", torch, torch + triton), "it says how far it is")
     process.terminate()
     code, _, err = ended(process)
     assert (code, err) == (143, "replicas: installing nowhere-to-be-found==1.0\n")

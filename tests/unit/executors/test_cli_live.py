@@ -22,7 +22,7 @@ from executors.protocol import Outcome, ReplicaStatus
 from executors.run.observer import Observer
 from executors.run.run import Run
 from executors.run.waiter import OutageTolerance, Waiter
-from executors.status import Decided, ReplicaState, RestartState, RunStatus
+from executors.status import Decided, Installation, ReplicaState, RestartState, RunStatus
 from executors.task.record import RunRecord
 
 RUNNING, SUCCEEDED, FAILED = ReplicaStatus.RUNNING, ReplicaStatus.SUCCEEDED, ReplicaStatus.FAILED
@@ -196,6 +196,30 @@ def test_each_change_of_status_is_one_line_and_progress_comes_now_and_then(capsy
         "ranks 0, 2 succeeded",
         "rank 1 failed (exception: Oops: no)",
     ]
+
+
+def test_an_installation_is_one_line_for_all_ranks_and_then_a_line_of_progress_now_and_then(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = Clock()
+
+    def script() -> RunStatus:
+        if clock.now > 25:
+            return state(replica(0, SUCCEEDED), replica(1, SUCCEEDED), at=clock.now)
+        installs = [Installation("torch", clock.now + rank, int(clock.now * 1e8), 3 * 10**9) for rank in range(2)]
+        pending = [
+            ReplicaState(rank, 0, ReplicaStatus.PENDING, doing=each.what, installation=each)
+            for rank, each in enumerate(installs)
+        ]
+        return state(*pending, at=clock.now)
+
+    assert show(script, clock)
+    first, *progress, last = capsys.readouterr().out.splitlines()
+    assert first.endswith("ranks 0-1 pending (installing torch)")
+    assert [re.sub(r"^\[.*?\] ", "", line) for line in progress] == [
+        f"2 pending: ranks 0-1 installing torch, {gb} of 3.0 GB, {s} s" for gb, s in (("1.0", 11), ("2.0", 21))
+    ]
+    assert last.endswith("ranks 0-1 succeeded")
 
 
 def test_each_decision_is_a_line_once_and_the_replica_does_not_repeat_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,72 @@
+"""Notes in the store how far an installation is, which a launch shows in place of "pending".
+
+The bootstrap runs this file from the code that it has unpacked, by its path, before anything is installed. So this
+file imports the standard library alone, and nothing imports it as a module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+# uv prints these lines on stderr, with sizes as they are downloaded, for each package of more than 1 MiB.
+STEP = re.compile(r"\s*Download(?:ing|ed) (?P<name>\S+)(?: \((?P<size>[0-9.]+)(?P<unit>[KMGT])iB\))?\s*")
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+MAX_NAME = 100
+Put = Callable[[str, bytes], object]
+
+
+def begin(put: Put, missing: list[str]) -> Callable[[list[str]], int]:
+    """Note that an installation begins; return what runs uv and notes how much it has downloaded.
+
+    Args:
+        put: writes an object of the run, by its name below the run.
+        missing: the requirements that are to be installed.
+
+    Example:
+        begin(put, ["torch==2.13.0"])(["uv", "pip", "install", "--quiet", "torch==2.13.0"])
+    """
+    room = "spares" if os.environ.get("REPLICA_SPARE") else "replicas"
+    attempt = f"{room}/{int(os.environ.get('REPLICA_RANK', 0)):04d}/{os.environ.get('REPLICA_ATTEMPT', 0)}"
+    # One name is enough for a line of a launch. Nearly all of the time and the money goes into torch.
+    named = next((each for each in missing if each.startswith("torch==")), next(iter(missing), ""))
+    boot = {"at": time.time(), "doing": "installing", "what": named[:MAX_NAME]}
+
+    def note(**sizes: int) -> None:
+        with contextlib.suppress(Exception):  # users read it and nothing depends on it, so it is not tried twice
+            put(f"{attempt}/boot.json", json.dumps({**boot, **sizes}).encode())
+
+    note()
+    return lambda command: _run(command, note)
+
+
+def _run(command: list[str], note: Callable[..., None]) -> int:
+    """Run uv, note each package that has come, and return the exit code. If uv fails, print what it said."""
+    sizes, others, done = dict[str, int](), list[str](), 0
+    loud = [word for word in command if word != "--quiet"]  # else uv names no package
+    uv = subprocess.Popen(loud, stderr=subprocess.PIPE, text=True, encoding="utf-8", errors="replace")
+    try:
+        assert uv.stderr is not None
+        for line in uv.stderr:
+            step = STEP.fullmatch(line)
+            if step is None:
+                others.append(line)
+            elif step["size"]:
+                sizes[step["name"]] = int(float(step["size"]) * UNITS[step["unit"]])
+            elif step["name"] in sizes:
+                done += sizes.pop(step["name"])
+                note(n_bytes=done, of_bytes=done + sum(sizes.values()))
+        code = uv.wait()
+    except BaseException:  # a service that ends the container raises here, and uv would go on
+        uv.kill()
+        uv.wait()
+        raise
+    if code != 0:
+        sys.stderr.writelines(others)
+    return code

@@ -1,0 +1,56 @@
+"""A launch and `doctor` say once that containers install torch, and what avoids it, where that is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from servers.hub.server import HubServer
+from support.cli import Folder, HereInstead
+from support.fake_jobs import FakeJobs, Machines
+
+from executors.backends.hf_jobs import HFJobsExecutor
+from executors.backends.jobs.service import EACH_INSTALLS, INSTALLS_ONCE, WITH_TORCH
+from executors.cli.doctor import _check_image
+
+BACKEND = "support.fake_jobs:FakeExecutor"
+
+
+@pytest.mark.parametrize(
+    ("image", "is_pythons"),
+    [
+        (None, True),
+        ("python:3.12-slim", True),
+        ("docker.io/library/python:3.13", True),
+        ("pytorch/pytorch:2.13", False),
+    ],
+)
+def test_containers_of_pythons_own_image_install_torch_and_of_other_images_nobody_knows(
+    hf: HubServer, image: str | None, is_pythons: bool
+) -> None:
+    executor = HFJobsExecutor(image=image)
+    said = f"Hugging Face: {EACH_INSTALLS}. {WITH_TORCH}" if is_pythons else ""
+    for requirements in (["numpy==2.2.0", "torch==2.13.0"], ["torch"], ["torch[opt]>=2"]):
+        assert executor.installation_note(requirements) == said
+    assert executor.installation_note(["torchvision", "./torch"]) == "", "neither is torch"
+    assert (_check_image(executor.service) is not None) == is_pythons
+
+
+def test_a_service_that_keeps_what_was_installed_says_nothing_at_a_launch(machines: Machines) -> None:
+    class Keeping(FakeJobs):
+        image = "python:3.12"
+        keeps_installed = True
+
+    found = _check_image(Keeping(machines))
+    assert found is not None
+    assert (found.state, found.found) == ("ok", INSTALLS_ONCE)
+
+
+def test_a_launch_says_it_once(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(FakeJobs, "image", "python:3.12", raising=False)
+    here = HereInstead(Folder(Path.cwd()), monkeypatch, capsys)
+    told = here.replicas("launch", "job.py:main", "--backend", BACKEND, "--run-id", "otter", "--n", 2, "--detach")
+    assert told.code == 0, told
+    assert told.stderr.count(f"replicas: Fake: {EACH_INSTALLS}. {WITH_TORCH}") == 1
