@@ -6,13 +6,13 @@ import os
 from pathlib import Path
 
 BLOCK_BYTES = 64 * 1024
-MAX_READ_BYTES = 4 * 1024 * 1024  # what a reader holds at most, whatever the lines' length
+MAX_READ_BYTES = 4 * 1024 * 1024  # a reader holds at most this much, for lines of any length
 LIMITED = f"these are the last {MAX_READ_BYTES >> 20} MiB; `replicas collect --out DIR` writes all"
 EVERY_LINE = 1 << 40
 
 
 def tail_text(path: Path, n_bytes: int) -> str:
-    """Return the last bytes of a file as text; empty when it cannot be read: what ended its process counts for more."""
+    """Return the last bytes of a file as text, or an empty text if it cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - n_bytes))

@@ -24,7 +24,7 @@ WHOLE = 20_000  # lines of an attempt that began while it was followed
 
 
 class Sight(NamedTuple):
-    """What a look saw of a rank."""
+    """The position in the log of a rank, after one look."""
 
     attempt: int
     """Its newest attempt that has a log."""
@@ -37,7 +37,7 @@ class Logs(Protocol):
     """The logs of a run, as a follower needs them. `open` and `kept` are called from many threads."""
 
     def look(self, ranks: Sequence[int] | None) -> Mapping[int, Sight]:
-        """Return the newest attempt of each rank; None: of all that there are."""
+        """Return the newest attempt of each rank, or of all ranks if None is given."""
 
     def open(self, rank: int, attempt: int) -> Log | None:
         """Return the log of an attempt; None while it has none."""
@@ -149,7 +149,7 @@ class _Follower:
             for new in added.values():
                 self._start(lambda new=new: self._read([new]))  # type: ignore[misc]
             if sights != before:
-                self._parts.put(None)  # all may be done: a rank that went on under its old log is not read again
+                self._parts.put(None)  # all may be done: a rank that continued under its old log is not read again
 
     def _read(self, ranks: Sequence[_Rank]) -> None:
         outage = Outage(FOLLOWER, "the logs")

@@ -1,4 +1,4 @@
-"""Finding where one piece of a log goes on in another, of logs that come late, are cut off, or seen in a window."""
+"""Finds where one piece of a log continues in another, for logs that come late, are cut off, or seen in a window."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def come_late(seen: Sequence[str], lines: Sequence[str]) -> list[str] | None:
 def place_after(seen: Sequence[str], lines: Sequence[str]) -> int:
     """Return the number of `lines` up to the last ones that were seen.
 
-    Of the seen lines that occur in `lines` at all, as many of the last ones count as lie together there; of several
-    such places the first one.
+    Take the seen lines that occur in `lines`. The longest run of the last of them that is contiguous in `lines` counts.
+    If there are several such places, the first one counts.
     """
     known = set(lines)
     common = [line for line in seen if line in known]

@@ -15,11 +15,11 @@ from executors.protocol import ServerlessExecutor
 
 LONGEST_LINE = 4 << 20  # characters; a text without a newline is cut there
 PART_BYTES = 256 * 1024
-WINDOW_LINES = 2000  # what is asked of an executor that can only give the last lines
+WINDOW_LINES = 2000  # the request to an executor that can only give the last lines
 
 
 def open_log(executor: ServerlessExecutor, handle: Any) -> Log:
-    """Return the log of the attempt that a handle names; with the five verbs alone, that of its replica."""
+    """Return the log of the attempt that a handle names. With the five verbs alone, it is the replica's log."""
     if isinstance(executor, NativeExecutor):
         return executor.open_log(handle)
     return TailedLog(lambda n_lines: executor.stream_logs(handle, n_lines=n_lines))
@@ -110,7 +110,7 @@ class OffsetLog:
     def _span(self, since: float | None, until: float | None) -> tuple[int, int | None]:
         """Return where the lines of a span begin and end."""
         if since is not None or until is not None:
-            raise ValueError("nobody keeps when its lines come")
+            raise ValueError("the times of its lines are not kept")
         return 0, None
 
     def close(self) -> None:
@@ -133,17 +133,17 @@ class FileLog(OffsetLog):
             start = 0 if since is None else offset_at(self._path, since)
             return start, None if until is None else offset_at(self._path, until)
         except OSError:
-            raise ValueError(f"nobody kept when the lines of {self._path} came") from None
+            raise ValueError(f"the times of the lines of {self._path} were not kept") from None
 
 
 class TailedLog:
     """Compares the last lines with those seen before.
 
-    Exact while the log is shorter than the window. Beyond it, some lines of a program that prints the same ones over
-    and over may be left out; where lines may lie between it and what was seen, a line before it says so.
+    Exact while the log is shorter than the window. Beyond it, some lines of a program that prints the same lines
+    again and again may be left out. If lines may be missing, a line there names them.
 
     Args:
-        read: returns so many last lines.
+        read: takes a number, and returns the last lines up to that number.
         window: how many it is asked for.
     """
 

@@ -22,7 +22,7 @@ def times_of(log: Path) -> Path:
 
 
 class TimesWriter:
-    """Notes when a log grows, for as long as somebody calls it. The log itself is left as its writer makes it."""
+    """Notes when a log grows, while it is called. The log itself is not changed."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -30,7 +30,7 @@ class TimesWriter:
         self._noted_at = -math.inf
 
     def note(self, now: float, *, at_once: bool = False) -> None:
-        """Add a pair if the log has grown, at most one each second. What cannot be written is left out.
+        """Add a pair if the log has grown, at most one each second. A pair that cannot be written is left out.
 
         Args:
             now: Unix time.
@@ -54,7 +54,7 @@ def offset_at(log: Path, at: float) -> int:
     """Return where the first line of a log begins that may have been written after a time, to the second.
 
     Raises:
-        FileNotFoundError: nobody kept when the log grew.
+        FileNotFoundError: the times of the log were not kept.
     """
     data = times_of(log).read_bytes()
     pairs = list(PAIR.iter_unpack(data[: len(data) // PAIR.size * PAIR.size]))

@@ -1,1 +1,1 @@
-"""What replicas measure over time, kept with the run as write-once segments: see `rows`, `recorder` and `metrics`."""
+"""The measurements of replicas over time, kept in write-once segments: see `rows`, `recorder` and `metrics`."""

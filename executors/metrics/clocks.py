@@ -25,10 +25,10 @@ Seal = tuple[str, int]
 
 @dataclass
 class Lived:
-    """What is known of the life of an attempt."""
+    """The times in the life of an attempt, as far as they are known."""
 
     claimed_at: float | None = None
-    """By its host's clock; None: not known."""
+    """By its host's clock. None if it is not known."""
     host: str = ""
     last_t: float = 0.0
     """Its end, or the last sign of life: seconds since the claim."""
@@ -52,7 +52,7 @@ def read_life(attempt: Attempt, records: Collection[str], rows: Sequence[Row]) -
             return lived
         if lived.outcome is not None and lived.outcome.host == lived.host:
             lived.last_t = max(lived.last_t, lived.outcome.finished_at - lived.claimed_at)
-        elif "heartbeat" in records and (beat := attempt.beat()):  # who found its end may have come much later
+        elif "heartbeat" in records and (beat := attempt.beat()):  # another process may have found its end much later
             lived.last_t = max(lived.last_t, beat.at - lived.claimed_at)
     except StoreError as error:
         lived.problem = str(error)
@@ -60,7 +60,7 @@ def read_life(attempt: Attempt, records: Collection[str], rows: Sequence[Row]) -
 
 
 def sightings(rows: Sequence[Row], claimed_at: float) -> dict[Seal, float]:
-    """Return when an attempt saw seals, by its host's clock: those that count it, else all; others it sees too late."""
+    """Return when an attempt saw seals, by its host's clock. If no seal counts the attempt, all its seals are used."""
     rounds = [row for row in rows if isinstance(row, Round)]
     counted = [row for row in rounds if row.verdict == "counted"]
     return {(row.name, row.entry): claimed_at + row.t - row.step_s - row.reduce_s for row in counted or rounds}
@@ -69,7 +69,7 @@ def sightings(rows: Sequence[Row], claimed_at: float) -> dict[Seal, float]:
 def clocks_ahead(
     seen: Mapping[AttemptKey, Mapping[Seal, float]], hosts: Mapping[AttemptKey, str]
 ) -> dict[AttemptKey, float]:
-    """Return by how many seconds the clock of each attempt is ahead of that of the one that saw most seals."""
+    """Return the seconds by which each attempt's clock is ahead of the clock of the attempt that saw most seals."""
     ahead = dict[AttemptKey, float]()
     placed = dict[Seal, float]()
     by_host = dict[str, float]()

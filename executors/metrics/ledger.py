@@ -1,4 +1,4 @@
-"""What became of the work that replicas did, and how much of what they could have done was counted.
+"""The fate of the work that replicas did, and the share of their possible work that was counted.
 
 A unit of work is an inner step, or what a callable `weight` counts. With P fragments each unit goes into P entries of
 the log, a P-th into each.
@@ -9,18 +9,20 @@ the log, a P-th into each.
 - *carried*: what a replica that lives, or ended well, has in no round.
 - *lost*: what a replica that failed, or was cancelled, had in no round.
 
-How much a replica has in no round it says when its DiLoCo is closed. Of one that was killed, or lives, it is estimated:
-what its last round carried, and what it trained since it sent something for that, at its own pace, but no more than it
-usually sends. Steps that were made while a contribution was on its way (`overlap_steps`) are in the next line with
-`merge="carry"`; else they are in none: they are mixed in, or replaced.
+A replica reports its work in no round when its DiLoCo is closed. For a replica that was killed, or lives, this work is
+estimated. The estimate is the work that its last round carried, and its work since it sent that contribution, at its
+own pace. It is not more than the replica usually sends. Steps that were made while a contribution was on its way
+(`overlap_steps`) are in the next line with `merge="carry"`. Without it, they are in no line, because they are mixed in
+or replaced.
 
     goodput = counted / (replicas x longest x speed)
 
-`replicas` were launched, or joined; the one that lived longest, over all its attempts, did so for `longest` seconds;
-and `speed` is the mean of the replicas' own, each the median of the work counted in a second of its undisturbed
-minutes: with rounds by the clock they are of unlike speeds. In such a minute each round counted the replica, and the
-same others as the round before. An attempt's first round, before which it starts, is not among them. Where no
-undisturbed stretch lasts a minute they are taken as they are; where there is none, all rounds are.
+`replicas` is the number of replicas that were launched, or joined. `longest` is the lifetime, in seconds over all
+attempts, of the replica that lived longest. `speed` is the mean of the replicas' own speeds, which differ if rounds go
+by the clock. The speed of a replica is the median of the work counted in a second of its undisturbed minutes. In such a
+minute each round counted the replica, and the same others as the round before. The first round of an attempt is left
+out, because the attempt starts before it. If no undisturbed stretch lasts a minute, shorter ones are used. If there is
+no such stretch, all rounds are used.
 
 Goodput is not the mean of the seals' weights over the usual weight. A weight is capped at 1 there: a replica that comes
 back with work of two rounds counts as one. So the mean of the weights is lower, by 0.02 to 0.05 in runs with a kill
@@ -68,7 +70,7 @@ class Ledger(Work):
     """The work of all replicas; see the module."""
 
     goodput: float | None = None
-    """Share of the work of undisturbed replicas that was counted; None: no round says what that is."""
+    """Share of the work of undisturbed replicas that was counted. None if no round shows it."""
     by_rank: Mapping[int, Work] = field(default_factory=dict)
 
 
@@ -85,7 +87,7 @@ class Life:
     has_failed: bool
     """Whether it has ended, and not well."""
     left: float | None
-    """How much work was in no round when the DiLoCo was closed; None: it was not."""
+    """How much work was in no round when the DiLoCo was closed. None if it was not closed."""
     rounds: Sequence[Round]
     """In the order of time."""
 
@@ -146,7 +148,7 @@ class _Book:
         return Work(**fates, **({"lost": rest} if life.has_failed else {"carried": rest}))
 
     def speed(self) -> float | None:
-        """Return the work that is counted in a second of an undisturbed minute; None: no round was counted."""
+        """Return the work that is counted in a second of an undisturbed minute. None if no round was counted."""
         stretches = [(life.rank, stretch) for life in self._lives for stretch in self._undisturbed(life)]
         speeds = [(rank, *alike) for rank, stretch in stretches for alike in _speeds(stretch)]
         speeds = speeds or [(rank, (done[-1] - done[0]) / (at[-1] - at[0]), 1) for rank, (at, done) in stretches]
@@ -176,13 +178,13 @@ class _Book:
         return found
 
     def _pace(self, rounds: Sequence[Round]) -> float:
-        """Return units of work in a second of training; 0: not known."""
+        """Return units of work in a second of training, or 0 if the speed is not known."""
         trained_s, decided, until_last = 0.0, 0.0, dict[int, float]()
         for row in rounds:
             trained_s += row.train_s
             if row.verdict != "carried":
                 decided += row.weight
-                until_last[row.fragment] = max(0.0, trained_s - row.hidden_s)  # what came after that was not sent
+                until_last[row.fragment] = max(0.0, trained_s - row.hidden_s)  # work after that was not sent
         return decided / sum(until_last.values()) if any(until_last.values()) else 0.0
 
     def _undisturbed(self, life: Life) -> Iterator[tuple[list[float], list[float]]]:
@@ -238,7 +240,7 @@ def _speeds(stretch: tuple[list[float], list[float]]) -> Iterator[tuple[float, i
 
 
 def _median(groups: list[tuple[float, int]]) -> float:
-    """Return the median of values, of which so many each are alike."""
+    """Return the median of values, each with the number of times that it occurs."""
     groups = sorted(groups)
     until = [*accumulate(n for _, n in groups)]
     low, high = (groups[bisect_right(until, at)][0] for at in ((until[-1] - 1) // 2, until[-1] // 2))

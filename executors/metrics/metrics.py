@@ -1,4 +1,4 @@
-"""What the replicas of a run measured, read from its segments and put on one clock."""
+"""The measurements of the replicas of a run, read from its segments and put on one clock."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class AttemptSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """What the replicas of a run measured: iterable row by row, by rank, attempt and time."""
+    """The measurements of the replicas of a run. It yields its rows by rank, attempt and time."""
 
     run_id: str
     world_size: int
@@ -48,7 +48,7 @@ class Metrics:
     """By rank and attempt."""
     rows: Sequence[Row] = field(repr=False)
     problems: Sequence[str]
-    """What is missing or could not be read, in sentences."""
+    """A sentence for each part that is missing or could not be read."""
     origins: Mapping[tuple[int, int], float] = field(repr=False)
     """By rank and attempt, the second of the time line at which it was claimed."""
     left: Sequence[Left] = field(default=(), repr=False)
@@ -63,22 +63,22 @@ class Metrics:
 
     @cached_property
     def numbers(self) -> list[Numbers]:
-        """What was reported."""
+        """The numbers that replicas reported."""
         return [row for row in self.rows if isinstance(row, Numbers)]
 
     @cached_property
     def rounds(self) -> list[Round]:
-        """What the rounds were, for each replica."""
+        """The rounds, as each replica saw them."""
         return [row for row in self.rows if isinstance(row, Round)]
 
     @cached_property
     def usage(self) -> list[Usage]:
-        """What the processes used."""
+        """The resources that the processes used."""
         return [row for row in self.rows if isinstance(row, Usage)]
 
     @cached_property
     def ledger(self) -> Ledger:
-        """What became of the work that the replicas did, as far as `rows` tell: of a part there is no goodput."""
+        """The fate of the work that the replicas did, from `rows`. There is no goodput if `rows` are only a part."""
         rounds = dict[tuple[str, int, int], list[Round]]()
         for row in self.rounds:
             rounds.setdefault((row.name, row.rank, row.attempt), []).append(row)
@@ -126,9 +126,9 @@ class Metrics:
 
 
 def read_metrics(store: Store, run_id: str, record: RunRecord, kept: dict[str, memoryview] | None = None) -> Metrics:
-    """Read what the replicas of a run measured.
+    """Read the measurements of the replicas of a run.
 
-    What cannot be read is left out, and named in `problems`.
+    A part that cannot be read is left out, and named in `problems`.
 
     Args:
         kept: segments by key, which are not read again; those that are read are added,

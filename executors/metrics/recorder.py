@@ -1,4 +1,4 @@
-"""What one attempt measures, kept as write-once segments of lines.
+"""The measurements of one attempt, kept as write-once segments of lines.
 
 The training's thread only appends, and asks no store. All else happens in the thread beside it, which calls `look` once
 a second, and nothing of it ends the training. See `rows` for the lines.
@@ -57,7 +57,7 @@ class Recorder:
         self._clock = clock
         self._is_near = is_near(store.url)
         self.on_line: Callable[[float, Mapping[str, Any]], None] | None = None
-        """Gets each line as it is kept, and its Unix time, in the thread beside the training; never waits."""
+        """Gets each line as it is kept, and its Unix time, in the thread of the recorder. Never waits."""
         self.on_warning: Callable[[str], None] = lambda text: None
         """Gets a sentence, once, when measurements cannot be written. Never waits."""
         # Between the threads: each hands over by one operation that cannot be interrupted.
@@ -68,11 +68,11 @@ class Recorder:
         self._n_after_round = 0
         """How many reports are to have a line of their own because a round was just before."""
         self._line_s, self._line_at, self._n_lines = LINE_S, 0.0, 0
-        # Of the thread beside the training.
+        # Only the thread of the recorder uses these.
         self._lines = list[bytes]()
         self._n_bytes = self._left_out = self._n_segments = 0
         self._closed: bytes | None = None
-        """A segment that is to be written as it is: it may have been written though the store reported an error."""
+        """A segment that must be written unchanged, because it may exist although the store reported an error."""
         self._close_at: float | None = None
         self._retry_at = 0.0
         self._is_deleted = self._has_complained = False

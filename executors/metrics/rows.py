@@ -1,8 +1,8 @@
 """The lines of a segment, `<run>/metrics/<rank>/<attempt>/<number>.jsonl`, as typed rows.
 
-A line with a `verdict` is a round's, one with `rss` says what the process used, and most others hold what `report()`
-was given. One with `left_with` says how much work was in no round at the end, and one with `left_out` how many lines
-were dropped because no segment could be written.
+A line with a `verdict` describes a round. A line with `rss` has the resources of the process. A line with `left_with`
+has the work that was in no round at the end. A line with `left_out` has the number of lines that were dropped because
+no segment could be written. Most other lines hold the values of `report()`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NORM = nullable(AMOUNT)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Numbers:
-    """What `report()` was given since the line before."""
+    """The values that `report()` got since the line before."""
 
     rank: int
     attempt: int
@@ -91,9 +91,9 @@ class Round(Record):
     """Its number in the log, from 0."""
     fragment: int = checked(integer(0, 10**6))
     ranks: tuple[int, ...] = checked(list_of(RANK))
-    """Whose work is in the mean."""
+    """The ranks whose work is in the mean."""
     verdict: Verdict = checked(one_of("counted", "carried", "dropped"))
-    """What became of this replica's work."""
+    """The fate of this replica's work."""
     weight: float = checked(AMOUNT)
     """How much work that is: in the units of a callable `weight`, else inner steps."""
     up: int = checked(integer(0, MAX_ENTRY))
@@ -107,24 +107,24 @@ class Round(Record):
     reduce_s: float = checked(SECONDS)
     step_s: float = checked(SECONDS)
     name: str = checked(text(MAX_NAME), "main")
-    """Of the DiLoCo."""
+    """The name of the DiLoCo."""
     norm: float | None = checked(NORM, None)
-    """Of this replica's pseudo-gradient; None: it sent none."""
+    """The norm of this replica's pseudo-gradient. None if it sent none."""
     mean_norm: float | None = checked(NORM, None)
-    """Of the mean; None: there was none."""
+    """The norm of the mean. None if there was no mean."""
     late_s: float | None = checked(nullable(SECONDS), None)
-    """How long the training was held up; None: nobody said, and all of the round was."""
+    """How long training waited. None if it is not recorded: then training waited for the whole round."""
     busy_s: float | None = checked(nullable(SECONDS), None)
-    """What the round took, beside the training where that went on."""
+    """How long the round took, including the parts that ran while training continued."""
     elements: int | None = checked(nullable(integer(0, MAX_ENTRY)), None)
     """Values in the fragment."""
     wire: str | None = checked(nullable(text(MAX_NAME)), None)
-    """How contributions travel; None: nobody said."""
+    """How contributions travel. None if it is not recorded."""
     mean_wire: str | None = checked(nullable(text(MAX_NAME)), None)
     stale_steps: int = checked(integer(0, MAX_ENTRY), 0)
     """Inner steps between sending and applying."""
     wire_error: float | None = checked(NORM, None)
-    """The share of what was to be sent that the wire lost."""
+    """The share of the contribution that is rounding error of the wire."""
     same: tuple[int, ...] = checked(list_of(RANK), ())
     """The ranks, its own included, that sent the same work: they train on the same data."""
 
@@ -135,7 +135,7 @@ class Round(Record):
 
     @property
     def hidden_s(self) -> float:
-        """How long the round went on beside the training."""
+        """How long the round ran while training continued."""
         return 0.0 if self.late_s is None or self.busy_s is None else max(0.0, self.busy_s - self.late_s)
 
     @property
@@ -150,7 +150,7 @@ class Round(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage(Record):
-    """What the process used."""
+    """The resources that the process used."""
 
     rank: int = checked(RANK)
     attempt: int = checked(ATTEMPT)

@@ -1,4 +1,4 @@
-"""Reading the segments of a run: anybody may have written them, so all is bounded, and what does not fit is named."""
+"""Reads the segments of a run. Any process may have written them, so all is bounded, and bad lines are named."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Segment(NamedTuple):
 
 @dataclass
 class Lines:
-    """What the segments of one attempt hold."""
+    """The content of the segments of one attempt."""
 
     rank: int
     attempt: int
@@ -82,7 +82,7 @@ class Lines:
             self.problems.append(f"{refused[0]}{more}")
 
     def finish(self, numbers: Iterable[int]) -> Lines:
-        """Put the rows into the order of time, and name what is missing; `numbers` are those of the segments."""
+        """Put the rows into the order of time, and name missing parts. `numbers` are the numbers of the segments."""
         self.rows.sort(key=lambda row: row.t)
         whose = f"Rank {self.rank}, attempt {self.attempt}:"
         gap = next((number for number, there in enumerate(sorted({*numbers})) if number != there), None)
@@ -98,7 +98,7 @@ class Lines:
         return self
 
     def _like_before(self, line: Any) -> Numbers | None:
-        """Return the row that a line is, if its keys are those of the last one, as it is with almost all; quickly."""
+        """Return the row of a line, quickly, if it has the keys of the line before, as almost all lines do."""
         if line.__class__ is not dict or line.keys() != self._accepted:
             return None
         values = line.values()
@@ -125,11 +125,11 @@ class Lines:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the segments of a run hold."""
+    """The content of the segments of a run."""
 
     lines: Mapping[AttemptKey, Lines]
     problems: list[str]
-    """With what is no segment, and with what is left out."""
+    """A sentence for each object that is not a segment, and for each part that is left out."""
     is_whole: bool
     """Whether no segment was left out."""
 
@@ -182,7 +182,7 @@ def read_segments(store: Store, run_id: str, kept: dict[str, memoryview] | None 
 def newest_rounds(store: Store, run_id: str, newest: Sequence[AttemptKey], most: int) -> list[Round]:
     """Return the last rounds of some ranks: those in the newest segment of each that has any.
 
-    However long the run is, no other rank's segments are listed, and of these ranks only those of the last attempts.
+    However long the run is, only the segments of these ranks' last attempts are listed.
 
     Args:
         newest: each rank's newest attempt.
@@ -229,8 +229,9 @@ def _list(store: Store, prefix: str, whose: str = "") -> tuple[list[_Segment], l
 def _thin(listed: Sequence[_Segment]) -> list[_Segment]:
     """Return the early segments of all attempts before the late ones; of too many bytes a part that is spread evenly.
 
-    That is every second of each attempt, or every fourth, and so on, and the last of each. So a run that goes on is
-    read the same way until it has twice as much, and nothing has to be read that was left out before.
+    The part is every second segment of each attempt, or every fourth, and so on, and the last segment of each attempt.
+    So a run that continues is read in the same way until it has twice as many segments. No segment that was left out
+    before must be read.
     """
     chosen = sorted(listed, key=lambda each: (each.number, each.of))
     last = {each.of: each.number for each in chosen}

@@ -18,7 +18,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Line:
-    """What a rank reported of one number, in an attempt or in all. Values that are not finite are left out."""
+    """The values of one number that a rank reported, in an attempt or in all. Only finite values are kept."""
 
     rank: int
     attempt: int
@@ -54,8 +54,8 @@ def thin(
 ) -> dict[str, Any]:
     """Return lines over the same x, as JSON, with null where one has no value.
 
-    They stay as they are if their different x are at most `max_points`. Else x is cut into half as many bins, and of
-    each bin every line keeps its least and its greatest value, in their order.
+    They stay as they are if their different x are at most `max_points`. Otherwise x is cut into
+    `max_points / 2` bins, and each line keeps its least and its greatest value of each bin, in their order.
 
     Args:
         above: further lines of few points, by name. Where there are bins, they are moved to the nearest x.
@@ -131,6 +131,6 @@ def _extremes(edges: Array, line: Line) -> Array:
 
 
 def _plain(values: Array, digits: int = 5) -> list[float | None]:
-    """Return JSON values of so many significant digits."""
+    """Return JSON values with a number of significant digits."""
     texts = (f"{value:.{digits}g}" for value in values.tolist())
     return [None if text == "nan" else int(text) if text.lstrip("-").isdecimal() else float(text) for text in texts]

@@ -45,7 +45,7 @@ SETTINGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What a page is made of."""
+    """The input of a page."""
 
     url: str
     record: RunRecord
@@ -53,11 +53,11 @@ class Subject:
     now: RunStatus
     metrics: Metrics
     events: Sequence[Event] = ()
-    """What happened, in the order of time."""
+    """The events, in the order of time."""
     pages: Sequence[str | None] = ()
     """By rank, the page of its job at its service."""
     problems: Sequence[str] = ()
-    """What could not be read, in sentences."""
+    """A sentence for each part that could not be read."""
 
     @property
     def elapsed_s(self) -> float:
@@ -73,14 +73,14 @@ class Subject:
 
     @property
     def arguments(self) -> dict[str, str]:
-        """What the entrypoint was given, as texts."""
+        """The arguments of the entrypoint, as texts."""
         args = self.task.args if self.task is not None else None
         found = {one_line(name, MAX_NAME): _text(value) for name, value in (args or {}).items()}
         return dict(list(found.items())[:MAX_ARGUMENTS])
 
 
 def document(subject: Subject) -> dict[str, Any]:
-    """Return all that the page of a run shows, cut to what a person reads; texts are inert on a terminal."""
+    """Return all that the page of a run shows, cut to a readable size. Texts are inert on a terminal."""
     record, now, metrics = subject.record, subject.now, subject.metrics
     measures, met = Measures(metrics), meetings(metrics)
     rounds = rounds_document(met)
@@ -189,8 +189,8 @@ def first_losses(metrics: Metrics) -> dict[tuple[str, int], list[Point]]:
 
     By the name of the DiLoCo and the entry of its log.
 
-    They are the anchor's own, where `mix` is 0 and no step was made since a replica sent: it then goes on from it. What
-    is reported within half a step of the round was computed before it.
+    They are the anchor's own if `mix` is 0 and no step was made since a replica sent, because the replica then
+    continues from the anchor. A loss that is reported within half a step of the round was computed before the round.
     """
     losses: dict[tuple[int, int], tuple[Array, Array, Array, float]] = {}
     for key, group in groupby(metrics.numbers, key=lambda row: (row.rank, row.attempt)):

@@ -1,4 +1,4 @@
-"""Failures of replicas, each told once: what happened, in which ranks, where, and what was printed last."""
+"""Failures of replicas, each shown once: what happened, in which ranks, where, and what was printed last."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from executors.report.words import name_moment, name_number, name_share, one_lin
 from executors.status import name_ranks
 
 MAX_LATE = 3  # ranks that are named
-NOTABLE = 0.02  # of the replicas' time; less is nobody's fault
+NOTABLE = 0.02  # of the replicas' time; less is not worth a sentence
 TOO_LATE = 0.2  # of the time, held up by rounds: the settings are not those for this link
 UNEVEN = 1.9  # times what a rank costs on average
 MAX_FAILURES = 3
@@ -77,7 +77,7 @@ def _late(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for same in document["rounds"]["same"]:
         words = f"{name_ranks(same['ranks']).capitalize()} sent identical work in {same['rounds']} of {n} rounds"
         yield "bad", f"{words}: they train on the same data."
-    if document["numbers"]["waiting"] is not None:  # as far as their records tell, which anybody may have written
+    if document["numbers"]["waiting"] is not None:  # from their records, which any process may have written
         yield from _held_up(document)
     if drifting := document["rounds"]["drifting"]:
         yield "bad", f"The pseudo-gradients of {name_ranks(drifting)} drift: their norms are far from the median."

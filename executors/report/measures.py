@@ -57,7 +57,7 @@ class Measures:
 
     @cached_property
     def not_finite(self) -> dict[int, float | None]:
-        """By rank whose loss is not finite any more, since which step; None: it reported none."""
+        """The ranks whose loss is not finite any more, with the step since then. None if no step was reported."""
         found: dict[int, float | None] = {}
         for row in self.metrics.numbers:
             if "loss" in row.not_finite:
@@ -76,7 +76,7 @@ class Measures:
 
     @cached_property
     def data_parallel_bytes(self) -> float | None:
-        """What a replica would have sent, and read, if it had averaged float32 gradients in every step."""
+        """The bytes that a replica would have sent and read if it had averaged float32 gradients in every step."""
         sizes = {(row.name, row.fragment): 4 * row.elements for row in self.metrics.rounds if row.elements}
         steps = max((values.get("step", 0.0) for values in self.newest_values.values()), default=0.0)
         return sum(sizes.values()) * steps if sizes and steps > 0 else None
@@ -84,7 +84,7 @@ class Measures:
     def six(self) -> dict[str, Any]:
         """Return the six numbers of the page, as JSON; None where there is nothing to measure them by.
 
-        What was measured is set against the time that replicas lived, and so only where all of it was read.
+        The measurements are compared with the time that replicas lived. So there is a value only if all were read.
         """
         rounds, ledger = self.metrics.rounds, self.metrics.ledger
         alive_s, n = sum(self.alive_s.values()), max(1, len(self.rounds_of))

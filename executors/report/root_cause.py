@@ -1,4 +1,4 @@
-"""The root cause of several failures, and how one is told: its headline, and the user's part of its traceback."""
+"""The root cause of several failures, with its headline and the user's part of its traceback."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ERRORS: dict[str | None, type[ReplicaError]] = {
 def headline(outcome: Outcome, ranks: Sequence[int], world_size: int) -> str:
     """Return what the entrypoint raised, in which ranks, and where: `ValueError: boom (rank 0 of 2, train.py:12)`.
 
-    A failure that is no exception is a sentence already, as in `Replica 3 of 8 ran into its time limit of 60 s.`
+    A failure that is not an exception is a sentence already, as in `Replica 3 of 8 ran into its time limit of 60 s.`
     """
     if outcome.error_line is None:
         return outcome.headline
@@ -44,7 +44,7 @@ def headline(outcome: Outcome, ranks: Sequence[int], world_size: int) -> str:
 def last_frames(outcome: Outcome) -> list[str]:
     """Return the lines of the last of the user's frames in the traceback, or of all where none is theirs.
 
-    Of a group of exceptions they are those of its first, which the headline names.
+    For a group of exceptions, they are the frames of its first exception, which the headline names.
     """
     text = OTHERS_OF_GROUP.sub("", outcome.error or "") if outcome.error_line is not None else ""
     frames = list(FRAME.finditer(text))

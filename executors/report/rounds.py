@@ -34,7 +34,7 @@ class Meeting:
     """One round of a run; its seconds are on the run's time line."""
 
     name: str
-    """Of the DiLoCo: a run may have several."""
+    """The name of the DiLoCo, because a run may have several."""
     entry: int
     rows: Mapping[int, Round]
     """By rank: what each measured that has adopted it."""
@@ -50,17 +50,18 @@ class Meeting:
 
     @property
     def last(self) -> int | None:
-        """Who of those counted came last: it waited least."""
-        waits = {rank: self.rows[rank].wait_s for rank in self.waits}  # also beside the training
+        """The counted rank that came last: it waited least."""
+        waits = {rank: self.rows[rank].wait_s for rank in self.waits}  # also while training continues
         return min(waits, key=lambda rank: (waits[rank], rank)) if len(waits) > 1 else None
 
     def blamed(self, usual_s: float) -> dict[int, float]:
         """Return by rank how long the others waited for it, all together.
 
-        What everybody waited, beyond the usual, was for those missing; what some waited more than others, for the last.
+        The wait of all replicas, beyond the usual wait, is the cost of the missing ranks. The additional wait of single
+        replicas is the cost of the last rank.
 
         Args:
-            usual_s: what everybody waits in a round that nobody is missing from.
+            usual_s: the seconds that all replicas wait in a round without missing ranks.
         """
         waits, cost = self.waits, dict[int, float]()
         least = min(waits.values(), default=0.0)
@@ -110,7 +111,7 @@ def meetings(metrics: Metrics) -> list[Meeting]:
 
 
 def drifting_ranks(found: Sequence[Meeting]) -> list[int]:
-    """Return the ranks whose pseudo-gradients have another norm than those of the others, again and again.
+    """Return the ranks whose pseudo-gradients differ in norm from the other ranks' again and again.
 
     A norm counts as far from the median if it is more than `DRIFT` times as large or small, and if it is farther away
     than `WIDE` standard deviations of the other ranks' norms. The deviation is estimated from the median absolute

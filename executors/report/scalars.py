@@ -16,7 +16,7 @@ OF_USAGE = ("cpu", "rss", "gpu_mem", "gpu_use")
 def scalars(row: Row) -> tuple[int | None, dict[str, float]]:
     """Return at which step a row was made, None if it names none, and its numbers by names without control characters.
 
-    The step of a round is its entry. What is of a round is named `round/…`, what a process used `usage/…`.
+    The step of a round is its entry. The numbers of a round are named `round/…`, the resources of a process `usage/…`.
     """
     if isinstance(row, Numbers):
         step = row.values.get("step")

@@ -14,7 +14,7 @@ from executors.metrics.rows import MAX_NAME
 from executors.report.words import one_line
 from executors.store.artifacts import replacing
 
-SEPARATORS = re.compile(r"[;,|\"]")  # which a spreadsheet may take for the end of a cell, whatever stands in quotes
+SEPARATORS = re.compile(r"[;,|\"]")  # which a spreadsheet may take for the end of a cell, even within quotes
 FORMULA = tuple("=+-@'\uff1d\uff0b\uff0d\uff20")  # the last four: how East Asian keyboards write the first
 
 

@@ -1,7 +1,7 @@
 """The measurements of a run as TensorBoard's event files: a folder for each rank, and `anchor`.
 
-Each event names the row that it is of, as its writer. So an export that goes on with a folder finds there what has been
-written, and a file whose end is missing says where to go on, too.
+Each event names its row, as its writer. So an export that continues with a folder finds there which rows were written.
+A file whose end is missing shows where to continue, too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The time line of a run: a lane for each rank, in which it starts, trains, moves data, waits, reduces, or is dead.
 
-What of a round went on beside the training is drawn on it.
+The parts of a round that ran while training continued are drawn on it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KINDS = {
     "moving": "sending and reading",
     "waiting": "waiting for others",
     "reducing": "reducing, outer step",
-    "beside": "a round beside the training",
+    "beside": "a round while training continued",
     "dead": "dead",
 }
 MARKS = {
@@ -51,7 +51,7 @@ LANE, NARROW_LANE, MANY, AXIS = 1.6, 0.7, 20, 1.7  # heights in em, and from how
 STEPS_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400)
 N_TICKS = 7
 Span = list[Any]
-"""What, from when until when in seconds on the run's time line, and of which rounds."""
+"""The activity, its begin and end in seconds on the run's time line, and its rounds."""
 
 
 def timeline_document(metrics: Metrics, events: Sequence[Event] = ()) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def _spans(
 
 
 def _beside(rounds: Sequence[Round], metrics: Metrics, merged: int) -> list[Span]:
-    """Return what of rounds went on beside the training of an attempt."""
+    """Return the parts of rounds that ran while an attempt continued training."""
     spans = []
     for at in range(0, len(rounds), merged):
         group = rounds[at : at + merged]

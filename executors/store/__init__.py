@@ -1,7 +1,7 @@
 """Where replicas meet: a flat map from keys to write-once bytes, behind five verbs.
 
-`protocol.py` says what a store promises, `file.py` and `memory.py` keep those promises, and
-`executors.testing.StoreContract` proves it for any of them, yours included.
+`protocol.py` describes what a store promises, and `file.py` and `memory.py` keep these promises.
+`executors.testing.StoreContract` tests it for any store, yours included.
 """
 
 from executors.store.memory import MemoryStore

@@ -1,6 +1,6 @@
 """The files that a replica kept with `save_artifact`, seen from outside.
 
-Anybody who can write to a store chooses the names there, so a name does not say where a file may be written.
+Any user who can write to a store chooses the names there, so a name does not say where a file may be written.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 def kept_artifacts(store: Store, rank: int, prefix: str) -> list[Artifact]:
     """Return the files that the attempts of a rank kept, whatever their names; of one name the newest attempt's.
 
-    An attempt that goes on from a checkpoint does not keep once more what earlier ones kept.
+    An attempt that continues from a checkpoint does not save again the files that earlier attempts saved.
     The newest attempt's come first: where two names cannot both be paths below a folder, the newer is written.
 
     Args:

@@ -39,7 +39,7 @@ class FaultPoint:
     """A shell's pattern, where `*` covers slashes, too. A table of named points has `{rank}` in it, and
     `{round}` (1, 2, 3, …) or `{index}` (one less)."""
     inside: bool | None = None
-    """True: only reads that begin inside an object; False: only others; None: any."""
+    """True means only reads that begin inside an object, False only the other reads, and None any read."""
 
     def matches(self, verb: Verb, key: str, inside: bool) -> bool:
         return self.verb in ("*", verb) and self.inside in (None, inside) and fnmatch.fnmatchcase(key, self.key)
@@ -66,7 +66,7 @@ class FaultyStore:
         error: the rate of calls that raise `StoreError` and do nothing.
         corrupt: the rate of reads in which one bit is wrong (the stored object stays right).
         truncate: the rate of reads that end too early.
-        sleep: what the delays wait with.
+        sleep: waits for the seconds of a delay.
 
     Raises:
         ValueError: a rate is not from 0 to 1, or the delay is not a number of seconds.
@@ -92,7 +92,7 @@ class FaultyStore:
             raise ValueError(f"delay is a number of seconds, got delay={delay_s}.")
         self.store = store
         self.log: list[str] = []
-        """What was done to which call, in order."""
+        """The faults, each with the call that it hit, in order."""
         self._seed = seed
         self._delay_s = delay_s
         self._sleep = sleep

@@ -41,7 +41,7 @@ UNFINISHED = ".unfinished~"  # names at the top that begin so are reserved: file
 MAP_FROM_BYTES = 128 * 1024  # below this, copying is cheaper than the page faults of a mapping
 ALIGNED_BYTES = 2 << 20  # a large page on x86 and most ARM machines
 PRUNING_RACES = 1000  # how often in a row a folder may vanish between its making and its use
-LEFTOVER_S = 86400  # a hidden file that nobody wrote to for so long was left by a killed writer
+LEFTOVER_S = 86400  # a killed writer left a hidden file that has not changed for this time
 WRITEV_MAX_BUFFERS = 1024  # IOV_MAX
 WRITEV_MAX_BYTES = 1 << 30  # Linux transfers at most 0x7ffff000 bytes a call
 NO_ANONYMOUS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
@@ -252,7 +252,7 @@ class FileStore:
 
 
 class _TranslatedErrors:
-    """Raises an operating system's error as one that says what failed, where, and what to do."""
+    """Replaces an operating system's error by a StoreError that names the failure, the place, and what to do."""
 
     def __init__(self, root: Path, verb: str, key: str | None) -> None:
         self._call = root, verb, key

@@ -1,4 +1,4 @@
-"""What the replicas of a run have left in its store, from one list; nothing is read."""
+"""The records that the replicas of a run have left in its store, from one list. No object is read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BEGINNINGS = ("started", "handle", "intent", "outcome")
 
 @dataclass(frozen=True)
 class Inventory:
-    """Which records of which attempts exist. What a run's store holds besides them is left out."""
+    """The records that exist, by attempt. Other objects of the run are left out."""
 
     records: frozenset[tuple[int, int, str]] = frozenset()
     """Rank, attempt, and the record's name."""
@@ -31,11 +31,11 @@ class Inventory:
     warnings: Mapping[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
     """By rank and attempt, the time and the size of its warnings: they change when the record is written again."""
     plain: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    """Of a signed run whose key is known: the sizes of the `outcome.json`, by rank and attempt. They prove nothing."""
+    """The sizes of the `outcome.json` in a signed run whose key is known, by rank and attempt. They prove nothing."""
     signed: Mapping[tuple[int, int], int] = field(default_factory=dict)
     """The sizes of the outcomes under the names that only the key predicts, by rank and attempt."""
     copies: frozenset[tuple[int, int, str]] = frozenset()
-    """Of a signed run whose key is known: the plain names of records that begin an attempt. They prove nothing."""
+    """The plain names of records that begin an attempt, in a signed run whose key is known. They prove nothing."""
 
     @classmethod
     def of(cls, store: Store, run_id: str) -> Inventory:
@@ -116,11 +116,11 @@ class Inventory:
         return [number for number in numbers if self.has(rank, number, "handle") or self.has(rank, number, "intent")]
 
     def newest_launched(self, rank: int) -> int | None:
-        """Return the number of its newest attempt with a handle, or the intent to ask for one; None: it has none."""
+        """Return the rank's newest attempt that has a handle or an intent to ask for one. None if there is none."""
         return next(reversed(self.launched(rank)), None)
 
     def added(self, world_size: int) -> list[int]:
-        """Return the ranks beyond the first world that somebody has begun to start, in their order."""
+        """Return the ranks beyond the first world that a process has begun to start, in their order."""
         return sorted({rank for rank, _, name in self.records if rank >= world_size and name in ("handle", "intent")})
 
     def ranks(self, world_size: int) -> list[int]:

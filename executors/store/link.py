@@ -34,11 +34,11 @@ PATIENCE_S = 5.0  # for a process that is to delete what it wrote
 def measure_link(url: str, n: int) -> dict[str, float]:
     """Measure the way to a store: by n processes at once where it is near, else by one.
 
-    Returns: what one of n replicas has: bytes a second `up` and `down`, and the `latency_s` of a small request.
+    Returns: the share of one of n replicas, as bytes a second `up` and `down`, and the `latency_s` of a small request.
 
     Raises:
         ValueError: the url is wrong, or of a store that other processes do not see.
-        StoreError: the store does not do what it is asked, or not what it said.
+        StoreError: the store refuses a request, or does not keep what it confirmed.
     """
     if url.startswith("memory:"):
         raise ValueError(f"{url!r} is in one process's memory: there is no way to it that could be measured.")
@@ -80,7 +80,7 @@ def _measure_together(store: Store, prefix: str, n_processes: int) -> list[dict[
 
 
 def _heard_of(process: subprocess.Popen[str], url: str) -> dict[str, float] | None:
-    """Return what a process has measured; None: it waits for the others."""
+    """Return the measurements of a process. None if it waits for the others."""
     assert process.stdout is not None
     line = process.stdout.readline()
     said: dict[str, Any] = json.loads(line) if line else {"error": f"the process that measured {url} has ended."}
@@ -91,7 +91,7 @@ def _heard_of(process: subprocess.Popen[str], url: str) -> dict[str, float] | No
 
 def _tell(process: subprocess.Popen[str]) -> None:
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended, which its stdout says
+    with contextlib.suppress(BrokenPipeError):  # it has ended, as its stdout shows
         process.stdin.write("\n")
         process.stdin.flush()
 

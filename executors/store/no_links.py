@@ -1,6 +1,6 @@
 """Opening the files of a directory store without following symbolic links.
 
-Otherwise, anybody who can write into a shared directory could point a key at a file of its reader, or a folder of keys
+Otherwise, any user who can write into a shared directory could point a key at a file of its reader, or a folder of keys
 at a folder of the reader.
 """
 

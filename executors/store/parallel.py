@@ -46,7 +46,7 @@ def at_store(store: Store, act: Callable[[T], R], items: Sequence[T]) -> list[R]
 def in_threads(act: Callable[[T], R], items: Sequence[T], n_threads: int) -> list[Future[R]]:
     """Begin to call `act` with each item in daemon threads, and return the answers to come.
 
-    Unlike those of a pool, these threads hold up neither who stops waiting for them nor the end of the process.
+    Unlike the threads of a pool, these threads delay neither a caller that stops waiting nor the end of the process.
     """
     futures: list[Future[R]] = [Future() for _ in items]
     waiting = deque(zip(items, futures, strict=True))
@@ -68,7 +68,7 @@ def in_threads(act: Callable[[T], R], items: Sequence[T], n_threads: int) -> lis
 
 
 def answered_within(limit_s: float, asked: Future[T], where: str) -> T:
-    """Return what was asked for, if the answer comes in time. Nobody waits for a later answer.
+    """Return the answer to a question, if it comes in time. A later answer is dropped.
 
     Args:
         limit_s: how long to wait, in seconds.
@@ -77,7 +77,7 @@ def answered_within(limit_s: float, asked: Future[T], where: str) -> T:
 
     Raises:
         StoreError: there is no answer in time.
-        Exception: what the question itself raised.
+        Exception: the error that the question itself raised.
 
     Example:
         (asked,) = in_threads(store.get, ["runs/a/run.json"], 1)
@@ -89,7 +89,7 @@ def answered_within(limit_s: float, asked: Future[T], where: str) -> T:
 
 
 def within(limit_s: float, act: Callable[[], T], where: str) -> T:
-    """Return what `act` returns within a time; later it continues in a daemon thread, and nobody waits for it.
+    """Return what `act` returns within a time. After that, `act` continues in a daemon thread without a caller.
 
     Args:
         limit_s: how long to wait, in seconds.
@@ -98,7 +98,7 @@ def within(limit_s: float, act: Callable[[], T], where: str) -> T:
 
     Raises:
         StoreError: there is no answer in time.
-        Exception: what `act` raised.
+        Exception: the error that `act` raised.
 
     Example:
         within(5.0, lambda: bytes(store.get("runs/a/run.json")), store.url)

@@ -31,6 +31,10 @@ class Entry:
 class Store(Protocol):
     """A flat map from keys to bytes.
 
+        store = open_store("file:///tmp/runs")
+        store.put_if_absent("greeting", b"hello")  # True: this call created the object
+        bytes(store.get("greeting"))
+
     Keys are relative paths of one or more segments joined by `/`; `check_key` refuses others. Objects appear whole or
     not at all, at every reader, and an object that was written can be read at once by its writer. Every error is a
     `StoreError` that names key and url. All methods are safe to call from several threads.
@@ -43,18 +47,34 @@ class Store(Protocol):
     def put_if_absent(self, key: str, data: Data) -> bool:
         """Create an object unless the key is taken, atomically.
 
-        Returns: True if this call created it, False if there was an object already, which is not changed.
-        Of any number of concurrent calls for one key exactly one gets True.
+        If several calls for one key run at the same time, exactly one of them returns True.
+
+        Args:
+            key: the key of the object.
+            data: its bytes. A sequence of buffers is written joined, not copied.
+
+        Returns:
+            True if this call created the object. False if an object exists already, which is not changed.
         """
 
     def put(self, key: str, data: Data) -> None:
-        """Write an object, replacing an older one. A sequence of buffers is written joined, not copied."""
+        """Write an object, and replace an older one.
+
+        Args:
+            key: the key of the object.
+            data: its bytes. A sequence of buffers is written joined, not copied.
+        """
 
     def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
         """Return an object, or `size` bytes of it from `start` on, read-only.
 
-        The bytes do not change when the object is replaced or deleted later; where the store can, they are mapped
-        rather than copied.
+        The bytes do not change when the object is replaced or deleted later. A store that can map objects into memory
+        does so, and makes no copy.
+
+        Args:
+            key: the key of the object.
+            start: the first byte to read, counted from 0.
+            size: the number of bytes to read. None: up to the end.
 
         Raises:
             KeyNotFoundError: there is no object.
@@ -64,11 +84,18 @@ class Store(Protocol):
     def list(self, prefix: str) -> Iterator[Entry]:
         """List every object whose key starts with exactly `prefix`, sorted by key (code point order).
 
-        Unfinished writes never show. May be stale: nothing is decided by what it lacks.
+        Unfinished writes are never listed. The list may be stale, so no decision follows from a key that it lacks.
+
+        Args:
+            prefix: the beginning of the keys. An empty text lists every object.
         """
 
     def delete(self, key: str) -> None:
-        """Remove an object; a missing one is not an error."""
+        """Remove an object. A missing object is not an error.
+
+        Args:
+            key: the key of the object.
+        """
 
 
 @runtime_checkable
@@ -111,7 +138,7 @@ class FolderStore(Store, Protocol):
 
 @runtime_checkable
 class LimitedStore(Store, Protocol):
-    """What a store says that takes no object above a size."""
+    """The message of a store that accepts no object above a size."""
 
     max_object_bytes: int
 

@@ -1,7 +1,7 @@
 """JSON records in a store: read, found, and checked field by field.
 
-Anybody may have written a record, so each is bounded. A record's type has a `parse` that takes an object's bytes and
-raises `CorruptObjectError` with the name of the field that does not fit. Unknown fields are ignored.
+Any process may have written a record, so each is bounded. A record's type has a `parse` that takes an object's bytes
+and raises `CorruptObjectError` with the name of the field that does not fit. Unknown fields are ignored.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def proof_of_fields(key: bytes, kind: str, object_key: str, fields: Mapping[str,
 
     Args:
         key: the key of the run.
-        kind: what the record is, such as "decision". A record of one kind never proves another.
+        kind: the kind of the record, such as "decision". A record of one kind never proves another.
         object_key: the key of the object that holds the record. It begins with the run id.
         fields: the fields of the record as JSON values. `proof` is left out.
 

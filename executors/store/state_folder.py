@@ -21,7 +21,7 @@ def state_path() -> Path:
     """
     import platformdirs
 
-    with contextlib.suppress(RuntimeError):  # neither HOME nor the system says where it is; before 4.12 the ~ stays
+    with contextlib.suppress(RuntimeError):  # neither HOME nor the system has it; before 4.12 the ~ stays
         if (path := Path(platformdirs.user_state_path("replicas"))).is_absolute():
             return path
     raise StoreError(f"There is no home to keep runs in. {WHAT_TO_SET}")

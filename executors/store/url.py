@@ -39,9 +39,12 @@ def open_store(url: str | Path, *, is_known: bool = False) -> Store:
     or `memory://name` (this process only). Opening a directory creates it when it is missing.
 
     Opening a directory or a bucket is the check that it creates exclusively: one name is created there twice, and the
-    second must fail. Where nothing may be written the store opens all the same, and a write will say so.
+    second must fail. A store in which nothing may be written opens as well, and the first write raises the error.
+
+        store = open_store("s3://bucket/runs")
 
     Args:
+        url: the address of the store, or a path of this machine.
         is_known: runs live there already. A bucket is then checked before something is created in it, and looks at
             these runs do not wait for that.
 
@@ -84,7 +87,7 @@ def check_scheme(url: str | Path) -> None:
         return
     shown = "" if "@" in str(url) else f" (in {str(url)!r})"  # the text before an '@' may be a password
     raise ValueError(
-        f"No store serves {scheme!r}{shown}. Known schemes: {', '.join(KNOWN_SCHEMES)}; a plain path is a directory."
+        f"No store serves {scheme!r}{shown}. Known schemes: {', '.join(KNOWN_SCHEMES)}. A plain path is a directory."
     )
 
 
@@ -114,7 +117,7 @@ def existing_store(url: str | Path) -> Store:
 
     Raises:
         RunNotFoundError: there is no such directory.
-        StoreError: nobody can tell whether there is, as of `is_directory`.
+        StoreError: the answer is not known, as for `is_directory`.
     """
     directory = directory_of(url)
     if directory is not None and not is_directory(directory):
@@ -126,7 +129,7 @@ def is_directory(path: Path) -> bool:
     """Return whether there is such a directory.
 
     Raises:
-        StoreError: nobody can tell: it may not be looked at, or its disk or its server fails.
+        StoreError: the answer is not known, because reading is not allowed, or the disk or the server fails.
     """
     try:
         return stat.S_ISDIR(os.stat(path).st_mode)
@@ -169,7 +172,7 @@ def real_url(url: str) -> str:
 
 
 def located_url(url: str) -> str:
-    """Return a store's url with what it says only on this machine: a bucket's endpoint. Nothing is asked."""
+    """Return a store's url with the part that only this machine knows: a bucket's endpoint. No request is made."""
     if not url.startswith("s3:"):
         return url
     from executors.store.s3.address import S3Address
@@ -187,7 +190,8 @@ def is_near(url: str) -> bool:
 def was_deleted(store: Store, run_id: str) -> bool:
     """Return whether a run's folder is gone, which a write would make again.
 
-    Of a bucket, where asking costs, False; also of a directory that cannot be looked at now: a write will say why.
+    A bucket gives False, because a request costs money. A directory that cannot be read now gives False as well: the
+    first write raises the error.
     """
     directory = directory_of(store.url)
     with contextlib.suppress(StoreError):
@@ -208,7 +212,7 @@ def remote_access(store: Store) -> tuple[str, dict[str, str]]:
 
 
 def default_rendezvous() -> str | None:
-    """Return `$REPLICAS_RENDEZVOUS`, where replicas on other machines meet; None: it is not set."""
+    """Return `$REPLICAS_RENDEZVOUS`, in which replicas on other machines meet. None if it is not set."""
     return os.environ.get("REPLICAS_RENDEZVOUS") or None
 
 
@@ -258,7 +262,7 @@ def address_of(store_url: str, run_id: str) -> str:
 
 
 def split_address(address: str) -> tuple[str, str]:
-    """Return the url of the store and the run id in an address, which `address_of` or a person wrote."""
+    """Return the url of the store and the run id in an address, which `address_of` or the user wrote."""
     path, question_mark, options = _without_options(address)
     store_url, _, run_id = path.rstrip("/").rpartition("/")
     return f"{store_url}{question_mark}{options}", run_id

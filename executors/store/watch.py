@@ -42,7 +42,7 @@ class Watch:
         added = [self._add(prefix) for prefix in new]
         if any(added):
             return
-        if not self._watched.keys() & set(prefixes):  # no more watches are to be had
+        if not self._watched.keys() & set(prefixes):  # no more watches are available
             time.sleep(timeout_s)
             return
         from inotify_simple import flags
@@ -57,7 +57,7 @@ class Watch:
             self._inotify.close()
 
     def _add(self, prefix: str) -> bool:
-        """Watch a folder; return whether that is possible. The store says what is wrong with it, the watch need not."""
+        """Watch a folder, and return whether that is possible. The store reports errors, so the watch need not."""
         from inotify_simple import flags
 
         assert self._root is not None

@@ -190,7 +190,7 @@ def test_what_a_round_took_and_what_it_held_up_is_told_under_the_pointer(
         )
         tip = tab.locator(".lanes .tip").text_content()
         assert f"{names}: training for " in tip
-        assert f"{names}: a round beside the training for " in tip
+        assert f"{names}: a round while training continued for " in tip
 
 
 def test_the_legend_names_each_rank_once_also_one_whose_first_attempt_left_no_line(

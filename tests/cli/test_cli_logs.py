@@ -183,7 +183,7 @@ REFUSED = (
     ("--grep (", "--grep '(' is not a regular expression"),
     ("--since yesterday", "'yesterday' is no time. Give 90, 90s"),
     ("--since 1m --follow", "leave --since and --until away"),
-    ("--since 1m", "Rank 0 has no times of its lines: nobody kept when the lines of "),
+    ("--since 1m", "Rank 0 has no times of its lines: the times of the lines of "),
     ("--stacks --grep x", "--stacks shows whole dumps: leave --grep away."),
     ("-r 0-", "'0-' does not name ranks, as 3 or 0,2-5 do."),
     ("-r 5-2", "'5-2' does not name ranks"),

@@ -274,7 +274,7 @@ def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Helper:
     return Helper(tmp_path, monkeypatch)
 
 
-NO_CREDENTIALS = r"its credentials cannot be had: .*Look at the credential_process"
+NO_CREDENTIALS = r"its credentials are not available: .*Look at the credential_process"
 
 
 def test_credentials_that_are_stale_when_they_are_fetched_are_a_store_error(s3: S3Server, helper: Helper) -> None:

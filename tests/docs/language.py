@@ -195,11 +195,12 @@ def _two_colons(sentence: Sentence) -> str | None:
     return " and ".join(found) if len(found) > 1 else None
 
 
+LABEL = re.compile(r"What(?: [\w-]+){1,4}:(?=\s|$)")  # "What it does:" is a heading within a paragraph
 SUBJECT = re.compile(r"(?:[*(\"]*)((?:What|Who|Whoever|Whose|Whom)\b(?! to \w)|Of\b(?! course))", re.IGNORECASE)
 
 
 def _relative_subject(sentence: Sentence) -> str | None:
-    if sentence.kind == "heading" or sentence.plain.rstrip(")*").endswith("?"):
+    if sentence.kind == "heading" or sentence.plain.rstrip(")*").endswith("?") or LABEL.match(sentence.plain):
         return None
     match = SUBJECT.match(sentence.plain)
     # A fragment such as "# of the launch", behind a line of code, has no subject.
@@ -283,7 +284,11 @@ SENTENCE_RULES: tuple[Rule, ...] = (
     ),
     pattern("let go", r"\b(?:lets?|letting) (?:\w+ ){0,2}go\b", "write: detached, released"),
     pattern("anew", r"\banew\b", "write: again"),
-    pattern("as many", r"\bas many\b(?!.*\bas\b)|\bso many\b(?!.*\b(?:that|as)\b)", "write: N, the same number of"),
+    pattern(
+        "as many",
+        r"(?<!twice )(?<!half )(?<!times )\bas many\b(?!.*\bas\b)|\bso many\b(?!.*\b(?:that|as)\b)",
+        "write: N, the same number of",
+    ),
     pattern(
         "nobody",
         rf"\b(?:{NEVER_PEOPLE})\b|\ba person\b(?! who)",

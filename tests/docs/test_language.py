@@ -131,6 +131,7 @@ def test_a_rule_finds_its_pattern(rule: str, text: str) -> None:
         'It prints "done: all; nothing left", then ends: the rest is skipped.',
         "The url is s3://bucket/prefix?a=1;b=2: a bucket.",
         "What does the run cost?",
+        "What is not covered: two writers with the same bytes.",
         "What to do with a damaged file is in the message.",
         "Of course the store may fail.",
         "The command prints what it would start.",

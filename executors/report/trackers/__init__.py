@@ -17,7 +17,7 @@ from executors.errors import MissingDependencyError, unknown_name
 from executors.task.entrypoint import find_module
 
 BUILT_IN = {"trackio": ("trackio",), "wandb": ("wandb",), "mlflow": ("mlflow", "mlflow-skinny")}
-"""By name, which is that of its module, too: the distributions that bring it, the usual one first."""
+"""The distributions that contain each tracker, the usual one first. A name here is also a module's name."""
 CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 PROJECT = "replicas"  # where trackers ask for one, and their own variables name none
 
@@ -32,7 +32,7 @@ class Tracked:
     rank: int
     world_size: int
     attempt: int
-    """More than 0: the rank was resumed, and a tracker that can goes on with its run of the attempt before."""
+    """If it is more than 0, the rank was resumed. A tracker that can continues with its run of the attempt before."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """How the run was launched: JSON values, the entrypoint's arguments as `args.NAME`."""
 
@@ -50,7 +50,7 @@ class Tracked:
 class Tracker(Protocol):
     """Hands numbers on. Made in the replica with a `Tracked`, and used by one thread that does nothing else.
 
-    Whatever it raises is told once, and the training goes on.
+    An error that it raises is reported once, and training continues.
     """
 
     def log(self, numbers: Mapping[str, float], step: int | None, at: float) -> None:

@@ -1,4 +1,4 @@
-"""trackio: local first, in SQLite; `TRACKIO_SERVER_URL` or `TRACKIO_SPACE_ID` send the numbers elsewhere."""
+"""trackio, which writes to SQLite. `TRACKIO_SERVER_URL` or `TRACKIO_SPACE_ID` send the numbers elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from executors.report.trackers import PROJECT, Tracked
 
 
 class Tracker:
-    """One run of trackio, which a resumed rank goes on with."""
+    """One run of trackio, which a resumed rank continues."""
 
     def __init__(self, tracked: Tracked) -> None:
         import trackio
@@ -22,7 +22,7 @@ class Tracker:
             config=dict(tracked.config),
             resume="allow",
             embed=False,
-            auto_log_cpu=False,  # `usage/…` says it
+            auto_log_cpu=False,  # `usage/…` has it
             auto_log_gpu=False,
         )
 

@@ -10,7 +10,7 @@ from executors.report.trackers import PROJECT, Tracked
 
 
 class Tracker:
-    """One run of W&B, which a resumed rank goes on with."""
+    """One run of W&B, which a resumed rank continues."""
 
     def __init__(self, tracked: Tracked) -> None:
         import wandb

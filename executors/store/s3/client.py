@@ -16,7 +16,7 @@ from executors.store.s3.errors import explain, failures, is_failure, status_of
 
 CONNECT_TIMEOUT_S = 5
 READ_TIMEOUT_S = 60
-ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")  # what is there must be restored before it can be read
+ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")  # an object there must be restored before it can be read
 Problem = tuple[str, str, str]
 """A setting, what is wrong with it, and what to do."""
 
@@ -28,11 +28,11 @@ def connect(
 
     Raises:
         MissingDependencyError: boto3 is not installed.
-        StoreError: the profile is unknown, its credentials cannot be had, or the endpoint is not a url.
+        StoreError: the profile is unknown, its credentials are not available, or the endpoint is not a url.
     """
     try:
         from botocore.config import Config
-        from botocore.session import Session  # what boto3 adds takes longer to import than a request
+        from botocore.session import Session  # boto3 takes longer to import than a request
     except ImportError as error:
         raise MissingDependencyError(
             f"Store {address.url!r} needs boto3. Install it with: pip install 'serverless-replicas[s3]'"
@@ -70,7 +70,7 @@ def connect(
 def located(address: S3Address) -> S3Address:
     """Return an address with the endpoint and the region that variables and profiles of this machine give it.
 
-    Nothing is asked, and no credentials are needed. What cannot be found out stays as it is.
+    Nothing is asked, and no credentials are needed. A value that is not known stays as it is.
     """
     try:
         from botocore import UNSIGNED
@@ -82,7 +82,7 @@ def located(address: S3Address) -> S3Address:
         client = session.create_client("s3", address.region, endpoint_url=address.endpoint_url, config=config)
     except ImportError:
         return address
-    except failures(ValueError):  # who connects is told
+    except failures(ValueError):  # the caller that connects gets the error
         return address
     endpoint_url = None if _is_aws(client) else client.meta.endpoint_url
     return replace(
@@ -99,7 +99,7 @@ def _with_descriptions(session: Any) -> Any:
 
 @functools.cache
 def _descriptions(data_path: str | None) -> Any:
-    """Return what botocore reads for each client anew; what is forked from here has it already."""
+    """Return the data that botocore would read again for each client. Processes forked from here have it already."""
     from botocore.loaders import create_loader
 
     return create_loader(data_path)

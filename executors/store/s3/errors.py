@@ -24,14 +24,14 @@ PASSING_CODES = {
 }  # fmt: skip
 PASSING_STATUSES = {408, 409, 429, 500, 502, 503, 504}
 
-# Whatever was asked: static credentials do not come back, and those of a replica are static.
+# For any request: static credentials do not become valid again, and a replica's credentials are static.
 DEAD_CREDENTIALS = {
     "ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId",
     "SignatureDoesNotMatch",
 }  # fmt: skip
 EXPIRED = (
-    "The session token has expired. Get new credentials. Replicas keep those of their launch: `replicas resume` gives "
-    "them new ones."
+    "The session token has expired. Get new credentials. Replicas keep the credentials of their launch: `replicas "
+    "resume` gives them new ones."
 )
 
 ADVICE = {
@@ -135,7 +135,7 @@ def retried(
     Args:
         act: the request.
         deadline_s: how long after its first failure it is repeated: a large object may take longer to send. 0: once.
-        sleep: waits between two tries, for so many seconds.
+        sleep: waits between two tries, for the seconds that it is given.
         clock: returns seconds of a monotonic clock.
         failed: gets each error after which the request is repeated.
     """
@@ -156,7 +156,7 @@ def retried(
 def explain(
     error: Exception, address: S3Address, key: str | None, verb: str, secrets: tuple[str, ...] = ()
 ) -> StoreError:
-    """Return an error in words: what happened, where, and what to do about it; without the secrets."""
+    """Return an error whose message names the failure, the place and what to do, without secrets."""
     url, code, status = address.url, code_of(error), status_of(error)
     is_missing = code in ("NoSuchKey", "404") or (status == 404 and code != "NoSuchBucket")
     if key is not None and verb == "read" and is_missing:
@@ -170,7 +170,7 @@ def explain(
     where = f"{key!r} in {url}" if key is not None else url
     hint = _advice(error, verb)
     if hint is CREDENTIALS:
-        said = f"its credentials cannot be had: {said}"
+        said = f"its credentials are not available: {said}"
     hint = hint.format(bucket=address.bucket)
     is_refused = code in DEAD_CREDENTIALS or (verb in WRITING and (status in REFUSED or _is_full(error)))
     kind = UnwritableStoreError if is_refused else StoreError

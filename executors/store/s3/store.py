@@ -1,11 +1,11 @@
-"""A bucket as a store, over boto3: AWS, Cloudflare R2, Ceph, Hugging Face's gateway, or any server that honours
+"""A bucket as a store, over boto3: AWS, Cloudflare R2, Ceph, Hugging Face's gateway, or any server that honors
 `If-None-Match: *` on a PUT.
 
 An object is one plain `put_object`, which appears whole or not at all; creation is exclusive by that condition, and
 opening checks it. Large objects are read as ranges in parallel, all of one version of the object.
 
-Requests are repeated here, with jitter and a deadline, and not inside boto3: so it is known when a reply was lost, and
-a "taken" that follows is compared with what was sent, because this store may have created the object itself.
+This file repeats requests, with jitter and a deadline, and boto3 does not. So the store knows when a reply was lost. It
+then compares an object that is "taken" with the bytes that it sent, because it may have created the object itself.
 
 What is not covered: two writers who create the same key with the same bytes, both losing a reply, may both get True.
 Callers who need to know put a nonce into the bytes.
@@ -48,12 +48,12 @@ class S3Store:
             repeated. None: as `executors.patience.REQUEST`.
         read_timeout_s: how long the server may be silent.
         checks_later: check that the bucket creates exclusively before something is created, not now.
-        sleep, clock: what the repetitions wait and measure with.
+        sleep, clock: wait between two tries, and measure the time until the deadline.
 
     Raises:
         ValueError: the url is wrong, or holds credentials.
         MissingDependencyError: boto3 is not installed.
-        UnsafeStoreError: the server does not honour the condition of a create.
+        UnsafeStoreError: the server does not honor the condition of a create.
         StoreError: the bucket cannot be used; the message says why, and what to do.
     """
 
@@ -172,7 +172,7 @@ class S3Store:
             return True
 
         created = self._request("create", key, create, deadline_s)
-        # None: taken, and an earlier reply was lost. The object itself says who created it.
+        # None: taken, and an earlier reply was lost. The object itself shows which process created it.
         return self._request("create", key, lambda: self._holds(name, buffers)) if created is None else created
 
     def _holds(self, name: Mapping[str, str], buffers: Sequence[memoryview]) -> bool:
@@ -227,7 +227,7 @@ class S3Store:
         return UnsafeStoreError(
             f"{self.url}: this server {what} 'If-None-Match: *', so a key can be created twice and replicas "
             "there could not agree on anything. Use a newer version of it, or another server: AWS S3, Cloudflare R2, "
-            "Ceph and Hugging Face's S3 gateway honour it.",
+            "Ceph and Hugging Face's S3 gateway honor it.",
             url=self.url,
         )
 
@@ -237,7 +237,7 @@ class S3Store:
 
     @property
     def _connection(self) -> tuple[Any, tuple[str, ...]]:
-        """This process's client: a fork must not go on with its parent's connections."""
+        """This process's client: a fork must not use the connections of its parent."""
         pid = os.getpid()
         if pid not in self._clients:  # without a lock, which a fork could find taken
             self._clients.setdefault(pid, connect(self.address, 8 * self._parallel_ranges, self._read_timeout_s))

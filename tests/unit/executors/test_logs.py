@@ -79,7 +79,7 @@ def test_a_line_that_was_begun_before_a_span_and_ended_in_it_is_whole(tmp_path: 
     writer.note(1010.0)
     assert list(FileLog(path).between(1005.0, None)) == [["half a line\n"], []]
     times_of(path).unlink()
-    with pytest.raises(ValueError, match="nobody kept when"):
+    with pytest.raises(ValueError, match="were not kept"):
         list(FileLog(path).between(1005.0, None))
 
 

@@ -164,7 +164,7 @@ def test_the_page_of_a_part_of_the_measurements_sets_none_of_it_against_the_whol
     assert [text for text in texts_of(made) if "of the time" in text or "of their time" in text] == []
     shown = page(made)
     for name in ("Goodput", "Time in rounds", "Waiting for others"):
-        assert f"<dt>{name}</dt><dd>—</dd><dd>cannot be told</dd>" in shown
+        assert f"<dt>{name}</dt><dd>—</dd><dd>not known</dd>" in shown
     for name in ("Moved per replica", "Work counted"):
         assert re.search(rf"<dt>{name}</dt>\s*<dd>—</dd>", shown)
     assert {(row["lost"], row["bytes_up"], row["bytes_down"]) for row in made["replicas"]} == {(None, None, None)}
@@ -234,7 +234,7 @@ def test_nothing_is_said_to_go_on_beside_the_training_where_each_round_holds_it_
 ) -> None:
     _, made = kills
     assert not any("beside" in text for text in texts_of(made))
-    assert "beside the training" not in re.sub("<script.*?</script>", "", page(made), flags=re.DOTALL)
+    assert "while training continued" not in re.sub("<script.*?</script>", "", page(made), flags=re.DOTALL)
 
 
 def test_rounds_that_count_a_rank_which_was_killed_before_it_wrote_a_line_are_its_rounds(
