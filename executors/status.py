@@ -15,7 +15,7 @@ from executors.native import RUN_KEY
 from executors.protocol import BY_USER, Outcome, ReplicaStatus, WarningCount
 
 INSTALLING = "installing"
-"""What a replica does whose container installs packages."""
+"""The state of a replica whose container installs packages."""
 FAILED_EARLY = "failed before the first round"
 STEPS_PER_S, TOTAL_STEPS = "steps_per_s", "total_steps"
 COLUMNS = (
@@ -32,9 +32,9 @@ COLUMNS = (
     "round_s",
     "note",
 )
-SAME_DATA_AS = "same_data_as"  # reported by DiLoCo: a rank that sends the same work; the note says it
+SAME_DATA_AS = "same_data_as"  # reported by DiLoCo: a rank that sends the same work, as in the note
 NO_COLUMNS = (TOTAL_STEPS, SAME_DATA_AS)
-N_MORE = 3  # columns for other numbers, where nobody says which
+N_MORE = 3  # columns for other numbers, if the user names none
 MAX_STEPS, MAX_LEFT_S = 1e15, 1e9  # reports may be any numbers
 MAX_COLUMNS = 50  # in a notebook
 MAX_WARNING = 200  # characters of a warning in a line
@@ -49,11 +49,11 @@ class Progress:
     step: float
     total_steps: float
     steps_per_s: float | None
-    """As `step` goes on: a replica that skips what the others did without it makes these steps at once."""
+    """As `step` grows. A replica that skips the steps that the others made without it makes these steps at once."""
 
     @classmethod
     def of(cls, reported: Mapping[str, float]) -> Progress | None:
-        """Read what a replica reported; None: it has not said of how many steps."""
+        """Read a replica's report. None if it does not name the number of steps."""
         step, total, per_s = (reported.get(name, 0.0) for name in ("step", TOTAL_STEPS, STEPS_PER_S))
         if not (0 < total < MAX_STEPS and abs(step) < MAX_STEPS and math.isfinite(per_s)):
             return None
@@ -106,7 +106,7 @@ class Installation:
 
 @dataclass(frozen=True)
 class RestartState:
-    """What the run's log of decisions says of a replica at one moment."""
+    """The decisions on a replica at one moment, from the run's log of decisions."""
 
     restarts: int = 0
     """How many of its attempts were decided as restarts."""
@@ -117,7 +117,7 @@ class RestartState:
     next_at: float | None = None
     """When its next attempt is due, in Unix time."""
     decision: Mapping[str, Any] | None = None
-    """What answers its end."""
+    """The decision on its end."""
     note: str = ""
     is_awaited: bool = False
     """Whether another attempt is to follow the one that ended."""
@@ -146,7 +146,7 @@ class ReplicaState:
     attempt: int
     status: ReplicaStatus
     outcome: Outcome | None = None
-    """How it ended; of one that has not, as far as is known, why nobody can tell."""
+    """How it ended. If it has not ended as far as is known, why its state is not known."""
     heartbeat_age_s: float | None = None
     reported: dict[str, Any] = field(default_factory=dict)
     """What the replica reported last: step, loss, round, and more of its choice."""
@@ -163,7 +163,7 @@ class ReplicaState:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, or nobody can tell."""
+        """Whether it has ended, or its state is not known."""
         return self.status.is_terminal or self.outcome is not None
 
     @property
@@ -200,7 +200,7 @@ class ReplicaState:
 
     @property
     def progress(self) -> Progress | None:
-        """How far it is; None: it has not said of how many steps."""
+        """How far it is. None if it has not reported the number of steps."""
         return Progress.of(self.reported)
 
     @property
@@ -220,7 +220,7 @@ class ReplicaState:
         return f"{text}/{self.progress.total_steps:.0f}" if column == "step" and self.progress else text
 
     def number(self, name: str) -> str:
-        """Return the text of a number that it reported; empty: it has not."""
+        """Return the text of a number that it reported, or an empty text."""
         value = self.reported.get(name)
         if value is None:
             return ""
@@ -312,9 +312,9 @@ def describe_warnings(found: Sequence[FoundWarning], n: int, reference: str) -> 
     Args:
         found: those whose texts are known.
         n: how many there are, at least as many as are known.
-        reference: what finds the run again in a shell.
+        reference: the words that name the run in a shell.
 
-    Returns: text that may hold anything: a record in a store is foreign. The caller makes it inert for its medium.
+    Returns: a text with any content, because a record in a store is foreign. The caller makes it inert for its medium.
     """
     first = min(found, key=lambda each: each.at)
     ranks = {each.rank for each in found if each.text == first.text and each.rank is not None}
@@ -326,7 +326,7 @@ def describe_warnings(found: Sequence[FoundWarning], n: int, reference: str) -> 
 
 
 def is_failure(outcome: Outcome, min_replicas: int | None) -> bool:
-    """Return whether a replica failed, and not only was replaced, or not to be had where fewer are enough."""
+    """Return whether a replica failed. A replica that was replaced has not, and neither has one that is not needed."""
     without = ("fenced",) if min_replicas is None else ("fenced", "start_failed")
     return outcome.status is ReplicaStatus.FAILED and outcome.reason not in without
 
@@ -343,7 +343,7 @@ class RunStatus:
     min_replicas: int | None = None
     """How many replicas are enough. None: all."""
     decided: Sequence[Decided] = ()
-    """What was decided on it so far, oldest first."""
+    """The decisions on it so far, oldest first."""
     restarts_by_reason: Mapping[str, int] = field(default_factory=dict)
     forged: Sequence[tuple[int, int]] = ()
     """The ranks and attempts of a signed run with an outcome without the run's key, which is not believed."""
@@ -355,18 +355,18 @@ class RunStatus:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether every replica has ended, or nobody can tell of it."""
+        """Whether every replica has ended, or has an unknown state."""
         return all(replica.is_over for replica in self.replicas)
 
     @property
     def last_at(self) -> float:
-        """When its last replica ended; while one goes on, when it was looked at."""
+        """When its last replica ended. While a replica continues, the time of the look."""
         ends = [replica.outcome.finished_at for replica in self.replicas if replica.outcome is not None]
         return max(ends, default=0.0) or self.at if self.is_terminal else self.at
 
     @property
     def failed_early(self) -> list[int]:
-        """The ranks that failed while others go on, as long as nobody has reported a round."""
+        """The ranks that failed while others continue, before any replica has reported a round."""
         ended = [r for r in self.replicas if r.status is ReplicaStatus.FAILED and r.is_readable]
         failed = [r.rank for r in ended if r.outcome is None or is_failure(r.outcome, self.min_replicas)]
         return [] if self.is_terminal or any("round" in r.reported for r in self.replicas) else failed
@@ -413,7 +413,7 @@ class RunStatus:
 
     @property
     def progress(self) -> Progress | None:
-        """How far the run is: as far as the replica that goes on and has longest to go. None: none of them tells."""
+        """How far the run is, which is the progress of the running replica that needs longest. None if it is not known."""
         going = [r.progress for r in self.replicas if r.progress is not None and r.goes_on]
         return max(going, key=lambda each: (each.left_s or 0.0, -each.share), default=None)
 

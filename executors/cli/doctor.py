@@ -1,4 +1,4 @@
-"""`replicas doctor`: facts about this machine; checks of it, of a backend and of a store."""
+"""`replicas doctor` prints facts about this machine, and checks the machine, a backend and a store."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def _check_backend(
 
 
 def _check_image(service: JobService) -> Finding | None:
-    """Say how long replicas install torch before they run, and what avoids it; None: that is not known."""
+    """Print how long replicas install torch before they run, and what avoids it. None means that this is not known."""
     from executors.backends.jobs.service import EACH_INSTALLS, INSTALLS_ONCE, WITH_TORCH
 
     if service.keeps_installed:

@@ -1,4 +1,4 @@
-"""What git has checked out where a run is launched: which code it was, for those who look at the run later."""
+"""The commit that git has checked out where a run is launched, for readers of the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from executors.errors import EntrypointError
 
 COMMIT = ("rev-parse", "--verify", "--quiet", "HEAD")
 CHANGES = ("status", "--porcelain", "--", ".")
-IS_IGNORED = ("check-ignore", "--quiet", ".")  # then the commit says nothing of what is in the folder
+IS_IGNORED = ("check-ignore", "--quiet", ".")  # then the commit does not describe the folder
 PATIENCE_S = 0.25  # a launch on this machine is not to wait for a large repository
 GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
 
@@ -25,13 +25,13 @@ class Checkout:
     """The state of a folder in git."""
 
     commit: str | None = None
-    """What is checked out; None outside a git repository."""
+    """The commit that is checked out, or None outside a git repository."""
     dirty: bool | None = None
-    """Whether the files differ from that commit; None: unknown."""
+    """Whether the files differ from that commit, or None if that is not known."""
 
     @property
     def about(self) -> dict[str, Any] | None:
-        """What `run.json` says of the code, where no archive of it travels."""
+        """The description of the code in `run.json`, if no archive of the code travels."""
         return asdict(self) if self.commit else None
 
 
@@ -54,7 +54,7 @@ class Look:
         return Checkout(commit.decode().strip(), None if changes is None else bool(changes))
 
     def close(self) -> None:
-        """End what still goes on."""
+        """End commands that still run."""
         for process in self._asked:
             process.kill()
             process.wait()
@@ -63,10 +63,10 @@ class Look:
 
 
 def git(root: Path, *command: str) -> bytes | None:
-    """Return what git says; None without git or a repository, or where there is no commit yet.
+    """Return the output of git. None without git or a repository, or if there is no commit yet.
 
     Raises:
-        EntrypointError: there is a repository, and git refuses: it belongs to somebody else, or is broken.
+        EntrypointError: there is a repository, and git refuses, because it belongs to another user, or is broken.
     """
     try:
         done = subprocess.run(["git", *command], cwd=root, env=_environment(), capture_output=True, check=False)

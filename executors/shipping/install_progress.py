@@ -27,7 +27,7 @@ def begin(put: Put, missing: list[str]) -> Callable[[list[str]], int]:
 
     Args:
         put: writes an object of the run, by its name below the run.
-        missing: the requirements that are to be installed.
+        missing: the requirements to install.
 
     Example:
         begin(put, ["torch==2.13.0"])(["uv", "pip", "install", "--quiet", "torch==2.13.0"])
@@ -47,7 +47,7 @@ def begin(put: Put, missing: list[str]) -> Callable[[list[str]], int]:
 
 
 def _run(command: list[str], note: Callable[..., None]) -> int:
-    """Run uv, note each package that has come, and return the exit code. If uv fails, print what it said."""
+    """Run uv, note each package that has come, and return the exit code. If uv fails, print its output."""
     sizes, others, done = dict[str, int](), list[str](), 0
     loud = [word for word in command if word != "--quiet"]  # else uv names no package
     uv = subprocess.Popen(loud, stderr=subprocess.PIPE, text=True, encoding="utf-8", errors="replace")
@@ -63,7 +63,7 @@ def _run(command: list[str], note: Callable[..., None]) -> int:
                 done += sizes.pop(step["name"])
                 note(n_bytes=done, of_bytes=done + sum(sizes.values()))
         code = uv.wait()
-    except BaseException:  # a service that ends the container raises here, and uv would go on
+    except BaseException:  # a service that ends the container raises here, and uv would continue
         uv.kill()
         uv.wait()
         raise

@@ -1,4 +1,4 @@
-"""What reaches a replica on another machine: a package in the store, a short script that fetches it, an environment.
+"""The code for a replica on another machine: a package in the store, a short script that fetches it, an environment.
 
 A service is asked to run `bootstrap_command()` with `replica_environment(...)` and the credentials of the
 store as its secrets. The image needs nothing but Python 3.11 or later and pip.

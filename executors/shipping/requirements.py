@@ -1,4 +1,4 @@
-"""What a replica on another machine needs to have installed: our own dependencies as they are here, and the user's.
+"""The packages that a replica on another machine needs: our own dependencies as installed here, and the user's.
 
 The user's are those given by hand, else those of the `# /// script` block of the entrypoint's file, else those of the
 workspace's `requirements.txt`, else those of its `pyproject.toml`. Whatever the user names replaces our pin of it. An
@@ -20,7 +20,7 @@ from executors.errors import EntrypointError
 from executors.shipping.script_header import read_text, script_header, toml_of
 from executors.task.stored import installed_version
 
-# What `executors.worker` and `diloco` import inside a replica; a launcher needs more.
+# The packages that `executors.worker` and `diloco` import inside a replica. A launcher needs more.
 OURS = ("torch", "numpy", "xxhash", "blake3", "tenacity", "cloudpickle", "inotify_simple", "boto3", "platformdirs")
 DISTRIBUTION = "serverless-replicas"  # travels with the code, as it is here
 INDEX = re.compile(r"--(?P<option>index-url|extra-index-url|find-links)(?:\s*=\s*|\s+)(?P<value>\S+)")
@@ -64,7 +64,7 @@ def requirements_of(
 
 
 def given_requirements(pip: Sequence[str]) -> list[str]:
-    """Return requirements that a person gave by hand, as a task has them.
+    """Return requirements that the user gave, as a task has them.
 
     Raises:
         EntrypointError: one is an option that is not taken, or holds credentials.
@@ -73,7 +73,7 @@ def given_requirements(pip: Sequence[str]) -> list[str]:
 
 
 def name_of(requirement: str) -> str | None:
-    """Return the normalised name of the package that a requirement asks for; None for a path or a bare url."""
+    """Return the normalized name of the package that a requirement asks for, or None for a path or a bare url."""
     try:
         return canonicalize_name(Requirement(requirement).name)
     except InvalidRequirement:

@@ -49,7 +49,7 @@ def read_text(path: Path) -> str:
 def script_of(entrypoint: str | Callable[..., Any]) -> Path | None:
     """Return the file that an entrypoint is defined in; None where there is none to see."""
     if isinstance(entrypoint, str):
-        with contextlib.suppress(EntrypointError):  # who looks for the entrypoint itself says what is wrong with it
+        with contextlib.suppress(EntrypointError):  # the search for the entrypoint reports what is wrong with the file
             found = find_source(entrypoint)
             return None if found is None else found[0]
         return None

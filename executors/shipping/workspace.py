@@ -94,10 +94,10 @@ def _choose(root: Path, listed: bytes | None, left_out: list[str]) -> Iterator[t
     """Yield the files that travel, each with its name in the workspace."""
     paths = {name: root / name for name in _names(root, listed, left_out)}
     links = {name: path for name, path in paths.items() if path.is_symlink()}
-    # What is deleted, git still tracks.
+    # Git still tracks files that are deleted.
     plain = {name: path for name, path in paths.items() if name not in links and path.is_file()}
     for name, path in sorted(links.items()):  # in one order, for a link may lead to a folder with others
-        target = Path(os.path.realpath(path))  # which says nothing of a link that leads in a circle
+        target = Path(os.path.realpath(path))  # which accepts a link that leads in a circle
         if not target.is_relative_to(root) or not target.exists():
             left_out.append(f"{name} (a link to {os.readlink(path)})")
         elif target.is_file():

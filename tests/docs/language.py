@@ -108,6 +108,7 @@ class Sentence:
 
 
 STAND_IN = "ⵣ"  # a letter that no text here has, so that a piece of code counts as one word
+FILE = "ⵥ"  # in place of the name of a document, which may say something
 VALUE = "ⵤ"  # in place of a value in an f-string
 WORD = re.compile(r"[^\s—–/]*\w[^\s—–/]*")
 SPECIAL = re.compile(
@@ -115,6 +116,7 @@ SPECIAL = re.compile(
     re.DOTALL,
 )
 """Code, quotations and addresses."""
+DOCUMENT = re.compile(r"[\w./<>-]+\.(?:json|jsonl|md|toml|txt|html|yml)")
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)\s]*\)")
 ABBREVIATION = re.compile(r"(?:^|[\s(])(?:e\.g|i\.e|vs|cf|approx|[A-Z])\.$")
 END = re.compile(r"(?<=[.?!])[)\]*_]*\s+(?=\S)|(?<=[.?!]\))\s+(?=\S)")
@@ -130,7 +132,7 @@ def plain_of(text: str) -> tuple[str, list[str]]:
 
     def keep(match: re.Match[str]) -> str:
         pieces.append(match[0])
-        return STAND_IN
+        return FILE if DOCUMENT.fullmatch(match[0].strip("`")) else STAND_IN
 
     return SPECIAL.sub(keep, LINK.sub(r"\1", text)).replace("**", ""), pieces
 
@@ -139,15 +141,13 @@ def sentences_of(block: Block) -> Iterator[Sentence]:
     """Yield the sentences of a block."""
     plain, pieces = plain_of(" ".join(block.text.split()))
     ends = [match for match in END.finditer(plain) if not ABBREVIATION.search(plain, 0, match.start())]
-    start = n = 0
+    waiting = iter(pieces)
+    start = 0
     for end in (*(match.end() for match in ends), len(plain)):
         part = plain[start:end].strip()
         start = end
         if part:
-            text = part
-            for piece in pieces[n : n + part.count(STAND_IN)]:
-                text = text.replace(STAND_IN, piece, 1)
-            n += part.count(STAND_IN)
+            text = re.sub(f"[{STAND_IN}{FILE}]", lambda _: next(waiting), part)
             yield Sentence(block.kind, block.line, text.replace(VALUE, "{…}"), part, part.lower())
 
 
@@ -210,7 +210,7 @@ def _relative_subject(sentence: Sentence) -> str | None:
 TEXTS = (
     "message|messages|line|lines|warning|warnings|error|errors|sentence|word|words|readme|page|pages|docstring|comment|"
     "text|texts|table|help|adr|adrs|section|note|heading|documentation|docs|specification|rfc|paper|manual|name|names|"
-    "contributing.md|title|label|record|records|answer|response|header|file|annotation|annotations|signature|log|reason|"
+    rf"{FILE}|{DOCUMENT.pattern}|title|label|record|records|answer|response|header|file|annotation|annotations|signature|log|reason|"
     "user|users|author|caller"
 )
 SAYS = re.compile(

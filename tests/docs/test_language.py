@@ -144,6 +144,7 @@ def test_a_rule_finds_its_pattern(rule: str, text: str) -> None:
         "A message says so.",
         "One line says which ranks wait.",
         "The README says where a backend goes.",
+        "The attempt has a boot.json that says how far it is, and `run.json` says more.",
         "The user said so.",
         "N stands for the number of replicas.",
         "A spare stands by.",

@@ -239,7 +239,7 @@ class JobService(abc.ABC):
 
     @property
     def image_lacks_torch(self) -> bool:
-        """Whether the image is known to have no torch: Docker's `python` has none, and of others nobody knows."""
+        """Whether the image is known to have no torch. Docker's `python` has none. Other images are not known."""
         return python_of_image(getattr(self, "image", None)) is not None
 
     @classmethod
