@@ -413,7 +413,7 @@ class RunStatus:
 
     @property
     def progress(self) -> Progress | None:
-        """How far the run is, which is the progress of the running replica that needs longest. None if it is not known."""
+        """The progress of the running replica that needs longest, or None if it is not known."""
         going = [r.progress for r in self.replicas if r.progress is not None and r.goes_on]
         return max(going, key=lambda each: (each.left_s or 0.0, -each.share), default=None)
 
