@@ -222,7 +222,7 @@ class DiLoCo:
             proof=proof, origin=place.origin, first_state=None if warm_start is None else warm_start.read,
             limits=limits, min_quorum=min_quorum or 1, weight=weight,
             snapshot_every=settings.entries_per_snapshot, carry_rounds=carry_rounds, turns=workers.turns,
-            background=workers.uploads, map=workers.map, ask=workers.ask,
+            background=workers.uploads, map=workers.map, ask=workers.ask, on_standstill=self._link.stand_still,
         )  # fmt: skip
         for layout in context.layouts:
             self._model_state.reserve(layout.kept_bytes(place.world_size, streams=patient.streams))

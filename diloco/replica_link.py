@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 from diloco.errors import DiLoCoError
 from diloco.rendezvous.round import RoundReport
 from executors.replica import Replica
+from executors.store.standstill import Standstill
 
 LEAVING = 143
 """The exit code of a replica that left because it was asked to, as after SIGTERM."""
@@ -117,6 +118,18 @@ class ReplicaLink:
         """
         if self._is_shown and self._replica is not None:
             self._replica.count_step(self._begun_at + step)
+
+    def stand_still(self, found: Standstill | None) -> None:
+        """Let `status` and the page say which round stands still until a user deletes an object.
+
+        Args:
+            found: the standstill. None: the rounds go on.
+
+        Example:
+            link.stand_still(None)
+        """
+        if self._replica is not None and self._replica.warnings is not None:
+            self._replica.warnings.stand_still(found)
 
     def record(self, reports: Sequence[RoundReport]) -> None:
         """Keep what rounds were with the run."""

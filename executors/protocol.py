@@ -138,6 +138,18 @@ class ServerlessExecutor(Protocol):
 
 
 @dataclass(frozen=True)
+class Standstill:
+    """A round of a signed run that waits until a user deletes an object without the run's key."""
+
+    round: int
+    """The number of the round. 0: the first anchor, which comes before the first round."""
+    key: str
+    """The key of the object in the run's store."""
+    n_more: int = 0
+    """How many more such objects hold the round up."""
+
+
+@dataclass(frozen=True)
 class WarningCount:
     """How many warnings an attempt has left so far, and the first of them."""
 
@@ -147,6 +159,8 @@ class WarningCount:
     """The text of the first one, cut to 200 characters."""
     first_at: float
     """When the first one came, in Unix time, by the clock of the replica's host."""
+    standstill: Standstill | None = None
+    """The round that stands still now, of which one of the warnings tells. None: the rounds go on."""
 
 
 @dataclass(frozen=True)

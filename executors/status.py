@@ -13,6 +13,7 @@ from typing import Any
 from executors.durations import name_duration
 from executors.native import RUN_KEY
 from executors.protocol import BY_USER, Outcome, ReplicaStatus, WarningCount
+from executors.store.standstill import standstill_lines
 
 INSTALLING = "installing"
 """The state of a replica whose container installs packages."""
@@ -352,6 +353,8 @@ class RunStatus:
     lacks_key: bool = False
     """Whether the run is signed and this process does not have its key, so that no outcome is proven here."""
     at: float = field(default_factory=time.time)
+    store_url: str = ""
+    """The url of the run's store, for commands that a line names."""
 
     @property
     def is_terminal(self) -> bool:
@@ -453,9 +456,15 @@ class RunStatus:
         return own + sum(each.rank is None for each in self.warnings)
 
     @property
+    def standstills(self) -> list[str]:
+        """A line on each round that stands still until a user deletes an object without the key of a signed run."""
+        counts = [(each.warned, each.status.is_terminal) for each in self.replicas]
+        return standstill_lines(counts, self.run_id, self.store_url)
+
+    @property
     def doubts(self) -> list[str]:
-        """Sentences on records that are not proven by the key of a signed run; none in other runs."""
-        found = []
+        """Sentences on objects that are not proven by the key of a signed run; none in other runs."""
+        found = self.standstills
         if self.forged:
             ranks = name_ranks({rank for rank, _ in self.forged})
             several, were = ("outcomes", "were") if len(self.forged) > 1 else ("an outcome", "was")
@@ -506,6 +515,7 @@ class RunStatus:
             "n_warnings": self.n_warnings,
             "warnings": [each.to_json() for each in self.warnings],
             "restarts_by_reason": dict(self.restarts_by_reason),
+            "standstills": self.standstills,
             "forged_outcomes": [{"rank": rank, "attempt": attempt} for rank, attempt in self.forged],
             "forged_starts": [{"rank": rank, "attempt": attempt} for rank, attempt in self.forged_starts],
             "replicas": [replica.to_json() for replica in self.replicas],

@@ -99,6 +99,11 @@ class Rendezvous:
 
         Returns: None when the entry was jumped over: what it needs is no longer there, but a newer snapshot is.
         """
+        report = self._adopt()
+        self._context.standstill.end()  # not where an error ends the wait: then the outcome says what was waited for
+        return report
+
+    def _adopt(self) -> RoundReport | None:
         clock, entry = self._context.clock, self.current()
         entry.started_s = began = clock()
         entry.began_s = began if entry.began_s is None else entry.began_s
@@ -124,6 +129,7 @@ class Rendezvous:
                 return None
             if self.cursor.is_stuck(entry, seal) and self.cursor.reload(above=entry.index):
                 return None
+            self._look_for_forgeries(entry, seal)
             self.sealer.check_time(entry)
             paused = clock()
             pause_s = max(next(pauses), min(self._store.answer_s, MOST_PAUSE_S))  # a far store is not asked on and on
@@ -134,6 +140,20 @@ class Rendezvous:
                 awaited += [self._keys.contribution(entry.index, 0)] if entry.looks else []
             self._context.wait(pause_s, [folder_of(key) for key in awaited])
             entry.wait_s += clock() - paused
+
+    def _look_for_forgeries(self, entry: EntryState, seal: Seal | None) -> None:
+        """In a signed run, report what holds the entry up, and send again what a forgery had taken the place of."""
+        if not self._context.proof.is_signed:
+            return
+        began_s = entry.started_s if entry.began_s is None else entry.began_s
+        good = {rank: head for rank, (head, _) in entry.seen.items()}
+        self._context.standstill.look(entry.index, began_s, good, entry.blocked)
+        key, send = self._keys.contribution(entry.index, self._me.rank), entry.send
+        is_spoilt = self._me.rank not in entry.seen and self._store.bad_readings(key) > 0
+        if seal is None and send is not None and entry.published and is_spoilt and self._store.is_missing(key):
+            # Somebody has deleted the forgery. Creating the object again is safe: the first one that exists counts.
+            entry.misread.pop(self._me.rank, None)
+            send_contribution(self._context, entry, send, self._waited_s)
 
     def adopt_sealed(self, reports: list[RoundReport]) -> None:
         """Adopt every entry that is sealed already, and add what each was."""

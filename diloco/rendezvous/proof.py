@@ -26,6 +26,8 @@ DIGEST_BYTES = 16
 class Proof(Protocol):
     """How the replicas of a run prove what they write."""
 
+    is_signed: bool
+    """True if only a replica with the run's key can make what proves a record."""
     copies: bool
     """True if data must be copied before it is proven: another process may write to a mapped file."""
 
@@ -42,6 +44,7 @@ class Proof(Protocol):
 class Checksums:
     """xxh3_128, which anybody can make."""
 
+    is_signed = False
     copies = False
 
     def of_head(self, key: str, head: Buffer) -> bytes:
@@ -57,6 +60,7 @@ class Checksums:
 class Signatures:
     """HMAC-SHA256 of heads, and BLAKE3 of payloads, for which a head vouches: twice as fast as SHA-256 or more."""
 
+    is_signed = True
     copies = True
 
     def __init__(self, key: bytes) -> None:

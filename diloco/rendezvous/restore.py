@@ -84,6 +84,7 @@ class SnapshotReader:
                 if self._took(entry, pointer, arrays):
                     if entry != self.first:  # the seal that ended the run may be earlier, and is then never read
                         follow_end(context.plan, self._store, self._keys, context.proof)
+                    context.standstill.end()
                     return entry
                 above = -1  # the state from before is lost now
             if above >= 0:
@@ -100,6 +101,8 @@ class SnapshotReader:
                     f"Rank {self._me.rank} found no snapshot of run {self._keys.run_id!r} that can be read in "
                     f"{limits.round_timeout_s:g} s."
                 )
+            if context.proof.is_signed and self._store.bad_readings(self._keys.snapshot(0)) >= READ_TRIES:
+                context.standstill.look_at_start(began)
             context.members.check_abort()
             context.wait(next(pauses), [folder_of(self._keys.snapshot(0))])
 

@@ -16,10 +16,12 @@ from diloco.rendezvous.patient_store import Ask, Map, PatientStore, at_once, bac
 from diloco.rendezvous.phase import Phase, Plan
 from diloco.rendezvous.proof import Proof
 from diloco.rendezvous.reduction import Blocks, Reduce, weighted_mean
+from diloco.rendezvous.standstill_watch import STANDS_AFTER_S, StandstillWatch
 from diloco.rendezvous.training_state import Arrays, Packed, TrainingState
 from diloco.rendezvous.turns import Turns
 from diloco.wires.wire import BLOCK_ELEMENTS, Wire
 from executors.patience import ROUND
+from executors.store.standstill import Standstill
 
 Background = Callable[[Callable[[], None]], None]
 """Runs something beside the training; returns at once."""
@@ -170,11 +172,20 @@ class Context:
     map: Map = map
     ask: Ask = at_once
     background: Background = lambda job: job()
+    on_standstill: Callable[[Standstill | None], None] = lambda found: None
+    """Gets the round that stands still because of an object without the run's key; None when the rounds go on."""
 
     @cached_property
     def members(self) -> Membership:
         """Who takes part, as far as this replica knows."""
         return Membership(self.store, self.keys, self.me, self.clock, self.limits.abort_check_s)
+
+    @cached_property
+    def standstill(self) -> StandstillWatch:
+        """Reports the objects without the run's key that hold the rounds of this replica up."""
+        after_s = min(STANDS_AFTER_S, self.limits.grace_s)
+        report = self.on_standstill
+        return StandstillWatch(self.store, self.keys, self.me, self.members, report, self.clock, after_s)
 
     @cached_property
     def phase(self) -> Phase:

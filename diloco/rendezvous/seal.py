@@ -23,6 +23,7 @@ from diloco.rendezvous.reduction import BadInputError, Input, is_mean
 from diloco.rendezvous.round import Context, EntryState
 from diloco.rendezvous.training_state import Verdict
 from executors.errors import CorruptObjectError
+from executors.store.standstill import Standstill, describe_standstill
 
 LOOKS_PER_FRONTIER = 8
 """How many looks for contributions go by until joiners are looked for again: a claim may be seen late."""
@@ -267,6 +268,13 @@ class Sealer:
         keys, number = self._context.keys, entry.index + 1
         rotten, looks = entry.blocked or keys.seal(entry.index), [keys.seal(entry.index + 1)] * READ_TRIES
         if self._store.is_rotten(rotten, self._limits.grace_s) and all(map(self._store.is_missing, looks)):
+            if self._context.proof.is_signed:
+                what = describe_standstill(Standstill(number, rotten), self._store.store.url, has_ended=True)
+                raise CorruptObjectError(
+                    f"{what}; then continue the run: replicas resume {keys.run_id}",
+                    key=rotten,
+                    url=self._store.store.url,
+                )
             raise CorruptObjectError(
                 f"Round {number} cannot be had: {rotten} is not what was written, and there is no later snapshot. "
                 "To go on in a new run, from the newest whole snapshot of this one: "
@@ -295,10 +303,16 @@ class Sealer:
             f"Round {number}: {len(ranks) - len(missing) - len(spoilt)} of {len(ranks)} contributions arrived in "
             f"{timeout_s:g} s, min_quorum is {self._context.min_quorum}. "
             f"Missing ranks: {', '.join(map(str, missing)) or 'none'}."
-            + (f" Not what was written: those of ranks {', '.join(map(str, spoilt))}." if spoilt else ""),
+            + (f" Not what was written: those of ranks {', '.join(map(str, spoilt))}." if spoilt else "")
+            + (f" {self._describe_forgery(entry, spoilt[0])}" if spoilt and self._context.proof.is_signed else ""),
             round=number,
             missing=missing,
         )
+
+    def _describe_forgery(self, entry: EntryState, rank: int) -> str:
+        """Say which contribution of a signed run is not proven, and how to delete it."""
+        found = Standstill(entry.index + 1, self._context.keys.contribution(entry.index, rank))
+        return describe_standstill(found, self._store.store.url, has_ended=True)
 
     def learn(self, entry: EntryState, waited_s: float) -> None:
         """Take note of how far apart the members of a round arrived."""

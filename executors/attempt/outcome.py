@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from executors.errors import CorruptObjectError
-from executors.protocol import ENDED, REASONS, Outcome, ReplicaStatus, WarningCount
+from executors.protocol import ENDED, REASONS, Outcome, ReplicaStatus, Standstill, WarningCount
 from executors.store.records import (
     FAR_AHEAD,
     LONG_AGO,
@@ -38,6 +39,10 @@ MAX_OUTCOME_BYTES = 32 << 20
 MAX_ERROR = 1 << 20  # characters
 MAX_PLACE = 1000  # characters
 MAX_WARNINGS = 64  # different texts of one attempt
+MAX_KEY = 1000  # characters
+OBJECT_OF_ROUND = re.compile(
+    r"[a-z0-9][a-z0-9-]{0,39}/diloco/(?!\.{1,2}/)[^/\x00-\x1f\x7f]{1,200}/(?:r\d+/(?:contribution|mean)|seal|snapshot)/\d+"
+)
 MAX_FIRST = 200  # characters of the first warning in a heartbeat or an outcome
 
 
@@ -97,9 +102,34 @@ def warning_count(value: Any) -> WarningCount:
             count=fields.take("count", integer(1, MAX_WARNINGS + 1)),
             first=fields.take("first", text(MAX_FIRST)),
             first_at=fields.take("first_at", number(LONG_AGO, FAR_AHEAD)),
+            standstill=fields.take("standstill", nullable(standstill), None),
         )
     except CorruptObjectError as error:
         raise ValueError(f"a count of warnings ({error})") from None
+
+
+def standstill(value: Any) -> Standstill:
+    """Check the standstill of a round in a count of warnings.
+
+    Args:
+        value: a JSON value: {"round": 12, "key": "otter/diloco/main/seal/11", "n_more": 0}.
+
+    Raises:
+        ValueError: the value is something else; the message names what was expected.
+
+    Example:
+        standstill({"round": 12, "key": "otter/diloco/main/seal/11", "n_more": 0}).key
+    """
+    try:
+        fields = Fields(json_object(value), "standstill")
+        return Standstill(
+            round=fields.take("round", COUNT),
+            # Whoever reads it is advised to delete the object: only what a round consists of may be named.
+            key=fields.take("key", text(MAX_KEY, OBJECT_OF_ROUND)),
+            n_more=fields.take("n_more", COUNT, 0),
+        )
+    except CorruptObjectError as error:
+        raise ValueError(f"a standstill ({error})") from None
 
 
 def only_numbers(found: Mapping[str, Any]) -> dict[str, float]:

@@ -331,6 +331,8 @@ class PlainView:
         """By rank, the words on what it waits for, as of the last look."""
         self._told: set[str] = set()
         self._n_decided = 0
+        self._standstills: set[str] = set()
+        """The lines on rounds that stand still, as of the last look."""
         self._progress = ""
         self._progress_at = clock()
 
@@ -367,7 +369,12 @@ class PlainView:
         return by_wall_s if 0.0 <= by_wall_s <= since_s + CLOCKS_APART_S else since_s
 
     def _tell_decided(self, status: RunStatus) -> None:
-        """Print what was decided since the last look."""
+        """Print what was decided since the last look, and which rounds stand still since then."""
+        standstills = status.standstills
+        for line in standstills:
+            if line not in self._standstills:
+                self._print(f"{self._elapsed(status.at)} {one_line(line, MAX_LINE)}", "red")
+        self._standstills = {*standstills}
         new, self._n_decided = status.decided[self._n_decided :], len(status.decided)
         for each in new[-MAX_DECIDED:]:
             self._print(f"{self._elapsed(each.at)} {one_line(each.line, MAX_LINE)}", "yellow")

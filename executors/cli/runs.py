@@ -205,7 +205,7 @@ def status(
     for each in now.decided[-MAX_DECIDED:]:
         output.say(f"[{name_duration(each.at - record.created_at):>6}] {one_line(each.line, MAX_LINE)}", "yellow")
     for doubt in now.doubts:
-        output.say(doubt, "yellow", wrap=True)
+        output.say(one_line(doubt, MAX_LINE), "yellow", wrap=True)
     if found_warnings := now.warnings:
         line = describe_warnings(found_warnings, now.n_warnings, reference(found))
         output.say(one_line(line, MAX_LINE), "yellow", wrap=True)

@@ -26,6 +26,7 @@ from executors.run.model_of_run import has_model
 from executors.run.restart_states import counted, was_stopped
 from executors.run.run import Run
 from executors.status import FAILED_EARLY, MAX_LINE, FoundWarning, describe_warnings, name_ranks
+from executors.store.standstill import standstill_lines
 from executors.supervision.decisions import Decision
 from executors.task.entrypoint import shown
 
@@ -122,13 +123,20 @@ class Summary:
     code: int | None
     warnings: Sequence[FoundWarning] = ()
     """The warnings of all attempts, the oldest first."""
+    standstills: Sequence[str] = ()
+    """A line on each round that stands still, or stood still when its replica ended."""
 
     @classmethod
     def of(cls, run: Run, *, in_time: bool = True, interrupted: bool = False) -> Summary:
         """Summarise a run that was watched to its end, or until the time was over."""
         outcomes = run.outcomes()
         code = code_of(run, outcomes, interrupted=interrupted) if in_time else TIMED_OUT
-        return cls(run, outcomes, code, run.warnings(note))
+        if all(outcome.status.is_terminal for outcome in outcomes) or not run.record.signed:
+            counts = [(outcome.warned, True) for outcome in outcomes]
+            standstills = standstill_lines(counts, run.run_id, run.store.url)
+        else:  # heartbeats have it
+            standstills = run.status().standstills
+        return cls(run, outcomes, code, run.warnings(note), standstills)
 
     def document(self) -> dict[str, Any]:
         """Return the summary as JSON."""
@@ -176,6 +184,7 @@ class Summary:
             if removed:
                 output.say()
                 output.say(f"{removed}, which leaves the result of the others as it is.", "yellow")
+            self.print_standstills(output)
             self.print_warnings(output)
             if self.code == HOPELESS:
                 output.say()
@@ -183,6 +192,8 @@ class Summary:
             output.say()
             self.print_model(output)
             output.say(f"More: replicas status {reference(self.run)} (or: logs, collect)", "dim")
+        else:
+            self.print_standstills(output)
         if output.as_json:
             output.document(document)
         return self.code or 0
@@ -217,6 +228,12 @@ class Summary:
             output.say(f"{name_ranks(ranks)}: {one_line(text)}")
         if len(groups) > MAX_LINES:
             output.say(f"… and {len(groups) - MAX_LINES} more: replicas collect {reference(self.run)}", "dim")
+
+    def print_standstills(self, output: Output) -> None:
+        """Print a line on each round that stands still, with what to delete."""
+        for line in self.standstills:
+            output.say()
+            output.say(one_line(line, MAX_LINE), "red", wrap=True)
 
     def print_warnings(self, output: Output) -> None:
         """Print one line on the warnings of the run, if it has any."""

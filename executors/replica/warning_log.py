@@ -17,7 +17,7 @@ from executors.attempt import Attempt
 from executors.attempt.outcome import MAX_FIRST, MAX_WARNINGS
 from executors.attempt.warning_record import MAX_CHARACTERS, NAME, KeptWarning, KeptWarnings
 from executors.errors import StoreError
-from executors.protocol import WarningCount
+from executors.protocol import Standstill, WarningCount
 from executors.store.url import was_deleted
 
 MAX_OF_PLACE = 8
@@ -59,6 +59,7 @@ class WarningLog:
         self._kept: dict[str, KeptWarning] = {}
         self._of_place: Counter[str] = Counter()
         self._left_out = 0
+        self._standstill: Standstill | None = None
         self._due_at: float | None = None
         """When to write. None: nothing is new."""
 
@@ -84,6 +85,19 @@ class WarningLog:
         except Exception:  # noqa: BLE001 - a warning that cannot be kept is still in the log, and ends nothing
             return
 
+    def stand_still(self, found: Standstill | None) -> None:
+        """Note which round stands still, for the heartbeat and the outcome. Add the warning about it as well.
+
+        Args:
+            found: the standstill. None: the rounds go on.
+
+        Example:
+            warnings.stand_still(Standstill(round=12, key="otter/diloco/main/seal/11"))
+        """
+        if os.getpid() == self._pid:
+            self._standstill = found
+            self.on_first()
+
     @property
     def count(self) -> WarningCount | None:
         """How many there are for the run's events, and the first of them. None: there are none."""
@@ -91,7 +105,8 @@ class WarningLog:
             if not self._kept:
                 return None
             first = next(iter(self._kept.values()))
-            return WarningCount(len(self._kept) + bool(self._left_out), _cut(first.text, MAX_FIRST), first.at)
+            n = len(self._kept) + bool(self._left_out)
+            return WarningCount(n, _cut(first.text, MAX_FIRST), first.at, self._standstill)
 
     def write(self, *, is_last: bool = False) -> bool:
         """Write what is new, if it is due; return whether nothing is left to write.

@@ -120,6 +120,7 @@ def document(subject: Subject) -> dict[str, Any]:
         "n_events": len(subject.events),
         "failures": failures_document(subject.outcomes, newest, len(now.replicas)),
         "configuration": _configuration(subject),
+        "doubts": [one_line(each, MAX_VALUE) for each in now.doubts],
         "problems": [one_line(each) for each in [*subject.problems, *metrics.problems][:MAX_PROBLEMS]],
     }
     for row in made["replicas"]:

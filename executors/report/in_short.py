@@ -28,6 +28,7 @@ def _sentences(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "plain", f"As of {name_moment(document['as_of'])}: {document['counts']}. Write the page again for more."
     for failure in [each for each in document["failures"] if not each["resumed"]][:MAX_FAILURES]:
         yield "bad", f"{failure['words'].rstrip('.')}."
+    yield from (("bad", doubt) for doubt in document["doubts"])
     for problem in document["problems"][:MAX_FAILURES]:
         yield "bad", problem
     if document["n_warnings"]:

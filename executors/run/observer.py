@@ -160,6 +160,7 @@ class Observer:
             self._forged(),
             self._forged_starts(),
             lacks_key(self.store.url, self.run_id),
+            store_url=self.store.url,
         )
 
     def about_to_start(self) -> str | None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import secrets
+import shlex
 import stat
 from collections.abc import Callable
 from dataclasses import replace
@@ -259,6 +260,28 @@ def address_of(store_url: str, run_id: str) -> str:
     """Return the address of a run: its id after the store's path, before the options that a url may have."""
     path, question_mark, options = _without_options(store_url)
     return f"{path.rstrip('/')}/{run_id}{question_mark}{options}"
+
+
+def command_to_delete(store_url: str, key: str) -> str:
+    """Return the shell command that deletes one object of a store. Empty: no common tool can.
+
+    Args:
+        store_url: the url of the store.
+        key: the key of the object.
+
+    Example:
+        command_to_delete("s3://bucket/runs", "otter/diloco/main/seal/11")
+    """
+    if (directory := directory_of(store_url)) is not None:
+        return shlex.join(["rm", str(directory / key)])
+    if not store_url.startswith("s3:"):
+        return ""
+    from executors.store.s3.address import S3Address
+
+    where = S3Address.parse(store_url)
+    given = {"--endpoint-url": where.endpoint_url, "--region": where.region, "--profile": where.profile}
+    options = [word for name, value in given.items() if value for word in (name, value)]
+    return shlex.join(["aws", "s3", "rm", f"s3://{where.bucket}/{where.prefix}{key}", *options])
 
 
 def split_address(address: str) -> tuple[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from executors.replica import Replica, run_key
 from executors.run.resume import resume
 from executors.store.records import to_bytes
 from executors.store.run_key import key_file
+from executors.testing import eventually
 
 PLAIN = LocalProcessExecutor(preload=(), term_grace_s=0.5)
 
@@ -203,6 +205,52 @@ def test_forged_replayed_and_swapped_objects_never_steer_a_signed_run(tmp_path: 
     assert second == states[-1].tolist()
     assert first in [state.tolist() for state in states], "it may have left while the others went on"
     assert max(map(np.max, states)) < 20 * 8
+
+
+def train_alone(steps: int, forged: str) -> int:
+    """Train, and at first find the place of one object of the third round taken by a stranger."""
+    replica, model = current_replica(), nn.Linear(2, 2, bias=False)
+    with DiLoCo(model, inner_steps=1, total_steps=steps, grace_s=0.5) as diloco:
+        for _ in range(steps):
+            if diloco.rounds == 2 and replica.attempt == 0:
+                replica.store.put(forged, b"forged" * 100)
+            with torch.no_grad():
+                model.weight += 1.0
+            diloco.step()
+        return diloco.rounds
+
+
+def test_a_round_that_stands_still_names_the_object_and_goes_on_once_it_is_deleted(tmp_path: Path) -> None:
+    forged = "otter/diloco/main/r2/contribution/0"
+    args = {"steps": 4, "forged": forged}
+    run = launch(PLAIN, train_alone, 1, args=args, signed=True, run_id="otter", rendezvous=tmp_path / "a run's")
+    eventually(lambda: run.status().standstills, "the round stands still", within_s=60)
+    (line,) = run.status().standstills
+    assert line.startswith(
+        f"Round 3 stands still: the object '{forged}' was made without the run's key, or is damaged."
+    )
+    told = " ".join(Folder(tmp_path).replicas("status", run.url).stdout.split())
+    assert "Round 3 stands still" in told
+    waited = Folder(tmp_path).replicas("wait", run.url, "--timeout", "1s")
+    assert (waited.code, line in " ".join(waited.stdout.split())) == (124, True), waited
+    assert "Round 3 stands still" in run.report(tmp_path / "page.html").read_text()
+    subprocess.run(line.partition("Delete it: ")[2], shell=True, check=True)
+    assert run.results() == [4], "what the forgery had taken the place of is sent again"
+    assert run.status().standstills == []
+    assert any("Round 3 stands still" in each.text for each in run.warnings()), "the events have it still"
+
+
+def test_a_run_that_ends_by_a_forged_seal_says_last_what_to_delete_and_can_then_be_resumed(tmp_path: Path) -> None:
+    args = {"steps": 4, "forged": "otter/diloco/main/seal/2"}
+    run = launch(PLAIN, train_alone, 1, args=args, signed=True, run_id="otter", rendezvous=tmp_path / "runs")
+    assert run.wait(60)
+    ended = Folder(tmp_path).replicas("wait", run.url)
+    said, path = " ".join(ended.stdout.split()), tmp_path / "runs" / "otter/diloco/main/seal/2"
+    assert ended.code == 1
+    assert "Round 3 stood still when the replica ended" in said
+    assert f"Delete it: rm {path}" in said
+    path.unlink()
+    assert resume(run).results() == [4]
 
 
 def test_the_same_forgery_steers_a_run_that_is_not_signed(tmp_path: Path) -> None:

@@ -2,19 +2,75 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from executors.attempt import Attempt
-from executors.protocol import Outcome, ReplicaStatus
+from executors.attempt import Attempt, Beat
+from executors.errors import CorruptObjectError
+from executors.protocol import Outcome, ReplicaStatus, Standstill, WarningCount
 from executors.run.heartbeats import Heartbeats
 from executors.status import ReplicaState, RunStatus
 from executors.store.memory import MemoryStore
 from executors.store.records import to_bytes
+from executors.store.url import command_to_delete
 
 PENDING, RUNNING, SUCCEEDED, FAILED = (ReplicaStatus(name) for name in ("pending", "running", "succeeded", "failed"))
+
+
+STANDS = Standstill(round=12, key="otter/diloco/main/r11/contribution/1", n_more=1)
+
+
+def standing(found: Standstill, status: ReplicaStatus = ReplicaStatus.RUNNING) -> RunStatus:
+    warned = WarningCount(1, "a text", 5.0, found)
+    states = [ReplicaState(rank, 0, status, warned=warned) for rank in range(3)]
+    return RunStatus("otter", "fake", states, store_url="file:///data/its%20runs")
+
+
+def test_a_round_that_stands_still_is_told_once_with_the_command_that_deletes_the_object() -> None:
+    line = (
+        "Round 12 stands still: the object 'otter/diloco/main/r11/contribution/1' (and 1 more) was made without the "
+        "run's key, or is damaged. Delete it: rm '/data/its runs/otter/diloco/main/r11/contribution/1'"
+    )
+    now = standing(STANDS)
+    assert now.doubts == now.to_json()["standstills"] == [line]
+    assert "Round 12 stands still" in now.to_html()
+    (ended,) = standing(STANDS, ReplicaStatus.FAILED).standstills
+    assert ended.startswith("Round 12 stood still when the replica ended: ")
+    assert standing(replace(STANDS, round=0)).standstills[0].startswith("The first anchor stands still: ")
+
+
+def test_a_heartbeat_can_name_no_object_but_one_of_a_round_of_its_run() -> None:
+    """Whoever reads the line is advised to delete the object."""
+    assert standing(replace(STANDS, key="other/diloco/main/seal/1")).standstills == []
+    beat = Beat(5.0, {}, WarningCount(1, "a text", 5.0, STANDS)).to_bytes()
+    assert Beat.parse(beat).warned == WarningCount(1, "a text", 5.0, STANDS)
+    for key in (
+        "otter/run.json",
+        "otter/diloco/main/seal/1/../../x",
+        "../x",
+        "/etc/passwd",
+        "otter/diloco/a\nb/seal/1",
+    ):
+        bad = json.loads(beat)
+        bad["replicas.warnings"]["standstill"]["key"] = key
+        with pytest.raises(CorruptObjectError, match="standstill"):
+            Beat.parse(to_bytes(bad))
+
+
+def test_the_command_that_deletes_an_object_is_one_for_a_shell() -> None:
+    key = "otter/diloco/it's/seal/1"
+    assert shlex.split(command_to_delete("file:///data", key)) == ["rm", f"/data/{key}"]
+    url = "s3://bucket/a%20prefix?endpoint_url=http%3A%2F%2Flocalhost%3A9000&region=x"
+    assert shlex.split(command_to_delete(url, key)) == [
+        *["aws", "s3", "rm", f"s3://bucket/a prefix/{key}"],
+        *["--endpoint-url", "http://localhost:9000", "--region", "x"],
+    ]
+    assert command_to_delete("memory://x", key) == ""
 
 
 def run(*statuses: ReplicaStatus, enough: int | None = None, reason: Any = "exception") -> RunStatus:

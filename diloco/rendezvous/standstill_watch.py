@@ -1,0 +1,118 @@
+"""A round of a signed run that stands still because of an object without the run's key.
+
+Replicas ignore such an object, and it stays where one of theirs belongs: an object in a store is created once. Only
+somebody who deletes it lets the round continue. So a replica that waits says which object that is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from diloco.rendezvous.frames import READ_TRIES, Contribution
+from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.membership import Identity, Membership
+from diloco.rendezvous.patient_store import PatientStore
+from executors.store.standstill import Standstill, describe_standstill
+
+log = logging.getLogger(__name__)
+
+STANDS_AFTER_S = 5.0
+"""A round that waits for less is not worth a word. With a shorter `grace_s` the word comes after that."""
+LOOK_S = 1.0
+"""How often a waiting replica asks whether the object is still there, which costs a request."""
+
+
+class StandstillWatch:
+    """Finds the object without the run's key that a waiting replica would need to be deleted, and reports it once.
+
+    Args:
+        store: the store of the run.
+        keys: the keys of the rendezvous.
+        me: the process that waits.
+        members: who takes part.
+        report: called with the standstill when it begins, and with None when it has ended.
+        clock: returns seconds.
+        after_s: how long a round waits before it stands still, in seconds.
+
+    Example:
+        watch = StandstillWatch(store, keys, me, members, link.stand_still, monotonic, after_s=5.0)
+        watch.look(11, began_s=monotonic(), good={}, blocked=None)
+    """
+
+    def __init__(
+        self,
+        store: PatientStore,
+        keys: Keys,
+        me: Identity,
+        members: Membership,
+        report: Callable[[Standstill | None], None],
+        clock: Callable[[], float],
+        after_s: float,
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._me = me
+        self._members = members
+        self._report = report
+        self._clock = clock
+        self._after_s = after_s
+        self._look_at = 0.0
+        self._found: Standstill | None = None
+        self._warned: set[str] = set()
+
+    def look(self, entry: int, began_s: float, good: Mapping[int, Contribution], blocked: str | None) -> None:
+        """Look for the objects that hold a round up, now and then, while this replica waits for it.
+
+        Args:
+            entry: the entry of the round in the log.
+            began_s: since when this replica waits, by the clock.
+            good: the contributions that are proven, by rank.
+            blocked: the key of what the mean is made of and could not be read. None: nothing is.
+        """
+        self._look(entry + 1, began_s, lambda: self._objects_of(entry, good, blocked))
+
+    def look_at_start(self, began_s: float) -> None:
+        """Look whether the record of the first anchor holds up the beginning of the training.
+
+        Args:
+            began_s: since when this replica waits for it, by the clock.
+        """
+        self._look(0, began_s, lambda: [self._keys.snapshot(0)])
+
+    def end(self) -> None:
+        """Note that the round continues."""
+        if self._found is not None:
+            self._found = None
+            self._report(None)
+
+    def _look(self, round: int, began_s: float, needed: Callable[[], Sequence[str]]) -> None:
+        now = self._clock()
+        if now - began_s < self._after_s or now < self._look_at:
+            return
+        self._look_at = now + LOOK_S
+        keys = [key for key in needed() if not self._store.is_missing(key)]
+        if not keys:
+            self.end()
+            return
+        found = Standstill(round=round, key=keys[0], n_more=len(keys) - 1)
+        if found != self._found:
+            self._found = found
+            self._report(found)
+        if found.key not in self._warned:
+            self._warned.add(found.key)
+            log.warning("rank %s: %s", self._me.rank, describe_standstill(found, self._store.store.url))
+
+    def _objects_of(self, entry: int, good: Mapping[int, Contribution], blocked: str | None) -> list[str]:
+        """Return the keys of what was read and is not proven, if the round waits for nothing else."""
+        keys, expected = self._keys, self._members.expected
+        found = [key for key in (keys.seal(entry), blocked) if key is not None and self._is_bad(key)]
+        ranks = [rank for rank in sorted({*expected, self._me.rank}) if rank not in good]
+        bad = {rank: key for rank in ranks if self._is_bad(key := keys.contribution(entry, rank))}
+        # A replica that is merely late is waited for, too: then the round does not wait for a user.
+        if bad and self._members.still_expected(good) <= good.keys() | bad.keys():
+            found += bad.values()
+        return list(dict.fromkeys(found))
+
+    def _is_bad(self, key: str) -> bool:
+        return self._store.bad_readings(key) >= READ_TRIES

@@ -1,0 +1,53 @@
+"""A round of a signed run that stands still until a user deletes an object, in the words of all who report it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from executors.protocol import Standstill, WarningCount
+from executors.store.url import command_to_delete
+
+__all__ = ["Standstill", "describe_standstill", "standstill_lines"]
+
+MAX_LINES = 3  # of one run: each names an object
+
+
+def describe_standstill(found: Standstill, store_url: str, *, has_ended: bool = False) -> str:
+    """Say in a line which object holds a round up, and the command that deletes it.
+
+    Args:
+        found: the standstill, perhaps from a foreign record. The caller makes the text inert for its medium.
+        store_url: the url of the run's store.
+        has_ended: True if the replica has ended while the round stood still.
+
+    Example:
+        describe_standstill(Standstill(round=12, key="otter/diloco/main/seal/11"), "file:///data/runs")
+    """
+    what = f"Round {found.round}" if found.round else "The first anchor"
+    stands = "stood still when the replica ended" if has_ended else "stands still"
+    more = f" (and {found.n_more} more)" if found.n_more else ""
+    command = command_to_delete(store_url, found.key)
+    return (
+        f"{what} {stands}: the object {found.key!r}{more} was made without the run's key, or is damaged. "
+        f"Delete it{f': {command}' if command else ' in the store.'}"
+    )
+
+
+def standstill_lines(counts: Sequence[tuple[WarningCount | None, bool]], run_id: str, store_url: str) -> list[str]:
+    """Return a line on each round that stands still, the earliest first. Replicas that wait for one thing share a line.
+
+    Args:
+        counts: of each replica its count of warnings, and True if the replica has ended.
+        run_id: the run. An object of another run is not named: the record may be a stranger's.
+        store_url: the url of the run's store.
+
+    Example:
+        standstill_lines([(outcome.warned, True) for outcome in run.outcomes()], run.run_id, run.store.url)
+    """
+    found: dict[Standstill, bool] = {}
+    for count, has_ended in counts:
+        each = None if count is None else count.standstill
+        if each is not None and each.key.startswith(f"{run_id}/"):
+            found[each] = found.get(each, True) and has_ended
+    ordered = sorted(found.items(), key=lambda item: (item[0].round, item[0].key))
+    return [describe_standstill(each, store_url, has_ended=has_ended) for each, has_ended in ordered[:MAX_LINES]]
