@@ -120,10 +120,10 @@ class ReplicaLink:
             self._replica.count_step(self._begun_at + step)
 
     def stand_still(self, found: Standstill | None) -> None:
-        """Let `status` and the page say which round stands still until a user deletes an object.
+        """Pass on which round waits until the user deletes an object, for `status` and the page.
 
         Args:
-            found: the standstill. None: the rounds go on.
+            found: the standstill. None: the rounds continue.
 
         Example:
             link.stand_still(None)

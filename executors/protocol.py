@@ -160,7 +160,7 @@ class WarningCount:
     first_at: float
     """When the first one came, in Unix time, by the clock of the replica's host."""
     standstill: Standstill | None = None
-    """The round that stands still now, of which one of the warnings tells. None: the rounds go on."""
+    """The round that waits now until the user deletes an object. None: the rounds continue."""
 
 
 @dataclass(frozen=True)

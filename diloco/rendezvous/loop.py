@@ -100,7 +100,7 @@ class Rendezvous:
         Returns: None when the entry was jumped over: what it needs is no longer there, but a newer snapshot is.
         """
         report = self._adopt()
-        self._context.standstill.end()  # not where an error ends the wait: then the outcome says what was waited for
+        self._context.standstill.end()  # an error that ends the wait leaves it, for the outcome
         return report
 
     def _adopt(self) -> RoundReport | None:
@@ -142,7 +142,7 @@ class Rendezvous:
             entry.wait_s += clock() - paused
 
     def _look_for_forgeries(self, entry: EntryState, seal: Seal | None) -> None:
-        """In a signed run, report what holds the entry up, and send again what a forgery had taken the place of."""
+        """Report the objects that hold an entry of a signed run up, and send a contribution again that had no place."""
         if not self._context.proof.is_signed:
             return
         began_s = entry.started_s if entry.began_s is None else entry.began_s
@@ -151,7 +151,7 @@ class Rendezvous:
         key, send = self._keys.contribution(entry.index, self._me.rank), entry.send
         is_spoilt = self._me.rank not in entry.seen and self._store.bad_readings(key) > 0
         if seal is None and send is not None and entry.published and is_spoilt and self._store.is_missing(key):
-            # Somebody has deleted the forgery. Creating the object again is safe: the first one that exists counts.
+            # The user has deleted the forgery. Creating the object again is safe: the first one that exists counts.
             entry.misread.pop(self._me.rank, None)
             send_contribution(self._context, entry, send, self._waited_s)
 

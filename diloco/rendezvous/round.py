@@ -173,7 +173,7 @@ class Context:
     ask: Ask = at_once
     background: Background = lambda job: job()
     on_standstill: Callable[[Standstill | None], None] = lambda found: None
-    """Gets the round that stands still because of an object without the run's key; None when the rounds go on."""
+    """Called with the round that waits until the user deletes an object, and with None when the rounds continue."""
 
     @cached_property
     def members(self) -> Membership:

@@ -326,7 +326,7 @@ class Sealer:
 
     @property
     def _most_grace_s(self) -> float:
-        """What was asked for, or a twentieth of a phase; a seal's word is trusted for half the round's time."""
+        """The longest grace: `grace_s`, or a twentieth of a phase. A seal's value counts for half the round's time."""
         needed_s = max(self._phase_s * GRACE_PHASES, self._phase.apart_s(self._phase_s))
         return max(self._limits.grace_s, min(needed_s, self._limits.round_timeout_s / 2))
 

@@ -1,7 +1,7 @@
 """A round of a signed run that stands still because of an object without the run's key.
 
-Replicas ignore such an object, and it stays where one of theirs belongs: an object in a store is created once. Only
-somebody who deletes it lets the round continue. So a replica that waits says which object that is.
+Replicas ignore such an object, and it stays where one of theirs belongs: an object in a store is created once. The
+round continues when the user deletes it. So a replica that waits names the object.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StandstillWatch:
         store: the store of the run.
         keys: the keys of the rendezvous.
         me: the process that waits.
-        members: who takes part.
+        members: the replicas that take part.
         report: called with the standstill when it begins, and with None when it has ended.
         clock: returns seconds.
         after_s: how long a round waits before it stands still, in seconds.

@@ -91,7 +91,7 @@ def warning_count(value: Any) -> WarningCount:
     """Check the number of warnings of an attempt in its heartbeat or its outcome.
 
     Args:
-        value: a JSON value: {"count": 2, "first": "…", "first_at": 1.7e9}.
+        value: a JSON object, such as `{"count": 2, "first": "…", "first_at": 1.7e9}`.
 
     Raises:
         ValueError: the value is something else; the message names what was expected.
@@ -112,7 +112,7 @@ def standstill(value: Any) -> Standstill:
     """Check the standstill of a round in a count of warnings.
 
     Args:
-        value: a JSON value: {"round": 12, "key": "otter/diloco/main/seal/11", "n_more": 0}.
+        value: a JSON object, such as `{"round": 12, "key": "otter/diloco/main/seal/11", "n_more": 0}`.
 
     Raises:
         ValueError: the value is something else; the message names what was expected.
@@ -124,7 +124,7 @@ def standstill(value: Any) -> Standstill:
         fields = Fields(json_object(value), "standstill")
         return Standstill(
             round=fields.take("round", COUNT),
-            # Whoever reads it is advised to delete the object: only what a round consists of may be named.
+            # `status` advises the user to delete the object, so a record may only name an object of a round.
             key=fields.take("key", text(MAX_KEY, OBJECT_OF_ROUND)),
             n_more=fields.take("n_more", COUNT, 0),
         )

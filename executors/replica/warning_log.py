@@ -89,7 +89,7 @@ class WarningLog:
         """Note which round stands still, for the heartbeat and the outcome. Add the warning about it as well.
 
         Args:
-            found: the standstill. None: the rounds go on.
+            found: the standstill. None: the rounds continue.
 
         Example:
             warnings.stand_still(Standstill(round=12, key="otter/diloco/main/seal/11"))
