@@ -319,6 +319,36 @@ class EndsJobs(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class JobsLeft:
+    """The jobs of a run that have not ended, as their service lists them."""
+
+    n: int
+    """How many there are."""
+    service: str
+    """The service's name, for users."""
+    commands: str
+    """The service's own commands that end them."""
+
+
+@runtime_checkable
+class ListsJobs(Protocol):
+    """An executor that can ask its service which jobs of a run have not ended, without asking the run's store."""
+
+    def jobs_left(self, run: JobsOfRun) -> JobsLeft:
+        """Return the jobs of a run that have not ended; nothing is ended.
+
+        Args:
+            run: the run. Its `ranks` and `over` do not count: all jobs are listed.
+
+        Raises:
+            BackendError: the service refuses, or does not answer.
+
+        Example:
+            executor.jobs_left(JobsOfRun("brave-otter-7f3a")).n
+        """
+
+
 @runtime_checkable
 class NativeExecutor(ServerlessExecutor, KeepsOptions, Protocol):
     """What the executors of this package add to the five verbs.

@@ -290,8 +290,6 @@ def cancel(
         with _noted_in(problems):
             before = within(FIND_S, lambda: found.status(reports=False), found.store.url)
     except (RunNotFoundError, StoreError) as error:
-        if isinstance(error, CorruptObjectError):
-            raise
         given = None if backend is None else make_executor(backend, options_of(backend, option, None))
         told = end_without_store(run, rendezvous, given, rank or None, error, lambda words: output.say(words, "yellow"))
         output.say(told, "yellow")

@@ -9,7 +9,7 @@ from typing import Any
 from executors.errors import BackendError, CorruptObjectError, UnknownHandleError
 from executors.native import KeepsOptions, NativeExecutor, Parent, Unfinished, restarts_replicas
 from executors.protocol import ServerlessExecutor
-from executors.registry import describe_executor, executor_class, executor_of_record, is_given
+from executors.registry import describe_executor, executor_class, executor_of_record, get_executor, is_given
 from executors.run.run_index import as_noted
 from executors.store import Store
 from executors.task.added import Added, read_added
@@ -84,6 +84,15 @@ class Fleet:
         if not self._launched:
             self._launched = [self._site(place) for place in self._record().placements]
         return [*self._launched, *self._added]
+
+    @property
+    def given(self) -> Sequence[ServerlessExecutor]:
+        """The executors that the caller named, which need no record of the run to be made.
+
+        Raises:
+            BackendError: the backend of this name is not installed on this machine.
+        """
+        return [get_executor(self._named)] if self._named is not None else list(self._given)
 
     @property
     def groups(self) -> Sequence[Sequence[Site]]:

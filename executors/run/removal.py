@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -22,10 +23,13 @@ from executors.errors import (
     UnknownHandleError,
     UnwritableStoreError,
 )
-from executors.native import LeavesFiles, MayBeQueued
+from executors.native import EndsJobs, JobsLeft, JobsOfRun, LeavesFiles, ListsJobs, MayBeQueued
 from executors.patience import GLANCE
+from executors.protocol import ServerlessExecutor
+from executors.run.job_notes import noted_jobs
 from executors.run.run_index import folder_of_run, forget, is_state_dir, local_store, reference
 from executors.run.traces import Traces
+from executors.run.without_store import executors_of
 from executors.store import Store
 from executors.store.parallel import at_store
 from executors.store.records import exists
@@ -60,14 +64,15 @@ def remove(run: Traces, tell: Callable[[str], None]) -> None:
         StoreError: something is left, or the store does not answer.
     """
     if _is_deleting(run):
-        remove_files(run)
+        remove_files(run, executors_here(run))
         remove_run(run.store, run.run_id, tell)
         return
     removal = Removal.new()
     # The record comes before the look: a resume that this look does not see will see the record.
     has_mark = _write(run.store, run.run_id, removal)
     try:
-        _check_ended(run)
+        has_ended, executors = _check_ended(run), executors_here(run)
+        end_jobs_left(run, executors, may_end=has_ended)
     except BaseException:
         _withdraw(run.store, run.run_id, removal)
         raise
@@ -81,7 +86,7 @@ def remove(run: Traces, tell: Callable[[str], None]) -> None:
             _mark_everywhere(run.store, run.run_id, removal)
             _check_ended(run)
 
-    remove_files(run)
+    remove_files(run, executors)
     remove_run(run.store, run.run_id, tell, before_ends=mark_late)
 
 
@@ -143,13 +148,17 @@ def _is_deleting(run: Traces) -> bool:
     return False
 
 
-def _check_ended(run: Traces) -> None:
-    """Raises: RunExistsError: a replica still runs, or is about to be started."""
+def _check_ended(run: Traces) -> bool:
+    """Check that every replica has ended; return False if the run's records do not say how its replicas are.
+
+    Raises:
+        RunExistsError: a replica still runs, or is about to be started.
+    """
     try:
         now = run.status(reports=False)
         starting = run.about_to_start()
     except (CorruptObjectError, UnknownHandleError, RunBeingRemovedError):
-        return  # a run that cannot be read, or has no run.json any more, can be removed
+        return False  # a run that cannot be read, or has no run.json any more, can be removed
     name = reference(run.run_id, run.store.url)
     if not now.is_terminal and not run.inventory.records:
         raise RunExistsError(
@@ -161,6 +170,7 @@ def _check_ended(run: Traces) -> None:
         raise RunExistsError(f"Run {run.run_id!r} still runs. Cancel it first: `replicas cancel {name}`.")
     if starting is not None:
         raise RunExistsError(f"Run {run.run_id!r} still runs: {starting}. Cancel it first: `replicas cancel {name}`.")
+    return all(replica.is_readable for replica in now.replicas)
 
 
 def _write(store: Store, run_id: str, removal: Removal) -> bool:
@@ -187,14 +197,111 @@ def _withdraw(store: Store, run_id: str, removal: Removal) -> None:
             store.delete(removal_key(run_id))
 
 
-def remove_files(run: Traces) -> None:
-    """Delete the files that replicas left outside the store, where the run's backends are available here."""
-    with contextlib.suppress(ReplicasError):  # a run that cannot be read can be removed
+def end_jobs_left(run: Traces, executors: Sequence[ServerlessExecutor], *, may_end: bool) -> None:
+    """End the jobs of an ended run that their service still lists: after the removal no record would name them.
+
+    Args:
+        run: the run.
+        executors: the executors to ask.
+        may_end: True if every replica is known to have ended. False: a job that is listed refuses the removal.
+
+    Raises:
+        RunExistsError: the records of the run cannot be read, and jobs of it still run.
+        BackendError: a service did not end some. The message says how to end them.
+
+    Example:
+        end_jobs_left(run, executors_here(run), may_end=True)
+    """
+    for executor, left in _jobs_left(run, executors):
+        jobs = f"{left.n} job{'s' * (left.n != 1)}"
+        if not may_end:
+            raise RunExistsError(
+                f"The records of run {run.run_id!r} cannot be read, and {jobs} of it still run at {left.service}. End "
+                f"them first: `replicas cancel {reference(run.run_id, run.store.url)}`   or: {left.commands}"
+            )
+        _say(f"{jobs} of run {run.run_id} had not ended at {left.service}: ending them")
+        if isinstance(executor, EndsJobs):
+            told = executor.end_jobs(_jobs_of(run), _say)
+            if not told.is_complete:
+                raise BackendError(told.what_is_left)
+
+
+def _jobs_left(run: Traces, executors: Sequence[ServerlessExecutor]) -> Iterator[tuple[ServerlessExecutor, JobsLeft]]:
+    """Yield the executors whose services still list jobs of a run; say which services cannot be asked."""
+    for executor in executors:
+        if not isinstance(executor, ListsJobs):
+            continue
+        try:
+            left = executor.jobs_left(_jobs_of(run))
+        except BackendError as error:
+            # The run is removed all the same: an account that is closed would keep it for ever. But the notes of its
+            # jobs go as well, so this is the last time that their user can be told.
+            commands = executor.commands_to_end(run.run_id) if isinstance(executor, EndsJobs) else ""
+            look = f" Look for them yourself: {commands}" if commands else ""
+            _say(f"whether jobs of run {run.run_id} still run on {executor.backend_name!r} is not known: {error}{look}")
+        else:
+            if left.n:
+                yield executor, left
+
+
+def executors_here(run: Traces) -> list[ServerlessExecutor]:
+    """Return the executors of a run that are available here, by its records or else by this machine's notes.
+
+    Args:
+        run: the run.
+
+    Example:
+        executors_here(attach("brave-otter-7f3a"))
+    """
+    found: list[ServerlessExecutor] = []
+    try:
         run.fleet.read_added()
-        for site in run.fleet.sites:
-            with contextlib.suppress(BackendError):
-                if isinstance(site.executor, LeavesFiles):
-                    site.executor.remove_files(run.store.url, run.run_id, run.record.created_at)
+        sites = run.fleet.sites
+    except ReplicasError:  # the user's word, or what this machine noted of the jobs that it started
+        with contextlib.suppress(BackendError, ValueError):
+            return list(run.fleet.given) or executors_of(noted_jobs(run.run_id, run.store.url))
+        return []
+    for site in sites:
+        try:
+            found.append(site.executor)
+        except BackendError as error:
+            _say(f"what run {run.run_id} left on {site.placement.backend!r} is not looked for: {error}")
+    return list(dict.fromkeys(found))
+
+
+def _jobs_of(run: Traces) -> JobsOfRun:
+    """Return what finds the jobs of a run at a service."""
+    return JobsOfRun(run.run_id, run.store.url, _launched_at(run))
+
+
+def _launched_at(run: Traces) -> float | None:
+    """Return when a run was launched, by its record or by this machine's notes of its jobs; None: not known."""
+    with contextlib.suppress(ReplicasError):
+        return run.record.created_at
+    return max((job.launched_at for job in noted_jobs(run.run_id, run.store.url)), default=None)
+
+
+def _say(words: str) -> None:
+    print(f"replicas: {words}", file=sys.stderr)
+
+
+def remove_files(run: Traces, executors: Sequence[ServerlessExecutor]) -> None:
+    """Delete what replicas left outside the store. A service that cannot be asked is named on stderr.
+
+    Args:
+        run: the run.
+        executors: the executors to ask.
+
+    Example:
+        remove_files(run, executors_here(run))
+    """
+    launched_at = _launched_at(run)
+    for executor in executors:
+        if isinstance(executor, LeavesFiles) and launched_at is not None:
+            try:
+                executor.remove_files(run.store.url, run.run_id, launched_at)
+            except BackendError as error:
+                _say(f"what run {run.run_id} left on {executor.backend_name!r} was not deleted: {error}")
 
 
 def withdraw_jobs(run: Traces) -> int:

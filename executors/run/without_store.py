@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from executors.errors import BackendError, ReplicasError, RunNotFoundError, StoreError
+from executors.errors import BackendError, CorruptObjectError, ReplicasError, RunNotFoundError, StoreError
 from executors.native import EndedJobs, EndsJobs, JobsOfRun
 from executors.protocol import ServerlessExecutor
 from executors.registry import get_executor
@@ -52,7 +52,8 @@ def end_without_store(
         tell: gets a sentence if a service takes longer than a minute.
 
     Raises:
-        StoreError, RunNotFoundError: this machine knows no job of the run, and the user names no backend.
+        StoreError, RunNotFoundError: this machine knows no job of the run, and the user names no backend. A
+            CorruptObjectError is `problem` itself.
         BackendError: a service did not end some jobs. The message says which, and how to end them.
 
     Example:
@@ -66,10 +67,10 @@ def end_without_store(
         run_id, store_url = run, str(rendezvous) if rendezvous is not None else locate(run)
     check_run_id(run_id)
     noted = noted_jobs(run_id, store_url)
-    executors = [executor] if executor is not None else _executors_of(noted)
+    executors = [executor] if executor is not None else executors_of(noted)
     asked = [each for each in executors if isinstance(each, EndsJobs)]
     if not asked:
-        raise _unknown(run_id, problem, executor)
+        raise problem if isinstance(problem, CorruptObjectError) else _unknown(run_id, problem, executor)
     launched_at = max((job.launched_at for job in noted), default=None)
     told = EndedJobs()
     for each in asked:
@@ -79,13 +80,22 @@ def end_without_store(
     if not told.n_ended and isinstance(problem, RunNotFoundError):
         raise problem
     jobs = f"{told.n_ended} job{'s' * (told.n_ended != 1)}"
-    return (
-        f"Ended {jobs} of {run_id} at the service. The run's records do not say so, because its store does not answer."
-    )
+    why = "they cannot be read" if isinstance(problem, CorruptObjectError) else "its store does not answer"
+    return f"Ended {jobs} of {run_id} at the service. The run's records do not say so, because {why}."
 
 
-def _executors_of(noted: Sequence[NotedJob]) -> list[ServerlessExecutor]:
-    """Make the executors that started jobs, as this machine noted them; nobody else could write these notes."""
+def executors_of(noted: Sequence[NotedJob]) -> list[ServerlessExecutor]:
+    """Return the executors that started jobs, as this machine noted them. No other user could write these notes.
+
+    Args:
+        noted: the jobs.
+
+    Raises:
+        BackendError: a backend is not installed on this machine.
+
+    Example:
+        executors_of(noted_jobs("brave-otter-7f3a"))
+    """
     found: dict[str, ServerlessExecutor] = {}
     for job in noted:
         name = job.executor or job.backend

@@ -26,9 +26,12 @@ from support.cli import Folder, HereInstead
 from support.modal import alive
 
 from executors import Run, attach, launch
+from executors.attempt import Attempt
+from executors.backends.jobs import ending, gang_start
 from executors.cli.live import Interrupts
 from executors.errors import LaunchError, StoreError
 from executors.patience import PAID_KEEPER
+from executors.protocol import ReplicaStatus
 from executors.run.job_notes import noted_jobs
 from executors.testing import eventually
 
@@ -304,6 +307,74 @@ def test_a_job_is_noted_before_its_handle_is_written(
     run.cancel()
 
 
+# Removing a run
+
+
+def ended_in_its_records_alone(hub: HubServer) -> Run:
+    """Return a run whose records say that all replicas have ended, while one job still runs at the service."""
+    run = started(hub)
+    for rank in range(2):
+        attempt = Attempt(run.store, RUN.id, rank, 0)
+        attempt.record(attempt.ended(ReplicaStatus.FAILED, "lost", error="as some process concluded"))
+    hub.jobs.cancel(hub.job(run.handles[0].metadata["job"]["id"]))
+    assert living(hub) == ["1"]
+    return run
+
+
+@pytest.mark.usefixtures("in_a_moment")
+def test_what_the_service_still_runs_of_an_ended_run_is_ended_before_its_records_go(
+    hf: HubServer, command: HereInstead
+) -> None:
+    ended_in_its_records_alone(hf)
+    told = command.replicas("rm", RUN.id)
+    assert (told.code, living(hf)) == (0, []), told
+    assert f"1 job of run {RUN.id} had not ended at Hugging Face: ending them" in told.stderr
+
+
+@pytest.mark.usefixtures("in_a_moment")
+def test_a_run_is_not_removed_while_the_service_does_not_end_a_job_of_it(hf: HubServer, command: HereInstead) -> None:
+    run = ended_in_its_records_alone(hf)
+    hf.fail("cancel", 403, times=None)
+    told = command.replicas("rm", RUN.id)
+    hf.forgive()
+    assert (told.code, living(hf)) == (2, ["1"]), told
+    assert f"hf jobs cancel {hf.namespace}/{run.handles[1].metadata['job']['id']}" in told.stderr
+    assert command.replicas("rm", RUN.id).code == 0
+    assert living(hf) == []
+
+
+@pytest.mark.usefixtures("in_a_moment")
+@pytest.mark.parametrize("record", ["run.json", "replicas/{rank:04}/0/handle.json"], ids=["run", "handles"])
+def test_a_run_whose_records_cannot_be_read_is_not_removed_while_the_service_lists_jobs_of_it(
+    hf: HubServer, command: HereInstead, record: str
+) -> None:
+    run = started(hf)
+    for rank in range(2):
+        run.store.put(f"{RUN.id}/{record.format(rank=rank)}", b"{")
+    told = command.replicas("rm", RUN.id)
+    assert (told.code, living(hf)) == (2, ["0", "1"]), told
+    assert f"replicas cancel {RUN.id}" in told.stderr
+    command.replicas("cancel", RUN.id)
+    assert living(hf) == [], "its jobs are noted on this machine"
+    told = command.replicas("rm", RUN.id)
+    assert told.code == 0, told
+
+
+@pytest.mark.usefixtures("in_a_moment")
+def test_a_service_that_cannot_be_asked_about_a_run_that_is_removed_is_named_with_its_commands(
+    hf: HubServer, command: HereInstead
+) -> None:
+    run = started(hf)
+    run.cancel()
+    eventually(lambda: run.status().is_terminal)
+    hf.fail("list", 503, times=None)
+    told = command.replicas("rm", RUN.id)
+    hf.forgive()
+    assert told.code == 0, told
+    assert f"whether jobs of run {RUN.id} still run on 'hf' is not known: " in told.stderr
+    assert f"hf jobs ls --namespace ada --label replicas-run={RUN.id}" in told.stderr
+
+
 # The service fails
 
 
@@ -351,6 +422,30 @@ def test_a_launch_that_cannot_end_what_it_started_names_it_with_the_commands_tha
     assert all(f"hf jobs cancel {hf.namespace}/{job}" in str(raised.value) for job in left)
     for job in left:
         hf.jobs.cancel(hf.job(job))
+
+
+@pytest.mark.usefixtures("in_a_moment")
+def test_an_addition_that_loses_its_store_and_cannot_end_what_it_started_names_it_with_the_command_that_ends_it(
+    hf: HubServer, folder: Folder, s3: S3Server
+) -> None:
+    run = started(hf)
+
+    def loses_it(request: Request) -> bool:
+        s3.misbehave(**STORE_FAULTS["is unavailable"])
+        return False
+
+    hf.fail("create", when=loses_it, times=None)
+    hf.fail("cancel", 403, times=None)
+    with pytest.raises(LaunchError, match="could not start replica 2") as raised:
+        run.add("hf", 1)
+    hf.forgive()
+    (added,) = [job for job in hf.jobs.newest_first() if job.labels["replicas-rank"] == "2"]
+    assert f"hf jobs cancel {hf.namespace}/{added.id}" in str(raised.value)
+    hf.jobs.cancel(added)
+
+
+def test_a_start_that_loses_its_store_ends_its_jobs_or_names_them_within_two_minutes() -> None:
+    assert gang_start.STORE_S + gang_start.HEAD_START_S + ending.REPORT_S < 120
 
 
 # Other services

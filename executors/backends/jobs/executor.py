@@ -41,6 +41,7 @@ from executors.logs.readers import TailedLog
 from executors.native import (
     LEASE_S,
     EndedJobs,
+    JobsLeft,
     JobsOfRun,
     Log,
     Observation,
@@ -434,6 +435,21 @@ class JobExecutor:
             self._states.hurry(key)
         self._ends.hurry_all(f"{run.run_id}/")
         return told
+
+    def jobs_left(self, run: JobsOfRun) -> JobsLeft:
+        """Return the jobs of a run that have not ended; see `ListsJobs`. The service is asked once, without retries."""
+        known = self._jobs_known_of(replace(run, ranks=None, over=frozenset()))
+        if self.service.lists_running:
+            launched_at = run.launched_at or max((key.launched_at for key in known), default=None)
+            labels = {RUN_LABEL: run.run_id}
+            if run.store_url is not None and launched_at is not None:
+                labels = JobKey(real_url(run.store_url), run.run_id, 0, 0, launched_at=launched_at).run_labels
+            left = [each.job for each in self.service.running_jobs(labels)]
+        else:
+            jobs = list(known.values())
+            states = call_each(self.service.state, jobs, MAX_THREADS)
+            left = [job for job, state in zip(jobs, states, strict=True) if not state.has_ended]
+        return JobsLeft(len(left), self.service.name, self.service.commands_to_end(run.run_id, left))
 
     def commands_to_end(self, run_id: str) -> str:
         """Return the service's own commands that end the jobs of a run; see `EndsJobs.commands_to_end`."""

@@ -40,7 +40,9 @@ from executors.store.url import impatient_store
 MAX_THREADS = 256  # a call may block until its job is scheduled, so each rank has its own
 SWEEP_S, LONGEST_SWEEP_S = 1.0, 10.0
 ASKING_THREADS = 64
-STORE_S = 60.0  # how long a launch waits for its store: what it has started meanwhile is paid for
+# How long a start waits for its store: what it has started meanwhile is paid for. With the head start, and the minute
+# after which `ending.end_jobs` names what still runs, this is less than two minutes.
+STORE_S = 50.0
 HEAD_START_S = 5.0  # the store's, before what was started is ended: so its markers are usually there before
 LAST_STORE_S = 20.0  # how long the store is waited for when everything has ended
 LOOKS = 5  # for a job that an unknown answer may have left, before the service is asked for it again
