@@ -48,7 +48,7 @@ MANY = 4096  # objects whose deletion is begun together
 P = ParamSpec("P")
 T = TypeVar("T")
 R = TypeVar("R", bound=Traces)
-MAX_PASSES = 20  # a list may be older than a deletion, or a process may go on writing
+MAX_PASSES = 20  # a list may be older than a deletion, or a process may continue to write
 
 
 def remove(run: Traces, tell: Callable[[str], None]) -> None:
@@ -115,7 +115,7 @@ def names_removal(act: Callable[Concatenate[R, P], T]) -> Callable[Concatenate[R
 
 
 def _removal_behind(run: Traces) -> RunBeingRemovedError | None:
-    """Return the error for a run that is being removed, or was; None: it is not, or nobody can tell."""
+    """Return the error for a run that is being removed, or was. None if it is not, or if that is not known."""
     try:
         # The function may have failed because of the store: its error must not wait for minutes behind this question.
         store = impatient_store(run.store.url, GLANCE.limit_s)
@@ -133,7 +133,9 @@ def _is_deleting(run: Traces) -> bool:
     Raises:
         RunNotFoundError: there is no such run.
     """
-    with contextlib.suppress(CorruptObjectError):  # a damaged record of a removal: the run says whether it has ended
+    with contextlib.suppress(
+        CorruptObjectError
+    ):  # the records of the run decide if it has ended
         removal = find_removal(run.store, run.run_id)
         if removal is not None and removal.is_deleting:
             return True
@@ -163,7 +165,7 @@ def _check_ended(run: Traces) -> bool:
     if not now.is_terminal and not run.inventory.records:
         raise RunExistsError(
             f"Run {run.run_id!r} has started no replica yet, and only the machine of its launcher "
-            f"({run.record.created_by}, process {run.record.launcher_pid}) can tell whether the launch still goes on. "
+            f"({run.record.created_by}, process {run.record.launcher_pid}) can tell whether the launch continues. "
             f"If it does not, cancel the run first: `replicas cancel {name}`."
         )
     if not now.is_terminal:
@@ -217,7 +219,7 @@ def end_jobs_left(run: Traces, executors: Sequence[ServerlessExecutor], *, may_e
         if not may_end:
             raise RunExistsError(
                 f"The records of run {run.run_id!r} cannot be read, and {jobs} of it still run at {left.service}. End "
-                f"them first: `replicas cancel {reference(run.run_id, run.store.url)}`   or: {left.commands}"
+                f"them first: `replicas cancel {reference(run.run_id, run.store.url)}`, or {left.commands}"
             )
         _say(f"{jobs} of run {run.run_id} had not ended at {left.service}: ending them")
         if isinstance(executor, EndsJobs):
@@ -235,7 +237,7 @@ def _jobs_left(run: Traces, executors: Sequence[ServerlessExecutor]) -> Iterator
             left = executor.jobs_left(_jobs_of(run))
         except BackendError as error:
             # The run is removed all the same: an account that is closed would keep it for ever. But the notes of its
-            # jobs go as well, so this is the last time that their user can be told.
+            # jobs are deleted as well, so no later command can name the jobs.
             commands = executor.commands_to_end(run.run_id) if isinstance(executor, EndsJobs) else ""
             look = f" Look for them yourself: {commands}" if commands else ""
             _say(f"whether jobs of run {run.run_id} still run on {executor.backend_name!r} is not known: {error}{look}")
@@ -265,7 +267,7 @@ def executors_here(run: Traces) -> list[ServerlessExecutor]:
         try:
             found.append(site.executor)
         except BackendError as error:
-            _say(f"what run {run.run_id} left on {site.placement.backend!r} is not looked for: {error}")
+            _say(f"jobs and files of run {run.run_id} on {site.placement.backend!r} are not looked for: {error}")
     return list(dict.fromkeys(found))
 
 
@@ -275,7 +277,7 @@ def _jobs_of(run: Traces) -> JobsOfRun:
 
 
 def _launched_at(run: Traces) -> float | None:
-    """Return when a run was launched, by its record or by this machine's notes of its jobs; None: not known."""
+    """Return when a run was launched, by its record or by this machine's notes of its jobs. None if not known."""
     with contextlib.suppress(ReplicasError):
         return run.record.created_at
     return max((job.launched_at for job in noted_jobs(run.run_id, run.store.url)), default=None)
@@ -301,7 +303,7 @@ def remove_files(run: Traces, executors: Sequence[ServerlessExecutor]) -> None:
             try:
                 executor.remove_files(run.store.url, run.run_id, launched_at)
             except BackendError as error:
-                _say(f"what run {run.run_id} left on {executor.backend_name!r} was not deleted: {error}")
+                _say(f"jobs and files of run {run.run_id} on {executor.backend_name!r} were not deleted: {error}")
 
 
 def withdraw_jobs(run: Traces) -> int:
