@@ -133,9 +133,7 @@ def _is_deleting(run: Traces) -> bool:
     Raises:
         RunNotFoundError: there is no such run.
     """
-    with contextlib.suppress(
-        CorruptObjectError
-    ):  # the records of the run decide if it has ended
+    with contextlib.suppress(CorruptObjectError):  # with a damaged record, the run's own records decide
         removal = find_removal(run.store, run.run_id)
         if removal is not None and removal.is_deleting:
             return True
