@@ -1,4 +1,4 @@
-"""What the executors of this package add to the five verbs, and what they are given for it."""
+"""The methods that the executors of this package add to the five verbs, and the types of their arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from executors.protocol import Outcome, Reason, ReplicaHandle, ServerlessExecuto
 
 GATHER_S = 600.0
 LEASE_S = 900.0
-"""How long containers continue while nobody renews their lease."""
+"""How long containers continue while no process renews their lease."""
 ATTACHED_LEASE = "lease.json"
 """The lease of an attached run, below the run."""
 RUN_KEY = "REPLICAS_RUN_KEY"
@@ -22,13 +22,13 @@ PAGE = re.compile(r"https?://[!-~]{1,500}")
 Recordable = Mapping[str, type | re.Pattern[str]]
 """The options of a backend that readers take from a record, each with its type, or the pattern of its string.
 
-They say where replicas are and how large. What decides what runs, and what it gets to know, is not among them.
+They name the place and the size of replicas. No option here decides which code runs, or which secrets it gets.
 """
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What a native executor needs to know of the run its replicas belong to. JSON; never stored."""
+    """The run that replicas belong to, as a native executor needs it. JSON, and never stored."""
 
     run_id: str
     store_url: str
@@ -42,7 +42,7 @@ class RunSpec:
     """Additional environment of the replicas: reaches them and is never recorded."""
     secret_names: tuple[str, ...] = ()
     key: str | None = field(default=None, repr=False)
-    """Of a signed run, in hexadecimal: reaches the replicas as a secret and is never recorded."""
+    """The key of a signed run, in hexadecimal. It reaches the replicas as a secret and is never recorded."""
     detach: bool = False
     chaos: tuple[str, ...] = ()
     """Faults that the replicas are to suffer; see `worker/chaos.py`."""
@@ -51,7 +51,7 @@ class RunSpec:
     gather_s: float = GATHER_S
     """How long the others are waited for."""
     fail_fast: bool = False
-    """Whether the first failure ends the run, as long as nobody has had a round."""
+    """Whether a failure ends the run before any replica has had a round."""
     restarts: str | None = None
     """The policy of restarts, as `Restarts.parse` reads it. None: nothing restarts."""
     hang: str = "auto"
@@ -59,7 +59,7 @@ class RunSpec:
     launched_at: float = 0.0
     """Unix time of the launch."""
     lease_s: float | None = None
-    """How long its containers go on while nobody renews their lease. None: they need none."""
+    """How long its containers continue while no process renews their lease. None: they need none."""
     lease_name: str = ATTACHED_LEASE
     """Which lease that is. The containers of a detached start have one of their own, which their launcher renews until
     the last of them is started; then they need none."""
@@ -91,24 +91,24 @@ class RunSpec:
 
 @dataclass(frozen=True)
 class Package:
-    """What a replica on another machine gets: the user's code and this package's, and what to install."""
+    """The code of the user and of this package for a replica on another machine, and the packages to install."""
 
     archive: bytes = field(repr=False)
     """A tar.gz with the folders `workspace` and `packages`."""
     sha256: str
-    """Of the archive."""
+    """The digest of the archive, in hexadecimal."""
     n_files: int
     """How many of them are the user's."""
     size_bytes: int
     """The size of the user's files together, unpacked."""
     commit: str | None = None
-    """What is checked out; None outside a git repository."""
+    """The commit that is checked out. None outside a git repository."""
     dirty: bool | None = None
     """Whether the files differ from that commit."""
     files: tuple[str, ...] = field(default=(), repr=False)
     """The user's files, by their paths in the workspace."""
     left_out: tuple[str, ...] = ()
-    """What git would take and the archive lacks, with the reason in brackets."""
+    """The files that git would take and the archive lacks, each with the reason in brackets."""
     requirements: tuple[str, ...] = ()
     """What to install."""
     pins: tuple[str, ...] = ()
@@ -118,7 +118,7 @@ class Package:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What `run.json` says of the code."""
+        """The description of the code in `run.json`."""
         return {name: getattr(self, name) for name in ("sha256", "size_bytes", "n_files", "commit", "dirty")}
 
 
@@ -135,11 +135,11 @@ class KeepsOptions(Protocol):
 
 @runtime_checkable
 class InstallsRequirements(Protocol):
-    """An executor that a person can tell what its replicas need to have installed."""
+    """An executor with an option for the packages that its replicas need."""
 
     @property
     def pip(self) -> Sequence[str]:
-        """What it was told, as a task has it. Empty: nothing, and the workspace's files say it at the launch."""
+        """The packages that the user named, as a task has them. Empty: the files of the workspace name them."""
 
 
 @runtime_checkable
@@ -147,7 +147,7 @@ class KnowsPrices(Protocol):
     """An executor that can say what its machines cost."""
 
     def price_per_hour(self, gpu: str | None) -> float | None:
-        """Return what an hour of one replica costs in US dollars; None: its service does not tell."""
+        """Return the price of an hour of one replica in US dollars. None if its service does not publish it."""
 
 
 @runtime_checkable
@@ -155,7 +155,7 @@ class TellsPreemption(Protocol):
     """An executor whose service tells when it has taken back the machine of a replica."""
 
     def tells_preemption(self, gpu: str | None) -> bool:
-        """Return whether replicas with such a GPU may lose their machine, and their service then says so.
+        """Return whether replicas with such a GPU may lose their machine, and their service then reports that.
 
         Example:
             executor.tells_preemption("H100")
@@ -170,7 +170,7 @@ class KnowsInstallation(Protocol):
         """Return a sentence on a long installation in each container, and on what avoids it; empty if there is none.
 
         Args:
-            requirements: what replicas need.
+            requirements: the packages that replicas need.
 
         Example:
             executor.installation_note(["torch==2.13.0"])
@@ -191,7 +191,13 @@ class LeavesFiles(Protocol):
     """An executor whose replicas may leave files elsewhere than in the store and in the directory of runs."""
 
     def remove_files(self, store_url: str, run_id: str, launched_at: float) -> None:
-        """Delete what a run that is over left there. Nothing of it is no error."""
+        """Delete the files that a run left there after its end. It is not an error if there are none.
+
+        Args:
+            store_url: the store of the run.
+            run_id: the id of the run.
+            launched_at: Unix time of its launch.
+        """
 
 
 @runtime_checkable
@@ -223,7 +229,7 @@ class Unfinished:
 
 @dataclass(frozen=True)
 class Observation:
-    """What a backend sees of a replica that has left no outcome."""
+    """The state of a replica that has left no outcome, as its backend reports it."""
 
     outcome: Outcome | None = None
     """How it ended: its process or job was found gone, and this is on record now."""
@@ -233,7 +239,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Parent:
-    """What would restart a replica in place, as a backend sees it: its supervisor, or the job that it runs in."""
+    """The process or job that supervises a replica and restarts it in place."""
 
     is_alive: bool
     reason: Reason | None = None
@@ -246,7 +252,7 @@ class Parent:
 
 @dataclass(frozen=True)
 class JobsOfRun:
-    """The jobs of one run that are to be ended, as whoever ends them knows the run. Nothing here needs a store."""
+    """The jobs of one run that must be ended, with all that the caller knows of the run. No store is needed."""
 
     run_id: str
     store_url: str | None = None
@@ -261,7 +267,7 @@ class JobsOfRun:
 
 @dataclass(frozen=True)
 class EndedJobs:
-    """What became of jobs that a service was asked to end."""
+    """The result of a request to end jobs of a service."""
 
     n_ended: int = 0
     """How many jobs the service has accepted to end."""
@@ -351,7 +357,7 @@ class ListsJobs(Protocol):
 
 @runtime_checkable
 class NativeExecutor(ServerlessExecutor, KeepsOptions, Protocol):
-    """What the executors of this package add to the five verbs.
+    """The methods that the executors of this package add to the five verbs.
 
     `launch`, `resume` and `Run` use it where an executor has all of it. One that has the five verbs alone (a
     third-party executor) is given a task that finds the run by its address, and starts all ranks or none.
@@ -364,7 +370,7 @@ class NativeExecutor(ServerlessExecutor, KeepsOptions, Protocol):
     ships_code: bool
     """Whether its replicas get a package of the code; else they run what lies in the folder that they start in."""
     lease_s: float | None
-    """How long the replicas of an attached run go on while no process renews its lease. None: they need none."""
+    """How long the replicas of an attached run continue while no process renews its lease. None: they need none."""
     default_timeout_s: float | None
     """The time limit of a launch that names none, in seconds. None: no limit."""
 
@@ -381,7 +387,15 @@ class NativeExecutor(ServerlessExecutor, KeepsOptions, Protocol):
         timeout: float | None = None,
         secrets: Sequence[str] = (),
     ) -> None:
-        """Refuse what cannot work, before anything is written, started or paid for.
+        """Refuse a launch that cannot work, before anything is written, started or paid for.
+
+        Args:
+            n_replicas: how many, at least 1.
+            entrypoint: as `launch_replicas` takes it.
+            entrypoint_args: keyword arguments of the entrypoint.
+            gpu: a GPU per replica, as `"H100"` or `"H100:2"`. None: no GPU.
+            timeout: seconds each replica may run. None: no limit.
+            secrets: the names of secrets for the replicas.
 
         Raises:
             ValueError: a bad argument.
@@ -390,7 +404,11 @@ class NativeExecutor(ServerlessExecutor, KeepsOptions, Protocol):
         """
 
     def package(self, entrypoint: str | Callable[..., Any]) -> Package | None:
-        """Return what replicas need of this machine's code; None where no code is shipped."""
+        """Return the code of this machine that replicas need, or None if no code is shipped.
+
+        Args:
+            entrypoint: as `launch_replicas` takes it.
+        """
 
     def launch_replicas(
         self,
@@ -406,21 +424,37 @@ class NativeExecutor(ServerlessExecutor, KeepsOptions, Protocol):
         """Start replicas as `ServerlessExecutor.launch_replicas` does.
 
         Args:
-            run: the run these replicas belong to, and which of its ranks they are; it is written already. None: a new
-                run.
+            n_replicas: how many, at least 1.
+            entrypoint: a callable, or a text that names one, as in `ServerlessExecutor.launch_replicas`.
+            entrypoint_args: keyword arguments of the entrypoint.
+            gpu: a GPU per replica, as `"H100"` or `"H100:2"`. None: no GPU.
+            timeout: seconds each replica may run. None: no limit.
+            run: the run these replicas belong to, and which of its ranks they are. The run is written already. None: a
+                new run.
+            tell: gets a few words on the progress, if the start takes long.
 
-        Returns: the handles. Those of attempts that another process began first are left out, and left alone.
+        Returns: the handles. Attempts that another process began first are left out, and left alone.
         """
 
     def describe_launch(
         self, run: RunSpec, *, gpu: str | None = None, timeout: float | None = None, requirements: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Return what `launch_replicas` would ask for, as JSON, values of secrets and of the environment masked."""
+        """Return the request of `launch_replicas` as JSON, with values of secrets and of the environment masked.
+
+        Args:
+            run: the run, and the ranks to start.
+            gpu: a GPU per replica, as `"H100"` or `"H100:2"`. None: no GPU.
+            timeout: seconds each replica may run. None: no limit.
+            requirements: the packages that replicas install.
+        """
 
     def observe(self, replicas: Sequence[Unfinished]) -> list[Observation]:
-        """Look at several replicas at once, in their order; the first to find one gone records its outcome.
+        """Look at several replicas at once, in their order. The first caller that finds one gone records its outcome.
 
-        The caller has looked at the store: nothing is asked of it here, but about a replica that is gone.
+        The caller has read the store. So this method reads only the records of a replica that is gone.
+
+        Args:
+            replicas: replicas that have left no outcome, as far as the caller knows.
 
         Raises:
             CorruptObjectError: a handle is not one of this backend.
@@ -428,18 +462,25 @@ class NativeExecutor(ServerlessExecutor, KeepsOptions, Protocol):
         """
 
     def parents(self, replicas: Sequence[Unfinished]) -> list[Parent]:
-        """Tell of replicas that ended whether what supervised them lives on, in their order.
+        """Return for replicas that ended whether their supervisors still live, in their order.
 
-        What cannot be found out, or not now, counts as alive.
+        A supervisor counts as alive if its state is not known, or not known now.
+
+        Args:
+            replicas: replicas that ended.
 
         Raises:
             CorruptObjectError: a handle is not one of this backend.
-            UnknownHandleError: a handle names what is another replica's.
+            UnknownHandleError: a handle names the job or process of another replica.
             BackendError: the backend refuses the credentials.
         """
 
     def open_log(self, handle: ReplicaHandle) -> Log:
-        """Return the log of the attempt that a handle names, and of no later one."""
+        """Return the log of the attempt that a handle names, and of no later one.
+
+        Args:
+            handle: the handle of the attempt.
+        """
 
     def find_handle(self, handle: ReplicaHandle, *, insists: bool = False) -> ReplicaHandle | None:
         """Find a replica whose launcher announced it, and died before it wrote the whole handle.
@@ -462,12 +503,12 @@ class KnowsTimes(Protocol):
         """Yield the lines of a span of Unix time, to the second, in parts of bounded size.
 
         Raises:
-            ValueError: of this log nobody kept when its lines came.
+            ValueError: the times of the lines of this log were not kept.
         """
 
 
 class Log(Protocol):
-    """What one attempt of one rank writes, as it can be read from here. For one reader; any thread may close it."""
+    """The output of one attempt of one rank, as it can be read from here. For one reader; any thread may close it."""
 
     @property
     def note(self) -> str:
@@ -489,7 +530,7 @@ class Log(Protocol):
         """Return the last lines so far."""
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield all that can be had, as it was written, from the beginning or from where `cut` says."""
+        """Yield all available output, as it was written, from the beginning or from the place that `cut` names."""
 
     def lines(self, n_first: int, *, has_ended: bool = False) -> Iterator[list[str]]:
         """Yield whole lines in parts of bounded size: the last `n_first` in the first call, then what is new.
@@ -499,7 +540,7 @@ class Log(Protocol):
         """
 
     def close(self) -> None:
-        """Let go of connections, at once."""
+        """Close connections, at once."""
 
 
 def restarts_replicas(executor: ServerlessExecutor) -> bool:

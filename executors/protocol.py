@@ -1,6 +1,6 @@
 """The protocol of an executor: five verbs that start ranked replicas somewhere and report their status.
 
-Nobody inherits from it: any class with these five methods and two attributes works in `launch()` and in
+No class inherits from it. Any class with these five methods and two attributes works in `launch()` and in
 `replicas launch --backend pkg.mod:Class`, without importing anything of this package.
 `executors.testing.ExecutorContract` is its executable form.
 """
@@ -19,13 +19,13 @@ Reason = Literal[
     "timeout",  # ran into the time limit of its launch
     "signal",  # ended by a signal that `replicas` did not send
     "oom",  # the kernel killed it for want of memory
-    "lost",  # vanished with whoever watched it
+    "lost",  # vanished together with its supervisor
     "preempted",  # the backend took the machine back
     "fenced",  # a newer attempt of this rank took over; neutral
     "no_result",  # the process ended by itself before the entrypoint returned
     "result_not_serializable",  # it returned something that is not a JSON value
     "cancelled",
-    "stopped",  # left in its own time, when somebody asked the run to stop
+    "stopped",  # ended at its next round, because of a stop order
     "start_failed",  # the backend could not start it
 ]
 REASONS: tuple[str, ...] = get_args(Reason)
@@ -34,7 +34,11 @@ STOPPED = "stopped by the user"
 
 
 class ReplicaStatus(StrEnum):
-    """The state of a replica. Compares equal to its plain string, which is what an executor may return as well."""
+    """The state of a replica. It equals its plain string, which an executor may return as well.
+
+    Example:
+        assert ReplicaStatus.RUNNING == "running"
+    """
 
     PENDING = "pending"
     RUNNING = "running"
@@ -53,12 +57,17 @@ ENDED = tuple(str(status) for status in ReplicaStatus if status.is_terminal)
 
 @dataclass(frozen=True)
 class ReplicaHandle:
-    """A claim ticket for one replica: plain JSON, good in any process that has the same backend and store."""
+    """The name of one replica as plain JSON, for any process that has the same backend and store.
+
+    Example:
+        handle = ReplicaHandle.from_json(text)
+        executor.poll(handle)
+    """
 
     rank: int
     backend_name: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """What the executor needs to find the replica again. Opaque to everybody else."""
+    """The data with which the executor finds the replica again. No other code reads it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "metadata", dict(self.metadata))  # the caller's mapping may change later
@@ -72,7 +81,10 @@ class ReplicaHandle:
 
     @classmethod
     def from_json(cls, text: str) -> ReplicaHandle:
-        """Read what `to_json` wrote.
+        """Read a handle that `to_json` wrote.
+
+        Args:
+            text: the JSON text.
 
         Raises:
             ValueError: the text is not a handle.
@@ -89,6 +101,10 @@ class ServerlessExecutor(Protocol):
     """Starts N ranked replicas on one backend.
 
     The status of a replica is terminal exactly when it has left an outcome, and then never changes.
+
+    Example:
+        handles = executor.launch_replicas(4, "train.py:main", {"steps": 200})
+        rows = executor.collect(handles)
     """
 
     backend_name: str
@@ -121,19 +137,36 @@ class ServerlessExecutor(Protocol):
         """
 
     def poll(self, handle: ReplicaHandle) -> str:
-        """Return the replica's `ReplicaStatus`, at once."""
+        """Return the replica's `ReplicaStatus`, at once.
+
+        Args:
+            handle: a handle that `launch_replicas` returned.
+        """
 
     def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = 200) -> str:
-        """Return the last lines of the replica's output so far, at once."""
+        """Return the last lines of the replica's output so far, at once.
+
+        Args:
+            handle: a handle that `launch_replicas` returned.
+            n_lines: the number of lines, at most.
+        """
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """End a replica and its helpers; nothing happens to one that has ended. Idempotent."""
+        """End a replica and its helpers. Nothing happens to a replica that has ended. Idempotent.
+
+        Args:
+            handle: a handle that `launch_replicas` returned.
+        """
 
     def collect(self, handles: list[ReplicaHandle], *, timeout: int | None = None) -> list[dict[str, Any]]:
         """Wait until all have ended, at most `timeout` seconds, and return how each ended, in the order of `handles`.
 
-        Each dictionary has `rank, status, exit_code, error, result, reason`. When the time is over it returns
-        what is known, and ends nothing. May be called any number of times.
+        Each dictionary has `rank, status, exit_code, error, result, reason`. When the time has passed, it returns
+        the ends that are known, and ends nothing. May be called any number of times.
+
+        Args:
+            handles: handles that `launch_replicas` returned.
+            timeout: the longest wait in seconds. None: no limit.
         """
 
 
@@ -185,11 +218,11 @@ class Outcome:
     pid: int | None = None
     started_at: float | None = None
     finished_at: float = 0.0
-    """Seconds since the epoch, by the clock of whoever recorded the outcome; of a replica that others found lost, when
-    its last heartbeat came, by its own clock."""
+    """Seconds since the epoch, by the clock of the process that recorded the outcome. For a replica that another
+    process found lost, it is the time of its last heartbeat, by its own clock."""
     output_tail: str = ""
     reported: Mapping[str, float] | None = None
-    """What the replica reported last. None: its last heartbeat says it."""
+    """The last report of the replica. None: its last heartbeat has it."""
     reached: Mapping[str, float] | None = None
     """The `round` and `step` that it reported last."""
     marks: int = 0
@@ -199,7 +232,7 @@ class Outcome:
     fingerprint: str | None = None
     """The same for two ends by the same error at the same place."""
     how: str | None = None
-    """How the attempt was started: "fork", "launch", "spare:0"; None: by a launch or a person."""
+    """How the attempt was started, as in "fork", "launch" or "spare:0". None: by a launch, or by the user."""
     notice: str | None = None
     """The signal that announced the end of its machine, if one did."""
     stacks: tuple[str, ...] = ()
@@ -223,12 +256,12 @@ class Outcome:
 
     @property
     def was_told_to_end(self) -> bool:
-        """Whether whoever runs its machine told the replica to end, and nobody has said why."""
+        """Whether the owner of its machine ended the replica for a reason that is not known."""
         return self.reason == "signal" and self.notice is not None
 
     @property
     def headline(self) -> str:
-        """What went wrong, in one line."""
+        """The error in one line."""
         return self.error_line or (self.error or "").strip().rpartition("\n")[2]
 
     def to_row(self) -> dict[str, Any]:
@@ -245,7 +278,7 @@ class Outcome:
 
 
 def as_status(text: Any) -> ReplicaStatus:
-    """Read what an executor's `poll` said; a word that is not a `ReplicaStatus` counts as running, never as success."""
+    """Read the answer of `poll`. A word that is not a `ReplicaStatus` counts as running, never as success."""
     try:
         return ReplicaStatus(str(text))
     except ValueError:

@@ -51,6 +51,9 @@ class InlineExecutor:
 
     stdin, stdout and the threads are this process's own, so `breakpoint()` works, and so does `pdb.pm()` after an
     exception. All else is as for any run: its record, its claim, its outcome.
+
+    Example:
+        launch(InlineExecutor(), train, n=1)
     """
 
     backend_name = "inline"
@@ -113,7 +116,7 @@ class InlineExecutor:
     ) -> list[ReplicaHandle]:
         """Call the entrypoint, and return its replica's handle; see `NativeExecutor.launch_replicas`.
 
-        What it raises is its outcome, and is printed. Only Ctrl-C is passed on; it cancels the replica.
+        An exception of the entrypoint is its outcome, and is printed. Only Ctrl-C is passed on; it cancels the replica.
         """
         if run is None:
             self.check_launch(n_replicas, entrypoint, entrypoint_args, gpu=gpu, timeout=timeout)
@@ -134,7 +137,7 @@ class InlineExecutor:
         finally:
             _calls.remove((run.run_id, attempt.rank))
             if is_ours:
-                with contextlib.suppress(StoreError):  # where it left no outcome, other processes see that it is over
+                with contextlib.suppress(StoreError):  # if it left no outcome, other processes see that it has ended
                     self._conclude(attempt, handle)
         return [handle]
 
@@ -171,7 +174,7 @@ class InlineExecutor:
         return ""
 
     def parents(self, replicas: Sequence[Unfinished]) -> list[Parent]:
-        """Nobody restarts what runs in the caller's process; see `NativeExecutor.parents`."""
+        """No process restarts a replica in the caller's process; see `NativeExecutor.parents`."""
         return [Parent(is_alive=True)] * len(replicas)
 
     def open_log(self, handle: ReplicaHandle) -> Log:
@@ -182,7 +185,7 @@ class InlineExecutor:
         """Do nothing to a replica that has ended, and refuse to end one that runs.
 
         Raises:
-            BackendError: it runs, perhaps under somebody's debugger.
+            BackendError: it runs, perhaps under a debugger.
         """
         if self.poll(handle).is_terminal:
             return

@@ -20,7 +20,7 @@ def test_an_attached_launch_runs_a_file_of_the_current_directory_and_prints_the_
     assert "succeeded" in result.stdout
     assert 'rank 1: {"rank": 1}' in result.stdout
     assert f"replicas status {run.run_id}" in result.stdout
-    assert result.stderr == "Warning: gpu='H100': this machine has no GPU; the replicas run on the CPU.\n"
+    assert result.stderr == "Warning: gpu='H100': this machine has no GPU, so the replicas run on the CPU.\n"
 
 
 def test_arguments_are_json_where_they_parse_and_strings_where_not(here: HereInstead) -> None:

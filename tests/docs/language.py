@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import ast
 import gc
-import inspect
 import json
 import re
 import sys
@@ -186,12 +185,19 @@ def pattern(name: str, expression: str, advice: str) -> Rule:
     return Rule(name, find, advice)
 
 
+SUBJECT_OF_MESSAGE = re.compile(r"(?:[^\s:;]+ ){0,2}[^\s:;]+: ")
+DETAIL_OF_MESSAGE = re.compile(rf": (?:{VALUE}|%s)\.?$")
+
+
 def _too_long(sentence: Sentence) -> str | None:
     return f"{sentence.words} words" if sentence.words > MAX_WORDS else None
 
 
 def _two_colons(sentence: Sentence) -> str | None:
-    found = re.findall(r"[;:](?=\s|$)", sentence.plain)
+    text = sentence.plain
+    if sentence.kind == "string":  # as `rank 3: the store does not answer: TimeoutError`
+        text = SUBJECT_OF_MESSAGE.sub("", DETAIL_OF_MESSAGE.sub("", text))
+    found = re.findall(r"[;:](?=\s|$)", text)
     return " and ".join(found) if len(found) > 1 else None
 
 
@@ -210,7 +216,8 @@ def _relative_subject(sentence: Sentence) -> str | None:
 TEXTS = (
     "message|messages|line|lines|warning|warnings|error|errors|sentence|word|words|readme|page|pages|docstring|comment|"
     "text|texts|table|help|adr|adrs|section|note|heading|documentation|docs|specification|rfc|paper|manual|name|names|"
-    rf"{FILE}|{DOCUMENT.pattern}|title|label|record|records|answer|response|header|file|annotation|annotations|signature|log|reason|"
+    rf"{FILE}|{DOCUMENT.pattern}|title|label|record|records|handle|handles|outcome|outcomes|answer|response|header|"
+    "file|annotation|annotations|signature|log|reason|"
     "user|users|author|caller"
 )
 SAYS = re.compile(
@@ -436,6 +443,18 @@ INLINE_SECTION = re.compile(r"Raises: [\w., ]+: ")
 ITEM = re.compile(r"(?:[-*•]|\d+[.)])\s+")
 
 
+def rows_of_docstring(text: str) -> list[str]:
+    """Return the lines of a docstring, without the margin of its code."""
+    first, *rows = text.expandtabs().split("\n")
+    margins = [len(row) - len(row.lstrip()) for row in rows if row.strip()]
+    if (
+        rows and not rows[-1].strip()
+    ):  # the closing quotes: if all other lines are an example, only they show the margin
+        margins.append(len(rows[-1]))
+    margin = min(margins, default=0)
+    return [first.strip(), *(row[margin:].rstrip() for row in rows)]
+
+
 def blocks_of_docstring(text: str, line: int) -> Iterator[Block]:
     """Yield the paragraphs and the entries of a docstring, without its examples.
 
@@ -443,9 +462,7 @@ def blocks_of_docstring(text: str, line: int) -> Iterator[Block]:
         text: The docstring, as it is in the file.
         line: The number of its first line.
     """
-    rows = text.expandtabs().split("\n")
-    margin = min((len(row) - len(row.lstrip()) for row in rows[1:] if row.strip()), default=0)
-    rows = [rows[0].strip(), *(row[margin:].rstrip() for row in rows[1:])]
+    rows = rows_of_docstring(text)
     kind, section, is_code = "docstring", "", False
     found: list[str] = []
     start = line
@@ -717,19 +734,23 @@ def described_in(docstring: str) -> set[str]:
 
 def has_example(docstring: str) -> bool:
     """Return True if a docstring has an example: a section, a prompt, a fence, or an indented block."""
-    rows = inspect.cleandoc(docstring).split("\n")
+    rows = rows_of_docstring(docstring)
     is_block = any(not before and row.startswith("    ") for before, row in pairwise(rows))
     return bool(re.search(r"^\s*Examples?:|>>> |```", docstring, re.MULTILINE)) or is_block
 
 
-def _is_test_or_fixture(node: ast.FunctionDef) -> bool:
-    return node.name.startswith("test_") or any("fixture" in ast.unparse(each) for each in node.decorator_list)
+def _has_no_args_of_its_own(node: ast.FunctionDef) -> bool:
+    """Return True for tests, fixtures, and an `__init__` that takes the fields of another class."""
+    decorators = [ast.unparse(each) for each in node.decorator_list]
+    return node.name.startswith("test_") or any("fixture" in each or "options_of" in each for each in decorators)
 
 
 PROTOCOLS = (
     ("executors.protocol", "ServerlessExecutor"),
     ("executors.store", "Store"),
     ("executors.native", "NativeExecutor"),
+    ("executors.native", "LeavesFiles"),
+    ("executors.native", "MayBeQueued"),
 )
 
 
@@ -757,7 +778,7 @@ def check_public(path: str, node: ast.ClassDef | ast.FunctionDef) -> Iterator[Fi
     )
     for function in functions:
         is_init = function.name == "__init__"
-        if (function.name.startswith("_") and not is_init) or _is_test_or_fixture(function):
+        if (function.name.startswith("_") and not is_init) or _has_no_args_of_its_own(function):
             continue
         text = ast.get_docstring(function, clean=False) or ""
         if not text and not is_init:

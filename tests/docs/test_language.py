@@ -177,6 +177,12 @@ def test_a_sentence_ends_at_a_full_stop_and_code_counts_as_one_word() -> None:
     assert sentences[0].text == "Use `launch('local', train, n=4, args={'a': 1})`."
 
 
+def test_a_message_may_name_its_subject_and_quote_an_error() -> None:
+    text = f"rank {language.VALUE}: the store does not answer: {language.VALUE}"
+    assert rules_of(text, "string") == set()
+    assert rules_of(text, "docstring") == {"colons"}
+
+
 def test_a_heading_may_be_a_question_without_a_mark() -> None:
     assert rules_of("What a run leaves", "heading") == set()
 
@@ -365,6 +371,12 @@ def test_a_complete_public_class_passes() -> None:
     def test_it(self, fixture): ...
 '''
     assert public_findings(source) == []
+
+
+def test_an_example_alone_below_the_first_line_is_an_example() -> None:
+    source = '\ndef f():\n    """Do it.\n\n        f()\n    """\n'
+    assert public_findings(source) == []
+    assert texts_of(source) == [("docstring", "Do it.")]
 
 
 def test_the_public_names_are_those_that_users_import() -> None:

@@ -1,8 +1,8 @@
-"""`end_jobs`: the one way in which jobs are ended, whoever ends them and for whatever reason.
+"""`end_jobs` is the one way in which jobs are ended, by any process and for any reason.
 
 It asks the service and never a store. All jobs are ended at the same time, so one request that hangs holds up no other.
-Failing calls are repeated for as long as the service may ask to wait. After a minute the caller hears what still runs
-and how to end it; so nobody pays for two minutes without being told.
+Failing calls are repeated for as long as the service may ask to wait. After a minute the caller learns which jobs still
+run and how to end them. So no user pays for two minutes without a message.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from executors.backends.jobs.service import LONGEST_PATIENCE_S, JobId, JobKey, J
 from executors.native import EndedJobs
 from executors.store.parallel import in_threads
 
-REPORT_S = 60.0  # after which the caller is told what still runs
+REPORT_S = 60.0  # after this time the caller learns which jobs still run
 END_S = LONGEST_PATIENCE_S + 30.0  # after which a call that hangs is not waited for any more
 THREADS = 32  # a cluster's head node is asked by one process for each
 MAX_NAMED = 8  # jobs in one message; the others are counted
@@ -55,7 +55,7 @@ def end_jobs(
     Example:
         end_jobs(service, [(key, job_id)]).what_is_left
     """
-    found_left: list[JobId] = []  # what the service listed and did not end
+    found_left: list[JobId] = []  # jobs that the service listed and did not end
     stopped = set[str]()  # whatever else finds the same job does not end it again
 
     def stop(job_id: JobId) -> int:
@@ -124,7 +124,7 @@ def _told(
     for problem, tasks in failed.items():
         if names := [task.name for task in tasks if task.name]:
             problems.append(f"{_names(names)} ({problem})")
-        elif tasks:  # where a job could not be ended either, that says it all
+        elif tasks:  # if a job could not be ended either, its message is enough
             problems.append(f"what {service.name} lists of this run, or would list ({problem})")
     left = [*found_left]
     left += [job_id for tasks in failed.values() for task in tasks for job_id in task.job_ids]

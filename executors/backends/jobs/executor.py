@@ -1,7 +1,7 @@
 """JobExecutor: the five verbs over any service that runs jobs.
 
-A replica is one job. The store says how the replica is: an outcome decides, a claim says that it runs. The service is
-asked whether a job without an outcome still lives, and its answer is recorded by the first process that asks.
+A replica is one job. The store has its state: an outcome decides, and a claim shows that the replica runs. The service
+is asked whether a job without an outcome still lives, and its answer is recorded by the first process that asks.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ from executors.task.record import find_run_record
 from executors.task.stored import read_task
 
 DEFAULT_TIMEOUT_S = 3600
-MARGIN_S = 120  # what the service's limit leaves for fetching the code, and for a replica that ends by its own limit
+MARGIN_S = 120  # added to the service's limit: for fetching the code, and for a replica that ends by its own limit
 HEAD_START_S = 5.0  # the store's, before the service is asked to end a job: so the marker is usually there before
 STORE_S = 20.0  # how long a store is waited for once the service has ended a job
-INSTALL_S = 900  # the same where something is to be installed: the time limit counts from the entrypoint's start
+INSTALL_S = 900  # added if packages must be installed: the time limit counts from the entrypoint's start
 
 TORCH = re.compile(r"torch(?![A-Za-z0-9._-])")  # a requirement of torch itself, as "torch==2.13.0"
 
@@ -123,7 +123,7 @@ class JobExecutor:
         self._gangs: set[GangStart] = set()
         """Starts that are under way in this process."""
         self._explained: set[str] = set()
-        """The attempts of which the service has said why it ended them, or that it does not know."""
+        """The attempts for which the service has reported why it ended them, or that it does not know."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.service!r})"
@@ -135,12 +135,12 @@ class JobExecutor:
 
     @property
     def python_of_replicas(self) -> str | None:
-        """What the service's options say of it."""
+        """The options of the service."""
         return self.service.python_of_replicas
 
     @property
     def pip(self) -> Sequence[str]:
-        """The requirements that a person gave; see `InstallsRequirements`."""
+        """The requirements that the user gave; see `InstallsRequirements`."""
         from executors.shipping.requirements import given_requirements  # a look at a run packs nothing
 
         return given_requirements(self.service.pip)
@@ -172,11 +172,11 @@ class JobExecutor:
         return self.default_timeout_s if timeout is None else timeout
 
     def price_per_hour(self, gpu: str | None) -> float | None:
-        """Return what an hour of one replica costs in US dollars; None: the service does not tell."""
+        """Return the price of an hour of one replica in US dollars. None if the service does not publish it."""
         return self.service.price_per_hour(gpu)
 
     def tells_preemption(self, gpu: str | None) -> bool:
-        """Return whether the service says when it takes a machine back; see `TellsPreemption`."""
+        """Return whether the service reports when it takes a machine back; see `TellsPreemption`."""
         return self.service.tells_preemption(gpu)
 
     def installation_note(self, requirements: Sequence[str]) -> str:
@@ -559,7 +559,7 @@ class JobExecutor:
         return JobReplica.of(attempt, newest)
 
     def _job_of(self, replica: JobReplica) -> JobId | None:
-        """Return the job that a replica's handle names, once the service has said that it is this replica's."""
+        """Return the job that a replica's handle names, after the service has confirmed that it is this replica's."""
         return None if replica.job is None else self._states.verified(replica.key, replica.job)
 
     def _handle(self, attempt: Attempt, job_id: JobId, *, timeout_s: float | None, launched_at: float) -> ReplicaHandle:

@@ -1,8 +1,8 @@
-"""GangStart: starts the replicas of a run as jobs of a service, each at most once: all of them, or as many as it needs.
+"""GangStart starts the replicas of a run as jobs of a service, each at most once: all of them, or the number it needs.
 
-An intent is created before the service is called and the handle is written after, so that a job whose answer was lost,
-or whose launcher died, is found by its name instead of being started again. A launch leaves attempts alone that another
-launcher began: were it refused as a whole, two that resume a run at once could each end what the other has begun.
+An intent is created before the service is called, and the handle is written after. So a job whose answer was lost, or
+whose launcher died, is found by its name instead of being started again. A launch leaves attempts alone that another
+launcher began. If it were refused as a whole, two processes that resume a run at once could each end the other's jobs.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Start:
     job: Job
     given_up: threading.Event = field(default_factory=threading.Event)
     is_begun: bool | None = None
-    """Whether this launch began the attempt; False: another one did. None: not known yet."""
+    """True if this launch began the attempt, False if another one did. None if it is not known yet."""
     is_asking: bool = False
     """Whether a thread waits for the service to start it, also one that an interrupted `run` does not know of."""
     is_unclear: bool = False
@@ -182,7 +182,7 @@ class GangStart:
         return [start.handle for start in self._starts if start.handle is not None]
 
     def _wait_for_enough(self, batches: Mapping[Future[None], Sequence[_Start]]) -> None:
-        """Wait until all have come, or as many have failed as makes it useless to wait, or the time is over."""
+        """Wait until all have come, too many have failed, or the time has passed."""
         n, n_came, n_failed = len(self._starts), 0, 0
         self._tell(self._progress(0))
         within_s = None if self._run.min_replicas is None else min(self._run.gather_s, threading.TIMEOUT_MAX)
@@ -284,7 +284,7 @@ class GangStart:
         self._give_up(late, why)
 
     def _close(self, late: Sequence[_Start]) -> None:
-        """Leave word that nobody starts these any more; one that comes up all the same ends."""
+        """Record that these are not started any more. A job that comes up nevertheless ends."""
         with self._asking:
             for start in late:
                 start.given_up.set()
@@ -337,7 +337,7 @@ class GangStart:
                 batch[0].check_not_given_up()
                 if not (missing := self._look_for(batch) if batch[0].is_unclear else batch):
                     return
-                # Where an answer was lost, an outcome may be that of the job which is not found yet.
+                # If an answer was lost, the job that is not found yet may have written an outcome.
                 self._ask_for(missing, is_again=one_try.retry_state.attempt_number > 1 and not batch[0].is_unclear)
                 if batch[0].is_unclear:
                     call_each(self._only_one, missing, ASKING_THREADS)
@@ -347,7 +347,7 @@ class GangStart:
             if self._have_all(batch, "cancel.json"):
                 raise CancelledWhileStartingError
             raise JobServiceError("somebody recorded its end before it was started.", "rejected")
-        with self._asking:  # after this, whoever gives the start up waits for the answer
+        with self._asking:  # after this, a caller that gives the start up waits for the answer
             batch[0].check_not_given_up()
             for start in batch:
                 start.may_exist = start.is_asking = True
@@ -409,7 +409,7 @@ class GangStart:
         """End these jobs, also what is still being started; return a sentence on what could not be ended.
 
         The store has a few seconds to take the markers: a job that comes up late finds its own, and ends at once. Then
-        the service is asked, whatever the store does. What the store has not taken by then gets some more time.
+        the service is asked, even if the store does not answer. Markers that are not written by then get more time.
         """
         failed = [start for start in starts if start.error]  # before: what is given up fails, too
         with self._asking:
@@ -463,7 +463,7 @@ class GangStart:
         told, pause_s = EndedJobs(), SWEEP_S
         while starts:
             if asking := [start for start in starts if start.is_asking]:  # before: these are swept once more
-                self._interrupt()  # what has begun to wait since the last time
+                self._interrupt()  # calls that have begun to wait since the last time
             ended = end_jobs(
                 self._service, [(start.job.key, start.job_id) for start in starts if start not in asking], tell=_say
             )
@@ -474,7 +474,7 @@ class GangStart:
         return told
 
     def _wait_for(self, starts: Sequence[_Start], limit_s: float) -> None:
-        """Wait until the service has answered about all of these, or the time is over."""
+        """Wait until the service has answered about all of these, or the time has passed."""
         deadline = time.monotonic() + limit_s
         while any(start.is_asking for start in starts) and time.monotonic() < deadline:
             time.sleep(0.02)

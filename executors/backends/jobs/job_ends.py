@@ -1,4 +1,4 @@
-"""JobEnds: how replicas ended whose jobs are gone, as their service tells it: recorded by the first who asks."""
+"""JobEnds records how replicas ended whose jobs are gone, as their service reports it to the first process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class JobReplica:
 
     attempt: Attempt  # the newest
     key: JobKey  # of the job that runs it: an earlier attempt's where a second copy was started since
-    job: JobId | None  # as a record names it, to be verified; None: the service never had it
+    job: JobId | None  # as a record names it, to be verified, or None if the service never had it
     timeout_s: float | None
 
     @classmethod
@@ -46,7 +46,7 @@ class JobReplica:
 
 
 class Standstills:
-    """Measures by this process's own clock how long records stand still; those of other machines may be wrong.
+    """Measures by this process's own clock how long records stand still. Clocks of other machines may be wrong.
 
     The first look, which may be the only one, goes by the time that is in the record, with a margin for what clocks may
     differ by.
@@ -75,7 +75,7 @@ class Standstills:
         return [place for place in list(self._seen) if f" {prefix}" in place]
 
     def forget(self, place: str) -> None:
-        """Begin anew with a place: there is another sign of life."""
+        """Begin again with a place, after another sign of life."""
         self._seen.pop(place, None)
 
 
@@ -90,8 +90,8 @@ class JobEnds:
     def may_live(self, replica: JobReplica, state: JobState) -> bool:
         """Whether a replica may live on: its job runs, or its end is hearsay, and the replica beats.
 
-        That a job is unknown may be a stale answer, a proxy's, or that of another account than the one that runs it; a
-        node that is only cut off runs what its cluster wants gone. So such a replica has ended once its last sign of
+        The answer that a job is unknown may be stale, or come from a proxy, or belong to another account. A node that
+        is only cut off still runs jobs that its cluster has removed. So such a replica has ended once its last sign of
         life has stood still. It is read once in that time.
         """
         attempt = replica.attempt
@@ -137,7 +137,7 @@ class JobEnds:
                 retrying()(self._service.withdraw, self._states.verified(replica.key, replica.job))
 
     def parent_of(self, replica: JobReplica, state: JobState | None) -> Parent:
-        """Return what is known of the job of a replica that ended; None: that is gone, and nobody knows why."""
+        """Return what is known of the job of a replica that ended. None if the job is gone for an unknown reason."""
         if state is None or state.reason is None:
             return Parent(is_alive=False)
         _, error = explain(replica.attempt.title(), self._service.name, state, replica.timeout_s, True, "")
@@ -154,7 +154,7 @@ class JobEnds:
                 job_id = self._states.verified(replica.key, replica.job)
                 output = service.logs(job_id, LOG_LINES)[-OUTPUT_TAIL_BYTES:]
         reason: Reason = "cancelled"
-        error_text = None  # of a cancellation the marker says why
+        error_text = None  # the marker of a cancellation has the reason
         if not attempt.has("cancel.json"):
             who, has_started = attempt.title(), attempt.has(CLAIM)
             reason, error_text = explain(who, service.name, state, replica.timeout_s, has_started, output)

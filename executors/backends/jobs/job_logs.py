@@ -24,8 +24,8 @@ from executors.native import KnowsTimes, Log
 QUIET_S = 0.5  # a stream that is silent for so long has sent what there is
 FIRST_LINE_S = 2.0  # how long the first line may take
 LONGEST_S = 30.0
-AGAIN_LINES = 10_000  # what is asked for where a stream broke off
-SPAN_LINES = 10_000  # what is asked for first where lines of a span are looked for
+AGAIN_LINES = 10_000  # lines to read again after a stream broke off
+SPAN_LINES = 10_000  # lines of the first request when lines of a span are searched
 PART_LINES = 5_000
 LONGEST_PAUSE_S = 30.0  # before a stream is opened again
 BROKEN = "lines may be missing: its stream broke off, or took too long"
@@ -40,7 +40,7 @@ class PatientLog:
     """A log of a service that may fail for a while: then there is nothing new, and it is asked again.
 
     Args:
-        who: whose log it is, for people.
+        who: the replica of this log, for messages.
     """
 
     def __init__(self, inner: Log, who: str) -> None:
@@ -84,14 +84,14 @@ class PatientLog:
 
 
 def _begun(parts: Iterator[T]) -> Iterator[T]:
-    """Return the same parts, the first of them read: what a service says comes at once, or fails there."""
+    """Return the same parts, the first of them read. So an error of the service is raised here."""
     return chain(list(islice(parts, 1)), parts)
 
 
 class StreamedLog:
     """A log that comes as server-sent events through a connection that stays open, read by a thread of its own.
 
-    Where the stream breaks off it is opened again, and goes on after the last line that came.
+    If the stream breaks off, it is opened again, and continues after the last line that came.
 
     Args:
         connect: opens a stream that begins with so many last lines, a response of httpx; None for a job that is
@@ -173,7 +173,7 @@ class StreamedLog:
     def _take(self, n_lines: int, *, waits: bool) -> list[tuple[float, str]]:
         """Return the lines that came, each with its time.
 
-        The first time, or if it `waits`, once the stream has said what there is.
+        The first time, or if it `waits`, after the stream has given all that exists.
         """
         with self._changed:
             if self._n_lines is None:

@@ -22,7 +22,7 @@ Place = tuple[str, str, float]
 class JobStates:
     """Asks a service about jobs: about all of a run in one request where the service lists jobs, else one by one.
 
-    What is not asked for in a look keeps the answer of the last. Safe for threads.
+    A job that is not asked for in a look keeps its last answer. Safe for threads.
     """
 
     def __init__(self, service: JobService, clock: Callable[[], float] = time.monotonic) -> None:
@@ -39,13 +39,13 @@ class JobStates:
         self._unlisted: set[JobKey] = set()
         """Those that the last list lacked: they are asked for one by one."""
         self._verified: dict[JobKey, JobId] = {}
-        """Those that this process started, or the service has said whose they are."""
+        """The jobs that this process started, or whose owner the service has confirmed."""
 
     def of(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
         """Return the states of jobs that records name, as far as they are known.
 
         Raises:
-            JobServiceError: the service refuses to tell; ForeignJobError: one is not its replica's.
+            JobServiceError: the service refuses to answer. It is a ForeignJobError if a job is another replica's.
         """
         with self._lock:
             for key, job in jobs.items():
@@ -65,13 +65,13 @@ class JobStates:
             return {key: self._known[key] for key in jobs if key in self._known}
 
     def verified(self, key: JobKey, named: JobId) -> JobId:
-        """Return the job that a record names, once the service has said that it runs this attempt."""
+        """Return the job that a record names, after the service has confirmed that it runs this attempt."""
         if self._verified.get(key) != named:
             self._verified[key] = named = self._service.verify(named, key)
         return named
 
     def started(self, key: JobKey, job: JobId) -> None:
-        """Note a job that this process started or found, so that nobody needs to say whose it is."""
+        """Note a job that this process started or found, so that its owner is known."""
         with self._lock:
             self._jobs[key] = self._verified[key] = job
 
@@ -128,7 +128,7 @@ class JobStates:
             state = self._service.state(self.verified(key, named))
         except JobServiceError as error:
             if isinstance(error, ForeignJobError):
-                self._one_by_one.forget(key)  # who asked for several finds out by asking for each whose it is
+                self._one_by_one.forget(key)  # a caller that asked for several learns the owners by single requests
             if error.kind == "rejected":
                 return error
             self.warn(error, f"rank {key.rank}")

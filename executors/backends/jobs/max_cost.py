@@ -1,4 +1,4 @@
-"""What is left of a run's `max_cost` for one more container of a rank.
+"""The rest of a run's `max_cost` for one more container of a rank.
 
 Each replica has an equal share of the money, and with it of the time. A rank that is started again gets what its
 earlier attempts left of that, each at the price of the container that it had.
@@ -30,11 +30,11 @@ def limits_left(
 ) -> dict[int, float | None]:
     """Return how long each rank of a start may run: no longer than `timeout_s`, nor than its share still pays for.
 
-    What was added to the run, and spares, have that limit alone: a spare's container has a share of its own.
+    Added replicas and spares have that limit alone: a spare's container has a share of its own.
 
     Args:
-        launched: what the run was launched with.
-        usd_per_hour: what a replica costs. None: its service does not tell now; the time limit of the launch counts.
+        launched: the arguments of the launch.
+        usd_per_hour: the price of a replica. None: its service gives no price now, so the launch's time limit counts.
         together: whether all have one limit: then it is the least.
 
     Raises:

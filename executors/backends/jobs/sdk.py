@@ -32,12 +32,12 @@ def call_each(act: Callable[[T], R], items: Sequence[T], n_threads: int) -> list
 
 
 def call_with_timeout(limit_s: float, call: Callable[[], T]) -> T:
-    """Return what `call` returns or raises in time; after that it goes on in a daemon thread, and nobody waits for it.
+    """Return what `call` returns or raises in time. After that, `call` continues in a daemon thread without a caller.
 
     A connection that died silently would hold a call for ever.
 
     Raises:
-        TimeoutError: the time is over.
+        TimeoutError: the time has passed.
     """
     for earlier in [call for call in _unanswered if call.done()]:
         _unanswered.discard(earlier)
@@ -51,7 +51,7 @@ def call_with_timeout(limit_s: float, call: Callable[[], T]) -> T:
 
 
 _unanswered: set[Future[Any]] = set()
-"""Calls that nobody waits for any more, each with a thread: were there no limit, they would pile up."""
+"""Calls without a caller, each with a thread. Without a limit, they would pile up."""
 
 
 class LazyModule:
@@ -74,7 +74,7 @@ class LazyModule:
 
 
 class TokenBucket:
-    """A budget of requests: some at once, then so many a second. Safe for threads."""
+    """A budget of requests: some at once, then a fixed number a second. Safe for threads."""
 
     def __init__(self, per_s: float, at_once: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_s = per_s

@@ -30,7 +30,7 @@ from executors.store.url import real_url
 from executors.task.create import MASK
 
 JobId = dict[str, Any]
-"""What the service needs to find a job again: plain JSON, becomes part of the replica's handle."""
+"""The data with which the service finds a job again. Plain JSON, which becomes part of the replica's handle."""
 TRIES = 6
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 8.0  # so about 20 s in all, besides what the requests take
@@ -42,7 +42,7 @@ START_LIMIT_S = 180.0
 MAX_GROUP = 53
 RUN_LABEL, STORE_LABEL = "replicas-run", "replicas-store"
 MAX_COMMANDS = 8  # that one message names
-TOLD_FROM_S = 10.0  # a pause of this length is told
+TOLD_FROM_S = 10.0  # a pause of this length is reported
 OFFICIAL = re.compile(r"(?:docker\.io/)?(?:library/)?python:(3\.\d{1,2})\b")  # Docker's own
 # Measured with torch 2.13.0 for CUDA 13, uv 0.13 and a fast mirror: 46 s on two cores that had other work as well.
 _INSTALLING = "installs torch{}, which takes a minute with a fast network (2.7 GB to download, 4.8 GB on disk)"
@@ -109,9 +109,9 @@ class Job:
     key: JobKey
     command: tuple[str, ...] = field(repr=False)
     requirements: tuple[str, ...]
-    """What the image should have installed; the command installs what is missing."""
+    """The packages that the image should have. The command installs missing ones."""
     pins: tuple[str, ...] = field(default=(), kw_only=True)
-    """Those of the requirements that are ours: an image that has a later version keeps it."""
+    """The requirements of this project. An image that has a later version keeps it."""
     env: Mapping[str, str] = field(repr=False)
     credentials: Mapping[str, str] = field(repr=False)
     """Variables that reach the replica through a secret object of the service, and are seen nowhere else."""
@@ -126,25 +126,25 @@ class Job:
 
 @dataclass(frozen=True)
 class JobState:
-    """What a service reports of a job. Advisory: an outcome in the store wins."""
+    """The report of a service about a job. Advisory: an outcome in the store wins."""
 
     has_ended: bool
     reason: Reason | None = None
     """Why the job ended, as far as the service knows. None: by itself, with `exit_code`.
 
-    Of a job that has not ended: why the service ended its replica, where a queue took the job back. Such a job `holds`
-    a place in the queue, and its replica is over if it ran.
+    If the job has not ended, it is why the service ended its replica, as when a queue took the job back. Such a job
+    `holds` a place in the queue, and its replica has ended if it ran.
     """
     exit_code: int | None = None
     message: str = ""
-    """What the service says, in its own words; of a job that has not ended, what it waits for, as in "scheduling"."""
+    """The service's own words. For a job that has not ended, the reason of its wait, as in "scheduling"."""
     holds: bool = False
     """Whether a replica that has ended still holds its place at the service: who concludes the end withdraws it."""
 
     is_hearsay: bool = False
     """Whether no process saw the job end. The replica has ended once its heartbeat has stood still as well.
 
-    Of a job that has not ended: whether the service does not hear of the job's machine any more. The standstill of the
+    If the job has not ended, it is whether the service has lost contact with the job's machine. The standstill of the
     heartbeat is measured from then on.
     """
 
@@ -159,16 +159,19 @@ class RunningJob:
 
 
 UNKNOWN = JobState(True, "lost", is_hearsay=True)
-"""What a service says of a job that it does not know: gone, or another account's."""
+"""The state of a job that the service does not know: gone, or another account's."""
 
 
 class JobServiceError(BackendError):
     """The service refused or failed.
 
-    kind: "rejected": nothing was done, and asking again would not help. "unavailable": nothing was done; ask again
-        later. "unknown": it may have been done: the connection broke, or the service failed inside.
-    retry_after_s: the pause that the service asked for; 0: it asked for none.
-    lacks_machines: whether the start waited for a machine until the service gave up.
+    Args:
+        message: the message of the error.
+        kind: "rejected" means that nothing was done, and that a repetition would not help. "unavailable" means that
+            nothing was done, and that a later repetition may help. "unknown" means that it may have been done, because
+            the connection broke, or the service failed inside.
+        retry_after_s: the pause that the service asked for. 0 means none.
+        lacks_machines: whether the start waited for a machine until the service gave up.
     """
 
     def __init__(self, message: str, kind: Kind, *, retry_after_s: float = 0.0, lacks_machines: bool = False) -> None:
@@ -184,13 +187,13 @@ class ForeignJobError(JobServiceError, UnknownHandleError):
     def __init__(self, service: str, key: JobKey) -> None:
         super().__init__(
             f"The handle of rank {key.rank} of run {key.run_id!r} names a job that {service} does not know as this "
-            "replica's. It is neither looked at nor ended: somebody else may have written that handle.",
+            "replica's. It is neither read nor ended, because another user may have written that handle.",
             "rejected",
         )
 
 
 class CancelledWhileStartingError(JobServiceError):
-    """Somebody cancelled the replica before the service had started it."""
+    """The replica was cancelled before the service had started it."""
 
     def __init__(self) -> None:
         super().__init__("it was cancelled while it was being started.", "rejected")
@@ -228,7 +231,7 @@ class JobService(abc.ABC):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options that make the same service in another process. What is installed travels with the task."""
+        """The options that make the same service in another process. Requirements travel with the task."""
         return {option.name: getattr(self, option.name) for option in fields(self) if option.name != "pip"}
 
     @property
@@ -244,7 +247,7 @@ class JobService(abc.ABC):
 
     @classmethod
     def recordable_options(cls) -> Recordable:
-        """Those of its options that are declared by `option`."""
+        """Its options that are declared by `option`."""
         return {each.name: each.metadata["recorded_as"] for each in fields(cls) if "recorded_as" in each.metadata}
 
     @abc.abstractmethod
@@ -257,11 +260,11 @@ class JobService(abc.ABC):
         """
 
     def price_per_hour(self, gpu: str | None) -> float | None:
-        """Return what an hour of one replica costs in US dollars; None: the service does not tell."""
+        """Return the price of an hour of one replica in US dollars. None if the service does not publish it."""
         return None
 
     def tells_preemption(self, gpu: str | None) -> bool:
-        """Return whether jobs with such a GPU may lose their machine, and `state` then says "preempted"."""
+        """Return whether jobs with such a GPU may lose their machine, and `state` then reports "preempted"."""
         return False
 
     def command(self) -> tuple[str, ...]:
@@ -304,7 +307,7 @@ class JobService(abc.ABC):
     def verify(self, job_id: JobId, key: JobKey) -> JobId:
         """Return the id of a job that a record names, if it runs this attempt; one that is gone passes.
 
-        Without this, whoever can write to a store could have any job of this account shown or ended.
+        Without this, a user who can write to a store could let us show or end any job of this account.
 
         Raises:
             ForeignJobError: it is another job, or not an id of this service.
@@ -315,11 +318,12 @@ class JobService(abc.ABC):
         """Return the job's state without waiting; of a job that the service does not know `UNKNOWN`."""
 
     def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
-        """Return the states of those of these jobs of one run that one request shows; others are asked for one by one.
+        """Return the states of the jobs that one request shows, out of these jobs of one run.
 
-        Override it where the service lists jobs. The ids are as records name them: a job is shown only if it has the
-        labels of the run, and if the whole id is the one that `start` returned. With `states_name_ranks` it is shown
-        only under the key whose labels it has, so that nobody needs to verify it.
+        Jobs that are left out are asked for one by one. Override it if the service lists jobs. The ids are as records
+        name them: a job is shown only if it has the labels of the run, and if the whole id is the one that `start`
+        returned. With `states_name_ranks` it is shown only under the key whose labels it has, so that no verification
+        is needed.
         """
         return {}
 
@@ -354,7 +358,7 @@ class JobService(abc.ABC):
         the caller knows it: of one id there may be several runs.
 
         Args:
-            labels: what a job must have. A service that keeps names instead compares these.
+            labels: the labels that a job must have. A service that keeps names instead compares these.
 
         Example:
             service.running_jobs({"replicas-run": "brave-otter-7f3a"})
@@ -362,7 +366,7 @@ class JobService(abc.ABC):
         return []
 
     def commands_to_end(self, run_id: str, job_ids: Sequence[JobId] = ()) -> str:
-        """Return commands of the service itself that list and end the jobs of a run, for whoever needs none of ours.
+        """Return the service's own commands that list and end the jobs of a run.
 
         Args:
             run_id: the run.
@@ -383,7 +387,7 @@ class JobService(abc.ABC):
 
 
 def python_of_image(image: object) -> str | None:
-    """Return the minor version of Python in one of Docker's images `python:3.x`; None: of others nobody knows it."""
+    """Return the minor version of Python in one of Docker's images `python:3.x`. None for other images."""
     found = OFFICIAL.match(image) if isinstance(image, str) else None
     return None if found is None else found[1]
 
@@ -447,7 +451,7 @@ _telling, _told_until = threading.Lock(), 0.0
 
 
 def _tell_of_a_long_pause(state: tenacity.RetryCallState) -> None:
-    """Say once, not for each of the jobs, that the service lets everybody wait."""
+    """Print once, and not for each job, that the service asks for a pause."""
     global _told_until
     error, pause_s = state.outcome and state.outcome.exception(), state.upcoming_sleep
     log.info("asking again in %.1f s: %s", pause_s, error)

@@ -16,7 +16,7 @@ GATHER_S = 30.0  # a detached launch waits no longer for them
 def start_spares(run: RunSpec, start: Callable[[RunSpec], object]) -> None:
     """Start the spares of a run whose ranks are up, in the background where this process stays.
 
-    One that cannot be had is a warning.
+    A spare that does not start is a warning.
     """
 
     def attempt() -> None:

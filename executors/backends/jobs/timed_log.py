@@ -29,13 +29,13 @@ OLDEST = datetime.min.replace(tzinfo=UTC)
 
 
 class Entry(NamedTuple):
-    """What a job wrote at once: a line or a part of one."""
+    """A line of a job, or a part of one, that it wrote at once."""
 
     at: datetime
     source: str
     text: str
     container: str
-    """What ran the job."""
+    """The container of the job."""
 
 
 class _Once:
@@ -45,7 +45,7 @@ class _Once:
         self.since = since
         """From when on to ask."""
         self.floor = OLDEST
-        """What is older would not be known again."""
+        """Older lines would not be recognized."""
         self._known: Counter[Entry] = Counter()
         self._spoke_at = time.monotonic()
 
@@ -72,7 +72,7 @@ class _Once:
 
 
 class SharedLog:
-    """What all jobs write, asked for at once by whoever reads one of them.
+    """The output of all jobs, which the reader of any of them requests at once.
 
     It is trusted once it has given an entry of one that is read here, until it misses one.
 
@@ -85,7 +85,7 @@ class SharedLog:
         self._once = _Once(datetime.now(UTC) - timedelta(seconds=LATE_S))
         self._boxes: dict[str, list[Entry]] = {}
         self._unclaimed: deque[Entry] = deque(maxlen=MAX_KNOWN)
-        """Of containers that have not joined yet."""
+        """The lines of containers that have not joined yet."""
         self._lock = threading.Lock()  # of the boxes
         self._asking = threading.Lock()
         self._asked_at = self._answered_at = -ANSWER_S
@@ -121,7 +121,7 @@ class SharedLog:
         return entries
 
     def ask(self) -> None:
-        """Ask the service, if that is due and nobody is at it."""
+        """Ask the service, if that is due and no other thread does it."""
         now = time.monotonic()
         if now < max(self._asked_at + SHARED_EVERY_S, self._distrusted_until) or not self._asking.acquire(False):
             return
@@ -136,7 +136,7 @@ class SharedLog:
                     else:
                         self._unclaimed.append(entry)
             self._answered_at = time.monotonic()
-        except JobServiceError:  # each job is asked for itself, which says so if that fails, too
+        except JobServiceError:  # each job is asked for alone, which raises if it fails, too
             self.distrust()
         finally:
             self._asking.release()
@@ -158,7 +158,7 @@ class TimedLog:
         self._shared = shared or SharedLog(lambda since: ())
         self._once: _Once | None = None
         self._oldest = OLDEST
-        """What was written before is not wanted."""
+        """Earlier lines are not wanted."""
         self._container = ""
         self._checked_at = 0.0
         self._check_since = self._oldest

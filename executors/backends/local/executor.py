@@ -46,8 +46,8 @@ CHOOSE_PRELOAD = "To fork them, take it out of the backend's option preload."
 class LocalProcessExecutor:
     """Runs replicas as processes on this machine.
 
-    They inherit the launcher's working directory, `sys.path` and environment as they are at the launch. Runs go on
-    independently of each other; an attached run ends with its launcher, even when that is killed.
+    They inherit the launcher's working directory, `sys.path` and environment as they are at the launch. Runs
+    are independent of each other. An attached run ends with its launcher, even if the launcher is killed.
 
     Args:
         preload: modules that every replica finds imported already, because they are imported once, in the process
@@ -55,8 +55,11 @@ class LocalProcessExecutor:
             at its top, from the second launch of that file on, where that takes more than 0.3 s.
         max_parallel: how many replicas run at the same time; the others wait as `pending`. None: all.
         term_grace_s: seconds between SIGTERM, which runs a replica's `finally`, and SIGKILL.
-        gpus: the GPUs to share out when `gpu=` is asked for, as in `CUDA_VISIBLE_DEVICES`. None: those of this machine.
-            A replica gets what no living one of its run has, also when it is resumed or added.
+        gpus: the GPUs to share out when `gpu=` is asked for, as in `CUDA_VISIBLE_DEVICES`. None: all GPUs here. A
+            replica gets GPUs that no living replica of its run has, also when it is resumed or added.
+
+    Example:
+        launch(LocalProcessExecutor(max_parallel=2), train, n=8)
     """
 
     backend_name = "local"
@@ -97,7 +100,7 @@ class LocalProcessExecutor:
 
     @property
     def options_to_keep(self) -> dict[str, Any]:
-        """What a run is resumed with: the parallelism, and so the threads, of its launch."""
+        """The options for a resumed run: the parallelism, and so the threads, of its launch."""
         options: dict[str, Any] = {"max_parallel": self.max_parallel, "term_grace_s": self.term_grace_s}
         if self.gpus is not None:
             options["gpus"] = list(self.gpus)
@@ -147,7 +150,7 @@ class LocalProcessExecutor:
             raise ValueError(f"The secret {missing[0]!r} is not set. {advice}")
         self._gpu_slots(gpu, n_replicas)
         forks = self._zygote(entrypoint)
-        forks.start()  # for a callable, its imports go on while the launch is written
+        forks.start()  # for a callable, its imports continue while the launch is written
         if not isinstance(entrypoint, str):
             return
         args, _ = split_rank_env(entrypoint_args)
@@ -334,7 +337,7 @@ class LocalProcessExecutor:
         each = int(count or 1)
         available = _gpus_of_this_machine() if self.gpus is None else list(self.gpus)
         if not available:
-            _warn(f"gpu={gpu!r}: this machine has no GPU; the replicas run on the CPU.")
+            _warn(f"gpu={gpu!r}: this machine has no GPU, so the replicas run on the CPU.")
             return None
         places = min(self.max_parallel or n_replicas, n_replicas)
         if each > len(available):
@@ -352,14 +355,14 @@ class LocalProcessExecutor:
 
 @dataclass(frozen=True)
 class _Watch(Record):
-    """Who supervises a replica, as its handle says. Good for looking, and not for sending a signal there."""
+    """The supervisor of a replica, as its handle names it. Good for looking, and not for sending a signal there."""
 
     machine: str = checked(text(1000, MACHINE))
     supervisor_pid: int = checked(PID)
     supervisor_started: int = checked(TICKS)
     term_grace_s: float = checked(number(0.0, LONGEST_GRACE_S))
     launcher_pid: int | None = checked(nullable(PID), None)
-    """Of an attached run."""
+    """The launcher of an attached run."""
     launcher_started: int | None = checked(nullable(TICKS), None)
 
     @classmethod
