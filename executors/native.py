@@ -8,15 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from executors.protocol import Outcome, Reason, ReplicaHandle, ServerlessExecutor
+from executors.settings.run_spec import RunSpec
 
-GATHER_S = 600.0
-LEASE_S = 900.0
-"""How long containers continue while no process renews their lease."""
-ATTACHED_LEASE = "lease.json"
-"""The lease of an attached run, below the run."""
-RUN_KEY = "REPLICAS_RUN_KEY"
-"""The variable that holds the key of a signed run: in a replica, and where a run is resumed whose key is not on the
-machine."""
 PAGE = re.compile(r"https?://[!-~]{1,500}")
 
 Recordable = Mapping[str, type | re.Pattern[str]]
@@ -24,69 +17,6 @@ Recordable = Mapping[str, type | re.Pattern[str]]
 
 They name the place and the size of replicas. No option here decides which code runs, or which secrets it gets.
 """
-
-
-@dataclass(frozen=True)
-class RunSpec:
-    """The run that replicas belong to, as a native executor needs it. JSON, and never stored."""
-
-    run_id: str
-    store_url: str
-    task_digest: str
-    """The sha256 of its task.json."""
-    world_size: int
-    """How many replicas were launched; ranks beyond it were added."""
-    ranks: tuple[int, ...]
-    attempt: int = 0
-    env: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Additional environment of the replicas: reaches them and is never recorded."""
-    secret_names: tuple[str, ...] = ()
-    key: str | None = field(default=None, repr=False)
-    """The key of a signed run, in hexadecimal. It reaches the replicas as a secret and is never recorded."""
-    detach: bool = False
-    chaos: tuple[str, ...] = ()
-    """Faults that the replicas are to suffer; see `worker/chaos.py`."""
-    min_replicas: int | None = None
-    """How many of `ranks` are enough when the others cannot be started. None: all."""
-    gather_s: float = GATHER_S
-    """How long the others are waited for."""
-    fail_fast: bool = False
-    """Whether a failure ends the run before any replica has had a round."""
-    restarts: str | None = None
-    """The policy of restarts, as `Restarts.parse` reads it. None: nothing restarts."""
-    hang: str = "auto"
-    """The limits on making no progress, as `HangLimits.parse` reads them."""
-    launched_at: float = 0.0
-    """Unix time of the launch."""
-    lease_s: float | None = None
-    """How long its containers continue while no process renews their lease. None: they need none."""
-    lease_name: str = ATTACHED_LEASE
-    """Which lease that is. The containers of a detached start have one of their own, which their launcher renews until
-    the last of them is started; then they need none."""
-    spares: int = 0
-    """How many jobs more are to stand by, for ranks that lose their containers."""
-    is_of_spares: bool = False
-    """Whether `ranks` number spares of the run."""
-    task_folder: str = "task"
-    """Where the task is, under the run."""
-    pays_for_start: bool = False
-    """Whether the time limit is what `max_cost` pays for, so that it counts from the container's start, with what is
-    installed there."""
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> RunSpec:
-        """Return the spec whose fields are in a JSON object, as `dataclasses.asdict` made them."""
-        return cls(**{**record, **{name: tuple(record[name]) for name in ("ranks", "secret_names", "chaos")}})
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether a process outside keeps the run for as long as its containers run."""
-        return self.lease_s is not None and self.lease_name == ATTACHED_LEASE
-
-    @property
-    def credentials(self) -> dict[str, str]:
-        """Variables that reach the replicas as a secret."""
-        return {} if self.key is None else {RUN_KEY: self.key}
 
 
 @dataclass(frozen=True)

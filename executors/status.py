@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from executors.durations import name_duration
-from executors.native import RUN_KEY
 from executors.protocol import BY_USER, Outcome, ReplicaStatus, WarningCount
+from executors.store.run_key import RUN_KEY
 from executors.store.standstill import standstill_lines
 
 INSTALLING = "installing"

@@ -512,7 +512,8 @@ def half_way(error: BaseException) -> str:
 
 
 def _parse_world_size(data: Any, key: str, url: str) -> int:
-    return Fields(data, key, url).take("world_size", integer(1, MAX_RANK))
+    settings = Fields(data, key, url).take("settings", json_object)
+    return Fields(settings, key, url).take("n", integer(1, MAX_RANK))
 
 
 def collect_rows(

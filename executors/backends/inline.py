@@ -17,14 +17,16 @@ from executors.attempt import CLAIM, HANDLE, TICKS, Attempt, collect_rows
 from executors.attempt.outcome import PID
 from executors.errors import BackendError, StoreError
 from executors.logs.readers import TailedLog
-from executors.native import RUN_KEY, Log, Observation, Parent, Recordable, RunSpec, Unfinished
+from executors.native import Log, Observation, Parent, Recordable, Unfinished
 from executors.process import is_alive, start_time, this_machine
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
 from executors.replica import RANK, find_replica, set_current_replica
 from executors.run.run_index import local_store, remember
+from executors.settings.run_spec import RunSpec
 from executors.store import store_at
 from executors.store.records import Record, checked, text
+from executors.store.run_key import RUN_KEY
 from executors.store.url import address_of, new_run_id
 from executors.task.arguments import split_rank_env
 from executors.task.create import MASK, create_run
@@ -120,7 +122,7 @@ class InlineExecutor:
         """
         if run is None:
             self.check_launch(n_replicas, entrypoint, entrypoint_args, gpu=gpu, timeout=timeout)
-            request = LaunchRequest(entrypoint=entrypoint, n=n_replicas, args=entrypoint_args)
+            request = LaunchRequest.of(entrypoint, n=n_replicas, args=entrypoint_args)
             run = create_run(request, new_run_id(), local_store(), describe_executor(self))
             remember(run.run_id, run.store_url, run.task_digest)
         attempt = Attempt(store_at(run.store_url), run.run_id, run.ranks[0], run.attempt)

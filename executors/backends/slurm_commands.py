@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from executors.backends.jobs.service import JobServiceError, JobState, Kind
 from executors.errors import BackendError, MissingDependencyError
-from executors.native import RUN_KEY
 from executors.protocol import Reason
+from executors.store.run_key import RUN_KEY
 
 CALL_LIMIT_S = 60.0  # a controller that is gone is told of after 9 s, one that is stopped after 10 s
 OF_OTHER_JOBS = ("SLURM_", "SQUEUE_", "SCANCEL_", "REPLICA_")

@@ -18,9 +18,11 @@ from typer import Argument, Context, Option
 from executors.cli.backends import check_options, describe_options
 from executors.cli.output import JsonOption, Output, UsageProblem, call, refuse, usage_errors
 from executors.errors import BackendError, ReplicasError
+from executors.settings.declaration import Duration, key_of
+from executors.settings.settings import OPTIONS
 
 if TYPE_CHECKING:
-    from executors.launcher.launch_settings import Settings
+    from executors.launcher.launch_settings import FoundSettings
 
 GIVEN = f"{__name__}.given"
 NOT_SETTINGS = ("config", "profile", "env", "arg", "option")  # the last two are tables
@@ -32,19 +34,11 @@ TEMPLATE = """\
 EXAMPLES = {
     "entrypoint": "train.py:main",
     "backend": "local",
-    "gpu": "H100",
     "rendezvous": "s3://BUCKET/runs",
     "run-id": "first-try",
-    "secret": ["wandb"],
     "volume": ["corpus:/data"],
-    "chaos": ["kill:rank=1,round=3"],
-    "restarts": 3,
-    "hang-timeout": "2m:3m",
-    "start-timeout": "20m",
-    "health-check": "checks.py:gpu",
-    "tracker": "trackio",
     "columns": "lr,gnorm",
-}
+} | {key_of(name, option): option.example for name, option in OPTIONS.items() if option.example is not None}
 PROFILE = "Use this profile of the settings files."
 CONFIG = "Read settings from this file, too. Repeatable; the last one wins."
 ProfileOption = Annotated[str | None, Option("--profile", metavar="NAME", help=PROFILE)]
@@ -81,7 +75,7 @@ def use_settings(command: Any, context: Any, arguments: list[str]) -> None:
     }
 
 
-def settings_of(context: Context) -> Settings:
+def settings_of(context: Context) -> FoundSettings:
     """Return what `use_settings` has read."""
     return context.meta[__name__]  # type: ignore[no-any-return]
 
@@ -122,7 +116,6 @@ def with_origins(context: Context, backend: str) -> Iterator[None]:
 
 def keys_of(command: Any) -> dict[str, tuple[str, Any]]:
     """Return what settings can say of a command: whatever it has an option for. By key its parameter, and its type."""
-    from executors.launcher.settings_files import Duration
 
     found: dict[str, tuple[str, Any]] = {}
     for name, parameter in inspect.signature(inspect.unwrap(command.callback), eval_str=True).parameters.items():
@@ -189,7 +182,7 @@ def config(
     return 0
 
 
-def _check_options(settings: Settings) -> None:
+def _check_options(settings: FoundSettings) -> None:
     """Refuse options that a backend does not have, or that have another type, as far as backends can be loaded."""
     from executors.registry import check_option_names, executor_class
 
@@ -206,7 +199,6 @@ def _check_options(settings: Settings) -> None:
 
 def _template(command: Any, context: Any) -> str:
     """Return a file of all settings, commented out."""
-    from executors.launcher.settings_files import Duration
     from executors.registry import executor_class
 
     kinds: dict[Any, Any] = {int: 8, float: 1.5, bool: True, Duration: "1h30m"}

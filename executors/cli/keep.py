@@ -25,8 +25,8 @@ from executors.cli.options import (
 )
 from executors.cli.output import JsonOption, Output, refuse, usage_errors
 from executors.durations import DURATIONS, name_duration
+from executors.settings.policy import HangLimits, Restarts
 from executors.status import RunStatus
-from executors.task.policy import HangLimits, Restarts
 
 if TYPE_CHECKING:
     from executors.run.launch_hands import Recipe
@@ -81,7 +81,7 @@ def watch(
     if new_restarts is not None or hang is not None or start is not None:
         limits = None
         if hang is not None or start is not None:
-            limits = hang_of(log.read(), HangLimits.parse(recipes[0].spec.hang)).changed(hang, start)
+            limits = hang_of(log.read(), recipes[0].spec.settings.hang_limits).changed(hang, start)
         order_policy(log, new_restarts, limits)
     log.read()
     output.say(heading(found), "bold")
@@ -162,7 +162,7 @@ def _recipes(
 
     task, executor = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket), native_executor(run)
     # What this starts on this machine outlives it: Ctrl-C leaves the run alone.
-    detach = run.record.detach or executor.lease_s is None
+    detach = run.record.settings.detach or executor.lease_s is None
     values: Any = {"env": parse_texts("--env", env), "secrets": secrets or ()}
     recipes = recipes_of(run, task, **values, detach=detach, verb="watch")
     # Its digest vouches for the entrypoint; what is checked are the account and the secrets.
@@ -177,7 +177,7 @@ def _check_policy(run: Run, log: DecisionLog, restarts: Restarts | None) -> None
     from executors.cli.summary import reference
     from executors.supervision.decisions import policy_of
 
-    if restarts is None and policy_of(log.read(), Restarts.of(run.record.restarts)) is None:
+    if restarts is None and policy_of(log.read(), Restarts.of(run.record.settings.restarts)) is None:
         refuse(
             f"Run {run.run_id!r} has no --restarts, so nothing restarts after an end. Give a policy: "
             f"replicas watch {reference(run)} --restarts 3"

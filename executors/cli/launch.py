@@ -6,7 +6,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Context, Option
 
@@ -23,16 +23,17 @@ from executors.cli.options import (
     SecretOption,
     TeeOption,
     VolumeOption,
+    add_settings,
     find_run,
     note_python_words,
     options_of,
-    parse_duration,
     parse_texts,
+    setting_option,
 )
 from executors.cli.output import CANCELLED, FAILED, JsonOption, Output, going_on, refuse, usage_errors
 from executors.durations import DURATIONS
 from executors.errors import BackendError, LaunchError, ReplicasError, StoreError
-from executors.native import GATHER_S, EndsJobs, NativeExecutor
+from executors.native import EndsJobs, NativeExecutor
 
 if TYPE_CHECKING:
     from executors.cli.live import Interrupts
@@ -49,46 +50,13 @@ ENTRYPOINT = (
 MODULE = "Run ENTRYPOINT, a module or package, as `python -m ENTRYPOINT ARGV…` does."
 BACKEND = "A backend's name, or pkg.mod:Class; or several with their numbers of replicas, as in slurm:4,modal:4."
 ARG = "An argument of the entrypoint, as its annotation says; without one JSON, else a string. Repeatable."
-TIMEOUT = f"How long each replica may run ({DURATIONS}). Default: one hour in a cloud, else a cluster's limit, or none."
-MAX_COST = (
-    "The most that all replicas may cost together, restarts included. It becomes a time limit, and needs a backend "
-    "with published prices. Replicas that `replicas add` starts cost extra."
-)
-CHAOS = (
-    "A fault to inject, for the local backend only. kill:rank=1,round=3 kills rank 1 in round 3, counted from 1. In "
-    "place of round: at=POINT,count=N,when=after. attempt=all repeats the fault in each attempt. In place of kill: "
-    "hang:…,how=gil|spin|lock|loop|stop, raise:…, exit:…,code=75, oom:…. kill:every=5 kills a random rank every 5 s. "
-    "store:lost=0.02,error=0.01,delay=0.3 disturbs the store. Repeatable."
-)
-FAIL_FAST = "End the run if a replica fails before the first round of any replica. Default: the others continue."
-TRACKER = "A tracker that also gets the numbers of the replicas: trackio, wandb, mlflow, or pkg.mod:Class."
-MIN_REPLICAS = "Start with M if the others do not start. The run has succeeded when M have succeeded. Default: all."
-GATHER = f"How long --min-replicas waits for all ({DURATIONS}); later replicas join. Default: 10m."
-RESTARTS = (
-    "Bring back replicas that end, up to N times each: N, N/1h for any hour, with caps for reasons or exit codes as in "
-    "3,oom=0,75=inf. 0: only what is not the replica's fault. preempted: only replicas whose machine their service "
-    "took back. none: nothing. Default: preempted while this command watches the run, and none with --detach."
-)
-HANG = (
-    "How long a replica may run without progress: SOFT[:HARD] as in 2m:3m, auto or off. Default: auto, which is 1 min "
-    "for an idle replica, 30 min for an active one, and more if its steps are longer."
-)
-START = (
-    f"How long a replica may take from its start to its first progress ({DURATIONS}), or auto. Default: auto, which "
-    "follows from --hang-timeout, or is 30 min idle without it."
-)
 AS_FOR_LAUNCH, FROM_HERE_ON = "As for launch,", "for all ranks from here on. Default: as before."
-SPARES = "Start S more containers, which take over for replicas that lose theirs. Needs --restarts and a cloud."
-HEALTH_CHECK = "A function that each new process calls before the task, for 60 s at most: pkg.mod:f, path/file.py:f."
-SIGNED = "Let replicas accept only records made with the run's key. This machine makes the key and keeps it for resume."
 TASK_DIGEST = (
     "The task's digest, for a run that another machine launched; `replicas status RUN --json` shows it there as "
     "task_digest."
 )
 TRUST_BUCKET = "Start whatever the run's rendezvous holds, with the credentials found here."
 
-FROM = "Begin with the model and the outer momentum of another run: its id, or URL/RUN_ID. Steps begin at 0."
-FROM_STEP = "Take the newest round of that run at or before this step. Default: its newest round."
 TOTAL_STEPS = "Extend the run to N inner steps: ranks that have succeeded start again, too."
 TOTAL_ROUNDS = "Extend a run with rounds by the clock to N rounds."
 FROM_SNAPSHOT = "Begin a new run at the newest complete snapshot of this one, whose newest round is damaged."
@@ -98,42 +66,21 @@ def launch(
     context: Context,
     entrypoint: Annotated[str | None, Argument(metavar="ENTRYPOINT", help=ENTRYPOINT)] = None,
     *,
-    n: Annotated[int | None, Option("--n", metavar="N", help="How many replicas.")] = None,
     module: Annotated[bool, Option("--module", "-m", help=MODULE)] = False,
     backend: Annotated[str, Option("--backend", "-b", metavar="NAME", help=BACKEND)] = "local",
     arg: Annotated[list[str] | None, Option("--arg", "-a", metavar="K=V", help=ARG)] = None,
-    gpu: Annotated[str | None, Option(metavar="GPU", help="A GPU for each replica, as in H100 or H100:2.")] = None,
-    timeout: Annotated[float | None, Option(metavar="DURATION", parser=parse_duration, help=TIMEOUT)] = None,
     rendezvous: RendezvousOption = None,
     run_id: Annotated[str | None, Option(metavar="ID", help="A name of your choice. Default: two words.")] = None,
     env: EnvOption = None,
-    secret: SecretOption = None,
     option: BackendOptions = None,
     volume: VolumeOption = None,
-    max_cost: Annotated[float | None, Option(metavar="USD", help=MAX_COST)] = None,
-    chaos: Annotated[list[str] | None, Option(metavar="SPEC", help=CHAOS)] = None,
-    fail_fast: Annotated[bool, Option("--fail-fast", help=FAIL_FAST)] = False,
-    min_replicas: Annotated[int | None, Option(metavar="M", help=MIN_REPLICAS)] = None,
-    gather: Annotated[
-        float, Option(metavar="DURATION", parser=parse_duration, help=GATHER, show_default=False)
-    ] = GATHER_S,
-    restarts: Annotated[str | None, Option(metavar="N[/SPAN],…", help=RESTARTS)] = None,
-    hang_timeout: Annotated[str | None, Option(metavar="SOFT[:HARD]", help=HANG)] = None,
-    start_timeout: Annotated[str | None, Option(metavar="DURATION|auto", help=START)] = None,
-    spares: Annotated[int, Option(metavar="S", help=SPARES)] = 0,
-    health_check: Annotated[str | None, Option(metavar="NAME", help=HEALTH_CHECK)] = None,
-    signed: Annotated[bool, Option("--signed", help=SIGNED)] = False,
-    from_run: Annotated[str | None, Option("--from", metavar="RUN", help=FROM)] = None,
-    from_step: Annotated[int | None, Option("--from-step", metavar="N", min=0, help=FROM_STEP)] = None,
-    tracker: Annotated[str | None, Option(metavar="NAME", help=TRACKER)] = None,
-    seed: Annotated[int | None, Option(metavar="S", help="Seed the replicas from this and their rank.")] = None,
-    detach: Annotated[bool, Option("--detach", "-d", help="Print the run id and return; the run continues.")] = False,
     columns: ColumnsOption = None,
     tee: TeeOption = None,
     config: ConfigOption = None,
     profile: ProfileOption = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Check everything, print the request, start nothing.")] = False,
     as_json: JsonOption = False,
+    **settings: Any,
 ) -> int:
     """Start N ranked replicas and watch them to their end.
 
@@ -154,45 +101,28 @@ def launch(
     with Interrupts() as interrupts:
         try:
             with with_origins(context, backend), usage_errors():
+                n = settings["n"]
                 if (total := total_of(backend, n if is_flag(context, "n") else None) or n) is None:
                     refuse("Missing option '--n'.")
                 if wrong := next((rank for rank in tee or () if rank >= total), None):
                     refuse(f"--tee {wrong}: the ranks are 0 to {total - 1}.")
-                if tee and (detach or backend == "inline"):
+                if tee and (settings["detach"] or backend == "inline"):
                     refuse("--tee belongs to a run that is watched here: leave --detach and --backend inline away.")
                 if module and (entrypoint is None or entrypoint.endswith(".py") or set(":/") & {*entrypoint}):
                     refuse(f"-m runs a module, as in -m pkg.train: got {entrypoint!r}.")
                 given, chosen = parse_texts("--arg", arg), options_of(backend, option, volume)
+                asked = {name: value for name, value in settings.items() if value is not None}
                 request = named(
-                    LaunchRequest(
-                        entrypoint=default_task() if entrypoint is None else entrypoint,
-                        n=total,
+                    LaunchRequest.of(
+                        default_task() if entrypoint is None else entrypoint,
                         args={name: value for name, value in args.items() if name not in given},
                         arg_texts={**texts, **given},
                         argv=[] if module and context.obj is None else context.obj,
                         rendezvous=rendezvous,
                         run_id=run_id,
-                        gpu=gpu,
-                        timeout=timeout,
-                        max_cost=max_cost,
                         env=parse_texts("--env", env),
-                        secrets=secret or (),
-                        seed=seed,
-                        detach=detach,
-                        chaos=chaos or (),
-                        fail_fast=fail_fast,
-                        min_replicas=min_replicas,
-                        restarts=restarts,
-                        hang_timeout=hang_timeout,
-                        start_timeout=start_timeout,
-                        spares=spares,
-                        health_check=health_check,
-                        signed=signed,
-                        from_run=from_run,
-                        from_step=from_step,
-                        tracker=tracker,
-                        gather_s=gather,
                         origins=origins_of(context, backend, given, chosen),
+                        **{**asked, "n": total},
                     )
                 )
                 by_part = options_by_part(backend, chosen)
@@ -209,16 +139,19 @@ def launch(
                         output.document(plan.dry_run())
                         return 0
                     if price := plan.usd_per_hour():
-                        at_most = price * (plan.request.timeout or math.inf) / 3600
+                        at_most = price * (plan.request.settings.timeout or math.inf) / 3600
                         print(f"replicas: ${price:.2f} an hour, ${at_most:.2f} until the time limit", file=sys.stderr)
                     _start(plan, output, started)
         except KeyboardInterrupt:
             _cancel_all(started)
             has_begun = request is not None and locate(str(request.run_id)) is not None
             return cancelled_early(output, "Cancelled." if has_begun else "Cancelled before the run had started.")
-        return _finish(started[0], output, interrupts, detach=detach, columns=columns, tee=tee or (), is_new=True)
+        return _finish(
+            started[0], output, interrupts, detach=settings["detach"], columns=columns, tee=tee or (), is_new=True
+        )
 
 
+add_settings(launch, before="columns")
 launch.epilog = (  # type: ignore[attr-defined]
     "[bold]Examples[/bold]\n\nreplicas launch --n 4"
     "\n\nreplicas launch train.py:main --n 8 --arg steps=500 --arg lr=0.01"
@@ -261,7 +194,7 @@ def _cancel_all(started: Sequence[Run]) -> None:
 
 def _start(plan: LaunchPlan, output: Output, started: list[Run]) -> None:
     """Start a run, and note it among those that were started before anything else can happen."""
-    text = f"Starting {plan.request.n} replicas of {plan.run_id}"
+    text = f"Starting {plan.request.settings.n} replicas of {plan.run_id}"
     try:
         with _starting(plan.executor.backend_name, text, output) as tell:
             started.append(plan.start(tell))
@@ -283,23 +216,17 @@ def default_task() -> str:
 def resume(
     run: RunArgument,
     rank: RanksOption = None,
-    gpu: Annotated[str | None, Option(metavar="GPU", help="A GPU for each replica. Default: as launched.")] = None,
-    timeout: Annotated[
-        float | None, Option(metavar="DURATION", parser=parse_duration, help=f"As for launch ({DURATIONS}).")
-    ] = None,
+    gpu: Annotated[str | None, setting_option("gpu", f"{AS_FOR_LAUNCH} which is the default.")] = None,
+    timeout: Annotated[float | None, setting_option("timeout", f"As for launch ({DURATIONS}).")] = None,
     backend: ExecutorOption = None,
     option: BackendOptions = None,
     env: EnvOption = None,
     secret: SecretOption = None,
     volume: VolumeOption = None,
-    gather: Annotated[
-        float | None, Option(metavar="DURATION", parser=parse_duration, help=f"As for launch ({DURATIONS}).")
-    ] = None,
-    restarts: Annotated[str | None, Option(metavar="N[/SPAN],…", help=f"{AS_FOR_LAUNCH} {FROM_HERE_ON}")] = None,
-    hang_timeout: Annotated[str | None, Option(metavar="SOFT[:HARD]", help=f"{AS_FOR_LAUNCH} {FROM_HERE_ON}")] = None,
-    start_timeout: Annotated[
-        str | None, Option(metavar="DURATION|auto", help=f"{AS_FOR_LAUNCH} {FROM_HERE_ON}")
-    ] = None,
+    gather: Annotated[float | None, setting_option("gather_s", f"As for launch ({DURATIONS}).")] = None,
+    restarts: Annotated[str | None, setting_option("restarts", f"{AS_FOR_LAUNCH} {FROM_HERE_ON}")] = None,
+    hang_timeout: Annotated[str | None, setting_option("hang_timeout", f"{AS_FOR_LAUNCH} {FROM_HERE_ON}")] = None,
+    start_timeout: Annotated[str | None, setting_option("start_timeout", f"{AS_FOR_LAUNCH} {FROM_HERE_ON}")] = None,
     detach: Annotated[bool, Option("--detach", "-d", help="Return at once; the run continues.")] = False,
     task_digest: Annotated[str | None, Option(metavar="SHA256", help=TASK_DIGEST)] = None,
     trust_bucket: Annotated[bool, Option("--trust-bucket", help=TRUST_BUCKET)] = False,

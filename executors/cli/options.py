@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,8 @@ from executors.cli.output import UsageProblem, note, refuse, usage_errors
 from executors.durations import DURATIONS
 from executors.errors import BackendError
 from executors.registry import OptionText
+from executors.settings.declaration import Duration
+from executors.settings.settings import DEFAULTS, OPTIONS
 from executors.task.arguments import json_or_text
 
 if TYPE_CHECKING:
@@ -91,6 +94,54 @@ def parse_path(text: str) -> Path:
     if not text:
         raise UsageProblem("is empty. Name a file or a folder; this folder is a dot.")
     return Path(text)
+
+
+def setting_option(name: str, help: str) -> Any:
+    """Return the option of a verb that gives a setting: with the flags, the metavar and the parser of its declaration.
+
+    Args:
+        name: the setting, a field of `Settings`.
+        help: what the help of the verb says of it.
+
+    Example:
+        Annotated[str | None, setting_option("restarts", "As for launch.")]
+    """
+    option = OPTIONS[name]
+    flags = option.flags or (f"--{name.replace('_', '-')}",)
+    more: dict[str, Any] = {"metavar": option.metavar} if option.metavar else {}
+    if option.kind is Duration:
+        more |= {"parser": parse_duration, "show_default": False}
+    return Option(*flags, help=help, **more)
+
+
+def add_settings(verb: Callable[..., Any], *, before: str) -> None:
+    """Let a verb that takes `**settings` have an option for each declared setting.
+
+    Args:
+        verb: the function.
+        before: the parameter before which the options stand in the help. `n` is the first of all options.
+
+    Example:
+        add_settings(launch, before="columns")
+    """
+    signature = inspect.signature(verb, eval_str=True)
+    own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    made = []
+    for name, option in OPTIONS.items():
+        kind = {Duration: float}.get(option.kind, option.kind)
+        default = None if kind == list[str] else DEFAULTS[name]
+        hint: Any = kind if default is not None else kind | None
+        annotation: Any = Annotated[hint, setting_option(name, option.help)]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        made.append(inspect.Parameter(name, keyword, default=default, annotation=annotation))
+    names = [each.name for each in own]
+    first, split = (
+        next(i for i, each in enumerate(own) if each.kind is inspect.Parameter.KEYWORD_ONLY),
+        names.index(before),
+    )
+    parameters = [*own[:first], made[0], *own[first:split], *made[1:], *own[split:]]
+    verb.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    verb.__annotations__ = {each.name: each.annotation for each in parameters}
 
 
 TEE = "Show the output of these ranks, too, as in 0,2: below the table, or between the lines."

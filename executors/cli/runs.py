@@ -189,7 +189,7 @@ def status(
     output.say(heading(found, n=len(now.replicas)), "bold")
     output.say(
         f"launched {name_age(time.time() - record.created_at)} ago by {one_line(record.created_by)}"
-        f"{', detached' if record.detach else ''}, in {found.store.url}",
+        f"{', detached' if record.settings.detach else ''}, in {found.store.url}",
         "dim",
     )
     if refusal is not None:
@@ -219,10 +219,10 @@ def status(
 
 def _words_of_spares(run: Run) -> list[str]:
     """Say of each spare what it does, or what became of it. Records that a list does not name are not asked for."""
-    if not run.record.spares:
+    if not run.record.settings.spares:
         return []
     left = {entry.key for entry in run.store.list(f"{run.run_id}/spares/")}
-    spares = [Attempt(run.store, run.run_id, number, is_spare=True) for number in range(run.record.spares)]
+    spares = [Attempt(run.store, run.run_id, number, is_spare=True) for number in range(run.record.settings.spares)]
     return at_store(run.store, lambda spare: _words_of_spare(spare, left), spares)
 
 

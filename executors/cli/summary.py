@@ -46,13 +46,13 @@ def heading(run: Run, timeout_s: float | None = None, *, n: int | None = None) -
     """
     n = len(run.ranks) if n is None else n
     replicas = "1 replica" if n == 1 else f"{n} replicas"
-    limit_s = run.record.timeout_s if timeout_s is None else timeout_s
+    limit_s = run.record.settings.timeout if timeout_s is None else timeout_s
     partitions = " but the partition's" * (limit_s is None and run.backend == "slurm")
     limit = f", {name_limit(limit_s)}{partitions}"
-    if run.record.others and timeout_s is None:  # each backend has its own
+    if len(run.record.placements) > 1 and timeout_s is None:  # each backend has its own
         limit = ""
-    chaos = "".join(f", chaos {one_line(spec)}" for spec in run.record.chaos)
-    signed = f", signed (key {run.record.key_id})" * run.record.signed
+    chaos = "".join(f", chaos {one_line(spec)}" for spec in run.record.settings.chaos)
+    signed = f", signed (key {run.record.key_id})" * run.record.settings.signed
     what = one_line(shown(run.record.entrypoint))
     return f"{run.run_id}: {replicas} of {what} on {run.backend}{limit}{chaos}{signed}"
 
@@ -98,7 +98,7 @@ def code_of(run: Run, outcomes: Sequence[Outcome], *, interrupted: bool = False)
     return exit_code(
         outcomes,
         interrupted=interrupted,
-        enough=run.record.min_replicas,
+        enough=run.record.settings.min_replicas,
         decisions=run.decisions,
         is_hopeless=run.is_hopeless,
     )
@@ -147,10 +147,10 @@ class Summary:
             "backend": run.backend,
             "entrypoint": record.entrypoint,
             "world_size": run.world_size,
-            "timeout_s": record.timeout_s,
+            "timeout_s": record.settings.timeout,
             "created_at": record.created_at,
             "task_digest": run.task_digest,
-            "signed": record.signed,
+            "signed": record.settings.signed,
             "exit_code": self.code,
             "summary": find_summary(self.outcomes),
             "n_warnings": len(self.warnings),
@@ -175,7 +175,7 @@ class Summary:
                 self._print_results(output, document)
             self.print_failures(output)
             n_done = sum(outcome.status is ReplicaStatus.SUCCEEDED for outcome in self.outcomes)
-            enough = self.run.record.min_replicas
+            enough = self.run.record.settings.min_replicas
             if enough is not None and n_done < len(self.outcomes):
                 output.say()
                 asked = f"at least {enough} were asked for"
@@ -200,7 +200,7 @@ class Summary:
 
     def _removed(self) -> str:
         """Name the ranks that a user has cancelled alone; empty if there are none, or if they decide the exit code."""
-        if self.run.record.min_replicas is not None:
+        if self.run.record.settings.min_replicas is not None:
             return ""
         left = {outcome.rank for outcome in counted(self.run.decisions, self.outcomes)}
         ranks = [outcome.rank for outcome in self.outcomes if outcome.rank not in left]

@@ -12,17 +12,20 @@ from executors.launcher.checks import check_environment, check_kept, check_same,
 from executors.launcher.launch_plan import LaunchPlan as LaunchPlan
 from executors.launcher.launch_plan import plan_launch as plan_launch
 from executors.launcher.parts import executor_of, parts_of, total_of
-from executors.native import GATHER_S
 from executors.protocol import ServerlessExecutor
 from executors.registry import get_executor
 from executors.run.run_index import preparing
+from executors.settings import GATHER_S
+from executors.settings.policy import Restarts
 from executors.store.url import new_run_id
 from executors.task.entrypoint import check_nothing_loads
 from executors.task.launch_request import LaunchRequest
-from executors.task.policy import Restarts
 
 if TYPE_CHECKING:
     from executors.run.run import Run
+
+NOT_REQUESTED = ("executor", "resume", "task_digest", "trust_bucket", "progress", "config", "profile")
+"""Parameters of `launch` that are not part of the request."""
 
 
 def launch(
@@ -132,35 +135,8 @@ def launch(
         RunExistsError: the run id is taken.
         StoreError: the rendezvous cannot be used.
     """
+    asked: dict[str, Any] = {name: value for name, value in locals().items() if name not in NOT_REQUESTED}
     check_nothing_loads()
-    asked: dict[str, Any] = {
-        "entrypoint": entrypoint,
-        "n": n,
-        "args": args,
-        "argv": argv,
-        "rendezvous": rendezvous,
-        "run_id": run_id,
-        "gpu": gpu,
-        "timeout": timeout,
-        "max_cost": max_cost,
-        "env": env,
-        "secrets": secrets,
-        "seed": seed,
-        "detach": detach,
-        "chaos": chaos,
-        "min_replicas": min_replicas,
-        "gather_s": gather_s,
-        "fail_fast": fail_fast,
-        "tracker": tracker,
-        "restarts": Restarts.of(restarts),
-        "hang_timeout": None if hang_timeout is None else str(hang_timeout),
-        "start_timeout": None if start_timeout is None else str(start_timeout),
-        "spares": spares,
-        "health_check": health_check,
-        "signed": signed,
-        "from_run": from_run,
-        "from_step": from_step,
-    }
     if config is not False or profile is not None:
         from executors.launcher.launch_settings import filled
 
@@ -170,7 +146,7 @@ def launch(
     if isinstance(executor, str):
         asked["n"] = total_of(executor, n)
         executor = executor_of(executor, get_executor) if parts_of(executor) else executor
-    request = LaunchRequest(**asked)
+    request = LaunchRequest.of(**asked)
     if resume:
         run = _bring_back(request, executor, task_digest, trust_bucket)
     elif task_digest is not None or trust_bucket:
@@ -180,7 +156,7 @@ def launch(
         with preparing(str(request.run_id)):
             run = plan_launch(request, executor).start()
     run.shows_progress = progress
-    return ends_with_this_process(run, detach=request.detach)
+    return ends_with_this_process(run, detach=request.settings.detach)
 
 
 def named(request: LaunchRequest) -> LaunchRequest:
@@ -205,16 +181,17 @@ def _bring_back(
     task = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
     check_same(request, task)
     check_environment(run.executor, request)
+    settings = request.settings
     return resume(
         run,
-        gpu=request.gpu,
-        timeout=request.timeout,
-        gather_s=None if request.gather_s == GATHER_S else request.gather_s,
+        gpu=settings.gpu,
+        timeout=settings.timeout,
+        gather_s=None if settings.gather_s == GATHER_S else settings.gather_s,
         env=request.env,
-        secrets=request.secrets,
-        detach=request.detach,
-        restarts=request.restarts,
-        hang_timeout=request.hang_timeout,
-        start_timeout=request.start_timeout,
+        secrets=settings.secrets,
+        detach=settings.detach,
+        restarts=settings.restarts,
+        hang_timeout=settings.hang_timeout,
+        start_timeout=settings.start_timeout,
         task_digest=task.digest,
     )

@@ -12,12 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from executors.errors import NO_DIRECTORY, EntrypointError, ReplicasError, StoreError
-from executors.native import RUN_KEY, NativeExecutor, Package, TellsPreemption, restarts_replicas
+from executors.native import NativeExecutor, Package, TellsPreemption, restarts_replicas
 from executors.protocol import ServerlessExecutor
 from executors.replica import CONTRACT, FOR_THE_WORKER, PROCESS_GROUP
 from executors.report.trackers import BUILT_IN, check_tracker
 from executors.run.spread import SpreadExecutor
+from executors.settings.policy import NO_RESTARTS, ONLY_PREEMPTED
 from executors.store import open_store
+from executors.store.run_key import RUN_KEY
 from executors.task.arguments import annotations_in, from_texts, split_rank_env, to_json
 from executors.task.entrypoint import (
     SCRIPT,
@@ -30,7 +32,6 @@ from executors.task.entrypoint import (
 )
 from executors.task.launch_request import LaunchRequest
 from executors.task.placeholders import fill
-from executors.task.policy import NO_RESTARTS, ONLY_PREEMPTED, HangLimits, Restarts
 from executors.task.stored import PYTHON, StoredTask, check_unpickled, installed_version
 
 KEPT = (
@@ -79,7 +80,9 @@ def resolved(request: LaunchRequest) -> LaunchRequest:
     taken = None if found is None else signature_in(*found)
     annotations = {} if found is None or taken is None else annotations_in(found[0], taken)
     # A placeholder is checked as rank 0 will see it, and stays: each replica fills in its own.
-    filled = fill(dict(request.arg_texts), {"rank": 0, "run_id": request.run_id, "attempt": 0, "world_size": request.n})
+    filled = fill(
+        dict(request.arg_texts), {"rank": 0, "run_id": request.run_id, "attempt": 0, "world_size": request.settings.n}
+    )
     values = from_texts(filled, annotations, found[1] if found else entrypoint)
     texts = request.arg_texts
     kept = {name: to_json(value) if filled[name] == texts[name] else texts[name] for name, value in values.items()}
@@ -90,12 +93,12 @@ def check_same(request: LaunchRequest, task: StoredTask) -> None:
     """Refuse to resume a run with another entrypoint, `n`, seed or arguments. A pickled callable is not compared."""
     n, entrypoint = task.launched_with.world_size, task.launched_with.entrypoint
     # A file's form (script or function) depends on its arguments, and a resume need not give these.
-    if request.n != n or shown(describe(request.entrypoint)) != shown(entrypoint):
+    if request.settings.n != n or shown(describe(request.entrypoint)) != shown(entrypoint):
         raise ValueError(
-            f"Run {task.run_id!r} has {n} replicas of {shown(entrypoint)}; it cannot be resumed as {request.n} of "
-            f"{shown(describe(request.entrypoint))}."
+            f"Run {task.run_id!r} has {n} replicas of {shown(entrypoint)}; it cannot be resumed as "
+            f"{request.settings.n} of {shown(describe(request.entrypoint))}."
         )
-    differing = [] if request.seed in (None, task.record.seed) else ["seed"]
+    differing = [] if request.settings.seed in (None, task.record.seed) else ["seed"]
     if request.args is not None and isinstance(request.entrypoint, str):
         launched = task.record.args or {}
         given = json.loads(json.dumps(split_rank_env(request.args)[0]))
@@ -109,12 +112,12 @@ def check_same(request: LaunchRequest, task: StoredTask) -> None:
 
 def check_environment(executor: ServerlessExecutor, request: LaunchRequest) -> None:
     """Raises: ValueError: the environment or the secrets cannot be had, or are not to be set."""
-    if not isinstance(executor, NativeExecutor) and (request.env or request.secrets):
+    if not isinstance(executor, NativeExecutor) and (request.env or request.settings.secrets):
         raise ValueError(
             f"Backend {executor.backend_name!r} takes no env= and no secrets=: values are never recorded, and its five "
             "verbs carry none. Set them where its replicas run."
         )
-    if not isinstance(executor, NativeExecutor) and request.signed:
+    if not isinstance(executor, NativeExecutor) and request.settings.signed:
         raise ValueError(
             f"Backend {executor.backend_name!r} takes no signed= (--signed): its five verbs carry no key. Leave it "
             "away, and give each replica a key of yours: DiLoCo(key=…)."
@@ -130,14 +133,14 @@ def with_policy(executor: ServerlessExecutor, request: LaunchRequest) -> LaunchR
     Raises:
         ValueError: nobody could start a replica again, or watch it, where somebody relies on it.
     """
-    if request.restarts is not None and str(request.restarts) == NO_RESTARTS:
-        request = replace(request, restarts=None)
-    elif request.restarts is None and not request.detach and _tells_preemption(executor, request.gpu):
+    settings = request.settings
+    if settings.restarts == NO_RESTARTS:
+        request = request.with_settings(restarts=None)
+    elif settings.restarts is None and not settings.detach and _tells_preemption(executor, settings.gpu):
         # Only while the launching process watches: of a detached run, each preempted rank would wait for a keeper.
-        return replace(request, restarts=Restarts.parse(ONLY_PREEMPTED))
-    limits = HangLimits.of(request.hang_timeout, request.start_timeout)
-    name, is_limited = executor.backend_name, limits.start_limit_s is not None
-    if restarts_replicas(executor) or (request.restarts is None and not is_limited):
+        return request.with_settings(restarts=ONLY_PREEMPTED)
+    name, is_limited = executor.backend_name, settings.hang_limits.start_limit_s is not None
+    if restarts_replicas(executor) or (request.settings.restarts is None and not is_limited):
         return request
     if not isinstance(executor, NativeExecutor):
         raise ValueError(
@@ -148,7 +151,7 @@ def with_policy(executor: ServerlessExecutor, request: LaunchRequest) -> LaunchR
         f"replicas: backend {name!r} restarts no replica: restarts, hang_timeout and start_timeout do not count",
         file=sys.stderr,
     )
-    return replace(request, restarts=None, hang_timeout=None, start_timeout=None)
+    return request.with_settings(restarts=None, hang_timeout=None, start_timeout=None)
 
 
 def _tells_preemption(executor: ServerlessExecutor, gpu: str | None) -> bool:
@@ -157,14 +160,14 @@ def _tells_preemption(executor: ServerlessExecutor, gpu: str | None) -> bool:
 
 def check_spares(executor: ServerlessExecutor, request: LaunchRequest) -> None:
     """Raises: ValueError: spares are asked for that nobody could start, or that could take nothing over."""
-    if not request.spares:
+    if not request.settings.spares:
         return
     if not isinstance(executor, NativeExecutor) or executor.lease_s is None or isinstance(executor, SpreadExecutor):
         raise ValueError(
             f"Backend {executor.backend_name!r} takes no spares= (--spares): only services that run jobs do, as modal "
             "and hf. Leave it away."
         )
-    if request.restarts is None or str(request.restarts) in (ONLY_PREEMPTED, NO_RESTARTS):
+    if request.settings.restarts in (None, ONLY_PREEMPTED, NO_RESTARTS):
         raise ValueError("A spare takes over what is to be restarted: give restarts= (--restarts) with spares=.")
 
 
@@ -179,17 +182,19 @@ def check_chaos(executor: ServerlessExecutor, request: LaunchRequest) -> Sequenc
     """Return the specs, checked. Raises: ValueError: a bad one, or the backend takes none."""
     from executors.worker import chaos
 
+    asked = request.settings
+
     if isinstance(executor, SpreadExecutor):
         local = [rank for place, _ in executor.parts if place.backend == "local" for rank in place.ranks]
-        named = {rank for spec in request.chaos if (rank := chaos.parse(spec).rank) is not None}
+        named = {rank for spec in asked.chaos if (rank := chaos.parse(spec).rank) is not None}
         if local and named <= {*local}:
-            return chaos.check_chaos(request.chaos, request.n)
+            return chaos.check_chaos(asked.chaos, asked.n)
     if executor.backend_name != "local":
         raise ValueError(
             f"Backend {executor.backend_name!r} takes no chaos: faults are injected into local replicas only. "
             "Try it with --backend local."
         )
-    return chaos.check_chaos(request.chaos, request.n)
+    return chaos.check_chaos(asked.chaos, asked.n)
 
 
 def check_named(request: LaunchRequest) -> None:
@@ -199,11 +204,12 @@ def check_named(request: LaunchRequest) -> None:
         ValueError, MissingDependencyError: there is no such tracker.
         EntrypointError: there is no such health check, or it cannot be called without arguments.
     """
-    if request.tracker is not None:
-        check_tracker(request.tracker)
-    if request.health_check is not None:
+    settings = request.settings
+    if settings.tracker is not None:
+        check_tracker(settings.tracker)
+    if settings.health_check is not None:
         try:
-            check_entrypoint(request.health_check, {})
+            check_entrypoint(settings.health_check, {})
         except EntrypointError as error:
             error.add_note("It is the health check of this launch.")
             raise
@@ -212,7 +218,7 @@ def check_named(request: LaunchRequest) -> None:
 def check_kept(request: LaunchRequest) -> None:
     """Raises: ValueError: something is given that a resumed run keeps."""
     for name in KEPT:
-        if getattr(request, name):
+        if getattr(request.settings, name):
             raise ValueError(f"A resumed run keeps the {name} it was launched with: leave {name}= away.")
 
 

@@ -28,12 +28,13 @@ from executors.launcher.checks import (
 )
 from executors.launcher.source_run import check_source
 from executors.module_search import describe_hidden
-from executors.native import GATHER_S, KnowsInstallation, NativeExecutor, Package
+from executors.native import KnowsInstallation, NativeExecutor, Package
 from executors.protocol import ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor, import_path
 from executors.run.prices import affordable_s, usd_per_hour
 from executors.run.run_index import KNOWN_BY, keep_key, local_store, locate, remember
 from executors.run.spread import SpreadExecutor, options_to_note
+from executors.settings import GATHER_S
 from executors.shipping.checkout import Checkout, Look
 from executors.shipping.script_header import check_python, script_header, script_of
 from executors.store import Store, open_store
@@ -44,7 +45,7 @@ from executors.store.state_folder import state_path
 from executors.store.url import address_of, default_rendezvous, directory_of, new_run_id, shared_rendezvous
 from executors.supervision.orders import abandon_run
 from executors.task.arguments import split_rank_env
-from executors.task.create import plan_run, write_run
+from executors.task.create import NewRun, placement_of, plan_run, write_run
 from executors.task.entrypoint import check_entrypoint
 from executors.task.launch_request import LaunchRequest
 from executors.task.record import RunRecord
@@ -86,7 +87,7 @@ class LaunchPlan:
         from executors.run.run import Run
         from executors.supervision.lease import finish_start, hold_lease, with_lease
 
-        request, executor = self.request, self.executor
+        request, executor, settings = self.request, self.executor, self.request.settings
         store = local_store() if request.rendezvous is None else open_store(request.rendezvous)
         known = None if request.run_id is None else locate(self.run_id)
         if known is not None and (known != store.url or exists(store, f"{self.run_id}/run.json")):
@@ -94,9 +95,7 @@ class LaunchPlan:
                 f"Run {self.run_id!r} exists at {known}. Look at it with executors.attach({self.run_id!r}) or "
                 f"`replicas status {self.run_id}`. Choose another run id, or `replicas rm {self.run_id}`."
             )
-        described = _described(executor)
-        about = self.checkout.about
-        new = plan_run(request, self.run_id, store.url, described, self.package, code=about, key=self.key)
+        new = self._planned(store.url)
         if note := self.installation_note():
             print(f"replicas: {note}", file=sys.stderr)
         write_run(store, self.run_id, new)
@@ -105,20 +104,20 @@ class LaunchPlan:
         is_asked = False
         try:
             options, more = options_to_note(executor)
-            remember(self.run_id, store.url, spec.task_digest, options, request.secrets, more)
+            remember(self.run_id, store.url, spec.task_digest, options, settings.secrets, more)
             keep_key(self.run_id, spec.key)
             drop_key(store.url, self.run_id)  # of an earlier run of this id, which was removed
             hold_key(store.url, self.run_id, spec.key)
             handles: Sequence[Any]
             if isinstance(executor, NativeExecutor):
-                limits: Any = {"gpu": request.gpu, "timeout": request.timeout}
+                limits: Any = {"gpu": settings.gpu, "timeout": settings.timeout}
                 args = request.args or {}
-                spec = with_lease(spec, executor.lease_s, detach=request.detach)
+                spec = with_lease(spec, executor.lease_s, detach=settings.detach)
                 lease = hold_lease(store, spec)
                 is_asked = True
-                started = executor.launch_replicas(request.n, request.entrypoint, args, **limits, run=spec, tell=tell)
+                started = executor.launch_replicas(settings.n, request.entrypoint, args, **limits, run=spec, tell=tell)
                 of_ranks = {handle.rank: handle for handle in started}
-                handles = [of_ranks.get(rank) for rank in range(request.n)]
+                handles = [of_ranks.get(rank) for rank in range(settings.n)]
                 finish_start(lease, spec)
             else:
                 handles = self._start_plainly(store)
@@ -126,8 +125,8 @@ class LaunchPlan:
                 within(STORE_S, lambda: keep_handles(store, self.run_id, 0, handles), store.url)
             run = Run(store, self.run_id, executor=executor, handles=handles)
             run.record = RunRecord.parse(to_bytes(new.record))  # not what the store says by now, which others may write
-            if not request.detach and isinstance(executor, NativeExecutor):
-                run.keep_here([Recipe(replace(spec, spares=0), request.entrypoint, limits)], lease)
+            if not settings.detach and isinstance(executor, NativeExecutor):
+                run.keep_here([Recipe(spec.with_settings(spares=0), request.entrypoint, limits)], lease)
         except BaseException as error:
             if lease is not None:
                 lease.end()
@@ -135,14 +134,15 @@ class LaunchPlan:
                 end_started(executor, spec, error)
             with contextlib.suppress(StoreError):
                 cause = error
-                within(STORE_S, lambda: abandon_run(store, self.run_id, request.n, cause), store.url)
+                within(STORE_S, lambda: abandon_run(store, self.run_id, settings.n, cause), store.url)
             raise
         return run
 
     def usd_per_hour(self) -> float | None:
         """Return what an hour of all replicas costs in US dollars; None: nobody tells, or not now."""
+        settings = self.request.settings
         with contextlib.suppress(BackendError):
-            return usd_per_hour(self.executor, self.request.n + self.request.spares, self.request.gpu)
+            return usd_per_hour(self.executor, settings.n + settings.spares, settings.gpu)
         return None
 
     def installation_note(self) -> str:
@@ -170,12 +170,12 @@ class LaunchPlan:
 
     def _plain_call(self, store_url: str) -> dict[str, Any]:
         """Return what an executor that has the five verbs alone is asked for: our worker as its entrypoint."""
-        timeout = self.request.timeout
+        timeout = self.request.settings.timeout
         return {
-            "n_replicas": self.request.n,
+            "n_replicas": self.request.settings.n,
             "entrypoint": PLAIN_ENTRYPOINT,
             "entrypoint_args": {"run": address_of(store_url, self.run_id)},
-            "gpu": self.request.gpu,
+            "gpu": self.request.settings.gpu,
             "timeout": PLAIN_TIMEOUT_S if timeout is None else int(max(1, timeout)),
         }
 
@@ -189,13 +189,12 @@ class LaunchPlan:
             StoreError: the rendezvous cannot be used.
             EntrypointError: the task cannot travel.
         """
-        request, executor, url = self.request, self.executor, self._check_store()
-        about = self.checkout.about
-        new = plan_run(request, self.run_id, url, _described(executor), self.package, code=about, key=self.key)
+        settings, executor, url = self.request.settings, self.executor, self._check_store()
+        new = self._planned(url)
         if isinstance(executor, NativeExecutor):
             requirements = () if self.package is None else self.package.requirements
             asked = executor.describe_launch(
-                new.spec, gpu=request.gpu, timeout=request.timeout, requirements=requirements
+                new.spec, gpu=settings.gpu, timeout=settings.timeout, requirements=requirements
             )
         else:
             asked = self._plain_call(url)
@@ -204,12 +203,21 @@ class LaunchPlan:
             "run_id": self.run_id,
             "url": address_of(url, self.run_id),
             "executor": import_path(executor),
-            "timeout_s": request.timeout,
+            "timeout_s": settings.timeout,
             "usd_per_hour": self.usd_per_hour(),
             "run.json": new.record,
             "task/task.json": json.loads(new.task),
             "request": asked,
         }
+
+    def _planned(self, store_url: str) -> NewRun:
+        """Compose the run and its task."""
+        executor, about = self.executor, self.checkout.about
+        if isinstance(executor, SpreadExecutor):
+            placements = [place for place, _ in executor.parts]
+        else:
+            placements = [placement_of(self.request, describe_executor(executor))]
+        return plan_run(self.request, self.run_id, store_url, placements, self.package, code=about, key=self.key)
 
     def _check_store(self) -> str:
         """Check the rendezvous and the run id, leaving a directory as it is; return the url."""
@@ -233,15 +241,16 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
     """Check everything about a launch but its store. Raises what `launch` does."""
     check_working_directory()
     executor = get_executor(executor) if isinstance(executor, str) else check_executor(executor)
-    if request.min_replicas is None and request.gather_s != GATHER_S:
+    if request.settings.min_replicas is None and request.settings.gather_s != GATHER_S:
         raise ValueError("gather_s= (--gather) waits for what min_replicas= can do without: give both.")
     request = resolved(request)
+    settings = request.settings
     native = executor if isinstance(executor, NativeExecutor) else None
-    rendezvous, timeout = request.rendezvous, request.timeout
+    rendezvous, timeout = request.rendezvous, settings.timeout
     if native is not None and native.needs_shared_rendezvous:
-        rendezvous = shared_rendezvous(native.backend_name, rendezvous, request.entrypoint, request.n)
-    if request.max_cost is not None:
-        affordable = affordable_s(executor, request.n + request.spares, request.gpu, request.max_cost)
+        rendezvous = shared_rendezvous(native.backend_name, rendezvous, request.entrypoint, settings.n)
+    if settings.max_cost is not None:
+        affordable = affordable_s(executor, settings.n + settings.spares, settings.gpu, settings.max_cost)
         timeout = affordable if timeout is None else min(timeout, affordable)
     if timeout is None:
         timeout = PLAIN_TIMEOUT_S if native is None else native.default_timeout_s
@@ -255,11 +264,12 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
     request, key = check_source(request, executor)
     check_pickle(executor, request)
     check_named(request)
-    chaos = check_chaos(executor, request) if request.chaos else ()
-    request = replace(request, rendezvous=rendezvous, timeout=timeout, chaos=chaos)
+    chaos = tuple(check_chaos(executor, request)) if settings.chaos else ()
+    request = replace(request, rendezvous=rendezvous).with_settings(timeout=timeout, chaos=chaos)
+    settings = request.settings
     if isinstance(executor, SpreadExecutor):
         executor = native = executor.with_terms(
-            gpu=request.gpu, timeout_s=timeout, env=list(request.env or ()), secrets=request.secrets
+            gpu=settings.gpu, timeout_s=timeout, env=list(request.env or ()), secrets=settings.secrets
         )
     package = None
     args = request.args or {}
@@ -269,18 +279,13 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
             for module in NEEDED_SOON:  # meanwhile other processes warm up, and ask git
                 importlib.import_module(module)
             native.check_launch(
-                request.n, request.entrypoint, args, gpu=request.gpu, timeout=timeout, secrets=request.secrets
+                settings.n, request.entrypoint, args, gpu=settings.gpu, timeout=timeout, secrets=settings.secrets
             )
             package = native.package(request.entrypoint)
             if package is not None and rendezvous is None:  # for other machines, which see directories of this one
                 request = replace(request, rendezvous=default_rendezvous())
-            if package is not None and request.tracker is not None:
-                package = with_tracker(package, request.tracker)
+            if package is not None and settings.tracker is not None:
+                package = with_tracker(package, settings.tracker)
         elif isinstance(request.entrypoint, str):
             check_entrypoint(request.entrypoint, split_rank_env(args)[0])
         return LaunchPlan(request, executor, request.run_id or new_run_id(), package, look.result(), key)
-
-
-def _described(executor: ServerlessExecutor) -> dict[str, Any]:
-    """Return what a run's record says of where its replicas are."""
-    return executor.described() if isinstance(executor, SpreadExecutor) else describe_executor(executor)

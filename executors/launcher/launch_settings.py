@@ -12,9 +12,8 @@ import contextlib
 import json
 import os
 import shlex
-import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from executors.durations import parse_duration
 from executors.errors import BackendError, unknown_name
 from executors.launcher.settings_files import (
     FILE,
-    Duration,
     Level,
     Place,
     Setting,
@@ -31,11 +29,14 @@ from executors.launcher.settings_files import (
     header_level,
 )
 from executors.registry import OptionText, executor_class, read_options
+from executors.settings.declaration import Duration, key_of
+from executors.settings.settings import DEFAULTS, OPTIONS
 from executors.task.arguments import convert, describe, json_or_text
-from executors.task.launch_request import LaunchRequest
 
-RENAMED = {"secrets": "secret", "gather_s": "gather", "from_run": "from"}
-NOT_IN_FILES = ("args", "arg_texts", "argv", "env", "origins")  # fields of a request
+KEYS: Mapping[str, str] = {name: key_of(name, option) for name, option in OPTIONS.items()}
+"""The key of each setting of a launch, by the name of its field."""
+OF_REQUESTS: Mapping[str, str] = {"entrypoint": "entrypoint", "rendezvous": "rendezvous", "run_id": "run-id"}
+"""The keys of what else a file may say of a launch, by the field of the request."""
 COMMAND_ONLY = {"columns": str, "tee": str, "json": bool, "dry-run": bool, "volume": list[str], "module": bool}
 ANY_BACKEND = ""
 
@@ -45,8 +46,8 @@ class _Text(str):
 
 
 @dataclass(frozen=True)
-class Settings:
-    """All settings that hold for a launch, by where they are in a file."""
+class FoundSettings:
+    """All settings that files and the environment give for a launch, by their place in a file."""
 
     found: Mapping[Place, Setting]
     files: Sequence[str] = ()
@@ -96,7 +97,7 @@ def read_settings(
     profile: str | None = None,
     entrypoint: str | Callable[..., Any] | None = None,
     backend: str | None = None,
-) -> Settings:
+) -> FoundSettings:
     """Return the settings that hold here.
 
     Args:
@@ -138,22 +139,13 @@ def read_settings(
         with contextlib.suppress(BackendError):
             if not getattr(executor_class(name_of(where)), "needs_shared_rendezvous", False):
                 del environment[("rendezvous",)]
-    return Settings({**found, **environment}, [level.origin for level in levels])
+    return FoundSettings({**found, **environment}, [level.origin for level in levels])
 
 
 def keys_of_launch() -> dict[str, Any]:
     """Return what `launch(config=…)` takes from settings, with the type of each."""
-    hints = typing.get_type_hints(LaunchRequest)
-    keys: dict[str, Any] = {"backend": str}
-    for each in fields(LaunchRequest):
-        if each.name not in NOT_IN_FILES:
-            kinds = typing.get_args(hints[each.name]) or (hints[each.name],)
-            kind = next((kind for kind in (bool, int, float, str) if kind in kinds), None)
-            is_list = typing.get_origin(hints[each.name]) is Sequence
-            is_duration = each.name == "timeout" or each.name.endswith("_s")
-            key = RENAMED.get(each.name, each.name).replace("_", "-")
-            keys[key] = Duration if is_duration else list[str] if is_list else kind
-    return keys | COMMAND_ONLY
+    texts: dict[str, Any] = dict.fromkeys(("backend", *OF_REQUESTS.values()), str)
+    return texts | {KEYS[name]: option.kind for name, option in OPTIONS.items()} | COMMAND_ONLY
 
 
 def filled(
@@ -171,10 +163,9 @@ def filled(
     values, (args, texts) = settings.values, settings.arguments
     backend = str(name or values.get("backend", "local"))
     merged, origins = dict(asked), {}
-    for each in fields(LaunchRequest):
-        key = RENAMED.get(each.name, each.name).replace("_", "-")
-        if key in values and (merged[each.name] is None or merged[each.name] == each.default):
-            merged[each.name] = values[key]
+    for field, key in {**OF_REQUESTS, **KEYS}.items():
+        if key in values and merged[field] in (None, DEFAULTS.get(field)):
+            merged[field] = values[key]
             origins[key] = settings.found[(key,)].origin
     if values.get("module") and merged["argv"] is None:
         merged["argv"] = []

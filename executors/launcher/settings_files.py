@@ -15,11 +15,12 @@ from typing import Any
 from executors.durations import parse_duration
 from executors.errors import EntrypointError, unknown_name
 from executors.registry import known_backends
+from executors.settings.declaration import Duration
+from executors.settings.policy import HangLimits, Restarts
 from executors.shipping.script_header import read_text, script_header, script_of, toml_of
 from executors.store.url import directory_of
 from executors.task.arguments import describe
 from executors.task.entrypoint import parse_entrypoint
-from executors.task.policy import HangLimits, Restarts
 
 FILE, PROJECT = "replicas.toml", "pyproject.toml"
 # A name has no twenty letters and digits in a row; a token, which somebody may take for one, has.
@@ -30,10 +31,6 @@ POLICIES: Mapping[str, Callable[[str], object]] = {
     "start-timeout": lambda text: HangLimits.of(start_timeout=text),
 }
 Place = tuple[str, ...]  # ("n",), ("args", "steps") or ("option", "modal", "region")
-
-
-class Duration(float):
-    """The type of a setting that is seconds, or a text such as `1h30m`."""
 
 
 @dataclass(frozen=True)

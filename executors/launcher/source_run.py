@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from executors.errors import BackendError, ReplicasError
@@ -32,12 +31,12 @@ def check_source(request: LaunchRequest, executor: ServerlessExecutor) -> tuple[
         ValueError: the run is signed and its key is not here; or it is not signed, and the launch is.
         BackendError: the replicas cannot read the store of that run.
     """
-    if request.from_run is None:
+    if request.settings.from_run is None:
         return request, None
     from executors.run.lookup import attach
     from executors.run.model_of_run import load_reader
 
-    source = attach(request.from_run)
+    source = attach(request.settings.from_run)
     record = source.record
     if isinstance(executor, NativeExecutor) and executor.needs_shared_rendezvous and directory_of(source.store.url):
         raise BackendError(
@@ -45,7 +44,7 @@ def check_source(request: LaunchRequest, executor: ServerlessExecutor) -> tuple[
             f"{executor.backend_name!r} do not see. Start from a run at a bucket, or load its model in your script: "
             f"replicas model {source.run_id} --out model.safetensors"
         )
-    if request.signed and record.key_id is None:
+    if request.settings.signed and record.key_id is None:
         raise ValueError(
             f"Run {source.run_id!r} is not signed, so nothing proves its model to a signed run. Remove --signed, or "
             f"load the model in your script: replicas model {source.run_id} --out model.safetensors"
@@ -58,5 +57,6 @@ def check_source(request: LaunchRequest, executor: ServerlessExecutor) -> tuple[
     else:
         found = None if key is None else parse_key(key)
         extensions = extensions_of(DecisionLog(source.store, source.run_id, key=key).read())
-        check(source.store, source.run_id, found, request.from_step, extensions)
-    return replace(request, from_run=source.url, signed=request.signed or key is not None), key
+        check(source.store, source.run_id, found, request.settings.from_step, extensions)
+    signed = request.settings.signed or key is not None
+    return request.with_settings(from_run=source.url, signed=signed), key

@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING, Any
 from executors.attempt import CLAIM, Attempt, Claim, replica_key
 from executors.errors import KeyNotFoundError, ReplicasError
 from executors.metrics.recorder import Recorder
-from executors.native import RUN_KEY
 from executors.patience import START, retry
 from executors.replica.shared_page import Atomic, Section, SharedPage, Unwatched
 from executors.replica.warning_log import WarningLog
 from executors.store import Store, store_at
-from executors.store.run_key import hold_key, parse_key
+from executors.store.run_key import RUN_KEY, hold_key, parse_key
 
 if TYPE_CHECKING:
     from executors.task.record import LaunchedWith, RunRecord
@@ -44,22 +43,19 @@ TASK_FOLDER = "REPLICA_TASK_FOLDER"  # where the task is, under the run; by defa
 TIMEOUT_S = "REPLICA_TIMEOUT_S"
 BOOTSTRAP_S = "REPLICA_BOOTSTRAP_S"  # how long fetching and installing took
 GPU = "REPLICA_GPU"  # what the launch asked for
-FAIL_FAST = "REPLICA_FAIL_FAST"  # "1": see RunSpec.fail_fast
 BOTO3 = "REPLICA_BOTO3"  # what to install where boto3 is missing
-RESTARTS = "REPLICA_RESTARTS"  # these four: see RunSpec
-HANG = "REPLICA_HANG"
+SETTINGS = "REPLICA_SETTINGS"  # the settings of the launch, as JSON
 LAUNCHED_AT = "REPLICA_LAUNCHED_AT"
 LEASE_S = "REPLICA_LEASE_S"
 LEASE_NAME = "REPLICA_LEASE_NAME"  # which lease that is; by default the run's
-PAYS_FOR_START = "REPLICA_PAYS_FOR_START"  # "1": see RunSpec.pays_for_start
 SPARE = "REPLICA_SPARE"  # "1": it stands by, and REPLICA_RANK numbers the spares
 ENV = "REPLICA_ENV"  # the names of the variables that a person gave: each replica fills in their placeholders
 SERVICE = "REPLICA_SERVICE"  # the name, for people, of what runs its job
 FOLDER = "REPLICA_FOLDER"  # what the bootstrap made for it, to be removed in the end
 SYS_PATH = "REPLICA_SYS_PATH"  # the folders with the user's modules, in a container
 FOR_THE_WORKER = (
-    *(TASK_DIGEST, TASK_FOLDER, TIMEOUT_S, BOOTSTRAP_S, GPU, FAIL_FAST, BOTO3),
-    *(RESTARTS, HANG, LAUNCHED_AT, LEASE_S, LEASE_NAME, PAYS_FOR_START, SPARE, ENV, SERVICE, FOLDER, SYS_PATH),
+    *(TASK_DIGEST, TASK_FOLDER, TIMEOUT_S, BOOTSTRAP_S, GPU, SETTINGS, BOTO3),
+    *(LAUNCHED_AT, LEASE_S, LEASE_NAME, SPARE, ENV, SERVICE, FOLDER, SYS_PATH),
 )
 NOTICE_S = "REPLICA_NOTICE_S"  # how long a service leaves to what it has told to end; whoever launches may set it
 LOST_AFTER_S = "REPLICA_LOST_AFTER_S"  # how long a rank may be silent until a spare takes it over; likewise
@@ -190,23 +186,23 @@ class Replica:
                 print(source.run_id)
         """
         said = self.launched or self.record
-        if said is None or said.starts_from is None or self.is_alone:
+        if said is None or said.settings.from_run is None or self.is_alone:
             return None
         from executors.store.url import check_run_id, existing_store, split_address
         from executors.supervision.decisions import DecisionLog, extensions_of
 
-        url, run_id = split_address(said.starts_from)
+        url, run_id = split_address(said.settings.from_run)
         store, run_id = existing_store(url), check_run_id(run_id)
         log = DecisionLog(store, run_id, key=os.environ.get(RUN_KEY))
         return StartsFrom(
-            store, run_id, said.starts_from_step, extensions_of(retry(log.read, START, "the log of decisions"))
+            store, run_id, said.settings.from_step, extensions_of(retry(log.read, START, "the log of decisions"))
         )
 
     @property
     def begins_warm(self) -> bool:
         """Whether this run begins with the model of another one, at its own step 0."""
         said = self.launched or self.record
-        return said is not None and said.starts_from is not None
+        return said is not None and said.settings.from_run is not None
 
     def extensions(self) -> Mapping[str, Sequence[int]]:
         """Return the totals that `replicas resume` has extended the run to so far, in their order.

@@ -6,7 +6,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from itertools import groupby, zip_longest
 from statistics import fmean
 from typing import Any
@@ -36,11 +36,8 @@ MAX_PROBLEMS, MAX_NOTABLE, MAX_EVENTS, MAX_WARNINGS = 20, 8, 500, 50
 MAX_WARNING = 300  # characters of one in the table of events; the table of warnings has all
 ANCHOR = "first loss after each round"
 AFTER = 0.1  # of the way to the next round: a loss that was reported by then is almost the anchor's
-SETTINGS = (
-    "env", "secrets", "chaos", "timeout_s", "min_replicas", "fail_fast", "continues", "detach",
-    "starts_from", "starts_from_step",
-    "seed", "tracker", "health_check", "spares", "signed", "key_id",
-)  # fmt: skip
+SHOWN_ELSEWHERE = ("n", "gpu")
+"""Settings that the page shows beside the entrypoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +250,7 @@ def _launched(subject: Subject) -> list[list[str]]:
         ("entrypoint", record.entrypoint.removesuffix(":__main__")),
         (
             "replicas",
-            where + (f", {record.gpu} each" if record.gpu else ""),
+            where + (f", {record.settings.gpu} each" if record.settings.gpu else ""),
         ),
         ("launched", name_moment(record.created_at)),
         ("has run" if not subject.now.is_terminal else "ran", name_duration(subject.elapsed_s)),
@@ -272,16 +269,19 @@ def _settings(subject: Subject) -> list[list[str]]:
     """Return what was asked for beyond the defaults, as pairs of texts: arguments first."""
     record = subject.record
     found = dict(subject.arguments)
-    for field in fields(RunRecord):
-        if field.name in SETTINGS and field.default_factory is not MISSING:
-            value = getattr(record, field.name)
-            found |= {field.name: _text(value)} if value != field.default_factory() else {}
+    asked = {name: value for name, value in record.settings.to_json().items() if name not in SHOWN_ELSEWHERE}
+    env = sorted({name for place in record.placements for name in place.env})
+    more = {"env": env or None, "continues": record.continues, "key_id": record.key_id}
+    found |= {name: _text(value) for name, value in {**asked, **more}.items() if value is not None}
     return [[name, one_line(text, 200)] for name, text in list(found.items())[:MAX_SETTINGS]]
 
 
 def _configuration(subject: Subject) -> list[list[str]]:
     """Return all that the run's record and task say, as pairs of texts."""
-    found = {field.name: _text(getattr(subject.record, field.name)) for field in fields(RunRecord)}
+    record = subject.record
+    whole = asdict(record)
+    found = {f"setting {name}": _text(value) for name, value in whole.pop("settings").items()}
+    found |= {name: _text(value) for name, value in whole.items()}
     task = subject.task
     if task is None:
         return [[name, text] for name, text in found.items()]

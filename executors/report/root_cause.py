@@ -13,8 +13,8 @@ from executors.errors import (
     ReplicaTimeoutError,
 )
 from executors.protocol import Outcome, ReplicaStatus
+from executors.settings.policy import NEVER_RESTARTED
 from executors.status import name_ranks
-from executors.task.policy import NEVER_RESTARTED
 
 MAX_CHARACTERS = 300  # of a headline
 MAX_FRAME_LINES = 12

@@ -30,6 +30,7 @@ from executors.run.removal import names_removal
 from executors.run.run_index import reference, remember_added
 from executors.run.spread import SpreadExecutor, options_to_note
 from executors.run.traces import Traces
+from executors.settings.settings import MAX_WORLD_SIZE
 from executors.status import name_ranks
 from executors.store.parallel import within
 from executors.store.records import exists
@@ -39,7 +40,7 @@ from executors.supervision.lease import LeaseHolder, finish_start, with_lease
 from executors.supervision.orders import order_cancel, order_resume
 from executors.task.added import take_ranks
 from executors.task.create import add_code
-from executors.task.record import MAX_WORLD_SIZE, LaunchedWith, Placement
+from executors.task.record import LaunchedWith, Placement
 from executors.task.removal_record import check_not_removed
 from executors.task.stored import StoredTask
 
@@ -86,26 +87,22 @@ def add_replicas(
         check_folder(run, task, f"add --n {asked.n}")
     _check_run(run)
     launched, env = task.launched_with, dict(asked.env or {})
-    check_env(run, launched, env)
+    settings, first = launched.settings, launched.placements[0]
+    check_env(run, first, env)
     secrets = _inherited_secrets(run, native, launched) if asked.secrets is None else tuple(asked.secrets)
-    spec = replace(
-        spec_of(run, task, detach=asked.detach),
-        env=env,
-        secret_names=secrets,
-        min_replicas=None,
-        pays_for_start=False,  # what is added comes on top of the run's max_cost
-    )
+    spec = replace(spec_of(run, task, detach=asked.detach), env=env, secret_names=secrets)
+    spec = spec.with_settings(min_replicas=None, max_cost=None)  # an addition comes on top of the run's max_cost
     spec = with_lease(spec, native.lease_s, detach=asked.detach)
-    timeout = asked.timeout or launched.timeout_s or native.default_timeout_s
-    limits: Any = {"gpu": launched.gpu if asked.gpu is None else asked.gpu or None, "timeout": timeout}
+    timeout = asked.timeout or first.timeout_s or native.default_timeout_s
+    limits: Any = {"gpu": first.gpu if asked.gpu is None else asked.gpu or None, "timeout": timeout}
     _check_start(run, native, task, asked, {**limits, "secrets": secrets})
     if task.record.code_sha256 is not None:
         check_requirements(run, native, task)
     n_seen, is_barred = _check_bar(run, spec.key)
     # Of a run that was launched without code for other machines, they get that of this process, now and later.
-    if launched.max_cost is not None:
+    if settings.max_cost is not None:
         limit = "" if timeout is None else f": each may run for {name_duration(timeout)}, and again after a restart"
-        what = f"max_cost={launched.max_cost:g} of run {run.run_id!r}"
+        what = f"max_cost={settings.max_cost:g} of run {run.run_id!r}"
         print(f"replicas: {what} does not bound what is added{limit}", file=sys.stderr)
     package = None if task.record.code_sha256 else native.package(task.record.entrypoint or len)
     own_task = None if package is None else add_code(task, package)
@@ -159,12 +156,13 @@ def add_replicas(
 
 def _inherited_secrets(run: Traces, executor: NativeExecutor, launched: LaunchedWith) -> tuple[str, ...]:
     """Return the secrets of the launch, which are names at its backends and say nothing at another."""
+    first = launched.placements[0]
     if executor.backend_name in (backends := [place.backend for place in launched.placements]):
-        return secrets_to_give(run, launched, ())
-    if launched.secrets:
+        return secrets_to_give(run, first, ())
+    if first.secrets:
         print(
             f"replicas: what is added on {executor.backend_name!r} gets none of the launch's secrets, which are of "
-            f"{' and '.join(map(repr, backends))}: {', '.join(launched.secrets)}. Name its own: --secret, or secrets=.",
+            f"{' and '.join(map(repr, backends))}: {', '.join(first.secrets)}. Name its own: --secret, or secrets=.",
             file=sys.stderr,
         )
     return ()

@@ -12,9 +12,10 @@ from typing import Any
 
 from executors.attempt import INTENT, Attempt
 from executors.errors import MaxCostSpentError, ReplicasError, StoreError
-from executors.native import NativeExecutor, RunSpec
+from executors.native import NativeExecutor
 from executors.protocol import ReplicaStatus, ServerlessExecutor
 from executors.run.handles import keep_handles
+from executors.settings.run_spec import RunSpec
 from executors.store import store_at
 
 AGAIN_S = 10.0  # after a start that failed
@@ -91,7 +92,8 @@ class LaunchHands:
             if not ranks:
                 continue
             self._busy.update((rank, number) for rank in ranks)
-            spec = replace(recipe.spec, ranks=ranks, attempt=number, min_replicas=1, gather_s=GATHER_S)
+            spec = replace(recipe.spec, ranks=ranks, attempt=number)
+            spec = spec.with_settings(min_replicas=1, gather_s=GATHER_S)
             name = f"replicas-restart-{number}"
             threading.Thread(target=self._start, args=(replace(recipe, spec=spec),), name=name, daemon=True).start()
 

@@ -154,7 +154,7 @@ class Observer:
             self._fleet.backends,
             states,
             self.count_joined(),
-            record.min_replicas,
+            record.settings.min_replicas,
             restarts.told(self._ends()),
             restarts.restarts_by_reason,
             self._forged(),
@@ -505,7 +505,7 @@ class Observer:
 
     def _of_row(self, attempt: Attempt, row: Mapping[str, Any]) -> Outcome:
         """Return the outcome that an executor reports of a replica that left none: no key proves it."""
-        return replace(Outcome.of_row(attempt.rank, attempt.number, row), unproven=self.record.signed)
+        return replace(Outcome.of_row(attempt.rank, attempt.number, row), unproven=self.record.settings.signed)
 
     def _state(self, rank: int, reported: ReplicaStatus | None, doing: str) -> ReplicaState:
         outcome = self.outcome(rank)

@@ -16,12 +16,12 @@ from executors.run.fleet import check_single_ranks, parents_of
 from executors.run.launch_hands import LaunchHands
 from executors.run.observer import Observer
 from executors.run.spread import SpreadExecutor
+from executors.settings.policy import ONLY_PREEMPTED, Restarts
 from executors.status import ReplicaState
 from executors.supervision.decisions import Decision, DecisionLog, answer_to, is_barred
 from executors.supervision.keeper import LEAVE_S, Keeper, Sight, Terms, hands_of_spare
 from executors.supervision.orders import ASKED, order_cancel, words_of_bar
 from executors.supervision.rules import is_own
-from executors.task.policy import ONLY_PREEMPTED, Restarts
 
 
 class OutsideKeeper:
@@ -47,8 +47,8 @@ class OutsideKeeper:
         self._observer = observer
         self._end = end
         self._may_start = may_start
-        policy, places = Restarts.of(record.restarts), record.places
-        terms = Terms(policy, record.world_size, record.created_at, record.min_replicas, places)
+        policy, places = Restarts.of(record.settings.restarts), record.places
+        terms = Terms(policy, record.world_size, record.created_at, record.settings.min_replicas, places)
         self._keeper = Keeper(log, terms, hands=hands, spare=self._spare)
         self._gone: dict[tuple[int, int], Parent] = {}
         self._seen_at: dict[tuple[int, int], float] = {}
@@ -81,11 +81,11 @@ class OutsideKeeper:
     def _pass(self, states: Sequence[ReplicaState]) -> float | None:
         observer, log = self._observer, self.log
         observer.share_log(log)
-        if self._record.restarts is None and not log.entries:
+        if self._record.settings.restarts is None and not log.entries:
             return None  # to look whether somebody has set a policy since costs a request each time
         ends = {rank: end for rank in observer.ranks if (end := observer.outcome(rank)) is not None}
         if (
-            self._record.restarts == ONLY_PREEMPTED
+            self._record.settings.restarts == ONLY_PREEMPTED
             and not log.entries
             and not any(map(_may_be_preempted, ends.values()))
         ):
@@ -149,7 +149,7 @@ class OutsideKeeper:
     def _spare(self, entries: Sequence[Decision]) -> str | None:
         """Name the hands of a spare that lives, and that no entry names."""
         used, log = {entry.how for entry in entries}, self.log
-        for number in range(self._record.spares):
+        for number in range(self._record.settings.spares):
             spare, how = Attempt(log.store, log.run_id, number, is_spare=True), hands_of_spare(number)
             if how in used or not spare.has(CLAIM) or spare.has(OUTCOME):
                 continue

@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from executors.errors import BackendError, StoreError, UntrustedTaskError
-from executors.native import InstallsRequirements, NativeExecutor, RunSpec
+from executors.native import InstallsRequirements, NativeExecutor
 from executors.run.fleet import Site
 from executors.run.launch_hands import Recipe
 from executors.run.run_index import damage_of_note, needed_key, reference
 from executors.run.spread import SpreadExecutor, as_one
 from executors.run.traces import Traces
+from executors.settings.run_spec import RunSpec
 from executors.status import name_ranks
 from executors.store.records import SHA256
 from executors.task.added import Added
 from executors.task.entrypoint import parse_entrypoint
-from executors.task.policy import supervised
 from executors.task.record import LaunchedWith, Placement
 from executors.task.stored import StoredTask, folder_of, read_task
 
@@ -121,17 +121,9 @@ def spec_of(run: Traces, task: StoredTask, *, detach: bool) -> RunSpec:
         run_id=run.run_id,
         store_url=run.store.url,
         task_digest=task.digest,
-        world_size=run.world_size,
+        settings=launched.settings.with_(detach=detach, spares=0),
         ranks=(),
         key=_key_of(run, launched),
-        detach=detach,
-        chaos=launched.chaos,
-        min_replicas=launched.min_replicas,
-        gather_s=launched.gather_s,
-        pays_for_start=launched.max_cost is not None,
-        fail_fast=launched.fail_fast,
-        restarts=supervised(launched.restarts),
-        hang=launched.hang,
         launched_at=run.record.created_at,
     )
 
@@ -187,7 +179,7 @@ def check_folder(run: Traces, task: StoredTask, verb: str) -> None:
     if not where or os.path.realpath(where) == os.path.realpath(here):
         return
     is_known = record.entrypoint is not None or record.modules is not None
-    entrypoints = (record.entrypoint, task.launched_with.health_check)
+    entrypoints = (record.entrypoint, task.launched_with.settings.health_check)
     names = [parse_entrypoint(each) for each in entrypoints if each is not None]
     needed = [*(name.file or name.module for name in names), *(record.modules or ())]
     code = [(_code_in(where, each), _code_in(here, each)) for each in needed]
@@ -340,9 +332,9 @@ def vouched_task(run: Traces, *, task_digest: str | None = None, trust_bucket: b
             "Or trust whoever can write to that rendezvous: --trust-bucket, or trust_bucket=True."
         )
     task = read_task(run.store, run.run_id, digest)
-    launched_with = {**vars(task.launched_with), "task_digest": digest}
+    launched_with, recorded = {**_flat(task.launched_with), "task_digest": digest}, _flat(run.record)
     for name, launched in launched_with.items():
-        if (said := getattr(run.record, name)) != launched:
+        if (said := recorded[name]) != launched:
             key = f"{run.run_id}/run.json"
             raise StoreError(
                 f"{key!r} in {run.store.url} is not what was launched: its {name} is {_shown(said)}, the launch's "
@@ -355,6 +347,11 @@ def vouched_task(run: Traces, *, task_digest: str | None = None, trust_bucket: b
         run.fleet.trusts_store = True
         print(f"replicas: trusting {run.store.url}. {_what_would_run(run)}{other}", file=sys.stderr)
     return task
+
+
+def _flat(launched: LaunchedWith) -> dict[str, Any]:
+    """Return what a record says of a launch, each setting by its own name."""
+    return {**vars(launched), **vars(launched.settings), "settings": None}
 
 
 def _check_digest(text: str) -> str:

@@ -13,6 +13,7 @@ from executors.errors import CorruptObjectError
 from executors.process import may_live
 from executors.protocol import BY_USER, STOPPED, Outcome, ReplicaStatus
 from executors.run.run_index import reference
+from executors.settings.policy import Restarts
 from executors.status import Decided, ReplicaState, RestartState
 from executors.store import Store
 from executors.store.run_key import find_key
@@ -21,7 +22,6 @@ from executors.supervision.decision_words import HOPELESS, Earlier, line_of, not
 from executors.supervision.decisions import Decision, DecisionLog, answer_to, barred_by, is_barred, policy_of
 from executors.supervision.orders import words_of_bar
 from executors.supervision.rules import RunFacts, decide
-from executors.task.policy import Restarts
 from executors.task.record import RunRecord
 
 OVERDUE_S = 15.0  # a supervisor that lives has answered an end by then, and begun what is due
@@ -56,7 +56,7 @@ class RestartStates:
         self._log = DecisionLog(store, run_id, key=record.key_id and find_key(run_id, record.key_id))
         self._record = record
         self._places = record.places  # of thousands of ranks, made once
-        self._launched = Restarts.of(record.restarts)
+        self._launched = Restarts.of(record.settings.restarts)
         self._reading = Lock()
         self._seen: frozenset[tuple[int, int, bool]] = frozenset()
         self._problem = ""
@@ -192,13 +192,13 @@ class RestartStates:
         # A rank of a run that goes on alone is lost with its supervisor: nobody is left who could still answer its end.
         if self._is_left(end.rank):  # also at the first look: nothing that follows could begin any more
             return replace(state, restart=replace(known, note=self._note_of_end))
-        is_left = end.reason == "lost" and self._record.detach
+        is_left = end.reason == "lost" and self._record.settings.detach
         is_early = not is_left and _is_within(OVERDUE_S, end.finished_at, now)
         return _awaiting(state, known, self._note_of_wait(end.rank, f"ended: {expected.words}", is_early))
 
     def _is_left(self, rank: int) -> bool:
         """Return whether an attached run has ended with its launcher and the rank's supervisor."""
-        return not self._record.detach and self._has_ended(rank)
+        return not self._record.settings.detach and self._has_ended(rank)
 
     @property
     def _note_of_end(self) -> str:

@@ -38,6 +38,7 @@ from executors.run.removal import names_removal
 from executors.run.run import Run
 from executors.run.run_index import keep_key, reference, remember, settle
 from executors.run.spread import options_to_note
+from executors.settings.policy import HangLimits, Restarts
 from executors.status import ReplicaState, name_ranks
 from executors.store.parallel import answered_within, in_parallel, in_threads, within
 from executors.store.records import exists
@@ -47,7 +48,6 @@ from executors.supervision.decisions import MAX_TOTAL, DecisionLog, extensions_o
 from executors.supervision.lease import finish_start, hold_lease, release_lease, with_lease
 from executors.supervision.orders import abandon_run, order_cancel, order_policy, order_resume, take_back_resume
 from executors.task.create import continue_run
-from executors.task.policy import HangLimits, Restarts, supervised
 from executors.task.removal_record import check_not_removed
 from executors.task.stored import StoredTask
 
@@ -136,17 +136,17 @@ def resume(
         _check_that_all_ended(run, ranks)
     elif exists(run.store, f"{run.run_id}/abort.json"):
         raise StoreError(f"Run {run.run_id!r} was aborted, which is final. Launch a new one.", url=run.store.url)
-    if gather_s is not None and launched.min_replicas is None:
+    if gather_s is not None and launched.settings.min_replicas is None:
         raise ValueError(f"Run {run.run_id!r} was launched without min_replicas, so gather_s= (--gather) says nothing.")
     log = DecisionLog(run.store, run.run_id, key=spec_of(run, task, detach=detach).key)
-    policy = new_restarts if new_restarts is not None else policy_of(log.read(), Restarts.of(launched.restarts))
-    hang = hang_of(log.entries, HangLimits.parse(launched.hang)).changed(hang_timeout, start_timeout)
-    more: Any = {
-        "restarts": None if policy is None else supervised(str(policy)),
-        "hang": str(hang),
-        "gather_s": launched.gather_s if gather_s is None else gather_s,
-    }
-    recipes = [replace(recipe, spec=replace(recipe.spec, **more)) for recipe in recipes]
+    policy = (
+        new_restarts if new_restarts is not None else policy_of(log.read(), Restarts.of(launched.settings.restarts))
+    )
+    hang = hang_of(log.entries, launched.settings.hang_limits).changed(hang_timeout, start_timeout)
+    more: dict[str, Any] = {**hang.texts, "restarts": None if policy is None else str(policy)}
+    if gather_s is not None:
+        more["gather_s"] = gather_s
+    recipes = [replace(recipe, spec=recipe.spec.with_settings(**more)) for recipe in recipes]
     if totals:
         _check_extension(run, log, recipes[0].spec.key, totals)
     if from_snapshot:
@@ -178,14 +178,14 @@ def resume(
         recipes = _with_own_lease(recipes, executor)
     lease = next(filter(None, (hold_lease(run.store, recipe.spec) for recipe in recipes)), None)
     begun: dict[int, ReplicaHandle] = {}
-    goes_on = len(run.ranks) - len(next_attempts)
+    enough, goes_on = launched.settings.min_replicas, len(run.ranks) - len(next_attempts)
     try:
         for attempt, recipe in itertools.product(sorted({*next_attempts.values()}), recipes):
             group = tuple(rank for rank in recipe.spec.ranks if next_attempts.get(rank) == attempt)
             if not group:
                 continue
-            needed = launched.min_replicas and max(1, min(launched.min_replicas - goes_on, len(group)))
-            spec = replace(recipe.spec, ranks=group, attempt=attempt, min_replicas=needed)
+            needed = enough and max(1, min(enough - goes_on, len(group)))
+            spec = replace(recipe.spec, ranks=group, attempt=attempt).with_settings(min_replicas=needed)
             handles = executor.launch_replicas(
                 len(group), launched.entrypoint, {}, **recipe.limits, run=spec, tell=tell
             )
@@ -207,7 +207,7 @@ def resume(
             by_others = _who_resumes(run, overtaken)
             raise AlreadyResumedError(f"{by_others} Follow it: `replicas wait {shlex.quote(run.url)}`.")
         # With `min_replicas` some may be missing that this process itself could not start, or not yet.
-        if by_others := _who_resumes(run, overtaken, but=this_process() if launched.min_replicas else None):
+        if by_others := _who_resumes(run, overtaken, but=this_process() if enough else None):
             print(f"replicas: {by_others}", file=sys.stderr)
     found = Run(run.store, run.run_id, executor=executor)
     if not detach:
@@ -278,13 +278,13 @@ def _begin_from_snapshot(
         extensions: the totals that the old run was extended to, which the new one takes over.
     """
     executor, limits = native_executor(run, run.fleet.groups[0]), {**recipe.limits}
-    if (max_cost := task.launched_with.max_cost) is not None:
+    if (max_cost := task.launched_with.settings.max_cost) is not None:
         affordable = affordable_s(executor, recipe.spec.world_size, limits["gpu"], max_cost)
         limits["timeout"] = affordable if limits["timeout"] is None else min(limits["timeout"], affordable)
-    spec = continue_run(task, replace(recipe.spec, run_id=new_run_id(), chaos=()), run.record, **limits)
+    spec = continue_run(task, replace(recipe.spec, run_id=new_run_id()), run.record, **limits)
     recipe = replace(recipe, spec=spec, limits=limits)
     lease = None
-    if spec.detach:
+    if spec.settings.detach:
         (recipe,) = _with_own_lease([recipe], executor)
         spec = recipe.spec
     try:
@@ -308,7 +308,7 @@ def _begin_from_snapshot(
             within(STORE_S, lambda: abandon_run(run.store, spec.run_id, spec.world_size, cause), run.store.url)
         raise
     begun = Run(run.store, spec.run_id, executor=executor)
-    if not spec.detach:
+    if not spec.settings.detach:
         begun.keep_here([recipe], lease)
     return begun
 

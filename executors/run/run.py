@@ -113,7 +113,7 @@ class Run(Traces):
         self.wait()
         outcomes = self.outcomes()
         n_done = sum(outcome.status is ReplicaStatus.SUCCEEDED for outcome in outcomes)
-        if n_done < (self.record.min_replicas or len(counted(self.decisions, outcomes))):
+        if n_done < (self.record.settings.min_replicas or len(counted(self.decisions, outcomes))):
             raise_root_cause(outcomes)
         return [outcome.result for outcome in outcomes]
 
@@ -246,7 +246,7 @@ class Run(Traces):
         added = add_replicas(self, executor, Addition(n=n, **asked), tell)
         ranks = list(added.recipe.spec.ranks)
         try:
-            if not added.recipe.spec.detach:
+            if not added.recipe.spec.settings.detach:
                 self.keep_here([added.recipe], added.lease)
             with contextlib.suppress(StoreError):  # what was seen a moment ago has none of them
                 within(UPDATE_S, self._observer.update, self.store.url)

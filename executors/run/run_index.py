@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 from executors.errors import CorruptObjectError, RunExistsError, StoreError
-from executors.native import RUN_KEY
 from executors.process import is_alive, start_time
 from executors.store import Store, store_at
 from executors.store.records import (
@@ -48,7 +47,7 @@ from executors.store.records import (
     text,
     to_bytes,
 )
-from executors.store.run_key import KEYS, find_key, hold_key, key_file, note_lacking_key
+from executors.store.run_key import KEYS, RUN_KEY, find_key, hold_key, key_file, note_lacking_key
 from executors.store.state_folder import WHAT_TO_SET, state_path
 from executors.store.url import address_of, check_run_id, directory_of
 from executors.task.removal_record import REMOVAL, Removal, find_removal

@@ -27,7 +27,6 @@ from executors.native import (
     Package,
     Parent,
     Recordable,
-    RunSpec,
     TellsPreemption,
     Unfinished,
 )
@@ -35,6 +34,7 @@ from executors.process import this_process
 from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
 from executors.registry import describe_executor
 from executors.run.fleet import Site
+from executors.settings.run_spec import RunSpec
 from executors.store import store_at
 from executors.store.parallel import answered_within, in_parallel, in_threads, within
 from executors.task.record import Placement
@@ -185,13 +185,15 @@ class SpreadExecutor:
                 "gpu": place.gpu if gpu is None else gpu,
                 "timeout": next((s for s in (timeout, place.timeout_s, executor.default_timeout_s) if s), None),
             }
-            least = None if run.min_replicas is None else max(1, run.min_replicas - (len(run.ranks) - len(ranks)))
+            enough = run.settings.min_replicas
+            least = None if enough is None else max(1, enough - (len(run.ranks) - len(ranks)))
             spec = replace(
                 run,
                 ranks=tuple(ranks),
-                min_replicas=None if least is None else min(least, len(ranks)),
                 lease_s=None if run.lease_s is None else executor.lease_s,
-                chaos=run.chaos if place.backend == "local" else (),
+            ).with_settings(
+                min_replicas=None if least is None else min(least, len(ranks)),
+                chaos=run.settings.chaos if place.backend == "local" else (),
             )
             return executor.launch_replicas(
                 len(ranks), entrypoint, entrypoint_args, **limits, run=spec,
@@ -225,12 +227,13 @@ class SpreadExecutor:
             self._end_all(run, futures.values(), interrupt)
             raise
         started = [handle for each in handles.values() for handle in each]
-        if not errors and (run.min_replicas is None or len(started) >= run.min_replicas):
+        enough = run.settings.min_replicas
+        if not errors and (enough is None or len(started) >= enough):
             return sorted(started, key=lambda handle: handle.rank)
         for site, problem in errors.items():
             # What its executor has begun, that has ended; others may have begun some, too.
             self._abandon(filter(_take, _attempts(run, sites[site])), problem)
-        if run.min_replicas is not None and len(started) >= run.min_replicas:
+        if enough is not None and len(started) >= enough:
             for problem in errors.values():
                 print(f"replicas: started with {len(started)} of {len(run.ranks)} replicas: {problem}", file=sys.stderr)
             return sorted(started, key=lambda handle: handle.rank)

@@ -157,9 +157,9 @@ class Waiter:
             return None
         if self._failing_since is None:
             self._failing_since = time.monotonic()
-        if not self._observer.record.fail_fast and time.monotonic() - self._failing_since < OTHERS_FAIL_S:
+        if not self._observer.record.settings.fail_fast and time.monotonic() - self._failing_since < OTHERS_FAIL_S:
             return None
-        if not self._observer.record.fail_fast:
+        if not self._observer.record.settings.fail_fast:
             self._watches_for_failures = False
             them = "them" if len(now.failed_early) > 1 else "it"
             ranks = f"{name_ranks(now.failed_early)} {FAILED_EARLY}"

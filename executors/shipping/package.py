@@ -20,7 +20,8 @@ from typing import Any
 
 from executors import replica as environment
 from executors.errors import EntrypointError
-from executors.native import ATTACHED_LEASE, Package, RunSpec
+from executors.native import Package
+from executors.settings.run_spec import ATTACHED_LEASE, RunSpec
 from executors.shipping.requirements import requirements_of
 from executors.shipping.script_header import script_of
 from executors.shipping.workspace import OURS, snapshot_workspace
@@ -112,15 +113,12 @@ def replica_environment(
     for_the_worker = {
         environment.TIMEOUT_S: timeout_s,
         environment.GPU: gpu,
-        environment.FAIL_FAST: "1" if run.fail_fast else None,
-        environment.RESTARTS: run.restarts,
-        environment.HANG: run.hang,
+        environment.SETTINGS: json.dumps(run.settings.to_json()),
         environment.LAUNCHED_AT: run.launched_at,
         environment.LEASE_S: run.lease_s,
         environment.LEASE_NAME: None if run.lease_name == ATTACHED_LEASE else run.lease_name,
         environment.ENV: ",".join(sorted(run.env)) or None,
         environment.SPARE: "1" if run.is_of_spares else None,
-        environment.PAYS_FOR_START: "1" if run.pays_for_start else None,
         environment.TASK_FOLDER: None if run.task_folder == "task" else run.task_folder,
     }
     found |= {name: str(value) for name, value in for_the_worker.items() if value is not None}

@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from executors.errors import StoreError
-from executors.native import RUN_KEY
 from executors.store.state_folder import state_path
 from executors.store.url import check_run_id, real_url
 
+RUN_KEY = "REPLICAS_RUN_KEY"
+"""The variable that holds the key of a signed run: in a replica, and where a run is resumed whose key is not on the
+machine."""
 KEY_BYTES, LEAST_KEY_BYTES = 32, 16
 KEY_ID = re.compile(r"[0-9a-f]{8}")
 KEYS = ".keys"

@@ -19,6 +19,7 @@ from typing import Any
 from executors.errors import CorruptObjectError, StoreError
 from executors.patience import retry
 from executors.process import IDENTITY, has_ended, this_process
+from executors.settings.policy import HangLimits, Restarts
 from executors.store import Store
 from executors.store.protocol import check_size
 from executors.store.records import (
@@ -40,7 +41,6 @@ from executors.store.records import (
 )
 from executors.store.run_key import parse_key, proof_of_fields
 from executors.store.url import is_near
-from executors.task.policy import HangLimits, Restarts
 
 MAX_DECISIONS = 100_000
 MAX_DECISION_BYTES, MAX_LOG_BYTES = 512 << 10, 64 << 20  # as objects they take eight times as much memory

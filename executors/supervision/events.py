@@ -19,12 +19,12 @@ from executors.attempt.warning_record import NAME as WARNINGS
 from executors.attempt.warning_record import KeptWarnings
 from executors.errors import StoreError
 from executors.protocol import Outcome, ReplicaStatus
+from executors.settings.policy import Restarts
 from executors.status import FoundWarning, RunStatus
 from executors.store.inventory import Inventory
 from executors.store.records import FAR_AHEAD, find_record, get_at_most, number
 from executors.supervision.decision_words import Earlier, line_of
 from executors.supervision.decisions import Decision, DecisionLog
-from executors.task.policy import Restarts
 from executors.task.record import RunRecord
 
 KINDS = (
@@ -102,7 +102,7 @@ class EventReader:
         self._clock = clock
         self._log = log
         self._n_decisions = 0
-        self._earlier = Earlier(Restarts.of(record.restarts))
+        self._earlier = Earlier(Restarts.of(record.settings.restarts))
         """Of the decisions that were told."""
         self._seen = set[tuple[Any, ...]]()
         self._claimed = dict[tuple[int, int], float]()

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from executors.attempt import Attempt
-from executors.native import RunSpec
 from executors.protocol import Outcome, ReplicaStatus
+from executors.settings.policy import Restarts
+from executors.settings.run_spec import RunSpec
 from executors.store import Store
 from executors.store.inventory import BEGINNINGS, Inventory
 from executors.supervision.decisions import MAX_ATTEMPT, Decision, DecisionLog, answer_to, barred_by, policy_of
 from executors.supervision.rules import LAST_CALL_S, RunFacts, decide, is_own, too_few_left
-from executors.task.policy import Restarts
 from executors.task.record import find_run_record
 
 LEAVE_S = 15.0  # how long an end is left to a supervisor that lives
@@ -92,8 +92,8 @@ class Terms:
             StoreError: the store does not answer.
         """
         record = find_run_record(store, spec.run_id)
-        least, places = (None, ()) if record is None else (record.min_replicas, record.places)
-        return cls(Restarts.of(spec.restarts), spec.world_size, spec.launched_at, least, places)
+        least, places = (None, ()) if record is None else (record.settings.min_replicas, record.places)
+        return cls(spec.supervised_restarts, spec.world_size, spec.launched_at, least, places)
 
 
 class Keeper:

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from executors.errors import CorruptObjectError, StoreError
-from executors.native import ATTACHED_LEASE, LEASE_S, RunSpec
 from executors.patience import GLANCE, REQUEST, retry
 from executors.process import may_live, this_process
+from executors.settings.run_spec import ATTACHED_LEASE, LEASE_S, RunSpec
 from executors.store import Store
 from executors.store.records import (
     FAR_AHEAD,

@@ -19,7 +19,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -31,8 +31,10 @@ from executors.errors import (
     StoreError,
     kind_of,
 )
-from executors.native import Package, RunSpec
+from executors.native import Package
 from executors.process import identify_process
+from executors.settings.policy import supervised
+from executors.settings.run_spec import RunSpec
 from executors.store import Store
 from executors.store.records import MAX_DEPTH, exists, find_record, is_deeper_than, to_bytes
 from executors.store.run_key import key_id, new_key, parse_key
@@ -41,8 +43,7 @@ from executors.task.arguments import check_call, split_rank_env
 from executors.task.entrypoint import describe
 from executors.task.launch_request import LaunchRequest
 from executors.task.pickles import pickle_call
-from executors.task.policy import HangLimits, Restarts, supervised
-from executors.task.record import LaunchedWith, RunRecord
+from executors.task.record import LaunchedWith, Placement, RunRecord
 from executors.task.removal_record import Removal, removal_key
 from executors.task.sources import sources_of
 from executors.task.stored import MAX_TASK_BYTES, PYTHON, StoredTask, folder_of, versions_here
@@ -65,7 +66,7 @@ def plan_run(
     request: LaunchRequest,
     run_id: str,
     store_url: str,
-    executor: Mapping[str, Any],
+    placements: Sequence[Placement],
     package: Package | None = None,
     *,
     code: Mapping[str, Any] | None = None,
@@ -74,38 +75,29 @@ def plan_run(
     """Compose a new run and its task, writing nothing.
 
     Args:
-        executor: what its record says of the executor: at least the name of its `backend`.
-        package: the code, for replicas on other machines.
-        code: what its record says of the code that does not travel.
+        request: what the launch is asked for.
+        run_id: the new run's id.
+        store_url: the store that the run will be in.
+        placements: where its ranks are.
+        package: the code, for replicas on other machines. Default: they get none.
+        code: what the run's record says of code that does not travel. Default: nothing.
         key: of a signed run that takes over another run's key. None: a signed run gets a new one.
 
     Raises:
         EntrypointError: the task cannot travel.
+        ValueError: a value cannot be recorded.
+
+    Example:
+        plan_run(request, "first-try", store.url, [Placement(backend="local", ranks=(0, 1))]).spec
     """
-    if key is None and request.signed:
+    settings = request.settings
+    if key is None and settings.signed:
         key = new_key()
     launched_with = LaunchedWith(
-        **executor,
-        world_size=request.n,
         entrypoint=describe(request.entrypoint),
-        env=tuple(sorted(request.env or {})),
-        secrets=tuple(sorted(request.secrets)),
-        chaos=tuple(request.chaos),
-        gpu=request.gpu,
-        timeout_s=request.timeout,
-        min_replicas=request.min_replicas,
-        gather_s=request.gather_s,
-        max_cost=request.max_cost,
-        fail_fast=request.fail_fast,
-        restarts=None if request.restarts is None else str(Restarts.of(request.restarts)),
-        hang=str(HangLimits.of(request.hang_timeout, request.start_timeout)),
-        spares=request.spares,
-        health_check=request.health_check,
-        signed=request.signed,
+        settings=settings,
+        placements=tuple(placements),
         key_id=None if key is None else key_id(parse_key(key)),
-        tracker=request.tracker,
-        starts_from=request.from_run,
-        starts_from_step=request.from_step,
     )
     task, pickled = _pack_task(request, launched_with, package)
     if (size_bytes := max(len(task), len(pickled or b""))) > MAX_TASK_BYTES:
@@ -118,8 +110,6 @@ def plan_run(
         task_digest=hashlib.sha256(task).hexdigest(),
         **_by_whom(),
         python=sys.version.split()[0],
-        detach=request.detach,
-        seed=request.seed,
         code=code if package is None else package.about,
         origins=request.origins,
     )
@@ -132,21 +122,12 @@ def plan_run(
         run_id=run_id,
         store_url=store_url,
         task_digest=record.task_digest,
-        world_size=request.n,
-        ranks=tuple(range(request.n)),
+        settings=settings,
+        ranks=tuple(range(settings.n)),
         env=dict(request.env or {}),
-        secret_names=tuple(request.secrets),
+        secret_names=settings.secrets,
         key=key,
-        detach=request.detach,
-        chaos=tuple(request.chaos),
-        min_replicas=request.min_replicas,
-        gather_s=request.gather_s,
-        fail_fast=request.fail_fast,
-        restarts=supervised(launched_with.restarts),
-        hang=launched_with.hang,
         launched_at=record.created_at,
-        spares=request.spares,
-        pays_for_start=request.max_cost is not None,
     )
     return NewRun(spec, written, task, pickled, None if package is None else package.archive)
 
@@ -157,27 +138,56 @@ def create_run(
     store: Store,
     executor: Mapping[str, Any],
     package: Package | None = None,
-    *,
-    code: Mapping[str, Any] | None = None,
 ) -> RunSpec:
-    """Write a new run and its task into the store, or nothing. Takes what `plan_run` takes.
+    """Write a new run on one backend and its task into the store, or nothing.
+
+    Args:
+        request: what the launch is asked for.
+        run_id: the new run's id.
+        store: where the run will be.
+        executor: fields of its placement that describe the executor: at least the name of its `backend`.
+        package: the code, for replicas on other machines. Default: they get none.
 
     Raises:
         RunExistsError: the id is taken; nothing was changed.
         EntrypointError: the task cannot travel; nothing was written.
+
+    Example:
+        create_run(LaunchRequest.of("train.py:main", n=2), "first-try", store, {"backend": "local"})
     """
-    new = plan_run(request, run_id, store.url, executor, package, code=code)
+    new = plan_run(request, run_id, store.url, [placement_of(request, executor)], package)
     write_run(store, run_id, new)
     return new.spec
+
+
+def placement_of(request: LaunchRequest, executor: Mapping[str, Any]) -> Placement:
+    """Return where the ranks of a launch on one backend are.
+
+    Args:
+        request: what the launch is asked for.
+        executor: fields of the placement that describe the executor: at least the name of its `backend`.
+
+    Example:
+        placement_of(request, {"backend": "local"}).ranks
+    """
+    settings = request.settings
+    return Placement(
+        **executor,
+        ranks=tuple(range(settings.n)),
+        env=tuple(sorted(request.env or {})),
+        secrets=tuple(sorted(settings.secrets)),
+        gpu=settings.gpu,
+        timeout_s=settings.timeout,
+    )
 
 
 def continue_run(
     old: StoredTask, spec: RunSpec, record: RunRecord, *, gpu: str | None, timeout: float | None
 ) -> RunSpec:
-    """Write a new run of a task that was launched before, which goes on from the newest snapshot of the old run.
+    """Write a new run of a task that was launched before, which continues from the newest snapshot of the old run.
 
     Args:
-        old: the task, for which somebody vouched.
+        old: the task, which the user trusts.
         spec: the new run, but for the digest of its task.
         record: of the old run.
         gpu, timeout: of the new run.
@@ -186,20 +196,19 @@ def continue_run(
         StoreError: the task's code or callable is not what was launched.
     """
     described = json.loads(bytes(old.read("task.json", old.digest)))
+    restarts = supervised(spec.settings.restarts)
+    settings = spec.settings.with_(chaos=(), spares=0, gpu=gpu, timeout=timeout, restarts=restarts)
+    first, *others = old.launched_with.placements
     launched_with = replace(
         old.launched_with,
+        settings=settings,
+        placements=(replace(first, gpu=gpu, timeout_s=timeout), *others),
         continues=old.run_id,
-        chaos=(),
-        gpu=gpu,
-        timeout_s=timeout,
-        restarts=spec.restarts,
-        hang=spec.hang,
-        spares=0,
     )
     task = to_bytes({**described, "cwd": os.getcwd(), "launched_with": asdict(launched_with)})
     digest = hashlib.sha256(task).hexdigest()
-    new_record = replace(record, **vars(launched_with), task_digest=digest, detach=spec.detach, **_by_whom())
-    spec = replace(spec, task_digest=digest, launched_at=new_record.created_at)
+    new_record = replace(record, **vars(launched_with), task_digest=digest, **_by_whom())
+    spec = replace(spec, task_digest=digest, launched_at=new_record.created_at, settings=settings)
     pickle_sha256, code_sha256 = old.record.callable_sha256, described.get("code_sha256")
     pickled = None if pickle_sha256 is None else bytes(old.read("callable.pkl", pickle_sha256))
     code = None if code_sha256 is None else bytes(old.read("code.tar.gz", code_sha256))
@@ -256,7 +265,7 @@ def _pack_task(
         EntrypointError: the callable cannot be pickled.
     """
     entrypoint, (kwargs, rank_env) = request.entrypoint, split_rank_env(request.args or {})
-    record: dict[str, Any] = {"python": PYTHON, "rank_env": rank_env, "seed": request.seed, "cwd": os.getcwd()}
+    record: dict[str, Any] = {"python": PYTHON, "rank_env": rank_env, "cwd": os.getcwd()}
     record["launched_with"] = asdict(launched_with)  # so that it cannot be exchanged either
     if package is not None:
         record |= _code_of(package)

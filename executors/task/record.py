@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Self
 
-from executors.native import GATHER_S
 from executors.process import IDENTITY
+from executors.settings import Settings
+from executors.settings.settings import NAMES
 from executors.store import Store
 from executors.store.added_ranks import RANKS
 from executors.store.records import (
@@ -22,30 +23,20 @@ from executors.store.records import (
     Record,
     checked,
     find_record,
-    flag,
     integer,
     json_object,
     list_of,
     nested,
     nullable,
     number,
-    parsed,
     text,
 )
 from executors.store.run_key import KEY_ID
 from executors.store.url import RUN_ID
-from executors.task.policy import HangLimits, Restarts
 
-MAX_WORLD_SIZE = 10_000
 BACKEND_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 CLASS_PATH = re.compile(r"[\w.]{1,200}:[\w.<>]{1,200}")  # <locals> is part of a name, too
-TRACKER = re.compile(r"[\w.]{1,200}(:[\w.]{1,200})?")
 OPTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-MAX_STEP = 10**15
-ANY_SEED = 10**100  # more than anybody's generator takes
-
-
-NAMES = list_of(text(1000))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,62 +65,40 @@ class Placement(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchedWith(Placement):
-    """What decides what runs where. `task.json` says it, too, so that the task's digest vouches for it.
+class LaunchedWith(Record):
+    """What decides what runs where. `task.json` holds it, too, so that the task's digest proves it."""
 
-    Its own `ranks` are empty: those that are at none of the others.
-    """
-
-    world_size: int = checked(integer(1, MAX_WORLD_SIZE))
     entrypoint: str = checked(text())
-    others: tuple[Placement, ...] = checked(list_of(nested(Placement)), ())
-    """Where the other ranks are, of a launch on several backends."""
-    chaos: tuple[str, ...] = checked(NAMES, ())
-    min_replicas: int | None = checked(nullable(integer(1, MAX_WORLD_SIZE)), None)
-    """How many replicas are enough, to start with and to succeed. None: all."""
-    gather_s: float = checked(number(0.0, FAR_AHEAD), GATHER_S)
-    """How long the others are waited for."""
-    max_cost: float | None = checked(nullable(number(0.0, FAR_AHEAD)), None)
-    """The US dollars that the time limit was made of."""
-    fail_fast: bool = checked(flag, False)
-    restarts: str | None = checked(nullable(parsed(Restarts.parse)), None)
-    """Which ends are answered by a restart. None: nothing restarts."""
-    hang: str = checked(parsed(HangLimits.parse), "auto")
-    """How long a replica may go on without progress."""
-    spares: int = checked(integer(0, MAX_WORLD_SIZE), 0)
-    """How many jobs more stand by."""
-    health_check: str | None = checked(nullable(text(1000)), None)
-    """The entrypoint that each new process calls before the task."""
-    signed: bool = checked(flag, False)
-    """Whether replicas believe only what was made with the run's key."""
+    settings: Settings = checked(nested(Settings))
+    placements: tuple[Placement, ...] = checked(list_of(nested(Placement)))
+    """Where the ranks of the launch are: each rank is at one of them."""
     key_id: str | None = checked(nullable(text(8, KEY_ID)), None)
-    """Which key that is."""
-    tracker: str | None = checked(nullable(text(400, TRACKER)), None)
-    """What gets the numbers of the replicas, too: a name, or `module:Class`, which is imported in them alone, from the
-    task that the digest vouches for."""
+    """Which key a signed run has."""
     continues: str | None = checked(nullable(text(40, RUN_ID)), None)
-    """The run, in the same store, from whose newest snapshot this one goes on."""
-    starts_from: str | None = checked(nullable(text(2000)), None)
-    """The address of the run whose model and outer state this one begins with, at its own step 0."""
-    starts_from_step: int | None = checked(nullable(integer(0, MAX_STEP)), None)
-    """At or before which step of that run. None: its newest round."""
+    """The run, in the same store, from whose newest snapshot this one continues."""
 
     @classmethod
     def parse(cls, data: Any, key: str = "run.json", url: str = "") -> Self:
-        """Parse what the store holds under the key; each rank is at one place."""
+        """Parse what the store holds under the key. Each rank of the launch is at one placement.
+
+        Raises:
+            CorruptObjectError: it is not such a record; the message names what of it does not fit.
+        """
         found = super().parse(data, key, url)
-        elsewhere = [rank for place in found.others for rank in place.ranks]
-        if len({*elsewhere}) < len(elsewhere) or not set(elsewhere) < {*range(found.world_size)}:
-            raise Fields({}, key, url).refusal("'others' have a rank twice, or one that was not launched, or all")
+        ranks = [rank for place in found.placements for rank in place.ranks]
+        if sorted(ranks) != list(range(found.settings.n)) or not all(place.ranks for place in found.placements):
+            raise Fields({}, key, url).refusal("'placements' have a rank twice, or not all, or too many")
         return found
 
     @property
-    def placements(self) -> tuple[Placement, ...]:
-        """Where the ranks of the launch are."""
-        elsewhere = {rank for place in self.others for rank in place.ranks}
-        here = tuple(rank for rank in range(self.world_size) if rank not in elsewhere)
-        mine = {field.name: getattr(self, field.name) for field in fields(Placement)}
-        return (Placement(**{**mine, "ranks": here}), *self.others)
+    def world_size(self) -> int:
+        """How many replicas were launched."""
+        return self.settings.n
+
+    @property
+    def backend(self) -> str:
+        """The backend of the launch; the first of several."""
+        return self.placements[0].backend
 
     @property
     def places(self) -> tuple[frozenset[int], ...]:
@@ -139,7 +108,7 @@ class LaunchedWith(Placement):
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord(LaunchedWith):
-    """What `run.json` says of a run."""
+    """What `run.json` holds: how a run was launched, by whom, and when."""
 
     task_digest: str = checked(text(64, SHA256))
     created_at: float = checked(number(LONG_AGO, FAR_AHEAD))
@@ -148,13 +117,11 @@ class RunRecord(LaunchedWith):
     launcher: str | None = checked(nullable(text(600, IDENTITY)), None)
     """The process that launched the run, as `identify_process` names it."""
     cwd: str = checked(text(), "")
-    """For people: from which folder replicas get their code, the task says."""
+    """For people. The folder from which replicas get their code is in the task."""
     python: str = checked(text(100), "")
-    detach: bool = checked(flag, False)
-    seed: int | None = checked(nullable(integer(-ANY_SEED, ANY_SEED)), None)
     code: Mapping[str, Any] | None = checked(nullable(json_object), None)
     origins: Mapping[str, Any] = checked(json_object, {})
-    """Who said what of the launch, by the names of settings: a flag, a variable of the environment, a file."""
+    """Where each setting comes from, by its name: a flag, a variable of the environment, a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +145,6 @@ class TaskRecord(Record):
     """The folder of the launch; empty: nobody noted it."""
     rank_env: str | None = checked(nullable(text(1000)), None)
     """The name of one more environment variable for the rank."""
-    seed: int | None = checked(nullable(integer(-ANY_SEED, ANY_SEED)), None)
-    """What the replicas' generators are seeded from; None: the run id."""
     code_sha256: str | None = checked(nullable(text(64, SHA256)), None)
     """Of the code that replicas on other machines get. None: there are none."""
     requirements: tuple[str, ...] = checked(list_of(text()), ())
@@ -190,6 +155,11 @@ class TaskRecord(Record):
     torch: str | None = checked(nullable(text(100)), None)
     launched_with: LaunchedWith | None = checked(nullable(nested(LaunchedWith)), None)
     """What else decides what runs where. None: a task of no launch, which is not resumed."""
+
+    @property
+    def seed(self) -> int | None:
+        """What the replicas' generators are seeded from. None: the run id."""
+        return None if self.launched_with is None else self.launched_with.settings.seed
 
     @classmethod
     def parse(cls, data: Any, key: str = "task.json", url: str = "") -> TaskRecord:

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 from executors.attempt import Attempt
 from executors.errors import CorruptObjectError, StoreError
-from executors.native import RunSpec
 from executors.patience import BRIEF, Outage, Patience, Waits
 from executors.protocol import Outcome, ReplicaStatus
+from executors.settings.policy import HangLimits
+from executors.settings.run_spec import RunSpec
 from executors.store import Store
 from executors.store.inventory import BEGINNINGS
 from executors.supervision.decisions import Decision, DecisionLog, hang_of, policy_of
 from executors.supervision.keeper import Keeper, Sight, Terms, leaves_its_supervisor
-from executors.task.policy import HangLimits, Restarts
 from executors.worker.cancel_looks import TURN_S
 
 LOG_LOOK_S = 10.0
@@ -84,12 +84,12 @@ class Answers:
     @property
     def hang(self) -> HangLimits:
         """The limits on making no progress that count now."""
-        return hang_of(self._log.entries, HangLimits.parse(self._spec.hang))
+        return hang_of(self._log.entries, self._spec.settings.hang_limits)
 
     @property
     def has_policy(self) -> bool:
         """Whether ends are answered now, as far as the log was read."""
-        return policy_of(self._log.entries, Restarts.of(self._spec.restarts)) is not None
+        return policy_of(self._log.entries, self._spec.supervised_restarts) is not None
 
     @property
     def may_follow(self) -> bool:

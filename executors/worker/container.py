@@ -25,7 +25,6 @@ from typing import Any, NoReturn
 from executors.attempt import OUTCOME, Attempt, Beat
 from executors.attempt.outcome import describe_end
 from executors.errors import StoreError
-from executors.native import RunSpec
 from executors.patience import BRIEF, CONTAINER, LAST_WORDS, START, Patience, retry
 from executors.process import (
     be_killed_first,
@@ -36,6 +35,7 @@ from executors.process import (
 )
 from executors.protocol import Reason
 from executors.replica.shared_page import SharedPage
+from executors.settings.run_spec import RunSpec
 from executors.store import store_at
 from executors.store.url import was_deleted
 from executors.supervision.lease import LeaseWatch

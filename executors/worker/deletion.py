@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from executors.native import LEASE_S
+from executors.settings.run_spec import LEASE_S
 from executors.store import Store
 from executors.store.records import is_gone
 from executors.store.url import is_near

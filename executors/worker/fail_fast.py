@@ -24,7 +24,7 @@ def end_others(failed: Attempt, outcome: Outcome, world_size: int) -> bool:
     if outcome.status is not ReplicaStatus.FAILED:
         return False
     record = find_run_record(failed.store, failed.run_id)
-    if not is_failure(outcome, None if record is None else record.min_replicas):
+    if not is_failure(outcome, None if record is None else record.settings.min_replicas):
         return False
     found = Inventory.of(failed.store, failed.run_id)
     living = [Attempt(failed.store, failed.run_id, *each[:2]) for each in found.records if each[2] == "heartbeat"]

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,19 +24,19 @@ from executors.attempt import Attempt
 from executors.attempt.outcome import describe_end
 from executors.errors import HangError, ReplicasError, ResultError, StoreError
 from executors.metrics.recorder import Recorder
-from executors.native import RunSpec
 from executors.patience import BRIEF, OUTCOME, START, retry, waits
 from executors.process import DescriptorReserve, ask_children_to_end, children, flush_c_streams, kill_descendants
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import Replica
 from executors.replica.shared_page import SharedPage
 from executors.replica.warning_log import WarningLog
+from executors.settings.run_spec import RunSpec
 from executors.store import store_at
 from executors.store.records import is_gone, read_record
 from executors.store.run_key import hold_key
 from executors.store.url import split_address
 from executors.task.entrypoint import command_for
-from executors.task.record import RunRecord
+from executors.task.record import LaunchedWith, RunRecord
 from executors.task.stored import StoredTask, read_task
 from executors.worker.claim import CancelledBeforeStart, claim
 from executors.worker.failure import describe_failure, fingerprint_of, is_store_failure, last_error
@@ -127,7 +127,7 @@ def call(run: str, digest: str | None = None) -> Any:
     store_url, run_id = split_address(run)
     record = retry(lambda: read_record(store_at(store_url), f"{run_id}/run.json", RunRecord.parse), START)
     rank = int(os.environ[environment.RANK])
-    spec = RunSpec(run_id, store_url, "", record.world_size, (rank,), launched_at=record.created_at)
+    spec = RunSpec(run_id, store_url, "", record.settings, (rank,), launched_at=record.created_at)
     worker = _Worker(Assignment(spec, rank))
     argv = sys.argv
     set_environment(worker.replica)
@@ -166,10 +166,10 @@ class _Worker:
         self._started_at = time.time()
         spec, rank = assignment.spec, assignment.rank
         store = retry(lambda: store_at(spec.store_url), START)
-        if spec.chaos:
+        if spec.settings.chaos:
             from executors.worker.chaos import inject_faults
 
-            store = inject_faults(store, spec.chaos, rank, spec.attempt)
+            store = inject_faults(store, spec.settings.chaos, rank, spec.attempt)
         began = time.monotonic()
         n_decisions = 0 if assignment.page is None else int(assignment.page.n_decisions)
         hold_key(store.url, spec.run_id, spec.key)
@@ -244,18 +244,19 @@ class _Worker:
         launched = replica.launched = task.record.launched_with
         if not (task.record.args or {}).get("argv"):  # otherwise the user knows how to give them
             self._entrypoint = task.record.entrypoint
-        if launched is not None and launched.health_check is not None:
+        settings = None if launched is None else launched.settings
+        if settings is not None and settings.health_check is not None:
             seed_generators(replica, task.record.seed, but=set())  # the check may import the user's module
             with replica.section("health check", LIMIT_S):
-                check_health(launched.health_check, self._end_unhealthy if self._assignment.supervisor_pid else None)
-        if launched is None or launched.tracker is None or replica.recorder is None:
+                check_health(settings.health_check, self._end_unhealthy if self._assignment.supervisor_pid else None)
+        if settings is None or settings.tracker is None or replica.recorder is None:
             return _load(replica, task, self._assignment)
         from executors.worker.tracking import Tracking, tracked, write_page
 
         # Loaded before the generators are seeded: what it draws is not the user's. Begun after: it loads more modules.
         page = functools.partial(write_page, replica) if replica.rank == 0 else None
         about = tracked(task, replica, self._assignment.spec.launched_at)
-        tracking = Tracking(launched.tracker, about, page, self.warnings.add)
+        tracking = Tracking(settings.tracker, about, page, self.warnings.add)
         loaded = _load(replica, task, self._assignment)
         self._tracking, replica.recorder.on_line = tracking, tracking.take
         tracking.start()
@@ -430,7 +431,7 @@ def _load(replica: Replica, stored: StoredTask, assignment: Assignment) -> Calla
                 replica.warnings.add(warning)
     seeded = seed_generators(replica, stored.record.seed, but=set())
     launched = stored.record.launched_with  # not all of what a resume or an addition gives is in it
-    given = {*assignment.spec.env, *(launched.env if launched is not None else ())}
+    given = {*assignment.spec.env, *_recorded_env(replica.rank, launched)}
     own = fill_in_environment(replica, given)
     function, args = stored.load(own)
     if assignment.gpu is not None:
@@ -440,6 +441,14 @@ def _load(replica: Replica, stored: StoredTask, assignment: Assignment) -> Calla
         os.environ[stored.record.rank_env] = str(replica.rank)
     replica.knows_rank = replica.knows_rank or "rank" in own.used or stored.record.rank_env is not None
     return functools.partial(function, **args)
+
+
+def _recorded_env(rank: int, launched: LaunchedWith | None) -> Collection[str]:
+    """Name the variables that the launch gave a rank. An added rank has those of the launch's first placement."""
+    if launched is None:
+        return ()
+    place = next((each for each in launched.placements if rank in each.ranks), launched.placements[0])
+    return place.env
 
 
 def _say(words: str) -> None:

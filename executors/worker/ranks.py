@@ -13,10 +13,10 @@ from typing import Protocol
 from executors.attempt import Attempt
 from executors.attempt.outcome import describe_cancel
 from executors.errors import ReplicasError, StoreError
-from executors.native import RunSpec
 from executors.process import become_subreaper, kill_descendants
 from executors.protocol import Reason
 from executors.replica.shared_page import SharedPage
+from executors.settings.run_spec import RunSpec
 from executors.store import store_at
 from executors.task.stored import StoredTask, read_task
 from executors.worker.watchdog import LOOK_S, Watchdog

@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from executors.attempt import HANDLE, INTENT, Attempt, Beat, parse_handle
 from executors.errors import StoreError
-from executors.native import RunSpec
 from executors.patience import BRIEF, GLANCE
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
+from executors.settings.run_spec import RunSpec
 from executors.store import Store
 from executors.store.records import is_gone, to_bytes
 from executors.store.run_key import hold_key

@@ -15,9 +15,10 @@ from typing import NoReturn
 from executors import replica as environment
 from executors.errors import ReplicasError
 from executors.module_search import reserve_names, search_first
-from executors.native import ATTACHED_LEASE, RUN_KEY, RunSpec
 from executors.process import become_subreaper
-from executors.task.policy import HangLimits, Restarts
+from executors.settings import Settings
+from executors.settings.run_spec import ATTACHED_LEASE, RunSpec
+from executors.store.run_key import RUN_KEY
 from executors.worker.container import NOTICE_S, ContainerRanks, ContainerSupervisor
 from executors.worker.spare import Spare
 
@@ -89,7 +90,7 @@ def read_assignment(environ: Mapping[str, str]) -> ContainerSupervisor:
         ValueError: a number or a policy is not one.
     """
     spec = read_spec(environ)
-    Restarts.of(spec.restarts), HangLimits.parse(spec.hang)
+    spec.settings.check()
     ranks = ContainerRanks(spec, term_grace_s=TERM_GRACE_S, gpu=environ.get(environment.GPU) or None)
     return ContainerSupervisor(
         spec,
@@ -111,17 +112,20 @@ def read_spec(environ: Mapping[str, str]) -> RunSpec:
         )
 
     return RunSpec(
-        *(me.run_id, me.rendezvous, digest, me.world_size, (me.rank,), me.attempt),
+        *(me.run_id, me.rendezvous, digest, _settings(environ, me.world_size), (me.rank,), me.attempt),
         env={name: environ[name] for name in environ.get(environment.ENV, "").split(",") if name in environ},
-        fail_fast=environ.get(environment.FAIL_FAST) == "1",
-        restarts=environ.get(environment.RESTARTS) or None,
-        hang=environ.get(environment.HANG) or "auto",
         launched_at=_number(environ, environment.LAUNCHED_AT) or 0.0,
         key=environ.get(RUN_KEY),
         lease_s=_number(environ, environment.LEASE_S),
         lease_name=environ.get(environment.LEASE_NAME) or ATTACHED_LEASE,
         task_folder=environ.get(environment.TASK_FOLDER) or "task",
     )
+
+
+def _settings(environ: Mapping[str, str], world_size: int) -> Settings:
+    """Return the settings of the launch. Without any, as in a hand-written job, all but `n` have their defaults."""
+    text = environ.get(environment.SETTINGS)
+    return Settings(n=world_size) if not text else Settings.parse(text.encode(), environment.SETTINGS)
 
 
 def _time_limit(environ: Mapping[str, str]) -> float | None:
@@ -131,7 +135,7 @@ def _time_limit(environ: Mapping[str, str]) -> float | None:
     before the service ends the container.
     """
     timeout_s = _number(environ, environment.TIMEOUT_S)
-    if timeout_s is None or environ.get(environment.PAYS_FOR_START) != "1":
+    if timeout_s is None or not _settings(environ, 1).pays_for_start:
         return timeout_s
     begun_s = _number(environ, environment.BOOTSTRAP_S) or 0.0
     return max(LEAST_TIME_S, timeout_s - begun_s - min(TERM_GRACE_S + 5.0, timeout_s / 20))

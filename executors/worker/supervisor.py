@@ -17,11 +17,11 @@ from collections import deque
 from executors.attempt import Attempt
 from executors.attempt.outcome import describe_cancel, describe_end
 from executors.errors import LaunchError, StoreError
-from executors.native import LEASE_S, RunSpec
 from executors.patience import BRIEF, GLANCE, SUPERVISOR, Patience, Waits, retry
 from executors.process import children, kill_descendants
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica.shared_page import SharedPage
+from executors.settings.run_spec import LEASE_S, RunSpec
 from executors.store.file import FULL
 from executors.store.records import is_gone
 from executors.store.run_key import hold_key
@@ -70,7 +70,7 @@ class Supervisor:
     ) -> None:
         self._ranks = ranks
         self._spec = spec
-        self._n_spare = len(spec.ranks) - (spec.min_replicas or len(spec.ranks))
+        self._n_spare = len(spec.ranks) - (spec.settings.min_replicas or len(spec.ranks))
         self._timeout_s = NEVER if timeout_s is None else timeout_s
         self._memory_kills = self.count_memory_kills()
         self._ends = Ends(spec.world_size, timeout_s, self._memory_kills)
@@ -102,10 +102,10 @@ class Supervisor:
         """Whether the start has failed: who asked for it ends what is of it, and others go on."""
         self._watch_at = NEVER
         self._killer = None
-        if spec.chaos:
+        if spec.settings.chaos:
             from executors.worker.chaos import Killer
 
-            self._killer = Killer(spec.chaos, spec.run_id)
+            self._killer = Killer(spec.settings.chaos, spec.run_id)
 
     def start(self) -> list[Attempt]:
         """Begin the attempts and start what may run at once; return those that are this process's.
@@ -432,7 +432,7 @@ class Supervisor:
     def _note_end(self, attempt: Attempt, outcome: Outcome) -> None:
         """Let an end be answered, or the first failure end the run, if that was asked for."""
         self._answers.ended(outcome)
-        if self._spec.fail_fast and not self._is_undone and outcome.status is ReplicaStatus.FAILED:
+        if self._spec.settings.fail_fast and not self._is_undone and outcome.status is ReplicaStatus.FAILED:
             with contextlib.suppress(StoreError):
                 if retry(functools.partial(end_others, attempt, outcome, self._spec.world_size)):
                     self._answers.close("the run failed early")

@@ -146,8 +146,8 @@ def tracked(task: StoredTask, replica: Replica, launched_at: float) -> Tracked:
         "entrypoint": launched.entrypoint,
         "replicas": launched.world_size,
         "backend": launched.backend,
-        "gpu": launched.gpu,
-        "seed": record.seed,
+        "gpu": launched.settings.gpu,
+        "seed": launched.settings.seed,
         "torch": record.torch,
         **{f"args.{name}": value for name, value in {**record.arg_texts, **(record.args or {})}.items()},
     }

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from executors.attempt.outcome import describe_end
-from executors.native import RunSpec
 from executors.patience import ROUND
 from executors.process import Activity, activity, open_file_of
 from executors.replica.shared_page import ATOMIC_LIMIT_S, STEPS, SharedPage
-from executors.task.policy import DEFAULT_START_S, HangLimits
+from executors.settings.policy import DEFAULT_START_S, HangLimits
+from executors.settings.run_spec import RunSpec
 from executors.worker.activity import ActivityMeter
 from executors.worker.failure import is_users_file
 from executors.worker.watched import HANG_SIGNAL, STACKS_NAME, STACKS_SIGNAL

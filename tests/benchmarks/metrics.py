@@ -17,7 +17,8 @@ from .launch import scratch_folder
 STEP_S = 0.005
 ROUND_S = 30
 RECORD = {
-    "backend": "local", "world_size": 8, "entrypoint": "train.py:main", "task_digest": "0" * 64, "created_at": 1.7e9,
+    "entrypoint": "train.py:main", "task_digest": "0" * 64, "created_at": 1.7e9,
+    "settings": {"n": 8}, "placements": [{"backend": "local", "ranks": [*range(8)]}],
 }  # fmt: skip
 
 

@@ -32,7 +32,7 @@ def bring_back(run_id: str) -> Run:
 def test_the_attempt_of_a_rank_is_killed_where_the_spec_says_and_no_other(folder: Folder) -> None:
     later = "kill:rank=1,at=outcome,attempt=1"
     shown = folder.launch("job:main", "--chaos", KILL, "--dry-run").json
-    assert shown["run.json"]["chaos"] == shown["request"]["spec"]["chaos"] == [KILL]
+    assert shown["run.json"]["settings"]["chaos"] == shown["request"]["spec"]["settings"]["chaos"] == [KILL]
     told = folder.launch("job:main", "--chaos", KILL, "--chaos", later, "--run-id", "shaken")
     assert told.code == 1
     assert f"on local, no time limit, chaos {KILL}" in told.stdout
@@ -40,7 +40,7 @@ def test_the_attempt_of_a_rank_is_killed_where_the_spec_says_and_no_other(folder
     assert "chaos: rank 1 dies after claim 1" in folder.replicas("logs", "shaken", "--rank", 1).stdout
     bring_back("shaken")
     run = bring_back("shaken")
-    assert run.record.chaos == (KILL, later)
+    assert run.record.settings.chaos == (KILL, later)
     found = [Attempt(run.store, "shaken", 1, attempt).outcome() for attempt in range(3)]
     assert [outcome.signal for outcome in found if outcome is not None] == ["SIGKILL", "SIGKILL", None]
     assert [(outcome.attempt, outcome.status) for outcome in run.outcomes()] == [(0, "succeeded"), (2, "succeeded")]

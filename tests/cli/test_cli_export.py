@@ -102,14 +102,17 @@ def test_a_tracker_is_named_by_an_option_a_settings_file_or_the_environment(
     (here.folder.path / "live.py").write_text(TRAIN)
     (here.folder.path / "go").touch()
     made = here.replicas("launch", "live.py", "--n", 1, "--tracker", "live:Tracker", "--dry-run", "--json").json
-    assert (made["run.json"]["tracker"], made["run.json"]["origins"]["tracker"]) == ("live:Tracker", "--tracker")
-    assert made["task/task.json"]["launched_with"]["tracker"] == "live:Tracker"
+    assert (made["run.json"]["settings"]["tracker"], made["run.json"]["origins"]["tracker"]) == (
+        "live:Tracker",
+        "--tracker",
+    )
+    assert made["task/task.json"]["launched_with"]["settings"]["tracker"] == "live:Tracker"
     (here.folder.path / "replicas.toml").write_text('tracker = "live:Tracker"\n')
     assert here.replicas("launch", "live.py", "--n", 1, "--run-id", "one", "--json").code == 0
     assert "'replicas': 1" in (here.folder.path / "tracked-0").read_text()
     assert launch(local, "live.py", 2, config=True, run_id="two").results() == [None, None]
     task = Attempt(attach("two").store, "two", 0).store.get("two/task/task.json")
-    assert json.loads(bytes(task))["launched_with"]["tracker"] == "live:Tracker"
+    assert json.loads(bytes(task))["launched_with"]["settings"]["tracker"] == "live:Tracker"
     monkeypatch.setenv("REPLICAS_TRACKER", "trackoi")
     refused = here.replicas("launch", "live.py", "--n", 1)
     assert (refused.code, "Did you mean 'trackio'?" in refused.stderr) == (2, True), refused

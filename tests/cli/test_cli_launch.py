@@ -153,7 +153,7 @@ def test_a_detached_run_goes_on_by_itself_and_values_of_its_environment_are_reco
     assert run.results() == ["hunter2=x"] * 2
     written = [path for path in state_home.rglob("*") if path.is_file() and path.name != "outcome.json"]
     assert not [path for path in written if b"hunter2" in path.read_bytes()]
-    assert run.record.env == ("TOKEN",)
+    assert run.record.placements[0].env == ("TOKEN",)
 
 
 def test_a_run_may_live_in_any_directory_and_its_id_alone_finds_it_again(here: HereInstead, tmp_path: Path) -> None:
@@ -264,13 +264,11 @@ def test_a_dry_run_shows_the_exact_request_and_leaves_no_trace(folder: Folder, s
     assert request["spec"]["env"] == {"TOKEN": "***"}
     assert set(request["environ"].values()) == {"***"}
     assert (request["timeout_s"], request["term_grace_s"]) == (90.0, 0.5)
-    assert (request["spec"]["restarts"], request["spec"]["hang"]) == ("3/3600s,oom=0", "120s:180s,start=1200s")
-    assert (result.json["run.json"]["restarts"], result.json["run.json"]["hang"]) == (
-        "3/3600s,oom=0",
-        "120s:180s,start=1200s",
-    )
+    asked = {"restarts": "3/3600s,oom=0", "hang_timeout": "2m", "start_timeout": "20m"}
+    for settings in (request["spec"]["settings"], result.json["run.json"]["settings"]):
+        assert {name: settings[name] for name in asked} == asked
     assert result.json["task/task.json"]["args"] == {"times": 3}
-    assert result.json["run.json"]["env"] == ["TOKEN"]
+    assert result.json["run.json"]["placements"][0]["env"] == ["TOKEN"]
     assert "hunter2" not in result.stdout + result.stderr
     assert sorted(folder.path.rglob("*")) == before
     assert not state_home.exists()

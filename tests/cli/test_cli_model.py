@@ -16,8 +16,7 @@ from support.cli import HereInstead
 
 from executors import LocalProcessExecutor, Run, attach, launch
 from executors.errors import MissingDependencyError
-from executors.native import RUN_KEY
-from executors.store.run_key import key_file
+from executors.store.run_key import RUN_KEY, key_file
 from executors.testing import eventually
 
 LOCAL = LocalProcessExecutor(term_grace_s=0.5)
@@ -175,7 +174,7 @@ def test_a_run_starts_from_another_ones_model_in_another_store(
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     options = ("tuned.py:main", "--n", 3, "--arg", f"folder={tmp_path}", "--from", source.url, "--run-id", "tuned")
     planned = here.replicas("launch", *options, "--dry-run").json
-    assert planned["run.json"]["starts_from"] == source.url
+    assert planned["run.json"]["settings"]["from_run"] == source.url
     assert planned["run.json"]["key_id"] == source.record.key_id
     done = here.replicas("launch", *options)
     assert done.code == 0, done

@@ -14,7 +14,7 @@ import pytest
 from servers.modal.server import ModalServer
 
 from executors import ModalExecutor, ReplicaHandle, ServerlessExecutor
-from executors.native import RunSpec
+from executors.settings.run_spec import RunSpec
 from executors.testing import ExecutorContract
 
 pytestmark = pytest.mark.slow

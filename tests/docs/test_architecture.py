@@ -19,11 +19,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("protocol", "process", "module_search"),
-    ("native", "errors", "durations"),
+    ("errors", "durations"),
     ("patience",),
-    ("logs", "store"),
-    ("status",),
-    ("attempt", "task"),
+    ("store",),
+    ("settings", "status"),
+    ("native",),
+    ("logs", "attempt", "task"),
     ("metrics", "supervision", "registry"),
     ("report",),
     ("run", "replica"),
@@ -66,9 +67,9 @@ SYSTEMS_ALLOWED = {
     ("executors/backends/kubernetes_manifest.py", "/dev/shm"): "a path in a container",
 }
 TESTING = ("executors.testing", "diloco.testing")
-REPEATED = ("__init__.py", "__main__.py", "errors.py", "executor.py", "protocol.py")
+REPEATED = ("__init__.py", "__main__.py", "errors.py", "executor.py", "protocol.py", "settings.py")
 MAX_PRIVATE_PARAMETERS = 7  # besides self
-MAX_ENTRIES = 26  # of `ls executors`
+MAX_ENTRIES = 27  # of `ls executors`
 
 
 def files_of(*packages: str) -> dict[str, Path]:

@@ -13,8 +13,8 @@ from support.fake_jobs import FakeExecutor, FakeJobs, Machines, start, wait_unti
 
 from executors import Run
 from executors.run.resume import resume
+from executors.settings.policy import Restarts
 from executors.supervision.decisions import DecisionLog
-from executors.task.policy import Restarts
 from executors.testing import eventually
 
 
@@ -37,7 +37,7 @@ def waited_for(run: Run) -> Iterator[None]:
 
 def test_a_replica_whose_machine_was_taken_back_comes_back_by_itself(machines: Machines) -> None:
     run = start(2, "hang")
-    assert run.record.restarts == "preempted"
+    assert run.record.settings.restarts == "preempted"
     with waited_for(run):
         wait_until_hanging(run)
         machines.end(machines.job_of(run, 1), "preempted")
@@ -58,13 +58,13 @@ def test_no_other_end_is_answered(machines: Machines, reason: str | None) -> Non
 @pytest.mark.parametrize(("restarts", "recorded"), [("none", None), ("2", "2")])
 def test_what_is_asked_for_wins(machines: Machines, restarts: str, recorded: str | None) -> None:
     run = start(1, "main", restarts=restarts)
-    assert run.record.restarts == recorded
+    assert run.record.settings.restarts == recorded
     assert run.wait(60)
 
 
 def test_a_detached_run_has_no_such_restarts_because_nobody_waits_for_it(machines: Machines) -> None:
     run = start(1, "main", detach=True)
-    assert run.record.restarts is None
+    assert run.record.settings.restarts is None
     assert run.wait(60)
 
 

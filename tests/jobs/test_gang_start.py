@@ -266,7 +266,7 @@ def test_a_start_that_begins_to_wait_after_the_launch_was_given_up_is_interrupte
 
 def test_a_launch_says_how_far_it_is(machines: Machines) -> None:
     told: list[str] = []
-    plan_launch(LaunchRequest(entrypoint="job.py:main", n=3, run_id="otter"), FakeExecutor()).start(told.append)
+    plan_launch(LaunchRequest.of("job.py:main", n=3, run_id="otter"), FakeExecutor()).start(told.append)
     assert told == [f"{n} of 3 started" for n in range(4)]
     attached().cancel()
 

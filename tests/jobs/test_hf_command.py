@@ -120,7 +120,7 @@ def test_the_price_is_told_before_the_launch_and_becomes_the_time_limit(hf: HubS
     # Two T4 at 40 cents an hour each.
     told = here.replicas(*LAUNCH, "--n", 2, "--gpu", "T4", "--max-cost", "0.20", "--dry-run")
     assert (round(told.json["usd_per_hour"], 2), round(told.json["timeout_s"])) == (0.80, 900)
-    assert told.json["run.json"]["max_cost"] == 0.2
+    assert told.json["run.json"]["settings"]["max_cost"] == 0.2
     told = here.replicas(*LAUNCH, "--n", 2, "--gpu", "T4", "--max-cost", "80", "--timeout", "90", "--dry-run")
     assert told.json["timeout_s"] == 90
     told = here.replicas(*LAUNCH, "--n", 2, "--max-cost", "1", "--option", "flavor=of-tomorrow")

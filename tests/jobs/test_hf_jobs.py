@@ -137,7 +137,7 @@ def test_the_user_is_asked_for_once_by_all_threads_and_never_for_a_known_namespa
     def one(number: int) -> list[str]:
         together.wait()
         run = launch(executor, "job.py:main", 4, run_id=f"run-{number}")
-        assert run.record.executor_options["namespace"] == hf.namespace
+        assert run.record.placements[0].executor_options["namespace"] == hf.namespace
         attach(run.url).cancel()
         return ids_of(run)
 

@@ -99,10 +99,11 @@ def test_no_secret_and_no_image_is_used_because_a_record_names_it(
         ({"secrets": ["HOME"]}, "Name it again: --secret HOME"),
         ({"unrecorded_options": ["image"]}, "Give it again: --backend local --option image="),
     ):
-        theirs = json.dumps(task_json({**record, **changes})).encode()
+        changed = {**record, "placements": [{**record["placements"][0], **changes}]}
+        theirs = json.dumps(task_json(changed)).encode()
         digest = hashlib.sha256(theirs).hexdigest()
         run.store.put("same/task/task.json", theirs)
-        run.store.put("same/run.json", json.dumps({**record, **changes, "task_digest": digest}).encode())
+        run.store.put("same/run.json", json.dumps({**changed, "task_digest": digest}).encode())
         trusts: list[dict[str, Any]] = [{"trust_bucket": True}, {"task_digest": digest}]
         for trust in trusts:
             with pytest.raises(ValueError, match=words):

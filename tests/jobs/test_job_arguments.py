@@ -32,7 +32,7 @@ SCRIPT = "import sys\nfrom executors import current_replica\nprint('ran', sys.ar
 def test_texts_become_what_the_annotations_say_in_a_job() -> None:
     Path("annotated.py").write_text(ANNOTATED)
     texts = {"out": "a/b", "mode": "FAST", "on": "no"}
-    request = LaunchRequest(entrypoint="annotated.py", n=1, arg_texts=texts)
+    request = LaunchRequest.of("annotated.py", n=1, arg_texts=texts)
     assert plan_launch(request, FakeExecutor()).start().results() == [["PosixPath", "FAST", False]]
 
 
@@ -49,7 +49,7 @@ def test_replicas_that_see_this_machine_meet_where_the_variable_says_or_in_the_s
     assert places() == {local_store().url}
     monkeypatch.setenv("REPLICAS_RENDEZVOUS", str(tmp_path / "shared"))
     assert places() == {(tmp_path / "shared").as_uri()}
-    request = LaunchRequest(entrypoint="job.py:main", n=1)
+    request = LaunchRequest.of("job.py:main", n=1)
     assert plan_launch(request, "inline").request.rendezvous is None, "it is for other machines"
 
 
@@ -74,7 +74,7 @@ def test_a_service_may_have_no_limit_of_its_own_by_default(machines: Machines, m
     limited, free = (made.job for made in machines.jobs)
     assert (limited.limit_s, free.limit_s) == (3600 + 900, None)
     assert ["REPLICA_TIMEOUT_S" in job.env for job in (limited, free)] == [True, False]
-    assert (run.record.timeout_s, run.handle(0).metadata["timeout_s"]) == (None, None)
+    assert (run.record.placements[0].timeout_s, run.handle(0).metadata["timeout_s"]) == (None, None)
 
 
 def test_a_script_runs_in_a_job_with_its_argv(machines: Machines) -> None:
@@ -87,7 +87,7 @@ def test_a_script_runs_in_a_job_with_its_argv(machines: Machines) -> None:
 
 def test_what_cannot_work_is_refused_before_a_job_is_asked_for(machines: Machines) -> None:
     Path("annotated.py").write_text(ANNOTATED)
-    request = LaunchRequest(entrypoint="annotated.py", n=1, arg_texts={"out": "a", "mode": "SLOW"})
+    request = LaunchRequest.of("annotated.py", n=1, arg_texts={"out": "a", "mode": "SLOW"})
     with pytest.raises(EntrypointArgumentsError, match=r"--arg mode=SLOW: main\(\) takes mode as one of FAST"):
         plan_launch(request, FakeExecutor())
     with pytest.raises(EntrypointError, match=r"fetch\(\) is async"):

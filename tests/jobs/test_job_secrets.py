@@ -20,8 +20,7 @@ from executors import HFJobsExecutor, attach, launch
 from executors.backends.jobs.service import Job, JobKey
 from executors.errors import ReplicasError
 from executors.launcher import plan_launch
-from executors.native import RUN_KEY
-from executors.store.run_key import key_file
+from executors.store.run_key import RUN_KEY, key_file
 from executors.task.launch_request import LaunchRequest
 
 MINE = {"BY_OPTION": "s3cret/of+the=executor", "BY_LAUNCH": 's3cret of the launch, "quoted"'}
@@ -99,7 +98,7 @@ def test_a_plan_and_a_dry_run_show_names_alone(hf: HubServer, secrets: dict[str,
     assert first["command"][:2] == ["python", "-c"]
     assert (first["flavor"], first["timeout"], first["namespace"]) == ("cpu-basic", 4500, hf.namespace)
     assert hf.count("create") == 0
-    request = LaunchRequest(entrypoint="job.py:main", n=1, secrets=["BY_LAUNCH"], env={"MINE": "s3cret too"})
+    request = LaunchRequest.of("job.py:main", n=1, secrets=["BY_LAUNCH"], env={"MINE": "s3cret too"})
     plan = plan_launch(request, "hf")
     assert_nothing_of(secrets, repr(plan), "the repr of a plan")
 

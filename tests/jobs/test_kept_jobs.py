@@ -24,9 +24,10 @@ from executors import Run, attach
 from executors.attempt import Attempt, Intent
 from executors.backends.jobs.job_ends import CLOCKS_DIFFER_S
 from executors.backends.jobs.service import LONGEST_PATIENCE_S, START_LIMIT_S, Job
-from executors.native import LEASE_S, Unfinished
+from executors.native import Unfinished
 from executors.run.recipe import recipes_of, vouched_task
 from executors.run.resume import resume
+from executors.settings.run_spec import LEASE_S
 from executors.store.records import to_bytes
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.lease import LeaseHolder, release_lease

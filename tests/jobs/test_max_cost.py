@@ -118,7 +118,7 @@ def test_a_new_run_from_a_snapshot_costs_no_more_than_its_max_cost(
     assert run.wait(60)
     new = resume(attached(), gpu=gpu, timeout=timeout, from_snapshot=True)
     assert limits(machines) == [SHARE_S, limit_s]
-    assert (new.record.max_cost, new.record.timeout_s) == (2.0, limit_s)
+    assert (new.record.settings.max_cost, new.record.placements[0].timeout_s) == (2.0, limit_s)
     new.cancel()
 
 

@@ -128,7 +128,7 @@ def test_no_secret_is_seen_outside_secret_objects(
 
 def test_a_dry_run_shows_the_requests_and_starts_nothing(modal_runs: ModalServer, s3: S3Server) -> None:
     modal_runs.secrets["wandb"] = {"WANDB_KEY": "the-key-of-wandb"}
-    request = LaunchRequest(entrypoint=task("echo"), n=2, secrets=["wandb"], env={"MINE": "my-own-value"}, gpu="H100")
+    request = LaunchRequest.of(task("echo"), n=2, secrets=["wandb"], env={"MINE": "my-own-value"}, gpu="H100")
     shown = plan_launch(request, ModalExecutor(region="us-east")).dry_run()
     text = json.dumps(shown)
     jobs: list[Mapping[str, Any]] = shown["request"]["jobs"]

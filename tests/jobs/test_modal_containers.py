@@ -81,7 +81,7 @@ def test_a_run_with_an_image_object_is_resumed_only_with_an_image_that_is_given_
     image = modal.Image.debian_slim("3.11").run_commands("echo made-by-the-user")
     run = launch(ModalExecutor(image=image), task("hang"), 1, run_id="otter")
     run.cancel()
-    assert run.record.unrecorded_options == ("image",)
+    assert run.record.placements[0].unrecorded_options == ("image",)
     asked_again = r"with the option 'image' of backend 'modal'.*--backend modal --option image=…"
     for found in (attach("otter"), attach("otter", executor="modal"), attach("otter", executor=ModalExecutor())):
         with pytest.raises(ValueError, match=asked_again):

@@ -84,7 +84,7 @@ def test_a_launch_on_two_backends_is_one_run_of_all(folder: Path) -> None:
     seen = attach("otter", executor=FakeExecutor())
     assert states(seen) == [(0, "local", "running"), (1, "fake", "running"), (2, "fake", "running")]
     assert "backend" in seen.status().used_columns()
-    assert [part.backend for part in seen.record.others] == ["fake"]
+    assert [part.backend for part in seen.record.placements] == ["local", "fake"]
     lines = "".join(f"[{rank}] rank {rank} of 3 waits\n" for rank in range(3))
     assert seen.logs() == lines
     seen.cancel(2)
@@ -112,7 +112,7 @@ def test_requirements_of_one_backend_are_not_installed_at_another(folder: Path, 
     with pytest.raises(RunNotFoundError):
         attach("otter")
     assert not machines.jobs
-    asked = LaunchRequest(entrypoint="job.py:main", n=2, args={"folder": str(folder)})
+    asked = LaunchRequest.of("job.py:main", n=2, args={"folder": str(folder)})
     with_this_machine = executor_of(
         "local:1,other:1", lambda name: made(name) if name == "local" else InstallingExecutor()
     )

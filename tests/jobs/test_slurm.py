@@ -22,9 +22,9 @@ from executors.attempt import Attempt
 from executors.backends.jobs.service import Job, JobId, JobKey, JobServiceError
 from executors.backends.slurm import SlurmJobs
 from executors.errors import BackendError, LaunchError, RunNotFoundError
-from executors.native import RUN_KEY
 from executors.run.resume import resume
 from executors.store.records import to_bytes
+from executors.store.run_key import RUN_KEY
 from executors.testing import eventually
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]

@@ -130,7 +130,7 @@ def test_a_spare_ends_with_its_run(machines: Machines, ending: str) -> None:
     reasons = ["the run is over"] + ["its container was told to end"] * (ending == "cancel")
     assert (status, why) in [("cancelled", f"The spare ended: {reason}.") for reason in reasons]
     eventually(lambda: machines.living() == [], "its job ends")
-    assert run.record.spares == 1
+    assert run.record.settings.spares == 1
 
 
 def test_a_spare_that_cannot_be_had_is_a_warning(machines: Machines, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,9 +25,9 @@ from support.standalone_replicas import (
 
 from executors import attach, open_store
 from executors.attempt import Attempt
-from executors.native import RunSpec
 from executors.process import descendants
 from executors.replica import NOTICE_S, SERVICE
+from executors.settings.run_spec import RunSpec
 from executors.store.url import address_of
 from executors.supervision.decisions import DecisionLog
 
@@ -169,7 +169,7 @@ def test_where_no_processes_and_control_groups_can_be_seen_a_replica_runs_and_co
     if subprocess.run([*sandbox, "true"], check=False, capture_output=True).returncode != 0:
         pytest.skip("no file systems can be mounted here")
     spec = ship(s3.url("runs"), site.workspace, "tasks_of_user:comes_back", {"times": 1})
-    spec = replace(spec, restarts="1,backoff=0s")
+    spec = spec.with_settings(restarts="1,backoff=0s")
     code, out, err = ended(site.cloud.start(spec, within=sandbox))
     assert code == 0, out + err
     assert outcome_of(spec).reason == "signal"

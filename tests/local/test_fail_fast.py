@@ -12,8 +12,8 @@ from support.standalone_replicas import Cloud, ended, outcome_of, running_cloud,
 
 from executors import LocalProcessExecutor, Run, current_replica, open_store
 from executors.attempt import Attempt
-from executors.native import RunSpec
 from executors.protocol import ReplicaStatus
+from executors.settings.run_spec import RunSpec
 from executors.store.memory import MemoryStore
 from executors.supervision.decisions import DecisionLog
 from executors.task import create
@@ -95,7 +95,7 @@ def test_where_fewer_are_enough_a_rank_that_was_not_to_be_had_ends_nobody() -> N
         ("replaced", None, "fenced", False),
     ):
         store = MemoryStore()
-        request = LaunchRequest(entrypoint=train, n=2, args={"go": "", "rounds": 0}, min_replicas=min_replicas)
+        request = LaunchRequest.of(train, n=2, args={"go": "", "rounds": 0}, min_replicas=min_replicas)
         create.create_run(request, run_id, store, {"backend": "local"})
         failed = Attempt(store, run_id, 0)
         end_others(failed, failed.record(failed.ended(ReplicaStatus.FAILED, reason)), 2)  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ def test_replicas_without_a_supervisor_end_each_other(tmp_path: Path) -> None:
     workspace = write_files(tmp_path / "work", tasks_of_user=TASKS)
     with running_cloud(tmp_path) as cloud:
         spec = ship(tmp_path / "shared", workspace, "tasks_of_user:main", {"fails": 1}, n=3)
-        check_that_they_end(cloud, replace(spec, fail_fast=True))
+        check_that_they_end(cloud, spec.with_settings(fail_fast=True))
 
 
 def check_that_they_end(cloud: Cloud, spec: RunSpec) -> None:

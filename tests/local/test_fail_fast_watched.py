@@ -7,6 +7,7 @@ import time
 
 import pytest
 from support.cli import HereInstead
+from support.new_runs import run_json
 from support.third_party import PopenExecutor
 
 from executors import LocalProcessExecutor, Run, attach, launch
@@ -33,7 +34,7 @@ def test_where_nobody_else_does_it_the_one_who_waits_ends_the_run(
     assert [row.status for row in run.outcomes()] == ["cancelled", "failed", "cancelled"]
     assert "rank 1 failed before the first round: RuntimeError: " in (run.outcomes()[0].error or "")
     assert "rank 1 failed before the first round, which ends the run.\n" in capfd.readouterr().err
-    assert attach(run.run_id).record.fail_fast
+    assert attach(run.run_id).record.settings.fail_fast
 
 
 def test_fail_fast_ends_the_others_though_the_store_failed_when_they_were_to_be_told(
@@ -101,9 +102,7 @@ def test_nobody_is_said_to_train_on_where_all_fail_one_after_the_other() -> None
     states = [ReplicaState(rank, 0, failed, Outcome(rank, 0, failed, "exception")) for rank in (0, 1)]
     now = RunStatus("otter", "local", [*states, *(ReplicaState(rank, 0, running) for rank in (2, 3))])
     run = Run(MemoryStore(), "otter")
-    run.record = RunRecord(
-        backend="local", world_size=4, entrypoint="t.py", task_digest="0" * 64, created_at=time.time()
-    )
+    run.record = RunRecord.parse(run_json(n=4, created_at=time.time()))
     assert run.end_early(now, "--fail-fast") is None, "the others may be about to fail, too"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("executors.run.waiter.OTHERS_FAIL_S", 0.0)

@@ -15,10 +15,10 @@ from support.cli import Folder, HereInstead
 from executors import LocalProcessExecutor, launch
 from executors.attempt import Attempt
 from executors.protocol import ReplicaStatus
+from executors.settings.policy import Restarts
 from executors.store import MemoryStore
 from executors.supervision.decisions import DecisionLog
 from executors.supervision.keeper import Keeper, Sight, Terms
-from executors.task.policy import Restarts
 from executors.worker.health_check import UnhealthyError, check_health
 
 CHECKS = """
@@ -46,7 +46,7 @@ def test_a_replica_whose_check_fails_ends_before_its_task_and_says_why(tmp_path:
     run = launch(local, f"{name}:draw", 4, health_check=f"{name}:of_rank", seed=7)
     run.wait(60)
     outcomes = run.outcomes()
-    assert run.record.health_check == f"{name}:of_rank"
+    assert run.record.settings.health_check == f"{name}:of_rank"
     assert [outcome.reason for outcome in outcomes] == [None, *["start_failed"] * 3]
     for outcome, says in zip(outcomes[1:], ("OSError: the disk is read-only", "SystemExit: no GPU", ""), strict=True):
         expected = f"The health check {name}:of_rank " + (f"failed: {says}" if says else "returned False.")
@@ -111,7 +111,8 @@ def test_an_answer_that_takes_too_long_is_within_the_limit(monkeypatch: pytest.M
 
 def test_a_check_is_looked_at_before_anything_is_started(folder: Folder, here: HereInstead) -> None:
     shown = folder.launch("job:main", "--health-check", "job:keep", "--dry-run").json
-    assert shown["run.json"]["health_check"] == shown["task/task.json"]["launched_with"]["health_check"] == "job:keep"
+    assert shown["run.json"]["settings"]["health_check"] == "job:keep"
+    assert shown["task/task.json"]["launched_with"]["settings"]["health_check"] == "job:keep"
     told = folder.launch("job:main", "--health-check", "job:kep")
     assert told.code == 2
     assert "'kep' does not exist in it. Did you mean 'keep'?" in told.stderr

@@ -176,7 +176,7 @@ def test_a_policy_of_restarts_does_not_count_and_it_says_so(capsys: pytest.Captu
         "backend 'inline' restarts no replica: restarts, hang_timeout and start_timeout do not count"
         in capsys.readouterr().err
     )
-    assert run.record.restarts is None
+    assert run.record.settings.restarts is None
 
 
 def test_the_command_shows_a_debugger_and_goes_on(folder: Folder) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from support import tasks
+from support.new_runs import run_spec
 from support.runs import record_of
 
 from executors import LocalProcessExecutor, attach, current_replica, launch
 from executors.backends.local.request import LocalLaunch
-from executors.native import RunSpec
 from executors.run.resume import resume
 
 CONTRACT = ["REPLICA_RANK", "REPLICA_WORLD_SIZE", "REPLICA_RUN_ID", "REPLICA_ATTEMPT", "REPLICA_RENDEZVOUS"]
@@ -50,7 +50,7 @@ def test_the_environment_has_the_contract_the_runs_own_values_and_no_process_gro
             f"OF_{rank}": "${rank}" if rank == 1 else None,
         }
     assert os.environ["RANK"] == "7"
-    assert run.record.env == ("FILE", "TOKEN")
+    assert run.record.placements[0].env == ("FILE", "TOKEN")
     for file in (path for path in tmp_path.rglob("*") if path.is_file() and path.name != "outcome.json"):
         assert b"hunter2" not in file.read_bytes(), f"{file}: values are never recorded"
 
@@ -152,7 +152,7 @@ def test_the_cores_are_shared_by_all_that_run_at_once_however_many_are_launched_
     for world_size, max_parallel, threads in [(1, None, 8), (4, None, 2), (4, 2, 4), (2, 6, 4), (16, None, 1)]:
         for n_launched in (1, 4):
             ranks = tuple(range(world_size))[:n_launched]
-            spec = RunSpec("r", "file:///nowhere", "", world_size=world_size, ranks=ranks)
+            spec = run_spec("r", "file:///nowhere", "", world_size=world_size, ranks=ranks)
             launch = LocalLaunch(spec, "", "", [], {}, max_parallel=max_parallel)
             assert launch.torch_threads(cores=8) == threads, (world_size, max_parallel, n_launched)
 

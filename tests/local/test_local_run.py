@@ -328,7 +328,7 @@ def test_the_record_of_a_run_says_who_what_when(local: LocalProcessExecutor) -> 
     run.wait()
     record = run.record
     assert (record.backend, record.world_size, record.entrypoint) == ("local", 2, task("echo"))
-    assert (record.env, record.seed, record.launcher_pid) == (("TOKEN",), 3, os.getpid())
+    assert (record.placements[0].env, record.settings.seed, record.launcher_pid) == (("TOKEN",), 3, os.getpid())
     assert "hunter2" not in str(record)
 
 

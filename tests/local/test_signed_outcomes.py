@@ -16,11 +16,10 @@ from support.hostile_records import outcome_json
 from executors import LocalProcessExecutor, Run, attach, current_replica, launch
 from executors.attempt import CLAIM, HANDLE, INTENT, Attempt, Claim
 from executors.attempt.signed_record import signed_key
-from executors.native import RUN_KEY
 from executors.protocol import ReplicaHandle
 from executors.store import Store
 from executors.store.records import to_bytes
-from executors.store.run_key import drop_key, key_file
+from executors.store.run_key import RUN_KEY, drop_key, key_file
 from executors.testing import eventually
 
 PLAIN = LocalProcessExecutor(preload=(), term_grace_s=0.5)

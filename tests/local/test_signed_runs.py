@@ -20,11 +20,10 @@ from diloco import DiLoCo
 from diloco.rendezvous.frames import Contribution, Seal
 from diloco.rendezvous.proof import UNSIGNED, proof_of
 from executors import LocalProcessExecutor, Run, attach, current_replica, launch
-from executors.native import RUN_KEY
 from executors.replica import Replica, run_key
 from executors.run.resume import resume
 from executors.store.records import to_bytes
-from executors.store.run_key import key_file
+from executors.store.run_key import RUN_KEY, key_file
 from executors.testing import eventually
 
 PLAIN = LocalProcessExecutor(preload=(), term_grace_s=0.5)
@@ -70,7 +69,7 @@ def test_every_attempt_has_the_key_and_nobody_else_sees_it(
     assert key != "ab" * 32
     assert resume(run).results() == [digest_of(key)] * 2
     assert key_file("otter").stat().st_mode & 0o777 == 0o600
-    assert run.record.signed
+    assert run.record.settings.signed
     assert run.record.key_id == hashlib.sha256(bytes.fromhex(key)).hexdigest()[:8]
     told = Folder(tmp_path).replicas("status", "otter")
     assert f"signed (key {run.record.key_id})" in told.stdout
@@ -87,7 +86,7 @@ def test_each_signed_run_has_a_key_of_its_own_and_others_have_none(monkeypatch: 
     for backend in (PLAIN, "inline"):
         run = launch(backend, key_here, 1)
         assert run.results() == [None]
-        assert (run.record.signed, run.record.key_id, key_file(run.run_id).exists()) == (False, None, False)
+        assert (run.record.settings.signed, run.record.key_id, key_file(run.run_id).exists()) == (False, None, False)
     assert launch("inline", key_here, 1, signed=True).results() != [None]
     assert os.environ[RUN_KEY] == "ab" * 32
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from servers.isolation.gpu import write_torch
 from servers.s3.server import S3Server
+from support.new_runs import run_spec
 from support.standalone_replicas import (
     LIMIT_S,
     TASKS,
@@ -29,7 +30,6 @@ from support.standalone_replicas import (
 
 from executors import attach, open_store
 from executors.attempt import Attempt
-from executors.native import RunSpec
 from executors.shipping.package import replica_environment
 from executors.store.url import address_of
 
@@ -197,7 +197,7 @@ def test_other_versions_than_the_launchers_are_told_before_the_entrypoint_is_loa
 
 
 def test_a_process_that_is_given_too_little_says_what_is_missing(cloud: Cloud) -> None:
-    spec = RunSpec("otter", "file:///nowhere", "00", 1, (0,))
+    spec = run_spec("otter", "file:///nowhere", "00", 1, (0,))
     command = [str(cloud.python), "-P", "-m", "executors.worker"]
     for missing in ("REPLICA_RANK", "REPLICA_TASK_DIGEST"):
         environ = {**cloud.environ(), **replica_environment(spec, 0), "PYTHONPATH": str(ROOT)}
@@ -208,7 +208,7 @@ def test_a_process_that_is_given_too_little_says_what_is_missing(cloud: Cloud) -
 
 
 def test_a_replicas_environment_has_its_time_limit_and_not_the_users_variables() -> None:
-    environ = replica_environment(RunSpec("otter", "s3://bucket/runs", "00", 2, (0, 1), env={"A": "b"}), 1, 60.0)
+    environ = replica_environment(run_spec("otter", "s3://bucket/runs", "00", 2, (0, 1), env={"A": "b"}), 1, 60.0)
     assert environ["REPLICA_RENDEZVOUS"] == "s3://bucket/runs"
     assert environ["REPLICA_TIMEOUT_S"] == "60.0"
     assert "A" not in environ

@@ -63,7 +63,7 @@ def test_a_tracker_gets_the_numbers_of_each_rank_and_attempt_beside_the_training
         assert first[1] == {"step": 1, "loss": 1.0, "thread": "replicas-tracker"}
         assert [each.get("loss") for each in again[1:-1] if "loss" in each] == [1.0, 0.5]
         assert (first[-1], again[-1]) == ({"finish": False}, {"finish": True})
-    assert run.record.tracker == NOTES
+    assert run.record.settings.tracker == NOTES
 
 
 def test_a_tracker_does_not_take_a_run_for_an_earlier_one_of_that_id(folder: Path) -> None:

@@ -96,7 +96,7 @@ def test_a_task_that_was_exchanged_with_its_digest_is_refused_and_both_digests_a
 
 
 ALTERED: dict[str, Any] = {
-    "world_size": 5000,
+    "seed": 5,
     "gpu": "H100:8",
     "timeout_s": 86_400.0,
     "executor": "evil:Executor",
@@ -109,6 +109,17 @@ ALTERED: dict[str, Any] = {
     "chaos": ["kill:rank=0,round=3"],
     "task_digest": "0" * 64,
 }
+
+
+OF_PLACEMENTS = ("timeout_s", "executor", "executor_options", "unrecorded_options", "backend", "env")
+
+
+def altered(record: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
+    """A record with another value, wherever its name is."""
+    if name in OF_PLACEMENTS:
+        (place,) = record["placements"]
+        return {**record, "placements": [{**place, name: value}]}
+    return {**record, name: value} if name in record else {**record, "settings": {**record["settings"], name: value}}
 
 
 @pytest.mark.parametrize("trust", ["kept", "carried", "bucket"])
@@ -125,9 +136,11 @@ def test_a_record_that_was_changed_beside_its_task_is_refused(
     monkeypatch.setattr("executors.run.fleet.executor_of_record", None)  # no executor is even made
     launched = written(run)
     for name, value in ALTERED.items():
-        run.store.put("otter/run.json", to_bytes({**launched, name: value}))
+        run.store.put("otter/run.json", to_bytes(altered(launched, name, value)))
         before = objects_of(run)
-        what = r"'otter/run\.json' in .* is not what was launched: its " + name
+        what = r"'otter/run\.json' in .* is not what was launched: its " + (
+            name if name not in OF_PLACEMENTS else "placements"
+        )
         if (name, trust) == ("task_digest", "bucket"):
             what = r"'otter/task/task\.json' in .* is not what was launched: its sha256"
         with pytest.raises(StoreError, match=what):
@@ -141,11 +154,11 @@ def test_who_launched_a_run_goes_by_what_was_launched_and_not_by_what_the_bucket
 ) -> None:
     def meanwhile(store: Store, run_id: str, *_: object) -> None:
         record = read_json(store, f"{run_id}/run.json")
-        store.put(f"{run_id}/run.json", to_bytes({**record, "restarts": "9", "created_at": 1e10}))
+        store.put(f"{run_id}/run.json", to_bytes({**altered(record, "restarts", "9"), "created_at": 1e10}))
 
     monkeypatch.setattr("executors.run.handles.keep_handles", meanwhile)
     run = failed(tmp_path / "b", tmp_path / "ran")
-    assert (run.record.restarts, run.record.created_at < 1e10) == (None, True)
+    assert (run.record.settings.restarts, run.record.created_at < 1e10) == (None, True)
 
 
 def test_the_folder_of_the_launch_is_not_taken_from_the_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,13 +19,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from executors.native import RunSpec
 from executors.process import descendants, kill_descendants
 from executors.replica import Replica
 from executors.replica.shared_page import SharedPage
-from executors.task.policy import HangLimits
+from executors.settings.policy import HangLimits
 from executors.worker.watchdog import Defaults, Watchdog, WatchdogReport
 from executors.worker.watched import be_watched
+from support.new_runs import run_spec
 
 GRACE_S = 1.0
 
@@ -149,7 +149,7 @@ def start(entrypoint: Callable[[Replica], None], limits: str, defaults: Defaults
         HangLimits.parse(limits),
         ends=True,
         term_grace_s=GRACE_S,
-        spec=RunSpec("RUN", "memory://hanging", "00", 8, (3,)),
+        spec=run_spec("RUN", "memory://hanging", "00", 8, (3,)),
         rank=3,
         defaults=defaults,
     )

@@ -8,29 +8,13 @@ from typing import Any
 
 from executors.process import this_machine
 from executors.task.record import LaunchedWith
+from support.new_runs import run_json as run_json
 
-NOBODYS_DIGEST = "0" * 64
 LAUNCHED_WITH = {field.name for field in fields(LaunchedWith)}
 DEEP = "[" * 900 + "]" * 900
 DEEPER = "[" * 200_000 + "]" * 200_000
 LONG = "x" * 3_000_000
 ANSI = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202egnp.exe\x00\r"
-
-
-def run_json(**changes: Any) -> dict[str, Any]:
-    """A record of a run of two replicas that is as it should be, but for the changes."""
-    whole = {
-        "backend": "local",
-        "world_size": 2,
-        "entrypoint": "train.py:main",
-        "task_digest": NOBODYS_DIGEST,
-        "created_at": 1.7e9,
-        "created_by": "mallory@evil",
-        "env": [],
-        "secrets": [],
-        "chaos": [],
-    }
-    return {**whole, **changes}
 
 
 def task_json(record: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -64,18 +48,18 @@ NO_OBJECTS = {
     "a list": b"[]",
     "null": b"null",
     "a number": b"7",
-    "half a record": b'{"backend": "local", "world_',
+    "half a record": b'{"entrypoint": "local", "sett',
     "no text": b"\xff\xfe\x00\xd8",
     "deep": DEEP.encode(),
     "deeper than any stack": DEEPER.encode(),
-    "deep inside": json.dumps(run_json()).replace('"secrets": []', f'"code": {{"a": {DEEP}}}').encode(),
-    "an integer of a million digits": b'{"world_size": ' + b"9" * 1_000_000 + b"}",
+    "deep inside": json.dumps(run_json()).replace('"created_by"', f'"code": {{"a": {DEEP}}}, "created_by"').encode(),
+    "an integer of a million digits": b'{"created_at": ' + b"9" * 1_000_000 + b"}",
     "three megabytes": json.dumps(run_json(cwd=LONG)).encode(),
 }
 """What is refused as any record."""
 
 BAD_FIELDS: dict[str, list[Any]] = {
-    "world_size": ["four", 10**7, 10_001, -1, 0, True, 2.5, None, [2], {"n": 2}, float("nan"), float("inf")],
+    "n": ["four", 10**7, 10_001, -1, 0, True, 2.5, None, [2], {"n": 2}, float("nan"), float("inf")],
     "backend": [5, None, "", "a" * 1000, "../local", "\x1b[31mlocal", "local\nlocal", "subprocess:Popen", ["local"]],
     "entrypoint": [None, 5, ["a"], "x" * 100_000],
     "task_digest": [None, 5, "", "../../etc/passwd", "g" * 64],
@@ -238,7 +222,7 @@ BAD_TASK_FIELDS: dict[str, dict[str, Any]] = {
     "requirements that are none": {"requirements": "torch"},
     "a launch that is none": {"launched_with": ["a"]},
     "no word of its launch": {"launched_with": None},
-    "half a launch": {"launched_with": {"backend": "local"}},
+    "half a launch": {"launched_with": {"entrypoint": "job:main"}},
 }
 BAD_TASKS = {
     **{name: data for name, data in NO_OBJECTS.items() if name not in ("deep inside", "three megabytes")},

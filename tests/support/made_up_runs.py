@@ -21,6 +21,7 @@ from executors.report.document import Subject
 from executors.status import ReplicaState, RunStatus
 from executors.supervision.events import Event, events_of_end
 from executors.task.record import RunRecord, TaskRecord
+from support.new_runs import run_json
 
 BEGAN_AT = 1_790_000_000.0
 STEP_S = 0.1
@@ -186,14 +187,13 @@ def subject(
         origins=origins,
     )  # fmt: skip
     written = {
-        "backend": "local", "world_size": n, "entrypoint": "train.py:main", "task_digest": "0" * 64,
-        "created_at": BEGAN_AT - 2.0, "created_by": "me@host:4711", "cwd": "/home/me/project", "python": "3.11.7",
-        "code": {"commit": "3f2a9c1d5b7e8f90" * 2, "dirty": True},
+        "n": n, "created_at": BEGAN_AT - 2.0, "created_by": "me@host:4711", "cwd": "/home/me/project",
+        "python": "3.11.7", "code": {"commit": "3f2a9c1d5b7e8f90" * 2, "dirty": True},
     }  # fmt: skip
     about = {"python": "3.11", "entrypoint": "train.py:main", "args": {"steps": 600, "lr": 3e-4}, "torch": "2.13.0"}
     return Subject(
         url=url or f"file:///home/me/runs/{run_id}",
-        record=RunRecord.parse({**written, **record}),
+        record=RunRecord.parse(run_json(**{**written, **record})),
         task=TaskRecord.parse({**about, **(task or {})}),
         now=RunStatus(run_id, "local", states, at=BEGAN_AT + end_s + 60),
         metrics=metrics,

@@ -16,8 +16,9 @@ from servers.s3.server import CREDENTIALS
 
 from executors import open_store
 from executors.attempt import Attempt
-from executors.native import Package, RunSpec
+from executors.native import Package
 from executors.protocol import Outcome
+from executors.settings.run_spec import RunSpec
 from executors.shipping.package import bootstrap_command, make_package, replica_environment
 from support.new_runs import create_run
 from support.processes import MARK

@@ -38,24 +38,13 @@ from executors.backends.jobs.service import (
 from executors.backends.jobs.spares import spares_of, start_spares
 from executors.errors import StoreError
 from executors.logs.readers import TailedLog
-from executors.native import (
-    LEASE_S,
-    EndedJobs,
-    JobsLeft,
-    JobsOfRun,
-    Log,
-    Observation,
-    Package,
-    Parent,
-    Recordable,
-    RunSpec,
-    Unfinished,
-)
+from executors.native import EndedJobs, JobsLeft, JobsOfRun, Log, Observation, Package, Parent, Recordable, Unfinished
 from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
 from executors.replica import RANK, RENDEZVOUS, SERVICE, TIMEOUT_S
 from executors.run.job_notes import NotedJob, note_jobs, noted_jobs
 from executors.run.run_index import as_noted, local_store, remember
+from executors.settings.run_spec import LEASE_S, RunSpec
 from executors.store import open_store, store_at
 from executors.store.parallel import answered_within, in_threads
 from executors.store.url import default_rendezvous, new_run_id, real_url, remote_access, shared_rendezvous
@@ -64,6 +53,7 @@ from executors.task.create import create_run
 from executors.task.entrypoint import check_entrypoint
 from executors.task.launch_request import LaunchRequest
 from executors.task.record import find_run_record
+from executors.task.run_spec import LEASE_S
 from executors.task.stored import read_task
 
 DEFAULT_TIMEOUT_S = 3600
@@ -222,14 +212,14 @@ class JobExecutor:
             if self.needs_shared_rendezvous:
                 url = shared_rendezvous(self.backend_name, url, entrypoint, n_replicas)
             self.check_launch(n_replicas, entrypoint, entrypoint_args, gpu=gpu, timeout=timeout)
-            request = LaunchRequest(entrypoint=entrypoint, n=n_replicas, args=entrypoint_args, gpu=gpu, timeout=timeout)
+            request = LaunchRequest.of(entrypoint, n=n_replicas, args=entrypoint_args, gpu=gpu, timeout=timeout)
             store = local_store() if url is None else open_store(url)
             run = create_run(request, new_run_id(), store, describe_executor(self), self.package(entrypoint))
             with contextlib.suppress(StoreError):  # without a place for notes, a resume needs the digest or trust
                 remember(run.run_id, run.store_url, run.task_digest, self.options_to_keep)
         task = read_task(store_at(run.store_url), run.run_id, run.task_digest, run.task_folder)
         launched = task.record.launched_with
-        price = None if launched is None or launched.max_cost is None else self.price_per_hour(gpu)
+        price = None if launched is None or launched.settings.max_cost is None else self.price_per_hour(gpu)
         limits = limits_left(run, launched, self._timeout_s(timeout), price, together=self.service.starts_together)
         jobs = self._jobs(run, gpu, limits, task.record.requirements, task.record.pins)
 
@@ -253,15 +243,17 @@ class JobExecutor:
             handles = gang.run()
         finally:
             self._gangs.discard(gang)
-        if run.spares:
-            start_spares(run, lambda of: self.launch_replicas(run.spares, "", {}, gpu=gpu, timeout=timeout, run=of))
+        if run.settings.spares:
+            start_spares(
+                run, lambda of: self.launch_replicas(run.settings.spares, "", {}, gpu=gpu, timeout=timeout, run=of)
+            )
         return handles
 
     def describe_launch(
         self, run: RunSpec, *, gpu: str | None = None, timeout: float | None = None, requirements: Sequence[str] = ()
     ) -> dict[str, Any]:
         """Return the requests that `launch_replicas` would make, one a rank, with what is secret masked."""
-        parts = [run, spares_of(run)] if run.spares else [run]
+        parts = [run, spares_of(run)] if run.settings.spares else [run]
         timeout_s = self._timeout_s(timeout)
         limits = [dict.fromkeys(part.ranks, timeout_s) for part in parts]
         jobs = [
@@ -535,7 +527,7 @@ class JobExecutor:
 
     def _look_for(self, attempt: Attempt) -> ReplicaHandle | None:
         record = find_run_record(attempt.store, attempt.run_id)
-        launched_at, timeout_s = (0.0, None) if record is None else (record.created_at, record.timeout_s)
+        launched_at, timeout_s = (0.0, None) if record is None else (record.created_at, record.settings.timeout)
         jobs = self.service.find(JobKey.of(attempt, launched_at))
         if not jobs:
             intent = attempt.find(INTENT, Intent.parse)
@@ -587,7 +579,7 @@ class JobExecutor:
         common = {**run.env, **replica_environment(run, 0, None, gpu), **told}
         command, margin_s = self.service.command(), INSTALL_S if requirements else MARGIN_S
         # A container is paid for while it installs: what max_cost pays for has no margin on top.
-        margin_s = 0 if run.pays_for_start else margin_s
+        margin_s = 0 if run.settings.pays_for_start else margin_s
         jobs = []
         for rank in run.ranks:
             timeout_s = limits[rank]

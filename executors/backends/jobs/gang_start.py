@@ -32,8 +32,9 @@ from executors.backends.jobs.service import (
     stop_others,
 )
 from executors.errors import LaunchError, ReplicasError, StoreError
-from executors.native import EndedJobs, RunSpec
+from executors.native import EndedJobs
 from executors.protocol import ReplicaHandle, ReplicaStatus
+from executors.settings.run_spec import RunSpec
 from executors.store.parallel import answered_within, at_store, in_threads, within
 from executors.store.url import impatient_store
 
@@ -118,7 +119,7 @@ class GangStart:
         self._run = run
         self._starts = [_Start(attempt, job) for attempt, job in jobs]
         self._batches = [self._starts] if service.starts_together else [[start] for start in self._starts]
-        self._needed = min(run.min_replicas or len(jobs), len(jobs))
+        self._needed = min(run.settings.min_replicas or len(jobs), len(jobs))
         self._handle_of = handle_of
         self._started = started
         self._asking = threading.Lock()
@@ -185,7 +186,9 @@ class GangStart:
         """Wait until all have come, too many have failed, or the time has passed."""
         n, n_came, n_failed = len(self._starts), 0, 0
         self._tell(self._progress(0))
-        within_s = None if self._run.min_replicas is None else min(self._run.gather_s, threading.TIMEOUT_MAX)
+        within_s = (
+            None if self._run.settings.min_replicas is None else min(self._run.settings.gather_s, threading.TIMEOUT_MAX)
+        )
         with contextlib.suppress(TimeoutError):
             for future in as_completed(batches, within_s):
                 errors = [start.error for start in batches[future] if start.error]
@@ -207,7 +210,7 @@ class GangStart:
         """End everything, and raise why."""
         n, cause = len(self._starts), failed[0] if failed else None
         if cause is None:
-            what = f"started {n - n_late} of {n} replicas within {self._run.gather_s:g} s"
+            what = f"started {n - n_late} of {n} replicas within {self._run.settings.gather_s:g} s"
         else:
             number, run = cause.attempt.rank, self._run
             of = f"spare {number}" if run.is_of_spares else f"replica {number} of {run.world_size}"
@@ -251,8 +254,8 @@ class GangStart:
         self._give_up(failed, "it could not be started")
         if not late:
             return
-        if self._run.detach:
-            when = f"within {self._run.gather_s:g} s, and nobody waits for them after a detached launch"
+        if self._run.settings.detach:
+            when = f"within {self._run.settings.gather_s:g} s, and nobody waits for them after a detached launch"
             _say(f"started with {n_came} of {n} replicas; {len(late)} did not come {when}.")
             self._give_up_late(late, f"it did not come {when}")
             return

@@ -14,8 +14,8 @@ from executors.backends.jobs.job_states import JobStates
 from executors.backends.jobs.service import JobId, JobKey, JobService, JobServiceError, JobState, retrying, stop_others
 from executors.native import Parent
 from executors.protocol import Outcome, Reason, ReplicaHandle, ReplicaStatus
+from executors.settings.settings import MAX_WORLD_SIZE
 from executors.store.records import FAR_AHEAD, LONG_AGO, Fields, integer, json_object, nullable, number
-from executors.task.record import MAX_WORLD_SIZE
 
 LOG_LINES = OUTPUT_TAIL_LINES
 STILL_S = 90.0  # of a heartbeat that comes every 10 s

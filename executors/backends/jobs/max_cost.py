@@ -10,7 +10,7 @@ from typing import Any
 
 from executors.attempt import CLAIM, HANDLE, INTENT, Attempt, Beat, Boot, Claim
 from executors.errors import MaxCostSpentError
-from executors.native import RunSpec
+from executors.settings.run_spec import RunSpec
 from executors.status import name_ranks
 from executors.store import store_at
 from executors.store.records import FAR_AHEAD, Fields, json_object, nullable, number
@@ -41,17 +41,18 @@ def limits_left(
         MaxCostSpentError: the share of a rank is used up.
     """
     limits: dict[int, float | None] = dict.fromkeys(run.ranks, timeout_s)
-    if launched is None or launched.max_cost is None or run.attempt == 0 or run.is_of_spares:
+    settings = None if launched is None else launched.settings
+    if settings is None or settings.max_cost is None or run.attempt == 0 or run.is_of_spares:
         return limits
-    share_usd = launched.max_cost / (launched.world_size + launched.spares)
+    share_usd = settings.max_cost / (settings.n + settings.spares)
     # The launch's limit is no longer than what the share paid for, so its containers cost no more than this.
-    at_launch = share_usd / launched.timeout_s * 3600 if launched.timeout_s else None
+    at_launch = share_usd / settings.timeout * 3600 if settings.timeout else None
     price = usd_per_hour or at_launch
     if price is None:
         return limits
     store, spent = store_at(run.store_url), list[int]()
     for rank in run.ranks:
-        if rank >= launched.world_size:
+        if rank >= settings.n:
             continue
         left_usd = share_usd - spent_usd(Attempt(store, run.run_id, rank, run.attempt), at_launch or price)
         left_s = left_usd / price * 3600
@@ -59,7 +60,7 @@ def limits_left(
         spent += [rank] if left_s < LEAST_S else []
     if spent:
         raise MaxCostSpentError(
-            f"max_cost={launched.max_cost:g} of run {run.run_id!r} is spent: {name_ranks(spent)} ran for the "
+            f"max_cost={settings.max_cost:g} of run {run.run_id!r} is spent: {name_ranks(spent)} ran for the "
             f"${share_usd:.2f} that each replica may cost. A new run from its snapshot has a max_cost of its own: "
             f"replicas resume {run.run_id} --from-snapshot",
             ranks=spent,

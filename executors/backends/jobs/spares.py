@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from executors.errors import ReplicasError
-from executors.native import RunSpec
+from executors.settings.run_spec import RunSpec
 
 GATHER_S = 30.0  # a detached launch waits no longer for them
 
@@ -27,18 +27,12 @@ def start_spares(run: RunSpec, start: Callable[[RunSpec], object]) -> None:
 
     thread = threading.Thread(target=attempt, name="replicas-spares", daemon=True)
     thread.start()
-    if run.detach:
+    if run.settings.detach:
         thread.join()
 
 
 def spares_of(run: RunSpec) -> RunSpec:
     """Return what starts the spares of a run instead of its ranks."""
-    return replace(
-        run,
-        ranks=tuple(range(run.spares)),
-        spares=0,
-        is_of_spares=True,
-        min_replicas=1,
-        gather_s=GATHER_S,
-        detach=True,  # one that comes late is given up
-    )
+    spares = replace(run, ranks=tuple(range(run.settings.spares)), is_of_spares=True)
+    # A spare that comes late is given up.
+    return spares.with_settings(spares=0, min_replicas=1, gather_s=GATHER_S, detach=True)

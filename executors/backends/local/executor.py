@@ -23,11 +23,12 @@ from executors.backends.local.request import LocalLaunch, log_file, surroundings
 from executors.backends.local.zygote_client import ZygoteClient, zygote
 from executors.errors import BackendError, EntrypointArgumentsError, EntrypointImportError, LaunchError, StoreError
 from executors.logs import last_of
-from executors.native import Log, Observation, Parent, Recordable, RunSpec, Unfinished
+from executors.native import Log, Observation, Parent, Recordable, Unfinished
 from executors.process import CAN_SUPERVISE, is_alive, system_name, this_machine
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
 from executors.run.run_index import folder_of_run, local_store, remember, settle, state_dir
+from executors.settings.run_spec import RunSpec
 from executors.store.records import Record, checked, nullable, number, text
 from executors.store.state_folder import state_path
 from executors.store.url import new_run_id
@@ -192,7 +193,7 @@ class LocalProcessExecutor:
         _refuse_other_systems()  # here, too: a resume and an addition launch without the check
         if run is None:
             self.check_launch(n_replicas, entrypoint, entrypoint_args, gpu=gpu, timeout=timeout)
-            request = LaunchRequest(entrypoint=entrypoint, n=n_replicas, args=entrypoint_args, gpu=gpu, timeout=timeout)
+            request = LaunchRequest.of(entrypoint, n=n_replicas, args=entrypoint_args, gpu=gpu, timeout=timeout)
             run = create_run(request, new_run_id(), local_store(), describe_executor(self))
             remember(run.run_id, run.store_url, run.task_digest, self.options_to_keep)
         settle(run.run_id, run.store_url, run.task_digest)

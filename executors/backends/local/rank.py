@@ -72,7 +72,7 @@ def become_supervisor(launch: LocalLaunch, launcher_pidfd: int, reply: int) -> N
                 places=launch.places,
                 timeout_s=launch.timeout_s,
                 term_grace_s=launch.term_grace_s,
-                launcher_pidfd=None if launch.spec.detach else launcher_pidfd,
+                launcher_pidfd=None if launch.spec.settings.detach else launcher_pidfd,
             )
         except (OSError, ReplicasError, ValueError) as error:
             os.write(reply, (json.dumps({"error": str(error), "rank": None}) + "\n").encode())
@@ -84,7 +84,7 @@ def become_supervisor(launch: LocalLaunch, launcher_pidfd: int, reply: int) -> N
         with contextlib.suppress(BrokenPipeError), os.fdopen(reply, "w") as pipe:
             pipe.write(json.dumps(answer) + "\n")
         ranks.private.remove(reply)
-        if launch.spec.restarts is None:
+        if launch.spec.supervised_restarts is None:
             ranks.task = None  # a rank that had to wait reads it again
         gc.freeze()
         gc.enable()  # each request to a bucket leaves a cycle of objects: gigabytes in weeks

@@ -13,10 +13,11 @@ from typing import Any
 
 from executors.attempt import HANDLE, Attempt, parse_handle
 from executors.module_search import reserve_names, user_folders
-from executors.native import RUN_KEY, RunSpec
 from executors.process import start_time, this_machine, this_process
 from executors.protocol import ReplicaHandle
+from executors.settings.run_spec import RunSpec
 from executors.store import store_at
+from executors.store.run_key import RUN_KEY
 from executors.store.url import directory_of
 
 
@@ -79,7 +80,7 @@ class LocalLaunch:
     """With the pid it names one process: an attached run has ended with it."""
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "spec": self.spec.to_json()}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> LocalLaunch:
@@ -129,7 +130,7 @@ class LocalLaunch:
             "term_grace_s": self.term_grace_s,
             **attempt.named_key,
         }
-        if not self.spec.detach:
+        if not self.spec.settings.detach:
             metadata |= {"launcher_pid": self.launcher_pid, "launcher_started": self.launcher_started}
         return ReplicaHandle(attempt.rank, "local", metadata)
 

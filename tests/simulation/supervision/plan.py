@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from executors.task.policy import Restarts
+from executors.settings.policy import Restarts
 from simulation.world import Faults
 
 ENDS: dict[str, dict[str, Any]] = {

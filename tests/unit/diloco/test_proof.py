@@ -28,10 +28,9 @@ from diloco.rendezvous.round import Limits
 from diloco.rendezvous.snapshot import Pointer
 from diloco.wires import FP32, WIRES
 from diloco.wires.wire import Wire
-from executors.native import RUN_KEY
 from executors.replica import Replica, set_current_replica
 from executors.store import MemoryStore, open_store
-from executors.store.run_key import key_id
+from executors.store.run_key import RUN_KEY, key_id
 
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
 SIGNED, ID = proof_of(KEY), key_id(KEY)

@@ -23,7 +23,8 @@ from support.standalone_replicas import Cloud, ended, outcome_of, running_cloud,
 
 from executors import open_store
 from executors.attempt import Attempt, Boot
-from executors.native import Package, RunSpec
+from executors.native import Package
+from executors.settings.run_spec import RunSpec
 from executors.shipping.package import bootstrap_command, layer_command, make_package
 from executors.store.records import to_bytes
 from executors.testing import eventually

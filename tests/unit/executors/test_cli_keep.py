@@ -6,7 +6,7 @@ import pytest
 from typer import BadParameter
 
 from executors.cli.keep import _settings
-from executors.task.policy import Restarts
+from executors.settings.policy import Restarts
 
 
 @pytest.mark.parametrize(

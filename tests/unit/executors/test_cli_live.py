@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from support.new_runs import run_json
 
 from executors.attempt.pauses import pauses
 from executors.cli.live import PlainView, follow
@@ -43,7 +44,7 @@ class Clock:
 class ScriptedRun:
     """A run whose status comes from a script."""
 
-    record = RunRecord(backend="local", world_size=1, entrypoint="f", task_digest="0" * 64, created_at=0.0)
+    record = RunRecord.parse(run_json(n=1, created_at=0.0))
 
     patience: Patience = FOLLOWER
 

@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.new_runs import run_spec
 
 from executors import open_store
 from executors.attempt import Attempt, Beat
-from executors.native import RunSpec
 from executors.process import oom_kills_in_group, oom_kills_in_own_group
 from executors.protocol import Outcome, ReplicaStatus, WarningCount
 from executors.replica import Replica
 from executors.replica.shared_page import SharedPage
+from executors.settings.policy import HangLimits
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.orders import order_cancel
-from executors.task.policy import HangLimits
 from executors.task.record import TaskRecord
 from executors.task.stored import StoredTask
 from executors.worker import main
@@ -39,7 +39,7 @@ WARNED_OF = WarningCount(2, "the first", 0.5)
 def supervised(folder: Path, restarts: str | None = None) -> tuple[ContainerSupervisor, Attempt, SharedPage]:
     """Return the supervisor of a rank that has claimed its attempt and beaten once, and the page of that rank."""
     store = open_store(folder)
-    spec = RunSpec("run", store.url, "00", 1, (0,), restarts=restarts)
+    spec = run_spec("run", store.url, "00", 1, (0,), restarts=restarts)
     supervisor = ContainerSupervisor(
         spec, ContainerRanks(spec, term_grace_s=1, gpu=None), timeout_s=None, term_grace_s=1, notice_s=1
     )
@@ -188,7 +188,7 @@ def test_a_process_is_ended_for_the_attempt_that_follows_only_where_it_is_an_ear
 ) -> None:
     """One that found its attempt taken has claimed the very one to begin: to end it would leave the rank for good."""
     store = open_store(tmp_path)
-    spec = RunSpec("run", store.url, "00", 2, (1,), attempt=1, restarts="3,together")
+    spec = run_spec("run", store.url, "00", 2, (1,), attempt=1, restarts="3,together")
     supervisor = ContainerSupervisor(
         spec, ContainerRanks(spec, term_grace_s=1, gpu=None), timeout_s=None, term_grace_s=1, notice_s=1
     )

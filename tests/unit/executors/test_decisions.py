@@ -11,12 +11,12 @@ from support.hostile_records import BAD_DECISIONS
 
 from executors.errors import CorruptObjectError, KeyNotFoundError, StoreError
 from executors.protocol import Outcome, ReplicaStatus
+from executors.settings.policy import HangLimits, Restarts
 from executors.store import Data
 from executors.store.faulty import FaultyStore
 from executors.store.memory import MemoryStore
 from executors.supervision.decisions import ENDING, OTHERS, Decision, DecisionLog
 from executors.supervision.rules import RunFacts, decide
-from executors.task.policy import HangLimits, Restarts
 
 FACTS = RunFacts(run_id="run", world_size=4, launched_at=0.0, has_progress=True)
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+from support.new_runs import run_json
 
 from executors.attempt import Attempt
 from executors.attempt.outcome import encode_outcome
@@ -24,12 +25,7 @@ from executors.supervision.events import MORE, Event, EventReader
 from executors.supervision.uptime import uptime_document, wants_attention
 from executors.task.record import RunRecord
 
-RECORD = RunRecord.parse(
-    {
-        "backend": "local", "world_size": 2, "entrypoint": "train.py:main", "task_digest": "0" * 64,
-        "created_at": 1000.0, "created_by": "me@host:1", "restarts": "3",
-    }
-)  # fmt: skip
+RECORD = RunRecord.parse(run_json(created_at=1000.0, created_by="me@host:1", restarts="3"))
 FAILED, SUCCEEDED = ReplicaStatus.FAILED, ReplicaStatus.SUCCEEDED
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from support.new_runs import run_spec
+
 from executors.attempt import Attempt
 from executors.backends.local.gpu_slots import GpuSlot, take_slot
 from executors.backends.local.rank import LocalRanks
-from executors.native import RunSpec
 from executors.store import MemoryStore
 
 
@@ -32,7 +33,7 @@ def test_the_gpu_of_a_process_that_cannot_be_killed_is_shared_before_that_of_a_r
     tmp_path: Path,
 ) -> None:
     (tmp_path / "run").mkdir()
-    spec = RunSpec("run", "memory:", "", 6, tuple(range(6)))
+    spec = run_spec("run", "memory:", "", 6, tuple(range(6)))
     launch: Any = SimpleNamespace(
         gpu_slots=["A", "B"],
         log_folder=tmp_path / "run",

@@ -17,12 +17,12 @@ from executors.errors import BackendError, CorruptObjectError
 from executors.protocol import STOPPED, Outcome, ReplicaStatus
 from executors.run.canceller import Canceller
 from executors.run.outside_keeper import OutsideKeeper
+from executors.settings.policy import Restarts
 from executors.store import Store
 from executors.store.memory import MemoryStore
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.keeper import CARRY_S, LEAVE_S, Keeper, Sight, Terms
 from executors.supervision.orders import order_cancel, order_stop
-from executors.task.policy import Restarts
 from executors.task.record import RunRecord
 from executors.testing import eventually
 
@@ -340,10 +340,11 @@ def test_a_keeper_outside_knows_which_ranks_are_at_which_backend(
     ranks_elsewhere: list[int], kind: str, scene: Scene
 ) -> None:
     ends = {rank: end(rank, reason="exception", fingerprint="same") for rank in range(2)}
-    others = [{"backend": "modal", "ranks": ranks_elsewhere}]
+    here = [rank for rank in range(4) if rank not in ranks_elsewhere]
+    placements = [{"backend": "local", "ranks": here}, {"backend": "modal", "ranks": ranks_elsewhere}]
     looks = observer(
         scene.store,
-        record=RunRecord.parse(run_json(restarts="3", world_size=4, others=others)),
+        record=RunRecord.parse(run_json(restarts="3", world_size=4, placements=placements)),
         ranks=range(4),
         outcome=ends.get,
         handle=lambda rank, insists: None,

@@ -15,7 +15,7 @@ from executors.cli.config import keys_of
 from executors.cli.launch import launch as launch_command
 from executors.errors import EntrypointError
 from executors.launcher import launch_settings
-from executors.launcher.launch_settings import COMMAND_ONLY, Settings, keys_of_launch, read_settings
+from executors.launcher.launch_settings import COMMAND_ONLY, FoundSettings, keys_of_launch, read_settings
 from executors.registry import executor_class, read_options
 
 SCRIPT = '# /// script\n# requires-python = ">=3.11"\n# [tool.replicas]\n# {}\n# ///\ndef main(): ...\n'
@@ -30,7 +30,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def read(**given: Any) -> Settings:
+def read(**given: Any) -> FoundSettings:
     return read_settings(keys_of_launch(), **given)
 
 
@@ -231,8 +231,19 @@ def test_every_option_of_the_command_is_a_setting_and_python_knows_them_all() ->
 
     keys = {key: kind for key, (_, kind) in keys_of(Command).items()}
     flags = {name.replace("_", "-") for name in inspect.signature(launch_command).parameters}
-    assert flags - keys.keys() == {"context", "arg", "env", "option", "config", "profile", "as-json", "from-run"}
-    assert "from" in keys, "what Python cannot call a parameter"
+    assert flags - keys.keys() == {
+        "context",
+        "arg",
+        "env",
+        "option",
+        "config",
+        "profile",
+        "as-json",
+        "from-run",
+        "secrets",
+        "gather-s",
+    }
+    assert {"from", "secret", "gather"} <= keys.keys(), "the command's own words for these"
     assert keys == keys_of_launch(), "else: add it to COMMAND_ONLY"
     assert COMMAND_ONLY.keys() <= keys.keys()
 
@@ -247,7 +258,7 @@ def test_python_takes_from_the_settings_what_it_leaves_at_its_default(monkeypatc
     )
     run = launch(config=True, profile="p", seed=7)
     assert run.results() == [[5, "5"]]
-    assert (run.backend, run.record.seed, run.record.fail_fast) == ("inline", 7, True)
+    assert (run.backend, run.record.settings.seed, run.record.settings.fail_fast) == ("inline", 7, True)
     origins = dict(run.record.origins)
     assert origins.pop("args.steps").startswith("[profile.p] of ")
     assert origins.keys() == {"entrypoint", "n", "fail-fast", "args.name"}

@@ -6,9 +6,10 @@ import time
 from dataclasses import asdict
 
 import pytest
+from support.new_runs import run_spec
 
 from executors.errors import KeyNotFoundError, StoreError
-from executors.native import RunSpec
+from executors.settings.run_spec import RunSpec
 from executors.store import MemoryStore, records
 from executors.store.records import to_bytes
 from executors.supervision.lease import (
@@ -196,7 +197,7 @@ def test_containers_that_were_released_survive_a_store_that_refuses(
 def start_of(store: MemoryStore) -> tuple[RunSpec, LeaseHolder]:
     """Begin a detached start."""
     store.put("run/run.json", b"{}")
-    spec = with_lease(RunSpec("run", store.url, "", 2, (0, 1), detach=True), LIMIT_S, detach=True)
+    spec = with_lease(run_spec("run", store.url, "", 2, (0, 1), detach=True), LIMIT_S, detach=True)
     holder = hold_lease(store, spec)
     assert holder is not None
     return spec, holder
@@ -232,7 +233,7 @@ def test_a_detached_start_that_ends_half_way_ends_its_containers_within_a_lease_
 def test_an_attached_start_keeps_the_lease_of_the_run() -> None:
     store = MemoryStore()
     store.put("run/run.json", b"{}")
-    spec = with_lease(RunSpec("run", store.url, "", 2, (0, 1)), LIMIT_S, detach=False)
+    spec = with_lease(run_spec("run", store.url, "", 2, (0, 1)), LIMIT_S, detach=False)
     holder = hold_lease(store, spec)
     finish_start(holder, spec)
     assert [entry.key for entry in store.list("")] == ["run/lease.json", "run/run.json"]

@@ -22,7 +22,7 @@ from executors.registry import (
     import_path,
     known_backends,
 )
-from executors.task.record import RunRecord
+from executors.task.record import Placement
 
 
 def test_a_backend_is_found_by_its_name() -> None:
@@ -125,10 +125,8 @@ class Remote(PopenExecutor):
         self.options_to_keep = {"site": site, "size": size, "image": image}
 
 
-def record_of(executor: str, **options: Any) -> RunRecord:
-    return RunRecord(
-        backend=executor, world_size=1, entrypoint="f", task_digest="0" * 64, created_at=0.0, executor_options=options
-    )
+def record_of(executor: str, **options: Any) -> Placement:
+    return Placement(backend=executor, ranks=(0,), executor_options=options)
 
 
 def test_a_registered_backend_is_made_with_what_may_be_recorded(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.hostile_records import local_handle, outcome_json, run_json
+from support.new_runs import run_spec
 
 from executors import LocalProcessExecutor
 from executors.attempt import replica_key
@@ -19,7 +20,7 @@ from executors.cli.live import PlainView, follow
 from executors.cli.output import Output
 from executors.cli.summary import exit_code
 from executors.errors import AlreadyResumedError
-from executors.native import Parent, RunSpec, Unfinished
+from executors.native import Parent, Unfinished
 from executors.protocol import BY_USER, STOPPED, Outcome, ReplicaStatus
 from executors.run.launch_hands import Recipe
 from executors.run.resume import _next_attempts as next_attempts
@@ -111,7 +112,7 @@ def test_a_run_is_not_over_between_an_end_and_the_next_claim() -> None:
 @pytest.mark.parametrize("watch", [Run.wait, lambda run: follow(run, PlainView(Output(), run))])
 def test_whoever_keeps_a_run_answers_ends_that_it_finds_last(watch: Callable[[Run], object]) -> None:
     run = run_of(failed(), None, restarts="0", store=EndsOfOneProcess("restarts"))
-    spec = RunSpec("wide", run.store.url, "0" * 64, 2, (0, 1))
+    spec = run_spec("wide", run.store.url, "0" * 64, 2, (0, 1))
     run.keep_here([Recipe(spec, None, {})], None)
     watch(run)
     assert [(entry.kind, entry.rank) for entry in DecisionLog(run.store, "wide").read()] == [
@@ -140,7 +141,7 @@ def test_who_looks_at_a_run_and_keeps_it_reads_each_decision_once(is_read_by_its
     log = DecisionLog(store, "wide")
     if is_read_by_its_keeper:
         log.read()
-    keeper = run.keep_here([Recipe(RunSpec("wide", run.store.url, "0" * 64, 2, (0, 1)), None, {})], None, log=log)
+    keeper = run.keep_here([Recipe(run_spec("wide", run.store.url, "0" * 64, 2, (0, 1)), None, {})], None, log=log)
     keeper.keep(run.status().replicas)
     list(run.events())
     assert {store.n_read[f"wide/decisions/{index:06d}.json"] for index in range(21)} == {1}

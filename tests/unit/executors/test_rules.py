@@ -10,16 +10,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.new_runs import run_spec
 
 from executors.attempt import Attempt
 from executors.errors import CorruptObjectError, KeyNotFoundError, StoreError, UnsafeStoreError, UnwritableStoreError
-from executors.native import RunSpec
 from executors.protocol import Outcome, ReplicaStatus
 from executors.replica.shared_page import SharedPage
+from executors.settings.policy import HangLimits, Restarts
 from executors.store import MemoryStore
 from executors.supervision.decisions import Decision, answer_to, is_barred
 from executors.supervision.rules import MOST_REFUSED, RunFacts, decide, made_progress, too_few_left
-from executors.task.policy import HangLimits, Restarts
 from executors.worker.ends import Ends, seen_from_outside
 from executors.worker.failure import describe_failure
 from executors.worker.memory_kills import CLOCKS_DRIFT, MemoryKills
@@ -50,7 +50,7 @@ def ended_for_want_of_a_store(has_result: bool = False, store_failed: bool = Tru
     """Return a process that claimed nothing, or could not record how it ended, and its exit code."""
     page, attempt = SharedPage(), Attempt(MemoryStore(), "run", 0)
     page.has_result, page.store_failed = has_result, store_failed
-    spec = RunSpec("run", "memory:", "", 1, (0,))
+    spec = run_spec("run", "memory:", "", 1, (0,))
     watchdog = Watchdog(page, 1, HangLimits(), ends=True, term_grace_s=1.0, spec=spec, rank=0)
     return Running(1, attempt, page, watchdog, 0.0, NEVER), 1
 

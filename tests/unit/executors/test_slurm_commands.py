@@ -24,8 +24,8 @@ from executors.backends.slurm_commands import (
     list_jobs,
 )
 from executors.errors import BackendError, MissingDependencyError
-from executors.native import RUN_KEY
 from executors.store import store_at
+from executors.store.run_key import RUN_KEY
 
 NO_LOG = (
     "Perhaps its node has no folder for its log. Name a folder that the nodes share with this machine: "

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.new_runs import run_json, run_spec
 
 from executors.attempt import Attempt
 from executors.errors import StoreError
-from executors.native import RunSpec
 from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.store.memory import MemoryStore
 from executors.store.records import to_bytes
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.keeper import CARRY_S, LEAVE_S
 from executors.supervision.lease import key_of
-from executors.task.record import RunRecord
 from executors.worker.spare import LOOK_S, LOST_AFTER_S, Spare
 
-RECORD = RunRecord(
-    backend="modal", world_size=2, entrypoint="job:main", task_digest="0" * 64, created_at=1.0, restarts="2,backoff=0s"
-)
+RECORD = run_json(backend="modal", created_at=1.0, restarts="2,backoff=0s")
 
 
 class Scene:
@@ -29,8 +27,8 @@ class Scene:
 
     def __init__(self, *, lease_s: float | None = None) -> None:
         self.store, self.now = MemoryStore(), 1000.0
-        self.store.put("run/run.json", to_bytes(vars(RECORD)))
-        self.spec = RunSpec("run", self.store.url, "", 2, (0,), restarts="2,backoff=0s", lease_s=lease_s)
+        self.store.put("run/run.json", to_bytes(RECORD))
+        self.spec = run_spec("run", self.store.url, "", 2, (0,), restarts="2,backoff=0s", lease_s=lease_s)
         for rank in range(2):
             self.attempt(rank).store.put(self.attempt(rank).key("started.json"), b"{}")
             self.beat(rank)
@@ -38,7 +36,7 @@ class Scene:
     def spare(self, number: int = 0) -> Spare:
         handle = ReplicaHandle(number, "modal", {"spare": number, "job": {"id": f"job-{number}"}})
         self.store.put(f"run/spares/{number:04d}/0/handle.json", handle.to_json().encode())
-        spec = RunSpec(**{**vars(self.spec), "ranks": (number,)})
+        spec = replace(self.spec, ranks=(number,))
         return Spare(spec, store=self.store, clock=lambda: self.now)
 
     def attempt(self, rank: int, number: int = 0) -> Attempt:

@@ -11,18 +11,18 @@ from types import SimpleNamespace
 
 import pytest
 from support.hostile_records import run_json
+from support.new_runs import run_spec
 
 from executors.attempt import Attempt
 from executors.errors import StoreError
-from executors.native import RunSpec
 from executors.protocol import Outcome
 from executors.replica.shared_page import SharedPage
+from executors.settings.policy import HangLimits
 from executors.store import MemoryStore
 from executors.store.protocol import Data, Entry
 from executors.store.records import to_bytes
 from executors.supervision.decisions import Decision, DecisionLog
 from executors.supervision.orders import order_stop
-from executors.task.policy import HangLimits
 from executors.worker import ends, ranks, supervisor
 from executors.worker.ranks import NEVER, STUCK_S, Running
 from executors.worker.supervisor import Supervisor
@@ -98,7 +98,7 @@ class Scene:
         self.store, self.n = Bucket(), n + n_waiting
         self.store.put("run/run.json", to_bytes(run_json(world_size=self.n)))
         monkeypatch.setattr(supervisor, "impatient_store", lambda *_: self.store)
-        spec = RunSpec("run", "s3://bucket", "", self.n, tuple(range(self.n)))
+        spec = run_spec("run", "s3://bucket", "", self.n, tuple(range(self.n)))
         self.ranks = NoProcesses()
         self.supervisor = Supervisor(spec, self.ranks, places=n, timeout_s=None, term_grace_s=5.0, launcher_pidfd=None)
         self.running = [Attempt(self.store, "run", rank) for rank in range(n)]
@@ -172,7 +172,7 @@ def test_each_rank_of_a_launch_that_failed_has_an_outcome_though_the_store_fails
 def test_a_start_that_fails_ends_no_others_of_a_run_that_fails_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asked for it ends what is of it; the ranks beside which it was to start go on."""
     scene = Scene(monkeypatch, 0, n=0, n_waiting=2)
-    monkeypatch.setattr(scene.supervisor, "_spec", replace(scene.supervisor._spec, fail_fast=True))
+    monkeypatch.setattr(scene.supervisor, "_spec", scene.supervisor._spec.with_settings(fail_fast=True))
     monkeypatch.setattr(supervisor, "end_others", lambda *_: pytest.fail("others are ended"))
     assert None not in scene.undo_start(fails_n_times=0)
 

@@ -168,8 +168,8 @@ def test_values_of_environment_and_secrets_are_never_recorded() -> None:
     stored = b"".join(bytes(store.get(entry.key)) for entry in store.list(""))
     assert b"hunter2" not in stored
     assert "hunter2" not in repr(spec)
-    assert read_json(store, "r/run.json")["env"] == ["TOKEN"]
-    assert read_json(store, "r/run.json")["secrets"] == ["KEY"]
+    assert read_json(store, "r/run.json")["placements"][0]["env"] == ["TOKEN"]
+    assert read_json(store, "r/run.json")["placements"][0]["secrets"] == ["KEY"]
 
 
 def test_a_taken_run_id_is_an_error_that_says_how_to_attach_and_changes_nothing(tmp_path: Path) -> None:
@@ -296,6 +296,6 @@ def test_run_json_is_readable_json_that_tells_who_what_and_when() -> None:
     store = MemoryStore()
     create_run(store, "r", add, {"a": 1}, 3, backend="local")
     record = json.loads(bytes(store.get("r/run.json")))
-    assert record["world_size"] == 3
+    assert record["settings"]["n"] == 3
     assert record["entrypoint"].endswith("test_task.add")
-    assert {"created_at", "created_by", "backend", "cwd", "python", "detach"} <= set(record)
+    assert {"created_at", "created_by", "placements", "cwd", "python"} <= set(record)

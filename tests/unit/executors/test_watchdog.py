@@ -8,13 +8,13 @@ import random
 from collections.abc import Callable, Collection
 
 import pytest
+from support.new_runs import run_spec
 
 from executors.attempt import Attempt
-from executors.native import RunSpec
 from executors.process import Activity
 from executors.replica.shared_page import SharedPage
+from executors.settings.policy import HangLimits
 from executors.store.memory import MemoryStore
-from executors.task.policy import HangLimits
 from executors.worker import watchdog as rules
 from executors.worker.ranks import NEVER, Running
 from executors.worker.watchdog import Watchdog, WatchdogReport
@@ -59,7 +59,7 @@ def watchdog_of(
         HangLimits.parse(limits),
         ends=ends,
         term_grace_s=5.0,
-        spec=RunSpec("RUN", "memory://limits", "00", 8, (3,)),
+        spec=run_spec("RUN", "memory://limits", "00", 8, (3,)),
         rank=3,
     )
     watchdog._meter = FakeMeter(is_active)  # type: ignore[assignment]

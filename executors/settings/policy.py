@@ -252,6 +252,28 @@ class HangLimits:
             raise ValueError(f"limits on hanging are written as in 120s:180s,start=1200s, got {text!r}.")
         return cls.of(marks, start_s if comma else None)
 
+    @classmethod
+    def start_text(cls, start_timeout: str) -> str:
+        """Return a limit on the start as records have it: `auto`, or seconds.
+
+        Args:
+            start_timeout: as for `of`.
+
+        Raises:
+            ValueError: the text is not such a limit.
+
+        Example:
+            HangLimits.start_text("20m")  # "1200s"
+        """
+        start_s = cls.of(start_timeout=start_timeout).start_s
+        return "auto" if start_s is None else _seconds(start_s)
+
+    @property
+    def texts(self) -> dict[str, str | None]:
+        """These limits as the settings `hang_timeout` and `start_timeout` have them."""
+        marks, _, _ = str(self).partition(",")
+        return {"hang_timeout": marks, "start_timeout": None if self.start_s is None else _seconds(self.start_s)}
+
     def changed(self, hang_timeout: str | float | None = None, start_timeout: str | float | None = None) -> Self:
         """Return these limits with other values.
 

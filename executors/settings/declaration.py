@@ -1,0 +1,82 @@
+"""How one setting is declared: what it may be in a record, and how users give it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from executors.store.records import Check
+
+
+class Duration(float):
+    """The type of a setting that is seconds, or a text such as `1h30m`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Option:
+    """How users give a setting: as an option of the command, a key of a settings file, a variable, or an argument.
+
+    Args:
+        help: what the command's help says of it.
+        kind: the type that its text has: `str`, `int`, `float`, `bool`, `Duration` or `list[str]`.
+        metavar: what stands for its value in the help. Empty: the type's own.
+        flags: its flags. Empty: `--` and the name of the field, with hyphens.
+        example: a value for the template of a settings file. None: one that follows from `kind`.
+        types: the types that `launch()` takes for it.
+        words: what `launch()` says of another type, after the name and before the value: `is a number of seconds`.
+
+    Example:
+        Option(help="A GPU for each replica.", metavar="GPU", types=(str,), words="names a GPU, as in 'H100'")
+    """
+
+    help: str
+    kind: Any = str
+    metavar: str = ""
+    flags: tuple[str, ...] = ()
+    example: Any = None
+    types: tuple[type, ...] = ()
+    words: str = ""
+
+
+def setting(check: Check[Any], *default: Any, option: Option) -> Any:
+    """Declare a field of `Settings`: what a record may hold, its default, and how users give it.
+
+    Args:
+        check: takes the value of a record, or raises ValueError.
+        default: at most one value. None is given: the field is required.
+        option: how users give it.
+
+    Example:
+        fail_fast: bool = setting(flag, False, option=Option(help="End the run at the first failure.", kind=bool))
+    """
+    metadata = {"check": check, "option": option}
+    if not default:
+        return dataclasses.field(metadata=metadata)
+    return dataclasses.field(default=default[0], metadata=metadata)
+
+
+def options_of(declared: type[Any]) -> Mapping[str, Option]:
+    """Return the options of all settings, by the names of the fields, in the order of their declaration.
+
+    Args:
+        declared: the class whose fields are settings.
+
+    Example:
+        options_of(Settings)["fail_fast"].help
+    """
+    return {each.name: each.metadata["option"] for each in dataclasses.fields(declared)}
+
+
+def key_of(name: str, option: Option) -> str:
+    """Return the key of a setting in a settings file: its long flag without the hyphens in front.
+
+    Args:
+        name: the field.
+        option: its declaration.
+
+    Example:
+        key_of("gather_s", options_of(Settings)["gather_s"])  # "gather"
+    """
+    long = next((flag for flag in option.flags if flag.startswith("--")), f"--{name.replace('_', '-')}")
+    return long.removeprefix("--")

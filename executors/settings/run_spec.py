@@ -1,0 +1,87 @@
+"""`RunSpec`: what starts attempts of some ranks of a run. It travels to supervisors and is never stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from executors.settings import Settings
+from executors.settings.policy import Restarts, supervised
+from executors.store.run_key import RUN_KEY
+
+LEASE_S = 900.0
+"""How long containers continue while nobody renews their lease."""
+ATTACHED_LEASE = "lease.json"
+"""The lease of an attached run, below the run."""
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What starts attempts of some ranks of a run. It is JSON; it holds secrets, so it is never stored."""
+
+    run_id: str
+    store_url: str
+    task_digest: str
+    """The sha256 of the run's task.json."""
+    settings: Settings
+    """The settings of the run. Those that a resume or an addition has changed have their new values here."""
+    ranks: tuple[int, ...]
+    attempt: int = 0
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Additional environment of the replicas: it reaches them and is never recorded."""
+    secret_names: tuple[str, ...] = ()
+    key: str | None = field(default=None, repr=False)
+    """The key of a signed run, in hexadecimal: it reaches the replicas as a secret and is never recorded."""
+    launched_at: float = 0.0
+    """Unix time of the launch."""
+    lease_s: float | None = None
+    """How long the containers continue while no process renews their lease. None: they need none."""
+    lease_name: str = ATTACHED_LEASE
+    """Which lease that is. The containers of a detached start have one of their own. Their launcher renews it until the
+    last of them is started; then they need none."""
+    is_of_spares: bool = False
+    """True if `ranks` number spares of the run."""
+    task_folder: str = "task"
+    """Where the task is, under the run."""
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> RunSpec:
+        """Return the spec that `to_json` wrote."""
+        tuples = {name: tuple(record[name]) for name in ("ranks", "secret_names")}
+        return cls(**{**record, **tuples, "settings": Settings.parse(dict(record["settings"]), "settings")})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the spec as JSON."""
+        return {**vars(self), "env": dict(self.env), "settings": self.settings.to_json()}
+
+    def with_settings(self, **changes: Any) -> RunSpec:
+        """Return the spec with some settings changed.
+
+        Args:
+            changes: settings by name.
+
+        Example:
+            spec.with_settings(min_replicas=1)
+        """
+        return replace(self, settings=replace(self.settings, **changes))
+
+    @property
+    def world_size(self) -> int:
+        """How many replicas were launched. Higher ranks were added."""
+        return self.settings.n
+
+    @property
+    def supervised_restarts(self) -> Restarts | None:
+        """The policy that the replicas' own supervisors go by. None: they restart nothing."""
+        return Restarts.of(supervised(self.settings.restarts))
+
+    @property
+    def is_watched(self) -> bool:
+        """True if a process outside watches the run for as long as its containers run."""
+        return self.lease_s is not None and self.lease_name == ATTACHED_LEASE
+
+    @property
+    def credentials(self) -> dict[str, str]:
+        """Variables that reach the replicas as a secret."""
+        return {} if self.key is None else {RUN_KEY: self.key}

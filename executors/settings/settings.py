@@ -1,0 +1,347 @@
+"""`Settings`: everything that a user may ask of a launch, in one frozen value with one JSON form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from typing import Any, Self
+
+from executors.durations import DURATIONS
+from executors.settings.declaration import Duration, Option, options_of, setting
+from executors.settings.policy import NO_RESTARTS, HangLimits, Restarts
+from executors.store.records import FAR_AHEAD, Record, flag, integer, list_of, nullable, number, parsed, text
+
+MAX_WORLD_SIZE = 10_000
+GATHER_S = 600.0
+MAX_STEP = 10**15
+ANY_SEED = 10**100  # no generator takes a larger one
+TRACKER = re.compile(r"[\w.]{1,200}(:[\w.]{1,200})?")
+NAMES = list_of(text(1000))
+SECONDS = "is a number of seconds"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Record):
+    """Everything that a user may ask of a launch and that its record holds. `launch()` describes each in full.
+
+    What runs and where it meets (entrypoint, arguments, environment, store) is in the `LaunchRequest`, beside this
+    value: a part of that is never recorded.
+
+    Example:
+        Settings.of(n=4, restarts=3).restarts  # "3"
+    """
+
+    n: int = setting(
+        integer(1, MAX_WORLD_SIZE),
+        option=Option(help="How many replicas.", kind=int, metavar="N", flags=("--n",), types=(int,)),
+    )
+    gpu: str | None = setting(
+        nullable(text(100)),
+        None,
+        option=Option(
+            help="A GPU for each replica, as in H100 or H100:2.",
+            metavar="GPU",
+            example="H100",
+            types=(str,),
+            words="names a GPU, as in 'H100' or 'H100:2'",
+        ),
+    )
+    timeout: float | None = setting(
+        nullable(number(0.0, FAR_AHEAD)),
+        None,
+        option=Option(
+            help=f"How long each replica may run ({DURATIONS}). Default: one hour in a cloud, else a cluster's limit, "
+            "or none.",
+            kind=Duration,
+            metavar="DURATION",
+            types=(int, float),
+            words=SECONDS,
+        ),
+    )
+    secrets: tuple[str, ...] = setting(
+        NAMES,
+        (),
+        option=Option(
+            help="A secret of the backend, by name, for the replicas' environment. Repeatable.",
+            kind=list[str],
+            metavar="NAME",
+            flags=("--secret",),
+            example=["wandb"],
+        ),
+    )
+    max_cost: float | None = setting(
+        nullable(number(0.0, FAR_AHEAD)),
+        None,
+        option=Option(
+            help="The most that all replicas may cost together, restarts included. It becomes a time limit, and needs a "
+            "backend with published prices. Replicas that `replicas add` starts cost extra.",
+            kind=float,
+            metavar="USD",
+        ),
+    )
+    chaos: tuple[str, ...] = setting(
+        NAMES,
+        (),
+        option=Option(
+            help="A fault to inject, for the local backend only. kill:rank=1,round=3 kills rank 1 in round 3, counted "
+            "from 1. In place of round: at=POINT,count=N,when=after. attempt=all repeats the fault in each attempt. In "
+            "place of kill: hang:…,how=gil|spin|lock|loop|stop, raise:…, exit:…,code=75, oom:…. kill:every=5 kills a "
+            "random rank every 5 s. store:lost=0.02,error=0.01,delay=0.3 disturbs the store. Repeatable.",
+            kind=list[str],
+            metavar="SPEC",
+            example=["kill:rank=1,round=3"],
+        ),
+    )
+    fail_fast: bool = setting(
+        flag,
+        False,
+        option=Option(
+            help="End the run if a replica fails before the first round of any replica. Default: the others continue.",
+            kind=bool,
+        ),
+    )
+    min_replicas: int | None = setting(
+        nullable(integer(1, MAX_WORLD_SIZE)),
+        None,
+        option=Option(
+            help="Start with M if the others do not start. The run has succeeded when M have succeeded. Default: all.",
+            kind=int,
+            metavar="M",
+        ),
+    )
+    gather_s: float = setting(
+        number(0.0, FAR_AHEAD),
+        GATHER_S,
+        option=Option(
+            help=f"How long --min-replicas waits for all ({DURATIONS}); later replicas join. Default: 10m.",
+            kind=Duration,
+            metavar="DURATION",
+            flags=("--gather",),
+        ),
+    )
+    restarts: str | None = setting(
+        nullable(parsed(Restarts.parse)),
+        None,
+        option=Option(
+            help="Bring back replicas that end, up to N times each: N, N/1h for any hour, with caps for reasons or "
+            "exit codes as in 3,oom=0,75=inf. 0: only what is not the replica's fault. preempted: only replicas whose "
+            "machine their service took back. none: nothing. Default: preempted while this command watches the run, "
+            "and none with --detach.",
+            metavar="N[/SPAN],…",
+            example=3,
+        ),
+    )
+    hang_timeout: str | None = setting(
+        nullable(parsed(HangLimits.of)),
+        None,
+        option=Option(
+            help="How long a replica may run without progress: SOFT[:HARD] as in 2m:3m, auto or off. Default: auto, "
+            "which is 1 min for an idle replica, 30 min for an active one, and more if its steps are longer.",
+            metavar="SOFT[:HARD]",
+            example="2m:3m",
+        ),
+    )
+    start_timeout: str | None = setting(
+        nullable(parsed(HangLimits.start_text)),
+        None,
+        option=Option(
+            help=f"How long a replica may take from its start to its first progress ({DURATIONS}), or auto. Default: "
+            "auto, which follows from --hang-timeout, or is 30 min idle without it.",
+            metavar="DURATION|auto",
+            example="20m",
+        ),
+    )
+    spares: int = setting(
+        integer(0, MAX_WORLD_SIZE),
+        0,
+        option=Option(
+            help="Start S more containers, which take over for replicas that lose theirs. Needs --restarts and a "
+            "cloud.",
+            kind=int,
+            metavar="S",
+        ),
+    )
+    health_check: str | None = setting(
+        nullable(text(1000)),
+        None,
+        option=Option(
+            help="A function that each new process calls before the task, for 60 s at most: pkg.mod:f, path/file.py:f.",
+            metavar="NAME",
+            example="checks.py:gpu",
+            types=(str,),
+            words="names a function, as 'pkg.mod:f'",
+        ),
+    )
+    signed: bool = setting(
+        flag,
+        False,
+        option=Option(
+            help="Let replicas accept only records made with the run's key. This machine makes the key and keeps it "
+            "for resume.",
+            kind=bool,
+            types=(bool,),
+            words="is True or False",
+        ),
+    )
+    from_run: str | None = setting(
+        nullable(text(2000)),
+        None,
+        option=Option(
+            help="Begin with the model and the outer momentum of another run: its id, or URL/RUN_ID. Steps begin at 0.",
+            metavar="RUN",
+            flags=("--from",),
+            types=(str,),
+            words="names a run, as 'first-try' or 's3://BUCKET/runs/first-try'",
+        ),
+    )
+    from_step: int | None = setting(
+        nullable(integer(0, MAX_STEP)),
+        None,
+        option=Option(
+            help="Take the newest round of that run at or before this step. Default: its newest round.",
+            kind=int,
+            metavar="N",
+            types=(int,),
+            words="is a step of that run",
+        ),
+    )
+    tracker: str | None = setting(
+        nullable(text(400, TRACKER)),
+        None,
+        option=Option(
+            help="A tracker that also gets the numbers of the replicas: trackio, wandb, mlflow, or pkg.mod:Class.",
+            metavar="NAME",
+            example="trackio",
+            types=(str,),
+            words="is a name, as in 'trackio' or 'pkg.mod:Class'",
+        ),
+    )
+    seed: int | None = setting(
+        nullable(integer(-ANY_SEED, ANY_SEED)),
+        None,
+        option=Option(
+            help="Seed the replicas from this and their rank.",
+            kind=int,
+            metavar="S",
+            types=(int,),
+            words="is an integer",
+        ),
+    )
+    detach: bool = setting(
+        flag,
+        False,
+        option=Option(help="Print the run id and return; the run continues.", kind=bool, flags=("--detach", "-d")),
+    )
+
+    @classmethod
+    def of(cls, **given: Any) -> Self:
+        """Return what a user asked for, checked.
+
+        Args:
+            given: settings by name. `restarts` and `hang_timeout` in any form that `launch()` takes.
+
+        Raises:
+            TypeError, ValueError: a value is not legal; the message names it.
+
+        Example:
+            Settings.of(n=8, gpu="H100", restarts=3, hang_timeout=120)
+        """
+        asked: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
+        }
+        restarts = asked.get("restarts")
+        if restarts is not None and restarts != NO_RESTARTS:
+            asked["restarts"] = str(Restarts.of(restarts))
+        for name in ("hang_timeout", "start_timeout"):
+            if asked.get(name) is not None:
+                asked[name] = str(asked[name])
+        found = cls(**asked)
+        found.check()
+        return found
+
+    @property
+    def hang_limits(self) -> HangLimits:
+        """How long a replica may run without progress, and until its first."""
+        return HangLimits.of(self.hang_timeout, self.start_timeout)
+
+    @property
+    def pays_for_start(self) -> bool:
+        """True if the time limit is what `max_cost` pays for: it counts from the container's start, with what is
+        installed there."""
+        return self.max_cost is not None
+
+    def with_(self, **changes: Any) -> Self:
+        """Return these settings with some changed.
+
+        Args:
+            changes: settings by name, in the form that they have here.
+
+        Example:
+            settings.with_(spares=0)
+        """
+        return replace(self, **changes)
+
+    def with_hang_limits(self, limits: HangLimits) -> Self:
+        """Return these settings with other limits on hanging.
+
+        Args:
+            limits: the limits.
+
+        Example:
+            settings.with_hang_limits(HangLimits.of("2m", "20m"))
+        """
+        return self.with_(**limits.texts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings that differ from their defaults, as JSON.
+
+        Example:
+            Settings.of(n=4).to_json()  # {"n": 4}
+        """
+        values = asdict(self)
+        return {each.name: values[each.name] for each in fields(self) if values[each.name] != each.default}
+
+    def check(self) -> None:
+        """Check what a user asked for.
+
+        Raises:
+            TypeError, ValueError: a value is not legal; the message names it.
+        """
+        if self.n is None:
+            raise TypeError("launch() needs n, the number of replicas: launch('local', 'm:f', n=4).")
+        if isinstance(self.n, bool) or not isinstance(self.n, int):
+            raise TypeError(f"n is an integer, got n={self.n!r}.")
+        if self.n < 1:
+            raise ValueError(f"n must be at least 1, got n={self.n!r}.")
+        if self.n > MAX_WORLD_SIZE:
+            raise ValueError(f"n must be at most {MAX_WORLD_SIZE}, got n={self.n!r}.")
+        for name, option in options_of(Settings).items():
+            value = getattr(self, name)
+            if option.words and value is not None and not isinstance(value, option.types):
+                raise TypeError(f"{name} {option.words}, got {value!r}.")
+        for name in ("secrets", "chaos"):
+            if isinstance(value := getattr(self, name), str):
+                raise TypeError(f"{name} is a list of strings, as in [{value!r}], got a string.")
+        if self.max_cost is not None and not (isinstance(self.max_cost, int | float) and self.max_cost > 0):
+            raise ValueError(f"max_cost is a number of US dollars, more than 0, got {self.max_cost!r}.")
+        if self.min_replicas is not None and not (type(self.min_replicas) is int and 1 <= self.min_replicas <= self.n):
+            raise ValueError(f"min_replicas is from 1 to n={self.n}, got min_replicas={self.min_replicas!r}.")
+        if not isinstance(self.gather_s, int | float) or not 0 <= self.gather_s < FAR_AHEAD:
+            raise ValueError(f"gather_s is a number of seconds, got gather_s={self.gather_s!r}.")
+        self.hang_limits  # noqa: B018 - raises ValueError where a text is not a limit
+        if type(self.spares) is not int or not 0 <= self.spares <= MAX_WORLD_SIZE:
+            raise ValueError(f"spares is a number from 0 to {MAX_WORLD_SIZE}, got spares={self.spares!r}.")
+        if self.from_step is not None and (self.from_run is None or self.from_step < 0):
+            raise ValueError(
+                f"from_step (--from-step) is a step of the run that from_run (--from) names, and at least 0, got "
+                f"from_step={self.from_step} and from_run={self.from_run!r}."
+            )
+
+
+OPTIONS: Mapping[str, Option] = options_of(Settings)
+"""How users give each setting, by the names of the fields."""
+DEFAULTS: Mapping[str, Any] = {
+    each.name: None if each.default is MISSING else each.default for each in fields(Settings)
+}
+"""The default of each setting. `n` has none, so it is None here."""
