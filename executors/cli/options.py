@@ -101,7 +101,7 @@ def setting_option(name: str, help: str) -> Any:
 
     Args:
         name: the setting, a field of `Settings`.
-        help: what the help of the verb says of it.
+        help: the text about it in the help of the verb.
 
     Example:
         Annotated[str | None, setting_option("restarts", "As for launch.")]

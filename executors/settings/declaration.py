@@ -18,13 +18,13 @@ class Option:
     """How users give a setting: as an option of the command, a key of a settings file, a variable, or an argument.
 
     Args:
-        help: what the command's help says of it.
+        help: the text about it in the command's help.
         kind: the type that its text has: `str`, `int`, `float`, `bool`, `Duration` or `list[str]`.
-        metavar: what stands for its value in the help. Empty: the type's own.
+        metavar: the placeholder of its value in the help. Empty: the type's own.
         flags: its flags. Empty: `--` and the name of the field, with hyphens.
         example: a value for the template of a settings file. None: one that follows from `kind`.
         types: the types that `launch()` takes for it.
-        words: what `launch()` says of another type, after the name and before the value: `is a number of seconds`.
+        words: the middle of the error about another type, between the name and the value, as `is a number of seconds`.
 
     Example:
         Option(help="A GPU for each replica.", metavar="GPU", types=(str,), words="names a GPU, as in 'H100'")

@@ -40,7 +40,7 @@ class Restarts:
     run: int | None = None
     """How many charged restarts the whole run has. None: only its replicas' own count."""
     reasons: Mapping[str, float] = field(default_factory=dict)
-    """Caps for single reasons, or exit codes as text; inf: free, and so not charged. Over `DEFAULT_CAPS`."""
+    """Caps for single reasons, or exit codes as text. `inf` means that such a restart is not charged. Over `DEFAULT_CAPS`."""
     backoff_s: tuple[float, float] = (1.0, 60.0)
     """The wait before a restart after an attempt that made no progress, doubled with each, and the longest."""
     no_progress: int = 3
@@ -55,7 +55,7 @@ class Restarts:
     nothing: bool = False
     """Whether no end is answered, not even a preemption. In the log of decisions it replaces an earlier policy."""
     how: str = "fork"
-    """The narrowest way: "fork", a new process where the old one was; "launch", a new container or supervisor."""
+    """The narrowest way. "fork" is a new process where the old one was, and "launch" a new container or supervisor."""
 
     def __post_init__(self) -> None:
         for name, least, value in (
@@ -102,7 +102,7 @@ class Restarts:
             seen.add(name)
             if name == "together":
                 if equals:
-                    raise ValueError(f"restarts: {part!r} is written without a value: together.")
+                    raise ValueError(f"Write {name!r} in restarts without a value, got {part!r}.")
                 values["together"] = True
             elif not equals or not value:
                 raise ValueError(f"restarts: {part!r} needs a value, as in oom=1.")
@@ -123,7 +123,7 @@ class Restarts:
 
     @classmethod
     def of(cls, asked: Restarts | int | str | None) -> Restarts | None:
-        """Return what somebody asked for, in any of its forms.
+        """Return the policy that a user gave in any of its forms.
 
         Raises:
             TypeError, ValueError: it is none.
@@ -163,7 +163,7 @@ class Restarts:
         return ",".join(parts)
 
     def cap(self, reason: str | None, exit_code: int | None) -> tuple[str | None, float]:
-        """Return the cap of an end, under the name of its exit code or reason; None: only the replica's counts."""
+        """Return the cap of an end with the name of its exit code or reason. No name: only the replica's own cap counts."""
         caps = {**DEFAULT_CAPS, **self.reasons}
         return next(
             ((name, caps[name]) for name in (str(exit_code), str(reason)) if name in caps), (None, MAX_RESTARTS)
@@ -257,7 +257,7 @@ class HangLimits:
         """Return a limit on the start as records have it: `auto`, or seconds.
 
         Args:
-            start_timeout: as for `of`.
+            start_timeout: seconds, a duration such as `20m`, or `auto`.
 
         Raises:
             ValueError: the text is not such a limit.
@@ -278,8 +278,8 @@ class HangLimits:
         """Return these limits with other values.
 
         Args:
-            hang_timeout: as for `of`. None: as it is here.
-            start_timeout: as for `of`. None: as it is here.
+            hang_timeout: `auto`, `off`, `SOFT` or `SOFT:HARD`. None: as it is here.
+            start_timeout: seconds, a duration such as `20m`, or `auto`. None: as it is here.
 
         Raises:
             ValueError: one of them is not a limit.

@@ -1,4 +1,4 @@
-"""`RunSpec`: what starts attempts of some ranks of a run. It travels to supervisors and is never stored."""
+"""`RunSpec`: all that starts attempts of some ranks of a run. It travels to supervisors and is never stored."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from executors.settings.policy import Restarts, supervised
 from executors.store.run_key import RUN_KEY
 
 LEASE_S = 900.0
-"""How long containers continue while nobody renews their lease."""
+"""How long containers continue while no process renews their lease."""
 ATTACHED_LEASE = "lease.json"
 """The lease of an attached run, below the run."""
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What starts attempts of some ranks of a run. It is JSON; it holds secrets, so it is never stored."""
+    """All that starts attempts of some ranks of a run. It is JSON; it holds secrets, so it is never stored."""
 
     run_id: str
     store_url: str

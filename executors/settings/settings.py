@@ -25,8 +25,8 @@ SECONDS = "is a number of seconds"
 class Settings(Record):
     """Everything that a user may ask of a launch and that its record holds. `launch()` describes each in full.
 
-    What runs and where it meets (entrypoint, arguments, environment, store) is in the `LaunchRequest`, beside this
-    value: a part of that is never recorded.
+    The entrypoint, its arguments, the environment and the store are in the `LaunchRequest`, beside this value. A part of
+    these is never recorded.
 
     Example:
         Settings.of(n=4, restarts=3).restarts  # "3"
@@ -74,8 +74,8 @@ class Settings(Record):
         nullable(number(0.0, FAR_AHEAD)),
         None,
         option=Option(
-            help="The most that all replicas may cost together, restarts included. It becomes a time limit, and needs a "
-            "backend with published prices. Replicas that `replicas add` starts cost extra.",
+            help="The most that all replicas may cost together, restarts included. It becomes a time limit, and needs "
+            "a backend with published prices. Replicas that `replicas add` starts cost extra.",
             kind=float,
             metavar="USD",
         ),

@@ -1,4 +1,4 @@
-"""Runs that are written into a store, and not started; what starts them; and their records."""
+"""Runs that are written into a store and not started, with their specs and records."""
 
 from __future__ import annotations
 

@@ -53,7 +53,6 @@ from executors.task.create import create_run
 from executors.task.entrypoint import check_entrypoint
 from executors.task.launch_request import LaunchRequest
 from executors.task.record import find_run_record
-from executors.task.run_spec import LEASE_S
 from executors.task.stored import read_task
 
 DEFAULT_TIMEOUT_S = 3600
