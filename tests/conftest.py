@@ -19,6 +19,7 @@ from support.processes import MARK, end, left_over, marked_pids
 
 from executors import LocalProcessExecutor
 from executors.patience import Waits, waits
+from executors.store import run_key
 
 if TYPE_CHECKING:
     from servers.kubernetes.server import ApiServer
@@ -105,6 +106,12 @@ def _no_wait_of_the_test_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "_all", {})
     monkeypatch.setattr(waits, "_told_at", -math.inf)
     monkeypatch.setattr(waits, "say", Waits().say)
+
+
+@pytest.fixture(autouse=True)
+def _no_key_of_the_test_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a process hold no key at first: tests use the same bucket and run ids, and a held key makes a run signed."""
+    monkeypatch.setattr(run_key, "_held", {})
 
 
 @pytest.fixture(autouse=True)

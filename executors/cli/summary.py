@@ -131,7 +131,7 @@ class Summary:
         """Summarise a run that was watched to its end, or until the time was over."""
         outcomes = run.outcomes()
         code = code_of(run, outcomes, interrupted=interrupted) if in_time else TIMED_OUT
-        if all(outcome.status.is_terminal for outcome in outcomes) or not run.record.signed:
+        if all(outcome.status.is_terminal for outcome in outcomes) or not run.record.settings.signed:
             counts = [(outcome.warned, True) for outcome in outcomes]
             standstills = standstill_lines(counts, run.run_id, run.store.url)
         else:  # heartbeats have it

@@ -33,6 +33,7 @@ from executors.run.without_store import executors_of
 from executors.store import Store
 from executors.store.parallel import at_store
 from executors.store.records import exists
+from executors.store.run_key import drop_key
 from executors.store.url import impatient_store
 from executors.task.removal_record import (
     Removal,
@@ -349,6 +350,7 @@ def remove_run(
     if folder is None or not is_state_dir(store.url):  # else the record is a file of the folder, and its last one
         store.delete(mark)
     forget(folder)
+    drop_key(store.url, run_id)  # a new run of this id may be unsigned
     if left:
         raise StoreError(
             f"Run {run_id!r} is removed, but for {len(left)} objects under names that no run has, such as "

@@ -40,7 +40,7 @@ class Restarts:
     run: int | None = None
     """How many charged restarts the whole run has. None: only its replicas' own count."""
     reasons: Mapping[str, float] = field(default_factory=dict)
-    """Caps for single reasons, or exit codes as text. `inf` means that such a restart is not charged. Over `DEFAULT_CAPS`."""
+    """Caps for single reasons, or exit codes as text, over `DEFAULT_CAPS`. `inf`: such a restart is not charged."""
     backoff_s: tuple[float, float] = (1.0, 60.0)
     """The wait before a restart after an attempt that made no progress, doubled with each, and the longest."""
     no_progress: int = 3
@@ -163,7 +163,7 @@ class Restarts:
         return ",".join(parts)
 
     def cap(self, reason: str | None, exit_code: int | None) -> tuple[str | None, float]:
-        """Return the cap of an end with the name of its exit code or reason. No name: only the replica's own cap counts."""
+        """Return the cap of an end and the exit code or reason that it is for. None: only the replica's cap counts."""
         caps = {**DEFAULT_CAPS, **self.reasons}
         return next(
             ((name, caps[name]) for name in (str(exit_code), str(reason)) if name in caps), (None, MAX_RESTARTS)
