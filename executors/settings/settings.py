@@ -25,8 +25,8 @@ SECONDS = "is a number of seconds"
 class Settings(Record):
     """Everything that a user may ask of a launch and that its record holds. `launch()` describes each in full.
 
-    The entrypoint, its arguments, the environment and the store are in the `LaunchRequest`, beside this value. A part of
-    these is never recorded.
+    The entrypoint, its arguments, the environment and the store are in the `LaunchRequest`, beside this value. A part
+    of these is never recorded.
 
     Example:
         Settings.of(n=4, restarts=3).restarts  # "3"
