@@ -222,7 +222,7 @@ class InlineExecutor:
         if process.machine != this_machine() or (is_alive(process.pid, process.pid_started) and not is_over):
             return None
         # Its last act may have been to write it.
-        return attempt.outcome() or attempt.record_lost("its call is over" if is_over else "its process is gone")
+        return attempt.outcome() or attempt.record_lost("its call has ended" if is_over else "its process is gone")
 
 
 def _process_of(attempt: Attempt, handle: ReplicaHandle) -> _Process:

@@ -126,7 +126,7 @@ def test_an_inline_run_whose_outcome_could_not_be_written_is_over(monkeypatch: p
     monkeypatch.setattr(patience, "SCALE", 0.3 / patience.OUTCOME.seconds)
     run = launch("inline", "os:getpid", 1)
     assert run.wait(timeout=5)
-    with pytest.raises(ReplicaLostError, match="its call is over and it left no outcome"):
+    with pytest.raises(ReplicaLostError, match="its call has ended and it left no outcome"):
         run.results()
     run.cancel()
 

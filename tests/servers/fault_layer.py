@@ -1,7 +1,8 @@
 """A WSGI layer before an S3 server that misbehaves on request: at random by a seed, or once, at a place.
 
-It also does what a server for tests lacks: one request at a time reaches the application behind it (moto looks whether
-a key is taken and then sets it, without a lock), and a request whose body was cut off does not reach it at all.
+It also adds two properties that a server for tests lacks. One request at a time reaches the application behind it,
+because moto checks whether a key is taken and then sets it, without a lock. A request whose body was cut off does not
+reach the application.
 
 Its own requests: `PUT /_faults` with `Faults` as JSON, `POST /_once`, `GET /_requests`, `GET /_kept`, `POST /_reset`.
 """
@@ -50,7 +51,7 @@ class Faults:
     truncated: float = 0.0  # a body that ends in the middle, with its connection
     delay_s: float = 0.0  # every request waits, up to so long
     latency_s: float = 0.0  # every request waits just so long
-    bytes_per_s: float = 0.0  # how fast bodies travel, each on its own; 0: at once
+    bytes_per_s: float = 0.0  # the speed of each body, or 0 for no delay
     ignores_condition: bool = False
     knows_no_condition: bool = False
     knows_no_ranges: bool = False

@@ -30,7 +30,7 @@ PROGRAM = Path(os.environ.get("REPLICAS_RAY") or Path(__file__).parents[2] / ".v
 START_LIMIT_S = 300  # 10 s, where nothing else runs
 STOP_LIMIT_S = 10.0
 LOOPBACK = "127.0.0.2"  # of 127.0.0.1 Ray makes the address that others see
-N_CPUS = 16  # so many replicas run at once, whatever the machine has
+N_CPUS = 16  # this number of replicas runs at once on any machine
 WHY_NOT = f"Ray is not installed at {PROGRAM}: make test-ray installs it"
 
 
@@ -49,7 +49,7 @@ class RayHead:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What makes a process a client of it."""
+        """The variables that make a process a client of it."""
         return {"RAY_API_SERVER_ADDRESS": self.address, "RAY_AUTH_TOKEN_PATH": str(self.token_file)}
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
@@ -134,7 +134,7 @@ def ray_head(n_cpus: int = N_CPUS) -> Iterator[RayHead]:
             "--disable-usage-stats",
             *(f"--{n}={v}" for n, v in options.items()),
         ]
-        # Without what marks the processes of tests: those of a head outlive the test that first asked for it.
+        # Without the mark of the processes of tests, because the head outlives the test that first asked for it.
         kept = {
             name: value for name, value in os.environ.items() if name != MARK and not name.startswith(("RAY_", "AWS_"))
         }

@@ -12,7 +12,7 @@ from urllib.parse import unquote_plus
 ROUTES = ("create", "list", "inspect", "logs", "cancel", "hardware", "whoami")
 
 Misconduct = int | Literal["closed", "reset", "cut", "silent"]
-"""An error status, or what becomes of the connection: closed or reset without an answer; cut in the middle of one; or
+"""An error status, or the fate of the connection: closed or reset without an answer, cut in the middle of an answer, or
 no answer at all until `HubServer.forgive`."""
 
 
@@ -28,7 +28,7 @@ class Request:
     route: str = ""
     """A name of ROUTES; empty for a route that the server does not have."""
     status: int | None = None
-    """What it was answered; None: not at all."""
+    """The status of the answer. None if there was no answer."""
 
     @property
     def json(self) -> Any:
@@ -59,12 +59,12 @@ def _texts_in(value: Any) -> Iterator[str]:
 class Fault:
     answer: Misconduct
     times: int | None
-    """How often; None: always."""
+    """How often. None means always."""
     after_applying: bool
     when: Callable[[Request], bool] | None
     headers: Mapping[str, str]
     after_lines: int | None
-    """How many lines of a log are sent first; None: not even that it starts."""
+    """How many lines of a log are sent first. None means that even the start is not sent."""
 
     @property
     def begins_a_stream(self) -> bool:
@@ -93,7 +93,7 @@ class Faults:
         with self._lock:
             waiting = list(self._waiting.get(request.route, []))
         for fault in waiting:
-            if fault.when is None or fault.when(request):  # may wait, while other requests go on
+            if fault.when is None or fault.when(request):  # may wait, while other requests continue
                 with self._lock:
                     if fault.times is None:
                         return fault

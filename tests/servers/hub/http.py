@@ -1,4 +1,4 @@
-"""The local Hub's HTTP: connections that are kept, streams in chunks, and connections that break when told to."""
+"""The local Hub's HTTP: connections that are kept, streams in chunks, and connections that break on request."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class HttpServer(ThreadingHTTPServer):
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening, and hang up on everybody."""
+        """Stop listening, and close all connections."""
         self.shutdown()
         self._thread.join()
         self.server_close()
@@ -144,7 +144,7 @@ class Handler(BaseHTTPRequestHandler):
         """Send events in chunks until they end, or until a fault ends them."""
         self.start(request, 200, {"Content-Type": "text/event-stream", "Transfer-Encoding": "chunked"})
         assert reply.events is not None
-        left = 1 + (fault.after_lines or 0) if fault else None  # one says when the job started
+        left = 1 + (fault.after_lines or 0) if fault else None  # one line has the start of the job
         for event in reply.events:
             data = event.encode()
             self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))

@@ -1,7 +1,7 @@
 """The jobs behind the local Hub: they wait for their hardware, really run, and end in a stage, as the vendor's do.
 
-What the vendor's documentation leaves open is decided here so: a cancelled job is CANCELED at once, and its process
-gets SIGTERM, then SIGKILL.
+The vendor's documentation leaves one point open. Here, a cancelled job is CANCELED at once, and its process gets
+SIGTERM, then SIGKILL.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Jobs:
                 self._end(job, "ERROR" if message else "COMPLETED", message)
 
     def _execute(self, job: Job) -> str | None:
-        """Run the command; return what the vendor says of its end, or None for an end without an error."""
+        """Run the command. Return the vendor's message on its end, or None for an end without an error."""
         with self.changed:
             if job.is_over or self.closing:
                 return None
@@ -184,7 +184,7 @@ class Jobs:
             try:
                 job.process = process = IsolatedProcess(job.spec["command"], environment, directory, on_line=keep)
                 self._processes.append(process)
-            except OSError as error:  # as Kubernetes says it
+            except OSError as error:  # in the words of Kubernetes
                 keep(str(error))
                 code, reason = 128, "StartError"
                 process = None

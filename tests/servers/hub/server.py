@@ -48,7 +48,7 @@ ROUTES = [
 
 @dataclass
 class Reply:
-    """What is answered when nothing goes wrong: a JSON value, or a stream of events."""
+    """The answer without faults: a JSON value, or a stream of events."""
 
     value: Any = None
     events: Iterator[str] | None = None
@@ -71,7 +71,7 @@ class HubServer:
         self.may_speak = threading.Event()
         self.may_speak.set()
         self.page_size: int | None = None
-        """How many jobs a list gives at once; None: all."""
+        """How many jobs a list gives at once. None means all."""
         self.faults = Faults()
         self._folder = Path(tempfile.mkdtemp(prefix="hub-"))
         self.jobs = Jobs(self._folder)
@@ -80,7 +80,7 @@ class HubServer:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What makes the client in a process of its own talk to this server, and to no other."""
+        """The variables with which a client in another process uses this server, and no other."""
         return {"HF_ENDPOINT": self.endpoint, "HF_TOKEN": self.token, "HF_HUB_DISABLE_TELEMETRY": "1"}
 
     def fail(
@@ -94,16 +94,16 @@ class HubServer:
         headers: Mapping[str, str] | None = None,
         after_lines: int | None = None,
     ) -> None:
-        """Misbehave at the next requests for a route, as `Misconduct` says.
+        """Misbehave at the next requests for a route, as `Misconduct` describes.
 
         Args:
             route: One of `servers.hub.faults.ROUTES`.
             answer: An error status, or what becomes of the connection.
-            times: How many requests it hits; None: every one until `forgive`.
+            times: How many requests it hits. None means every one until `forgive`.
             after_applying: Do what was asked first, so that only the answer is lost.
             when: Only requests for which it is true.
             headers: More headers of an error, such as `Retry-After`.
-            after_lines: How many lines of a log come first, after the one that says when the job started.
+            after_lines: How many lines of a log come first, after the line with the start of the job.
         """
         if answer == "silent":
             self.may_speak.clear()
@@ -111,7 +111,7 @@ class HubServer:
         self.faults.add(route, fault)
 
     def forgive(self) -> None:
-        """Misbehave no more; whoever waits for an answer is hung up on."""
+        """Stop misbehaving, and close the connections that wait for an answer."""
         self.faults.clear()
         self.may_speak.set()
 
@@ -161,7 +161,7 @@ class HubServer:
         ]
 
     def close(self) -> None:
-        """Hang up on everybody, end every process, and remove what the jobs left on the disk."""
+        """Close all connections, end every process, and remove the files of the jobs."""
         self.forgive()
         self.jobs.stop_streams()
         self._http.close()
@@ -169,7 +169,7 @@ class HubServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def route_of(self, request: Request) -> dict[str, str] | None:
-        """Name a request's route in it, and return what its path says; None: there is no such route."""
+        """Name a request's route in it, and return the values in its path. None if there is no such route."""
         for method, pattern, name in ROUTES:
             if request.method == method and (match := re.fullmatch(pattern, request.path)):
                 request.route = name

@@ -1,4 +1,4 @@
-"""What the Hub's job routes take and give, as JSON and as server-sent events."""
+"""The bodies of the Hub's job routes, as JSON and as server-sent events."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def stamp(moment: datetime) -> str:
 def log_events(jobs: Jobs, job: Job, tail: int | None) -> Iterator[str]:
     """Replay a job's log, then follow it until it ends.
 
-    The line that says when the job started comes first whatever `tail` is, as the vendor sends it; it is no line of
-    the job's. While there is nothing to say the stream stays open.
+    The line with the start of the job comes first for any `tail`, as the vendor sends it. It is not a line of the job.
+    The stream stays open while there is nothing to send.
     """
     yield from _silence(jobs, lambda: job.started is not None or job.log_ended)
     if job.started:
@@ -122,7 +122,7 @@ def log_events(jobs: Jobs, job: Job, tail: int | None) -> Iterator[str]:
 
 
 def _silence(jobs: Jobs, is_over: Callable[[], bool]) -> Iterator[str]:
-    """Keep a stream alive until it may go on, or the server closes."""
+    """Keep a stream alive until it may continue, or the server closes."""
     while True:
         with jobs.changed:
             if jobs.changed.wait_for(lambda: jobs.closing or is_over(), KEEP_ALIVE_S):

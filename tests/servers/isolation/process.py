@@ -3,7 +3,7 @@
 It has its own session, nothing of the launcher's environment, and a `python` on its PATH that has every package of this
 environment but the project's own. When its first process ends, all that it started ends too, also what left its group;
 and so it does when the launcher is killed.
-What a container also hides, this does not: the file system, the network and the other processes. And who leaves the
+It does not hide the file system, the network and the other processes, as a container does. And who leaves the
 group, the directory and HOME together, escapes.
 """
 

@@ -46,7 +46,7 @@ def isolated_python(folder: Path) -> Path:
     """Make a virtual environment in `folder` into which pip can install, and return its `python`.
 
     The packages installed here are on its path as a plain folder, in which no `.pth` file is obeyed: an editable
-    install is such a file. What pip installs with it goes into the environment itself.
+    install is such a file. Packages that its pip installs go into the environment itself.
     """
     home = folder / "isolated python"
     venv.create(home, symlinks=True, with_pip=False)

@@ -1,4 +1,4 @@
-"""What the local stand-ins for a vendor's containers promise: nothing of the launcher gets in, no process gets out."""
+"""The promises of the stand-ins for a vendor's containers: nothing of the launcher gets in, no process gets out."""
 
 from __future__ import annotations
 

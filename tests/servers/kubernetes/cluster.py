@@ -32,7 +32,7 @@ class AlreadyExists(Exception):
 
 
 class Cluster:
-    """What is in one namespace. `changed` guards it all."""
+    """The objects of one namespace. `changed` guards them all."""
 
     def __init__(self, folder: Path) -> None:
         self.changed = threading.Condition()
@@ -243,7 +243,7 @@ class Cluster:
             pod.process.kill()
 
     def _delete(self, pod: Pod) -> None:
-        """Mark a pod as deleted. What runs has its grace; what has no node waits for the pod garbage collector."""
+        """Mark a pod as deleted. A running pod has its grace. Without a node, it waits for the garbage collector."""
         metadata = pod.wire["metadata"]
         grace_s = pod.grace_s if pod.is_scheduled and not pod.is_over else 0
         metadata.setdefault("deletionTimestamp", now(grace_s))

@@ -140,7 +140,7 @@ class Kubelet:
         self.unreachable: set[str] = set()
         """Nodes whose kubelet reports nothing and ends nothing."""
         self.room: int | None = None
-        """How many pods have a node; None: all. More wait, `Unschedulable`."""
+        """How many pods have a node. None means all. More wait, `Unschedulable`."""
         self.broken: dict[str, tuple[str, str]] = {}
         """By image: reason and message of containers that cannot be made."""
         self.is_closing = False
@@ -223,7 +223,7 @@ class Kubelet:
         return variables
 
     def _launched(self, pod: Pod, variables: dict[str, str]) -> bool:
-        """Start the container's process; False: its runtime could not, and says so as a container that has ended."""
+        """Start the container's process. False if its runtime could not: then the container is shown as ended."""
         container, directory = pod.wire["spec"]["containers"][0], self._folder / pod.name
         usual = {
             **container_environment(shared_python(), directory),

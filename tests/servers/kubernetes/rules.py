@@ -63,7 +63,7 @@ def wrong_with_secret(secret: Mapping[str, Any]) -> Iterator[str]:
 
 
 def violations(pod: Mapping[str, Any]) -> str:
-    """Return how a pod violates the standard "restricted", in the words of the admission plugin; empty: it does not."""
+    """Return how a pod violates the standard "restricted", in the words of the admission plugin, or an empty text."""
     of_pod, found = pod.get("securityContext", {}), dict[str, list[str]]()
     for container in pod["containers"]:
         name, own = f'container "{container["name"]}"', container.get("securityContext", {})

@@ -1,6 +1,6 @@
-"""What is wrong with a body by the official client's models: `openapi_types` and `attribute_map` of each.
+"""The errors in a body by the official client's models: `openapi_types` and `attribute_map` of each.
 
-That is the published schema. What the types do not say is in `rules`.
+That is the published schema. The module `rules` has the rules beyond types.
 """
 
 from __future__ import annotations

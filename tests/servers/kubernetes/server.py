@@ -95,7 +95,7 @@ class Refusal(Exception):
 
 @dataclass
 class Fault:
-    """What becomes of the next requests for a route: an error status, or the connection is reset (0)."""
+    """The fate of the next requests for a route: an error status, or the connection is reset (0)."""
 
     status: int
     times: int

@@ -1,4 +1,4 @@
-"""The stand-in answers as the table of a real server's answers says; with `-m live` a real server is asked, too."""
+"""The stand-in answers as in the table of a real server's answers. With `-m live` a real server is asked, too."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Asker:
     def __init__(self, api: client.ApiClient, namespace: str) -> None:
         self.api = api
         self.token = ""
-        """What to send in place of the credentials of the kubeconfig; empty: those."""
+        """The credentials to send in place of the kubeconfig's. Empty: the kubeconfig's."""
         self.name = f"table-{secrets.token_hex(4)}"
         self._namespace = namespace
 
@@ -161,7 +161,7 @@ def has_ended(pod: Pod) -> bool:
 
 
 def shown(pod: Pod) -> Row:
-    """Return what a row says of a pod."""
+    """Return the pod of a row."""
     status = pod.status
     ended = status["containerStatuses"][0]["state"]["terminated"]
     found = {"phase": status["phase"], "container": ["terminated", ended["exitCode"], ended["reason"]]}

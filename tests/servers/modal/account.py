@@ -1,4 +1,4 @@
-"""What an account on Modal holds besides sandboxes: apps, images and secrets."""
+"""The other objects of an account on Modal, next to sandboxes: apps, images and secrets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def new_id(prefix: str, length: int = 22) -> str:
 
 
 def token(**claims: object) -> str:
-    """Return a text in the form of a JWT that expires in an hour; nobody checks its signature."""
+    """Return a text in the form of a JWT that expires in an hour. No process checks its signature."""
 
     def part(value: object) -> str:
         return base64.urlsafe_b64encode(json.dumps(value).encode()).decode().rstrip("=")
@@ -40,7 +40,7 @@ class Account:
         self.secrets: dict[str, dict[str, str]] = {}
         """Named secrets, as made in the vendor's dashboard: name -> variables."""
         self.builder_says: list[str] = []
-        """What the builder of images writes; without anything, every image exists."""
+        """The output of the builder of images. If it is empty, every image exists."""
         self.builder_is_slow = False
         self.rates = {
             "cpu_hour_cost_sandbox": "0.1419",
@@ -49,7 +49,7 @@ class Account:
             "gpu_hour_cost_a100_40gb": "2.10",
             "volume_gib_month_cost": "0.09",
         }
-        """What the workspace pays for an hour, by the vendor's names."""
+        """The workspace's prices for an hour, by the vendor's names."""
         self.volumes: set[str] = set()
         """Names of volumes."""
         self.auth_tokens: set[str] = set()
@@ -58,7 +58,7 @@ class Account:
         self._secret_ids: dict[str, str | dict[str, str]] = {}
         self._images: dict[bytes, str] = {}
 
-    # What sandboxes need to know
+    # Read by sandboxes
 
     def variables_of(self, secret_id: str) -> Mapping[str, str]:
         secret = self._secret_ids.get(secret_id)
@@ -104,7 +104,7 @@ class Account:
         )
 
     async def ImageGetOrCreate(self, request: Any, metadata: Any) -> api_pb2.ImageGetOrCreateResponse:
-        """Every image has been built already, unless the builder says something. There is one interpreter for all."""
+        """Every image has been built already, unless the builder has output. There is one interpreter for all."""
         definition = request.image.SerializeToString(deterministic=True)
         is_built = definition in self._images or not self.builder_says
         image_id = self._images.setdefault(definition, new_id("im"))
@@ -115,7 +115,7 @@ class Account:
         )
 
     async def VolumeGetOrCreate(self, request: Any, metadata: Any) -> api_pb2.VolumeGetOrCreateResponse:
-        """Look a volume up; one is made by the test: `server.account.volumes.add(name)`."""
+        """Look a volume up. A test makes one with `server.account.volumes.add(name)`."""
         name = request.deployment_name
         environment = self._environment(request.environment_name)
         if name not in self.volumes:
@@ -125,7 +125,7 @@ class Account:
         )
 
     async def ImageJoinStreaming(self, request: Any, metadata: Any) -> api_pb2.ImageJoinStreamingResponse:
-        """Tell what the builder said, and that it is done, in one message of a stream."""
+        """Send the output of the builder, and its end, in one message of a stream."""
         while self.builder_is_slow:
             await asyncio.sleep(0.01)
         return api_pb2.ImageJoinStreamingResponse(

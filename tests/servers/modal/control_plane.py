@@ -1,8 +1,8 @@
 """The calls about sandboxes, of both back ends.
 
-CPU sandboxes go to V2, which starts them at once; those with GPUs to V1, where they wait until there is room. What is
-known of the vendor only by its client (whether a call of one back end finds the sandboxes of the other, whether names
-are shared between them) is answered the way that asks more of the caller.
+CPU sandboxes go to V2, which starts them at once; those with GPUs to V1, where they wait until there is room. Some
+answers of the vendor are not known: whether a call of one back end finds the sandboxes of the other, and whether both
+share names. Such a call gets the answer that asks more of the caller.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from servers.modal.sandboxes import TERMINATED, Sandbox
 
 PAGE = 3  # sandboxes that a list gives at once; the vendor's is larger
 UNSUPPORTED = ("nfs_mounts", "s3_mounts", "proxy_id", "enable_snapshot")
-"""What the definition of a sandbox may ask for and local processes cannot give. Volumes are written down alone."""
+"""Parts of a sandbox's definition that local processes cannot provide. Volumes are only recorded."""
 
 
 class SandboxCalls:
@@ -29,7 +29,7 @@ class SandboxCalls:
     def __init__(self, account: Account, folder: Path, bin_folder: Path) -> None:
         self.sandboxes: dict[str, Sandbox] = {}
         self.capacity: int | None = None
-        """How many GPUs there are; None: enough."""
+        """How many GPUs there are. None means enough."""
         self._account = account
         self._folder = folder
         self._bin_folder = bin_folder
@@ -106,10 +106,10 @@ class SandboxCalls:
     async def SandboxTagsGet(self, request: Any, metadata: Any) -> api_pb2.SandboxTagsGetResponse:
         return tags(self.find(request.sandbox_id, is_v2=False))
 
-    # What they share
+    # Shared by both back ends
 
     def find(self, sandbox_id: str, is_v2: bool | None = None) -> Sandbox:
-        """Return a sandbox; a back end does not know those of the other."""
+        """Return a sandbox. A back end does not know the other's sandboxes."""
         sandbox = self.sandboxes.get(sandbox_id)
         if sandbox is None or is_v2 not in (None, sandbox.is_v2):
             raise GRPCError(Status.NOT_FOUND, f"Sandbox with ID {sandbox_id} not found")

@@ -1,7 +1,7 @@
 """Calls as they arrive: written down, checked for credentials, struck by faults, and answered by a method.
 
-The handlers are made from the tables of the SDK's own stubs, so that a call of any name reaches us; one that nobody
-implements is answered UNIMPLEMENTED and remembered, because a test that met it has seen nothing of the vendor.
+The handlers are made from the tables of the SDK's own stubs, so that a call of any name reaches us. A call
+without an implementation is answered UNIMPLEMENTED and remembered, because its test has seen nothing of the vendor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Call:
     metadata: dict[str, str]
 
     def carries(self, value: str) -> bool:
-        """Tell whether a text is anywhere in the request, as it stands."""
+        """Return whether a text is anywhere in the request, unchanged."""
         return value.encode() in self.request.SerializeToString()
 
 
@@ -48,7 +48,7 @@ class Dispatcher:
         self.deduplicates = True
         """Whether a create that is repeated with the same idempotency key gives the same sandbox again."""
         self.together: dict[str, int] = {}
-        """So many calls of a name have to arrive before the first is answered."""
+        """The number of calls of a name that must arrive before the first is answered."""
         self._objects = objects
         self._check = check
         self._faults = faults

@@ -36,7 +36,7 @@ class Fault:
 
 
 class ConnectionLostError(Exception):
-    """The connection has been cut, so there is nobody to answer."""
+    """The connection has been cut, so no answer is possible."""
 
 
 class Faults:

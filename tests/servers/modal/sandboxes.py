@@ -1,7 +1,7 @@
 """Sandboxes as local processes: each command runs in a session and an empty directory of its own.
 
 A container ends as a whole: when its command ends, or is ended, everything it has started is killed with it. There is
-no isolation beyond that: the file system and the loopback network are those of the machine.
+no isolation beyond that: the file system and the loopback network belong to the machine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ENDS_WITH_THE_SERVER = [setpriv, "--pdeathsig", "KILL"] if (setpriv := shutil.wh
 
 @dataclasses.dataclass(frozen=True)
 class LogEntry:
-    """What a process wrote, as the vendor keeps it: never more than a line, perhaps less."""
+    """The output of a process, as the vendor keeps it: never more than a line, perhaps less."""
 
     timestamp_ns: int
     file_descriptor: int
@@ -61,7 +61,7 @@ class Sandbox:
     definition: api_pb2.Sandbox
     tags: dict[str, str]
     environment: dict[str, str]
-    """What the request, its secrets and the vendor set; without PATH and HOME."""
+    """The variables of the request, of its secrets and of the vendor, without PATH and HOME."""
     folder: Path
     """The directory that stands for the sandbox's file system, empty when its command starts."""
     is_scheduled: bool = False
@@ -87,7 +87,7 @@ class Sandbox:
         self._life = asyncio.create_task(self._live(bin_folder))
 
     async def end(self, verdict: api_pb2.GenericResult) -> None:
-        """Have it ended from outside; returns before it is gone, as the vendor does. What has ended stays so."""
+        """End it from outside, and return before it is gone, as the vendor does. An ended sandbox stays as it is."""
         if self.result or self._verdict:
             return
         self._verdict = verdict
@@ -181,7 +181,7 @@ class Sandbox:
         self._tell()
 
     def _tell(self) -> None:
-        """Wake whoever waits; those who come later wait for the next news."""
+        """Wake all waiting calls. Later calls wait for the next news."""
         news, self._news = self._news, asyncio.Event()
         news.set()
 

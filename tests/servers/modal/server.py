@@ -1,11 +1,11 @@
-"""A Modal control plane on loopback, for the real SDK: started, told how to misbehave, and stopped.
+"""A Modal control plane on loopback, for the real SDK. Tests start it, let it misbehave, and stop it.
 
     with modal_server() as server, server.used_by_the_sdk():
         modal.App.lookup("app", create_if_missing=True)     # `modal` as ever, here and in child processes
 
 Sandboxes are processes of this machine (`modal_sandboxes`), each with an empty directory, nothing of this process's
-environment, and a `python` that has every installed package except this project. What it knows of the vendor comes
-from the released SDK, whose tables of calls it serves; a call that it does not serve fails the test that made it.
+environment, and a `python` that has every installed package except this project. Its behavior comes from
+the released SDK, whose tables of calls it serves. A call that it does not serve fails the test that made it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class ModalServer:
-    """What a test says to the server, and asks of it. Safe to use from any thread but the server's own."""
+    """The controls of the server for a test. Safe to use from any thread but the server's own."""
 
     def __init__(self, folder: Path) -> None:
         self.account = Account()
@@ -99,7 +99,7 @@ class ModalServer:
 
     @property
     def capacity(self) -> int | None:
-        """How many GPUs there are; None: enough. Sandboxes wait while there is no room."""
+        """How many GPUs there are. None means enough. Sandboxes wait while there is no room."""
         return self.calls.capacity
 
     @capacity.setter
@@ -116,22 +116,22 @@ class ModalServer:
         self._dispatcher.deduplicates = does
 
     def fail(self, rpc: str, status: Status | None = None, **details: Any) -> Fault:
-        """Misbehave at the next calls of this name, as `Fault` says; the SDK itself repeats INTERNAL three times."""
+        """Misbehave at the next calls of this name, as in `Fault`. The SDK itself repeats INTERNAL three times."""
         fault = Fault(rpc=rpc, status=status, **details)
         self._faults.plan(fault)
         return fault
 
     def answer_together(self, rpc: str, n_calls: int) -> None:
-        """Answer no call of a name before so many have arrived."""
+        """Answer no call of a name before that number of calls has arrived."""
         self._dispatcher.together[rpc] = n_calls
 
     def unused_faults(self) -> list[Fault]:
         return self._faults.unused()
 
-    # What happens to sandboxes
+    # Events of sandboxes
 
     def preempt(self, sandbox_id: str) -> None:
-        """End a sandbox because somebody else needs its machine: TERMINATED, though nobody asked for it."""
+        """End a sandbox because another user needs its machine: TERMINATED, without a request."""
         self._end(sandbox_id, api_pb2.GenericResult(status=TERMINATED))
 
     def oom_kill(self, sandbox_id: str) -> None:
@@ -164,7 +164,7 @@ class ModalServer:
 
         self._do(forget())
 
-    # What it has seen
+    # Calls and errors so far
 
     @property
     def sandboxes(self) -> list[Sandbox]:
@@ -176,7 +176,7 @@ class ModalServer:
         return [call for call in list(self._dispatcher.calls) if not rpcs or call.rpc in rpcs]
 
     def wait_for(self, rpc: str, n_calls: int = 1, within_s: float = 30.0) -> None:
-        """Wait until there have been so many calls of a name."""
+        """Wait until there has been that number of calls of a name."""
         eventually(lambda: len(self.calls_of(rpc)) >= n_calls, f"{n_calls} calls of {rpc}", within_s=within_s)
 
     def requests_carrying(self, value: str) -> list[str]:

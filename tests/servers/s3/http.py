@@ -1,6 +1,6 @@
 """Serving an application behind the fault layer, on loopback or on the address given, until stdin ends.
 
-It says its address in one line of JSON on stdout. Connections are kept, as by every S3 server; werkzeug's own server
+It prints its address in one line of JSON on stdout. Connections are kept, as by every S3 server; werkzeug's own server
 keeps none, and would hide what a client does with its pool.
 """
 

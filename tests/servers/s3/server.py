@@ -1,4 +1,4 @@
-"""The S3 server of the tests: started, told how to misbehave, and stopped."""
+"""The S3 server of the tests. Tests start it, let it misbehave, and stop it."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class S3Server:
 
     endpoint_url: str
     pid: int = 0
-    """Its process; 0: it is not known."""
+    """Its process, or 0 if that is not known."""
 
     def url(self, prefix: str = "") -> str:
         return f"s3://{BUCKET}/{prefix}?endpoint_url={quote(self.endpoint_url, safe='')}&region=us-east-1"
 
     def misbehave(self, **faults: Any) -> None:
-        """Misbehave from now on, as `Faults` says."""
+        """Misbehave from now on, as `Faults` describes."""
         self._ask("PUT", "/_faults", dataclasses.asdict(Faults(**faults)))
 
     def misbehave_once(self, fault: str, method: str, path: str = "") -> None:

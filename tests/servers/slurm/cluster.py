@@ -31,9 +31,9 @@ PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 NODES = ("n0", "n1", "n2", "n3")
 START_LIMIT_S = 60.0
 JOBS_LIMIT_S = 15.0
-TRIES = 3  # of a start: somebody else may have taken a port meanwhile
+TRIES = 3  # of a start: another process may have taken a port meanwhile
 SETTINGS = {"MinJobAge": "300"}
-"""What a test may change of a cluster that runs."""
+"""Settings that a test may change while the cluster runs."""
 CONF = """
 ClusterName=replicas
 SlurmctldHost={host}(127.0.0.1)
@@ -118,12 +118,14 @@ class Cluster:
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._node_limit_s = node_limit_s
         self._ports = free_ports(1 + len(NODES))
-        folder.chmod(0o711)  # or munge refuses: everybody is to reach its socket
+        folder.chmod(0o711)  # or munge refuses: every user must reach its socket
         (folder / "state").mkdir()
         (folder / "munge.key").write_bytes(secrets.token_bytes(128))
         (folder / "munge.key").chmod(0o600)
         for number in range(2):
-            os.mknod(folder / f"gpu{number}", stat.S_IFCHR, os.makedev(1, 3))  # a file that is no device is not told
+            os.mknod(
+                folder / f"gpu{number}", stat.S_IFCHR, os.makedev(1, 3)
+            )  # Slurm ignores a file that is not a device
         for name in NODES:
             (folder / name).mkdir()
         (folder / "gres.conf").write_text(f"Name=gpu Type=h100 File={folder}/gpu[0-1]\n")
@@ -133,7 +135,7 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What makes the commands of Slurm ask this cluster."""
+        """The variables with which Slurm's commands ask this cluster."""
         return {"SLURM_CONF": str(self.conf), "PATH": PATH}
 
     def run(self, *command: str, env: Mapping[str, str] | None = None) -> str:
@@ -169,7 +171,7 @@ class Cluster:
         daemon.wait()
         works = [pid for pid, variables in self._processes() if variables["SLURMD_NODENAME"] == name]
         steps = {parent for pid in works if (parent := parent_of(pid)) and "slurmstepd" in command_of(parent)}
-        _kill(*steps, *works)  # in this order: nobody is to report the end of what is killed
+        _kill(*steps, *works)  # in this order, so that no daemon reports the end of a killed process
 
     def kill_job(self, job: str) -> None:
         """Kill all processes of a job at once; what `scancel` does begins with a SIGTERM."""
