@@ -37,7 +37,7 @@ def create_run(
 def run_spec(
     run_id: str, store_url: str, task_digest: str, world_size: int, ranks: tuple[int, ...], **more: Any
 ) -> RunSpec:
-    """What starts ranks of a run.
+    """The starter of ranks of a run.
 
     Args:
         more: fields of `RunSpec`, and settings by name.

@@ -122,7 +122,7 @@ class ModalServer:
         return fault
 
     def answer_together(self, rpc: str, n_calls: int) -> None:
-        """Answer no call of a name before that number of calls has arrived."""
+        """Answer no call of a name before `n_calls` calls have arrived."""
         self._dispatcher.together[rpc] = n_calls
 
     def unused_faults(self) -> list[Fault]:
@@ -176,7 +176,7 @@ class ModalServer:
         return [call for call in list(self._dispatcher.calls) if not rpcs or call.rpc in rpcs]
 
     def wait_for(self, rpc: str, n_calls: int = 1, within_s: float = 30.0) -> None:
-        """Wait until there has been that number of calls of a name."""
+        """Wait until there have been `n_calls` calls of a name."""
         eventually(lambda: len(self.calls_of(rpc)) >= n_calls, f"{n_calls} calls of {rpc}", within_s=within_s)
 
     def requests_carrying(self, value: str) -> list[str]:
