@@ -26,10 +26,10 @@ from diloco.rendezvous.envelope import BadRecordError, frame, reading, typed, un
 from diloco.rendezvous.frames import READ_TRIES
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity
-from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.phase import Plan
 from diloco.rendezvous.proof import Proof
 from diloco.rendezvous.restore import Restored
+from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Background
 from diloco.rendezvous.snapshot import DTYPES, decode_part, digest_of, encode_part, parts_of
 from diloco.rendezvous.training_state import Array, Arrays
@@ -86,7 +86,7 @@ class AttachedState:
     """
 
     def __init__(
-        self, store: PatientStore, keys: Keys, me: Identity, background: Background, plan: Plan, proof: Proof,
+        self, store: RetryingStore, keys: Keys, me: Identity, background: Background, plan: Plan, proof: Proof,
         begun_at: int = 0,
     ) -> None:  # fmt: skip
         self._store = store

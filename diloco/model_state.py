@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from diloco.errors import DiLoCoError
 from diloco.fragments import Fragment, check_is_whole, marks_of_frozen
+from diloco.held_work import BufferPool, HeldWork, WireError
 from diloco.outer_optimizer import GivenOptimizer, NesterovSGD, OuterOptimizer
 from diloco.own_buffers import OwnBuffers
 from diloco.pseudo_gradient import difference, has_moved, live_tensors, pack, set_live
 from diloco.rendezvous.proof import proof_of
 from diloco.rendezvous.training_state import Agreement, Applied, Array, Arrays, Packed, Verdict
 from diloco.settings import Settings
-from diloco.shadow import Lost, Room, Shadow
 from diloco.unshared_state import UnsharedState
 from diloco.wires import wire_named
 from diloco.wires.wire import BLOCK_ELEMENTS, Pieces, blocks_of, decoded, square_of
@@ -70,10 +70,11 @@ class ModelState:
         for fragment, anchor in zip(self.fragments, self.anchors, strict=True):
             for slot, live in live_tensors(model, fragment):
                 anchor[slot.start : slot.end].copy_(live.reshape(-1))
-        self._trains_on = settings.plan.overlaps or settings.is_beside
-        room = Room(max(fragment.n_elements for fragment in self.fragments), keeps=self._trains_on)
-        self._shadows = [
-            Shadow(model, fragment, anchor, room) for fragment, anchor in zip(self.fragments, self.anchors, strict=True)
+        self._trains_on = settings.plan.overlaps or settings.in_background
+        room = BufferPool(max(fragment.n_elements for fragment in self.fragments), keeps=self._trains_on)
+        self._held = [
+            HeldWork(model, fragment, anchor, room)
+            for fragment, anchor in zip(self.fragments, self.anchors, strict=True)
         ]
         self.outer: list[OuterOptimizer] = [
             NesterovSGD(fragment, anchor, settings.schedule)
@@ -124,25 +125,25 @@ class ModelState:
     def hold(self, fragment: int, *, is_early: bool) -> None:
         self.before_hold()
         check_is_whole(self.model, self.fragments, f"Contribution of rank {self.rank}")
-        shadow = self._shadows[fragment]
+        held = self._held[fragment]
         if self._trains_on or is_early or not (self.wire.is_exact or self._steps_in_place(fragment)):
-            shadow.hold(f"Contribution of rank {self.rank}")
+            held.hold(f"Contribution of rank {self.rank}")
 
     def _steps_in_place(self, fragment: int) -> bool:
         """Return whether what a wire loses of a fragment can be told while it is stepped, from live parameters."""
-        return self.outer[fragment].goes_by_pieces and not self._mix and self._shadows[fragment].is_within_reach
+        return self.outer[fragment].goes_by_pieces and not self._mix and self._held[fragment].is_within_reach
 
     @torch.no_grad()
-    def land(self) -> None:
-        for shadow in self._shadows:
-            shadow.land()
+    def prepare_merge(self) -> None:
+        for held in self._held:
+            held.prepare_merge()
 
     @torch.no_grad()
     def merge(self) -> None:
-        if any(shadow.has_landed for shadow in self._shadows):
+        if any(held.has_landed for held in self._held):
             self.before_merge()
-        for shadow in self._shadows:
-            shadow.merge()
+        for held in self._held:
+            held.merge()
 
     # -- the rounds' side --------------------------------------------------------------------------------------------
 
@@ -151,10 +152,10 @@ class ModelState:
         self, entry: int, write: Callable[[memoryview], object] | None = None, keep: tuple[int, int] | None = None
     ) -> Packed:
         self.check_is_whole()
-        fragment, anchor, shadow = self._of(entry)
+        fragment, anchor, held = self._of(entry)
         *_, last = blocks_of(self.wire, fragment.n_elements, self._block_elements)
         first, end = (0, last.end) if keep is None else keep
-        live = shadow.values()
+        live = held.values()
         if not has_moved(live, anchor):
             self._unmoved[fragment.index] = entry
         return pack(
@@ -177,27 +178,27 @@ class ModelState:
     def apply(
         self, entry: int, mean: Sequence[memoryview], verdict: Verdict, packed: Packed | None, *, partly: bool
     ) -> Applied:
-        fragment, _, shadow = self._of(entry)
+        fragment, _, held = self._of(entry)
         lost, keeps = None, self._keeps(verdict) or (partly and verdict is Verdict.KEPT)
-        may_tell_lost = shadow.is_held or self._steps_in_place(fragment.index)
+        may_tell_lost = held.is_held or self._steps_in_place(fragment.index)
         if self._is_final(entry) or not (partly or keeps or verdict is Verdict.COUNTED):
-            shadow.take_anchor()  # a planned run ends with one model
+            held.take_anchor()  # a planned run ends with one model
         elif keeps:
-            shadow.keep_work()
+            held.keep_work()
         elif verdict is Verdict.COUNTED and packed is not None and not self.wire.is_exact and may_tell_lost:
             sent = decoded(self.wire, [packed.kept], fragment.n_elements, self._block_elements)
-            if not shadow.is_held:
+            if not held.is_held:
                 self.before_merge()
-                what_is_lost, block = Lost(), self._block_elements
-                around = partial(shadow.stepped_in_place, sent=sent, lost=what_is_lost, block_elements=block)
+                what_is_lost, block = WireError(), self._block_elements
+                around = partial(held.stepped_in_place, sent=sent, lost=what_is_lost, block_elements=block)
                 return Applied(self._step(entry, mean, around), what_is_lost.share)
-            lost = shadow.take_away(sent, keeps_later=partly or self.keeps_later_work, mix=self._mix)
+            lost = held.take_away(sent, keeps_later=partly or self.keeps_later_work, mix=self._mix)
         elif partly or self.keeps_later_work:
-            shadow.take_away_held()
+            held.take_away_held()
         else:
-            shadow.take_anchor(self._mix)
+            held.take_anchor(self._mix)
         mean_norm = self.replay(entry, mean)
-        shadow.after_step()
+        held.after_step()
         return Applied(mean_norm, lost)
 
     def _keeps(self, verdict: Verdict | None) -> bool:
@@ -239,14 +240,14 @@ class ModelState:
 
     @torch.no_grad()
     def follow(self, anchors: list[Tensor], verdicts: Sequence[Verdict | None], *, partly: int | None) -> None:
-        for index, (before, verdict, shadow) in enumerate(zip(anchors, verdicts, self._shadows, strict=True)):
+        for index, (before, verdict, held) in enumerate(zip(anchors, verdicts, self._held, strict=True)):
             if self._keeps(verdict):
-                shadow.follow(torch.sub(self.anchors[index], before, out=before), is_passed=verdict is not None)
+                held.follow(torch.sub(self.anchors[index], before, out=before), is_passed=verdict is not None)
             elif index == partly:
-                shadow.take_away_held()
-                shadow.after_step()
+                held.take_away_held()
+                held.after_step()
             else:
-                shadow.take_anchor(self._mix if verdict is Verdict.COUNTED else 0.0)
+                held.take_anchor(self._mix if verdict is Verdict.COUNTED else 0.0)
 
     # -- while nothing goes on beside the other ----------------------------------------------------------------------
 
@@ -337,9 +338,9 @@ class ModelState:
         self.reserve(size_bytes)
         return self._memory[:size_bytes].data
 
-    def _of(self, entry: int) -> tuple[Fragment, Tensor, Shadow]:
+    def _of(self, entry: int) -> tuple[Fragment, Tensor, HeldWork]:
         index = entry % len(self.fragments)
-        return self.fragments[index], self.anchors[index], self._shadows[index]
+        return self.fragments[index], self.anchors[index], self._held[index]
 
 
 class _Square:

@@ -13,13 +13,13 @@ import sys
 from collections.abc import Mapping
 
 from diloco.errors import DiLoCoError
-from diloco.rendezvous.membership import Place
+from diloco.rendezvous.membership import RunLocation
 
 
-def check_is_one_process(place: Place, rank: object, environ: Mapping[str, str] = os.environ) -> None:
+def check_is_one_process(place: RunLocation, rank: object, environ: Mapping[str, str] = os.environ) -> None:
     """Refuse a process that is one of several of its replica.
 
-        check_is_one_process(find_place(None, None, None, None), rank=None)
+        check_is_one_process(find_location(None, None, None, None), rank=None)
 
     A process whose rank was given as an argument is not refused: there, each process of a group may be a replica.
 

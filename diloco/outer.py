@@ -4,8 +4,8 @@ Each replica trains alone for `inner_steps` steps, then all average how far they
 parameters they share, along that average (Douillard et al., 2311.08105). With several fragments the model is
 synchronised a part at a time, staggered, and a part may travel while training goes on (Streaming DiLoCo, 2501.18512).
 
-`rendezvous/participant.py` says when, `rendezvous/loop.py` brings the replicas together, and `model_state.py` holds the
-anchor.
+`rendezvous/training_side.py` counts steps and merges, `rendezvous/round_runner.py` runs the rounds, and
+`model_state.py` holds the anchor.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from diloco.optimizer_history import OptimizerHistory
 from diloco.outer_optimizer import OptimizerFactory
 from diloco.rendezvous.extension import Extension, total_of_start
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.membership import Place, find_place
-from diloco.rendezvous.participant import Participant
-from diloco.rendezvous.patient_store import PatientStore
+from diloco.rendezvous.membership import RunLocation, find_location
 from diloco.rendezvous.proof import proof_of
+from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Context, Limits, RoundReport
+from diloco.rendezvous.training_side import TrainingSide
 from diloco.replica_link import ReplicaLink, check_is_free, is_open, leave_all
 from diloco.same_data import SameData, SameDataMode
 from diloco.settings import Settings, check_wires
@@ -186,7 +186,7 @@ class DiLoCo:
         _begun_at: int = 0,
         _is_trainers: bool = False,
     ) -> None:
-        place = find_place(store, run_id, rank, world_size)
+        place = find_location(store, run_id, rank, world_size)
         check_is_one_process(place, rank)
         self._pid = os.getpid()
         where = {"store": store, "run_id": run_id, "rank": rank, "world_size": world_size, "key": key}
@@ -208,21 +208,22 @@ class DiLoCo:
         self._model_state = ModelState(model, fragments_, settings, block_elements=limits.block_elements)
         proof = proof_of(settings.key)
         patience = replace(ROUND, seconds=limits.round_timeout_s)  # the group decides, and not the kind of store
-        patient = PatientStore(place.store, clock=monotonic, patience=patience, copies=proof.copies, waits=waits)
+        patient = RetryingStore(place.store, clock=monotonic, patience=patience, copies=proof.copies, waits=waits)
         keys = Keys(place.run_id, name, place.key_of_outcomes(key))
         me = place.identify(patient, keys, proof)
         self._name = (me.nonce, name)
         check_is_free(self._name)
         self._model_state.rank, self._model_state.is_back = me.rank, me.attempt > 0
         who, watch = f"diloco {name} of rank {me.rank}", open_watch(place.store)
-        self._workers = workers = Workers(patient, watch, who, is_beside=settings.is_beside)
+        self._workers = workers = Workers(patient, watch, who, in_background=settings.in_background)
         warm_start = self._find_warm_start(place, patient, keys, settings.key)
         context = Context(
             store=patient, keys=keys, me=me, training=self._model_state, plan=settings.plan,
             proof=proof, origin=place.origin, first_state=None if warm_start is None else warm_start.read,
             limits=limits, min_quorum=min_quorum or 1, weight=weight,
-            snapshot_every=settings.entries_per_snapshot, carry_rounds=carry_rounds, turns=workers.turns,
-            background=workers.uploads, map=workers.map, ask=workers.ask, on_standstill=self._link.stand_still,
+            snapshot_every=settings.entries_per_snapshot, carry_rounds=carry_rounds, wait=workers.scheduler.pause,
+            in_background=workers.scheduler.in_background, background=workers.uploads, map=workers.map, ask=workers.ask,
+            on_standstill=self._link.stand_still,
         )  # fmt: skip
         for layout in context.layouts:
             self._model_state.reserve(layout.kept_bytes(place.world_size, streams=patient.streams))
@@ -235,7 +236,8 @@ class DiLoCo:
         )  # fmt: skip
         self._find_total = partial(total_of_start, patient, keys, settings.key)
         self._extension.look(self._find_total)
-        self._participant = Participant(context)
+        self._members = context.members
+        self._training_side = TrainingSide(context, workers.scheduler)
         self._round_s, self._closed, kept = 0.0, False, self._attached.kept
         self._is_also, self._also = isinstance(model, TensorsAsModule), list[tuple[DiLoCo, TensorsAsModule]]()
         self._stale = StaleCopies(model, fragments_)
@@ -243,13 +245,13 @@ class DiLoCo:
         self._early = EarlyCopies(model, () if me.attempt else self._stale.names)
         self._stale.before_merge()
         with self._link.waiting("first anchor"):
-            self._participant.start(None if kept is None else kept.restored(self._model_state.sizes()))
+            self._training_side.start(None if kept is None else kept.restored(self._model_state.sizes()))
         self._stale.after_merge("the first anchor")
         self._early.look()
         self._model_state.before_merge = self._stale.before_merge
         if context.origin is not None and kept is None:
             self._attached.take_over(context.origin, self.rounds)
-        if self._rest is not None and self._participant.has_begun_the_run:
+        if self._rest is not None and self._training_side.runner.replayer.is_author:
             self._rest.keep(0, self._model_state.unshared.first(), FIRST_BYTES)
         self._model_state.own_buffers.give(self._attached.kept_buffers())
         self._steps_before = self._attached.step
@@ -259,7 +261,7 @@ class DiLoCo:
         self._loop = TrainingLoop(self._settings, begins_at=self._inner_step)
         self._link.plan(settings.total_of_steps, me.nonce, _begun_at)
         is_open[self._name] = self
-        self._link.note_step(self._participant.phase.run_step, settings.plan.total_steps)  # all may be done already
+        self._link.note_step(self._training_side.phase.run_step, settings.plan.total_steps)  # all may be done already
         if self._is_over:
             self._link.found_over()
         self._link.show(self.rounds, self._round_s)
@@ -292,12 +294,12 @@ class DiLoCo:
         self._loop.step_called()
         self._stale.check(self._also_pointers)
         self._early.warn()
-        if not self._participant.phase.n_steps and not self._participant.is_alone:
+        if not self._training_side.phase.n_steps and not self._members.is_alone:
             warn_of_own_averages(self._model_state.model, self._also_pointers())
-        reports = self._in_round(self._participant.step)
+        reports = self._in_round(self._training_side.step)
         for other, _ in self._also:
             if not other._is_over:
-                other._in_round(other._participant.step)
+                other._in_round(other._training_side.step)
         self._leave_if_asked(after_round=bool(reports))
         return RoundReport.sum_of(reports) if reports else None
 
@@ -345,7 +347,7 @@ class DiLoCo:
         until then. A stopped run cannot continue: replicas that are resumed end at once.
         """
         self._check_open()
-        self._participant.phase.wants_to_stop = True
+        self._training_side.phase.wants_to_stop = True
 
     def _is_past_the_end(self, call: str) -> bool:
         """Return whether the run has ended. If it has, undo what was trained since, and warn.
@@ -364,11 +366,11 @@ class DiLoCo:
 
         Every replica ends with the anchor, and a step after the last round belongs to no round.
         """
-        self._participant.apart(self._model_state.take_anchor)
+        self._training_side.run_in_round_thread(self._model_state.take_anchor)
         for other, tensors in self._also:
             tensors.refresh()
             other._undo_step()
-        self._link.note_step(self._participant.phase.run_step, self._settings.plan.total_steps)
+        self._link.note_step(self._training_side.phase.run_step, self._settings.plan.total_steps)
 
     def sync(self) -> list[RoundReport]:
         """Have a round of every fragment now; all replicas must call it at the same step. Inner steps count from here.
@@ -382,10 +384,10 @@ class DiLoCo:
         self._link.progress()
         if self._is_past_the_end("sync"):
             return []
-        reports = self._in_round(self._participant.sync)
+        reports = self._in_round(self._training_side.sync)
         for other, _ in self._also:
             if not other._is_over:
-                other._in_round(other._participant.sync)
+                other._in_round(other._training_side.sync)
         return reports
 
     def attach_state(self, name: str, thing: Any, *, follow: bool = False, _lead: int | None = None) -> None:
@@ -443,7 +445,7 @@ class DiLoCo:
             DiLoCoError: this replica has made a step already.
         """
         self._check_open()
-        if self._participant.phase.n_steps:
+        if self._training_side.phase.n_steps:
             raise DiLoCoError("average_also() must be called before the first step(): the others have none of it yet.")
         tensors = TensorsAsModule(thing)
         self._early.take_anchor(tensors.tensors().values())
@@ -485,21 +487,21 @@ class DiLoCo:
         self._closed = True
         self._stale.close()
         self._history.close()
-        if in_order and self._participant.phase.wants_to_stop and not self._is_over:
+        if in_order and self._training_side.phase.wants_to_stop and not self._is_over:
             self._loop.warn_of_early_close()
         is_open.pop(self._name, None)
         try:
             with self._link.waiting("round"):
-                self._link.record(self._participant.leave(in_order=in_order))
+                self._link.record(self._training_side.leave(in_order=in_order))
         finally:
             self._workers.close()
-            self._link.record_left(self._participant.undecided)
+            self._link.record_left(self._training_side.scale.undecided)
         self._link.show(self.rounds, self._round_s)
         if not in_order:
             for other, _ in self._also:
                 other._close(in_order=False)
         if in_order:
-            phase = self._participant.phase
+            phase = self._training_side.phase
             at = self.rounds if self._settings.round_seconds is not None else self._inner_step
             self._extension.check_what_was_trained(phase.n_steps, at, is_over=self._is_over)
             self._keep_rest()
@@ -512,7 +514,7 @@ class DiLoCo:
             for other, tensors in self._also:
                 tensors.refresh()
                 other._close(in_order=True)
-            phase, moved, is_alone = self._participant.phase, self._model_state.has_moved, self._participant.is_alone
+            phase, moved, is_alone = self._training_side.phase, self._model_state.has_moved, self._members.is_alone
             uncounted = max(phase.made)
             if self.rounds and phase.n_steps and not is_alone and not self._is_over and not phase.wants_to_stop:
                 uncounted = self._loop.warn_of_early_end(at, uncounted)
@@ -533,7 +535,7 @@ class DiLoCo:
     @property
     def rounds(self) -> int:
         """Fragment rounds applied so far."""
-        return self._participant.position
+        return self._training_side.position
 
     @property
     def inner_step(self) -> int:
@@ -562,7 +564,7 @@ class DiLoCo:
         if (total := self._settings.plan.total_steps) is None:
             raise DiLoCoError("progress is a share of what is planned. Tell DiLoCo total_steps=…, or total_rounds=….")
         self._trust_loop()
-        return min(1.0, self._participant.phase.run_step / total)
+        return min(1.0, self._training_side.phase.run_step / total)
 
     def anchor(self) -> dict[str, Tensor]:
         """Return a float32 copy of the shared parameters and buffers, by name.
@@ -571,7 +573,7 @@ class DiLoCo:
 
         Names have no prefix of a wrapper, whether this replica's model is compiled or not.
         """
-        return self._participant.apart(self._model_state.anchor)
+        return self._training_side.run_in_round_thread(self._model_state.anchor)
 
     def state_dict(self) -> dict[str, Any]:
         """Return anchor, outer state and position, to go with a checkpoint of the model in the same run.
@@ -579,8 +581,8 @@ class DiLoCo:
         What is on its way is waited for and merged first: save the model's own state after this.
         """
         taken: list[dict[str, Any]] = []
-        self._in_round(lambda: self._participant.at_rest(lambda: taken.append(self._model_state.checkpoint())))
-        return {**self._participant.place, "inner_step": self._inner_step, **taken[0]}
+        self._in_round(lambda: self._training_side.at_rest(lambda: taken.append(self._model_state.checkpoint())))
+        return {**self._training_side.phase.place, "inner_step": self._inner_step, **taken[0]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to a checkpoint of this run, and then on to where the run is now.
@@ -591,22 +593,22 @@ class DiLoCo:
         Raises: ValueError: the checkpoint is not of this run and model.
         """
         self._check_open()
-        self._in_round(self._participant.drain)
-        self._model_state.check_checkpoint(state, self._participant.first, self.rounds)
+        self._in_round(self._training_side.drain)
+        self._model_state.check_checkpoint(state, self._training_side.runner.replayer.first, self.rounds)
         self._attached.step = state["inner_step"]
-        self._steps_before = state["inner_step"] - self._participant.phase.n_steps
-        self._in_round(partial(self._participant.go_back, state, partial(self._model_state.load_checkpoint, state)))
+        self._steps_before = state["inner_step"] - self._training_side.phase.n_steps
+        self._in_round(partial(self._training_side.go_back, state, partial(self._model_state.load_checkpoint, state)))
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
     @property
     def _inner_step(self) -> int:
-        phase = self._participant.phase
+        phase = self._training_side.phase
         return int(phase.run_step) if self._settings.round_seconds is None else self._steps_before + phase.n_steps
 
     @property
     def _is_over(self) -> bool:
-        return self._settings.plan.is_over(self._participant.position)
+        return self._settings.plan.is_over(self._training_side.position)
 
     def _trust_loop(self) -> None:
         """Note that the training loop knows where the run is: it asks for that, or goes over `steps()`.
@@ -617,7 +619,9 @@ class DiLoCo:
             if nonce == self._name[0] and isinstance(each, DiLoCo):
                 each._loop.trust()
 
-    def _find_warm_start(self, place: Place, store: PatientStore, keys: Keys, key: bytes | None) -> WarmStart | None:
+    def _find_warm_start(
+        self, place: RunLocation, store: RetryingStore, keys: Keys, key: bytes | None
+    ) -> WarmStart | None:
         """Return what a run that has not begun yet begins with, once it fits this model. None: a replica's own model.
 
         Every replica checks it, so that all fail at once and none waits for the others.
@@ -650,7 +654,7 @@ class DiLoCo:
             if (period := self.rounds // self._settings.entries_per_snapshot) != self._rest_period:
                 self._rest_period = period
                 self._keep_rest()
-            self._participant.phase.left()
+            self._training_side.phase.left()
             log.debug("rank %s: %s", self._settings.rank, RoundReport.sum_of(reports))
         self._round_s += monotonic() - began
         if reports:
@@ -658,31 +662,33 @@ class DiLoCo:
             self._history.merged(f"round {reports[-1].round}")
             self._link.show(self.rounds, self._round_s)
         self._link.record(reports)
-        self._link.note_step(self._participant.phase.run_step, self._settings.plan.total_steps)
+        self._link.note_step(self._training_side.phase.run_step, self._settings.plan.total_steps)
         self._same_data.check(reports)
         step = self._inner_step
         self._link.show_step(step)
-        self._attached.follow(step, self._participant.phase.n_steps)
+        self._attached.follow(step, self._training_side.phase.n_steps)
         return reports
 
     def _keep_if_due(self) -> None:
         """Keep what is attached, if that is due: after a merge, and before more is sent."""
         if self._attached and self._attached.schedule.is_due(self.rounds):
-            self._attached.follow(self._inner_step, self._participant.phase.n_steps)
+            self._attached.follow(self._inner_step, self._training_side.phase.n_steps)
             self._keep_attached()
 
     def _keep_attached(self) -> None:
         """Keep what is attached, with this replica's live work; nothing is in flight."""
-        here, state = self._participant, self._model_state
+        here, state = self._training_side, self._model_state
         with self._attached.schedule.keeping(self.rounds):
             # Right after a round that counted everything, the live parameters are the anchor: reading both to see that
             # takes as long as the copies.
-            progress = [] if here.has_no_work and state.leaves_no_work else here.apart(state.progress)
-            self._attached.keep(self.rounds, progress, here.uncounted_since, state.own_buffers.changed())
+            progress = (
+                [] if here.phase.has_no_work and state.leaves_no_work else here.run_in_round_thread(state.progress)
+            )
+            self._attached.keep(self.rounds, progress, here.runner.account.uncounted_since, state.own_buffers.changed())
 
     def _keep_rest(self) -> None:
         """Keep the buffers that only this replica has, for readers of the run, if this is the replica that does so."""
-        if self._rest is not None and self._participant.is_first_member:
+        if self._rest is not None and self._members.is_first_member:
             self._rest.keep(self.rounds, self._model_state.own_buffers.changed(), LATER_BYTES)
 
     def _leave_if_asked(self, *, after_round: bool) -> None:
@@ -693,7 +699,7 @@ class DiLoCo:
     def _keep_and_leave(self) -> None:
         """Keep what is attached, and tell the others."""
         if self._attached:
-            self._link.record(self._participant.stop())
+            self._link.record(self._training_side.stop())
             self._keep_attached()
         self._close(in_order=False)
         self._workers.uploads.finish()

@@ -227,7 +227,7 @@ class Settings:
         return self.plan.total_steps if self.round_seconds is None else None
 
     @property
-    def is_beside(self) -> bool:
+    def in_background(self) -> bool:
         """Whether rounds go on beside the training."""
         return self.plan.overlaps if self.background == "auto" else self.background
 

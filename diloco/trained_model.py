@@ -33,9 +33,9 @@ from diloco.outer_optimizer import (
 )
 from diloco.rendezvous.envelope import BadRecordError, reading
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.phase import Plan
 from diloco.rendezvous.proof import proof_of
+from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Limits
 from diloco.rendezvous.snapshot import Pointer
 from diloco.rendezvous.stored_log import Agreed, More, StoredLog
@@ -220,7 +220,7 @@ def open_log(source: Source) -> StoredLog:
         CorruptObjectError: its first state cannot be read, or was made with another key.
     """
     proof = proof_of(source.key)
-    patient = PatientStore(source.store, clock=monotonic, patience=BRIEF, copies=proof.copies)
+    patient = RetryingStore(source.store, clock=monotonic, patience=BRIEF, copies=proof.copies)
     log = StoredLog(patient, Keys(source.run_id, source.name), proof, source.limits)
     if log.start is None:
         names = names_in(source.store, source.run_id)

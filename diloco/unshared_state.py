@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from diloco.fragments import Fragment
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.proof import Proof
+from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Background
 from diloco.rendezvous.snapshot import DTYPES
 from diloco.rendezvous.stored_log import More, Rest
@@ -85,7 +85,7 @@ class UnsharedState:
 class RestWriter:
     """Keeps the rest of one replica's model with the run. An object that cannot be kept is a line in the log."""
 
-    def __init__(self, store: PatientStore, keys: Keys, rank: int, proof: Proof, background: Background) -> None:
+    def __init__(self, store: RetryingStore, keys: Keys, rank: int, proof: Proof, background: Background) -> None:
         self._store = store
         self._keys = keys
         self._rank = rank

@@ -1,34 +1,39 @@
-"""What goes on beside the training of one DiLoCo: its rounds where they do, reads of a far store, and uploads."""
+"""The threads of one DiLoCo: for its rounds, for reads of a far store, and for uploads."""
 
 from __future__ import annotations
 
 from diloco.background import BackgroundThread
-from diloco.rendezvous.patient_store import Ask, Map, ParallelMap, PatientStore, at_once, is_near
-from diloco.rendezvous.turns import InTurn, Turns
-from diloco.rounds_thread import RoundsThread
+from diloco.rendezvous.retrying_store import Ask, Map, ParallelMap, RetryingStore, at_once, is_near
+from diloco.rendezvous.training_side import Inline, Scheduler
+from diloco.round_thread import RoundThread
 from executors.store.watch import Watch
 
 
 class Workers:
-    """The threads of a DiLoCo, and what it waits with. A thread starts when it is first needed.
+    """The threads of a DiLoCo, and the function that it waits with. A thread starts when it is first needed.
 
     Args:
-        who: for the names of the threads.
-        is_beside: whether rounds go on beside the training.
+        store: the store of the run.
+        watch: notices changes in the store.
+        name: names the DiLoCo and its rank; part of the names of the threads.
+        in_background: True if rounds run in a thread of their own while training continues.
+
+    Example:
+        Workers(store, open_watch(store.store), "diloco main of rank 0", in_background=False)
     """
 
-    def __init__(self, store: PatientStore, watch: Watch, who: str, *, is_beside: bool) -> None:
+    def __init__(self, store: RetryingStore, watch: Watch, name: str, *, in_background: bool) -> None:
         self._watch = watch
         self._reads = ParallelMap()
         near = is_near(store.store)
-        self.uploads = BackgroundThread(who)
+        self.uploads = BackgroundThread(name)
         self.map: Map = map if near else self._reads
         self.ask: Ask = at_once if near else self._reads.ask
-        self.turns: Turns = InTurn(watch.wait)
-        if is_beside:
-            self.turns = RoundsThread(f"rounds of {who}", watch.wait, lambda: store.answer_s)
+        self.scheduler: Scheduler = Inline(watch.wait)
+        if in_background:
+            self.scheduler = RoundThread(f"rounds of {name}", watch.wait, store)
 
     def close(self) -> None:
-        """Release what is not needed for uploads."""
+        """Release everything that uploads do not need."""
         self._watch.close()
         self._reads.close()

@@ -1,90 +1,113 @@
-"""Sending one's contribution: packed and written in one pass where the store can, else packed into memory and sent.
+"""This replica's work: how it is weighed and sent, and what each entry decides about it.
 
-Streamed in fp32, only the shard stays in memory that this replica will probably reduce, as far as it can know before
-the sealing; every other byte goes from the processor's cache to the store. Should another shard become due, its own
-input is read like everybody's.
+A contribution is packed and written in one pass if the store streams, else it is packed into memory and then sent. In
+fp32, a streamed contribution leaves only one shard in memory: the shard that this replica will probably reduce, as far
+as that is known before the seal. If this replica has to reduce another shard, it reads its own input from the store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 from diloco.errors import ContributionError
 from diloco.rendezvous.envelope import unframe
-from diloco.rendezvous.frames import MAX_WEIGHT, Contribution
-from diloco.rendezvous.round import Context, EntryState, Send, shards_of
-from diloco.rendezvous.training_state import Packed
+from diloco.rendezvous.frames import MAX_WEIGHT, Contribution, Seal
+from diloco.rendezvous.round import Context, EntryState, PendingWork, ResolvedSteps, shards_of
+from diloco.rendezvous.seal import Sealer, SealLog
+from diloco.rendezvous.training_state import Packed, Verdict
 from executors.store import Buffer
 
+log = logging.getLogger(__name__)
 
-def send_contribution(context: Context, entry: EntryState, send: Send, waited_s: float) -> None:
-    """Send the contribution to an entry, perhaps: read the store to know. Without a weight it is a head alone.
+NOTABLY_SLOWER = 1.1
+"""How many times as long as a round allows the steps of a replica take before the advice is about its speed."""
 
-    Raises: ContributionError: it is not finite, or a parameter has changed its shape.
+
+# -- weighing ----------------------------------------------------------------------------------------------------------
+
+
+class WorkScale:
+    """Weighs the work of one replica.
+
+    Args:
+        context: the services of the rendezvous. `context.weight` is the weight that the user gave.
+
+    Example:
+        WorkScale(context).weigh(0, entry=12, is_early=False)
     """
-    store, me, members, phase = context.store, context.me, context.members, context.phase
-    layout, training = entry.layout, context.training
-    key = context.keys.contribution(entry.index, me.rank)
 
-    def head(packed: Packed | None) -> bytes:
-        head = Contribution(
-            rank=me.rank,
-            attempt=me.attempt,
-            nonce=me.nonce,
-            weight=send.weight,
-            anchor=training.digest(entry.fragment),
-            size_bytes=layout.size_bytes if packed else 0,
-            blocks=packed.blocks if packed else (),
-            norms=packed.norms if packed else (),
-            waited_s=waited_s,
-            phase_s=phase.seconds or (members.seal.phase_s if members.seal else 0.0),
-            head_start_s=0.0 if send.is_early else phase.head_start_s + phase.ahead_s(entry.index),
-            in_phase=not send.is_early,
-            wire=layout.wire.name,
-            steps=send.steps if packed else 0,
-            stop=phase.wants_to_stop,
-        ).head(key, context.proof, layout.n_blocks)
-        entry.sent.add(unframe(head, key, context.proof)[1])
-        return head
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._phase = context.phase
+        self._plan = context.plan
+        self._work_per_step = 1.0
+        """By the last answer of a callable weight."""
 
-    def produce(write: Callable[[Buffer], None]) -> bytes:
-        entry.packed = None  # until it is whole
-        entry.packed = packed = training.pack(entry.index, write, _range_to_keep(context, entry))
-        return head(packed)
+    @property
+    def undecided(self) -> float:
+        """The work that no seal has decided on, in the unit of `RoundReport.work`: the mean of all fragments."""
+        made = self._phase.made
+        return sum(made) / len(made) * self._work_per_step
 
-    if not send.weight:
-        store.create(key, head(None))
-    elif layout.is_small or not store.streams or (entry.packed and len(entry.packed.kept) == layout.size_bytes):
-        entry.packed = packed = entry.packed or training.pack(entry.index)
-        store.create(key, [head(packed), packed.kept])
-    else:
-        store.create_streamed(key, layout.head_bytes, layout.head_bytes + layout.size_bytes, produce)
+    def weigh(self, entry: int, *, is_early: bool) -> PendingWork:
+        """Return the weight and the steps of the live work of an entry's fragment.
 
+        Args:
+            entry: the entry that the work is for.
+            is_early: True if training continues out of phase, so that the work is made of any number of steps.
 
-def _range_to_keep(context: Context, entry: EntryState) -> tuple[int, int] | None:
-    """Return which bytes stay in memory: all where the wire loses something, to know what the others decode.
+        Raises:
+            ContributionError: the user's weight is not a positive number.
+        """
+        fragment = entry % len(self._phase.made)
+        weight = self._early_weight(entry, fragment) if is_early else self._weight_of(entry, fragment)
+        steps = self._phase.made[fragment]
+        work = float(steps) if weight else 0.0
+        if callable(self._context.weight) and steps and weight:
+            work, self._work_per_step = weight, weight / steps
+        return PendingWork(entry, weight, steps, work, self._phase.n_steps, is_early)
 
-    Else those of the shard that this replica will reduce if all expected ranks are sealed.
-    """
-    if not entry.layout.wire.is_exact:
-        return None
-    rank = context.me.rank
-    ranks = {*context.members.expected, rank}
-    n_shards = entry.layout.n_shards(len(ranks))
-    for shard in shards_of(rank, entry.index, ranks, n_shards):
-        part = entry.layout.shard(shard, n_shards)
-        return part.start, part.start + part.size_bytes
-    return 0, 0
+    def _weight(self, entry: int, *, may_be_zero: bool = False) -> float:
+        return check_weight(self._context.weight, self._context.me.rank, entry, may_be_zero=may_be_zero)
+
+    def _weight_of(self, entry: int, fragment: int) -> float:
+        """Return the weight of whole work. By the clock, replicas make different numbers of steps, which count."""
+        weight = self._weight(entry)
+        if self._plan.entry_s is None or callable(self._context.weight):
+            return weight
+        return min(weight * self._phase.made[fragment], MAX_WEIGHT)
+
+    def _early_weight(self, entry: int, fragment: int) -> float:
+        """Return the weight of work of fewer steps than a phase has. 0: there is none, or its steps are not known."""
+        steps = self._phase.made[fragment]
+        if not steps or self._phase.is_restored[fragment]:
+            return 0.0
+        if callable(self._context.weight):
+            return self._weight(entry, may_be_zero=True)
+        if self._plan.entry_s is not None:
+            return self._weight_of(entry, fragment)
+        return self._weight(entry) * min(1.0, steps / self._plan.inner_steps)
 
 
 def check_weight(weight: float | Callable[[], float], rank: int, entry: int, *, may_be_zero: bool = False) -> float:
-    """Return the weight of a contribution, asking for it where it is a callable.
+    """Return the weight of a contribution; a callable is asked for it.
 
-    A scalar of torch or numpy is a number, too: tokens are often counted in one.
+    A scalar of torch or numpy is a number, too: users often count tokens in one.
 
-    Raises: ContributionError: it is not a positive number.
+    Args:
+        weight: a number, or a callable without parameters that returns one.
+        rank: the rank of this replica, for the message.
+        entry: the entry of the contribution, for the message.
+        may_be_zero: True if 0 is legal: the replica then sends a head without work.
+
+    Raises:
+        ContributionError: the weight is not a positive number.
+
+    Example:
+        check_weight(lambda: 4096, rank=0, entry=12)
     """
     value: Any = weight() if callable(weight) else weight
     if hasattr(value, "item"):
@@ -98,3 +121,333 @@ def check_weight(weight: float | Callable[[], float], rank: int, entry: int, *, 
             f"{MAX_WEIGHT:g}, got {value!r}."
         )
     return float(value)
+
+
+# -- sending -----------------------------------------------------------------------------------------------------------
+
+
+def send_contribution(context: Context, entry: EntryState, pending: PendingWork, waited_s: float) -> None:
+    """Try to store the contribution to an entry. Read the store to know whether it is there.
+
+    Args:
+        context: the services of the rendezvous.
+        entry: the open entry.
+        pending: the held work. If it has no weight, a head without payload is sent.
+        waited_s: seconds that this replica waited for others in its last round.
+
+    Raises:
+        ContributionError: the work is not finite, or a parameter has changed its shape.
+
+    Example:
+        send_contribution(context, entry, pending, waited_s=0.0)
+    """
+    store, me, members, phase = context.store, context.me, context.members, context.phase
+    layout, training = entry.layout, context.training
+    key = context.keys.contribution(entry.index, me.rank)
+
+    def head(packed: Packed | None) -> bytes:
+        head = Contribution(
+            rank=me.rank,
+            attempt=me.attempt,
+            nonce=me.nonce,
+            weight=pending.weight,
+            anchor=training.digest(entry.fragment),
+            size_bytes=layout.size_bytes if packed else 0,
+            blocks=packed.blocks if packed else (),
+            norms=packed.norms if packed else (),
+            waited_s=waited_s,
+            phase_s=phase.seconds or (members.seal.phase_s if members.seal else 0.0),
+            head_start_s=0.0 if pending.is_early else phase.head_start_s + phase.ahead_s(entry.index),
+            in_phase=not pending.is_early,
+            wire=layout.wire.name,
+            steps=pending.steps if packed else 0,
+            stop=phase.wants_to_stop,
+        ).head(key, context.proof, layout.n_blocks)
+        entry.sent.add(unframe(head, key, context.proof)[1])
+        return head
+
+    def produce(write: Callable[[Buffer], None]) -> bytes:
+        entry.packed = None  # until it is whole
+        entry.packed = packed = training.pack(entry.index, write, _range_to_keep(context, entry))
+        return head(packed)
+
+    if not pending.weight:
+        store.create(key, head(None))
+    elif layout.is_small or not store.streams or (entry.packed and len(entry.packed.kept) == layout.size_bytes):
+        entry.packed = packed = entry.packed or training.pack(entry.index)
+        store.create(key, [head(packed), packed.kept])
+    else:
+        store.create_streamed(key, layout.head_bytes, layout.head_bytes + layout.size_bytes, produce)
+
+
+def _range_to_keep(context: Context, entry: EntryState) -> tuple[int, int] | None:
+    """Return the bytes that stay in memory. None: all bytes, because a lossy wire must know what the others decode.
+
+    Otherwise the bytes are those of the shard that this replica will reduce if all expected ranks are sealed.
+    """
+    if not entry.layout.wire.is_exact:
+        return None
+    rank = context.me.rank
+    ranks = {*context.members.expected, rank}
+    n_shards = entry.layout.n_shards(len(ranks))
+    for shard in shards_of(rank, entry.index, ranks, n_shards):
+        part = entry.layout.shard(shard, n_shards)
+        return part.start, part.start + part.size_bytes
+    return 0, 0
+
+
+class ContributionSender:
+    """Sends this replica's contribution to the open entry, until the store has it.
+
+    Args:
+        context: the services of the rendezvous.
+        seals: the seals of the run. A sealed entry takes no contribution.
+        sealer: looks at contributions, and knows when an entry takes too long.
+        account: notes which work is in flight.
+
+    Example:
+        ContributionSender(context, seals, sealer, account).send(entry, pending, waited_s=0.0)
+    """
+
+    def __init__(self, context: Context, seals: SealLog, sealer: Sealer, account: StepAccount) -> None:
+        self._context = context
+        self._seals = seals
+        self._sealer = sealer
+        self._account = account
+
+    def send(self, entry: EntryState, pending: PendingWork, waited_s: float) -> None:
+        """Send the held work, unless the work is for another entry, was sent already, or the entry is sealed.
+
+        Args:
+            entry: the open entry.
+            pending: the held work.
+            waited_s: seconds that this replica waited for others in its last round.
+
+        Raises:
+            ContributionError: the work is not finite, or a parameter has changed its shape.
+        """
+        if entry.published or pending.entry != entry.index:
+            return
+        clock = self._context.clock
+        began = clock()
+        entry.pending = self._account.pending = pending
+        entry.busy_from_s = began if entry.busy_from_s is None else entry.busy_from_s
+        if self._seals.is_sealed(entry.index):
+            return
+        pauses = self._context.pauses()
+        is_there = pending.is_early and self._is_there(entry)  # of an earlier attempt, perhaps
+        while not is_there:
+            send_contribution(self._context, entry, pending, waited_s)
+            is_there = self._is_there(entry)
+            if is_there or self._seals.is_sealed(entry.index):
+                break
+            self._sealer.check_time(entry)
+            self._context.wait(next(pauses), ())
+        if is_there or not pending.is_early:  # else the seal may only seem to exist: look again after the next step
+            entry.published, entry.published_s = True, clock()
+        entry.move_s += clock() - began
+
+    def handle_forgeries(self, entry: EntryState, seal: Seal | None, waited_s: float) -> None:
+        """Report the objects that hold an entry of a signed run up, and send a contribution again that had no place.
+
+        Args:
+            entry: the open entry.
+            seal: its seal. None: it has none, or none that can be read just now.
+            waited_s: seconds that this replica waited for others in its last round.
+        """
+        context, store = self._context, self._context.store
+        rank = context.me.rank
+        began_s = entry.started_s if entry.began_s is None else entry.began_s
+        good = {each: head for each, (head, _) in entry.seen.items()}
+        context.standstill.look(entry.index, began_s, good, entry.blocked)
+        key, pending = context.keys.contribution(entry.index, rank), entry.pending
+        is_spoilt = rank not in entry.seen and store.bad_readings(key) > 0
+        if seal is None and pending is not None and entry.published and is_spoilt and store.is_missing(key):
+            # The user has deleted the forgery. Creating the object again is safe: the first one that exists counts.
+            entry.misread.pop(rank, None)
+            send_contribution(context, entry, pending, waited_s)
+
+    def has_predecessor(self, entry: EntryState) -> bool:
+        """Return True if an earlier attempt of this rank has sent the contribution to the open entry."""
+        if self._is_there(entry) and entry.is_foreign:
+            entry.published, entry.published_s = True, self._context.clock()
+        return entry.published
+
+    def _is_there(self, entry: EntryState) -> bool:
+        """Return True if a contribution of this rank exists, from this process or from another one."""
+        me = self._context.me
+        if not self._sealer.look_at_contribution(entry, me.rank):
+            return False
+        seen = entry.seen.get(me.rank)
+        entry.is_foreign = seen is not None and seen[0].nonce != me.nonce
+        return True
+
+
+# -- the account -------------------------------------------------------------------------------------------------------
+
+
+class StepAccount:
+    """The inner steps of this replica that no seal has counted yet, and what each entry decides about them.
+
+    The account belongs to the round runner. The training thread gets its changes with each `RoundResult`.
+
+    Args:
+        context: the services of the rendezvous.
+        seals: the seals of the run.
+
+    Example:
+        account = StepAccount(context, SealLog(context))
+        account.resolve_work(entry, seal, *account.verdict(entry, seal))
+    """
+
+    def __init__(self, context: Context, seals: SealLog) -> None:
+        self._context = context
+        self._me = context.me
+        self._plan = context.plan
+        self._training = context.training
+        self._phase = context.phase
+        self._seals = seals
+        self.pending: PendingWork | None = None
+        """The work that the training thread has handed over for the open entry."""
+        self.uncounted_since = [0] * len(context.layouts)
+        """By fragment, the entry at which its uncounted work began."""
+        self.resolved: list[ResolvedSteps] = []
+        """The decisions that the training thread has not received yet."""
+
+    def begin_at(self, position: int) -> None:
+        """Let the uncounted work of every fragment begin at its next entry from a position on."""
+        n = len(self.uncounted_since)
+        self.uncounted_since = [self._next_entry(fragment, position) for fragment in range(n)]
+
+    def take_resolved(self) -> tuple[ResolvedSteps, ...]:
+        """Return the decisions since the last call."""
+        resolved, self.resolved = self.resolved, []
+        return tuple(resolved)
+
+    def verdict(self, entry: EntryState, seal: Seal) -> tuple[Verdict, bool]:
+        """Return what an entry decides about the live work, and True if that is about the held part of it alone.
+
+        Steps that were made after the work was held are then not affected.
+        """
+        member, verdict = seal.members.get(self._me.rank), self._seals.verdict(seal)
+        if verdict is Verdict.DROPPED:
+            return verdict, entry.is_foreign
+        if verdict is Verdict.KEPT and self._must_give_up(entry, seal):
+            return Verdict.DROPPED, False
+        is_early = entry.pending is not None and entry.pending.is_early
+        return verdict, member is not None and is_early
+
+    def resolve_work(self, entry: EntryState, verdict: Verdict, *, is_partly: bool) -> None:
+        """Note which steps an entry has counted or dropped, and where uncounted work begins from now on.
+
+        Args:
+            entry: the entry.
+            verdict: what it decides, from `verdict`.
+            is_partly: True if it decides about the held work alone.
+        """
+        is_final = self._plan.is_final(entry.index)
+        is_kept = verdict is Verdict.KEPT and (is_partly or self._training.carries)
+        if is_kept and not is_final:
+            return
+        is_partly = is_partly or (verdict is Verdict.COUNTED and self._training.keeps_later_work)
+        steps = entry.pending.steps if is_partly and entry.pending is not None else None
+        self.resolved.append(ResolvedSteps(entry.fragment, None if is_final else steps))
+        self.uncounted_since[entry.fragment] = entry.index + len(self.uncounted_since)
+
+    def resolve_passed(self, first: int, end: int) -> list[Verdict | None]:
+        """Return by fragment what passed entries decided about the live work, and note which steps that resolves.
+
+        Args:
+            first: the first of the passed entries.
+            end: the entry after the last of them.
+        """
+        verdicts = self._seals.verdicts(first, end)
+        for fragment, verdict in enumerate(verdicts):
+            if verdict is not None and not (verdict is Verdict.KEPT and self._training.carries):
+                is_part = fragment == self.counted_in_flight(verdicts)
+                steps = self.pending.steps if is_part and self.pending is not None else None
+                self.resolved.append(ResolvedSteps(fragment, steps))
+                self.uncounted_since[fragment] = self._next_entry(fragment, end)
+        return verdicts
+
+    def counted_in_flight(self, verdicts: Sequence[Verdict | None]) -> int | None:
+        """Return the fragment whose work in flight was counted while later steps are kept. None: no fragment."""
+        if self.pending is None or not (self.pending.is_early or self._training.keeps_later_work):
+            return None
+        fragment = self.pending.entry % len(verdicts)
+        return fragment if verdicts[fragment] is Verdict.COUNTED else None
+
+    def give_up_old(self, verdicts: list[Verdict | None], progress: Any, position: int) -> list[Verdict | None]:
+        """Drop restored work that has waited for the allowed number of rounds, and return the new verdicts.
+
+        Otherwise it would be dropped later, together with the work that this process adds to it.
+
+        Args:
+            verdicts: by fragment, what the passed entries decided.
+            progress: by fragment, the restored work.
+            position: the next entry.
+        """
+        most, n_fragments = self._context.carry_rounds, len(verdicts)
+        for fragment, since in enumerate(self.uncounted_since):
+            waited = (position - since) // n_fragments
+            if verdicts[fragment] is not Verdict.KEPT or most is None or waited < most:
+                continue
+            if progress[fragment].any():
+                log.warning(
+                    "Rank %s: the work of an earlier attempt is dropped because %s rounds ended before this replica "
+                    "started again. You need not do anything.",
+                    self._me.rank, waited,
+                )  # fmt: skip
+            verdicts[fragment] = Verdict.DROPPED
+            self.resolved.append(ResolvedSteps(fragment, None))
+            self.uncounted_since[fragment] = self._next_entry(fragment, position)
+        return verdicts
+
+    def fate(
+        self, entry: EntryState, seal: Seal, verdict: Verdict
+    ) -> tuple[Literal["counted", "carried", "dropped"], float]:
+        """Return what became of this replica's work in an entry, and the amount of that work."""
+        pending = entry.pending
+        work = 0.0 if pending is None else pending.work
+        if self._seals.verdict(seal) is Verdict.COUNTED:
+            return "dropped" if self._me.rank in entry.left_out else "counted", work
+        if not callable(self._context.weight):
+            work = self._phase.made[entry.fragment] if pending is None or not entry.is_foreign else pending.steps
+        is_kept = verdict is Verdict.KEPT and self._training.carries and not self._plan.is_final(entry.index)
+        return "carried" if is_kept else "dropped", work
+
+    def _steps_left(self, fragment: int) -> int:
+        """Return the number of steps in the live work that are not resolved yet."""
+        steps = self._phase.made[fragment]
+        for each in self.resolved:
+            if each.fragment == fragment:
+                steps = 0 if each.steps is None else steps - each.steps
+        return steps
+
+    def _next_entry(self, fragment: int, position: int) -> int:
+        return position + (fragment - position) % len(self.uncounted_since)
+
+    def _must_give_up(self, entry: EntryState, seal: Seal) -> bool:
+        """Return True if this entry does not count work that has already waited for the allowed number of rounds."""
+        most = self._context.carry_rounds
+        waited = (entry.index - self.uncounted_since[entry.fragment]) // len(self.uncounted_since)
+        steps = self._steps_left(entry.fragment)
+        if most is None or waited < most or not steps:
+            return False
+        rounds = f"{waited} rounds" if waited > 1 else "1 round"
+        log.warning(
+            "Rank %s: %s inner step%s dropped because no mean of %s counted it: %s",
+            self._me.rank, steps, "s are" if steps > 1 else " is", rounds, self._why_uncounted(entry, seal),
+        )  # fmt: skip
+        return True
+
+    def _why_uncounted(self, entry: EntryState, seal: Seal) -> str:
+        """Return why rounds did not count the work of this replica, and the remedy."""
+        mine, theirs = self._phase.seconds, seal.phase_s
+        # Every step of this process is still uncounted: it has not met the others since it began.
+        if self._me.attempt and self._phase.n_steps <= self._phase.made[entry.fragment]:
+            return "this replica was starting while the others continued. You need not do anything."
+        if mine >= NOTABLY_SLOWER * theirs > 0:
+            advice = "round_seconds" if self._plan.entry_s is None else "longer round_seconds"
+            return f"its steps take {mine / theirs:.1f} times as long as a round allows. Use {advice}, or more grace_s."
+        return "they arrived after the round was decided. Use a larger grace_s to wait for them."

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from diloco.rendezvous.envelope import BadRecordError, frame, reading, typed, unframe
 from diloco.rendezvous.frames import MAX_RANK, READ_TRIES, Seal
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.phase import Plan
 from diloco.rendezvous.proof import Proof
+from diloco.rendezvous.retrying_store import RetryingStore
 from executors.store import Buffer
 
 
@@ -53,7 +53,7 @@ class End:
         return cls(entry, ranks)
 
 
-def find_end(store: PatientStore, keys: Keys, proof: Proof) -> End | None:
+def find_end(store: RetryingStore, keys: Keys, proof: Proof) -> End | None:
     """Return where the run ends that a replica has stopped; None if none has, or the record cannot be read."""
     key = keys.end()
     for _ in range(READ_TRIES):
@@ -66,13 +66,13 @@ def find_end(store: PatientStore, keys: Keys, proof: Proof) -> End | None:
     return None
 
 
-def follow_end(plan: Plan, store: PatientStore, keys: Keys, proof: Proof) -> None:
+def follow_end(plan: Plan, store: RetryingStore, keys: Keys, proof: Proof) -> None:
     """End a plan where the record of the run's end says; without a record, leave it as it is."""
     if (end := find_end(store, keys, proof)) is not None:
         plan.end_after(end.entry, end.ranks)
 
 
-def end_with(seal: Seal, entry: int, plan: Plan, store: PatientStore, keys: Keys, proof: Proof) -> None:
+def end_with(seal: Seal, entry: int, plan: Plan, store: RetryingStore, keys: Keys, proof: Proof) -> None:
     """End a plan with the entry whose seal says that a replica wants to stop, and record it.
 
     Call it before the entry is applied: the outer step of a last round is a plain average.

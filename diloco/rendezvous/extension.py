@@ -16,9 +16,9 @@ from typing import Protocol
 from diloco.errors import DiLoCoError
 from diloco.rendezvous.envelope import BadRecordError
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.phase import Plan
 from diloco.rendezvous.proof import proof_of
+from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.stored_log import Agreed, StoredLog
 from executors.errors import CorruptObjectError, StoreError
 from executors.patience import BRIEF
@@ -161,7 +161,7 @@ def check_extension(store: Store, run_id: str, key: bytes | None, asked: Mapping
         ValueError: no DiLoCo of the run would continue; the message has the reason.
     """
     proof = proof_of(key)
-    patient = PatientStore(store, clock=lambda: 0.0, patience=BRIEF, copies=proof.copies)
+    patient = RetryingStore(store, clock=lambda: 0.0, patience=BRIEF, copies=proof.copies)
     prefix = f"{run_id}/diloco/"
     names = {entry.key.removeprefix(prefix).partition("/")[0] for entry in store.list(prefix)}
     found: dict[str, Agreed] = {}
@@ -206,7 +206,7 @@ def _problem(run_id: str, agreed: Agreed, asked: Mapping[str, int]) -> str:
     return ""
 
 
-def total_of_start(store: PatientStore, keys: Keys, key: bytes | None) -> int | None:
+def total_of_start(store: RetryingStore, keys: Keys, key: bytes | None) -> int | None:
     """Return the total that a run began with, in its own unit. None: it has not begun, or has none."""
     log = StoredLog(store, keys, proof_of(key))
     try:
@@ -238,7 +238,7 @@ def check_source(
         CorruptObjectError: the beginning of its log is not what was written, or was made with another key.
     """
     proof = proof_of(key)
-    patient = PatientStore(store, clock=lambda: 0.0, patience=BRIEF, copies=proof.copies)
+    patient = RetryingStore(store, clock=lambda: 0.0, patience=BRIEF, copies=proof.copies)
     prefix = f"{run_id}/diloco/"
     names = {entry.key.removeprefix(prefix).partition("/")[0] for entry in store.list(prefix)}
     logs = [log for name in sorted(names) if (log := StoredLog(patient, Keys(run_id, name), proof)).start is not None]

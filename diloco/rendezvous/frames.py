@@ -163,6 +163,16 @@ class Seal:
         return {rank: member for rank, member in sorted(self.members.items()) if member.weight > 0}
 
     @property
+    def whole_mean(self) -> list[memoryview] | None:
+        """The mean, as consecutive ranges, if no other object is needed to know it.
+
+        It is empty if no member sent any work. None: the mean is in objects of its own, or its bytes are damaged.
+        """
+        if not self.inputs:
+            return []
+        return None if self.shards or self.lost_mean is not None else [memoryview(self.mean)]
+
+    @property
     def owners(self) -> list[int]:
         """The ranks that reduce the mean: those that wait for it, or all members where nobody waits."""
         return [rank for rank, member in self.members.items() if member.in_phase] or list(self.members)

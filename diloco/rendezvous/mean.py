@@ -39,11 +39,8 @@ class Reducer:
         self._me = context.me
         self._proof = context.proof
         self._usual_s = 0.0
-
-    @property
-    def takeover_after_s(self) -> float:
-        """How long to wait for another's shard or seal before doing it oneself."""
-        return max(2 * self._usual_s, self._context.limits.takeover_after_s)
+        self.takeover_after_s = context.limits.takeover_after_s
+        """Seconds that this replica waits for the shard or the seal of another replica before it makes it itself."""
 
     def collect(self, entry: EntryState, seal: Seal) -> list[memoryview] | None:
         """Do the next things that are missing; return the mean as consecutive ranges once all of it exists.
@@ -51,10 +48,10 @@ class Reducer:
         Where no member sent any work, the mean has no ranges at all.
         """
         entry.blocked = None
-        if not seal.inputs:
-            return []
+        if (whole := seal.whole_mean) is not None:
+            return whole
         if not seal.shards:
-            mean = memoryview(seal.mean) if seal.lost_mean is None else self._recover_small(entry, seal)
+            mean = self._recover_small(entry, seal)
             entry.blocked = self._keys.seal(entry.index) if mean is None else None
             return None if mean is None else [mean]
         now = self._context.clock()
@@ -82,6 +79,7 @@ class Reducer:
                     entry.blocked = self._keys.mean(entry.index, shards[0])
                 return None
         self._usual_s = 0.8 * self._usual_s + 0.2 * (self._context.clock() - entry.sealed_s)
+        self.takeover_after_s = max(2 * self._usual_s, self._context.limits.takeover_after_s)
         return [entry.means[shard] for shard in range(seal.shards)]
 
     def _is_due(self, entry: EntryState, seal: Seal, order: list[int], *, asks: bool) -> bool:

@@ -20,8 +20,8 @@ from diloco.errors import AbortedError, DiLoCoError, FencedError
 from diloco.rendezvous.envelope import BadRecordError, frame, reading, typed, unframe
 from diloco.rendezvous.frames import Contribution, Seal
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.proof import Proof, check_key, check_signed
+from diloco.rendezvous.retrying_store import RetryingStore
 from executors.attempt.signed_record import is_proven, proof_of_record
 from executors.errors import CorruptObjectError, ReplicasError, RunNotFoundError
 from executors.patience import START, retry
@@ -52,7 +52,7 @@ class Identity:
 
 
 def claim(
-    store: PatientStore, keys: Keys, rank: int | None, world_size: int, nonce: str, pause: Callable[[], None]
+    store: RetryingStore, keys: Keys, rank: int | None, world_size: int, nonce: str, pause: Callable[[], None]
 ) -> Identity:
     """Take the next free attempt of a rank. Returns when the stored claim is this process's.
 
@@ -103,7 +103,7 @@ def claim(
 class AddedSoFar:
     """The ranks that were added to a run after its launch, as far as one process has read of them."""
 
-    def __init__(self, store: PatientStore, keys: Keys) -> None:
+    def __init__(self, store: RetryingStore, keys: Keys) -> None:
         self.ranks: set[int] = set()
         self._store = store
         self._keys = keys
@@ -173,7 +173,7 @@ class Opener:
             return cls(nonce, pid, host)
 
 
-def claim_process(store: PatientStore, keys: Keys, me: Identity, proof: Proof, pause: Callable[[], None]) -> None:
+def claim_process(store: RetryingStore, keys: Keys, me: Identity, proof: Proof, pause: Callable[[], None]) -> None:
     """Claim this attempt's part in a rendezvous for this process, which may have claimed it before.
 
     The processes of a replica share its rank and its nonce. Two of them would be one replica to all others, and the
@@ -223,7 +223,7 @@ class Membership:
 
     def __init__(
         self,
-        store: PatientStore,
+        store: RetryingStore,
         keys: Keys,
         me: Identity,
         clock: Callable[[], float] = monotonic,
@@ -265,7 +265,18 @@ class Membership:
 
     @property
     def names_me(self) -> bool:
+        """True if this process is a named process."""
         return self.names(self._me.rank, self._me.attempt, self._me.nonce)
+
+    @property
+    def is_first_member(self) -> bool:
+        """True if this is the lowest rank that the newest seal names: one replica does what every replica could do."""
+        return self.seal is not None and min(self.seal.members) == self._me.rank
+
+    @property
+    def is_alone(self) -> bool:
+        """True if one replica was launched, and the newest seal names no other rank."""
+        return self._me.world_size == 1 and (self.seal is None or self.seal.members.keys() <= {self._me.rank})
 
     @property
     def claimed(self) -> set[int]:
@@ -338,7 +349,7 @@ class Membership:
 
     def _has_left(self, rank: int, attempt: int) -> bool:
         outcome, bye = self._keys.outcome(rank, attempt), self._keys.bye(rank, attempt)
-        return self._store.peek(outcome, size=1) is not None or self._store.exists(bye)
+        return self._store.peek(outcome, size=1) is not None or self._store.peek(bye) is not None
 
     def _is_claimed(self, rank: int, attempt: int) -> bool:
         return self._store.peek(self._keys.claim(rank, attempt), size=0) is not None
@@ -387,7 +398,7 @@ class Membership:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RunLocation:
     """Where a DiLoCo meets others, and under which rank; None: not known before it has claimed one."""
 
     replica: Replica | None
@@ -446,7 +457,7 @@ class Place:
         key_of_run = retry(lambda: find_record(self.store, f"{self.run_id}/run.json", _parse_key_id), START)
         return given if key_of_run == key_id(given) else None
 
-    def identify(self, store: PatientStore, keys: Keys, proof: Proof) -> Identity:
+    def identify(self, store: RetryingStore, keys: Keys, proof: Proof) -> Identity:
         """Return the claim that this process has already, or claim the next attempt, or the next rank.
 
         Args:
@@ -475,9 +486,9 @@ class Place:
         return me
 
 
-def find_place(
+def find_location(
     store: Store | str | None, run_id: str | None, rank: int | Literal["join"] | None, world_size: int | None
-) -> Place:
+) -> RunLocation:
     """Take what was not given from the replica that this process is.
 
     A process that is no replica, and is told nothing, is alone: world size 1, in memory.
@@ -494,7 +505,7 @@ def find_place(
     else:
         if replica is None and {store, run_id, rank, world_size} == {None}:
             current_replica()  # says that it is alone
-            return Place(None, MemoryStore("alone"), "alone", 0, 1, is_alone=True)
+            return RunLocation(None, MemoryStore("alone"), "alone", 0, 1, is_alone=True)
     given = {"store": store, "run_id": run_id, "rank": rank, "world_size": world_size}
     missing = [name for name, value in given.items() if value is None]
     if replica is None and missing:
@@ -511,7 +522,7 @@ def find_place(
     assert run_id is not None
     assert world_size is not None
     opened = store_at(store) if isinstance(store, str) else store
-    return Place(replica, opened, run_id, None if isinstance(rank, str) else rank, world_size)
+    return RunLocation(replica, opened, run_id, None if isinstance(rank, str) else rank, world_size)
 
 
 def _parse_key_id(data: Any, key: str, url: str) -> str | None:

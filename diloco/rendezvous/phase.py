@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 STEPS_APART = 2
 """Steps of the slowest replica that others wait for it, by the clock: in the midst of one the mean arrives, where work
@@ -186,8 +186,8 @@ class Phase:
         self.wants_to_stop = False
         """Whether this replica asks all to end the run with the next round that counts its contribution."""
         # What the rounds know.
-        self.is_out = False
-        """Whether this replica is out of phase."""
+        self.is_out_of_phase = False
+        """True if this replica is out of phase."""
         self.head_start_s = 0.0
         """How much earlier than the others, at most, this replica will be at the end of this phase."""
         self.looked_s = 0.0
@@ -206,6 +206,16 @@ class Phase:
         self._left_s = self._counts_from_s = clock()
 
     # -- what the training counts --------------------------------------------------------------------------------------
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """The place of this replica in the run: its rounds, the run's step at the last of them, and the steps since."""
+        return {"rounds": self.position, "base": self.base, "since": self.since}
+
+    @property
+    def has_no_work(self) -> bool:
+        """True if every step of this replica is counted, and no work of an earlier attempt is left."""
+        return not any(self.made) and not any(self.is_restored)
 
     @property
     def run_step(self) -> float:
@@ -301,10 +311,14 @@ class Phase:
         self.since = since
         self._counts_from_s = self._clock() - since * (self._plan.entry_s or 0.0)
 
-    def met(self, n_entries: int, landed_s: float) -> None:
-        """Go on after the rounds of a boundary, from which all go on together.
+    def met(self, n_entries: int, ready_s: float) -> None:
+        """Continue after the rounds of a boundary, from which all replicas continue together.
 
-        By the clock, from the time at which they were had; or at which the last was due, where that was later.
+        By the clock, the next phase begins at the time of the result, or when the last round was due if that is later.
+
+        Args:
+            n_entries: the number of entries that were passed.
+            ready_s: the time at which the result was complete.
         """
         spe, entry_s = self._plan.steps_per_entry, self._plan.entry_s
         end = self._end
@@ -313,7 +327,7 @@ class Phase:
         if entry_s is None:  # steps before the end of a stage are none of the next one
             self.since = self._within_the_plan(step - self.base) if self._end == end else 0
         else:
-            self._count_from(max(landed_s, self._counts_from_s + entry_s))
+            self._count_from(max(ready_s, self._counts_from_s + entry_s))
 
     def caught_up(self, n_entries: int, looked_step: int, looked_s: float) -> None:
         """Go on after seals that were seen in the midst of a phase, which began after the last look without them."""
@@ -349,15 +363,18 @@ class Phase:
 
     # -- what the rounds know ------------------------------------------------------------------------------------------
 
-    def looked(self, at_s: float, at_step: int, *, is_beside: bool = False) -> None:
-        """Note that the open entry had no seal then.
+    def looked(self, at_s: float, at_step: int, *, in_background: bool = False) -> None:
+        """Note that the open entry had no seal.
 
         Args:
-            is_beside: in the midst of a step, which counts from its beginning.
+            at_s: the time of the look.
+            at_step: the number of steps that this process had made then.
+            in_background: True if the look was made while training continued. It then fell into a step, and that step
+                counts from its beginning.
         """
         self.looked_s, self.looked_step = at_s, at_step
-        is_midst = is_beside and self._plan.entry_s is None
-        self.ahead_from_s = min(at_s, self._left_s) if is_midst else at_s
+        is_in_step = in_background and self._plan.entry_s is None
+        self.ahead_from_s = min(at_s, self._left_s) if is_in_step else at_s
 
     def slack_s(self, entry: int) -> float:
         """Return how far apart the overlap may hold replicas that are in phase, where an entry is not overlapped."""

@@ -13,17 +13,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from diloco.errors import DivergenceError, QuorumTimeoutError
+from diloco.rendezvous.contribution import StepAccount
 from diloco.rendezvous.end import end_with, follow_end
 from diloco.rendezvous.envelope import BadRecordError, reading, typed, unproven
 from diloco.rendezvous.frames import READ_TRIES, Seal
 from diloco.rendezvous.keys import folder_of
 from diloco.rendezvous.mean import Reducer
-from diloco.rendezvous.patient_store import backoff
 from diloco.rendezvous.proof import check_signed
-from diloco.rendezvous.round import Context, EntryState, Send, Settlement
+from diloco.rendezvous.retrying_store import backoff
+from diloco.rendezvous.round import Context, EntryState
 from diloco.rendezvous.seal import Sealer, SealLog
 from diloco.rendezvous.snapshot import Pointer, get_parts, put_parts
-from diloco.rendezvous.training_state import Arrays, Verdict, check_agreement, unlike_frozen
+from diloco.rendezvous.training_state import Arrays, check_agreement, unlike_frozen
 
 log = logging.getLogger(__name__)
 
@@ -219,98 +220,130 @@ class SnapshotReader:
             self._store.create(key, pointer.data(key, proof))
 
 
-class Cursor:
-    """This replica's position in the log, and its training state, which is the log's at that position."""
+class LogReplayer:
+    """Takes this replica's training state from the log, and holds its position there.
 
-    def __init__(self, context: Context, seals: SealLog, reducer: Reducer, sealer: Sealer) -> None:
+    It loads the newest snapshot and applies the means of the entries behind it. In a usual round it does nothing: the
+    round runner applies the entry and moves the position on.
+
+    Args:
+        context: the services of the rendezvous.
+        seals: the seals of the run.
+        reducer: reads or computes means.
+        sealer: knows when an entry takes too long.
+        account: gets the decisions of the entries that are passed.
+
+    Example:
+        replayer = LogReplayer(context, seals, reducer, sealer, account)
+        replayer.begin()
+    """
+
+    def __init__(
+        self, context: Context, seals: SealLog, reducer: Reducer, sealer: Sealer, account: StepAccount
+    ) -> None:
         self.position = 0
         """The next entry to apply."""
-        self.unsealed = -1
-        """An entry that was just seen to have no seal."""
+        self.is_reloaded = False
+        """True if the state was taken from the log since the last result of a round."""
+        self.n_diverged = 0
+        """The number of entries in a row at which the anchor was not the seal's, also after a reload."""
         self._context = context
         self._training = context.training
         self._seals = seals
         self._reducer = reducer
         self._sealer = sealer
+        self._account = account
         self._reader = SnapshotReader(context)
-        self._diverged = 0
-        """Number of entries in a row at which the anchor was not the seal's, also after reloading."""
-        self.settlements: list[Settlement] = []
-        """Of entries that were passed and have not landed yet."""
-        self.uncounted_since = [0] * len(context.layouts)
-        """By fragment, the entry at which its uncounted work began."""
-        self.handed: Send | None = None
-        """What was handed over for the open entry."""
-        self.is_reloaded = False
-        """Whether the state was taken from the log since something landed last."""
-
-    def begin(self) -> None:
-        """Load the newest snapshot, or agree on the first anchor."""
-        entry = self._reader.load(-1)
-        assert entry is not None  # it waits for one
-        self.position = entry
-        self.settle_all()
 
     @property
     def first(self) -> int:
-        """The first entry of this log."""
+        """The first entry of this log. A run that continues from a snapshot of another run does not begin at 0."""
         return self._reader.first
 
     @property
     def is_author(self) -> bool:
-        """Whether the log begins with this process's state."""
+        """True if the log begins with the model of this process."""
         return self._reader.is_author
 
-    def give_up_old(self, verdicts: list[Verdict | None], progress: Any) -> list[Verdict | None]:
-        """Drop restored work that has waited for the allowed number of rounds, and return the new verdicts.
+    def begin(self, restored: Restored | None = None) -> None:
+        """Load the newest snapshot, or agree on the first anchor, and set the live parameters by it.
 
-        Otherwise it would be dropped later, together with the work that this process adds to it.
+        Args:
+            restored: the work of an earlier attempt of this rank. Work that no seal has counted since is kept.
         """
-        most, n_fragments = self._context.carry_rounds, len(verdicts)
-        for fragment, since in enumerate(self.uncounted_since):
-            waited = (self.position - since) // n_fragments
-            if verdicts[fragment] is not Verdict.KEPT or most is None or waited < most:
-                continue
-            if progress[fragment].any():
-                log.warning(
-                    "Rank %s: the work of an earlier attempt is dropped because %s rounds ended before this replica "
-                    "started again. You need not do anything.",
-                    self._context.me.rank, waited,
-                )  # fmt: skip
-            verdicts[fragment] = Verdict.DROPPED
-            self.settlements.append(Settlement(fragment, None))
-            self.uncounted_since[fragment] = self.position + (fragment - self.position) % n_fragments
-        return verdicts
+        entry = self._reader.load(-1)
+        assert entry is not None  # it waits for one
+        self.position = entry
+        self._account.begin_at(entry)
+        if restored is None:
+            self._training.resume(None)
+        else:
+            self._replay(until=restored.position)
+            self._account.uncounted_since = list(restored.uncounted_since)
+            verdicts = self._account.resolve_passed(restored.position, self.position)
+            verdicts = self._account.give_up_old(verdicts, restored.progress, self.position)
+            self._training.resume(restored.progress, verdicts)
+        self.read_newest_seal()
 
-    def settle_all(self) -> None:
-        """Let uncounted work begin here."""
-        n = len(self._context.layouts)
-        self.uncounted_since = [self.position + (f - self.position) % n for f in range(n)]
+    def go_back(self, position: int) -> None:
+        """Continue from an earlier position, whose training state was loaded."""
+        self.position = position
+        self._account.begin_at(position)
+        self.read_newest_seal()
 
     def reload(self, above: int = -1) -> bool:
         """Take the state from the log, at least up to this position, and keep the live work that no mean contains.
 
         Args:
-            above: do so only when there is a snapshot after this entry.
+            above: do so only if there is a snapshot after this entry.
 
-        Returns: whether that was done. The position may be a later one then.
+        Returns:
+            True if that was done. The position may be a later one then.
         """
         before, anchors = self.position, self._training.anchors_now()
         entry = self._reader.load(above)
         if entry is None:
             return False
         self.position = entry
-        self.replay(until=before)
-        verdicts = self.settle(before)
-        self._training.follow(anchors, verdicts, partly=self._counted_in_flight(verdicts))
+        self._replay(until=before)
+        account = self._account
+        verdicts = account.resolve_passed(before, self.position)
+        self._training.follow(anchors, verdicts, partly=account.counted_in_flight(verdicts))
         self.is_reloaded = True
         if self.position != before:
-            self.handed = None
-            self.set_newest_seal()
+            account.pending = None
+            self.read_newest_seal()
         return True
 
-    def replay(self, until: int) -> None:
-        """Apply the means of the log to the anchor, up to a position; perhaps jump beyond it."""
+    def reload_diverged(self, entry: EntryState, seal: Seal) -> None:
+        """Take the state from the log, because the anchor is not the one that an entry was made for.
+
+        Args:
+            entry: the open entry.
+            seal: its seal.
+
+        Raises:
+            DivergenceError: the anchor differs for two entries in a row, also after this.
+        """
+        self.reload()
+        if self.position != entry.index or self._training.digest(entry.fragment) == seal.anchor:
+            self.n_diverged = 0
+            return
+        self.n_diverged += 1
+        if self.n_diverged >= 2:
+            raise DivergenceError(
+                f"Rank {self._context.me.rank}, round {entry.index + 1}: this replica's anchor is not that of ranks "
+                f"{', '.join(map(str, sorted(seal.members)))}, also after reloading the run. "
+                "Do all replicas run the same version, and the same outer optimizer on the same kind of processor?"
+            )
+
+    def read_newest_seal(self) -> None:
+        """Read the seal before this position, which says which replicas are expected."""
+        is_first = self.position == self._reader.first
+        self._context.members.seal = None if is_first else self._seals.read_seal_or_none(self.position - 1)
+
+    def _replay(self, until: int) -> None:
+        """Apply the means of the log to the anchor, up to a position. A newer snapshot may lead beyond it."""
         context = self._context
         pauses = context.pauses()
         entry: EntryState | None = None
@@ -323,75 +356,9 @@ class Cursor:
                 end_with(seal, entry.index, context.plan, context.store, context.keys, context.proof)
                 self._training.replay(entry.index, mean)
                 self.position += 1
-            elif self.is_stuck(entry, seal) and (jumped := self._reader.load(entry.index)) is not None:
+            elif self._sealer.is_stuck(entry, seal) and (jumped := self._reader.load(entry.index)) is not None:
                 self.position = jumped
             else:
                 self._sealer.check_time(entry)
                 context.members.check_abort()
                 context.wait(next(pauses), ())
-
-    def settle(self, position: int) -> list[Verdict | None]:
-        """Return by fragment what became of live work from before an entry, in the entries passed since."""
-        verdicts = self._seals.verdicts(position, self.position)
-        n_fragments = len(verdicts)
-        for fragment, verdict in enumerate(verdicts):
-            if verdict is not None and not (verdict is Verdict.KEPT and self._training.carries):
-                is_part = fragment == self._counted_in_flight(verdicts)
-                steps = self.handed.steps if is_part and self.handed is not None else None
-                self.settlements.append(Settlement(fragment, steps))
-                self.uncounted_since[fragment] = self.position + (fragment - self.position) % n_fragments
-        return verdicts
-
-    def steps_left(self, fragment: int) -> int:
-        """Return how many steps of the live work are not settled yet."""
-        steps = self._context.phase.made[fragment]
-        for settled in self.settlements:
-            if settled.fragment == fragment:
-                steps = 0 if settled.steps is None else steps - settled.steps
-        return steps
-
-    def _counted_in_flight(self, verdicts: Sequence[Verdict | None]) -> int | None:
-        """Return the fragment of which what is in flight was counted, and what was done since is to be kept."""
-        if self.handed is None or not (self.handed.is_early or self._training.keeps_later_work):
-            return None
-        fragment = self.handed.entry % len(verdicts)
-        return fragment if verdicts[fragment] is Verdict.COUNTED else None
-
-    def set_newest_seal(self) -> None:
-        """Read the seal before this position: it says who is expected."""
-        is_first = self.position == self._reader.first
-        self._context.members.seal = None if is_first else self._seals.insist_on_seal(self.position - 1)
-
-    def is_stuck(self, entry: EntryState, seal: Seal | None) -> bool:
-        """Return whether only a newer snapshot helps, with what was found last, now or ever, or in all that time."""
-        is_blocked = entry.blocked is not None or self._seals.is_rotten(entry.index)
-        return is_blocked or (seal is not None and self._sealer.is_late(entry))
-
-    def check_anchor(self, entry: EntryState, seal: Seal) -> None:
-        """Reload when this replica's anchor is not the one that the entry was made for.
-
-        Raises:
-            DivergenceError: two entries running, although the state was taken from the log.
-        """
-        for is_reloaded in (False, True):
-            if is_reloaded:
-                self.reload()
-            if self.position != entry.index or self._training.digest(entry.fragment) == seal.anchor:
-                self._diverged = 0
-                return
-        self._diverged += 1
-        if self._diverged >= 2:
-            raise DivergenceError(
-                f"Rank {self._context.me.rank}, round {entry.index + 1}: this replica's anchor is not that of ranks "
-                f"{', '.join(map(str, sorted(seal.members)))}, also after reloading the run. "
-                "Do all replicas run the same version, and the same outer optimizer on the same kind of processor?"
-            )
-
-    def check_next_seal(self, entry: EntryState) -> None:
-        """Reload when the fragment's next seal exists already and was made for another anchor than this replica's."""
-        following = entry.index + len(self._context.layouts)
-        seal = self._seals.seal(following)
-        if seal is None and not self._seals.misread(following):
-            self.unsealed = following
-        elif seal is not None and seal.anchor != self._training.digest(entry.fragment):
-            self.reload()

@@ -1,4 +1,8 @@
-"""What all parts of one replica's rendezvous share, what it knows of one entry, and what it reports of a round."""
+"""The records of one round in memory, and the services that all parts of one replica's rendezvous share.
+
+`PendingWork` goes from the training thread to the round runner, and `RoundResult` comes back. `EntryState` is what a
+replica knows of one entry, and `RoundReport` is what the user gets.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +16,20 @@ from typing import Any, Literal, NamedTuple
 from diloco.rendezvous.frames import MAX_SHARDS, READ_TRIES, Contribution, hash_order, head_bytes
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, Membership
-from diloco.rendezvous.patient_store import Ask, Map, PatientStore, at_once, backoff
 from diloco.rendezvous.phase import Phase, Plan
 from diloco.rendezvous.proof import Proof
 from diloco.rendezvous.reduction import Blocks, Reduce, weighted_mean
+from diloco.rendezvous.retrying_store import Ask, Map, RetryingStore, at_once, backoff
 from diloco.rendezvous.standstill_watch import STANDS_AFTER_S, StandstillWatch
 from diloco.rendezvous.training_state import Arrays, Packed, TrainingState
-from diloco.rendezvous.turns import Turns
 from diloco.wires.wire import BLOCK_ELEMENTS, Wire
 from executors.patience import ROUND
 from executors.store.standstill import Standstill
 
 Background = Callable[[Callable[[], None]], None]
-"""Runs something beside the training; returns at once."""
+"""Runs a job in another thread while training continues; returns at once."""
+Wait = Callable[[float, Sequence[str]], None]
+"""Returns after some seconds, or earlier if an object changes below one of the key prefixes."""
 MOST_PAUSE_S = 1.0
 ASK_AGAIN_S, ANSWERS_PER_QUESTION = 0.1, 20
 """Asking whether a peer has left costs three requests, and peers rarely leave: ask at most every 0.1 s."""
@@ -144,28 +149,59 @@ def shards_of(rank: int, entry: int, ranks: Iterable[int], n_shards: int) -> lis
     return list(range(order.index(rank), n_shards, len(order)))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Context:
-    """What every part of one replica's rendezvous shares. Time, waiting and randomness are given, so tests run it."""
+    """The services that all parts of one replica's rendezvous share.
 
-    store: PatientStore
+    All of them are built when the context is made, and here alone. Time, waiting and randomness are arguments, so that
+    tests run the rendezvous under a clock of their own.
+
+    Args:
+        store: the store of the run. Its errors mean "look again".
+        keys: the keys of the rendezvous.
+        me: this replica.
+        training: the anchor, the outer state and the live work.
+        plan: how the inner steps are divided into entries.
+        proof: how records are proven.
+        wait: waits between two looks at the store. It may raise an error that ends the rounds.
+        in_background: True if rounds run in a thread of their own while training continues.
+        origin: the run whose newest whole snapshot this run begins from. None: no run.
+        first_state: returns the anchor and the outer state that this run begins with. None: it begins with the model
+            of a replica.
+        limits: how long what may take, and from which size on a mean is cut into shards.
+        min_quorum: the least number of contributions that decide a round.
+        weight: the weight of this replica's work in the mean: a number, or a callable that is asked for each
+            contribution.
+        carry_rounds: the number of rounds of its fragment after which uncounted work is given up. None: never.
+        snapshot_every: entries from one snapshot to the next.
+        clock: returns seconds of a monotonic clock.
+        rng: shortens the pauses at random.
+        reduce: averages encoded blocks.
+        map: applies a function to several things, perhaps in several threads.
+        ask: asks the store a question, perhaps in another thread.
+        background: runs a job while training continues.
+        on_standstill: called with the round that waits until the user deletes an object, and with None when the rounds
+            continue.
+
+    Example:
+        context = Context(store=store, keys=keys, me=me, training=state, plan=plan, proof=UNSIGNED, wait=watch.wait)
+    """
+
+    store: RetryingStore
     keys: Keys
     me: Identity
     training: TrainingState
-    turns: Turns
     plan: Plan
     proof: Proof
+    wait: Wait
+    in_background: bool = False
     origin: str | None = None
-    """The run whose newest whole snapshot this one begins from."""
     first_state: Callable[[], Arrays] | None = None
-    """Returns the anchor and outer state that this run begins with. None: it begins with a replica's own model."""
     limits: Limits = field(default_factory=Limits)
     min_quorum: int = 1
     weight: float | Callable[[], float] = 1.0
     carry_rounds: int | None = None
-    """Uncounted work older than so many rounds of its fragment is given up; None: never."""
     snapshot_every: int = 10
-    """Entries from one snapshot to the next."""
     clock: Callable[[], float] = monotonic
     rng: random.Random = field(default_factory=random.Random)
     reduce: Reduce = weighted_mean
@@ -173,91 +209,81 @@ class Context:
     ask: Ask = at_once
     background: Background = lambda job: job()
     on_standstill: Callable[[Standstill | None], None] = lambda found: None
-    """Called with the round that waits until the user deletes an object, and with None when the rounds continue."""
+    members: Membership = field(init=False)
+    """Which replicas take part, as far as this replica knows."""
+    phase: Phase = field(init=False)
+    """Where this replica is between two rounds."""
+    standstill: StandstillWatch = field(init=False)
+    """Reports the objects without the run's key that hold up the rounds of this replica."""
+    layouts: tuple[Layout, ...] = field(init=False)
+    """The layout of each fragment."""
 
-    @cached_property
-    def members(self) -> Membership:
-        """Who takes part, as far as this replica knows."""
-        return Membership(self.store, self.keys, self.me, self.clock, self.limits.abort_check_s)
-
-    @cached_property
-    def standstill(self) -> StandstillWatch:
-        """Reports the objects without the run's key that hold the rounds of this replica up."""
-        after_s = min(STANDS_AFTER_S, self.limits.grace_s)
-        report = self.on_standstill
-        return StandstillWatch(self.store, self.keys, self.me, self.members, report, self.clock, after_s)
-
-    @cached_property
-    def phase(self) -> Phase:
-        """Where this replica is between two rounds."""
-        return Phase(self.plan, self.clock)
-
-    @cached_property
-    def layouts(self) -> tuple[Layout, ...]:
-        """By fragment."""
+    def __post_init__(self) -> None:
         training = self.training
-        return tuple(Layout(n, self.limits, training.wire, training.mean_wire) for n in training.sizes())
-
-    def wait(self, seconds: float, prefixes: Sequence[str]) -> None:
-        """Wait between two looks."""
-        self.turns.pause(seconds, prefixes)
+        self.members = Membership(self.store, self.keys, self.me, self.clock, self.limits.abort_check_s)
+        self.phase = Phase(self.plan, self.clock)
+        after_s = min(STANDS_AFTER_S, self.limits.grace_s)
+        self.standstill = StandstillWatch(
+            self.store, self.keys, self.me, self.members, self.on_standstill, self.clock, after_s
+        )
+        self.layouts = tuple(Layout(n, self.limits, training.wire, training.mean_wire) for n in training.sizes())
 
     @property
     def ask_again_s(self) -> float:
-        """How long to wait before asking again who is gone; longer at a far store."""
+        """Seconds to wait before the next question which replicas have left; more if the store answers slowly."""
         return max(ASK_AGAIN_S, ANSWERS_PER_QUESTION * min(self.store.answer_s, 1.0))
 
     def pauses(self) -> Iterator[float]:
-        """Yield the pauses between looks at what others do."""
+        """Yield the pauses, in seconds, between looks for the work of others."""
         return backoff(self.rng, most_s=min(MOST_PAUSE_S, max(0.02, self.limits.grace_s / 4)))
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
-    """What the training hands over for an entry, beside the work that is held."""
+class PendingWork:
+    """Work that the training thread holds for an entry and hands to the round runner."""
 
     entry: int
     weight: float
-    """0: no work, or work of which nobody knows how much it is."""
+    """0: there is no work, or the number of its steps is not known."""
     steps: int
-    """How many inner steps of this process the work that is held is made of, also where nothing of it is sent."""
+    """The inner steps of this process in the held work. The number is given also if none of the work is sent."""
     work: float
-    """How much work is sent: what a callable weight said, else steps."""
+    """The amount of work that is sent: the value of a callable weight, else the number of steps."""
     at_step: int
-    """How many steps this process had made."""
+    """The number of steps that this process had made when the work was held."""
     is_early: bool
-    """Whether training goes on out of phase: what is counted is a part of the work by then."""
+    """True if training continues out of phase. A seal then counts only a part of the live work."""
 
 
 @dataclass(frozen=True, slots=True)
-class Settlement:
-    """What an entry means for this replica's account of its steps."""
+class ResolvedSteps:
+    """Steps of a fragment whose work a seal has counted, or which were dropped."""
 
     fragment: int
     steps: int | None
-    """So many of the steps in its live work are settled; None: all."""
+    """The number of such steps. None: all steps in the live work."""
 
 
 @dataclass(frozen=True, slots=True)
-class Landing:
-    """What the rounds have brought about, and is to go into the live parameters."""
+class RoundResult:
+    """What the round runner hands back to the training thread, which merges it into the live parameters."""
 
     reports: tuple[RoundReport, ...]
-    settlements: tuple[Settlement, ...]
+    resolved: tuple[ResolvedSteps, ...]
     n_entries: int
-    """How many entries were passed."""
-    is_out: bool
-    """Whether this replica is out of phase from here on."""
+    """The number of entries that were passed."""
+    is_out_of_phase: bool
+    """True if this replica is out of phase from here on."""
     has_met: bool
-    """Whether it waited for the others at the end of its phase."""
+    """True if this replica waited for the others at the end of its phase."""
     looked_step: int
-    """Else: the count of its steps at the last look without a seal."""
+    """If it has not met them: the number of its steps at the last look without a seal."""
     looked_s: float
-    """And when that was."""
-    landed_s: float
-    """When all was brought about."""
+    """The time of that look."""
+    ready_s: float
+    """The time at which the result was complete."""
     is_urgent: bool
-    """Whether it is to be merged as soon as possible, also where the step is known at which a mean is applied."""
+    """True if the result must be merged at the next step, even if means are otherwise applied at a fixed step."""
 
 
 @dataclass(slots=True)
@@ -274,8 +300,8 @@ class EntryState:
     published: bool = False
     published_s: float | None = None
     """When this replica's contribution was in the store."""
-    send: Send | None = None
-    """What the training has handed over for it."""
+    pending: PendingWork | None = None
+    """The work that the training thread has handed over for it."""
     is_foreign: bool = False
     """Whether a contribution of another process was found in place of that."""
     sent: set[str] = field(default_factory=set)

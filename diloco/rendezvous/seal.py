@@ -8,18 +8,19 @@ created is the decision.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from enum import Enum
 
 import numpy as np
 
 from diloco.errors import QuorumTimeoutError
 from diloco.rendezvous.envelope import BadRecordError
 from diloco.rendezvous.frames import READ_TRIES, Contribution, Member, Seal, digests_of, hash_order
-from diloco.rendezvous.patient_store import backoff
 from diloco.rendezvous.proof import Proof
 from diloco.rendezvous.reduction import BadInputError, Input, is_mean
+from diloco.rendezvous.retrying_store import backoff
 from diloco.rendezvous.round import Context, EntryState
 from diloco.rendezvous.training_state import Verdict
 from executors.errors import CorruptObjectError
@@ -80,8 +81,8 @@ class SealLog:
         """Return whether the stored seal is not what was written, whatever a later reading says."""
         return self.misread(entry) >= READ_TRIES
 
-    def insist_on_seal(self, entry: int) -> Seal | None:
-        """Read a seal that is known to exist; None: it is rotten."""
+    def read_seal_or_none(self, entry: int) -> Seal | None:
+        """Wait until a seal that exists can be read, and return it; None: it is rotten, or it took too long."""
         context = self._context
         began, pauses = context.clock(), backoff(context.rng)
         while (seal := self.seal(entry)) is None:
@@ -105,36 +106,55 @@ class SealLog:
         n_fragments = len(self._context.layouts)
         verdicts: list[Verdict | None] = [None] * n_fragments
         for entry in range(first, end):
-            seal = self.insist_on_seal(entry)
+            seal = self.read_seal_or_none(entry)
             verdict = Verdict.DROPPED if seal is None else self.verdict(seal)  # not known: never count it twice
             if verdict is not Verdict.KEPT or verdicts[entry % n_fragments] is None:
                 verdicts[entry % n_fragments] = verdict
         return verdicts
 
 
+class Sealing(Enum):
+    """What an attempt to decide an entry has led to."""
+
+    OPEN = "open"
+    """The entry may not be decided yet."""
+    TRIED = "tried"
+    """A seal was written, by this replica or by another one. Read it to know which."""
+    OUTVOTED = "outvoted"
+    """At least as many contributions have another anchor as have the anchor of this replica."""
+
+
 class Sealer:
     """Decides entries, one after another."""
 
-    def __init__(self, context: Context, reload: Callable[[], object]) -> None:
+    def __init__(self, context: Context, seals: SealLog) -> None:
         self._context = context
+        self._seals = seals
         self._store = context.store
         self._me = context.me
         self._members = context.members
         self._phase = context.phase
         self._limits = context.limits
-        self._reload = reload
         self._spread_s = 0.0
         self._rounds_learned = 0
 
-    def try_seal(self, entry: EntryState, takeover_after_s: float) -> bool:
-        """Create the seal if the entry may be decided now; return whether that was tried."""
+    def try_seal(self, entry: EntryState, takeover_after_s: float) -> Sealing:
+        """Create the seal if the entry may be decided now.
+
+        Args:
+            entry: the open entry.
+            takeover_after_s: seconds until this replica looks for contributions, although it is the turn of another.
+
+        Returns:
+            `Sealing.OUTVOTED` at most once for an entry: the caller then takes the state from the log again.
+        """
         now = self._context.clock()
         if entry.began_s is not None and now - entry.began_s < min(takeover_after_s, self._most_grace_s / 2):
             if now < entry.turn_s:
-                return False
+                return Sealing.OPEN
             if not self._is_my_turn(entry):
                 entry.turn_s = now + self._context.ask_again_s
-                return False
+                return Sealing.OPEN
         if entry.looks % LOOKS_PER_FRONTIER == 0:
             self._members.look_for_joiners()
         entry.looks += 1
@@ -146,8 +166,7 @@ class Sealer:
         ours, theirs = votes.pop(anchor, 0), max(votes.values(), default=0)
         if theirs and theirs >= ours and not entry.reloaded:
             entry.reloaded = True
-            self._reload()
-            return True  # look again: also the position may be another one
+            return Sealing.OUTVOTED
         unreadable = entry.unreadable_ranks
         good = {r: head for r, (head, _) in entry.seen.items() if head.anchor == anchor and r not in unreadable}
         expected = self._members.still_expected(good) - unreadable
@@ -157,8 +176,8 @@ class Sealer:
         if not is_enough and is_over:
             entry.misread.clear()  # perhaps it was the reading, after all: there is nothing left to lose
         if not is_enough or not (expected <= good.keys() or is_over):
-            return False
-        return self._seal_with(entry, set(good), anchor)
+            return Sealing.OPEN
+        return Sealing.TRIED if self._seal_with(entry, set(good), anchor) else Sealing.OPEN
 
     def _is_over(self, entry: EntryState, good: Mapping[int, Contribution], now: float, *, grace_factor: int) -> bool:
         """Return whether the wait for absent replicas is over.
@@ -169,7 +188,7 @@ class Sealer:
         """
         starts = [] if entry.grace_from_s is None else [entry.grace_from_s]
         if self._members.names_me and entry.began_s is not None:
-            ahead_s = self._phase.ahead_s(entry.index) if self._context.turns.is_beside else 0.0
+            ahead_s = self._phase.ahead_s(entry.index) if self._context.in_background else 0.0
             starts.append(entry.began_s + self._phase.head_start_s + ahead_s)
         starts += [
             now + head.head_start_s
@@ -182,7 +201,7 @@ class Sealer:
         if self._members.seal is None and not self._phase.has_trained:
             return False
         since_s = entry.began_s if entry.published_s is None else entry.published_s
-        return since_s is not None and now - since_s >= self.lone_s
+        return since_s is not None and now - since_s >= self.unobserved_wait_s
 
     def _is_enough(self, expected: set[int], good: Mapping[int, Contribution], *, is_over: bool) -> bool:
         """Return whether enough of those that could bring work have; where none can, whether enough are present."""
@@ -195,7 +214,7 @@ class Sealer:
         return len(good) >= max(1, min(quorum, len(present)))
 
     @property
-    def lone_s(self) -> float:
+    def unobserved_wait_s(self) -> float:
         """How long after sending something a replica that sees no expected process waits before it decides.
 
         They may be in the midst of a phase, and a replica that presents itself early is not to decide alone. A seal's
@@ -255,8 +274,18 @@ class Sealer:
         """Return whether an entry takes too long."""
         since_s = entry.started_s
         if entry.published_s is not None and not self._members.names_me:  # the others may be in the midst of a phase
-            since_s = max(since_s, entry.published_s + self.lone_s)
+            since_s = max(since_s, entry.published_s + self.unobserved_wait_s)
         return self._context.clock() - since_s > self._limits.round_timeout_s
+
+    def is_stuck(self, entry: EntryState, seal: Seal | None) -> bool:
+        """Return True if only a newer snapshot can help: an object is rotten or missing, or the entry takes too long.
+
+        Args:
+            entry: the open entry.
+            seal: its seal; None: it has none, or none that can be read just now.
+        """
+        is_blocked = entry.blocked is not None or self._seals.is_rotten(entry.index)
+        return is_blocked or (seal is not None and self.is_late(entry))
 
     def check_time(self, entry: EntryState) -> None:
         """Raise an error when an entry takes too long: it was not decided, or cannot be read.

@@ -21,8 +21,8 @@ import numpy as np
 from diloco.rendezvous.envelope import BadRecordError, frame, reading, typed, unframe
 from diloco.rendezvous.frames import READ_TRIES, Seal, hash_order, matching
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.proof import Buffer, Proof
+from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Context
 from diloco.rendezvous.training_state import Agreement, Array, Arrays
 from executors.errors import StoreError
@@ -78,7 +78,7 @@ class Pointer:
 
 
 def put_parts(
-    store: PatientStore, keys: Keys, entry: int, nonce: str, arrays: Arrays, proof: Proof
+    store: RetryingStore, keys: Keys, entry: int, nonce: str, arrays: Arrays, proof: Proof
 ) -> tuple[str, ...] | None:
     """Put the state as parts and return their digests; None when the store did not acknowledge one: begin again."""
     digests = []
@@ -90,7 +90,7 @@ def put_parts(
     return tuple(digests)
 
 
-def get_parts(store: PatientStore, keys: Keys, entry: int, pointer: Pointer, proof: Proof) -> dict[str, Array] | None:
+def get_parts(store: RetryingStore, keys: Keys, entry: int, pointer: Pointer, proof: Proof) -> dict[str, Array] | None:
     """Read a snapshot's arrays; None when a part is missing, rotten after re-reads, or was never a part."""
     arrays: dict[str, Array] = {}
     for index, digest in enumerate(pointer.parts):
@@ -184,7 +184,8 @@ class SnapshotWriter:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._me = context.me
-        self._copy: Copy | None = None
+        self.copy: Copy | None = None
+        """The state that waits for the seals that agree with it."""
         self._busy = False
         self._possible = True
 
@@ -194,14 +195,14 @@ class SnapshotWriter:
         is_free = is_multiple and self._possible and not self._busy
         if is_free and hash_order(seal.members, "snapshot", entry)[0] == self._me.rank:
             self._take_copy(entry)
-        copy = self._copy
+        copy = self.copy
         if copy is None:
             return
         last = copy.entry + len(copy.state) - 1
         if entry > last or not self._agrees(copy, entry, seal):
-            self._copy = None
+            self.copy = None
         elif entry == last:
-            self._copy = None
+            self.copy = None
             self._busy = True
             self._context.background(lambda: self._publish(copy))
 
@@ -212,7 +213,7 @@ class SnapshotWriter:
             self._possible = False
             log.warning("rank %s takes no snapshots: %s", self._me.rank, error)
         else:
-            self._copy = Copy(entry, arrays, state)
+            self.copy = Copy(entry, arrays, state)
 
     def _agrees(self, copy: Copy, entry: int, seal: Seal) -> bool:
         """Return whether the entry was made from the state that was copied, as far as its fragment goes."""
@@ -238,7 +239,7 @@ class SnapshotWriter:
             self._busy = False
 
 
-def collect_garbage(store: PatientStore, keys: Keys, newest: int, snapshot_every: int, proof: Proof) -> None:
+def collect_garbage(store: RetryingStore, keys: Keys, newest: int, snapshot_every: int, proof: Proof) -> None:
     """Delete what nobody needs any more: payloads of entries before the second newest snapshot.
 
     A replica that is still behind that finds them gone and jumps to a snapshot. Records that decide are never deleted.
@@ -267,7 +268,7 @@ def collect_garbage(store: PatientStore, keys: Keys, newest: int, snapshot_every
     _collect_own(store, keys, horizon)
 
 
-def _pointer(store: PatientStore, keys: Keys, entry: int, proof: Proof) -> Pointer | None:
+def _pointer(store: RetryingStore, keys: Keys, entry: int, proof: Proof) -> Pointer | None:
     key = keys.snapshot(entry)
     data = store.peek(key)
     with suppress(BadRecordError):
@@ -275,7 +276,7 @@ def _pointer(store: PatientStore, keys: Keys, entry: int, proof: Proof) -> Point
     return None
 
 
-def _collect_own(store: PatientStore, keys: Keys, horizon: int) -> None:
+def _collect_own(store: RetryingStore, keys: Keys, horizon: int) -> None:
     """Delete what ranks kept before the horizon, but for the newest of each: a rank may come back after long."""
     prefix = keys.own()
     kept: dict[str, dict[tuple[int, int], list[str]]] = {}

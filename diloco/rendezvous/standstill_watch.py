@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from diloco.rendezvous.frames import READ_TRIES, Contribution
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, Membership
-from diloco.rendezvous.patient_store import PatientStore
+from diloco.rendezvous.retrying_store import RetryingStore
 from executors.store.standstill import Standstill, describe_standstill
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class StandstillWatch:
 
     def __init__(
         self,
-        store: PatientStore,
+        store: RetryingStore,
         keys: Keys,
         me: Identity,
         members: Membership,
@@ -58,7 +58,8 @@ class StandstillWatch:
         self._clock = clock
         self._after_s = after_s
         self._look_at = 0.0
-        self._found: Standstill | None = None
+        self.found: Standstill | None = None
+        """The standstill that was reported and has not ended."""
         self._warned: set[str] = set()
 
     def look(self, entry: int, began_s: float, good: Mapping[int, Contribution], blocked: str | None) -> None:
@@ -82,8 +83,8 @@ class StandstillWatch:
 
     def end(self) -> None:
         """Note that the round continues."""
-        if self._found is not None:
-            self._found = None
+        if self.found is not None:
+            self.found = None
             self._report(None)
 
     def _look(self, round: int, began_s: float, needed: Callable[[], Sequence[str]]) -> None:
@@ -96,8 +97,8 @@ class StandstillWatch:
             self.end()
             return
         found = Standstill(round=round, key=keys[0], n_more=len(keys) - 1)
-        if found != self._found:
-            self._found = found
+        if found != self.found:
+            self.found = found
             self._report(found)
         if found.key not in self._warned:
             self._warned.add(found.key)

@@ -18,10 +18,10 @@ from diloco.rendezvous.end import follow_end
 from diloco.rendezvous.envelope import BadRecordError, aligned, frame, padded, reading, typed, unframe, unproven
 from diloco.rendezvous.frames import READ_TRIES, MeanHead, Seal, head_bytes
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.phase import Plan
 from diloco.rendezvous.proof import Buffer, Proof
 from diloco.rendezvous.reduction import Blocks, is_mean
+from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Layout, Limits
 from diloco.rendezvous.snapshot import Pointer, decode_part, digest_of, encode_part, get_parts
 from diloco.rendezvous.training_state import Agreement, Array, Arrays
@@ -162,7 +162,7 @@ class StoredLog:
         limits: how payloads are cut; as the run was made with.
     """
 
-    def __init__(self, store: PatientStore, keys: Keys, proof: Proof, limits: Limits | None = None) -> None:
+    def __init__(self, store: RetryingStore, keys: Keys, proof: Proof, limits: Limits | None = None) -> None:
         self._store = store
         self._keys = keys
         self._proof = proof

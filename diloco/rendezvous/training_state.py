@@ -140,8 +140,8 @@ class TrainingState(Protocol):
     def replay(self, entry: int, mean: Sequence[memoryview]) -> object:
         """Step the anchor by a mean, unless that is empty, and leave the live parameters alone."""
 
-    def land(self) -> None:
-        """Bring what is to be merged to where the live parameters are: called when all of it is there."""
+    def prepare_merge(self) -> None:
+        """Bring the values that `merge` takes to the device of the live parameters. Called when they are complete."""
 
     def anchors_now(self) -> Any:
         """Return a copy of the anchors."""

@@ -20,9 +20,9 @@ from diloco.rendezvous.envelope import BadRecordError, reading, typed
 from diloco.rendezvous.extension import total_of_start
 from diloco.rendezvous.frames import READ_TRIES
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.membership import Place, find_place
-from diloco.rendezvous.patient_store import PatientStore, backoff
+from diloco.rendezvous.membership import RunLocation, find_location
 from diloco.rendezvous.proof import proof_of
+from diloco.rendezvous.retrying_store import RetryingStore, backoff
 from diloco.rendezvous.round import Limits, RoundReport
 from diloco.rendezvous.snapshot import Pointer
 from diloco.schedules import counts_steps, steps_counted, unwrapped
@@ -191,17 +191,17 @@ class Companion:
             live[name].copy_(values)
 
 
-def place_of(options: Mapping[str, Any]) -> Place:
-    return find_place(*(options.get(name) for name in ("store", "run_id", "rank", "world_size")))
+def place_of(options: Mapping[str, Any]) -> RunLocation:
+    return find_location(*(options.get(name) for name in ("store", "run_id", "rank", "world_size")))
 
 
-def step_of_begin(place: Place, options: Mapping[str, Any], *, waits: bool) -> int | None:
+def step_of_begin(place: RunLocation, options: Mapping[str, Any], *, waits: bool) -> int | None:
     """Return the trainer's step at which a run has begun, as all its replicas agreed; None: it cannot be read.
 
     Args:
         waits: for a run that has not begun yet, since its own replicas alone know the step, up to `round_timeout_s`.
     """
-    store = PatientStore(place.store, clock=monotonic, patience=ROUND, waits=waits_of_process)
+    store = RetryingStore(place.store, clock=monotonic, patience=ROUND, waits=waits_of_process)
     keys, proof = Keys(place.run_id, options.get("name", "main")), proof_of(place.key_of_run(options.get("key")))
     key, tries, pauses = keys.snapshot(0), 0, backoff(random.Random())
     until = monotonic() + (options.get("round_timeout_s", Limits().round_timeout_s) if waits else 0.0)
@@ -237,7 +237,7 @@ def extended_total(options: Mapping[str, Any]) -> int | None:
     return (step_of_begin(place, options, waits=False) or 0) + totals[-1]
 
 
-def totals_of(place: Place) -> Sequence[int]:
+def totals_of(place: RunLocation) -> Sequence[int]:
     """Return the totals of steps that the run of this replica was extended to, in their order."""
     replica = find_replica()
     if replica is None or not place.is_of_replica:
@@ -248,7 +248,7 @@ def totals_of(place: Place) -> Sequence[int]:
         return ()
 
 
-def first_total(planned: int | None, place: Place, options: Mapping[str, Any]) -> tuple[int | None, bool]:
+def first_total(planned: int | None, place: RunLocation, options: Mapping[str, Any]) -> tuple[int | None, bool]:
     """Return the total with which the run began, if a trainer plans the steps that the run was extended to.
 
     All replicas agree on the first total, and DiLoCo adds the extensions itself.
@@ -263,7 +263,7 @@ def first_total(planned: int | None, place: Place, options: Mapping[str, Any]) -
     totals = totals_of(place)
     if planned is None or not totals or planned != totals[-1]:
         return planned, False
-    store = PatientStore(place.store, clock=monotonic, patience=ROUND, waits=waits_of_process)
+    store = RetryingStore(place.store, clock=monotonic, patience=ROUND, waits=waits_of_process)
     keys = Keys(place.run_id, options.get("name", "main"))
     first = total_of_start(store, keys, place.key_of_run(options.get("key")))
     return (planned, False) if first is None else (first, True)

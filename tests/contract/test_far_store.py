@@ -11,7 +11,7 @@ from simulation.world import Faults, World
 from support.far_store import PIECE_BYTES, FarStore, FarStreamingStore
 from support.patience import lasting
 
-from diloco.rendezvous.patient_store import PatientStore, is_near
+from diloco.rendezvous.retrying_store import RetryingStore, is_near
 from executors.errors import KeyNotFoundError
 from executors.store import Buffer, MemoryStore
 from executors.store.file import FileStore
@@ -118,7 +118,7 @@ def test_an_object_is_there_when_its_last_byte_has_passed() -> None:
 def test_a_streamed_write_travels_while_it_is_made(tmp_path: Path, making_s: float, done_s: float) -> None:
     world = World(0, Faults())
     store = FarStreamingStore(FileStore(tmp_path), LATENCY_S, MB, clock=world.clock, sleep=world.sleep)
-    assert PatientStore(store, clock=world.clock, patience=lasting(1)).streams
+    assert RetryingStore(store, clock=world.clock, patience=lasting(1)).streams
     assert not is_near(store)
     ended_s = []
 

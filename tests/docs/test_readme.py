@@ -231,7 +231,7 @@ def test_the_loop_over_epochs_goes_on_to_the_end_of_the_run_where_some_of_its_st
     def train_on(batch: int) -> None:
         trained.append(batch)
         if len(trained) == 3:
-            diloco._participant.phase.go_on(0)
+            diloco._training_side.phase.go_on(0)
 
     exec(
         block_with(PYTHON, "train_on(batch)"),

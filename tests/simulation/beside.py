@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from diloco.rendezvous.turns import Job, Wait
+from diloco.rendezvous.round import Wait
+from diloco.rendezvous.training_side import Job
 from simulation.world import World
 
 
@@ -14,9 +15,9 @@ class LeftError(BaseException):
 
 
 class Beside:
-    """What `diloco.rounds_thread.RoundsThread` is in a simulated world."""
+    """What `diloco.round_thread.RoundThread` is in a simulated world."""
 
-    is_beside = True
+    in_background = True
 
     def __init__(self, world: World) -> None:
         self.wait: Wait = world.wait
@@ -31,7 +32,7 @@ class Beside:
     def begin(self, idle: Callable[[], bool]) -> None:
         self._idle = idle
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job, /) -> None:
         if self._is_leaving:
             job()
             return
@@ -66,7 +67,7 @@ class Beside:
 
     # -- the rounds' side --------------------------------------------------------------------------------------------
 
-    def landed(self) -> None:
+    def notify(self) -> None:
         self._world.wake(self)
 
     def pause(self, seconds: float, prefixes: Sequence[str]) -> None:

@@ -22,12 +22,11 @@ from diloco.rendezvous import phase as rounds
 from diloco.rendezvous.frames import digests_of
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, claim
-from diloco.rendezvous.participant import Participant
-from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.reduction import Blocks, Input, Write, weighted_mean
 from diloco.rendezvous.restore import Restored
-from diloco.rendezvous.round import Context, Landing, Limits
-from diloco.rendezvous.turns import InTurn, Turns
+from diloco.rendezvous.retrying_store import RetryingStore
+from diloco.rendezvous.round import Context, Limits, RoundResult
+from diloco.rendezvous.training_side import Inline, Scheduler, TrainingSide
 from executors.errors import CorruptObjectError
 from simulation.beside import Beside
 from simulation.invariants import Invariants, Process, Violation
@@ -156,11 +155,11 @@ class Simulation(Invariants):
 
     def _train(self, process: Process, checkpoint: Restored | None) -> None:
         world, plan, toy = self.world, self.plan, process.toy
-        store = PatientStore(self.store, clock=world.clock, patience=ENDLESS)
+        store = RetryingStore(self.store, clock=world.clock, patience=ENDLESS)
         nonce = f"nonce{process.slot}"
         me = claim(store, self.keys, process.rank, plan.world_size, nonce, lambda: world.sleep(0.1))
         process.me = me
-        turns: Turns = Beside(world) if plan.is_beside else InTurn(world.wait)
+        scheduler: Scheduler = Beside(world) if plan.is_beside else Inline(world.wait)
         context = Context(
             store=store,
             keys=self.keys,
@@ -179,60 +178,61 @@ class Simulation(Invariants):
             ),
             reduce=_reduce_of_host(process.slot),
             clock=world.clock,
-            turns=turns,
+            wait=scheduler.pause,
+            in_background=scheduler.in_background,
             carry_rounds=plan.carry_rounds,
             rng=world.rng,
             background=lambda job: world.spawn(f"{world.who()} keeps", lambda: _until_death(job)),
         )
-        participant = Participant(context)
-        process.phase = participant.phase
-        self._check_what_lands(participant, toy)
-        participant.start(checkpoint)
+        side = TrainingSide(context, scheduler)
+        process.phase = side.phase
+        self._check_what_lands(side, toy)
+        side.start(checkpoint)
         process.here_s = world.now
         slower = plan.speeds[me.rank] if me.rank < len(plan.speeds) else 1.0
         entries = plan.entries[me.rank] if me.rank < plan.world_size else max(plan.entries)
-        while not self._has_finished(process, participant, entries):
-            if participant.position >= plan.stops.get(me.rank, math.inf):
-                participant.phase.wants_to_stop = True
-            self._perhaps_copy(me, participant, toy)
-            self._perhaps_flip(me, participant.position, toy)
+        while not self._has_finished(process, side, entries):
+            if side.position >= plan.stops.get(me.rank, math.inf):
+                side.phase.wants_to_stop = True
+            self._perhaps_copy(me, side, toy)
+            self._perhaps_flip(me, side.position, toy)
             world.sleep(world.rng.uniform(*plan.step_s) * slower)
             toy.labour()
-            began_s, was_out, was_named = world.now, participant.is_out, context.members.names_me
-            adopted = participant.step()
+            began_s, was_out, was_named = world.now, side.is_out_of_phase, context.members.names_me
+            adopted = side.step()
             if adopted:
-                world.note(f"has adopted {adopted[-1].round}{', and is out of phase' * participant.phase.is_out}")
+                world.note(f"has adopted {adopted[-1].round}{', and is out of phase' * side.phase.is_out_of_phase}")
                 process.adopted_s.append(world.now)
             steps = process.steps
-            if steps.is_over(participant.position) and participant.phase.run_step < (steps.total_steps or 0):
+            if steps.is_over(side.position) and side.phase.run_step < (steps.total_steps or 0):
                 raise Violation(f"{process.name}: the plan is over, and its steps are not")
             if checkpoint is None:
-                self._check_ledger(process, participant.phase)
+                self._check_ledger(process, side.phase)
             if plan.is_phased:
                 self._check_waits(process, adopted, began_s, was_out, was_named)
             process.is_new = was_out or (process.is_new and not adopted)
-        process.left_out_of_phase = participant.phase.is_out  # what it presented may be counted after it has left
-        participant.leave()
-        process.left_at, process.has_made_all = participant.position, participant.position >= entries
+        process.left_out_of_phase = side.phase.is_out_of_phase  # what it presented may be counted after it has left
+        side.leave()
+        process.left_at, process.has_made_all = side.position, side.position >= entries
 
-    def _check_what_lands(self, participant: Participant, toy: Toy) -> None:
+    def _check_what_lands(self, side: TrainingSide, toy: Toy) -> None:
         """Check the state whenever something lands: the rounds then wait for the training."""
-        rounds, land = participant._rounds, participant._rounds._land
+        runner, merge_ready = side.runner, side.runner._merge_ready
 
-        def check_and_land(landing: Landing) -> None:
-            self._check_state(toy, rounds.position)
-            land(landing)
+        def check_first(result: RoundResult) -> None:
+            self._check_state(toy, runner.position)
+            merge_ready(result)
 
-        rounds._land = check_and_land
+        runner._merge_ready = check_first
 
-    def _has_finished(self, process: Process, participant: Participant, entries: int) -> bool:
+    def _has_finished(self, process: Process, side: TrainingSide, entries: int) -> bool:
         if process.steps.total_steps is None:
-            return participant.position >= entries
+            return side.position >= entries
         if self.plan.stops:  # loops of users end by `is_over` or by the number of steps, and both must be right
-            return process.steps.is_over(participant.position)
-        return participant.phase.run_step >= process.steps.total_steps
+            return process.steps.is_over(side.position)
+        return side.phase.run_step >= process.steps.total_steps
 
-    def _perhaps_copy(self, me: Identity, participant: Participant, toy: Toy) -> None:
+    def _perhaps_copy(self, me: Identity, side: TrainingSide, toy: Toy) -> None:
         world = self.world
         if world.happens(self.plan.copies):
             delay_s = world.rng.uniform(0.0, 60.0)
@@ -242,7 +242,7 @@ class Simulation(Invariants):
             else:
                 world.note(f"a copy from this state of rank {me.rank} starts in {delay_s:.0f} s")
                 toy.dropped = True
-                self._spawn(me.rank, delay_s, restored_from(participant, toy))
+                self._spawn(me.rank, delay_s, restored_from(side, toy))
 
     def _perhaps_flip(self, me: Identity, position: int, toy: Toy) -> None:
         if self.plan.flip is None or self.plan.flip[:2] != (me.rank, position) or toy.excused_until:
@@ -281,8 +281,8 @@ class Simulation(Invariants):
         self.world.note(f"{key}: {self.store._create(key, b'{}')}")
 
 
-def restored_from(participant: Participant, toy: Toy) -> Restored:
-    return Restored(participant.position, toy.progress(), list(participant.uncounted_since))
+def restored_from(side: TrainingSide, toy: Toy) -> Restored:
+    return Restored(side.position, toy.progress(), list(side.runner.account.uncounted_since))
 
 
 def _until_death(job: Callable[[], None]) -> None:

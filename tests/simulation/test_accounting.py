@@ -12,13 +12,14 @@ import pytest
 
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity
-from diloco.rendezvous.participant import Participant
-from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.proof import UNSIGNED, Proof
 from diloco.rendezvous.reduction import weighted_mean
-from diloco.rendezvous.restore import Cursor, Restored
+from diloco.rendezvous.restore import LogReplayer, Restored
+from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import owners
+from diloco.rendezvous.round_runner import RoundRunner
 from diloco.rendezvous.snapshot import Pointer, collect_garbage, get_parts
+from diloco.rendezvous.training_side import TrainingSide
 from diloco.rendezvous.training_state import Applied
 from simulation.invariants import Process
 from simulation.simulation import Simulation, restored_from
@@ -89,12 +90,12 @@ def test_work_counted_since_a_checkpoint_is_not_counted_again_by_a_copy_that_sta
     simulation = calm(world_size=2, entries=[30, 30], steps_per_entry=2, snapshot_every=2)
     checkpoints: list[Restored] = []
 
-    def training(me: Identity, participant: Participant, toy: Toy) -> None:
+    def training(me: Identity, side: TrainingSide, toy: Toy) -> None:
         if (me.rank, me.attempt) != (0, 0):
             return
-        if participant.position == 3 and participant.phase.since == 1:
-            checkpoints.append(restored_from(participant, toy))
-        if participant.position == 4:
+        if side.position == 3 and side.phase.since == 1:
+            checkpoints.append(restored_from(side, toy))
+        if side.position == 4:
             raise Died  # when the work in the checkpoint was counted
 
     def come_back(process: Process) -> None:
@@ -144,7 +145,7 @@ def test_two_joiners_at_once_both_come_to_be_counted() -> None:
 # -- snapshots and means -----------------------------------------------------------------------------------------------
 
 
-def whole_snapshots(store: PatientStore, keys: Keys, most: int) -> list[int]:
+def whole_snapshots(store: RetryingStore, keys: Keys, most: int) -> list[int]:
     """Return the entries before which there is a snapshot that can be read."""
     pointers = {entry: store.peek(keys.snapshot(entry)) for entry in range(most + 1)}
     return [
@@ -161,7 +162,7 @@ def test_two_whole_snapshots_are_left_after_each_collection_of_a_run(
     simulation = calm(entries=[16] * 3, snapshot_every=2, n_fragments=n_fragments)
     left: list[list[int]] = []
 
-    def looking(store: PatientStore, keys: Keys, newest: int, snapshot_every: int, proof: Proof) -> None:
+    def looking(store: RetryingStore, keys: Keys, newest: int, snapshot_every: int, proof: Proof) -> None:
         collect_garbage(store, keys, newest, snapshot_every, proof)
         left.append(whole_snapshots(store, keys, newest)[-2:])
 
@@ -229,9 +230,9 @@ def each_fragment_is_compared_with_its_own_next_seal(
 ) -> None:
     simulation = calm(entries=[16] * 3, snapshot_every=100, n_fragments=n_fragments, sharded=sharded)
     reloaded: list[int] = []
-    reload, apply = Cursor.reload, Toy.apply
+    reload, apply = LogReplayer.reload, Toy.apply
 
-    def reloading(self: Cursor, above: int = -1) -> bool:
+    def reloading(self: LogReplayer, above: int = -1) -> bool:
         if self._context.me.rank == 2:
             reloaded.append(self.position)
         return reload(self, above)
@@ -242,7 +243,7 @@ def each_fragment_is_compared_with_its_own_next_seal(
             self.flip(entry % n_fragments)
         return applied
 
-    patch.setattr(Cursor, "reload", reloading)
+    patch.setattr(LogReplayer, "reload", reloading)
     patch.setattr(Toy, "apply", applying)
     world = simulation.world
     simulation.store.when_created("r2/contribution/2", lambda: world.hold("rank 2.2", world.now + 60))
@@ -259,6 +260,6 @@ def test_catching_up_compares_each_fragment_with_its_own_next_seal() -> None:
 
 def test_without_a_look_at_the_next_seal_a_flipped_bit_is_noticed_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in the end: entries that are sealed are adopted in one go, and each is compared when it is applied."""
-    monkeypatch.setattr(Cursor, "check_next_seal", lambda self, entry: None)
+    monkeypatch.setattr(RoundRunner, "_check_next_seal", lambda self, entry: None)
     with pytest.raises(AssertionError):
         each_fragment_is_compared_with_its_own_next_seal(3, 5, False, monkeypatch)

@@ -54,12 +54,12 @@ def test_a_returner_that_brought_no_work_loses_none_of_its_new_steps(carry_round
     )  # fmt: skip
     kept: list[Restored] = []
 
-    def dies_behind_its_record(me: object, participant: object, toy: object) -> None:
-        if (me.rank, me.attempt) != (0, 0) or participant.position != 4:  # type: ignore[attr-defined]
+    def dies_behind_its_record(me: object, side: object, toy: object) -> None:
+        if (me.rank, me.attempt) != (0, 0) or side.position != 4:  # type: ignore[attr-defined]
             return
-        if participant.phase.since == 0 and not kept:  # type: ignore[attr-defined]
-            kept.append(restored_from(participant, toy))  # type: ignore[arg-type]
-        elif participant.phase.since == 1:  # type: ignore[attr-defined]
+        if side.phase.since == 0 and not kept:  # type: ignore[attr-defined]
+            kept.append(restored_from(side, toy))  # type: ignore[arg-type]
+        elif side.phase.since == 1:  # type: ignore[attr-defined]
             raise Died
 
     sim._perhaps_copy = dies_behind_its_record  # type: ignore[method-assign]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diloco.rendezvous.participant import Participant
+from diloco.rendezvous.contribution import WorkScale
 from diloco.rendezvous.phase import Phase
 from simulation.invariants import Violation
 from simulation.plan import Plan
@@ -32,7 +32,10 @@ def count_time_at_the_end_of_a_plan(self: Phase, from_s: float) -> None:
 
 MUTANTS: dict[str, tuple[Patch, int]] = {
     "rounds are due by steps": (wrapped(Phase, "step_made", count_steps), 1),
-    "all work weighs the same": (replaced(Participant, "_weight_of", lambda self, fragment: self._weight()), 0),
+    "all work weighs the same": (
+        replaced(WorkScale, "_weight_of", lambda self, entry, fragment: self._weight(entry)),
+        0,
+    ),
     "steps since a look count as entries": (replaced(Phase, "caught_up", count_the_steps_since_the_look), 9),
     "a last round waits for its time": (replaced(Phase, "_count_from", count_time_at_the_end_of_a_plan), 10),
     "nobody waits for the slowest one's step": (replaced(Phase, "apart_s", lambda self, phase_s: 0.0), 1),

@@ -15,17 +15,15 @@ from support.patience import ENDLESS
 
 from diloco.rendezvous.frames import READ_TRIES, Contribution, Member, Seal, hash_order
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.loop import Rendezvous
 from diloco.rendezvous.membership import Identity, Membership, claim
-from diloco.rendezvous.participant import Participant
-from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.phase import Phase
 from diloco.rendezvous.phase import Plan as StepPlan
 from diloco.rendezvous.proof import UNSIGNED
-from diloco.rendezvous.round import Context, EntryState, Limits, Send
-from diloco.rendezvous.rounds_apart import Rounds
-from diloco.rendezvous.seal import Sealer
-from diloco.rendezvous.turns import InTurn
+from diloco.rendezvous.retrying_store import RetryingStore
+from diloco.rendezvous.round import Context, EntryState, Limits, PendingWork
+from diloco.rendezvous.round_runner import RoundRunner
+from diloco.rendezvous.seal import Sealer, SealLog
+from diloco.rendezvous.training_side import Inline, TrainingSide
 from executors.errors import RunNotFoundError
 from executors.store import Data, MemoryStore, Store
 from executors.store.faulty import FaultyStore
@@ -35,8 +33,8 @@ from simulation.world import SimulatedStore, World
 KEYS = Keys("run", "main")
 
 
-def patient_store(store: Any) -> PatientStore:
-    return PatientStore(store, clock=lambda: 0.0, patience=ENDLESS)
+def retrying_store(store: Any) -> RetryingStore:
+    return RetryingStore(store, clock=lambda: 0.0, patience=ENDLESS)
 
 
 # -- turns and claims --------------------------------------------------------------------------------------------------
@@ -67,7 +65,7 @@ def test_hash_orders_do_not_depend_on_the_process() -> None:
 def test_joiners_at_once_share_no_rank_and_fence_nobody() -> None:
     for seed in range(5):
         world = World(seed)
-        store = patient_store(SimulatedStore(world))
+        store = retrying_store(SimulatedStore(world))
         found: list[Identity] = []
 
         def join(name: str, store: Any = store, world: World = world, found: list[Identity] = found) -> None:
@@ -81,7 +79,7 @@ def test_joiners_at_once_share_no_rank_and_fence_nobody() -> None:
 
 
 def claimed(store: Any) -> Identity:
-    return claim(patient_store(store), KEYS, 0, 1, "mine", lambda: None)
+    return claim(retrying_store(store), KEYS, 0, 1, "mine", lambda: None)
 
 
 def test_a_claim_whose_reply_is_lost_is_ones_own_nevertheless() -> None:
@@ -108,7 +106,7 @@ def test_a_claim_that_the_store_confirms_belongs_to_the_nonce_in_it() -> None:
 
 
 def membership(store: Store, me: Identity = Identity(0, 2, 0, "me")) -> Membership:  # noqa: B008 - frozen
-    return Membership(patient_store(store), KEYS, me)
+    return Membership(retrying_store(store), KEYS, me)
 
 
 def sealed_by(*names: tuple[int, int], phase_s: float = 0.0) -> Seal:
@@ -193,12 +191,12 @@ def test_steps_count_from_the_last_look_that_saw_no_seal_less_the_overlap() -> N
 def test_a_head_start_counts_for_one_round() -> None:
     now = [0.0]
     here = context(Identity(0, 2, 0, "me"), now)
-    rounds = Rounds(here, lambda landing: None)
+    runner = RoundRunner(here, lambda result: None)
     here.phase.looked(0.0, 0)
     now[0] = 7.0
-    rounds._bring([], 1, is_out=False)
+    runner._prepare_result([], 1, is_out_of_phase=False)
     assert here.phase.head_start_s == 7.0
-    rounds._bring([], 1, is_out=False, has_met=True)
+    runner._prepare_result([], 1, is_out_of_phase=False, has_met=True)
     assert here.phase.head_start_s == 0.0
 
 
@@ -227,17 +225,17 @@ def test_a_last_round_does_not_overlap_with_training() -> None:
 
 def context(me: Identity, now: list[float], store: Store | None = None) -> Context:
     return Context(
-        store=patient_store(store or MemoryStore()), keys=KEYS, me=me, training=Toy(1, 0, 0), plan=StepPlan(),
-        turns=InTurn(lambda seconds, prefixes: None), clock=lambda: now[0], proof=UNSIGNED,
+        store=retrying_store(store or MemoryStore()), keys=KEYS, me=me, training=Toy(1, 0, 0), plan=StepPlan(),
+        wait=lambda seconds, prefixes: None, clock=lambda: now[0], proof=UNSIGNED,
     )  # fmt: skip
 
 
 def sealer(here: Context) -> Sealer:
-    return Sealer(here, reload=lambda: None)
+    return Sealer(here, SealLog(here))
 
 
 def test_the_bound_of_a_replica_that_sees_no_expected_process() -> None:
-    for told_s, own_s, lone_s in [
+    for told_s, own_s, unobserved_wait_s in [
         (100.0, 100.0, 230.0),
         (1e9, 100.0, 2 * 100.0 + 900.0),  # no seal's word holds a replica for ever: half of the round's time is most
         (3600.0, 3600.0, 2 * 3600.0 + 180.0),  # its own phases are that long: the bound is never below two of them
@@ -249,7 +247,7 @@ def test_the_bound_of_a_replica_that_sees_no_expected_process() -> None:
         now[0] = own_s
         here.phase.step_made()
         here.members.seal = sealed_by((1, 0), phase_s=told_s)
-        assert sealer(here).lone_s == pytest.approx(lone_s), (told_s, own_s)
+        assert sealer(here).unobserved_wait_s == pytest.approx(unobserved_wait_s), (told_s, own_s)
 
 
 def test_a_replica_whose_anchor_is_in_the_minority_waits_for_as_long_again() -> None:
@@ -275,32 +273,32 @@ def test_a_replica_without_a_step_decides_nothing_alone_before_the_first_seal() 
 def test_what_is_no_contribution_of_a_rank_is_not_waited_for(changes: dict[str, Any] | None) -> None:
     store = MemoryStore()
     here = replace(context(Identity(0, 2, 0, "me"), [0.0], store), limits=Limits(block_elements=BLOCK_ELEMENTS))
-    rendezvous = Rendezvous(here)
+    runner = RoundRunner(here, lambda result: None)
     here.training.hold(0, is_early=False)
-    rendezvous.publish(Send(0, 1.0, 1, 1.0, 1, is_early=False))
-    entry, key = rendezvous.current(), KEYS.contribution(0, 1)
+    runner.publish(PendingWork(0, 1.0, 1, 1.0, 1, is_early=False))
+    entry, key = runner.current(), KEYS.contribution(0, 1)
     mine = bytes(store.get(KEYS.contribution(0, 0)))
     head = replace(Contribution.parse(mine, "", UNSIGNED)[0], **changes or {}).head(
         key, UNSIGNED, entry.layout.n_blocks
     )
     store.put(key, b"no contribution" if changes is None else head + mine[len(head) :])
     for _ in range(READ_TRIES):
-        rendezvous.sealer.try_seal(entry, 0.0)
-    seal = rendezvous.seals.seal(0)
+        runner.sealer.try_seal(entry, 0.0)
+    seal = runner.seals.seal(0)
     assert seal is not None
     assert list(seal.members) == ([0, 1] if changes == {"rank": 1} else [0])
 
 
 def test_nothing_is_in_flight_that_was_sent_out_of_phase() -> None:
-    sent = Send(0, 1.0, 1, 1.0, 1, is_early=False)
+    sent = PendingWork(0, 1.0, 1, 1.0, 1, is_early=False)
     cases: list[dict[str, Any]] = [
-        {}, {"send": replace(sent, is_early=True)}, {"is_foreign": True}, {"published": False}, {"send": None},
+        {}, {"pending": replace(sent, is_early=True)}, {"is_foreign": True}, {"published": False}, {"pending": None},
     ]  # fmt: skip
     for changes in cases:
-        rendezvous = Rendezvous(context(Identity(0, 2, 0, "me"), [0.0]))
-        for name, value in {"published": True, "send": sent, **changes}.items():
-            setattr(rendezvous.current(), name, value)
-        assert rendezvous.in_flight is (not changes), changes
+        runner = RoundRunner(context(Identity(0, 2, 0, "me"), [0.0]), lambda result: None)
+        for name, value in {"published": True, "pending": sent, **changes}.items():
+            setattr(runner.current(), name, value)
+        assert runner.in_flight is (not changes), changes
 
 
 # -- a deleted run -----------------------------------------------------------------------------------------------------
@@ -309,7 +307,7 @@ KEPT = (KEYS.claim(0, 0), KEYS.snapshot(0), KEYS.seal(5))
 
 
 def watching(store: Store, now: list[float]) -> Membership:
-    patient = PatientStore(store, clock=lambda: now[0], patience=ENDLESS)
+    patient = RetryingStore(store, clock=lambda: now[0], patience=ENDLESS)
     members = Membership(patient, KEYS, Identity(0, 2, 0, "me"), lambda: now[0])
     members.read_seal = KEYS.seal(5)
     for key in KEPT:
@@ -362,23 +360,24 @@ def test_who_finds_its_run_deleted_ends_and_writes_nothing_more() -> None:
         now[0] += seconds
 
     here = context(Identity(0, 1, 0, "me"), now, store)
-    participant = Participant(replace(here, turns=InTurn(wait), limits=Limits(block_elements=BLOCK_ELEMENTS)))
+    limits = Limits(block_elements=BLOCK_ELEMENTS)
+    side = TrainingSide(replace(here, wait=wait, limits=limits), Inline(wait))
     store.put(KEYS.claim(0, 0), b'{"nonce": "me"}')
-    participant.start()
-    while participant.position < 3:
+    side.start()
+    while side.position < 3:
         now[0] += 1.0
-        participant.step()
+        side.step()
     for entry in list(store.list("")):
         store.delete(entry.key)
 
     def train_on() -> None:
         while now[0] < 100.0:
             now[0] += 1.0
-            participant.step()
+            side.step()
 
     with pytest.raises(RunNotFoundError):
         train_on()
     assert now[0] < 3.0 + 3 * 10.0 + 10.0
     written = [entry.key for entry in store.list("")]
-    participant.say_bye()
+    side.say_bye()
     assert [entry.key for entry in store.list("")] == written

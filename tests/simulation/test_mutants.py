@@ -11,14 +11,14 @@ import pytest
 
 from diloco.rendezvous.frames import Seal, digests_of
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.loop import Rendezvous
 from diloco.rendezvous.mean import InputGoneError, Reducer
-from diloco.rendezvous.participant import Participant
-from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.proof import UNSIGNED, Proof
 from diloco.rendezvous.reduction import BadInputError, Blocks, Input, weighted_mean
+from diloco.rendezvous.retrying_store import RetryingStore
+from diloco.rendezvous.round_runner import RoundRunner
 from diloco.rendezvous.seal import Sealer, SealLog
 from diloco.rendezvous.snapshot import SnapshotWriter, collect_garbage
+from diloco.rendezvous.training_side import TrainingSide
 from diloco.rendezvous.training_state import Verdict
 from simulation.invariants import Violation
 from simulation.simulation import run_schedule
@@ -39,10 +39,10 @@ def wrapped(owner: type, name: str, around: Callable[..., Any]) -> Patch:
     return replaced(owner, name, lambda self, *args, **options: around(original, self, *args, **options))
 
 
-def collecting(keys_of: Callable[[PatientStore, Keys, int], list[str]]) -> Patch:
+def collecting(keys_of: Callable[[RetryingStore, Keys, int], list[str]]) -> Patch:
     """Also delete some keys, given the horizon before the newest snapshot, when garbage is collected."""
 
-    def mutant(store: PatientStore, keys: Keys, newest: int, snapshot_every: int, proof: Proof) -> None:
+    def mutant(store: RetryingStore, keys: Keys, newest: int, snapshot_every: int, proof: Proof) -> None:
         collect_garbage(store, keys, newest, snapshot_every, proof)
         for key in keys_of(store, keys, newest - snapshot_every):
             store.remove(key)
@@ -54,21 +54,21 @@ def believe_the_answer_of_the_own_put(patch: pytest.MonkeyPatch) -> None:
     """Work counts as sent only when the store answered."""
     answered: set[tuple[int, str]] = set()
 
-    def create(self: PatientStore, key: str, data: Any) -> None:
+    def create(self: RetryingStore, key: str, data: Any) -> None:
         try:
             if self.store.put_if_absent(key, data):
                 answered.add((id(self), key))
         except Exception:  # noqa: BLE001 - whatever the store says
             answered.discard((id(self), key))
 
-    def apply(applied: Any, self: Rendezvous, entry: Any, seal: Seal, mean: Any) -> Any:
+    def apply(applied: Any, self: RoundRunner, entry: Any, seal: Seal, mean: Any) -> Any:
         key = self._keys.contribution(entry.index, self._me.rank)
         verdict = Verdict.COUNTED if (id(self._store), key) in answered else Verdict.KEPT
         patch.setattr(self.seals, "verdict", lambda seal: verdict)
         return applied(self, entry, seal, mean)
 
-    patch.setattr(PatientStore, "create", create)
-    wrapped(Rendezvous, "_apply", apply)(patch)
+    patch.setattr(RetryingStore, "create", create)
+    wrapped(RoundRunner, "_apply", apply)(patch)
 
 
 def keep_what_another_nonce_counted(verdict: Any, self: SealLog, seal: Seal) -> Any:
@@ -162,7 +162,7 @@ MUTANTS: dict[str, Patch] = {
     "gone is corrupt": wrapped(Reducer, "_input", take_gone_for_corrupt),
     "rotten inputs are averaged": average_rotten_inputs,
     NEVER_LEFT_OUT: wrapped(Reducer, "_compute", never_leave_an_input_out),
-    "nobody says bye": replaced(Participant, "say_bye", lambda self: None),
+    "nobody says bye": replaced(TrainingSide, "say_bye", lambda self: None),
     "the seal is not read back": apply_the_own_seal,
     "live work survives being counted": replaced(SealLog, "verdict", lambda self, seal: Verdict.KEPT),
     "a missing mean counts as decided": wrapped(Reducer, "collect", take_zeros_for_a_missing_mean),

@@ -28,12 +28,12 @@ from diloco.rendezvous.frames import (
     head_bytes,
 )
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.loop import Rendezvous
 from diloco.rendezvous.membership import Identity
-from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.reduction import BadInputError, Blocks, Input, weighted_mean
-from diloco.rendezvous.round import EntryState, Layout, Limits, Send, owners, shards_of
+from diloco.rendezvous.retrying_store import RetryingStore
+from diloco.rendezvous.round import EntryState, Layout, Limits, PendingWork, owners, shards_of
+from diloco.rendezvous.round_runner import RoundRunner
 from diloco.rendezvous.snapshot import Pointer, collect_garbage, decode_part, encode_part, put_parts
 from diloco.wires import FP32
 from diloco.wires.wire import Floats
@@ -46,8 +46,8 @@ KEYS = Keys("run", "main")
 HEAD = Contribution(3, 1, "nonce", 2.5, "a" * 32, 40, ("b" * 32, "c" * 32), (1.5, 1e30))
 
 
-def patient_store(store: Any) -> PatientStore:
-    return PatientStore(store, clock=lambda: 0.0, patience=ENDLESS)
+def retrying_store(store: Any) -> RetryingStore:
+    return RetryingStore(store, clock=lambda: 0.0, patience=ENDLESS)
 
 
 # -- records -----------------------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def test_parts_are_safetensors() -> None:
 
 
 def test_after_each_collection_the_two_newest_snapshots_are_whole() -> None:
-    store = patient_store(MemoryStore())
+    store = retrying_store(MemoryStore())
     for entry, whole in {0: [0], 3: [0, 3], 9: [3, 9], 12: [9, 12]}.items():  # the writer of 6 died
         digests = put_parts(store, KEYS, entry, "nonce", {"a": np.full(3, entry, np.float32)}, UNSIGNED)
         assert digests is not None
@@ -211,24 +211,24 @@ def test_ranks_that_train_on_own_no_shard_where_another_rank_waits() -> None:
     assert Seal({0: trains, 1: trains}, "a" * 32, 1).owners == [0, 1]
 
 
-def with_a_seal(*, sharded: bool) -> tuple[MemoryStore, list[Rendezvous]]:
+def with_a_seal(*, sharded: bool) -> tuple[MemoryStore, list[RoundRunner]]:
     """A store with the seal of one contribution, and three that look at it: whose it is, and two others."""
     store = MemoryStore()
     limits = Limits(block_elements=BLOCK_ELEMENTS, small_bytes=0 if sharded else 1 << 20)
     places = [replace(context(Identity(0, 1, 0, f"n{n}"), [0.0], store), limits=limits) for n in range(3)]
-    mine, *others = map(Rendezvous, places)
+    mine, *others = [RoundRunner(place, lambda result: None) for place in places]
     cast(Toy, places[0].training).labour()
     places[0].training.hold(0, is_early=False)
-    mine.publish(Send(0, 1.0, 1, 1.0, 1, is_early=False))
+    mine.publish(PendingWork(0, 1.0, 1, 1.0, 1, is_early=False))
     mine.sealer.try_seal(mine.current(), 0.0)
     return store, [mine, *others]
 
 
-def collect(rendezvous: Rendezvous) -> object:
+def collect(runner: RoundRunner) -> object:
     """Return the mean, as far as a replica can have it; a seal is read as often as one may have to be."""
-    *_, seal = [rendezvous.seals.seal(0) for _ in range(READ_TRIES + 1)]
+    *_, seal = [runner.seals.seal(0) for _ in range(READ_TRIES + 1)]
     assert seal is not None
-    return rendezvous.reducer.collect(rendezvous.current(), seal)
+    return runner.reducer.collect(runner.current(), seal)
 
 
 def rot(store: MemoryStore, key: str) -> None:
@@ -258,12 +258,12 @@ def test_who_reads_a_mean_knows_who_was_left_out_of_it() -> None:
 
 def test_an_anchor_that_is_another_in_two_entries_in_a_row_ends_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     here = context(Identity(0, 1, 0, "me"), [0.0])
-    cursor = Rendezvous(here).cursor
-    monkeypatch.setattr(cursor, "reload", lambda: True)
+    runner = RoundRunner(here, lambda result: None)
+    monkeypatch.setattr(runner.replayer, "reload", lambda: True)
     right, entry = here.training.digest(0), EntryState.begin(here, 0)
 
     def check(anchor: str) -> None:
-        cursor.check_anchor(entry, Seal({0: Member("x", 0, 1.0, "d" * 32)}, anchor, 0))
+        runner._check_anchor(entry, Seal({0: Member("x", 0, 1.0, "d" * 32)}, anchor, 0))
 
     for anchor in ("a" * 32, right, "a" * 32, right, "a" * 32):
         check(anchor)

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from diloco.rendezvous.contribution import StepAccount, WorkScale
 from diloco.rendezvous.frames import Seal
-from diloco.rendezvous.loop import Rendezvous
 from diloco.rendezvous.membership import Membership
-from diloco.rendezvous.participant import Participant
 from diloco.rendezvous.phase import Phase
-from diloco.rendezvous.round import Landing, Send
-from diloco.rendezvous.rounds_apart import Rounds
+from diloco.rendezvous.round import PendingWork, RoundResult
+from diloco.rendezvous.round_runner import RoundRunner
 from diloco.rendezvous.seal import Sealer
+from diloco.rendezvous.training_side import TrainingSide
 from diloco.rendezvous.training_state import Verdict
 from simulation import test_phases as scenes
 from simulation.plan import Plan
@@ -30,37 +30,36 @@ def count_the_own_waiting(is_over: Any, self: Sealer, entry: Any, *rest: Any, **
     return is_over(self, entry, *rest, **options)
 
 
-def wait_for_the_next_round(take: Any, self: Participant, late_s: float = 0.0) -> list[Any]:
+def wait_for_the_next_round(deliver: Any, self: TrainingSide, late_s: float = 0.0) -> list[Any]:
     """The first rule: publish the work there is and wait, while the others are in the midst of their phase."""
-    reports = self._merge_landed(late_s)
-    while self.is_out and not self._plan.is_over(self.position):
-        self._turns.submit(partial(self._rounds.meet, self._sent or self._hold(is_early=False)))
-        self._turns.until(self._has_landed)
-        reports += self._merge_landed()
+    reports = self._merge(late_s)
+    while self.is_out_of_phase and not self._plan.is_over(self.position):
+        self._scheduler.submit(partial(self.runner.run_round, self._pending or self._hold(is_early=False)))
+        self._scheduler.until(self._has_result)
+        reports += self._merge()
     return reports
 
 
-def present_when_an_expected_contribution_is_seen(present: Any, self: Rounds, send: Send) -> None:
-    entry = self.rendezvous.current()
+def present_when_an_expected_contribution_is_seen(present: Any, self: RoundRunner, pending: PendingWork) -> None:
+    entry = self.current()
     for rank in self._members.expected:
-        self.rendezvous.sealer.look_at_contribution(entry, rank)
+        self.sealer.look_at_contribution(entry, rank)
     if any(self._members.names(rank, head.attempt, head.nonce) for rank, (head, _) in entry.seen.items()):
-        present(self, send)
+        present(self, pending)
     else:
-        self._note_look(self._context.clock(), self._phase.n_steps)
-        self._is_looking = True
+        self.poll.start()
 
 
-def forget_the_head_start(bring: Any, self: Rounds, *arguments: Any, **options: Any) -> None:
-    land = self._land
+def forget_the_head_start(prepare: Any, self: RoundRunner, *arguments: Any, **options: Any) -> None:
+    merge_ready = self._merge_ready
 
-    def landing(landed: Landing) -> None:
+    def forgetting(result: RoundResult) -> None:
         self._phase.head_start_s = 0.0
-        land(landed)
+        merge_ready(result)
 
-    self._land = landing
-    bring(self, *arguments, **options)
-    self._land = land
+    self._merge_ready = forgetting
+    prepare(self, *arguments, **options)
+    self._merge_ready = merge_ready
 
 
 names_me = Membership.names_me.fget  # type: ignore[attr-defined]
@@ -75,12 +74,12 @@ def begin_the_grace_for_an_older_attempt(
     return is_over(self, entry, good, now, **options)
 
 
-def count_presented_work_again(verdict_of: Any, self: Rendezvous, entry: Any, seal: Seal) -> Any:
+def count_presented_work_again(verdict_of: Any, self: StepAccount, entry: Any, seal: Seal) -> Any:
     verdict, is_partly = verdict_of(self, entry, seal)
     return (Verdict.KEPT, True) if is_partly else (verdict, is_partly)
 
 
-def lose_steps_made_since(verdict_of: Any, self: Rendezvous, entry: Any, seal: Seal) -> Any:
+def lose_steps_made_since(verdict_of: Any, self: StepAccount, entry: Any, seal: Seal) -> Any:
     verdict, is_partly = verdict_of(self, entry, seal)
     return verdict, is_partly and verdict is not Verdict.COUNTED
 
@@ -109,10 +108,10 @@ def learn_a_short_grace(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("diloco.rendezvous.seal.LEAST_GRACE", 0.0)
 
 
-def wait_before_leaving(self: Participant) -> None:
-    entry = self._rounds.rendezvous.entry
-    if entry is not None and entry.published:
-        self._rounds.rendezvous.adopt()
+def wait_before_leaving(self: TrainingSide) -> None:
+    entry = self.runner.entry
+    if entry is not None and entry.published and (found := self.runner._wait_for_mean()) is not None:
+        self.runner._apply(*found)
     self.say_bye()
 
 
@@ -127,18 +126,18 @@ def take_what_was_trained_for_a_phase(step_made: Any, self: Phase) -> None:
 
 
 def adopt_one_entry_at_a_look(patch: pytest.MonkeyPatch) -> None:
-    def mutant(self: Rendezvous, reports: list[Any]) -> None:
-        if self.cursor.unsealed == self.position or self.seals.seal(self.position) is None:
+    def mutant(self: RoundRunner, reports: list[Any]) -> None:
+        if self.known_open_entry == self.position or self.seals.seal(self.position) is None:
             return
-        if (report := self.adopt()) is not None:
-            reports.append(report)
+        if (found := self._wait_for_mean()) is not None:
+            reports.append(self._apply(*found))
 
-    patch.setattr(Rendezvous, "adopt_sealed", mutant)
-    patch.setattr("diloco.rendezvous.participant.PRESENTATIONS", 1)
+    patch.setattr(RoundRunner, "_apply_sealed", mutant)
+    patch.setattr("diloco.rendezvous.training_side.EARLY_CONTRIBUTIONS", 1)
 
 
 def never_end_a_wait_out_of_phase(check_time: Any, self: Sealer, entry: Any) -> None:
-    if not self._phase.is_out:
+    if not self._phase.is_out_of_phase:
         check_time(self, entry)
 
 
@@ -164,18 +163,18 @@ def resumed() -> None:
 MUTANTS: dict[str, tuple[Patch, Callable[[], object]]] = {
     "an unexpected replica counts its own waiting": (wrapped(Sealer, "_is_over", count_the_own_waiting), schedule(1)),
     "a late replica waits for the next round": (
-        wrapped(Participant, "_take", wait_for_the_next_round),
+        wrapped(TrainingSide, "deliver", wait_for_the_next_round),
         schedule(26),
     ),
     "nothing bounds the wait for expected replicas": (
-        replaced(Sealer, "lone_s", 1e9),
+        replaced(Sealer, "unobserved_wait_s", 1e9),
         scenes.a_replica_whose_peers_vanished_goes_on_alone,
     ),
     "one presents oneself when an expected contribution is seen": (
-        wrapped(Rounds, "present", present_when_an_expected_contribution_is_seen),
+        wrapped(RoundRunner, "contribute_early", present_when_an_expected_contribution_is_seen),
         schedule(1),
     ),
-    "nobody has a head start": (wrapped(Rounds, "_bring", forget_the_head_start), schedule(1)),
+    "nobody has a head start": (wrapped(RoundRunner, "_prepare_result", forget_the_head_start), schedule(1)),
     "ranks seal and not processes": (
         replaced(Membership, "names", lambda self, rank, attempt, nonce: rank in self.expected),
         in_model("a kill every 60 s, phase 100"),
@@ -193,18 +192,21 @@ MUTANTS: dict[str, tuple[Patch, Callable[[], object]]] = {
         wrapped(Sealer, "_is_over", begin_the_grace_for_an_older_attempt),
         schedule(1),
     ),
-    "presented work counts again": (wrapped(Rendezvous, "_verdict", count_presented_work_again), schedule(8)),
-    "steps made since are lost at the adoption": (wrapped(Rendezvous, "_verdict", lose_steps_made_since), schedule(1)),
+    "presented work counts again": (wrapped(StepAccount, "verdict", count_presented_work_again), schedule(8)),
+    "steps made since are lost at the adoption": (wrapped(StepAccount, "verdict", lose_steps_made_since), schedule(1)),
     "a presence weighs as much as work": (
-        replaced(Participant, "_early_weight", lambda self, fragment: 1.0),
+        replaced(WorkScale, "_early_weight", lambda self, entry, fragment: 1.0),
         schedule(1),
     ),
-    "the bound knows no phase": (replaced(Sealer, "lone_s", property(lambda self: self._most_grace_s)), schedule(11)),
+    "the bound knows no phase": (
+        replaced(Sealer, "unobserved_wait_s", property(lambda self: self._most_grace_s)),
+        schedule(11),
+    ),
     "the grace begins with the first look": (
         wrapped(Sealer, "_is_over", begin_the_grace_with_the_first_look),
         scenes.a_dead_replica_costs_the_others_one_grace_from_when_they_waited,
     ),
-    "nobody looks": (replaced(Rounds, "look", lambda self: False), schedule(1)),
+    "nobody looks": (replaced(RoundRunner, "look", lambda self: False), schedule(1)),
     "a replica that presents itself says nothing of its phase": (
         wrapped(Seal, "data", seal_no_phase_where_nobody_waits),
         schedule(5),
@@ -215,7 +217,7 @@ MUTANTS: dict[str, tuple[Patch, Callable[[], object]]] = {
     ),
     "a learned grace is short": (learn_a_short_grace, schedule(98)),
     "a replica that leaves out of phase waits": (
-        replaced(Participant, "leave", wait_before_leaving),
+        replaced(TrainingSide, "leave", wait_before_leaving),
         scenes.a_replica_that_leaves_out_of_phase_waits_for_nobody,
     ),
     "the steps that were made count and not the run's": (

@@ -11,9 +11,9 @@ import pytest
 
 from diloco.rendezvous.frames import Seal, hash_order
 from diloco.rendezvous.membership import Identity
-from diloco.rendezvous.participant import Participant
 from diloco.rendezvous.phase import Phase
 from diloco.rendezvous.phase import Plan as StepPlan
+from diloco.rendezvous.training_side import TrainingSide
 from simulation.invariants import Process, Violation
 from simulation.plan import CALM, Absence, Plan
 from simulation.simulation import Simulation
@@ -142,12 +142,12 @@ def a_replica_that_leaves_out_of_phase_waits_for_nobody() -> None:
     leaving_s: list[float] = []
     has_finished = simulation._has_finished
 
-    def leaves(process: Process, participant: Participant, entries: int) -> bool:
-        me = participant._context.me
-        joiner = me.rank == 4 and participant.phase.is_out and simulation.toys[4].done == 3
+    def leaves(process: Process, side: TrainingSide, entries: int) -> bool:
+        me = side._context.me
+        joiner = me.rank == 4 and side.phase.is_out_of_phase and simulation.toys[4].done == 3
         if joiner:
             leaving_s.append(simulation.world.now)
-        return joiner or has_finished(process, participant, entries)
+        return joiner or has_finished(process, side, entries)
 
     simulation._has_finished = leaves  # type: ignore[method-assign]
     simulation.run()
@@ -246,7 +246,7 @@ def test_a_replica_is_in_phase_again_when_all_named_ones_are_seen_to_be_dead() -
     out: list[list[int]] = []
 
     def look() -> None:
-        out.append([p.slot for p in simulation.processes[4:] if p.phase is not None and p.phase.is_out])
+        out.append([p.slot for p in simulation.processes[4:] if p.phase is not None and p.phase.is_out_of_phase])
 
     simulation.world.at(232.0, look)
     simulation.world.at(255.0, look)

@@ -12,8 +12,8 @@ import pytest
 
 from diloco.errors import DivergenceError
 from diloco.rendezvous.frames import READ_TRIES
-from diloco.rendezvous.loop import Rendezvous
 from diloco.rendezvous.mean import Reducer
+from diloco.rendezvous.round_runner import RoundRunner
 from diloco.rendezvous.training_state import Applied
 from simulation.invariants import Process
 from simulation.simulation import RUN, Simulation, calm
@@ -81,7 +81,9 @@ def test_a_replica_that_computes_otherwise_ends_alone_and_names_those_it_differs
 
 
 @pytest.mark.parametrize("all_leave_outcomes", [True, False])
-@pytest.mark.parametrize(("owner", "method"), [(Reducer, "_bring_about"), (Rendezvous, "_apply"), (Reducer, "collect")])
+@pytest.mark.parametrize(
+    ("owner", "method"), [(Reducer, "_bring_about"), (RoundRunner, "_apply"), (Reducer, "collect")]
+)
 def test_a_death_between_seal_and_adoption_holds_nobody_up(
     owner: type, method: str, all_leave_outcomes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +91,7 @@ def test_a_death_between_seal_and_adoption_holds_nobody_up(
     original: Callable[..., object] = getattr(owner, method)
     calls: list[int] = []
 
-    def deadly(self: Rendezvous | Reducer, *arguments: object) -> object:
+    def deadly(self: RoundRunner | Reducer, *arguments: object) -> object:
         if (self._me.rank, self._me.attempt) == (1, 0):
             calls.append(1)
             if len(calls) == 2:
@@ -129,9 +131,9 @@ def test_everybody_dies_and_some_come_back_to_where_the_log_is(
     sharded: bool, restart: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     simulation = calm(sharded=sharded, entries=[9, 9, 9], snapshot_every=2)
-    apply = Rendezvous._apply
+    apply = RoundRunner._apply
 
-    def deadly(self: Rendezvous, entry: Any, seal: Any, mean: Any) -> object:
+    def deadly(self: RoundRunner, entry: Any, seal: Any, mean: Any) -> object:
         if self._me.attempt == 0 and entry.index >= 5:
             raise Died
         return apply(self, entry, seal, mean)
@@ -140,7 +142,7 @@ def test_everybody_dies_and_some_come_back_to_where_the_log_is(
         if process.rank in restart:
             simulation._spawn(process.rank, 40.0)
 
-    monkeypatch.setattr(Rendezvous, "_apply", deadly)
+    monkeypatch.setattr(RoundRunner, "_apply", deadly)
     monkeypatch.setattr(simulation, "_bury", bury)
     simulation.run()
     assert len(simulation.clean) == len(restart)
@@ -217,16 +219,16 @@ def test_a_newest_snapshot_that_rots_is_passed_over_for_the_one_before_it(cut: b
 def test_a_rotten_mean_without_inputs_is_jumped_over_to_the_next_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     simulation = calm(entries=[12, 12, 12], snapshot_every=2)
     sleeping: list[int] = []
-    apply = Rendezvous._apply
+    apply = RoundRunner._apply
 
-    def slow(self: Rendezvous, entry: Any, seal: Any, mean: Any) -> object:
+    def slow(self: RoundRunner, entry: Any, seal: Any, mean: Any) -> object:
         report = apply(self, entry, seal, mean)
         if self._me.rank == 2 and entry.index == 3 and not sleeping:
             sleeping.append(entry.index)
             self._context.wait(100.0, ())  # the others go on without this one
         return report
 
-    monkeypatch.setattr(Rendezvous, "_apply", slow)
+    monkeypatch.setattr(RoundRunner, "_apply", slow)
     rotten: list[str] = []
     simulation.world.at(95.0, lambda: rot(simulation, r"r4/mean/|seal/4$", rotten))
     simulation.run()

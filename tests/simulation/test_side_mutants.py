@@ -2,57 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from diloco.rendezvous.participant import Participant
 from diloco.rendezvous.phase import Phase
-from diloco.rendezvous.rounds_apart import Rounds
+from diloco.rendezvous.round_runner import RoundRunner
+from diloco.rendezvous.training_side import TrainingSide
 from simulation.invariants import Violation
 from simulation.plan import Plan
 from simulation.simulation import Simulation
 from simulation.test_mutants import BROKEN, Patch, replaced, wrapped
 
 
-def keep_the_steps_of_what_was_counted(merge: Any, self: Participant, *arguments: Any) -> Any:
+def keep_the_steps_of_what_was_counted(merge: Any, self: TrainingSide, *arguments: Any) -> Any:
     made = self.phase.made
     reports = merge(self, *arguments)
     self.phase.made = made
     return reports
 
 
-def do_each_job(self: Participant, job: Callable[[], object]) -> Callable[[], None]:
-    return lambda: (job(), None)[1]
+def do_each_job(run: Any, self: RoundRunner, *arguments: Any, **options: Any) -> Any:
+    n_merged = {"n_merged": self.n_results} if "n_merged" in options else {}
+    return run(self, *arguments[:1], **options | n_merged)
+
+
+def do_each_round_and_look(patch: pytest.MonkeyPatch) -> None:
+    wrapped(RoundRunner, "run_round", do_each_job)(patch)
+    wrapped(RoundRunner, "catch_up", do_each_job)(patch)
 
 
 def count_steps_from_the_look(looked: Any, self: Phase, at_s: float, at_step: int, **options: Any) -> None:
     looked(self, at_s, at_step)
 
 
-def look_on_after_landing(bring: Any, self: Rounds, *arguments: Any, **options: Any) -> None:
-    was_looking = self._is_looking
-    bring(self, *arguments, **options)
-    self._is_looking = was_looking
+def look_on_after_a_result(prepare: Any, self: RoundRunner, *arguments: Any, **options: Any) -> None:
+    was_looking = self.poll.is_on
+    prepare(self, *arguments, **options)
+    self.poll.is_on = was_looking
 
 
 def do_not_wait_for_an_answer(patch: pytest.MonkeyPatch) -> None:
-    apart = Participant.apart
+    run = TrainingSide.run_in_round_thread
 
-    def mutant(self: Participant, act: Any) -> Any:
-        return None if act.__name__ == "<lambda>" else apart(self, act)
+    def mutant(self: TrainingSide, act: Any) -> Any:
+        return None if getattr(act, "__name__", "") == "<lambda>" else run(self, act)
 
-    patch.setattr(Participant, "apart", mutant)
+    patch.setattr(TrainingSide, "run_in_round_thread", mutant)
 
 
 MUTANTS: dict[str, tuple[Patch, int]] = {
     "the steps of what was counted stay in the account": (
-        wrapped(Participant, "_merge_landed", keep_the_steps_of_what_was_counted),
+        wrapped(TrainingSide, "_merge", keep_the_steps_of_what_was_counted),
         1,
     ),
-    "a job is done although something else has landed": (replaced(Participant, "_unless_landed", do_each_job), 11156),
-    "the rounds look on after they have landed": (wrapped(Rounds, "_bring", look_on_after_landing), 1),
+    "a job is done although something else has landed": (do_each_round_and_look, 11156),
+    "the rounds look on after they have landed": (wrapped(RoundRunner, "_prepare_result", look_on_after_a_result), 1),
     "a sender that overlaps does not say how early it is": (replaced(Phase, "ahead_s", lambda self, entry: 0.0), 1060),
     "a step counts from the look in its midst": (wrapped(Phase, "looked", count_steps_from_the_look), 2840),
     "phases of one step wait for no answer": (do_not_wait_for_an_answer, 2400),

@@ -10,7 +10,7 @@ import pytest
 
 from diloco.rendezvous.end import end_with
 from diloco.rendezvous.frames import Seal
-from diloco.rendezvous.loop import Rendezvous
+from diloco.rendezvous.round_runner import RoundRunner
 from diloco.rendezvous.seal import Sealer
 from simulation.invariants import Violation
 from simulation.plan import Absence, Plan
@@ -44,7 +44,7 @@ def test_a_replica_that_comes_back_to_a_run_that_was_stopped_finds_it_over(n_fra
     assert last.toy.done == 0, "it came when all others had ended, and has nothing left to do"
 
 
-def end_by_the_own_wish(apply: Any, self: Rendezvous, entry: Any, seal: Seal, mean: Any) -> Any:
+def end_by_the_own_wish(apply: Any, self: RoundRunner, entry: Any, seal: Seal, mean: Any) -> Any:
     """A replica that wants to stop ends with its next round, whether that has counted its contribution or not."""
     if self._phase.wants_to_stop:
         seal = replace(seal, stops=(self._me.rank,))
@@ -73,14 +73,14 @@ def ending_by(rule: Callable[..., None]) -> Patch:
     """Replace the rule by which a plan ends, wherever a seal is applied or replayed."""
 
     def patched(patch: pytest.MonkeyPatch) -> None:
-        for module in ("loop", "restore"):
+        for module in ("round_runner", "restore"):
             patch.setattr(f"diloco.rendezvous.{module}.end_with", rule)
 
     return patched
 
 
 MUTANTS: dict[str, Patch] = {
-    "a replica ends by its own wish": wrapped(Rendezvous, "_apply", end_by_the_own_wish),
+    "a replica ends by its own wish": wrapped(RoundRunner, "_apply", end_by_the_own_wish),
     "no replica reads who wished it": ending_by(lambda *where: None),
     "a run ends an entry later": ending_by(end_with_the_next),
     "one wish is not enough": ending_by(end_with_two_wishes),

@@ -129,8 +129,8 @@ class Twin(Toy):
         super().replay(entry, mean)
         self._follow_the_anchor()
 
-    def land(self) -> None:
-        self.real.land()
+    def prepare_merge(self) -> None:
+        self.real.prepare_merge()
 
     def anchors_now(self) -> list[Tensor]:
         return self.real.anchors_now()

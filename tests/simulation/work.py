@@ -215,7 +215,7 @@ class Toy:
         if mean:
             step(self.anchor, self.momentum, entry, values_of(self.mean_wire, mean))
 
-    def land(self) -> None:
+    def prepare_merge(self) -> None:
         pass
 
     def anchors_now(self) -> Any:

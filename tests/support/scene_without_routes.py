@@ -133,7 +133,7 @@ def train(rank: int, url: str, test: Connection) -> dict[str, Any]:
             optimizer.zero_grad()
             diloco.step()
         bits = [[value.hex() for value in values.flatten().tolist()] for values in diloco.anchor().values()]
-        attempt = diloco._participant._context.me.attempt
+        attempt = diloco._training_side._context.me.attempt
     return {"attempt": attempt, "rounds": diloco.rounds, "anchor": bits}
 
 

@@ -17,7 +17,7 @@ from diloco import DiLoCo
 from diloco.errors import ContributionError
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, Membership, claim
-from diloco.rendezvous.patient_store import PatientStore
+from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.testing import run_replicas
 from diloco.trainers.companion import Companion, place_of, step_of_begin
 from executors.attempt import replica_key
@@ -27,8 +27,8 @@ from executors.store.added_ranks import added_key
 KEYS = Keys("test", "main")
 
 
-def patient(store: MemoryStore) -> PatientStore:
-    return PatientStore(store, clock=lambda: 0.0, patience=ENDLESS)
+def patient(store: MemoryStore) -> RetryingStore:
+    return RetryingStore(store, clock=lambda: 0.0, patience=ENDLESS)
 
 
 def add(store: MemoryStore, number: int, *ranks: int) -> None:

@@ -58,7 +58,7 @@ def test_who_is_alone_keeps_no_more_for_more_rounds() -> None:
             for _ in range(rounds):
                 diloco.step()
                 diloco._workers.uploads.finish()
-            store = diloco._participant._context.store.store
+            store = diloco._training_side._context.store.store
             return sum(entry.size_bytes for entry in store.list("") if "/r" in entry.key or "/part/" in entry.key)
 
     assert stored(60) == pytest.approx(stored(6), rel=0.01)

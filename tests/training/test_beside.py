@@ -19,7 +19,7 @@ from diloco.rendezvous.frames import Member, Seal
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.round import Limits
-from diloco.rounds_thread import RoundsThread
+from diloco.round_thread import RoundThread
 from diloco.testing import run_replicas
 from executors.store import MemoryStore
 from executors.store.faulty import FaultyStore
@@ -84,15 +84,15 @@ class Gate:
 
     def opens_when(self, diloco: DiLoCo, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
         """Let something be done, and the gate be open, from when the training waits for the rounds."""
-        turns = diloco._participant._turns
-        until = turns.until
+        scheduler = diloco._training_side._scheduler
+        until = scheduler.until
 
         def waiting(done: Callable[[], bool]) -> None:
             act()
             self.is_open.set()
             until(done)
 
-        monkeypatch.setattr(turns, "until", waiting)
+        monkeypatch.setattr(scheduler, "until", waiting)
 
 
 # -- who waits ---------------------------------------------------------------------------------------------------------
@@ -126,14 +126,14 @@ def test_a_mean_is_applied_at_the_first_step_after_it_has_come_where_that_is_ask
     gate, model = Gate(), zeros()
     with begin(gate.store, model, inner_steps=8, overlap_steps="auto", merge="carry", wire="int8") as diloco:
         has_landed = threading.Event()
-        landed = diloco._participant._turns.landed
+        landed = diloco._training_side._scheduler.notify
 
         def lands() -> None:
             landed()
             has_landed.set()
 
         assert steps(10, model, diloco) == [None] * 10
-        monkeypatch.setattr(diloco._participant._turns, "landed", lands)
+        monkeypatch.setattr(diloco._training_side._scheduler, "notify", lands)
         gate.is_open.set()
         has_landed.wait()
         (report,) = steps(1, model, diloco)
@@ -153,7 +153,7 @@ def test_a_record_that_is_kept_while_the_next_round_goes_on_belongs_to_its_posit
         steps(5, model, diloco)
         gate.opens_when(diloco, monkeypatch, lambda: None)
         steps(1, model, diloco)
-        assert diloco._participant._is_awaited
+        assert diloco._training_side._is_awaited
         diloco._workers.uploads.finish()
         kept = diloco._attached._read(KEYS, 1, 0)
         assert kept is not None
@@ -165,7 +165,7 @@ def test_a_state_may_be_taken_after_an_error_ended_rounds_in_flight() -> None:
     model = zeros()
     diloco = begin(MemoryStore(), model, world_size=2)
     steps(3, model, diloco)
-    assert diloco._participant._is_awaited
+    assert diloco._training_side._is_awaited
     with pytest.raises(RuntimeError, match="the user's"), diloco:
         raise RuntimeError("the user's")
     state = diloco.state_dict()
@@ -315,12 +315,12 @@ def test_who_interrupts_a_replica_while_it_begins_leaves_no_thread(monkeypatch: 
     next_process()
     me = threading.get_ident()
 
-    def until(self: RoundsThread, done: Callable[[], bool]) -> None:
+    def until(self: RoundThread, done: Callable[[], bool]) -> None:
         monkeypatch.undo()
         threading.Thread(target=signal.pthread_kill, args=[me, signal.SIGINT]).start()
         self.until(done)
 
-    monkeypatch.setattr(RoundsThread, "until", until)
+    monkeypatch.setattr(RoundThread, "until", until)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):

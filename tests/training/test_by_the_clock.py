@@ -47,7 +47,7 @@ def trained(where: Mapping[str, Any], **options: Any) -> dict[str, Any]:
                 works[report.round - 1] = report.work
             shares.append(diloco.progress)
         assert diloco.inner_step == steps
-        assert diloco._participant.phase.made == [0] * options.get("fragments", 1)
+        assert diloco._training_side.phase.made == [0] * options.get("fragments", 1)
         assert shares == sorted(shares)
         anchor = {name: values.tolist() for name, values in diloco.anchor().items()}
     live = {name: values.detach().tolist() for name, values in model.named_parameters()}

@@ -32,7 +32,7 @@ class Late:
         for _ in range(2):
             self.has_a_round()
         self.late = DiLoCo(self.model, background=True, **options, **place(store, rank=1, world_size=2))
-        assert self.late._participant.is_out
+        assert self.late._training_side.is_out_of_phase
         self.late.state_dict()  # what it sent at once is merged, if it was
 
     def has_a_round(self) -> None:
@@ -43,22 +43,22 @@ class Late:
     def while_it_adopts(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
         """Do something in the training of the second while its rounds adopt; these go on when the training waits."""
         adopts, may_go_on = threading.Event(), threading.Event()
-        rendezvous, turns = self.late._participant._rounds.rendezvous, self.late._participant._turns
-        adopt, until = rendezvous.adopt, turns.until
+        runner, scheduler = self.late._training_side.runner, self.late._training_side._scheduler
+        wait_for_mean, until = runner._wait_for_mean, scheduler.until
 
         def slowly() -> object:
             adopts.set()
             may_go_on.wait()
-            return adopt()
+            return wait_for_mean()
 
         def waiting(done: Callable[[], bool]) -> None:
             may_go_on.set()
             until(done)
 
-        monkeypatch.setattr(rendezvous, "adopt", slowly)
+        monkeypatch.setattr(runner, "_wait_for_mean", slowly)
         self.has_a_round()
         adopts.wait()
-        monkeypatch.setattr(turns, "until", waiting)
+        monkeypatch.setattr(scheduler, "until", waiting)
         act()
 
 

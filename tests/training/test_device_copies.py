@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from diloco.fragments import plan_fragments
-from diloco.shadow import Room, Shadow
+from diloco.held_work import BufferPool, HeldWork
 
 pytestmark = [
     pytest.mark.cuda,
@@ -23,7 +23,7 @@ def test_what_is_held_and_merged_on_a_device_has_the_bits_of_the_cpu(dtype: torc
         model = nn.Linear(300, 70).to(dtype).to(device)
         (fragment,) = plan_fragments(model, 1, sync_buffers=False)
         anchor = torch.randn(fragment.n_elements)
-        shadow = Shadow(model, fragment, anchor, Room(fragment.n_elements, keeps=True))
+        shadow = HeldWork(model, fragment, anchor, BufferPool(fragment.n_elements, keeps=True))
         with torch.no_grad():
             shadow.hold("I")
             for parameter in model.parameters():
@@ -32,7 +32,7 @@ def test_what_is_held_and_merged_on_a_device_has_the_bits_of_the_cpu(dtype: torc
             shadow.take_away_held()
             anchor.sub_(0.5)
             shadow.after_step()
-            shadow.land()
+            shadow.prepare_merge()
             shadow.merge()
         merged.append([held, *(parameter.detach().cpu() for parameter in model.parameters())])
     assert all(torch.equal(one, other) for one, other in zip(*merged, strict=True))

@@ -25,11 +25,11 @@ def uncounted(diloco: DiLoCo, model: nn.Module) -> list[tuple[float, float]] | N
 
     Returns: None: something lands all the time.
     """
-    training, state = diloco._participant, diloco._model_state
+    training, state = diloco._training_side, diloco._model_state
     for _ in range(100):
         training.drain()
-        anchors, n_landed = training.apart(lambda: (state.anchors_now(), training._n_landed))
-        if n_landed == training._n_taken:
+        anchors, n_results = training.run_in_round_thread(lambda: (state.anchors_now(), training.runner.n_results))
+        if n_results == training._n_merged:
             live = [state.fragments[f].slots[0].name for f in range(len(anchors))]
             away = [model.get_parameter(name).detach()[0] - a for name, a in zip(live, anchors, strict=True)]
             return [(float(by.mean()), float(n)) for by, n in zip(away, training.phase.made, strict=True)]
@@ -38,10 +38,10 @@ def uncounted(diloco: DiLoCo, model: nn.Module) -> list[tuple[float, float]] | N
 
 def check_what_is_kept(diloco: DiLoCo) -> None:
     """Let each record be compared with the rounds that it is said to be after, and with the steps made since."""
-    training, keep = diloco._participant, diloco._attached.keep
+    training, keep = diloco._training_side, diloco._attached.keep
 
     def checked(position: int, progress: list[torch.Tensor], uncounted_since: list[int], buffers: Any) -> None:
-        assert training.apart(lambda: training._rounds.position) == position
+        assert training.run_in_round_thread(lambda: training.runner.position) == position
         if not progress:  # there is no search if there can be none
             assert not any(training.phase.made)
             assert not any(part.any() for part in diloco._model_state.progress())
@@ -84,7 +84,7 @@ def test_what_is_in_the_live_parameters_and_not_in_the_anchor_is_what_no_mean_ha
                 time.sleep(3 * LIMITS.grace_s)  # it is slower than the others
             nudge(model, 1.0)
             diloco.step()
-            was_out.append(diloco._participant.is_out)
+            was_out.append(diloco._training_side.is_out_of_phase)
             if dice.random() < 0.2:
                 for by, n_steps in uncounted(diloco, model) or []:
                     assert by == pytest.approx(n_steps, abs=1e-3), (rank, step)

@@ -155,7 +155,7 @@ def test_what_a_wire_loses_is_the_same_whether_work_was_held_or_not(wire: str, d
                 numbers += [report.wire_error, report.norm, report.mean_norm]
                 bits += [value.float().numpy().tobytes() for value in model.state_dict().values()]
             diloco.sync()
-            held = [shadow._memory is not None for shadow in diloco._model_state._shadows]
+            held = [shadow._memory is not None for shadow in diloco._model_state._held]
             assert not any(held), "memory of a model is kept though nothing is on its way"
         return numbers, bits
 
@@ -281,7 +281,7 @@ def test_heads_name_the_wire_and_the_steps() -> None:
             for _ in range(3):
                 nudge(model, uneven())
                 diloco.step()
-            layout = diloco._participant._context.layouts[0]
+            layout = diloco._training_side._context.layouts[0]
         keys = Keys(wire, "main")
         data = bytes(store.get(keys.contribution(0, 0)))
         assert len(data) == head_bytes(4) + layout.size_bytes

@@ -222,7 +222,7 @@ def test_work_that_was_sent_for_an_entry_that_was_jumped_over_goes_with_the_next
     before = state.anchors_now()
     state.anchors[0] += 5.0  # as a later snapshot has it
     state.follow(before, [Verdict.KEPT], partly=None)
-    state.land()
+    state.prepare_merge()
     state.merge()
     nudge(model, 1.0)
     state.hold(0, is_early=False)

@@ -19,8 +19,8 @@ from diloco.errors import ContributionError
 from diloco.fragments import Fragment, plan_fragments
 from diloco.pseudo_gradient import has_moved, live_tensors, pack
 from diloco.rendezvous.frames import digests_of
-from diloco.rendezvous.patient_store import THREADS, ParallelMap
 from diloco.rendezvous.proof import UNSIGNED
+from diloco.rendezvous.retrying_store import THREADS, ParallelMap
 from diloco.rendezvous.round import Layout, Limits
 from diloco.testing import run_replicas
 from diloco.wires import FP32, WIRES

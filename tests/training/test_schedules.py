@@ -165,7 +165,7 @@ def test_what_does_not_follow_is_named_once_with_the_steps_it_lags(caplog: pytes
     kept = back.schedule.last_epoch
     assert kept in (16, 20), "it was kept with one of the last two rounds"
     assert lines == [f"rank 0: DiLoCo 'main' continued at step 60, with attached state from step {kept}"]
-    back.diloco._attached.follow(100, back.diloco._participant.phase.n_steps + 4)  # the run went on once more
+    back.diloco._attached.follow(100, back.diloco._training_side.phase.n_steps + 4)  # the run went on once more
     assert caplog.messages[-1] == (
         f"rank 0: DiLoCo 'main' continued at step 100, with attached state from step {kept + 4}"
     )

@@ -17,9 +17,9 @@ from diloco import DiLoCo, attached_state
 from diloco.attached_state import AttachedState
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, claim
-from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.phase import Plan
 from diloco.rendezvous.proof import UNSIGNED
+from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Limits
 from executors.errors import UnwritableStoreError
 from executors.store import Data, MemoryStore
@@ -81,7 +81,7 @@ class Unfolding(State):
 
 
 def attached(store: MemoryStore, attempt: int) -> AttachedState:
-    patient = PatientStore(store, clock=monotonic, patience=lasting(15.0))
+    patient = RetryingStore(store, clock=monotonic, patience=lasting(15.0))
     return AttachedState(patient, KEYS, Identity(0, 1, attempt, "n"), lambda job: job(), Plan(), UNSIGNED)
 
 
@@ -189,7 +189,7 @@ def test_a_claim_that_cannot_be_read_is_somebody_elses(data: bytes, caplog: pyte
     for rank, found in ((None, (5, 0)), (4, (4, 1))):
         store = MemoryStore()
         store.put(KEYS.claim(4, 0), data)
-        patient = PatientStore(store, clock=monotonic, patience=lasting(15.0))
+        patient = RetryingStore(store, clock=monotonic, patience=lasting(15.0))
         me = claim(patient, KEYS, rank, 4, "mine", pause)
         assert (me.rank, me.attempt) == found
     assert "replicas/0004/0/started.json in memory:// is no claim" in caplog.text
@@ -202,7 +202,7 @@ def test_a_checkpoint_from_before_the_first_round_of_a_run_is_refused(monkeypatc
     state = diloco.state_dict()
     for _ in range(3):
         diloco.step()
-    monkeypatch.setattr(type(diloco._participant), "first", 2)
+    monkeypatch.setattr(type(diloco._training_side), "first", 2)
     with pytest.raises(ValueError, match="checkpoint is of round 0, the run began at 2 and is at 3"):
         diloco.load_state_dict(state)
     leave(diloco)

@@ -23,12 +23,11 @@ from diloco.rendezvous.frames import Contribution, MeanHead, Member, Seal, diges
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.mean import Reducer
 from diloco.rendezvous.membership import Identity, _claimed, claim
-from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.phase import Plan
 from diloco.rendezvous.proof import UNSIGNED
+from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Context, EntryState, Limits
 from diloco.rendezvous.snapshot import Pointer, decode_part, encode_part, get_parts
-from diloco.rendezvous.turns import InTurn
 from diloco.testing import run_replicas
 from diloco.wires import FP32
 from executors.errors import CorruptObjectError
@@ -243,7 +242,7 @@ def put_snapshot(store: MemoryStore, data: bytes, *, state: list[str], contract:
 def test_a_part_that_is_no_safetensors_file_counts_as_unreadable() -> None:
     decode_part(memoryview(part(tensor())))
     store = MemoryStore()
-    patient = PatientStore(store, clock=lambda: 0.0, patience=ENDLESS)
+    patient = RetryingStore(store, clock=lambda: 0.0, patience=ENDLESS)
     for data in HOSTILE_PARTS:
         refuses(lambda data: decode_part(memoryview(data)), data, data[:100])
         pointer = put_snapshot(store, data, state=[], contract={})
@@ -309,7 +308,7 @@ def test_what_a_rank_kept_and_cannot_be_read_means_what_it_kept_before(caplog: p
     kept_by(store, "101/0", encoded(a=GOOD), framed(DEEP))
     for stray in ("x/0", "-1/0", "102", "102/0/0"):
         kept_by(store, stray, b"")
-    patient = PatientStore(store, clock=lambda: 0.0, patience=ENDLESS)
+    patient = RetryingStore(store, clock=lambda: 0.0, patience=ENDLESS)
     attachments = AttachedState(patient, KEYS, Identity(0, 1, 1, "n"), lambda job: job(), Plan(), UNSIGNED)
     assert attachments.kept is not None
     assert attachments.kept.position == 1
@@ -326,7 +325,7 @@ def test_what_a_rank_kept_and_cannot_be_read_means_what_it_kept_before(caplog: p
 @pytest.mark.parametrize("weight", [0.0, 1.0])
 def test_an_input_whose_head_is_of_another_payload_is_left_out(n_blocks: int, weight: float, caplog: Any) -> None:
     store = MemoryStore()
-    patient = PatientStore(store, clock=lambda: 0.0, patience=ENDLESS)
+    patient = RetryingStore(store, clock=lambda: 0.0, patience=ENDLESS)
     payload = np.ones(8, np.float32).tobytes()  # of two blocks
     bad = Contribution(0, 0, "a", weight, D, len(payload), digests_of(payload * 4, 16, UNSIGNED)[:n_blocks], ())
     head = bad.head("", UNSIGNED)
@@ -338,7 +337,7 @@ def test_an_input_whose_head_is_of_another_payload_is_left_out(n_blocks: int, we
     state: Any = SimpleNamespace(sizes=lambda: [8], wire=FP32, mean_wire=FP32)
     context = Context(
         store=patient, keys=KEYS, me=me, training=state, plan=Plan(), limits=limits, clock=lambda: 0.0,
-        turns=InTurn(lambda *_: None), proof=UNSIGNED,
+        wait=lambda *_: None, proof=UNSIGNED,
     )  # fmt: skip
     proofs = [unframe(data, "", UNSIGNED)[1] for data in (head, good)]
     members = {rank: Member("ab"[rank], 0, 1.0, proof) for rank, proof in enumerate(proofs)}
@@ -394,7 +393,7 @@ def test_a_claim_of_deep_json_is_nobody_s() -> None:
         pauses.append(None)
         store.put(KEYS.claim(0, 0), b'{"nonce": "mine"}')
 
-    assert claim(PatientStore(store, clock=lambda: 0.0, patience=ENDLESS), KEYS, 0, 1, "mine", pause).attempt == 0
+    assert claim(RetryingStore(store, clock=lambda: 0.0, patience=ENDLESS), KEYS, 0, 1, "mine", pause).attempt == 0
     assert len(pauses) == 1
 
 

@@ -17,9 +17,9 @@ from diloco.errors import DiLoCoError
 from diloco.one_process import check_is_one_process
 from diloco.rendezvous.envelope import frame
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.membership import Identity, Opener, Place, claim_process
-from diloco.rendezvous.patient_store import PatientStore
+from diloco.rendezvous.membership import Identity, Opener, RunLocation, claim_process
 from diloco.rendezvous.proof import UNSIGNED, Proof, proof_of
+from diloco.rendezvous.retrying_store import RetryingStore
 from executors.replica import Replica
 from executors.store import MemoryStore
 
@@ -34,7 +34,7 @@ def _processes_are_forgotten() -> None:
 
 
 def claim(store: MemoryStore, proof: Proof = UNSIGNED) -> None:
-    patient = PatientStore(store, clock=lambda: 0.0, patience=ENDLESS)
+    patient = RetryingStore(store, clock=lambda: 0.0, patience=ENDLESS)
     claim_process(patient, KEYS, ME, proof, lambda: None)
 
 
@@ -76,9 +76,9 @@ def test_a_forged_record_of_a_process_keeps_no_replica_out_of_a_signed_run() -> 
         claim(store)
 
 
-def where(rank: int = 0, world_size: int = 1) -> Place:
+def where(rank: int = 0, world_size: int = 1) -> RunLocation:
     replica = Replica(rank, world_size, "run", 0, "memory://here")
-    return Place(replica, MemoryStore(), "run", rank, world_size)
+    return RunLocation(replica, MemoryStore(), "run", rank, world_size)
 
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2"}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from diloco.errors import DiLoCoError
-from diloco.rendezvous.membership import find_place
+from diloco.rendezvous.membership import find_location
 
 
 @pytest.mark.parametrize(
@@ -21,4 +21,4 @@ from diloco.rendezvous.membership import find_place
 def test_part_of_a_place_is_refused_outside_a_replica(given: dict[str, Any], missing: str) -> None:
     values: Any = {"store": None, "run_id": None, "rank": None, "world_size": None, **given}
     with pytest.raises(DiLoCoError, match=missing):
-        find_place(**values)
+        find_location(**values)

@@ -21,9 +21,9 @@ from diloco import DiLoCo
 from diloco.errors import ContributionError
 from diloco.rendezvous.envelope import BadRecordError, frame, unframe, unproven
 from diloco.rendezvous.frames import Contribution, MeanHead, Member, Seal
-from diloco.rendezvous.patient_store import PatientStore
 from diloco.rendezvous.proof import UNSIGNED, Signatures, proof_of
 from diloco.rendezvous.reduction import Blocks, Input, weighted_mean
+from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Limits
 from diloco.rendezvous.snapshot import Pointer
 from diloco.wires import FP32, WIRES
@@ -190,7 +190,7 @@ def test_what_was_proven_cannot_be_changed_in_its_file(tmp_path: Any) -> None:
     store = open_store(tmp_path)
     store.put("large", b"good" * 100_000)
     for copies in (False, True):
-        patient = PatientStore(store, clock=lambda: 0.0, patience=lasting(1.0), copies=copies)
+        patient = RetryingStore(store, clock=lambda: 0.0, patience=lasting(1.0), copies=copies)
         seen = patient.for_thread().peek("large")
         assert seen is not None
         with open(tmp_path / "large", "r+b") as file:

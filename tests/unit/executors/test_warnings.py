@@ -336,7 +336,7 @@ def test_warnings_of_our_code_are_heard_at_whichever_line_they_point_and_those_o
 def test_records_of_our_loggers_are_heard_from_the_level_of_warnings_on(
     kept: Kept, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ours, users = module_of("diloco.rendezvous.loop", WARNS), module_of("train", WARNS)
+    ours, users = module_of("diloco.rendezvous.round_runner", WARNS), module_of("train", WARNS)
     with heard(kept.log):
         ours.note("rank %s: round %s", 3, 7)
         ours.log.info("for whoever asks")

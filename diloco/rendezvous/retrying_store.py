@@ -51,7 +51,7 @@ class _Misread(NamedTuple):
     digest: bytes
 
 
-class PatientStore:
+class RetryingStore:
     """Asks a store, and raises its errors only when a kind of call has failed for as long as the patience lasts.
 
     `peek` may be called from several threads at once.
@@ -105,8 +105,17 @@ class PatientStore:
             is_copied: it is copied piece by piece before it is proven.
         """
         asked_s = self._clock()
+        data: memoryview | None
         try:
-            data = self._get(key, start, size)
+            try:
+                data = self.store.get(key, start=start, size=size)
+            except KeyNotFoundError:
+                raise
+            except StoreError:
+                if size is None:
+                    raise
+                # The range may no longer exist. The object is then rotten, and the store works.
+                data = self.store.get(key)[start : start + size]
         except KeyNotFoundError:
             data = None
             self.answer_s = self._clock() - asked_s
@@ -120,17 +129,6 @@ class PatientStore:
             with self._counting:
                 self.read_bytes += len(data)
         return data
-
-    def _get(self, key: str, start: int, size: int | None) -> memoryview:
-        try:
-            return self.store.get(key, start=start, size=size)
-        except KeyNotFoundError:
-            raise
-        except StoreError:
-            if size is None:
-                raise
-        end = start + size  # the range may not exist any more: then the object is rotten, the store does not fail
-        return self.store.get(key)[start:end]
 
     def note_bad(self, key: str, data: Buffer) -> None:
         """Note a reading that is not what was written: the reading may be wrong, or the object."""
@@ -153,7 +151,12 @@ class PatientStore:
     def is_missing(self, key: str) -> bool:
         """Return whether the store says that there is no such object; an error is no answer."""
         try:
-            self._get(key, 0, 0)
+            try:
+                self.store.get(key, start=0, size=0)
+            except KeyNotFoundError:
+                raise
+            except StoreError:
+                self.store.get(key)
         except StoreError as error:
             return isinstance(error, KeyNotFoundError)
         return False
@@ -193,9 +196,9 @@ class PatientStore:
             self._failed("list", error)
             return []
 
-    def for_thread(self) -> PatientStore:
+    def for_thread(self) -> RetryingStore:
         """Return another such view of the same store, for another thread."""
-        return PatientStore(
+        return RetryingStore(
             self.store, clock=self._clock, patience=self._patience, waits=self._waits, copies=self._copies
         )
 

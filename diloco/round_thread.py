@@ -1,4 +1,4 @@
-"""The thread that has the rounds beside the training."""
+"""The thread that runs the jobs of the round runner while training continues."""
 
 from __future__ import annotations
 
@@ -6,46 +6,52 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from diloco.rendezvous.turns import Job, Wait
+from diloco.rendezvous.retrying_store import RetryingStore
+from diloco.rendezvous.round import Wait
+from diloco.rendezvous.training_side import Job
 
 LONGEST_PAUSE_S, ANSWERS_PER_PAUSE = 0.05, 2
-"""The rounds have a thread of their own, so they look as often as a store's answer takes twice."""
+"""The runner has a thread of its own, so it looks as often as two answers of the store take."""
 
 
 class LeftError(BaseException):
-    """The training has left: nothing more is to be done."""
+    """The training thread has left, so the current job ends."""
 
 
-class RoundsThread:
-    """Does jobs in their order beside the training. The thread ends with the process, or with the first error.
+class RoundThread:
+    """A `Scheduler` that runs jobs in a thread of its own. The thread ends with the process, or with the first error.
 
     Args:
-        wait: what a pause waits for.
-        answer_s: how long the store takes to answer, by its last answer.
+        name: the name of the thread.
+        wait: the function that a pause waits with.
+        store: the store of the run. The time that it takes to answer bounds a pause.
+
+    Example:
+        TrainingSide(context, RoundThread("rounds of diloco main of rank 0", watch.wait, store))
     """
 
-    is_beside = True
+    in_background = True
 
-    def __init__(self, name: str, wait: Wait, answer_s: Callable[[], float]) -> None:
+    def __init__(self, name: str, wait: Wait, store: RetryingStore) -> None:
         self._name = name
         self.wait = wait
-        self._answer_s = answer_s
+        self._store = store
         self._changed = threading.Condition()
         self._jobs: deque[Job] = deque()
         self._error: BaseException | None = None
-        self._is_told = False
+        self._is_raised = False
         self._is_leaving = False
         self._thread: threading.Thread | None = None
         self._idle: Callable[[], bool] = lambda: False
 
-    # -- the training's side -------------------------------------------------------------------------------------------
+    # -- called by the training thread ---------------------------------------------------------------------------------
 
     def begin(self, idle: Callable[[], bool]) -> None:
         self._idle = idle
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job, /) -> None:
         if self._is_leaving:
-            job()  # nothing goes on beside the training any more
+            job()  # the thread has ended, so nothing runs while training continues
             return
         self.check()
         if self._error is not None:
@@ -58,8 +64,8 @@ class RoundsThread:
             self._thread.start()
 
     def check(self) -> bool:
-        if self._error is not None and not self._is_told:
-            self._is_told = True
+        if self._error is not None and not self._is_raised:
+            self._is_raised = True
             raise self._error
         return self._error is None
 
@@ -67,7 +73,7 @@ class RoundsThread:
         with self._changed:
             self._changed.wait_for(lambda: done() or self._error is not None)
         if not done():
-            self._is_told = True
+            self._is_raised = True
             assert self._error is not None
             raise self._error
 
@@ -78,16 +84,16 @@ class RoundsThread:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
-    # -- the rounds' side ----------------------------------------------------------------------------------------------
+    # -- called by the round thread ------------------------------------------------------------------------------------
 
-    def landed(self) -> None:
+    def notify(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
     def pause(self, seconds: float, prefixes: Sequence[str]) -> None:
         if self._is_leaving:
             raise LeftError
-        self.wait(min(seconds, max(LONGEST_PAUSE_S, ANSWERS_PER_PAUSE * self._answer_s())), prefixes)
+        self.wait(min(seconds, max(LONGEST_PAUSE_S, ANSWERS_PER_PAUSE * self._store.answer_s)), prefixes)
         if self._is_leaving:
             raise LeftError
 
@@ -97,7 +103,7 @@ class RoundsThread:
                 self._next()()
         except LeftError:
             pass
-        except BaseException as error:  # noqa: BLE001 - it is the training's
+        except BaseException as error:  # noqa: BLE001 - the training thread raises it
             with self._changed:
                 self._error = error
                 self._changed.notify_all()

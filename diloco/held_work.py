@@ -29,7 +29,7 @@ from diloco.pseudo_gradient import Values, check_shapes, live_tensors, pieces_of
 from diloco.wires.wire import PIECE, Floats, Pieces, square_of
 
 
-class Room:
+class BufferPool:
     """Memory that fragments use in turn, as few are on their way at a time.
 
     Args:
@@ -56,7 +56,7 @@ class Room:
             self._free[is_pinned].append(memory._base if memory._base is not None else memory)
 
 
-class Lost:
+class WireError:
     """Adds up what a wire has lost of what was to be sent."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Lost:
         return sqrt(self._lost_square / self._square) if self._square else None
 
 
-class Shadow:
+class HeldWork:
     """One fragment's part between the training and the rounds.
 
     Args:
@@ -82,7 +82,7 @@ class Shadow:
         room: where its memory is taken from, while it is used.
     """
 
-    def __init__(self, model: nn.Module, fragment: Fragment, anchor: Tensor, room: Room) -> None:
+    def __init__(self, model: nn.Module, fragment: Fragment, anchor: Tensor, room: BufferPool) -> None:
         self.is_held = False
         """Whether the memory holds live work; else the live parameters are as they were when that was sent."""
         self._model = model
@@ -187,7 +187,7 @@ class Shadow:
         Returns: the share of what was held that the wire lost.
         """
         anchor, memory = self._anchor.numpy(), self._turn_into("add" if keeps_later else "set", mix).numpy()
-        lost = Lost()
+        lost = WireError()
         for first, values in sent:
             a, b = anchor[first : first + len(values)], memory[first : first + len(values)]
             np.subtract(a, b, out=b)  # what was to be sent
@@ -196,7 +196,7 @@ class Shadow:
                 np.subtract(values, a, out=b)
         return lost.share
 
-    def stepped_in_place(self, mean: Pieces, *, sent: Pieces, lost: Lost, block_elements: int) -> Pieces:
+    def stepped_in_place(self, mean: Pieces, *, sent: Pieces, lost: WireError, block_elements: int) -> Pieces:
         """Yield a mean's pieces, and let what was sent leave the live parameters themselves: no step was made since.
 
         As soon as a piece of the anchor was stepped, the live one is set to it, less what the wire has lost: no memory
@@ -251,7 +251,7 @@ class Shadow:
     def _take_buffers(self) -> None:
         self.memory[self._buffers].copy_(self._anchor[self._buffers])
 
-    def land(self) -> None:
+    def prepare_merge(self) -> None:
         """Bring what is to be merged to where the parameters are."""
         if self._copies is not None and self._kind in ("add", "set"):
             slots = self._fragment.slots

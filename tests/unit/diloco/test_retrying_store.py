@@ -6,7 +6,7 @@ import pytest
 from support.patience import lasting
 
 from diloco.rendezvous.frames import READ_TRIES
-from diloco.rendezvous.patient_store import FAILURES, PatientStore
+from diloco.rendezvous.retrying_store import FAILURES, RetryingStore
 from executors.errors import StoreError
 from executors.store import MemoryStore
 from executors.store.faulty import FaultyStore
@@ -19,7 +19,7 @@ class Scene:
 
     def __init__(self) -> None:
         self.faulty = FaultyStore(MemoryStore(), seed=0)
-        self.store = PatientStore(self.faulty, clock=lambda: self.now, patience=lasting(60.0))
+        self.store = RetryingStore(self.faulty, clock=lambda: self.now, patience=lasting(60.0))
 
     def misread(self, data: bytes, *, n: int = 1, every_s: float = 0.0) -> None:
         for _ in range(n):
