@@ -1,16 +1,17 @@
-"""What passes between the training and the rounds for one fragment: work that is held, and what becomes of it.
+"""The live work of one fragment between the two threads: the held copy, and the values to merge.
 
-The training holds a copy of its live parameters, B, and trains on. The rounds send anchor - B, step the anchor from A
-to A', and turn the same memory into what is to be merged. With S what the others decoded of it, work that was counted
-leaves the live parameters by adding A' - A + S: what is left of them is what was done since, and what the wire lost
-(error feedback as of 1-bit SGD, Seide et al. 2014, whose memory here is the live parameters). Buffers are statistics,
-and no work: moved so, a variance may become negative. They take the anchor's values, whatever becomes of the work.
+The training thread copies its live parameters, B, and continues to train. The round runner sends anchor - B and steps
+the anchor from A to A'. It then turns the same memory into the values to merge. Let S be the values that the others
+decoded. Counted work leaves the live parameters by adding A' - A + S. Later steps stay in them, and so does the
+rounding error of the wire. This is the error feedback of 1-bit SGD (Seide et al. 2014), with the live parameters as its
+memory. Buffers are statistics, and not work: a variance that is moved in this way may become negative. They take the
+values of the anchor, whatever becomes of the work.
 
-Where every step waits for its round, no copy is held unless it must be: what the wire lost is told from the live
-parameters themselves while the anchor is stepped.
+If every step waits for its round, a copy is made only if it is needed. Otherwise the rounding error is computed from
+the live parameters while the anchor is stepped.
 
-So the memory belongs to the training until it is handed over, then to the rounds until it has landed, and then to the
-training again; no lock guards it.
+The memory belongs to the training thread until the work is handed over, then to the round runner until the result is
+ready, and then to the training thread again. No lock guards it.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ class BufferPool:
         return free.pop()[:n_elements]
 
     def give(self, memory: Tensor, *, is_pinned: bool) -> None:
-        """Take memory back. What more is used than two fragments at a time, as at a reload, is let go."""
+        """Take memory back. Two fragments are kept; more are in use only during a reload, and their memory is freed."""
         if self.keeps and len(self._free[is_pinned]) < 2:
             self._free[is_pinned].append(memory._base if memory._base is not None else memory)
 
 
 class WireError:
-    """Adds up what a wire has lost of what was to be sent."""
+    """Adds up the rounding error of a wire, relative to the work."""
 
     def __init__(self) -> None:
         self._lost_square = self._square = 0.0
@@ -96,12 +97,12 @@ class HeldWork:
         if room.keeps:
             room.give(room.take(fragment.n_elements, is_pinned=self._is_pinned), is_pinned=self._is_pinned)
         self._landed: list[Tensor] = []
-        """On the device, what is to be merged: by slot."""
+        """The values to merge on the device, by slot."""
         self._kind: Literal["add", "set", "anchor"] | None = None
-        """What to merge: the memory is to be added, or to take the place of the live parameters, or the anchor is."""
+        """The way to merge: add the memory, or replace the live parameters by the memory, or by the anchor."""
         self._mix = 0.0
         self._shift: Tensor | None = None
-        """What is to be added besides."""
+        """A shift that is added to the live parameters as well."""
 
     # -- the training's side -----------------------------------------------------------------------------------------
 
@@ -190,7 +191,7 @@ class HeldWork:
         lost = WireError()
         for first, values in sent:
             a, b = anchor[first : first + len(values)], memory[first : first + len(values)]
-            np.subtract(a, b, out=b)  # what was to be sent
+            np.subtract(a, b, out=b)  # the work
             lost.leave(b, values)
             if keeps_later:
                 np.subtract(values, a, out=b)
@@ -199,8 +200,8 @@ class HeldWork:
     def stepped_in_place(self, mean: Pieces, *, sent: Pieces, lost: WireError, block_elements: int) -> Pieces:
         """Yield a mean's pieces, and let what was sent leave the live parameters themselves: no step was made since.
 
-        As soon as a piece of the anchor was stepped, the live one is set to it, less what the wire has lost: no memory
-        is taken, and whoever interrupts this finds no parameter half done.
+        As soon as a piece of the anchor was stepped, the live piece is set to it, less the rounding error. So no memory
+        is taken, and an interrupt leaves no parameter half done.
         """
         live = live_tensors(self._model, self._fragment)
         room = torch.empty(min(PIECE, self._fragment.n_elements), dtype=torch.float32, device="cpu")
@@ -252,7 +253,7 @@ class HeldWork:
         self.memory[self._buffers].copy_(self._anchor[self._buffers])
 
     def prepare_merge(self) -> None:
-        """Bring what is to be merged to where the parameters are."""
+        """Begin to copy the values to merge to the device of the parameters."""
         if self._copies is not None and self._kind in ("add", "set"):
             slots = self._fragment.slots
             self._landed = self._copies.land([self.memory[s.start : s.end].view(s.shape) for s in slots])
@@ -271,7 +272,7 @@ class HeldWork:
             return
         if self._copies is not None:
             self._copies.wait()
-        if self._kind is None:  # what is held moves along, so that what was sent of it stays what it was
+        if self._kind is None:  # held work moves along, so that the work that was sent of it stays the same
             shift[self._buffers] = 0.0
             self._shift = shift if self._shift is None else self._shift.add_(shift)
             self.memory.add_(shift)
@@ -284,7 +285,7 @@ class HeldWork:
         self._kind, self._mix, self.is_held = None, 0.0, False
         if self._memory is not None:
             if self._copies is not None:
-                self._copies.wait()  # nobody else gets what is still being written
+                self._copies.wait()  # no other fragment gets memory that is still being written
             self._room.give(self._memory, is_pinned=self._is_pinned)
             self._memory = None
 

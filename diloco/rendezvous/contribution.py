@@ -183,7 +183,7 @@ def send_contribution(context: Context, entry: EntryState, pending: PendingWork,
 def _range_to_keep(context: Context, entry: EntryState) -> tuple[int, int] | None:
     """Return the bytes that stay in memory. None: all bytes, because a lossy wire must know what the others decode.
 
-    Otherwise the bytes are those of the shard that this replica will reduce if all expected ranks are sealed.
+    Otherwise they are the shard that this replica will reduce if all expected ranks are sealed.
     """
     if not entry.layout.wire.is_exact:
         return None
@@ -342,7 +342,7 @@ class StepAccount:
 
         Args:
             entry: the entry.
-            verdict: what it decides, from `verdict`.
+            verdict: the decision, as `StepAccount.verdict` returned it.
             is_partly: True if it decides about the held work alone.
         """
         is_final = self._plan.is_final(entry.index)

@@ -1,7 +1,7 @@
 """A store whose answers are hints: what the rendezvous looks through.
 
 No decision depends on an absence or on the answer of a write, so an error of the store means the same as "not yet":
-look again. Only errors that go on for a while are worth an exception.
+look again. Only errors that continue for a while become an exception.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 FAILURES = 3
-"""So many calls of a kind must have failed in a row: a round is longer than this patience, and deletes once."""
+"""The number of calls of one kind that must have failed in a row before their error is raised. A round may take longer
+than the patience lasts, and it deletes only once."""
 WAITED_FOR = {
     "get": "the store to read of a round",
     "list": "the store to list what rounds left",
@@ -36,13 +37,13 @@ WAITED_FOR = {
     "put_if_absent": "the store to write for a round",
     "delete": "the store to delete what a round left",
 }
-"""What is waited for while a kind of call fails, in words."""
+"""The words that name the wait while a kind of call fails."""
 THREADS = 8
-"""An S3 store's reads of large objects are parallel in themselves, and its pool has connections for so many of them."""
+"""An S3 store reads large objects in parallel by itself, and its pool has connections for 8 such reads."""
 
 
 class _Misread(NamedTuple):
-    """What was read of an object, and is not what was written."""
+    """The failed readings of one object, whose bytes were not the written ones."""
 
     n: int
     since_s: float
@@ -61,7 +62,7 @@ class RetryingStore:
         clock: returns seconds of a monotonic clock.
         patience: how long a kind of call may fail, again and again.
         waits: says once a minute that the store is waited for. None: nothing is said.
-        copies: copy what the store shows of its files: somebody may write to them after they were proven.
+        copies: True: copy data that the store maps from a file. Another process may write to the file after the proof.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class RetryingStore:
         self.streams = isinstance(store, StreamingStore)
         """Whether the store takes objects while they are being made."""
         self.maps = self.streams and not copies
-        """Whether what was streamed so can be had again, and takes no memory."""
+        """True if a streamed object can be read again without taking memory."""
 
     def peek(
         self, key: str, *, start: int = 0, size: int | None = None, moves: bool = True, is_copied: bool = False
@@ -101,7 +102,7 @@ class RetryingStore:
         """Return the object, or None: there is none, or no answer. An object that was cut off gives fewer bytes.
 
         Args:
-            moves: count its bytes as read. What this process has streamed is still in this machine's memory.
+            moves: count its bytes as read. An object that this process has streamed is still in this machine's memory.
             is_copied: it is copied piece by piece before it is proven.
         """
         asked_s = self._clock()
@@ -149,7 +150,7 @@ class RetryingStore:
         return found is not None and found.n >= READ_TRIES and found.last_s - found.since_s >= for_s
 
     def is_missing(self, key: str) -> bool:
-        """Return whether the store says that there is no such object; an error is no answer."""
+        """Return True if the store has no such object, and False if it has one or does not answer."""
         try:
             try:
                 self.store.get(key, start=0, size=0)
@@ -240,13 +241,13 @@ def backoff(rng: random.Random, first_s: float = 0.002, most_s: float = 1.0) -> 
 
 
 class Map(Protocol):
-    """What the builtin `map` does; perhaps with several calls at once."""
+    """Applies a function to several things, as the builtin `map` does; perhaps in several threads."""
 
     def __call__(self, act: Callable[[T], R], things: Iterable[T], /) -> Iterator[R]: ...
 
 
 class Ask(Protocol):
-    """Asks a question, now or beside the training."""
+    """Asks the store a question, at once or while training continues."""
 
     def __call__(self, question: Callable[[], T], /) -> Future[T]: ...
 
@@ -269,7 +270,7 @@ class ParallelMap:
         return map(act, listed) if len(listed) < 2 else self._threads().map(act, listed)
 
     def ask(self, question: Callable[[], T]) -> Future[T]:
-        """Ask beside the training."""
+        """Ask in another thread, while training continues."""
         return self._threads().submit(question)
 
     def _threads(self) -> ThreadPoolExecutor:

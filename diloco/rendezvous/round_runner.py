@@ -66,7 +66,7 @@ class RoundRunner:
         self._writer = SnapshotWriter(context)
         self.poll = SealPoll(context)
         self.entry: EntryState | None = None
-        """The state of the open entry. It may be that of an earlier entry; `current` returns the right one."""
+        """The state of the open entry. It may belong to an earlier entry; `current` returns the right one."""
         self.known_open_entry = -1
         """An entry that was just seen to have no seal."""
         self.n_results = 0
@@ -149,7 +149,8 @@ class RoundRunner:
 
         Args:
             has_met: True if all inner steps of the phase are made, as when a replica begins.
-            n_merged: as for `run_round`.
+            n_merged: the number of results that the training thread had merged when it handed the job over. If a newer
+                result is ready by now, nothing is done. None: apply in any case.
         """
         if n_merged is not None and n_merged != self.n_results:
             return False
@@ -387,7 +388,7 @@ class RoundRunner:
 
 @dataclass(frozen=True, slots=True)
 class SealLook:
-    """What one look for the seal of the open entry has found."""
+    """The answer of the store to one look for the seal of the open entry."""
 
     began_s: float
     """The time at which the store was asked."""

@@ -59,7 +59,7 @@ class Scheduler(Protocol):
         """Return when a job has made something true. Raises the first error of a job.
 
         Args:
-            done: returns True when the wait is over. It is asked after each `notify`.
+            done: returns True when the wait has ended. It is called after each `notify`.
         """
 
     def notify(self) -> None:

@@ -22,13 +22,13 @@ STORES = f"{ROOT / 'executors' / 'store'}/"
 STORE_CALLS = ("get", "put", "put_if_absent", "put_if_absent_streamed", "delete", "list")
 INLINED = ("<listcomp>", "<setcomp>", "<dictcomp>")
 """Frames of Python 3.11 that Python 3.12 no longer has."""
-ENTRIES = (("outer.py", "step"), ("rounds_thread.py", "_work"))
+ENTRIES = (("outer.py", "step"), ("round_thread.py", "_work"))
 """The functions in which a round begins: `DiLoCo.step`, and the main function of the thread of the rounds."""
 
 
 @dataclass
 class Walk:
-    """What one thread, or several, passed during a round.
+    """The files, functions and calls of the store that a round passes.
 
     Example:
         walk = Walk()
@@ -78,8 +78,8 @@ def _chain(frame: FrameType | None) -> list[str] | None:
 def walk_of_a_round(traced: int, options: dict[str, Any]) -> dict[str, Any]:
     """Train a small model with DiLoCo, and return the walk of one of its rounds as JSON.
 
-    The gradient is constant, and each replica has another one. So one step after a merge takes back little of it, and
-    the search for copies of the weights, which is no part of a usual round, finds nothing to do.
+    The gradient is constant, and each replica has another one. So one step after a merge takes back little of it.
+    Then `StaleCopies` has no suspicion, and its search for copies of the weights does not begin.
 
     Args:
         traced: the number of the round, from 1. All steps from the one after the round before are traced.

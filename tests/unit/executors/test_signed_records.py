@@ -15,7 +15,7 @@ from support.hostile_records import BAD_OUTCOMES, outcome_json
 from diloco.errors import FencedError
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, Membership, claim
-from diloco.rendezvous.patient_store import PatientStore
+from diloco.rendezvous.retrying_store import RetryingStore
 from executors.attempt import CLAIM, HANDLE, INTENT, OUTCOME, Attempt, Claim
 from executors.attempt.outcome import MAX_OUTCOME_BYTES
 from executors.attempt.signed_record import is_proven, signed_key
@@ -203,7 +203,7 @@ def test_a_supervisor_ends_its_process_only_for_a_later_claim_with_the_key(store
 @pytest.mark.parametrize("is_signed", [True, False])
 def test_only_a_claim_with_the_key_fences_a_living_replica(store: MemoryStore, is_signed: bool) -> None:
     keys = Keys("otter", "main", KEY if is_signed else None)
-    members = Membership(PatientStore(store, clock=lambda: 0.0), keys, Identity(0, 1, 0, "mine"), lambda: 0.0)
+    members = Membership(RetryingStore(store, clock=lambda: 0.0), keys, Identity(0, 1, 0, "mine"), lambda: 0.0)
     store.put(keys.plain_claim(0, 1), b'{"nonce": "theirs"}')
     store.put(keys.plain_claim(1, 0), b'{"nonce": "theirs"}')
     if is_signed:
@@ -218,7 +218,7 @@ def test_only_a_claim_with_the_key_fences_a_living_replica(store: MemoryStore, i
 def test_a_process_joins_past_forged_claims_and_its_own_claim_is_proven(store: MemoryStore) -> None:
     keys = Keys("otter", "main", KEY)
     store.put(keys.plain_claim(1, 0), b'{"nonce": "theirs"}')
-    me = claim(PatientStore(store, clock=lambda: 0.0), keys, None, 1, "mine", lambda: None)
+    me = claim(RetryingStore(store, clock=lambda: 0.0), keys, None, 1, "mine", lambda: None)
     assert (me.rank, me.nonce) == (1, "mine")
     found = Attempt(store, "otter", 1).find(CLAIM, Claim.parse)
     assert found is not None
