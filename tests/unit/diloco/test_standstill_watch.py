@@ -9,7 +9,7 @@ import pytest
 from diloco.rendezvous.frames import READ_TRIES
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, Membership
-from diloco.rendezvous.patient_store import PatientStore
+from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.standstill_watch import StandstillWatch
 from executors.store import MemoryStore
 from executors.store.standstill import Standstill
@@ -25,7 +25,7 @@ class Scene:
         self.now = 0.0
         self.store = MemoryStore()
         self.reported: list[Standstill | None] = []
-        patient, me = PatientStore(self.store, clock=lambda: self.now), Identity(0, 2, 0, "me")
+        patient, me = RetryingStore(self.store, clock=lambda: self.now), Identity(0, 2, 0, "me")
         self.patient = patient
         members = Membership(patient, KEYS, me, lambda: self.now)
         self.watch = StandstillWatch(patient, KEYS, me, members, self.reported.append, lambda: self.now, after_s=5.0)
