@@ -361,6 +361,22 @@ def test_a_run_whose_records_cannot_be_read_is_not_removed_while_the_service_lis
 
 
 @pytest.mark.usefixtures("in_a_moment")
+def test_another_machine_that_is_given_the_backend_does_not_remove_an_unreadable_run_with_jobs_and_ends_these(
+    hf: HubServer, command: HereInstead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = started(hf)
+    run.store.put(f"{RUN.id}/run.json", b"{")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
+    told = command.replicas("rm", run.url, "--backend", "hf")
+    assert (told.code, living(hf)) == (2, ["0", "1"]), told
+    assert f"hf jobs cancel {hf.namespace}/" in told.stderr
+    told = command.replicas("cancel", run.url, "--backend", "hf")
+    assert (told.code, living(hf)) == (0, []), told
+    assert "The run's records do not say so, because they cannot be read." in told.stdout
+    assert command.replicas("rm", run.url, "--backend", "hf").code == 0
+
+
+@pytest.mark.usefixtures("in_a_moment")
 def test_a_service_that_cannot_be_asked_about_a_run_that_is_removed_is_named_with_its_commands(
     hf: HubServer, command: HereInstead
 ) -> None:
