@@ -152,7 +152,7 @@ def translated_errors(may_have_acted: bool = False) -> Iterator[None]:
         was_sent = not isinstance(error, (http.ConnectError, http.ConnectTimeout))
         text = f"Hugging Face cannot be reached: {error or type(error).__name__}"
         raise JobServiceError(text, lost if was_sent else "unavailable") from error
-    except UnicodeEncodeError:  # of a header; what it holds is not to be shown
+    except UnicodeEncodeError:  # of a header, whose value must not be shown
         text = f"The Hugging Face token holds a letter that no token has. {TOKEN_ADVICE}"
         raise JobServiceError(text, "rejected") from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:  # the SDK reads a malformed answer
@@ -161,7 +161,7 @@ def translated_errors(may_have_acted: bool = False) -> Iterator[None]:
 
 
 def _pause_s(headers: Mapping[str, str]) -> float:
-    """Return how long the service wants to be left alone: the rest of its window, else what `Retry-After` says.
+    """Return how long the service wants to be left alone: the rest of its window, else the value of `Retry-After`.
 
     Every answer tells of the window: it is the reason only where nothing is left of it.
     """

@@ -52,7 +52,7 @@ from executors.task.record import OPTION_NAME
 ENDED: dict[str, Reason | None] = {"COMPLETED": None, "CANCELED": "cancelled", "ERROR": None, "DELETED": "lost"}
 TIMEOUT = "Job timeout"  # the whole message; in others the word tells of a connection
 WORDS: dict[str, Reason] = {"oomkilled": "oom", "evicted": "preempted", "preempt": "preempted"}
-"""What a message on a failed job says, and what it means."""
+"""Parts of the message on a failed job, each with its meaning."""
 EXIT_CODE = re.compile(r"exit(?:ed)?(?: with)?(?: code| status)?[ :=]+(-?\d+)", re.IGNORECASE)
 PYTHON_IMAGE = re.compile(r"python:3\.\d{1,2}")  # Docker's own; any other one from a record would get our secrets
 LABEL = re.compile(r"[A-Za-z0-9_-]{1,100}")
@@ -63,7 +63,7 @@ UNITS_PER_HOUR = {"second": 3600, "minute": 60, "hour": 1}
 
 @dataclass(eq=False, kw_only=True)
 class HFJobs(JobService):
-    """The jobs of one namespace. `HFJobsExecutor` says what the fields mean."""
+    """The jobs of one namespace. `HFJobsExecutor` describes the fields."""
 
     name = "Hugging Face"
     lists_running = True
@@ -121,7 +121,7 @@ class HFJobs(JobService):
     def find(self, key: JobKey) -> list[JobId]:
         namespace = self.namespace or self._whoami()
         found = ask(lambda: list_jobs(self.endpoint, namespace, key.labels))
-        # What is found may be ended: labels are compared, whatever the service makes of its filter.
+        # A job that is found may be ended. So labels are compared here, even if the service ignores its filter.
         found = [info for info in found if key.labels.items() <= (info.labels or {}).items()]
         found = [info for info in found if _stage(info) != "DELETED"]
         found.sort(key=lambda info: (info.created_at.timestamp() if info.created_at else 0.0, info.id))
@@ -199,7 +199,7 @@ class HFJobs(JobService):
         return {"id": job, "namespace": namespace, "url": f"{self.endpoint}/jobs/{namespace}/{job}"}
 
     def _inspect(self, job_id: JobId) -> hub.JobInfo | None:
-        """Return what the service says of a job; None of one that it does not know."""
+        """Return the service's answer about a job. None if it does not know the job."""
         with contextlib.suppress(hub_errors.JobNotFoundError):
             return ask(lambda: self.api.inspect_job(job_id=job_id["id"], namespace=job_id["namespace"]))
         return None
@@ -250,15 +250,18 @@ class HFJobs(JobService):
 class HFJobsExecutor(JobExecutor):
     """Runs replicas as Hugging Face Jobs.
 
+    Example:
+        launch(HFJobsExecutor(), train, n=4, gpu="A100", rendezvous="s3://bucket/runs")
+
     Args:
-        namespace: the user or organisation that pays. None: the user of the token.
+        namespace: the user or organization that pays. None: the user of the token.
         image: a Docker image with Python and pip. None: Docker's `python`, in this Python's minor version.
         flavor: the hardware, as in `hf jobs hardware`. None: as `gpu=` asks, or the smallest without a GPU.
         pip: requirements of the replicas. When empty, the workspace's requirements.txt or pyproject.toml.
         labels: more labels for the jobs: of letters, digits, "-" and "_", at most 100.
-        secrets: names of variables of this environment that every replica gets as a secret. What a replica prints of
-            them is in its log, and in its outcome. HF_TOKEN may also be that of `hf auth login`.
-        volumes: what to mount where, as in {"/data": "hf://datasets/NAMESPACE/NAME"}; a bucket may be written to.
+        secrets: names of variables of this environment that every replica gets as a secret. A secret that a
+            replica prints is in its log, and in its outcome. HF_TOKEN may also come from `hf auth login`.
+        volumes: storage by mount path, as in {"/data": "hf://datasets/NAMESPACE/NAME"}. Replicas may write to a bucket.
 
     Raises:
         MissingDependencyError: huggingface_hub is not installed, or too old.
@@ -277,7 +280,7 @@ def _cheapest_flavor(hardware: Sequence[Any], gpu: str) -> str:
     """Return the cheapest flavor with a GPU.
 
     Args:
-        hardware: what the service lists.
+        hardware: the hardware that the service lists.
         gpu: as in "A100" or "A100:4".
 
     Raises:

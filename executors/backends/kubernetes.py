@@ -60,7 +60,7 @@ CHECK = Job(JobKey("", "check", 0, 0), ("true",), (), {}, {})
 
 @dataclass(eq=False, kw_only=True)
 class KubernetesJobs(PodOptions, JobService):
-    """The Jobs of one namespace. `KubernetesExecutor` says what each field means."""
+    """The Jobs of one namespace. `KubernetesExecutor` describes the fields."""
 
     name = "Kubernetes"
     starts_together = True
@@ -78,8 +78,8 @@ class KubernetesJobs(PodOptions, JobService):
         self._stopped: dict[str, set[int]] = {}
         self._unmade: dict[str, tuple[float, str]] = {}  # when it was asked why a Job has no pod, and why
         self._stuck: dict[str, float] = {}  # since when a pod is seen to be
-        self._disrupted: dict[tuple[str, int], str] = {}  # why a pod is being deleted: soon no object says so
-        self._warned: list[str] = []  # what the server warned of in the last dry run
+        self._disrupted: dict[tuple[str, int], str] = {}  # why a pod is being deleted: soon no object shows it
+        self._warned: list[str] = []  # the server's warnings in the last dry run
         self._told_warnings: set[str] = set()
 
     @property
@@ -128,7 +128,7 @@ class KubernetesJobs(PodOptions, JobService):
             made, warnings = self._cluster.create_job(body)
             self._tell_warnings(warnings)
         except StatusError as error:
-            # The Job may be that of an earlier try whose answer was lost.
+            # The Job may come from an earlier try whose answer was lost.
             made = self._cluster.job(name) if error.reason == ALREADY_EXISTS else None
             if made is None or [index_of(job.key, made) for job in jobs] != list(range(len(jobs))):
                 raise
@@ -376,12 +376,12 @@ class KubernetesExecutor(JobExecutor):
     """Runs replicas as pods of Kubernetes 1.33 or later: the ranks that start together are one Indexed Job.
 
     Args:
-        namespace: None: that of the context.
+        namespace: the namespace of the Jobs. None: the context's namespace.
         context: of the kubeconfig. None: the cluster that this process runs in, else the current context.
         image: it needs Python and pip. None: Docker's `python`, in this Python's minor version.
         cpu: cores to request for each replica.
         memory_mb: memory to request for each replica, in MiB.
-        gpu_resource: what GPUs are called in the limits of a container.
+        gpu_resource: the name of GPUs in the limits of a container.
         node_selector: labels of the nodes to run on.
         queue: a LocalQueue of Kueue. The Job waits there until it is admitted.
         service_account: None: the namespace's default. No token of it is mounted.

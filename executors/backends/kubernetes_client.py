@@ -39,7 +39,7 @@ NEEDED = [
 ]
 USEFUL = {
     ("", "get", "secrets"): "Secrets are not checked: a misspelled --secret is found out when its pods cannot start.",
-    ("", "list", "events"): "Events cannot be read: nothing says why Kubernetes cannot make a pod.",
+    ("", "list", "events"): "Events cannot be read, so messages cannot explain why Kubernetes makes no pod.",
 }
 """Rights that a launch does without, and what is missed without each."""
 UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "doesn't match")  # other errors of TLS are lost connections
@@ -62,11 +62,11 @@ class StatusError(JobServiceError):
     """The API server answered with an error.
 
     Args:
-        message: what the server said, and what the user can do.
-        kind: see `JobServiceError`.
+        message: the server's message, and what the user can do.
+        kind: whether a repetition may help, as in `JobServiceError`.
         status: the HTTP status.
-        retry_after_s: the pause that the server asked for, in seconds; 0: none.
-        reason: the machine-readable reason of the server's Status, as in "AlreadyExists"; empty: it named none.
+        retry_after_s: the pause that the server asked for, in seconds. 0 means none.
+        reason: the machine-readable reason of the server's Status, as in "AlreadyExists". Empty if it named none.
     """
 
     def __init__(self, message: str, kind: Kind, status: int, retry_after_s: float, reason: str = "") -> None:
@@ -87,7 +87,7 @@ class Cluster:
 
     @classmethod
     def connected(cls, context: str | None, namespace: str | None) -> Cluster:
-        """Return the cluster of a context of the kubeconfig; None: the one that this pod is in, or the current context.
+        """Return the cluster of a context of the kubeconfig. None means this pod's cluster, or the current context.
 
         Raises:
             BackendError: there is none.
@@ -128,8 +128,8 @@ class Cluster:
     def prepare(self) -> None:
         """Import what creates a Secret.
 
-        The import takes up to some seconds on a busy machine. It must not come between the creation of a Job and that
-        of its Secret: a kubelet that finds no Secret looks again after 10 to 15 s only.
+        The import takes up to some seconds on a busy machine. It must not come between the creation of a Job and the
+        creation of its Secret: a kubelet that finds no Secret looks again after 10 to 15 s only.
         """
         self._core  # noqa: B018 - its first use imports the API
         client.V1Secret, client.V1SecretList  # noqa: B018 - and these are its models
@@ -160,7 +160,7 @@ class Cluster:
 
         Args:
             body: the manifest.
-            is_dry: whether the server only says what it would do. Default False.
+            is_dry: whether the server only reports what it would do. Default: False.
 
         Returns: the Job as the server made it, and what the server warns of, as that its pods will be refused.
         """
@@ -191,7 +191,7 @@ class Cluster:
         return sorted(found, key=lambda pod: pod.metadata.creation_timestamp)
 
     def why_no_pod(self, job: Any) -> str:
-        """Return why the pods of a Job cannot be made; empty: no event says so."""
+        """Return why the pods of a Job cannot be made. Empty if no event explains it."""
         selector = f"involvedObject.uid={job.metadata.uid},reason=FailedCreate"
         found = self._ask(self._core.list_namespaced_event, job.metadata.namespace, field_selector=selector).items
         # The server counts an event that comes again: its creation stays, and its last time moves.
@@ -226,7 +226,7 @@ class Cluster:
         try:
             return self._unless_gone(self._core.read_namespaced_secret, name, self.namespace) is not None
         except StatusError as error:
-            if error.status == 403:  # who may use a Secret need not be allowed to read it
+            if error.status == 403:  # a user who may use a Secret need not be allowed to read it
                 return True
             raise
 
@@ -330,7 +330,7 @@ def _status_error(error: Any, lost: Kind) -> StatusError:
 
 
 def _said(error: Any) -> tuple[str, str]:
-    """Return the message and the reason of a server's Status, or what a proxy says in its place, without a reason."""
+    """Return the message and the reason of a server's Status, or a proxy's message in its place, without a reason."""
     try:
         found = json.loads(error.body)
         return str(found["message"]), str(found.get("reason") or "")
@@ -339,7 +339,7 @@ def _said(error: Any) -> tuple[str, str]:
 
 
 def _refused_by_client(error: Exception) -> str:
-    """Name the field of a request that the client's own models refuse; empty: the error is about an answer.
+    """Name the field of a request that the client's own models refuse. Empty if the error is about an answer.
 
     The client checks the arguments of a call, and its error is titled by the call, as in
     "BatchV1Api.create_namespaced_job". An error about an answer is titled by a model.

@@ -12,7 +12,7 @@ from executors.backends.jobs.service import Job, JobKey, JobServiceError, common
 from executors.task.record import OPTION_NAME
 
 CONTAINER = "replica"  # sidecars may come beside it
-RANKS = "REPLICA_RANKS"  # those of a group, as the bootstrap reads them
+RANKS = "REPLICA_RANKS"  # the ranks of a group, as the bootstrap reads them
 QUEUE = "kueue.x-k8s.io/queue-name"
 GPU_PRODUCT = "nvidia.com/gpu.product"
 OUR_LABELS = "replicas-"
@@ -35,7 +35,7 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(eq=False, kw_only=True)
 class PodOptions:
-    """The options of the pods. `KubernetesExecutor` says what each field means."""
+    """The options of the pods. `KubernetesExecutor` describes the fields."""
 
     image: str | None = option(None, PYTHON_IMAGE)
     cpu: float | None = option(None, float)
@@ -105,7 +105,7 @@ class PodOptions:
         user = {} if self.run_as_user is None else {"runAsUser": self.run_as_user, "runAsNonRoot": self.run_as_user > 0}
         pod = {
             "restartPolicy": "Never",
-            # Of the pod: the Job's counts what it waits in a queue.
+            # The pod's limit, because the Job's limit includes the wait in a queue.
             "activeDeadlineSeconds": first.limit_s and first.limit_s + PULL_S,
             "terminationGracePeriodSeconds": GRACE_S,
             "automountServiceAccountToken": False,
@@ -136,7 +136,7 @@ class PodOptions:
         """Return how many GPUs a pod has, and the label of the nodes that have those.
 
         Raises:
-            ValueError: it is none, or nothing says which nodes have it.
+            ValueError: it is not a GPU, or no option names the nodes that have it.
         """
         if gpu is None:
             return 0, {}

@@ -40,7 +40,7 @@ def ranks_of(owner: Any) -> list[int]:
 
 
 def index_of(key: JobKey, owner: Any) -> int | None:
-    """Return the index under which a Job runs an attempt; None where it does not. A pod of it says the same."""
+    """Return the index under which a Job runs an attempt; None if it does not. Its pods have the same index."""
     labels, ranks = owner.metadata.labels or {}, ranks_of(owner)
     has_labels = group_labels(key).items() <= labels.items() and (SPARE in labels) == key.is_spare
     return ranks.index(key.rank) if has_labels and key.rank in ranks else None
@@ -78,8 +78,8 @@ def state_of(pod: Any, job: Any, index: int, stuck_s: float = 0.0) -> JobState:
     """Return the state of the replica's pod as a JobState.
 
     Args:
-        pod: the newest pod of the index; None: there is none.
-        job: the Job of the pod; None: it is gone, or it was not asked for. It is read where there is no pod, or where
+        pod: the newest pod of the index, or None if there is none.
+        job: the Job of the pod. None if it is gone, or was not asked for. It is read where there is no pod, or where
             `needs_job`.
         index: the pod's index in its Job.
         stuck_s: for how many seconds this process has seen that the pod `is_stuck`.
@@ -149,8 +149,8 @@ def _without_a_pod(job: Any, index: int) -> JobState:
     if failed := _condition(job.status, "Failed") or _condition(job.status, "FailureTarget"):
         return JobState(True, "lost", message=_said(failed))
     if is_taken_back(job):
-        # A queue also takes back what never ran, as where not all pods became ready in time. So only whoever knows
-        # that the replica ran can say that it was preempted.
+        # A queue also takes back pods that never ran, as when not all pods became ready in time. So only a process
+        # that knows that the replica ran can conclude that it was preempted.
         return JobState(False, "preempted", message=TAKEN_BACK, holds=True)
     return JobState(False, message=QUEUED if job.spec.suspend else "")
 
@@ -175,14 +175,14 @@ def _is_cut_off(status: Any) -> bool:
     """Return whether the control plane has not heard of a pod's node for a while.
 
     The node controller then sets the pod's condition Ready to False. A kubelet does so as well where a container is not
-    ready, and says that in ContainersReady, which the node controller leaves as it is.
+    ready, and reports that in ContainersReady, which the node controller leaves as it is.
     """
     found = {each.type: each.status for each in status.conditions or ()}
     return found.get("Ready") == "False" and found.get("ContainersReady") != "False" and status.phase == "Running"
 
 
 def _container(status: Any, state: str) -> Any:
-    """Return the replica's container's state of this name; None: the container is in another state."""
+    """Return the replica's container's state of this name. None if the container is in another state."""
     for each in status.container_statuses or ():
         if each.name == CONTAINER and each.state is not None and (found := getattr(each.state, state)) is not None:
             return found

@@ -45,7 +45,7 @@ LONGEST_S = 24 * 3600 - MARGIN_S  # Modal ends every sandbox after a day
 KILLED = 128 + 9
 GPU_START_S = 1500.0  # a start waits for a machine, up to 21 minutes
 BUILD_S = 900.0  # of an image
-LEAST_CORES, LEAST_MIB = 0.125, 128  # what Modal reserves where nothing is asked for
+LEAST_CORES, LEAST_MIB = 0.125, 128  # Modal reserves these if nothing is asked for
 GPU_NAMES = {"a100": "a100_40gb", "a10": "a10g"}  # as the rates call what a sandbox asks for by a shorter name
 MOST_ENTRIES = 20_000  # of a log: as many as the SDK returns at once
 PYTHON_VERSION = re.compile(r"3\.\d{1,2}")
@@ -54,7 +54,7 @@ APP_ID = re.compile(r"ap-\w{1,60}", re.ASCII)
 
 @dataclass(eq=False, kw_only=True)
 class ModalJobs(JobService):
-    """Sandboxes of one Modal app. `ModalExecutor` says what the fields mean."""
+    """Sandboxes of one Modal app. `ModalExecutor` describes the fields."""
 
     name = "Modal"
     limits_advice = "The usual cause is the number of GPUs that your workspace may have at once, which its plan sets."
@@ -92,7 +92,7 @@ class ModalJobs(JobService):
         if timeout_s is not None and timeout_s > LONGEST_S:
             raise ValueError(
                 f"timeout must be at most {LONGEST_S} seconds on Modal, got timeout={timeout_s:g}. Launch with a "
-                "shorter one, and go on with `replicas resume`."
+                "shorter one, and continue with `replicas resume`."
             )
         config = modal.config.config
         if not (config.get("token_id") and config.get("token_secret")) and not config.get("oauth_refresh_token"):
@@ -106,7 +106,7 @@ class ModalJobs(JobService):
     def price_per_hour(self, gpu: str | None) -> float | None:
         """Return what a sandbox costs by the rates of the workspace: its GPUs, cores and memory as they are asked for.
 
-        What a sandbox uses beyond that is billed on top. None where a region or a cloud is chosen: those cost more, by
+        A sandbox that uses more is billed for it. None if a region or a cloud is chosen: those cost more, by
         a factor that the rates do not have.
         """
         if self.region or self.cloud:
@@ -130,7 +130,7 @@ class ModalJobs(JobService):
         def ask() -> dict[str, float]:
             found: dict[str, float] = {}
             for name, rate in modal.Workspace.from_context().billing.rates().items():
-                with contextlib.suppress(ValueError, TypeError, ArithmeticError):  # what is no number is no rate
+                with contextlib.suppress(ValueError, TypeError, ArithmeticError):  # a rate must be a number
                     if math.isfinite(value := float(rate)) and value >= 0:
                         found[name] = value
             return found
@@ -199,7 +199,7 @@ class ModalJobs(JobService):
         except modal.exception.SandboxTimeoutError:
             return JobState(True, "timeout", 124)
         except modal.exception.SandboxTerminatedError:
-            # By us, and then the cancel marker says so; else Modal took the machine back.
+            # Ended by us if there is a cancel marker. Otherwise Modal took the machine back.
             return JobState(True, "preempted", KILLED)
         # From inside the container, where the kernel does that for want of memory.
         return JobState(True, "oom" if code == KILLED else None, code)
@@ -285,7 +285,7 @@ class ModalJobs(JobService):
 
     @functools.cached_property
     def _shared_log(self) -> SharedLog:
-        """What all sandboxes of the app write: two requests, however many there are."""
+        """The output of all sandboxes of the app, with two requests for any number of sandboxes."""
 
         @in_thread
         def fetch(since: datetime) -> list[Entry]:
@@ -315,7 +315,7 @@ class ModalJobs(JobService):
     def _app_id(self, job_ids: Sequence[JobId]) -> str:
         """Return the app of sandboxes as all their handles name it, which saves a request; else as Modal does.
 
-        A handle that somebody else wrote names no app for the others.
+        A handle that another user wrote does not name the app for the others.
         """
         app_id, *others = (job_id.get("app_id") for job_id in job_ids)
         if isinstance(app_id, str) and APP_ID.fullmatch(app_id) and all(other == app_id for other in others):
@@ -342,6 +342,9 @@ class ModalJobs(JobService):
 class ModalExecutor(JobExecutor):
     """Runs replicas as Modal Sandboxes.
 
+    Example:
+        launch(ModalExecutor(), train, n=4, gpu="H100", rendezvous="s3://bucket/runs")
+
     Args:
         app_name: the Modal app that the sandboxes belong to; made when missing.
         image: a `modal.Image`, or the name of one in a registry; it needs Python and pip. Modal installs what it lacks
@@ -355,8 +358,8 @@ class ModalExecutor(JobExecutor):
         region: where to run, as in "us-east".
         cloud: on whose machines, as in "aws".
         environment: the Modal environment. None: the default of the account.
-        volumes: what to mount where, as in {"/data": "NAME"} for a Modal Volume; "s3://BUCKET/PREFIX" is a bucket, with
-            the credentials of the rendezvous.
+        volumes: storage by mount path, as in {"/data": "NAME"} for a Modal Volume. "s3://BUCKET/PREFIX" is a bucket,
+            with the credentials of the rendezvous.
     """
 
     backend_name = "modal"

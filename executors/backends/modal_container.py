@@ -1,4 +1,4 @@
-"""What replicas start in: the user's image, or Debian with their requirements installed; and volumes."""
+"""The surroundings of replicas: the user's image, or Debian with their requirements, and volumes."""
 
 from __future__ import annotations
 

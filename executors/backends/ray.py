@@ -47,7 +47,7 @@ OURS = ("working_dir", "env_vars")
 
 @dataclass(eq=False, kw_only=True)
 class RayJobs(JobService):
-    """The jobs of one Ray cluster. `RayExecutor` says what the fields mean."""
+    """The jobs of one Ray cluster. `RayExecutor` describes the fields."""
 
     name = "Ray"
     lists_running = True
@@ -69,7 +69,7 @@ class RayJobs(JobService):
         if not ADDRESS.fullmatch(address):
             shown = address.rpartition("@")[2]
             raise ValueError(
-                f"address={shown!r} is not that of a Ray dashboard, as in 'http://127.0.0.1:8265'. Set "
+                f"address={shown!r} is not the address of a Ray dashboard, as in 'http://127.0.0.1:8265'. Set "
                 "RAY_API_SERVER_ADDRESS, or --option address=…, to that."
             )
         if file := self.token_file or os.environ.get("RAY_AUTH_TOKEN_PATH"):
@@ -91,7 +91,7 @@ class RayJobs(JobService):
         if secret_names:
             raise BackendError(
                 f"Ray has no secrets, so its jobs cannot have {secret_names[0]!r}. Set it on the nodes, or give it as "
-                "env=, which whoever may list the cluster's jobs sees."
+                "env=, which every user who may list the cluster's jobs sees."
             )
         _gpus(gpu)
         self._client.check()
@@ -100,7 +100,7 @@ class RayJobs(JobService):
         request = self._request(job)
         if seen := {name for name in job.env if not name.startswith("REPLICA_")} - self._told:
             self._told |= seen
-            who = f"whoever may list the jobs of {self.address}"
+            who = f"every user who may list the jobs of {self.address}"
             print(f"replicas: {who} sees the values of {', '.join(sorted(seen))}", file=sys.stderr)
         self._client.provide(job.command[-1])
         try:
@@ -188,7 +188,7 @@ class RayJobs(JobService):
         """Return the environment that Ray, which replaces `${NAME}` in values, makes into the job's."""
         if self.credentials == "nodes" and RUN_KEY in job.credentials:
             raise JobServiceError(
-                "the key of a signed run would be seen by whoever may list the cluster's jobs. Launch without signed= "
+                "every user who may list the cluster's jobs would see the key of a signed run. Launch without signed= "
                 "(--signed), or allow that: --option credentials=env",
                 "rejected",
             )
@@ -204,6 +204,9 @@ class RayJobs(JobService):
 class RayExecutor(JobExecutor):
     """Runs replicas as jobs of a Ray cluster.
 
+    Example:
+        launch(RayExecutor(address="http://head:8265"), train, n=4, rendezvous="s3://bucket/runs")
+
     Args:
         address: of the cluster's dashboard. None: $RAY_API_SERVER_ADDRESS, $RAY_ADDRESS if it begins with http, or
             http://127.0.0.1:8265.
@@ -214,8 +217,8 @@ class RayExecutor(JobExecutor):
         python: the command of Python on the nodes.
         pip: requirements of the replicas. When empty, the workspace's requirements.txt or pyproject.toml.
         runtime_env: more of Ray's runtime environment, as in {"image_uri": "…"}.
-        credentials: "nodes": replicas open the rendezvous with what their nodes have. "env": with the credentials of
-            this machine, which whoever may list the cluster's jobs sees.
+        credentials: "nodes" lets replicas open the rendezvous with the credentials of their nodes. "env" gives them the
+            credentials of this machine, which every user who may list the cluster's jobs sees.
         shared_disk: whether every node sees this machine's folders, as with one node, or a home on a network: then the
             rendezvous may be a directory.
 
@@ -254,7 +257,7 @@ class _RayLog(OffsetLog):
 
 
 def _gpus(gpu: str | None) -> tuple[int, dict[str, float]]:
-    """Return how many GPUs, and the resource that says of which type. Raises: ValueError: it is not a GPU."""
+    """Return the number of GPUs, and the resource that names their type. Raises ValueError if it is not a GPU."""
     found = GPU.fullmatch("0" if gpu is None else gpu)
     if found is None:
         raise ValueError(f"gpu={gpu!r} is not a GPU as Ray takes it: give 'H100', 'H100:2', or '2' of any type.")

@@ -1,6 +1,6 @@
 """RayClient: the requests of Ray's Jobs REST API that are needed here. Ray's own client would bring 380 MB.
 
-What the server says is foreign: answers are bounded, and parsed field by field. The token goes to the address that the
+Answers of the server are foreign: they are bounded, and parsed field by field. The token goes to the address that the
 user gave and nowhere else: no redirect is followed.
 """
 
@@ -40,8 +40,8 @@ MAX_LIST_BYTES = 32 << 20  # some 20,000 jobs
 MAX_LOG_BYTES = 64 << 20
 MAX_REFUSAL_BYTES = 64 << 10
 SCRIPT = "replicas_bootstrap.py"
-PACKAGE_STAYS_S = 60.0  # what was asked for stays for ten minutes, also when no job refers to it
-WAITS = {"RUNNING": "", "PENDING": "waiting for room, or for its environment"}  # which Ray says at great length
+PACKAGE_STAYS_S = 60.0  # a package stays for ten minutes, also if no job refers to it
+WAITS = {"RUNNING": "", "PENDING": "waiting for room, or for its environment"}  # Ray's text is much longer
 LOST = ("JOB_SUPERVISOR_ACTOR_DIED", "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE")
 LOST_WORDS = ("supervisor actor died", "nexpected")  # of releases that name no types of errors
 RAYS_LINES = re.compile(
@@ -51,7 +51,7 @@ RAYS_LINES = re.compile(
 
 @dataclass(frozen=True)
 class RayJob(Record):
-    """What Ray says of a job."""
+    """Ray's answer about a job."""
 
     submission_id: str = checked(text(100, NAME))
     status: str = checked(text(40))
@@ -103,7 +103,7 @@ class RayClient:
         self._take(self._need("GET", "/api/version"), "/api/version", "ray_version", text(100))
 
     def job(self, name: str) -> RayJob | None:
-        """Return what Ray says of a job; None of one that it does not know."""
+        """Return Ray's answer about a job. None if it does not know the job."""
         path = f"/api/jobs/{name}"
         if (answer := self._ask("GET", path)) is None:
             return None
@@ -111,7 +111,7 @@ class RayClient:
             return RayJob.parse(answer, path, self.address)
 
     def jobs(self, names: Collection[str]) -> dict[str, RayJob]:
-        """Return what Ray's list says of these jobs; nothing of those that are not read, as in a list too large."""
+        """Return the answers of Ray's list about these jobs. A job is left out if the list is too large."""
         return {job.submission_id: job for job in self._listed(lambda each: str(each.get("submission_id")) in names)}
 
     def jobs_with(self, labels: Mapping[str, str]) -> list[RayJob]:
@@ -131,7 +131,7 @@ class RayClient:
         return found
 
     def submit(self, request: Mapping[str, Any]) -> None:
-        """Start a job. The error about a name that is taken says "already exists"."""
+        """Start a job. The error about a name that is taken contains "already exists"."""
         path = "/api/jobs/"
         answer = self._need("POST", path, json.dumps(request).encode(), lost="unknown")
         self._take(answer, path, "submission_id", text(100, NAME), "unknown")
@@ -171,7 +171,7 @@ class RayClient:
         try:
             yield
         except CorruptObjectError as error:
-            raise JobServiceError(f"This is no answer of Ray: {error}", lost) from error
+            raise JobServiceError(f"This is not an answer of Ray: {error}", lost) from error
 
     def _need(self, method: str, path: str, body: bytes | None = None, **more: Any) -> bytes:
         if (answer := self._ask(method, path, body, **more)) is None:
@@ -238,7 +238,7 @@ class RayClient:
                 raise JobServiceError(f"{said} {TOKEN_ADVICE}", "rejected") from error
         if not token:
             return {}
-        if not TOKEN.fullmatch(token):  # it is not to be shown
+        if not TOKEN.fullmatch(token):  # it must not be shown
             raise JobServiceError(f"Ray's token holds a letter that no token has. {TOKEN_ADVICE}", "rejected")
         return {"Authorization": f"Bearer {token}"}
 

@@ -1,7 +1,7 @@
 """Replicas as jobs of a Slurm cluster, over its own commands: `sbatch`, `squeue`, `scancel`.
 
 The replicas that one launch or resume starts are one array, whose task ids are their ranks. A cluster takes task ids
-below its `MaxArraySize` only, 1001 where nobody changed it, so each thousand ranks have an array of their own. Slurm
+below its `MaxArraySize` only, 1001 by default, so each thousand ranks have an array of their own. Slurm
 forgets a job minutes after its end, so the outcome comes from the store.
 """
 
@@ -59,7 +59,7 @@ FRESH_S = 0.5  # how long a list of a group's jobs is good: all its ranks are lo
 
 @dataclass(eq=False, kw_only=True)
 class SlurmJobs(JobService):
-    """The jobs of this user on one cluster. `SlurmExecutor` says what the fields mean."""
+    """The jobs of this user on one cluster. `SlurmExecutor` describes the fields."""
 
     name = "Slurm"
     log_advice = f"Its node writes it elsewhere. {commands.FOLDER_ADVICE}"
@@ -82,10 +82,10 @@ class SlurmJobs(JobService):
         if self.log_dir:  # noted as it is here, and read from other folders
             self.log_dir = str(Path(self.log_dir).expanduser().absolute())
         self._keys: dict[tuple[str, int], JobKey] = {}
-        """Of jobs that this process started, or Slurm said whose they are."""
+        """The jobs that this process started, or whose owner Slurm has confirmed."""
         self._found: dict[str, tuple[float, list[commands.Row]]] = {}
         self._granted: dict[tuple[str | None, int | None], int | None] = {}
-        """The time limits that the cluster takes for those that it was to be asked for, by GPU and limit."""
+        """The time limits that the cluster accepts, by GPU and requested limit."""
         self._lock = threading.Lock()
 
     def command(self) -> tuple[str, ...]:
@@ -141,7 +141,7 @@ class SlurmJobs(JobService):
 
     def find(self, key: JobKey) -> list[JobId]:
         name = _array_name(key)
-        with self._lock:  # who else looks for this array waits for the answer
+        with self._lock:  # another thread that looks for this array waits for the answer
             at, rows = self._found.get(name, (-math.inf, []))
             if time.monotonic() > at + FRESH_S:
                 rows = commands.list_jobs("--me", f"--name={name}")
@@ -163,7 +163,9 @@ class SlurmJobs(JobService):
         self._check_cluster(job_id)
         place = job_id["id"], job_id["task"]
         row, key = commands.find_job(*place), self._keys.get(place)
-        is_another = row is not None and key is not None and not _runs(row, key)  # who lost its state counts anew
+        is_another = (
+            row is not None and key is not None and not _runs(row, key)
+        )  # a cluster that lost its state counts from the start
         return UNKNOWN if row is None or is_another else row.job_state
 
     def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
@@ -232,7 +234,7 @@ class SlurmJobs(JobService):
         return commands.configuration("ClusterName")
 
     def _check_cluster(self, job_id: JobId) -> None:
-        """Refuse a job of another cluster: its number may be that of a job of this one, or of none."""
+        """Refuse a job of another cluster, because a job of this cluster may have the same number."""
         if (named := job_id.get("cluster")) != self._cluster:
             raise JobServiceError(
                 f"The job runs on the cluster {str(named)[:100]!r}; Slurm's commands here ask {self._cluster!r}.",
@@ -308,9 +310,13 @@ class SlurmJobs(JobService):
 class SlurmExecutor(JobExecutor):
     """Runs replicas as jobs of a Slurm cluster.
 
+    Example:
+        launch(SlurmExecutor(partition="gpu"), train, n=4)
+
     Args:
-        partition: where to run. None: as $SBATCH_PARTITION or the cluster says, and so on for the next ones.
-        account: who pays.
+        partition: the partition to run in. None: $SBATCH_PARTITION, or the cluster's default. The next
+            options have such defaults as well.
+        account: the account that pays.
         qos: the quality of service.
         cpus: cores of each replica.
         memory_mb: memory of each replica, in MiB.
@@ -354,7 +360,7 @@ def _task(key: JobKey) -> int:
 
 
 def _array_name(key: JobKey) -> str:
-    """Return the name of the jobs of an array: that of the launch, with the array's number from the second one on."""
+    """Return the name of the jobs of an array: the launch's name, with the array's number from the second array on."""
     number, _ = _place(key.rank)
     return f"{key.group}-{number}" if number else key.group
 

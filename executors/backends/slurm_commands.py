@@ -14,12 +14,12 @@ from executors.errors import BackendError, MissingDependencyError
 from executors.protocol import Reason
 from executors.store.run_key import RUN_KEY
 
-CALL_LIMIT_S = 60.0  # a controller that is gone is told of after 9 s, one that is stopped after 10 s
+CALL_LIMIT_S = 60.0  # a controller that is gone gives an error after 9 s, a stopped one after 10 s
 OF_OTHER_JOBS = ("SLURM_", "SQUEUE_", "SCANCEL_", "REPLICA_")
-"""Variables of a surrounding job, which would hand on its sizes; of a surrounding replica; and defaults of commands."""
+"""Variables of a surrounding job, which would pass on its sizes, of a surrounding replica, and defaults of commands."""
 KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 OPTIONS = ("SBATCH_CLUSTERS", "SBATCH_ERROR", "SBATCH_INPUT", "SBATCH_WAIT")
-"""Variables that give `sbatch` options which are set here, or are not to be given."""
+"""Variables that give `sbatch` options which are set here, or must not be given."""
 CLUSTERS = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")
 BUSY = ("Unable to contact slurm controller", "Connection refused", "temporarily unable")
 UNCLEAR = ("Socket timed out", "Zero Bytes were transmitted", "Message receive failure")

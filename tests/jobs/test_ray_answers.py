@@ -176,7 +176,7 @@ def test_answers_that_are_none_are_refused_by_name_and_nothing_else_is_raised(st
                 continue
             error = error_of(call)
             assert error.kind == ("unknown" if start == "POST /api/jobs/" else "unavailable"), (start, hostile)
-            assert "This is no answer of Ray" in str(error)
+            assert "This is not an answer of Ray" in str(error)
         stub.says = {"GET /api/jobs/": hostile}
         job_id = {"id": KEY.name, "url": f"{stub.address}/#/jobs/{KEY.name}"}
         assert service.states({KEY: job_id}) == {}, "it is asked for alone"
@@ -366,7 +366,7 @@ def test_where_the_cluster_is_a_user_says_and_no_record(monkeypatch: pytest.Monk
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.5:6379")
     assert address() == "http://127.0.0.1:8265"
     monkeypatch.setenv("RAY_ADDRESS", "ray://elsewhere:10001")  # not the head that may run on this machine
-    with pytest.raises(ValueError, match=r"'ray://elsewhere:10001' is not that of a Ray dashboard"):
+    with pytest.raises(ValueError, match=r"'ray://elsewhere:10001' is not the address of a Ray dashboard"):
         address()
     monkeypatch.setenv("RAY_ADDRESS", "https://ray.example/")
     assert address() == "https://ray.example"
@@ -380,9 +380,9 @@ def test_where_the_cluster_is_a_user_says_and_no_record(monkeypatch: pytest.Monk
 
 def test_options_that_are_none_are_refused() -> None:
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"address": "ray://head:10001"}, "'ray://head:10001' is not that of a Ray dashboard"),
+        ({"address": "ray://head:10001"}, "'ray://head:10001' is not the address of a Ray dashboard"),
         ({"address": "http://me:secret@head"}, "address='head' is not"),
-        ({"address": "http://head/?x"}, "is not that of a Ray dashboard"),
+        ({"address": "http://head/?x"}, "is not the address of a Ray dashboard"),
         ({"credentials": "no"}, "'nodes' or 'env', got 'no'"),
         ({"runtime_env": {"working_dir": "."}}, "'working_dir', which `replicas` sets itself"),
     ]

@@ -1,8 +1,8 @@
 """Which GPUs a local replica gets: those that no living replica of its run on this machine has.
 
-Each start of a run's ranks has a supervisor of its own, which knows nothing of the others. So the kernel keeps account:
-each GPU has a file in the run's folder, on which a replica's process holds a lock as long as it lives, and one on which
-those hold locks that share it.
+Each start of a run's ranks has a supervisor of its own, which knows nothing of the others. So the kernel keeps account.
+Each GPU has a file in the run's folder, on which a replica's process holds a lock as long as it lives. Replicas that
+share a GPU hold locks on a second file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class GpuSlot:
     devices: str
     """As in `CUDA_VISIBLE_DEVICES`."""
     locks: tuple[int, ...] = ()
-    """Descriptors that hold them: of the replica's process, once whoever has forked it has closed its own."""
+    """Descriptors that hold them. They are the replica's own after its parent has closed its copies."""
     is_shared: bool = False
     """Whether other replicas of the run have all of the GPUs already."""
 
@@ -33,7 +33,7 @@ def take_slot(folder: Path, slots: Sequence[str], rank: int, stuck: Sequence[str
     """Take the GPUs of a rank: its own if these are free, which they are at a launch, else the next that are.
 
     Args:
-        stuck: those of `slots` that a process has which nobody can end. Where none are free, they are shared first.
+        stuck: the slots of a process that cannot be ended. If none are free, these are shared first.
     """
     own = rank % len(slots)
     for devices in (*slots[own:], *slots[:own]):

@@ -1,8 +1,8 @@
 """What a replica finds imported: a list, or `auto`, what its entrypoint's file imports before it does anything else.
 
 Such imports are measured in the process that checks the entrypoint, and noted for the next launch of that file, whose
-zygote makes them once for all replicas. What an import reads of its surroundings is read then: so only those count that
-nothing else in the file precedes, of installed modules, and only for replicas in this process's own environment.
+zygote makes them once for all replicas. An import reads its surroundings at that time. So only imports of
+installed modules count that nothing else in the file precedes, and only for replicas in this process's environment.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def measure(names: Sequence[str]) -> dict[str, Any]:
         n_threads, gpus, began = len(threads_lost_by_a_fork()), _gpus(), time.perf_counter()
         try:
             import_named(name)
-        except BaseException:  # noqa: BLE001 - the file itself imports it next, and is told of it
+        except BaseException:  # noqa: BLE001 - the file itself imports it next, and gets the error
             break
         took_s = time.perf_counter() - began
         if _gpus() > gpus:

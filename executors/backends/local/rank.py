@@ -130,7 +130,7 @@ class _Gpus:
 
 
 def _leave_guard(close: Iterable[int], wait_s: float) -> None:
-    """Go on in a child; its parent stays to kill what a killed supervisor leaves and what does not end by itself.
+    """Continue in a child. Its parent kills processes that a killed supervisor leaves, or that do not end.
 
     A rank that is stopped, or whose GIL is held, does not see that its supervisor is gone.
 
@@ -260,7 +260,7 @@ class LocalRanks:
                 pid = self._start_python(attempt, gpus, page, output, slot.locks if slot else ())
             else:
                 if gc.isenabled():  # not at the launch, which makes no garbage
-                    gc.collect()  # what is frozen is never collected
+                    gc.collect()  # frozen objects are never collected
                 gc.freeze()  # the rank's garbage collector then skips the supervisor's objects, and so copies no pages
                 pid = fork()
                 if pid == 0:
@@ -302,7 +302,7 @@ class LocalRanks:
         return slot
 
     def leave_behind(self, attempt: Attempt) -> None:
-        """Share the GPUs of a process that nothing ends before those of a replica that trains."""
+        """Share the GPUs of a process that cannot be ended before the GPUs of a replica that trains."""
         slot = self._slots.get(attempt.rank)
         if slot is not None and not slot.is_shared:
             self._stuck_on.append(slot.devices)
@@ -340,7 +340,7 @@ class LocalRanks:
         """Delete what a run of this id that was deleted elsewhere printed: a new attempt has printed nothing."""
         log = self._launch.log_file(attempt)
         for older in (log, times_of(log)):
-            with contextlib.suppress(OSError):  # what is in the way is told when the log is opened
+            with contextlib.suppress(OSError):  # opening the log reports an obstacle
                 older.unlink()
 
     def _become_rank(

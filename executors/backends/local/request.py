@@ -1,4 +1,4 @@
-"""What a launcher sends to a supervisor about one local run, and how both sides talk."""
+"""The messages between a launcher and the supervisor of a local run, and their transport."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class LocalLaunch:
     max_parallel: int | None = None
     term_grace_s: float = 5.0
     gpu: str | None = None
-    """What was asked for."""
+    """The GPU of each replica, as the launch names it."""
     gpu_slots: list[str] | None = None
     """`CUDA_VISIBLE_DEVICES` of each replica that the machine has GPUs for; None leaves it alone."""
     nonce: str = field(default_factory=lambda: os.urandom(16).hex())
@@ -106,7 +106,7 @@ class LocalLaunch:
 
     @property
     def log_folder(self) -> Path:
-        """What this machine keeps of the run."""
+        """The folder of the run on this machine."""
         return Path(self.state_dir) / self.spec.run_id
 
     def log_file(self, attempt: Attempt) -> Path:
@@ -137,7 +137,7 @@ class LocalLaunch:
     def begin(self, attempt: Attempt, handle: ReplicaHandle) -> ReplicaHandle:
         """Begin an attempt by creating its handle, unless one exists; return the handle that exists.
 
-        Of several processes that would start an attempt, the one whose handle exists may.
+        If several processes would start an attempt, the one whose handle exists may.
         """
         if attempt.create(HANDLE, handle.to_json().encode()):
             return handle

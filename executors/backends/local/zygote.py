@@ -60,7 +60,7 @@ def serve(descriptor: int, launcher: int, preload: list[str]) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     leave_process_group()  # a preloaded library may read these variables once, when it is imported
     problem = _import_all(preload)
-    gc.freeze()  # what is shared with the children stays shared: their collector does not touch it
+    gc.freeze()  # pages that are shared with the children stay shared: their collector does not touch them
     private = [connection.fileno(), wakeup, wakeup_writer]
     poller = select.poll()
     for watched in (connection.fileno(), launcher_pidfd, wakeup):
@@ -102,7 +102,7 @@ class _Starter:
     Args:
         launcher_pidfd: the launcher.
         private: other descriptors of this process, which a child must not keep.
-        preload: what this process has imported.
+        preload: the modules that this process has imported.
     """
 
     def __init__(self, launcher_pidfd: int, private: list[int], preload: list[str]) -> None:
@@ -149,10 +149,10 @@ class _Starter:
         """Start a child that answers with one line of JSON; return its pid and the answer.
 
         Args:
-            be: what a forked child does; it gets the descriptor for its answer.
+            be: called in a forked child with the descriptor for its answer.
             close: more descriptors that a forked child must close.
-            code: what a new Python runs instead.
-            message: what that needs to know.
+            code: the code that a new Python runs instead.
+            message: the input of this code.
 
         Returns: the answer is None if the child ended without one, or the launcher, which waits for it, has ended.
 

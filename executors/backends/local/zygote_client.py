@@ -18,7 +18,7 @@ from executors.errors import BackendError
 from executors.module_search import new_python, user_folders
 from executors.process import signal_name
 
-EXIT_S = 5.0  # from the end of its connection to that of the process
+EXIT_S = 5.0  # from the end of its connection to the end of the process
 
 _START = """
 import gc
