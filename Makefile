@@ -11,7 +11,7 @@ SCHEDULES ?=
 help:
 	@echo "make demo      train a small model with four local replicas"
 	@echo "make test      style, types and tests, as CI runs them"
-	@echo "make test-all  the same and the slow tests: launches at stand-ins for the clouds, chaos with real processes"
+	@echo "make test-all  the same and the tests of the night (tests/night.txt): further sides of each promise, chaos"
 	@echo "make test-browser  the pages of replicas report in a real chromium (part of make test where there is one)"
 	@echo "make test-radosgw  the S3 store at a real Ceph, started on loopback (needs its Debian packages)"
 	@echo "make test-slurm  launches at a real Slurm, started on loopback (needs its Debian packages; part of make test-all)"

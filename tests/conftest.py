@@ -60,6 +60,19 @@ SLOW_FIRST = (
     "local/test_resuming_at_once.py",
 )
 """Files that take longest, so that none of them is left to one process at the end."""
+HERE = Path(__file__).parent
+
+
+@functools.cache
+def night_tests() -> frozenset[str]:
+    """The tests that only `make test-all` runs, each as `local/test_disks.py::test_name`.
+
+    `make test` has one scene for each promise, all contracts, and whatever is quick. A scene that takes more than about
+    two seconds and shows a further side of a promise is named in `night.txt`.
+    """
+    return frozenset((HERE / "night.txt").read_text(encoding="utf-8").split())
+
+
 # huggingface_hub reads these when it is imported: none of the user's own, and no token of theirs.
 for name in [name for name in os.environ if name.startswith(("HF_", "HUGGING_FACE_", "HUGGINGFACE_"))]:
     os.environ.pop(name)
@@ -68,7 +81,11 @@ os.environ |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": "/nonexistent/hugging
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {str(Path(__file__).parent / file): number for number, file in enumerate(SLOW_FIRST)}
+    nightly = night_tests()
+    for item in items:
+        if f"{item.path.relative_to(HERE)}::{item.nodeid.partition('::')[2].partition('[')[0]}" in nightly:
+            item.add_marker(pytest.mark.slow)
+    order = {str(HERE / file): number for number, file in enumerate(SLOW_FIRST)}
     items.sort(key=lambda item: order.get(str(item.path), len(order)))
 
 
