@@ -63,7 +63,14 @@ def kind_of(value: object) -> str:
 
 
 class ReplicasError(Exception):
-    """Base of all errors of `executors` and `diloco`."""
+    """Base of all errors of `executors` and `diloco`.
+
+    Example:
+        try:
+            results = run.results()
+        except ReplicasError as error:
+            print(error)
+    """
 
     outcome_reason: ClassVar[str] = "exception"
     """The `reason` of a replica's outcome when its entrypoint ends with this error."""
@@ -107,7 +114,7 @@ class LaunchError(BackendError):
         super().__init__(message)
         self.rank = rank
         self.cancelled = cancelled
-        """Whether somebody cancelled the run meanwhile: then nothing is wrong."""
+        """Whether the run was cancelled meanwhile. Then nothing is wrong."""
 
 
 class MaxCostSpentError(LaunchError):
@@ -131,7 +138,7 @@ class EntrypointArgumentsError(EntrypointError, TypeError):
 
 
 class ResultError(ReplicasError, TypeError):
-    """What the entrypoint returned is not a JSON value; the message names the path."""
+    """The entrypoint's result is not a JSON value. The message names the path."""
 
     outcome_reason = "result_not_serializable"
 
@@ -149,11 +156,11 @@ class RunBeingRemovedError(RunNotFoundError):
 
 
 class AlreadyResumedError(ReplicasError):
-    """Another process began the attempts that were to be resumed; this one started nothing."""
+    """Another process began the attempts to resume. This process started nothing."""
 
 
 class UntrustedTaskError(ReplicasError):
-    """Only its store says what a run is that another machine launched; nothing was started."""
+    """Another machine launched the run, so only the store describes it. Nothing was started."""
 
 
 class UnknownHandleError(ReplicasError):
@@ -191,7 +198,8 @@ class StoreError(ReplicasError):
 
     refusal: Literal["", "permission", "credentials"] = ""
     """Why waiting alone does not help. "permission": a user must change something at the store, as with a bucket that
-    does not exist. "credentials": those of this process have ended. "": it is away, busy or full, and may be back."""
+    does not exist. "credentials": the credentials of this process have ended. "": it is away, busy or full, and may
+    come back."""
     failing_since: float | None = None
     """When the request failed first, by `time.monotonic`, where the store has repeated it since."""
 
@@ -202,10 +210,10 @@ class StoreError(ReplicasError):
 
 
 class UnwritableStoreError(StoreError):
-    """Nothing can be written there: whoever asks may only read, no space is left, or the credentials are dead."""
+    """Nothing can be written there: the caller may only read, no space is left, or the credentials are dead."""
 
     outcome: Outcome | None = None
-    """What was to be recorded, where that was how an attempt ended."""
+    """The outcome that could not be recorded, if it was the end of an attempt."""
 
 
 class KeyNotFoundError(StoreError, FileNotFoundError):

@@ -1,4 +1,4 @@
-"""What a replica knows of itself: the environment contract, its keys, `report()` and `save_artifact()`.
+"""A replica's view of itself: the environment contract, its keys, `report()` and `save_artifact()`.
 
 Every backend gives a replica the same five variables; inside one, `current_replica()` returns them typed.
 """
@@ -42,22 +42,22 @@ TASK_DIGEST = "REPLICA_TASK_DIGEST"
 TASK_FOLDER = "REPLICA_TASK_FOLDER"  # where the task is, under the run; by default in "task"
 TIMEOUT_S = "REPLICA_TIMEOUT_S"
 BOOTSTRAP_S = "REPLICA_BOOTSTRAP_S"  # how long fetching and installing took
-GPU = "REPLICA_GPU"  # what the launch asked for
+GPU = "REPLICA_GPU"  # the GPU that the launch asked for
 BOTO3 = "REPLICA_BOTO3"  # what to install where boto3 is missing
 SETTINGS = "REPLICA_SETTINGS"  # the settings of the launch, as JSON
 LAUNCHED_AT = "REPLICA_LAUNCHED_AT"
 LEASE_S = "REPLICA_LEASE_S"
 LEASE_NAME = "REPLICA_LEASE_NAME"  # which lease that is; by default the run's
 SPARE = "REPLICA_SPARE"  # "1": it stands by, and REPLICA_RANK numbers the spares
-ENV = "REPLICA_ENV"  # the names of the variables that a person gave: each replica fills in their placeholders
+ENV = "REPLICA_ENV"  # the names of the variables that the user gave: each replica fills in their placeholders
 SERVICE = "REPLICA_SERVICE"  # the name, for people, of what runs its job
-FOLDER = "REPLICA_FOLDER"  # what the bootstrap made for it, to be removed in the end
+FOLDER = "REPLICA_FOLDER"  # the folder that the bootstrap made for it, and removes in the end
 SYS_PATH = "REPLICA_SYS_PATH"  # the folders with the user's modules, in a container
 FOR_THE_WORKER = (
     *(TASK_DIGEST, TASK_FOLDER, TIMEOUT_S, BOOTSTRAP_S, GPU, SETTINGS, BOTO3),
     *(LAUNCHED_AT, LEASE_S, LEASE_NAME, SPARE, ENV, SERVICE, FOLDER, SYS_PATH),
 )
-NOTICE_S = "REPLICA_NOTICE_S"  # how long a service leaves to what it has told to end; whoever launches may set it
+NOTICE_S = "REPLICA_NOTICE_S"  # the time between a service's signal and the end of the container; a launch may set it
 LOST_AFTER_S = "REPLICA_LOST_AFTER_S"  # how long a rank may be silent until a spare takes it over; likewise
 UNSEEN = nullcontext()
 # A replica is not a member of a process group. Libraries that find one of these variables conclude that it is: they
@@ -106,15 +106,15 @@ class Replica:
     rendezvous: str
     """The store's url; the run's keys start with `run_id`."""
     reported: dict[str, Any] = field(default_factory=dict, repr=False)
-    """What `report` was given so far; the worker's heartbeat carries it."""
+    """The values that `report` got so far. The worker's heartbeat carries them."""
     recorder: Recorder | None = field(default=None, repr=False)
     """Keeps what is measured over time. None: nothing is kept, as in a helper process."""
     warnings: WarningLog | None = field(default=None, repr=False)
     """Collects warnings, which are events of the run. None: they are in the log alone, as in a helper process."""
     page: SharedPage | None = field(default=None, repr=False)
-    """What its supervisor sees of it. None: it has no supervisor, or is a helper process."""
+    """Its page for the supervisor. None: it has no supervisor, or is a helper process."""
     launched: LaunchedWith | None = field(default=None, repr=False)
-    """What its task says of the launch; the task's digest vouches for it, where one came with the start. None: it is a
+    """The launch, from its task. If the start came with a digest of the task, the digest proves it. None: it is a
     helper process, or alone."""
     claimed_nonce: str | None = field(default=None, repr=False)
     counted_step: int | None = field(default=None, repr=False)
@@ -156,16 +156,16 @@ class Replica:
 
     @cached_property
     def record(self) -> RunRecord | None:
-        """What `run.json` says of the run."""
+        """The record `run.json` of the run."""
         from executors.task.record import find_run_record
 
         return retry(lambda: find_run_record(self.store, self.run_id), START, "the record of this run")
 
     @property
     def continues(self) -> str | None:
-        """The id of the run whose newest snapshot this run begins from; None: it begins anew.
+        """The id of the run whose newest snapshot this run begins from. None if there is no such run.
 
-        As its task says; in a process that read none, as its record does.
+        The task has it. In a process that read no task, the record has it.
         """
         said = self.launched or self.record
         return None if said is None else said.continues
@@ -237,11 +237,11 @@ class Replica:
             loader = DataLoader(train, batch_size=32, shuffle=True)
             diloco = DiLoCo(model, total_steps=epochs * len(loader))   # the same number at every replica
 
-        The share has every `world_size`th item. Of items that alternate, as in pairs that match and do not match in
-        turn, a share may have one kind alone: permute such a data set first, alike on each replica. A data set of
-        `datasets` is split as that library splits it. The ranks of the launch have no item in common. The longest
-        share has one item more than the shortest, and every item is in a share. With `equal`, all shares are as long
-        as the shortest, and up to `world_size - 1` items are in no share.
+        The share has every `world_size`th item. If the items alternate, as in pairs that match and do not match in
+        turn, a share may have one kind alone. Permute such a data set first, in the same way on each replica. A data
+        set of `datasets` is split as that library splits it. The ranks of the launch have no item in common. The
+        longest share has one item more than the shortest, and every item is in a share. With `equal`, all shares are as
+        long as the shortest, and up to `world_size - 1` items are in no share.
 
         A replica that was added later has a rank of `world_size` or more. Its share has items that other replicas have,
         too: one of `rank + 1` shares, or with `equal` the same number of items as every other share.
@@ -255,7 +255,7 @@ class Replica:
 
         Args:
             dataset: a data set of `datasets` or of torch, a list, an array, a table, any object with `__len__` and
-                `__getitem__`, or an iterable. The share of an iterable reads all items, and skips those of other
+                `__getitem__`, or an iterable. The share of an iterable reads all items, and skips the items of other
                 shares.
             equal: True if all shares must have the same number of items, so that a number of steps computed from their
                 length is the same at every replica. An iterable without a length is read in groups of `world_size`
@@ -362,7 +362,7 @@ class Replica:
     def atomic(self) -> AbstractContextManager[None]:
         """Return a context in which this replica is not ended, for 60 s at most: `with replica.atomic(): save(…)`.
 
-        What was to end it, as a cancel, is raised when the context is left.
+        An order to end it, as a cancel, is raised when the context is left.
         """
         return UNSEEN if self.page is None else Atomic(self.page)
 
@@ -372,7 +372,7 @@ class Replica:
 
     @property
     def ending_s(self) -> float | None:
-        """Seconds left for this replica, which is to save its work and leave. None: nobody asked it to.
+        """Seconds left for this replica to save its work and leave. None if it need not leave.
 
         Its machine goes, or `replicas stop` asked. `DiLoCo.step()` leaves then by `SystemExit`. An entrypoint that has
         read a number here and returns has left early, and has not succeeded.
@@ -391,7 +391,7 @@ class Replica:
         """Keep what a round was: the fields of `executors.metrics.rows.Round`.
 
         Args:
-            ended: when it was over, by `time.monotonic`.
+            ended: when it ended, by `time.monotonic`.
         """
         if self.recorder is not None:
             self.recorder.round(ended, fields)
@@ -426,16 +426,16 @@ class Replica:
     def save_artifact(self, name: str, path: str | Path) -> None:
         """Keep a file, or a folder of files, with the run: `replicas collect` and `Run.artifacts` bring it back.
 
-        What this rank's earlier attempts kept is brought back, too; of one name the newest attempt's.
+        Artifacts of this rank's earlier attempts are collected, too. If names are equal, the newest attempt's counts.
 
         Args:
-            name: what it is called there; may contain `/`.
+            name: its name there, which may contain `/`.
             path: the file or folder to copy.
 
         Raises:
             FileNotFoundError: there is nothing at `path`.
             ValueError: the name could not be written to a folder when it is collected; or `path` is a pipe, a socket or
-                a device. What a folder has of these is left out, which stderr says.
+                a device. Such parts of a folder are left out, and stderr names them.
         """
         from executors.store.artifacts import problem_of
 
@@ -487,7 +487,7 @@ def run_key() -> bytes | None:
     """Return the key of the signed run that this process belongs to, as its environment has it.
 
     Raises:
-        ValueError: what it has is not a key.
+        ValueError: its value is not a key.
     """
     text = os.environ.get(RUN_KEY)
     return None if text is None else parse_key(text)
@@ -496,8 +496,11 @@ def run_key() -> bytes | None:
 def current_replica() -> Replica:
     """Return this process's replica.
 
-    A process that `replicas` did not start, as with `python train.py`, is rank 0 of 1 and keeps nothing: a line on
-    stderr says so.
+    A process that `replicas` did not start, as with `python train.py`, is rank 0 of 1 and keeps nothing. A line on
+    stderr explains this.
+
+    Example:
+        rank = current_replica().rank
 
     Raises:
         ReplicasError: the environment names part of a replica.

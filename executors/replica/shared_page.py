@@ -1,6 +1,6 @@
 """A page of memory that a rank shares with its supervisor: what it does, for how long, and what it printed last.
 
-The rank writes and the supervisor reads, but for `announce` and `accuse`. Nobody waits and nobody locks: each value is
+The rank writes and the supervisor reads, but for `announce` and `accuse`. No side waits or locks: each value is
 written whole, again and again, so that one that was torn is soon repaired. Times are of `time.monotonic`, one clock for
 both. Everything that the rank does with it is done in the thread that runs the entrypoint, but for beats and output.
 """
@@ -57,7 +57,7 @@ class SharedPage:
     """Made before the fork of an attempt's process; both sides have it from then on.
 
     Args:
-        after: of the attempt before, whose intervals are not learned anew.
+        after: the page of the attempt before, whose intervals are kept.
     """
 
     ready = _Number(READY)
@@ -65,22 +65,22 @@ class SharedPage:
     beat = _Number(BEAT)
     """When a thread of the rank last had the GIL."""
     beaten = _Number(BEATEN)
-    """When the rank's last `heartbeat.json` was in the store; infinity: there is to be none any more."""
+    """When the rank's last `heartbeat.json` was in the store. Infinity: no more heartbeats come."""
     tick = _Number(TICK)
     """When the rank's main thread last executed bytecode."""
     step = _Number(STEP)
     """The step that the rank has reached; nan if it has reported none."""
     mark = _Number(MARK)
-    """When the rank last made progress; 0: never."""
+    """When the rank last made progress, or 0 if it never did."""
     marks = _Number(MARKS)
     kept = _Number(KEPT)
     """How often it left something that its next attempt need not do again."""
     since = _Number(SINCE)
     """Since when it has made no progress in this section: from the last mark on, without the sections between."""
     unwatched = _Number(UNWATCHED)
-    """More than 0: it is not to be judged."""
+    """If it is more than 0, no limit applies."""
     atomic_since = _Number(ATOMIC_SINCE)
-    """Since when it is in what is not to be interrupted; 0: it is not."""
+    """Since when it is in a section that must not be interrupted, or 0."""
     atomic_left = _Number(ATOMIC_LEFT)
     opened_at = _Number(OPENED_AT)
     """The time when the rank last opened a DiLoCo; 0 if it has opened none."""
@@ -93,23 +93,23 @@ class SharedPage:
     main_thread = _Number(MAIN_THREAD)
     """The main thread's ident, by which a dump of the stacks names it."""
     stacks_file = _Number(STACKS_FILE)
-    """The descriptor, in the rank, of what its stacks are dumped to; -1: none."""
+    """The descriptor, in the rank, of the file for its stacks, or -1."""
     n_stacks = _Number(N_STACKS)
     """How many dumps its supervisor has kept."""
     hang_raised_at = _Number(HANG_RAISED_AT)
-    """When the rank raised `HangError`; 0: it has not."""
+    """When the rank raised `HangError`, or 0 if it has not."""
     claimed = _Number(CLAIMED)
-    """One more than the number of the attempt that the rank has claimed; 0: none yet."""
+    """One more than the number of the attempt that the rank has claimed, or 0."""
     n_decisions = _Number(N_DECISIONS)
     """How many entries of the run's log its supervisor had read when it started the rank, which they do not bar."""
     left_at = _Number(LEFT_AT)
-    """When the rank had nothing more to do than to leave: to run what was registered at exit; 0: it has more to do."""
+    """When the rank had only to run its functions at exit, or 0 while it has more to do."""
     left_with = _Number(LEFT_WITH)
     """The exit code that it then leaves with."""
     has_result = _Number(HAS_RESULT)
     """1: its entrypoint has returned a result."""
     store_failed = _Number(STORE_FAILED)
-    """1: the run's store failed: its process could not begin, or could not record how it ended."""
+    """1 if the run's store failed, so that its process could not begin, or could not record its end."""
 
     def __init__(self, after: SharedPage | None = None) -> None:
         self._memory = mmap.mmap(-1, HEAD_BYTES + TAIL_BYTES)  # shared with what is forked from here
@@ -124,11 +124,11 @@ class SharedPage:
         """The sections around the innermost one: row and limit, and since, from when the one in it was entered on."""
         self._row = FIRST_ROW
         self._written = self.n_atomic = 0
-        # Of the rank's process alone.
+        # Used in the rank's process alone.
         self.deferred: BaseException | None = None
         """Raised when it leaves `atomic`."""
         self.knows_of_end = False
-        """Whether it has asked and was told that it is to end."""
+        """Whether it has read that it must end."""
         self._numbers[ROW], self._numbers[LIMIT] = FIRST_ROW, math.nan
         self._numbers[STEP] = self._numbers[ROUND] = math.nan
         self.stacks_file = -1
@@ -164,7 +164,7 @@ class SharedPage:
         """Note that the rank made progress, how far it is, and what of it the next attempt need not do again."""
         numbers, now, row = self._numbers, monotonic(), self._row
         gap = now - numbers[SINCE]
-        if gap > numbers[row] and (numbers[MARKS] or row != FIRST_ROW):  # what is before the first mark is no interval
+        if gap > numbers[row] and (numbers[MARKS] or row != FIRST_ROW):  # the time before the first mark does not count
             numbers[row] = gap
         numbers[row + 1] += 1
         numbers[MARKS] += 1
@@ -186,10 +186,10 @@ class SharedPage:
         self._numbers[FINISHED_AFTER] = self._numbers[MARKS] + 1
 
     def enter(self, name: str, limit_s: float | None = None) -> None:
-        """Begin a section, in which its limit counts instead of that of the steps.
+        """Begin a section, in which its limit counts instead of the steps' limit.
 
         Args:
-            limit_s: how long it may go on without progress. None: learned.
+            limit_s: how long it may continue without progress. None: learned.
         """
         numbers, now = self._numbers, monotonic()
         self._open.append((self._row, numbers[LIMIT], numbers[SINCE] - now))
@@ -241,7 +241,7 @@ class SharedPage:
 
     @property
     def limit_s(self) -> float | None:
-        """The limit that was given for the section. None: learned; inf: it waits for others."""
+        """The limit that was given for the section. None if it is learned, infinity if the section waits for others."""
         limit = self._numbers[LIMIT]
         return None if math.isnan(limit) else limit
 
@@ -249,7 +249,7 @@ class SharedPage:
     def intervals(self) -> tuple[int, float]:
         """How many intervals without progress there were in the section, and the longest, in the attempts so far.
 
-        Those of the steps, in a section that waits for others.
+        In a section that waits for others, the steps' limits count.
         """
         row = FIRST_ROW if self.limit_s == math.inf else self.current_row
         return int(self._numbers[row + 1]), self._numbers[row]
@@ -277,7 +277,7 @@ class SharedPage:
 
     @property
     def reached(self) -> dict[str, float] | None:
-        """The `round` and `step` that the rank was at when it last said so."""
+        """The `round` and `step` of the rank's last report."""
         found = {"round": self._numbers[ROUND], "step": self._numbers[STEP]}
         return {name: value for name, value in found.items() if not math.isnan(value)} or None
 
@@ -304,7 +304,7 @@ class SharedPage:
 
         Args:
             at: by `time.monotonic`.
-            notice: the signal that announced the end of its machine; 0: a person asked the run to stop.
+            notice: the signal that announced the end of its machine, or 0 if the user stopped the run.
         """
         self._numbers[NOTICE] = notice
         self._numbers[ENDING_AT] = at
@@ -322,7 +322,7 @@ class SharedPage:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether a person asked the run to stop, so that it ends at its next round."""
+        """Whether the user stopped the run, so that it ends at its next round."""
         return bool(self._numbers[ENDING_AT]) and not self._numbers[NOTICE]
 
     @property
@@ -395,7 +395,7 @@ class Unwatched(Section):
 
 
 class Atomic:
-    """What is not to be interrupted, as a context."""
+    """A context that must not be interrupted."""
 
     def __init__(self, page: SharedPage) -> None:
         self._page = page

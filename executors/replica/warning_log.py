@@ -35,7 +35,7 @@ class WarningLog:
     `add` may be called by any thread of the process that made this. The other methods belong to the thread that writes.
 
     Args:
-        attempt: whose record it is.
+        attempt: the attempt of the record.
         clock: returns seconds, for the time between two writes.
         now: returns the Unix time, for the moments of the warnings.
 

@@ -1,11 +1,11 @@
-"""What every executor has to keep. Subclass it, supply `executor`, and inherit the tests.
+"""The promises of every executor, as tests. Subclass `ExecutorContract`, supply `executor`, and inherit the tests.
 
     class TestMyExecutor(ExecutorContract):
         @pytest.fixture
         def executor(self):
             return MyExecutor()
 
-Nothing but the five verbs and two attributes is asked of it. What only the backend can do is a hook, and a test that
+The tests use only the five verbs and two attributes. A part that only the backend can do is a hook, and a test that
 needs a missing hook is skipped. Known gaps go to `expected_failures`.
 """
 
@@ -45,7 +45,14 @@ def _skip_without_json(handles: Sequence[Any]) -> None:
 
 
 class ExecutorContract(KnownGaps, EndsWhatItStarts):
-    """What users of an executor see while all goes well, and when replicas fail, hang or are cancelled."""
+    """Tests what users of an executor see while all goes well, and when replicas fail, hang or are cancelled.
+
+    Example:
+        class TestMyExecutor(ExecutorContract):
+            @pytest.fixture
+            def executor(self):
+                return MyExecutor()
+    """
 
     takes_callables: ClassVar[bool] = True
     """Whether the entrypoint may be a function."""
@@ -65,51 +72,99 @@ class ExecutorContract(KnownGaps, EndsWhatItStarts):
         self.end_all()
 
     def launched(self, executor: ServerlessExecutor, n: int, *asked: Any, **more: Any) -> list[Any]:
-        """Launch replicas, which are cancelled when the test ends, however it does."""
+        """Launch replicas, which are cancelled when the test ends in any way.
+
+        Args:
+            executor: the executor of the test.
+            n: the number of replicas.
+            asked: the other positional arguments of `launch_replicas`.
+            more: its keyword arguments.
+        """
         handles: list[Any] = executor.launch_replicas(n, *asked, **more)
         for handle in handles:
             self.at_the_end(partial(executor.cancel, handle))
         return handles
 
     def another(self, executor: ServerlessExecutor) -> ServerlessExecutor:
-        """Return an executor as another process would make it: default-constructed."""
+        """Return an executor as another process would make it: default-constructed.
+
+        Args:
+            executor: the executor of the test.
+        """
         return type(executor)()
 
     def kill(self, executor: ServerlessExecutor, handle: Any) -> None:
-        """End a replica behind the executor's back, as an eviction or `kill -9` does."""
+        """End a replica without the executor, as an eviction or `kill -9` does.
+
+        Args:
+            executor: the executor of the test.
+            handle: the handle of the replica.
+        """
         pytest.skip("no way is given to kill a replica behind this executor's back")
 
     def lose_reply(self, executor: ServerlessExecutor) -> Callable[[], int]:
-        """Let its engine do what the next start asks for, and its answer be lost; return what counts the jobs since."""
+        """Let the engine accept the next start, and lose its answer. Return a function that counts the jobs since then.
+
+        Args:
+            executor: the executor of the test.
+        """
         pytest.skip("no way is given to lose an answer of this executor's engine")
 
     def evict(self, executor: ServerlessExecutor, handle: Any) -> None:
-        """End a replica as an engine that takes its machine back: it is told to end, and has some seconds."""
+        """End a replica as an engine that takes its machine back: it gets a signal, and has some seconds.
+
+        Args:
+            executor: the executor of the test.
+            handle: the handle of the replica.
+        """
         pytest.skip("no way is given to evict a replica of this executor")
 
     def requests(self, executor: ServerlessExecutor) -> tuple[int, int]:
-        """Return how many requests its engine has had to start jobs, and to look at any; jobs may wait from here on."""
+        """Return the numbers of requests to start jobs, and to read them. Jobs may wait from here on.
+
+        Args:
+            executor: the executor of the test.
+        """
         pytest.skip("no way is given to count what this executor's engine is asked")
 
     def never_launched(self, handle: Any) -> Any:
-        """Return a handle like this one, of a replica that never was."""
+        """Return a handle like this one, of a replica that was never launched.
+
+        Args:
+            handle: the handle of a replica that was launched.
+        """
         if not isinstance(handle, ReplicaHandle):
             pytest.skip("no way is given to make a handle of a replica that never was")
         return dataclasses.replace(handle, metadata={**handle.metadata, "run_id": "never-was"})
 
     def hanging(self, executor: ServerlessExecutor, handles: Sequence[Any]) -> None:
-        """Wait until replicas that hang have printed so."""
+        """Wait until replicas that hang have printed so.
+
+        Args:
+            executor: the executor of the test.
+            handles: the handles of these replicas.
+        """
         for handle in handles:
             eventually(lambda handle=handle: "hanging" in executor.stream_logs(handle), within_s=self.patience_s)  # type: ignore[misc]
 
     def collected(self, executor: ServerlessExecutor, handles: Sequence[Any]) -> list[dict[str, Any]]:
-        """Wait for the end of replicas, and no longer than patience allows."""
+        """Wait for the end of replicas, at most `patience_s` seconds, and return how each ended.
+
+        Args:
+            executor: the executor of the test.
+            handles: the handles of the replicas.
+        """
         rows = executor.collect(list(handles), timeout=int(self.patience_s))
         assert [row["status"] for row in rows if row["status"] not in TERMINAL] == [], "not ended in time"
         return rows
 
     def cancelled(self, executor: ServerlessExecutor, handles: Sequence[Any]) -> list[dict[str, Any]]:
-        """Cancel replicas and see that they are."""
+        """Cancel replicas, check that each was cancelled, and return how each ended.
+
+        Args:
+            executor: the executor of the test.
+            handles: the handles of the replicas.
+        """
         for handle in handles:
             executor.cancel(handle)
         rows = self.collected(executor, handles)

@@ -21,10 +21,19 @@ Helper: TypeAlias = "subprocess.Popen[str]"
 
 
 def eventually(look: Callable[[], T], what: str = "", *, within_s: float = 60.0, every_s: float = 0.02) -> T:
-    """Look again and again until something true comes back, and return it.
+    """Call a function again and again until it returns a true value, and return this value.
+
+    Example:
+        eventually(lambda: path.exists(), "the file exists", within_s=5.0)
+
+    Args:
+        look: the function to call.
+        what: the expected state, for the message of the error. Default: the name of the function.
+        within_s: the longest wait in seconds.
+        every_s: the pause between two calls in seconds.
 
     Raises:
-        AssertionError: it did not come true in time; names `what`, or what was seen last.
+        AssertionError: no true value came in time. The message has `what`, and the last value.
     """
     deadline = time.monotonic() + within_s
     while not (seen := look()):
@@ -52,14 +61,14 @@ class KnownGaps:
 
 
 class EndsWhatItStarts:
-    """A contract suite that ends what its tests started, also those that fail: at a service it goes on, and costs."""
+    """A contract suite that ends the jobs of its tests, also of failed tests: at a service they would run, and cost."""
 
     def at_the_end(self, act: Callable[[], object]) -> None:
         """Call this when the test has ended, before what it tests is gone."""
         self.__dict__.setdefault("_acts", []).append(act)
 
     def end_all(self) -> None:
-        """Call what was left for the end of a test. What fails is left alone: the test says what is wrong."""
+        """Call the functions for the end of a test. Their errors are ignored, because the test shows the cause."""
         for act in self.__dict__.pop("_acts", []):
             with contextlib.suppress(Exception):
                 act()

@@ -1,4 +1,4 @@
-"""What every service that runs jobs has to keep. Subclass it, supply three hooks, and inherit the tests.
+"""The promises of every service that runs jobs, as tests. Subclass it, supply three hooks, and inherit the tests.
 
 class TestMyJobs(JobServiceContract):
     @pytest.fixture
@@ -54,10 +54,17 @@ HANG = "print('hanging', flush=True); import time; time.sleep(600)"
 
 
 class JobServiceContract(KnownGaps, EndsWhatItStarts):
-    """The calls, each against a service that works; how its errors are translated is tested beside each file."""
+    """Tests each call against a service that works. The tests of each adapter cover the translation of its errors.
+
+    Example:
+        class TestMyJobs(JobServiceContract):
+            @pytest.fixture
+            def service(self):
+                return MyJobs()
+    """
 
     gpu: ClassVar[str | None] = None
-    """What each job asks for."""
+    """The GPU of each job."""
     patience_s: ClassVar[float] = 60.0
     """How long a job may take until it runs, and until its end is reported."""
 
@@ -72,31 +79,58 @@ class JobServiceContract(KnownGaps, EndsWhatItStarts):
         self.end_all()
 
     def another(self, service: JobService) -> JobService:
-        """Return the service as another process would make it."""
+        """Return the service as another process would make it.
+
+        Args:
+            service: the service of the test.
+        """
         raise NotImplementedError
 
     def unknown(self, service: JobService) -> JobId:
-        """Return the id of a job that the service does not have."""
+        """Return the id of a job that the service does not have.
+
+        Args:
+            service: the service of the test.
+        """
         raise NotImplementedError
 
     def checks_secrets(self, service: JobService) -> bool:
-        """Return whether this account may find out that a secret does not exist. By default it may."""
+        """Return whether this account may find out that a secret does not exist. By default it may.
+
+        Args:
+            service: the service of the test.
+        """
         return True
 
     def job(self, code: str, **changes: Any) -> Job:
-        """Return a job that runs Python code."""
+        """Return a job that runs Python code.
+
+        Args:
+            code: the code.
+            changes: other values of the fields of `Job`.
+        """
         key = JobKey("s3://bucket/contract", f"contract-{secrets.token_hex(4)}", 3, 1)
         made = Job(key, ("python", "-u", "-c", code), (), {}, {}, gpu=self.gpu, limit_s=300)
         return replace(made, **changes)
 
     def begun(self, service: JobService, job: Job) -> JobId:
-        """Start a job, which is stopped when the test ends, however it does."""
+        """Start a job, which is stopped when the test ends in any way, and return its id.
+
+        Args:
+            service: the service of the test.
+            job: the job to start.
+        """
         job_id = service.start(job)
         self.at_the_end(partial(service.stop, job_id))
         return job_id
 
     def begun_together(self, service: JobService, jobs: Sequence[Job]) -> list[JobId]:
-        """Start jobs in one call, which are stopped when the test ends, however it does."""
+        """Start jobs in one call, which are stopped when the test ends in any way, and return their ids.
+
+        Args:
+            service: the service of the test.
+            jobs: the jobs to start.
+        """
         ids = list(service.start_jobs(jobs))
         for job_id in ids:
             self.at_the_end(partial(service.stop, job_id))
@@ -107,9 +141,15 @@ class JobServiceContract(KnownGaps, EndsWhatItStarts):
         return service.state(job_id)
 
     def started(self, service: JobService, job: Job, line: str = "hanging") -> JobId:
-        """Start a job, and wait until it says a line."""
+        """Start a job, wait until it prints a line, and return its id.
+
+        Args:
+            service: the service of the test.
+            job: the job to start.
+            line: the line to wait for.
+        """
         job_id = self.begun(service, job)
-        eventually(lambda: line in service.logs(job_id, 10), f"the job says {line!r}", within_s=self.patience_s)
+        eventually(lambda: line in service.logs(job_id, 10), f"the job prints {line!r}", within_s=self.patience_s)
         return job_id
 
     def test_the_account_can_be_used_and_a_secret_that_is_not_there_is_refused_by_name(
@@ -184,7 +224,7 @@ class JobServiceContract(KnownGaps, EndsWhatItStarts):
         other_store = replace(job, key=replace(job.key, store_url="s3://bucket/other"))
         other_run = replace(job, key=replace(job.key, run_id=f"{job.key.run_id}-2"))
         mine, elsewhere, others = (self.started(service, each) for each in (job, other_store, other_run))
-        asking = self.another(service)  # whoever lost the store may be on another machine
+        asking = self.another(service)  # the process that lost the store may be on another machine
 
         def listed(labels: Mapping[str, str]) -> list[JobId]:
             return sorted((each.job for each in asking.running_jobs(labels)), key=repr)
@@ -192,11 +232,11 @@ class JobServiceContract(KnownGaps, EndsWhatItStarts):
         labels = {RUN_LABEL: job.key.run_id}
         eventually(lambda: listed(labels) == sorted([mine, elsewhere], key=repr), within_s=self.patience_s)
         stores = {each.labels[STORE_LABEL] for each in asking.running_jobs(labels)}
-        assert stores == {key.run_labels[STORE_LABEL] for key in (job.key, other_store.key)}, "they are told apart"
+        assert stores == {key.run_labels[STORE_LABEL] for key in (job.key, other_store.key)}, "the labels differ"
         assert listed(job.key.run_labels) == [mine], "an id is listed as start() returned it"
         assert listed({RUN_LABEL: "never-was"}) == []
         asking.stop(mine)
-        eventually(lambda: listed(job.key.run_labels) == [], "what has ended is not listed", within_s=self.patience_s)
+        eventually(lambda: listed(job.key.run_labels) == [], "ended jobs are not listed", within_s=self.patience_s)
         assert not any(service.state(each).has_ended for each in (elsewhere, others))
         for each in (elsewhere, others):
             service.stop(each)
@@ -287,7 +327,7 @@ class JobServiceContract(KnownGaps, EndsWhatItStarts):
         more = {**ids[other.key], "url": "https://elsewhere"}
         of_another_run = replace(job.key, run_id="another")
         for wrong in ({of_another_run: ids[job.key]}, {job.key: more}, {job.key: {"id": 5}}, {}):
-            assert service.states(wrong) == {}, "nobody verifies what is told of here"
+            assert service.states(wrong) == {}, "a job with wrong labels is not shown"
         if service.states_name_ranks:
             assert service.states({job.key: ids[other.key]}) == {}
         service.stop(ids[job.key])

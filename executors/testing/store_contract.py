@@ -1,12 +1,12 @@
-"""What every `Store` has to keep. Subclass it, supply `store`, and inherit the tests.
+"""The promises of every `Store`, as tests. Subclass `StoreContract`, supply `store`, and inherit the tests.
 
     class TestMyStore(StoreContract):
         @pytest.fixture
         def store(self, tmp_path):
             return MyStore(tmp_path)
 
-Other processes open the store by its url, with `opener`. A store that lives in one process says so with
-`in_process = True`.
+Other processes open the store by its url, with `opener`. A test class of a store that lives in one
+process has `in_process = True`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,14 @@ BAD_KEYS = {
 
 
 class StoreContract(StoreRaces, KnownGaps):
-    """What one user of a store sees; `StoreRaces` has what many see at once."""
+    """Tests what one user of a store sees. `StoreRaces` tests many users at once.
+
+    Example:
+        class TestMyStore(StoreContract):
+            @pytest.fixture
+            def store(self, tmp_path):
+                return MyStore(tmp_path)
+    """
 
     in_process: ClassVar[bool] = False
     """The store keeps its objects in this process: others cannot see them, and they count as its memory."""

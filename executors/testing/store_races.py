@@ -1,4 +1,4 @@
-"""What a `Store` keeps when many use it at once: threads, processes, and writers that are killed."""
+"""The promises of a `Store` that many use at once: threads, processes, and writers that are killed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StoreRaces:
 
     @pytest.fixture
     def others(self, store: Store) -> Start:
-        """Start another process at this store, which says `ready` first."""
+        """Start another process at this store, which prints `ready` first."""
         if self.in_process:
             pytest.skip("this store lives in one process")
 

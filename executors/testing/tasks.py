@@ -1,4 +1,4 @@
-"""What the replicas of `ExecutorContract` do. Plain functions that need nothing but Python."""
+"""The entrypoints of the replicas of `ExecutorContract`. Plain functions that need nothing but Python."""
 
 from __future__ import annotations
 
