@@ -41,6 +41,11 @@ class TensorsAsModule(nn.Module):
         if not self._names:
             raise ValueError(f"average_also() takes tensors of floating point numbers, and {kind_of(thing)} has none.")
 
+    @property
+    def module_of_copies(self) -> nn.Module | None:
+        """The module that was given. None: something else was given."""
+        return self._module[0] if self._module else None
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by name, as they are now."""
         if self._module:

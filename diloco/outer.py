@@ -26,6 +26,7 @@ from diloco.attached_state import AttachedState
 from diloco.errors import DiLoCoError
 from diloco.fragments import FragmentSpec, check_sizes, plan_fragments
 from diloco.keep_schedule import KeepSchedule
+from diloco.model_at_end import ModelAtEnd, forget
 from diloco.model_state import ModelState
 from diloco.one_process import check_is_one_process, check_is_opener
 from diloco.optimizer_history import OptimizerHistory
@@ -41,6 +42,7 @@ from diloco.replica_link import ReplicaLink, check_is_free, is_open, leave_all
 from diloco.same_data import SameData, SameDataMode
 from diloco.settings import Settings, check_wires
 from diloco.stale_copies import EarlyCopies, StaleCopies, warn_of_own_averages
+from diloco.tensor_names import find_tensor
 from diloco.trained_model import Source
 from diloco.training_loop import TrainingLoop
 from diloco.unshared_state import FIRST_BYTES, LATER_BYTES, RestWriter
@@ -240,6 +242,7 @@ class DiLoCo:
         self._training_side = TrainingSide(context, workers.scheduler)
         self._round_s, self._closed, kept = 0.0, False, self._attached.kept
         self._is_also, self._also = isinstance(model, TensorsAsModule), list[tuple[DiLoCo, TensorsAsModule]]()
+        forget(model)
         self._stale = StaleCopies(model, fragments_)
         self._history = OptimizerHistory(model)
         self._early = EarlyCopies(model, () if me.attempt else self._stale.names)
@@ -509,6 +512,7 @@ class DiLoCo:
             # Without a round, the anchor is still the first one, and only the live values contain the training.
             if self.rounds:
                 self._model_state.take_anchor()
+                self._look_at_end()
             if self._is_also:
                 return  # the DiLoCo of the model warns of steps in no average
             for other, tensors in self._also:
@@ -519,6 +523,21 @@ class DiLoCo:
             if self.rounds and phase.n_steps and not is_alone and not self._is_over and not phase.wants_to_stop:
                 uncounted = self._loop.warn_of_early_end(at, uncounted)
             self._settings.check_what_was_averaged(phase.n_steps, uncounted, self.rounds, moved, is_alone=is_alone)
+
+    def _look_at_end(self) -> None:
+        """Let the replica look once more at the model when the script has ended: it may have changed it by then."""
+        model = self._model_state.model
+        owner = model.module_of_copies if isinstance(model, TensorsAsModule) else model
+        if owner is None or self._participant.is_alone or not self._link.is_of_replica:
+            return
+        tensors = {
+            slot.name: find_tensor(self._model_state.model, slot.name, slot.kind)
+            for fragment in self._model_state.fragments
+            for slot in fragment.slots
+        }
+        if isinstance(model, TensorsAsModule):  # its parameters share their memory with the module's, and are its own
+            tensors = model.tensors()
+        self._link.look_at_end(ModelAtEnd(owner, tensors, self._link.note_own_model).look)
 
     def __enter__(self) -> Self:
         return self

@@ -176,6 +176,35 @@ class ReplicaLink:
         if self._replica is not None:
             self._replica.began_after_the_end = True
 
+    @property
+    def is_of_replica(self) -> bool:
+        """Whether this process is a replica."""
+        return self._replica is not None
+
+    def look_at_end(self, look: Callable[[], None]) -> None:
+        """Let the replica call something when its script has ended.
+
+        Args:
+            look: a function without arguments.
+
+        Example:
+            link.look_at_end(at_end.look)
+        """
+        if self._replica is not None:
+            self._replica.at_end.append(look)
+
+    def note_own_model(self, mark: float) -> None:
+        """Note that the script has changed the model after this DiLoCo was closed.
+
+        Args:
+            mark: a number that stands for the changed model: the same on replicas with the same model.
+
+        Example:
+            link.note_own_model(0.25)
+        """
+        if self._replica is not None:
+            self._replica.own_models[self._name] = mark
+
     def _finish_if_last(self) -> None:
         """Tell the replica that its training is finished, unless another DiLoCo still trains."""
         if self._replica is not None and all(key in finished for key in is_open if key[0] == self._nonce):

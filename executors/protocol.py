@@ -243,6 +243,8 @@ class Outcome:
     """The warnings that it left. None if it left none, or if its last heartbeat has them."""
     trained_alone: bool = False
     """Whether it made an optimizer of torch, and nothing in it asked for its rank or created a DiLoCo."""
+    own_models: Mapping[str, float] | None = None
+    """By the name of a DiLoCo, a number that stands for its model if the script changed that after `close()`."""
     unproven: bool = False
     """Whether the run is signed and this outcome is not proven by the run's key."""
 

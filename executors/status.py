@@ -38,6 +38,8 @@ NO_COLUMNS = (TOTAL_STEPS, SAME_DATA_AS)
 N_MORE = 3  # columns for other numbers, if the user names none
 MAX_STEPS, MAX_LEFT_S = 1e15, 1e9  # reports may be any numbers
 MAX_COLUMNS = 50  # in a notebook
+SAME_MODEL = 2e-3
+"""Changed models whose numbers differ by less are one model: processors round a little differently."""
 MAX_WARNING = 200  # characters of a warning in a line
 MAX_DECIDED, MAX_LINE = 8, 1000  # lines of decisions that are shown at once, and characters of each
 HEADINGS = {"round_s": "in rounds", STEPS_PER_S: "steps/s", "note": ""}
@@ -289,6 +291,34 @@ def unlike_ends_warning(outcomes: Sequence[Outcome]) -> str | None:
     )
 
 
+def own_models_warning(outcomes: Sequence[Outcome]) -> str | None:
+    """Return the warning of a run whose replicas have changed their models after DiLoCo was closed; else None.
+
+    Replicas may change their models in the same way, or one replica may do it for all. So this compares the replicas
+    that did it.
+
+    Args:
+        outcomes: how the newest attempt of each rank ended. Those that did not succeed are left out.
+
+    Example:
+        own_models_warning(list(run.outcomes().values()))
+    """
+    marks: dict[str, dict[int, float]] = {}
+    for each in outcomes:
+        if each.status is ReplicaStatus.SUCCEEDED:
+            for name, mark in (each.own_models or {}).items():
+                marks.setdefault(name, {})[each.rank] = mark
+    for by_rank in marks.values():
+        apart = max(by_rank.values()) - min(by_rank.values())
+        if not apart <= SAME_MODEL:  # also if a mark is not a number
+            return (
+                f"Replicas ended with different models: {name_ranks(by_rank)} changed theirs after DiLoCo was closed, "
+                "as by an own checkpoint or update_bn() on an own share. Save the model of one rank, or take the "
+                "run's: replicas model RUN"
+            )
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class FoundWarning:
     """One warning of a run."""
@@ -445,7 +475,7 @@ class RunStatus:
         ]
         outcomes = [each.outcome for each in self.replicas if each.outcome is not None]
         if len(outcomes) == len(self.replicas):
-            texts = (alone_warning(outcomes), unlike_ends_warning(outcomes))
+            texts = (alone_warning(outcomes), unlike_ends_warning(outcomes) or own_models_warning(outcomes))
             found += [FoundWarning(text=text, at=self.last_at) for text in texts if text is not None]
         return found
 

@@ -56,6 +56,7 @@ def parse_outcome(data: Any, key: str = "outcome.json", url: str = "") -> Outcom
     reason: Any = fields.take("reason", nullable(one_of(*REASONS)), None)
     reported = fields.take("reported", nullable(json_object), None)
     reached = fields.take("reached", nullable(json_object), None)
+    own_models = fields.take("own_models", nullable(json_object), None)
     return Outcome(
         rank=fields.take("rank", integer(0, MAX_RANK)),
         attempt=fields.take("attempt", integer(0, MAX_ATTEMPTS)),
@@ -83,6 +84,7 @@ def parse_outcome(data: Any, key: str = "outcome.json", url: str = "") -> Outcom
         was_refused=fields.take("was_refused", flag, False),
         warned=fields.take("warned", nullable(warning_count), None),
         trained_alone=fields.take("trained_alone", flag, False),
+        own_models=None if own_models is None else only_numbers(own_models),
         unproven=fields.take("unproven", flag, False),
     )
 

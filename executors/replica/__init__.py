@@ -12,7 +12,7 @@ import stat
 import sys
 import time
 from _thread import allocate_lock  # not `threading`: every fork of a process that has it runs its hook
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -123,6 +123,10 @@ class Replica:
     """Whether the script has called `report(step=…)`. Its steps then replace those that a DiLoCo counts."""
     is_alone: bool = False
     """Whether `replicas` did not start this process: then nothing of it is kept."""
+    at_end: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    """Called when the entrypoint has returned."""
+    own_models: dict[str, float] = field(default_factory=dict, repr=False)
+    """By the name of a DiLoCo, a number that stands for its model if the script changed that after `close()`."""
     began_after_the_end: bool = field(default=False, repr=False)
     """Whether a DiLoCo found the run complete when this attempt opened it: the attempt had no step left to make."""
     knows_rank: bool = field(default=False, repr=False)

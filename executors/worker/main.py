@@ -278,8 +278,13 @@ class _Worker:
             return self._failed("result_not_serializable", str(error), 1, fingerprint=fingerprint_of(error))
         if (page := self.replica.page) is not None and page.knows_of_end:
             return self._left(page, result)
+        for look in self.replica.at_end:
+            look()
         alone = self._task is not None and has_trained_alone(self.replica, self._task.record)
-        return self._ended(ReplicaStatus.SUCCEEDED, None, exit_code=0, result=result, trained_alone=alone)
+        return self._ended(
+            ReplicaStatus.SUCCEEDED, None, exit_code=0, result=result, trained_alone=alone,
+            own_models=dict(self.replica.own_models) or None,
+        )  # fmt: skip
 
     def raised(self, error: BaseException) -> Outcome:
         """Return the outcome of an entrypoint that raised, or left by `SystemExit`."""

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.standalone_replicas import Cloud, cloud, ended, shared, ship, site, workspace
@@ -205,6 +206,21 @@ def by_episodes():
                 model.weight.add_(0.1)
             diloco.step()
 
+def changed(how="shares", is_on_one_rank=False):
+    train_and_change(how, is_on_one_rank)
+
+def train_and_change(how="shares", is_on_one_rank=False):
+    replica = current_replica()
+    model = torch.nn.Sequential(torch.nn.Linear(20, 4), torch.nn.BatchNorm1d(4))
+    with DiLoCo(model, inner_steps=2, total_steps=4, same_data="allow") as diloco:
+        for _ in diloco.steps():
+            diloco.step()
+    share = 0 if how == "same data" else replica.rank
+    batches = torch.randn(4, 64, 20, generator=torch.Generator().manual_seed(share))
+    if how != "nothing" and not (is_on_one_rank and replica.rank):
+        torch.optim.swa_utils.update_bn(batches, model)
+    return model
+
 def alone():
     model = torch.nn.Linear(2, 1)
     torch.optim.SGD(model.parameters(), 0.1).step()
@@ -224,6 +240,24 @@ def test_replicas_whose_loops_end_at_unlike_steps_end_with_unlike_models_and_the
     assert run.wait(100)
     (warning,) = [each for each in run.warnings() if each.rank is None]
     assert "from rank 0 after round 2 to rank 1 after round 4" in warning.text
+
+
+def test_replicas_that_change_their_models_in_different_ways_after_the_end_are_warned_of(job: Path) -> None:
+    (job / "train_job.py").write_text(TRAIN)
+    (job / "script.py").write_text("import train_job\nmodel = train_job.train_and_change()\nprint(model)\n")
+    cases: list[tuple[str, dict[str, Any], int]] = [
+        ("train_job:changed", {}, 1),
+        ("script.py", {}, 1),
+        ("train_job:changed", {"args": {"how": "same data"}}, 0),
+        ("train_job:changed", {"args": {"how": "nothing"}}, 0),
+        ("train_job:changed", {"args": {"is_on_one_rank": True}}, 0),
+    ]
+    for entrypoint, more, n_warnings in cases:
+        run = launch("local", entrypoint, 2, **more)
+        assert run.wait(100)
+        found = [each.text for each in run.warnings() if each.rank is None]
+        assert len(found) == n_warnings, (entrypoint, more, found)
+        assert all(text.startswith("Replicas ended with different models: ranks 0-1 changed theirs") for text in found)
 
 
 def test_replicas_that_each_trained_alone_say_so_and_those_that_know_their_rank_do_not(job: Path) -> None:

@@ -99,6 +99,7 @@ BAD_OUTCOME_FIELDS: dict[str, list[Any]] = {
     "host": [5],
     "warned": [5, {"count": 10**6, "first": "x", "first_at": 1}, {"count": 1, "first": 5, "first_at": 1}],
     "trained_alone": ["yes"],
+    "own_models": ["yes", [1.0], 0.5],
     "unproven": ["yes", None],
 }
 BAD_OUTCOMES = {

@@ -495,6 +495,36 @@ def test_only_a_run_whose_replicas_all_trained_alone_warns_of_it() -> None:
     assert RunStatus("run", "local", states).warnings == []
 
 
+# Replicas that changed their models after `close()`
+
+
+def changed(*marks: dict[str, float] | None, rounds: tuple[int, int] = (4, 4)) -> list[str]:
+    """Return the warnings of a run whose replicas left these numbers of changed models."""
+    outcomes = [
+        Outcome(rank, 0, SUCCEEDED, finished_at=9.0, own_models=mark, reached={"round": rounds[rank % 2]})
+        for rank, mark in enumerate(marks)
+    ]
+    states = [ReplicaState(end.rank, 0, SUCCEEDED, end) for end in outcomes]
+    return [each.text for each in RunStatus("run", "local", states).warnings]
+
+
+def test_only_replicas_that_changed_their_models_in_different_ways_are_warned_of() -> None:
+    (text,) = changed({"main": 0.5}, None, {"main": 0.6})
+    assert text.startswith("Replicas ended with different models: ranks 0, 2 changed theirs after DiLoCo was closed")
+    assert "replicas model RUN" in text
+    (text,) = changed({"main": 0.5, "main.also0": 0.1}, {"main": 0.5, "main.also0": 0.2})
+    assert "ranks 0-1" in text
+    assert changed(None, None) == []
+    assert changed({"main": 0.5}, None) == []  # one rank saves the model for all
+    assert changed({"main": 0.5}, {"main": 0.5000001}) == []  # the same change, on other processors
+    assert changed({"generator": 0.5}, {"critic": 0.1}) == []
+
+
+def test_replicas_of_unlike_rounds_have_one_warning_of_their_models() -> None:
+    (text,) = changed({"main": 0.5}, {"main": 0.6}, rounds=(3, 4))
+    assert "after round 3" in text
+
+
 class TaskOf:
     """A task of a file, in a process that has made an optimizer."""
 

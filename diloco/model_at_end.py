@@ -1,0 +1,148 @@
+"""Whether a replica's model still is the run's when its script ends: it may load a checkpoint, or run `update_bn`.
+
+After `close()` all replicas hold the same model. What the script then does to it happens on each replica alone. That is
+no fault: each replica may do the same, or one replica may do it for all. So a replica only notes a number that stands
+for its changed model, and the run has a warning if replicas have different numbers.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from weakref import WeakSet, finalize
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from diloco.stale_copies import unwatch, watch
+
+MOST_BYTES = 4 << 20
+"""Memory of the tensors that are compared, which stays in use until the model is deleted."""
+MOST_VALUES = 256
+"""Values of each tensor that are compared. All of them would take as long as another round."""
+
+
+class ModelAtEnd:
+    """Looks once more at a model that a DiLoCo has left, when the model is deleted or the script has ended.
+
+    The model is not kept in memory. Only its smallest tensors are, such as biases, weights of norms and running
+    statistics. A checkpoint changes these, and so does `update_bn`. They are kept until the owner is deleted: the
+    garbage collector deletes a model together with its tensors, so weak references would be dead by then.
+
+    Args:
+        owner: the module that has the tensors, usually the model.
+        tensors: the tensors that all replicas have in common now, by name.
+        note: called, at most once, with a number that stands for the changed values. The number is nearly the same on
+            replicas that have changed their models in the same way.
+
+    Example:
+        at_end = ModelAtEnd(model, dict(model.named_parameters()), print)
+        model.load_state_dict(torch.load("best.pt"))
+        at_end.look()  # prints a number
+    """
+
+    def __init__(self, owner: nn.Module, tensors: Mapping[str, Tensor], note: Callable[[float], None]) -> None:
+        self._tensors = {name: (tensor, _some_values(tensor)) for name, tensor in _smallest(tensors)}
+        """By name, each tensor, and its values at `close()`."""
+        self._ids = {id(tensor) for tensor in tensors.values()}
+        self._note = note
+        self._pid = os.getpid()
+        self._finalizer = finalize(owner, self.look)
+        self._finalizer.atexit = False
+        _all.add(self)
+        watch(self._note_step)
+
+    def look(self) -> None:
+        """Compare the model with its values at `close()`. Only the first call does so."""
+        tensors, self._tensors = self._tensors, {}
+        self.drop()
+        if os.getpid() != self._pid:
+            return
+        with suppress(Exception):  # a hint is worth no error at the end of a training: a GPU may be gone
+            if (mark := _mark_of_changed(tensors)) is not None:
+                self._note(mark)
+
+    def drop(self) -> None:
+        """Do not look: the script trains the model on, and so changes it on purpose."""
+        self._tensors = {}
+        self._finalizer.detach()
+        unwatch(self._note_step)
+
+    def has_any_of(self, tensors: Iterable[Tensor]) -> bool:
+        """Return whether one of some tensors is looked at here.
+
+        Args:
+            tensors: any tensors.
+        """
+        return bool(self._tensors) and any(id(tensor) in self._ids for tensor in tensors)
+
+    def _note_step(self, optimizer: Optimizer) -> None:
+        if self.has_any_of(p for group in optimizer.param_groups for p in group["params"]):
+            self.drop()
+
+
+_all: WeakSet[ModelAtEnd] = WeakSet()
+
+
+def forget(model: nn.Module) -> None:
+    """Look no more at a model that a new DiLoCo trains on.
+
+    Args:
+        model: the model of the new DiLoCo.
+    """
+    for each in list(_all):
+        if each.has_any_of((*model.parameters(), *model.buffers())):
+            each.drop()
+
+
+@torch.no_grad()
+def _some_values(tensor: Tensor) -> Tensor:
+    """Return at most `MOST_VALUES` values of a tensor, at equal distances, as a copy on the CPU."""
+    values = tensor.detach()
+    if not values.is_contiguous():
+        values = values.contiguous()
+    values = values.view(-1)
+    return values[:: -(-values.numel() // MOST_VALUES) or 1].to("cpu", copy=True)
+
+
+def _smallest(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the smallest tensors, at most `MOST_BYTES` together: the same ones on each replica.
+
+    Args:
+        tensors: by name.
+    """
+    # A tensor may be a view, and the memory is kept as a whole.
+    sizes = {name: tensor.untyped_storage().nbytes() for name, tensor in tensors.items() if not tensor.is_meta}
+    total = 0
+    for name, size in sorted(sizes.items(), key=lambda item: (item[1], item[0])):
+        total += size
+        if total > MOST_BYTES:
+            return
+        yield name, tensors[name]
+
+
+def _mark_of_changed(tensors: Mapping[str, tuple[Tensor, Tensor]]) -> float | None:
+    """Return a number that stands for all changed values, or None if no value has changed.
+
+    It is their sum with random signs, relative to their norm. So it is about 1, and moves with a relative change of the
+    values, but not with the order of a sum on another processor.
+
+    Args:
+        tensors: by name, each tensor, and its values at `close()`.
+    """
+    total = square = 0.0
+    for name, (tensor, before) in sorted(tensors.items()):
+        if tensor.is_meta:
+            continue
+        now = _some_values(tensor)
+        # A cast, as of `model.half()` before an evaluation, is no change.
+        if now.shape != before.shape or torch.equal(now, before.to(now.dtype)) or not now.isfinite().all():
+            continue
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        signs = torch.randint(2, now.shape, generator=generator) * 2 - 1
+        total += float((now.double() * signs).sum())
+        square += float(now.double().square().sum())
+    return total / square**0.5 if square > 0 else None
