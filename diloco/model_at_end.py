@@ -1,7 +1,7 @@
 """Whether a replica's model still is the run's when its script ends: it may load a checkpoint, or run `update_bn`.
 
-After `close()` all replicas hold the same model. What the script then does to it happens on each replica alone. That is
-no fault: each replica may do the same, or one replica may do it for all. So a replica only notes a number that stands
+After `close()` all replicas hold the same model. Later, the script changes the model of its own replica alone. That is
+right if each replica makes the same change, or if one replica makes it for all. So a replica only notes a number that stands
 for its changed model, and the run has a warning if replicas have different numbers.
 """
 
@@ -138,7 +138,7 @@ def _mark_of_changed(tensors: Mapping[str, tuple[Tensor, Tensor]]) -> float | No
         if tensor.is_meta:
             continue
         now = _some_values(tensor)
-        # A cast, as of `model.half()` before an evaluation, is no change.
+        # A cast, as of `model.half()` before an evaluation, does not count as a change.
         if now.shape != before.shape or torch.equal(now, before.to(now.dtype)) or not now.isfinite().all():
             continue
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))

@@ -528,7 +528,7 @@ class DiLoCo:
         """Let the replica look once more at the model when the script has ended: it may have changed it by then."""
         model = self._model_state.model
         owner = model.module_of_copies if isinstance(model, TensorsAsModule) else model
-        if owner is None or self._participant.is_alone or not self._link.is_of_replica:
+        if owner is None or self._members.is_alone or not self._link.is_of_replica:
             return
         tensors = {
             slot.name: find_tensor(self._model_state.model, slot.name, slot.kind)
