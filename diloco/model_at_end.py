@@ -1,7 +1,7 @@
 """Whether a replica's model still is the run's when its script ends: it may load a checkpoint, or run `update_bn`.
 
 After `close()` all replicas hold the same model. Later, the script changes the model of its own replica alone. That is
-right if each replica makes the same change, or if one replica makes it for all. So a replica only notes a number that stands
+right if each replica makes the same change, or if one replica makes it for all. So a replica only notes a number
 for its changed model, and the run has a warning if replicas have different numbers.
 """
 
