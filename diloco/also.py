@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 import torch
@@ -75,3 +75,15 @@ class TensorsAsModule(nn.Module):
         for name, parameter in zip(self._names, self.parameters(), strict=True):
             if parameter.data_ptr() != tensors[name].data_ptr():
                 parameter.data = tensors[name].detach()
+
+
+def addresses_of(averaged: Iterable[tuple[object, TensorsAsModule]]) -> set[int]:
+    """Return the memory addresses of all tensors of some `TensorsAsModule`.
+
+    Args:
+        averaged: pairs of the DiLoCo that averages the tensors, and the tensors.
+
+    Example:
+        addresses_of([(diloco, TensorsAsModule(ema))])
+    """
+    return {tensor.data_ptr() for _, tensors in averaged for tensor in tensors.tensors().values()}

@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 
 from diloco.keep_schedule import KeepSchedule
-from diloco.rendezvous.envelope import BadRecordError, frame, reading, typed, unframe
+from diloco.rendezvous.envelope import BadRecordError, Proof, frame, reading, typed, unframe
 from diloco.rendezvous.frames import READ_TRIES
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity
 from diloco.rendezvous.phase import Plan
-from diloco.rendezvous.proof import Proof
 from diloco.rendezvous.restore import Restored
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Background
@@ -96,7 +95,8 @@ class AttachedState:
         self._plan = plan
         self._proof = proof
         self._begun_at = begun_at
-        self._attached: dict[str, Any] = {}
+        self.things: dict[str, Any] = {}
+        """What the user has attached, by name."""
         self._followers: dict[str, Any] = {}
         self._leads: dict[str, int] = {}
         """By follower, the steps that it had counted before the run began, beyond `begun_at`."""
@@ -108,6 +108,8 @@ class AttachedState:
         """The run's step when `follow` was last called; before, the one that what was kept is of."""
         self._n_steps = 0
         """Those that this process had made then."""
+        self.is_behind = False
+        """True if `follow` was not called in each round so far, because nothing was attached."""
         self._missed = 0
         """Steps of the run that what is attached did not take."""
         self._set_to: dict[str, int] = {}
@@ -128,9 +130,6 @@ class AttachedState:
         self._written: list[tuple[int, int, bool]] = []
         """The states that this process has stored: position, number of parts, and True for the first of a period."""
 
-    def __bool__(self) -> bool:
-        return bool(self._attached)
-
     def begin(self, schedule: KeepSchedule) -> None:
         """Begin to keep states by a schedule."""
         self.schedule = schedule
@@ -149,7 +148,7 @@ class AttachedState:
             ValueError: the name is taken, or a schedule of this optimizer is attached already.
         """
         thing = unwrapped(thing)
-        if name in self._attached:
+        if name in self.things:
             raise ValueError(f"Something is attached as {name!r} already.")
         if any(schedule.optimizer is thing for schedule in self._followers.values()):
             raise ValueError(f"Attach {name!r} before its schedule: its state has a learning rate, too.")
@@ -172,7 +171,7 @@ class AttachedState:
             )  # fmt: skip
         if state is not None:
             give(state)
-        self._attached[name] = thing
+        self.things[name] = thing
         if follow:
             self._followers[name] = thing
             if lead is None:
@@ -181,6 +180,16 @@ class AttachedState:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected call of", UserWarning)  # before the optimizer's: on purpose
             self.follow(step, self._n_steps)
+
+    def catch_up(self, step: int, n_steps: int) -> None:
+        """Follow the run if that was left out while nothing was attached. Call it before the first `attach`.
+
+        Args:
+            step: the run's step.
+            n_steps: the steps that this process has made.
+        """
+        if self.is_behind:
+            self.follow(step, n_steps)
 
     def count_of(self, name: str, step: int) -> int:
         """Return what a schedule that follows has counted when the run is at a step."""
@@ -192,6 +201,7 @@ class AttachedState:
         Args:
             n_steps: that this process has made.
         """
+        self.is_behind = False
         if n_steps and self.kept is not None:
             self._let_go, self.kept = self.kept.names(), None
         for name, schedule in self._followers.items():
@@ -202,7 +212,7 @@ class AttachedState:
         gap = step - self.step - (n_steps - self._n_steps)
         self.step, self._n_steps = step, n_steps
         self._missed += gap
-        if gap >= self._plan.steps_per_entry and len(self._attached) > len(self._followers):
+        if gap >= self._plan.steps_per_entry and len(self.things) > len(self._followers):
             now, own = self._begun_at + step, self._begun_at + step - self._missed
             log.warning(
                 "rank %s: DiLoCo %r continued at step %s, with attached state from step %s",
@@ -264,7 +274,7 @@ class AttachedState:
             buffers: of the model, in no average.
         """
         arrays = {f"progress/{index}": part.numpy() for index, part in enumerate(progress) if part.count_nonzero()}
-        states = {f"attached/{name}": _state_calls(name, thing)[0]() for name, thing in self._attached.items()}
+        states = {f"attached/{name}": _state_calls(name, thing)[0]() for name, thing in self.things.items()}
         leads = {f"lead/{name}": lead for name, lead in self._leads.items() if lead}
         for prefix, taken in {**states, **leads, **({"buffers": dict(buffers)} if buffers else {})}.items():
             name = prefix.removeprefix("attached/")

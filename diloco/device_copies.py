@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from diloco.pseudo_gradient import Values
+from diloco.fragments import Values
 
 
 class DeviceCopies:

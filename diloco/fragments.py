@@ -17,7 +17,6 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from diloco.errors import ContributionError
 from diloco.rendezvous.frames import head_bytes
 from diloco.tensor_names import by_clean_name, check_is_unsharded, clean_name, modules_by_clean_name, saved_buffers
 from diloco.wires import wire_named
@@ -52,6 +51,10 @@ class Fragment:
     n_stepped: int
     """Elements before the first buffer; the outer optimizer steps these."""
     n_elements: int
+
+
+Values: TypeAlias = Sequence[tuple[Slot, Tensor]]
+"""All tensors of a fragment, in their order."""
 
 
 def plan_fragments(
@@ -112,17 +115,6 @@ def check_sizes(fragments: Sequence[Fragment], wire: str, store: Store) -> None:
             f"A contribution of fragment {sizes.index(max(sizes))} has {max(sizes) / 1e9:.3g} GB as {wire}, and "
             f"{store.url} takes {store.max_object_bytes / 1e9:.3g} GB in one object. Use at least "
             f"fragments={-(-sum(sizes) // store.max_object_bytes)}, or a smaller wire: got {len(fragments)} of {wire}."
-        )
-
-
-def check_is_whole(model: nn.Module, fragments: Sequence[Fragment], who: str) -> None:
-    """Raises: ContributionError: something is trained by now that is in no fragment."""
-    known = {slot.name for fragment in fragments for slot in fragment.slots}
-    trained = by_clean_name(model, ((name, p) for name, p in model.named_parameters() if p.requires_grad))
-    if new := [name for name in trained if name not in known]:
-        raise ContributionError(
-            f"{who}: {new[0]!r} is trained and in no average: when this DiLoCo was made it was frozen, or not in "
-            f"the model ({len(new)} such). Make DiLoCo when all that is ever trained requires gradients; freeze later."
         )
 
 

@@ -16,12 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from diloco.errors import DiLoCoError
-from diloco.fragments import Fragment, check_is_whole, marks_of_frozen
-from diloco.held_work import BufferPool, HeldWork, WireError
+from diloco.fragments import Fragment, marks_of_frozen
+from diloco.live_work import (
+    BufferPool,
+    HeldWork,
+    WireError,
+    check_is_whole,
+    difference,
+    has_moved,
+    live_tensors,
+    pack,
+    set_live,
+)
 from diloco.outer_optimizer import GivenOptimizer, NesterovSGD, OuterOptimizer
 from diloco.own_buffers import OwnBuffers
-from diloco.pseudo_gradient import difference, has_moved, live_tensors, pack, set_live
-from diloco.rendezvous.proof import proof_of
+from diloco.rendezvous.envelope import proof_of
 from diloco.rendezvous.training_state import Agreement, Applied, Array, Arrays, Packed, Verdict
 from diloco.settings import Settings
 from diloco.unshared_state import UnsharedState

@@ -45,17 +45,19 @@ def check_is_one_process(place: RunLocation, rank: object, environ: Mapping[str,
     )
 
 
-def check_is_opener(pid: int) -> None:
-    """Refuse to use a DiLoCo in a process that was forked from its opener.
+def not_the_opener(pid: int) -> DiLoCoError:
+    """Return the error of a process that uses a DiLoCo and was forked from its opener.
 
-    Raises:
-        DiLoCoError: this is another process.
+    Args:
+        pid: the process that opened the DiLoCo.
+
+    Example:
+        if os.getpid() != pid: raise not_the_opener(pid)
     """
-    if os.getpid() != pid:
-        raise DiLoCoError(
-            f"Process {os.getpid()} cannot use this DiLoCo: process {pid} opened it. To train in several processes, "
-            "launch more replicas."
-        )
+    return DiLoCoError(
+        f"Process {os.getpid()} cannot use this DiLoCo: process {pid} opened it. To train in several processes, "
+        "launch more replicas."
+    )
 
 
 def _place_in_group() -> tuple[int, int] | None:

@@ -38,14 +38,14 @@ class OptimizerHistory:
 
     Example:
         history = OptimizerHistory(model)
-        history.merged("round 1")
+        history.last_merge = "round 1"
         optimizer.step(closure)  # a warning, if it is an LBFGS that has made a step before
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._own = set(map(id, model.parameters()))
-        self._merge = ""
-        """The last merge, as the message names it. Empty: none yet."""
+        self.last_merge = ""
+        """The last merge that has changed the parameters, as the message names it. Empty: none yet."""
         self._looked: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
         """By optimizer, the last merge when it made its last step."""
         me = ref(self)
@@ -59,14 +59,6 @@ class OptimizerHistory:
         self._callback = look
         watch(look)
 
-    def merged(self, when: str) -> None:
-        """Note that a merge has changed the parameters.
-
-        Args:
-            when: names the merge in the warning, as in "round 3".
-        """
-        self._merge = when
-
     def close(self) -> None:
         """Watch no further steps."""
         unwatch(self._callback)
@@ -74,16 +66,16 @@ class OptimizerHistory:
     def _look(self, optimizer: Optimizer) -> None:
         """Called before each optimizer step of this thread; only the first step after a merge is looked at."""
         # An optimizer that makes its first step has no history, or another run's, as with a loaded state.
-        before = self._looked.setdefault(optimizer, self._merge)
-        if before == self._merge:
+        before = self._looked.setdefault(optimizer, self.last_merge)
+        if before == self.last_merge:
             return
-        self._looked[optimizer] = self._merge
+        self._looked[optimizer] = self.last_merge
         if not has_history(optimizer) or not self._steps_the_model(optimizer):
             return
         self.close()
         warnings.warn(
             f"{type(optimizer).__name__} computes its steps from a history of gradients, which is from before "
-            f"{self._merge}. It may diverge: call optimizer.state.clear() whenever diloco.step() returns a report.",
+            f"{self.last_merge}. It may diverge: call optimizer.state.clear() whenever diloco.step() returns a report.",
             stacklevel=4,
         )
 

@@ -17,24 +17,25 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from time import monotonic
+from types import TracebackType
 from typing import Any, Literal, Self
 
 from torch import Tensor, nn
 
-from diloco.also import AlsoAveraged, TensorsAsModule
+from diloco.also import AlsoAveraged, TensorsAsModule, addresses_of
 from diloco.attached_state import AttachedState
 from diloco.errors import DiLoCoError
 from diloco.fragments import FragmentSpec, check_sizes, plan_fragments
 from diloco.keep_schedule import KeepSchedule
 from diloco.model_at_end import ModelAtEnd, forget
 from diloco.model_state import ModelState
-from diloco.one_process import check_is_one_process, check_is_opener
+from diloco.one_process import check_is_one_process, not_the_opener
 from diloco.optimizer_history import OptimizerHistory
 from diloco.outer_optimizer import OptimizerFactory
+from diloco.rendezvous.envelope import proof_of
 from diloco.rendezvous.extension import Extension, total_of_start
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.membership import RunLocation, find_location
-from diloco.rendezvous.proof import proof_of
+from diloco.rendezvous.membership import find_location
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Context, Limits, RoundReport
 from diloco.rendezvous.training_side import TrainingSide
@@ -42,11 +43,11 @@ from diloco.replica_link import ReplicaLink, check_is_free, is_open, leave_all
 from diloco.same_data import SameData, SameDataMode
 from diloco.settings import Settings, check_wires
 from diloco.stale_copies import EarlyCopies, StaleCopies, warn_of_own_averages
+from diloco.state_keeper import StateKeeper
 from diloco.tensor_names import find_tensor
-from diloco.trained_model import Source
 from diloco.training_loop import TrainingLoop
-from diloco.unshared_state import FIRST_BYTES, LATER_BYTES, RestWriter
-from diloco.warm_start import WarmStart
+from diloco.unshared_state import FIRST_BYTES, RestWriter
+from diloco.warm_start import find_warm_start
 from diloco.workers import Workers
 from executors.errors import ReplicasError
 from executors.patience import ROUND, waits
@@ -206,6 +207,7 @@ class DiLoCo:
             begins_warm=place.begins_warm,
         )  # fmt: skip
         settings.check()
+        self._plan = settings.plan
         settings.warn_of_outer_settings(model)
         self._model_state = ModelState(model, fragments_, settings, block_elements=limits.block_elements)
         proof = proof_of(settings.key)
@@ -218,7 +220,7 @@ class DiLoCo:
         self._model_state.rank, self._model_state.is_back = me.rank, me.attempt > 0
         who, watch = f"diloco {name} of rank {me.rank}", open_watch(place.store)
         self._workers = workers = Workers(patient, watch, who, in_background=settings.in_background)
-        warm_start = self._find_warm_start(place, patient, keys, settings.key)
+        warm_start = find_warm_start(place, patient, keys, self._model_state)
         context = Context(
             store=patient, keys=keys, me=me, training=self._model_state, plan=settings.plan,
             proof=proof, origin=place.origin, first_state=None if warm_start is None else warm_start.read,
@@ -241,7 +243,8 @@ class DiLoCo:
         self._members = context.members
         self._training_side = TrainingSide(context, workers.scheduler)
         self._round_s, self._closed, kept = 0.0, False, self._attached.kept
-        self._is_also, self._also = isinstance(model, TensorsAsModule), list[tuple[DiLoCo, TensorsAsModule]]()
+        self._find_averaged = partial(addresses_of, also := list[tuple[DiLoCo, TensorsAsModule]]())
+        self._is_also, self._also = isinstance(model, TensorsAsModule), also
         forget(model)
         self._stale = StaleCopies(model, fragments_)
         self._history = OptimizerHistory(model)
@@ -259,8 +262,9 @@ class DiLoCo:
         self._model_state.own_buffers.give(self._attached.kept_buffers())
         self._steps_before = self._attached.step
         self._attached.begin(KeepSchedule(settings.n_fragments, settings.entries_per_snapshot, self.rounds))
-        self._rest_period = self.rounds // settings.entries_per_snapshot
-        self._model_state.before_hold = self._keep_if_due
+        self._keeper = StateKeeper(
+            self._attached, self._rest, self._training_side, self._model_state, self._members, lambda: self._inner_step
+        )
         self._loop = TrainingLoop(self._settings, begins_at=self._inner_step)
         self._link.plan(settings.total_of_steps, me.nonce, _begun_at)
         is_open[self._name] = self
@@ -294,15 +298,19 @@ class DiLoCo:
         self._leave_if_asked(after_round=False)
         if self._is_past_the_end("step"):
             return None
-        self._loop.step_called()
-        self._stale.check(self._also_pointers)
+        self._loop.n_calls += 1
+        if not self._loop.knows_begin:
+            self._loop.tell_of_begin()
+        self._stale.check(self._find_averaged)
         self._early.warn()
         if not self._training_side.phase.n_steps and not self._members.is_alone:
-            warn_of_own_averages(self._model_state.model, self._also_pointers())
-        reports = self._in_round(self._training_side.step)
+            warn_of_own_averages(self._model_state.model, self._find_averaged())
+        with RoundScope(self) as reports:
+            reports += self._training_side.step()
         for other, _ in self._also:
             if not other._is_over:
-                other._in_round(other._training_side.step)
+                with RoundScope(other) as others:
+                    others += other._training_side.step()
         self._leave_if_asked(after_round=bool(reports))
         return RoundReport.sum_of(reports) if reports else None
 
@@ -330,8 +338,8 @@ class DiLoCo:
                 iterating: the loop does not call `step()`.
         """
         self._check_open()
-        self._trust_loop()
-        if self._settings.plan.total_steps is None:
+        trust_loops(self._name[0])
+        if self._plan.total_steps is None:
             total = "total_steps" if self._settings.round_seconds is None else "total_rounds"
             raise DiLoCoError(
                 f"steps() ends at the planned end of the run, and no end is planned. Pass {total}=… to DiLoCo, or "
@@ -373,7 +381,7 @@ class DiLoCo:
         for other, tensors in self._also:
             tensors.refresh()
             other._undo_step()
-        self._link.note_step(self._training_side.phase.run_step, self._settings.plan.total_steps)
+        self._link.note_step(self._training_side.phase.run_step, self._plan.total_steps)
 
     def sync(self) -> list[RoundReport]:
         """Have a round of every fragment now; all replicas must call it at the same step. Inner steps count from here.
@@ -387,10 +395,12 @@ class DiLoCo:
         self._link.progress()
         if self._is_past_the_end("sync"):
             return []
-        reports = self._in_round(self._training_side.sync)
+        with RoundScope(self) as reports:
+            reports += self._training_side.sync()
         for other, _ in self._also:
             if not other._is_over:
-                other._in_round(other._training_side.sync)
+                with RoundScope(other) as others:
+                    others += other._training_side.sync()
         return reports
 
     def attach_state(self, name: str, thing: Any, *, follow: bool = False, _lead: int | None = None) -> None:
@@ -423,8 +433,10 @@ class DiLoCo:
             ValueError: the name is taken, or a schedule that follows was attached before its optimizer.
         """
         self._check_open()
+        self._attached.catch_up(self._inner_step, self._training_side.phase.n_steps)
         self._attached.attach(name, thing, self._inner_step, follow=follow, lead=_lead)
-        self._stale.warn_of_copies(thing, self._also_pointers())
+        self._model_state.before_hold = self._keeper.keep_if_due
+        self._stale.warn_of_copies(thing, self._find_averaged())
 
     def average_also(self, thing: AlsoAveraged) -> None:
         """Average tensors outside the model in each round, too: an EMA of the weights, or an optimizer's copies.
@@ -468,10 +480,6 @@ class DiLoCo:
         other._model_state.before_hold = tensors.refresh
         self._also.append((other, tensors))
 
-    def _also_pointers(self) -> set[int]:
-        """Return the memory addresses of the tensors of `average_also`."""
-        return {tensor.data_ptr() for _, tensors in self._also for tensor in tensors.tensors().values()}
-
     def close(self) -> None:
         """Apply what is in flight, give the model the anchor, and leave the run. Safe to call again.
 
@@ -507,7 +515,7 @@ class DiLoCo:
             phase = self._training_side.phase
             at = self.rounds if self._settings.round_seconds is not None else self._inner_step
             self._extension.check_what_was_trained(phase.n_steps, at, is_over=self._is_over)
-            self._keep_rest()
+            self._keeper.keep_rest()
             self._workers.uploads.finish()
             # Without a round, the anchor is still the first one, and only the live values contain the training.
             if self.rounds:
@@ -562,7 +570,7 @@ class DiLoCo:
 
         With `round_seconds` they are this replica's own, with those of its earlier attempts that were kept.
         """
-        self._trust_loop()
+        trust_loops(self._name[0])
         return self._inner_step
 
     @property
@@ -571,7 +579,7 @@ class DiLoCo:
 
         The training loop ends here; `steps()` ends by itself. False if no end is planned.
         """
-        self._trust_loop()
+        trust_loops(self._name[0])
         return self._is_over
 
     @property
@@ -580,9 +588,9 @@ class DiLoCo:
 
         Raises: DiLoCoError: nothing is planned.
         """
-        if (total := self._settings.plan.total_steps) is None:
+        if (total := self._plan.total_steps) is None:
             raise DiLoCoError("progress is a share of what is planned. Tell DiLoCo total_steps=…, or total_rounds=….")
-        self._trust_loop()
+        trust_loops(self._name[0])
         return min(1.0, self._training_side.phase.run_step / total)
 
     def anchor(self) -> dict[str, Tensor]:
@@ -599,8 +607,10 @@ class DiLoCo:
 
         What is on its way is waited for and merged first: save the model's own state after this.
         """
+        self._check_opener()
         taken: list[dict[str, Any]] = []
-        self._in_round(lambda: self._training_side.at_rest(lambda: taken.append(self._model_state.checkpoint())))
+        with RoundScope(self) as reports:
+            reports += self._training_side.at_rest(lambda: taken.append(self._model_state.checkpoint()))
         return {**self._training_side.phase.place, "inner_step": self._inner_step, **taken[0]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -612,11 +622,14 @@ class DiLoCo:
         Raises: ValueError: the checkpoint is not of this run and model.
         """
         self._check_open()
-        self._in_round(self._training_side.drain)
+        with RoundScope(self) as reports:
+            reports += self._training_side.drain()
         self._model_state.check_checkpoint(state, self._training_side.runner.replayer.first, self.rounds)
+        self._attached.catch_up(self._inner_step, self._training_side.phase.n_steps)
         self._attached.step = state["inner_step"]
         self._steps_before = state["inner_step"] - self._training_side.phase.n_steps
-        self._in_round(partial(self._training_side.go_back, state, partial(self._model_state.load_checkpoint, state)))
+        with RoundScope(self) as reports:
+            reports += self._training_side.go_back(state, partial(self._model_state.load_checkpoint, state))
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -627,88 +640,7 @@ class DiLoCo:
 
     @property
     def _is_over(self) -> bool:
-        return self._settings.plan.is_over(self._training_side.position)
-
-    def _trust_loop(self) -> None:
-        """Note that the training loop knows where the run is: it asks for that, or goes over `steps()`.
-
-        One loop calls `step()` of all DiLoCos of a replica, as where a GAN trains two models.
-        """
-        for (nonce, _), each in is_open.items():
-            if nonce == self._name[0] and isinstance(each, DiLoCo):
-                each._loop.trust()
-
-    def _find_warm_start(
-        self, place: RunLocation, store: RetryingStore, keys: Keys, key: bytes | None
-    ) -> WarmStart | None:
-        """Return what a run that has not begun yet begins with, once it fits this model. None: a replica's own model.
-
-        Every replica checks it, so that all fail at once and none waits for the others.
-        """
-        if not place.begins_warm or place.origin is not None or store.exists(keys.snapshot(0)):
-            return None
-        assert place.replica is not None
-        found = place.replica.starts_from
-        assert found is not None
-        source = Source(store=found.store, run_id=found.run_id, name=keys.name, key=key, extensions=found.extensions)
-        warm_start = WarmStart(source, found.step, self._model_state, self._model_state.rank)
-        if isinstance(self._model_state.model, TensorsAsModule) and not warm_start.has_source:
-            return None  # that run averaged only its model, so this copy begins with the script's values
-        warm_start.check()
-        return warm_start
-
-    def _in_round(self, act: Callable[[], list[RoundReport]]) -> list[RoundReport]:
-        """Return the rounds that something brings about, once they are reported and what is attached is kept."""
-        check_is_opener(self._pid)
-        began = monotonic()
-        with self._link.waiting("round"):
-            reports = act()
-        if reports:
-            if self._is_over and self._settings.plan.ended_by and not self._loop.has_told_of_stop:
-                self._link.replan(self._settings.total_of_steps)
-                self._loop.tell_of_stop(self._settings.plan.ended_by, reports[-1].round)
-            if self._is_over and self._extension.look(self._find_total):
-                self._link.replan(self._settings.total_of_steps)
-            self._keep_if_due()
-            if (period := self.rounds // self._settings.entries_per_snapshot) != self._rest_period:
-                self._rest_period = period
-                self._keep_rest()
-            self._training_side.phase.left()
-            log.debug("rank %s: %s", self._settings.rank, RoundReport.sum_of(reports))
-        self._round_s += monotonic() - began
-        if reports:
-            self._stale.after_merge(f"round {reports[-1].round}")
-            self._history.merged(f"round {reports[-1].round}")
-            self._link.show(self.rounds, self._round_s)
-        self._link.record(reports)
-        self._link.note_step(self._training_side.phase.run_step, self._settings.plan.total_steps)
-        self._same_data.check(reports)
-        step = self._inner_step
-        self._link.show_step(step)
-        self._attached.follow(step, self._training_side.phase.n_steps)
-        return reports
-
-    def _keep_if_due(self) -> None:
-        """Keep what is attached, if that is due: after a merge, and before more is sent."""
-        if self._attached and self._attached.schedule.is_due(self.rounds):
-            self._attached.follow(self._inner_step, self._training_side.phase.n_steps)
-            self._keep_attached()
-
-    def _keep_attached(self) -> None:
-        """Keep what is attached, with this replica's live work; nothing is in flight."""
-        here, state = self._training_side, self._model_state
-        with self._attached.schedule.keeping(self.rounds):
-            # Right after a round that counted everything, the live parameters are the anchor: reading both to see that
-            # takes as long as the copies.
-            progress = (
-                [] if here.phase.has_no_work and state.leaves_no_work else here.run_in_round_thread(state.progress)
-            )
-            self._attached.keep(self.rounds, progress, here.runner.account.uncounted_since, state.own_buffers.changed())
-
-    def _keep_rest(self) -> None:
-        """Keep the buffers that only this replica has, for readers of the run, if this is the replica that does so."""
-        if self._rest is not None and self._members.is_first_member:
-            self._rest.keep(self.rounds, self._model_state.own_buffers.changed(), LATER_BYTES)
+        return self._plan.is_over(self._training_side.position)
 
     def _leave_if_asked(self, *, after_round: bool) -> None:
         """Leave by `SystemExit`, with each DiLoCo of this replica, where it is asked to end."""
@@ -719,11 +651,93 @@ class DiLoCo:
         """Keep what is attached, and tell the others."""
         if self._attached:
             self._link.record(self._training_side.stop())
-            self._keep_attached()
+            self._keeper.keep_attached()
         self._close(in_order=False)
         self._workers.uploads.finish()
 
     def _check_open(self) -> None:
-        check_is_opener(self._pid)
+        self._check_opener()
         if self._closed:
             raise DiLoCoError("This DiLoCo is closed: it has left the run.")
+
+    def _check_opener(self) -> None:
+        if os.getpid() != self._pid:
+            raise not_the_opener(self._pid)
+
+
+class RoundScope:
+    """Surrounds a call that may run rounds: it collects their reports, and at its end passes them on.
+
+    The end keeps attached state if that is due, and shows the round to the replica. An error ends it without that.
+
+    Args:
+        diloco: the DiLoCo whose rounds they are.
+
+    Example:
+        with RoundScope(diloco) as reports:
+            reports += diloco._training_side.step()
+    """
+
+    def __init__(self, diloco: DiLoCo) -> None:
+        self._diloco = diloco
+        self._reports: list[RoundReport] = []
+        self._began_s = 0.0
+        self._section = diloco._link.waiting("round")
+
+    def __enter__(self) -> list[RoundReport]:
+        self._began_s = monotonic()
+        self._section.__enter__()
+        return self._reports
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._section.__exit__(kind, error, trace)
+        if error is not None:
+            return
+        # The frames between here and the user's line are counted by the warnings of `follow` and `look`.
+        diloco, reports = self._diloco, self._reports
+        side, plan, link, loop = diloco._training_side, diloco._plan, diloco._link, diloco._loop
+        if reports:
+            if diloco._is_over and plan.ended_by and not loop.has_told_of_stop:
+                link.replan(diloco._settings.total_of_steps)
+                loop.tell_of_stop(plan.ended_by, reports[-1].round)
+            if diloco._is_over and diloco._extension.look(diloco._find_total):
+                link.replan(diloco._settings.total_of_steps)
+            if diloco._attached.things:
+                diloco._keeper.keep_if_due()
+            if side.position // diloco._keeper.entries_per_period != diloco._keeper.period:
+                diloco._keeper.begin_period()
+            side.phase.left()
+            log.debug("rank %s: %s", diloco._settings.rank, RoundReport.sum_of(reports))
+        diloco._round_s += monotonic() - self._began_s
+        if reports:
+            when = f"round {reports[-1].round}"
+            diloco._stale.after_merge(when)
+            diloco._history.last_merge = when
+            link.show(side.position, diloco._round_s)
+        link.record(reports)
+        link.note_step(side.phase.run_step, plan.total_steps)
+        diloco._same_data.check(reports)
+        step = diloco._inner_step
+        link.show_step(step)
+        if diloco._attached.things or diloco._attached.kept is not None:
+            diloco._attached.follow(step, side.phase.n_steps)
+        else:
+            diloco._attached.is_behind = True
+
+
+def trust_loops(nonce: str) -> None:
+    """Note that the training loop of a replica knows where the run is: it asks for that, or uses `steps()`.
+
+    One loop calls `step()` of all DiLoCos of a replica, for example if a GAN trains two models.
+
+    Args:
+        nonce: the nonce of the replica's claim.
+
+    Example:
+        trust_loops(replica.nonce)
+    """
+    for (other, _), each in is_open.items():
+        if other == nonce and isinstance(each, DiLoCo):
+            each._loop.trust()

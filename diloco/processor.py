@@ -10,7 +10,7 @@ import torch
 
 from diloco.fragments import Fragment, Slot
 from diloco.outer_optimizer import NesterovSGD, Schedule
-from diloco.rendezvous.proof import UNSIGNED
+from diloco.rendezvous.envelope import UNSIGNED
 from diloco.rendezvous.reduction import Blocks, Input, weighted_mean
 from diloco.wires import WIRES
 from diloco.wires.wire import BLOCK_ELEMENTS, PIECE, BlockWriter, decoded

@@ -31,10 +31,9 @@ from diloco.outer_optimizer import (
     digest_of_given,
     never,
 )
-from diloco.rendezvous.envelope import BadRecordError, reading
+from diloco.rendezvous.envelope import BadRecordError, proof_of, reading
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.phase import Plan
-from diloco.rendezvous.proof import proof_of
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Limits
 from diloco.rendezvous.snapshot import Pointer

@@ -49,7 +49,8 @@ class TrainingLoop:
         self._has_warned = False
         self.has_told_of_stop = False
         """Whether the line was printed that says who stopped the run."""
-        self._calls = 0
+        self.n_calls = 0
+        """The number of calls of `step()`."""
         self.is_trainers = False
         """Whether a trainer has the loop. Its callback warns itself of an early end."""
         self._has_made_last_pass = False
@@ -69,29 +70,25 @@ class TrainingLoop:
         Raises:
             DiLoCoError: the loop does not call `step()`.
         """
-        if position.is_over and not self._calls and not self._has_made_last_pass:
+        if position.is_over and not self.n_calls and not self._has_made_last_pass:
             yield max(0, position.inner_step - 1)
             undo()  # the body may have left out step(), as where it accumulates gradients
             self._has_made_last_pass = True
-        idle, calls = 0, self._calls
+        idle, calls = 0, self.n_calls
         while not position.is_over:
             yield position.inner_step
-            idle, calls = (0, self._calls) if self._calls != calls else (idle + 1, calls)
+            idle, calls = (0, self.n_calls) if self.n_calls != calls else (idle + 1, calls)
             if idle == IDLE_PASSES:
                 raise DiLoCoError(
                     f"The loop over steps() has made {IDLE_PASSES} passes without calling step(), so the run makes no "
                     "progress. Call diloco.step() at the end of the loop's body."
                 )
 
-    def step_called(self) -> None:
-        """Count a call of `step()`.
+    def tell_of_begin(self) -> None:
+        """Print, once, at which step this replica continues, because a loop of the user's own may have begun at 0.
 
-        The first call prints one line if a loop of the user's own may have begun at 0 in the midst of a run. It prints
-        nothing if the script has asked where the run is.
+        Call it at the first call of `step()`, unless the script has asked where the run is.
         """
-        self._calls += 1
-        if self.knows_begin:
-            return
         self.knows_begin = True
         total = self._settings.total_steps
         until = f" of {total}" if total is not None else ""
@@ -151,7 +148,7 @@ class TrainingLoop:
             call: the name of the method.
             step: the run's step.
         """
-        is_last_pass = not self._calls and not self._has_made_last_pass
+        is_last_pass = not self.n_calls and not self._has_made_last_pass
         self._has_made_last_pass = True
         if is_last_pass or self._has_warned:
             return

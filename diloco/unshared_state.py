@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from diloco.fragments import Fragment
+from diloco.rendezvous.envelope import Proof
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.proof import Proof
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Background
 from diloco.rendezvous.snapshot import DTYPES

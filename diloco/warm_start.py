@@ -6,9 +6,13 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from diloco.also import TensorsAsModule
 from diloco.errors import ContributionError
 from diloco.model_state import ModelState
 from diloco.outer_optimizer import OptimizerFactory
+from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.membership import RunLocation
+from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.stored_log import StoredLog
 from diloco.rendezvous.training_state import Array, Arrays, shape_difference
 from diloco.trained_model import Source, open_log, read_state
@@ -122,3 +126,36 @@ class WarmStart:
         is_same = mine == {tensor: fragment for tensor, (_, _, fragment) in agreed.tensors.items()}
         given = self._same_optimizer(self.state.settings.outer_optimizer)
         return name.startswith("outer/") and is_same and given is not None
+
+
+def find_warm_start(location: RunLocation, store: RetryingStore, keys: Keys, state: ModelState) -> WarmStart | None:
+    """Return the state that a run begins with which has not begun yet. None: it begins with a replica's own model.
+
+    Every replica checks that the state fits its model. So all of them fail at once, and none waits for the others.
+
+    Args:
+        location: the run of this replica.
+        store: the store of the run.
+        keys: the keys of its rendezvous.
+        state: the new run's state, whose model the other run's state must fit.
+
+    Raises:
+        ContributionError: the other run's state does not fit.
+        RunNotFoundError: the other run has no DiLoCo of this name.
+        CorruptObjectError: the other run's state cannot be read.
+
+    Example:
+        find_warm_start(find_location(None, None, None, None), store, keys, state)
+    """
+    if not location.begins_warm or location.origin is not None or store.exists(keys.snapshot(0)):
+        return None
+    assert location.replica is not None
+    found = location.replica.starts_from
+    assert found is not None
+    key = state.settings.key
+    source = Source(store=found.store, run_id=found.run_id, name=keys.name, key=key, extensions=found.extensions)
+    warm_start = WarmStart(source, found.step, state, state.rank)
+    if isinstance(state.model, TensorsAsModule) and not warm_start.has_source:
+        return None  # that run averaged only its model, so this copy begins with the script's values
+    warm_start.check()
+    return warm_start

@@ -10,11 +10,10 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 
-from diloco.rendezvous.envelope import BadRecordError, frame, reading, typed, unframe
+from diloco.rendezvous.envelope import BadRecordError, Proof, frame, reading, typed, unframe
 from diloco.rendezvous.frames import MAX_RANK, READ_TRIES, Seal
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.phase import Plan
-from diloco.rendezvous.proof import Proof
 from diloco.rendezvous.retrying_store import RetryingStore
 from executors.store import Buffer
 

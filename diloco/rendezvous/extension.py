@@ -14,10 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from diloco.errors import DiLoCoError
-from diloco.rendezvous.envelope import BadRecordError
+from diloco.rendezvous.envelope import BadRecordError, proof_of
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.phase import Plan
-from diloco.rendezvous.proof import proof_of
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.stored_log import Agreed, StoredLog
 from executors.errors import CorruptObjectError, StoreError

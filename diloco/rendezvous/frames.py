@@ -16,8 +16,7 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from diloco.rendezvous.envelope import BadRecordError, aligned, frame, padded, reading, typed, unframe
-from diloco.rendezvous.proof import Buffer, Proof
+from diloco.rendezvous.envelope import BadRecordError, Buffer, Proof, aligned, frame, padded, reading, typed, unframe
 
 READ_TRIES = 3
 """How often an object is read before its bytes, rather than the reading, are held to be wrong."""

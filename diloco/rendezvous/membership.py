@@ -17,10 +17,9 @@ from time import monotonic, sleep
 from typing import Any, Literal, Self
 
 from diloco.errors import AbortedError, DiLoCoError, FencedError
-from diloco.rendezvous.envelope import BadRecordError, frame, reading, typed, unframe
+from diloco.rendezvous.envelope import BadRecordError, Proof, check_key, check_signed, frame, reading, typed, unframe
 from diloco.rendezvous.frames import Contribution, Seal
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.proof import Proof, check_key, check_signed
 from diloco.rendezvous.retrying_store import RetryingStore
 from executors.attempt.signed_record import is_proven, proof_of_record
 from executors.errors import CorruptObjectError, ReplicasError, RunNotFoundError

@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from diloco.rendezvous.proof import Proof
+from diloco.rendezvous.envelope import Proof
 from diloco.wires.wire import PIECE, BlockWriter, NotFiniteError, Wire, blocks_of, decoded
 
 

@@ -15,11 +15,10 @@ from typing import Any
 from diloco.errors import DivergenceError, QuorumTimeoutError
 from diloco.rendezvous.contribution import StepAccount
 from diloco.rendezvous.end import end_with, follow_end
-from diloco.rendezvous.envelope import BadRecordError, reading, typed, unproven
+from diloco.rendezvous.envelope import BadRecordError, check_signed, reading, typed, unproven
 from diloco.rendezvous.frames import READ_TRIES, Seal
 from diloco.rendezvous.keys import folder_of
 from diloco.rendezvous.mean import Reducer
-from diloco.rendezvous.proof import check_signed
 from diloco.rendezvous.retrying_store import backoff
 from diloco.rendezvous.round import Context, EntryState
 from diloco.rendezvous.seal import Sealer, SealLog

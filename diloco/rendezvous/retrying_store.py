@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from xxhash import xxh3_128_digest
 
+from diloco.rendezvous.envelope import Buffer
 from diloco.rendezvous.frames import READ_TRIES
-from diloco.rendezvous.proof import Buffer
 from executors.errors import KeyNotFoundError, StoreError
 from executors.patience import ROUND, Outage, Patience, Waits
 from executors.store import Data, MemoryStore, Produce, Store, StreamingStore

@@ -13,11 +13,11 @@ from functools import cached_property
 from time import monotonic
 from typing import Any, Literal, NamedTuple
 
+from diloco.rendezvous.envelope import Proof
 from diloco.rendezvous.frames import MAX_SHARDS, READ_TRIES, Contribution, hash_order, head_bytes
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, Membership
 from diloco.rendezvous.phase import Phase, Plan
-from diloco.rendezvous.proof import Proof
 from diloco.rendezvous.reduction import Blocks, Reduce, weighted_mean
 from diloco.rendezvous.retrying_store import Ask, Map, RetryingStore, at_once, backoff
 from diloco.rendezvous.standstill_watch import STANDS_AFTER_S, StandstillWatch

@@ -16,9 +16,8 @@ from enum import Enum
 import numpy as np
 
 from diloco.errors import QuorumTimeoutError
-from diloco.rendezvous.envelope import BadRecordError
+from diloco.rendezvous.envelope import BadRecordError, Proof
 from diloco.rendezvous.frames import READ_TRIES, Contribution, Member, Seal, digests_of, hash_order
-from diloco.rendezvous.proof import Proof
 from diloco.rendezvous.reduction import BadInputError, Input, is_mean
 from diloco.rendezvous.retrying_store import backoff
 from diloco.rendezvous.round import Context, EntryState

@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from diloco.rendezvous.envelope import BadRecordError, frame, reading, typed, unframe
+from diloco.rendezvous.envelope import BadRecordError, Buffer, Proof, frame, reading, typed, unframe
 from diloco.rendezvous.frames import READ_TRIES, Seal, hash_order, matching
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.proof import Buffer, Proof
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Context
 from diloco.rendezvous.training_state import Agreement, Array, Arrays

@@ -15,11 +15,21 @@ from math import isfinite, prod
 from typing import Any, Self
 
 from diloco.rendezvous.end import follow_end
-from diloco.rendezvous.envelope import BadRecordError, aligned, frame, padded, reading, typed, unframe, unproven
+from diloco.rendezvous.envelope import (
+    BadRecordError,
+    Buffer,
+    Proof,
+    aligned,
+    frame,
+    padded,
+    reading,
+    typed,
+    unframe,
+    unproven,
+)
 from diloco.rendezvous.frames import READ_TRIES, MeanHead, Seal, head_bytes
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.phase import Plan
-from diloco.rendezvous.proof import Buffer, Proof
 from diloco.rendezvous.reduction import Blocks, is_mean
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Layout, Limits

@@ -16,12 +16,11 @@ from torch import nn
 
 from diloco.errors import ContributionError
 from diloco.outer import DiLoCo
-from diloco.rendezvous.envelope import BadRecordError, reading, typed
+from diloco.rendezvous.envelope import BadRecordError, proof_of, reading, typed
 from diloco.rendezvous.extension import total_of_start
 from diloco.rendezvous.frames import READ_TRIES
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import RunLocation, find_location
-from diloco.rendezvous.proof import proof_of
 from diloco.rendezvous.retrying_store import RetryingStore, backoff
 from diloco.rendezvous.round import Limits, RoundReport
 from diloco.rendezvous.snapshot import Pointer

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from diloco.rendezvous.envelope import UNSIGNED
 from diloco.rendezvous.frames import Seal
-from diloco.rendezvous.proof import UNSIGNED
 from executors import LocalProcessExecutor, Run, launch
 from executors.attempt import Attempt, Claim
 from executors.supervision.decisions import DecisionLog

@@ -13,8 +13,8 @@ from torch import nn
 
 from diloco import DiLoCo
 from diloco.fragments import plan_fragments
-from diloco.pseudo_gradient import live_tensors, pack
-from diloco.rendezvous.proof import UNSIGNED
+from diloco.live_work import live_tensors, pack
+from diloco.rendezvous.envelope import UNSIGNED
 from diloco.rendezvous.round import Limits
 from diloco.testing import run_replicas
 from diloco.wires import WIRES

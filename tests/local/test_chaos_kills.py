@@ -17,7 +17,7 @@ from support.records import read_json
 from support.runs import pid_of
 
 from diloco.fault_points import FAULT_POINTS
-from diloco.rendezvous.proof import UNSIGNED
+from diloco.rendezvous.envelope import UNSIGNED
 from diloco.rendezvous.snapshot import Pointer
 from executors import LocalProcessExecutor, Run, launch
 from executors.attempt import Attempt, replica_key

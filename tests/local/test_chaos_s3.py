@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from servers.s3.server import S3Server
 
+from diloco.rendezvous.envelope import UNSIGNED
 from diloco.rendezvous.frames import Contribution, Seal, head_bytes
-from diloco.rendezvous.proof import UNSIGNED
 from diloco.wires.wire import Floats
 from executors import LocalProcessExecutor, Run, launch
 

@@ -12,7 +12,7 @@ import pytest
 from support.chaos_tasks import closed_gates, train
 from support.cli import HereInstead
 
-from diloco.rendezvous.proof import UNSIGNED
+from diloco.rendezvous.envelope import UNSIGNED
 from diloco.rendezvous.snapshot import Pointer
 from executors import LocalProcessExecutor, Run, attach, current_replica, launch
 from executors.errors import ReplicaFailedError

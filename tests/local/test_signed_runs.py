@@ -17,8 +17,8 @@ from support.third_party import PopenExecutor
 from torch import nn
 
 from diloco import DiLoCo
+from diloco.rendezvous.envelope import UNSIGNED, proof_of
 from diloco.rendezvous.frames import Contribution, Seal
-from diloco.rendezvous.proof import UNSIGNED, proof_of
 from executors import LocalProcessExecutor, Run, attach, current_replica, launch
 from executors.replica import Replica, run_key
 from executors.run.resume import resume

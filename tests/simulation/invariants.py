@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from diloco.rendezvous import phase as rounds
+from diloco.rendezvous.envelope import UNSIGNED, Proof
 from diloco.rendezvous.frames import Contribution, MeanHead, Seal, head_bytes
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity
-from diloco.rendezvous.proof import UNSIGNED, Proof
 from diloco.rendezvous.round import MOST_PAUSE_S, Layout, Limits, RoundReport
 from diloco.rendezvous.snapshot import Pointer, decode_part
 from diloco.wires.wire import Floats

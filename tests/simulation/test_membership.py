@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from support.patience import ENDLESS
 
+from diloco.rendezvous.envelope import UNSIGNED
 from diloco.rendezvous.frames import READ_TRIES, Contribution, Member, Seal, hash_order
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, Membership, claim
 from diloco.rendezvous.phase import Phase
 from diloco.rendezvous.phase import Plan as StepPlan
-from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Context, EntryState, Limits, PendingWork
 from diloco.rendezvous.round_runner import RoundRunner

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from diloco.rendezvous.envelope import UNSIGNED, Proof
 from diloco.rendezvous.frames import Seal, digests_of
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.mean import InputGoneError, Reducer
-from diloco.rendezvous.proof import UNSIGNED, Proof
 from diloco.rendezvous.reduction import BadInputError, Blocks, Input, weighted_mean
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round_runner import RoundRunner

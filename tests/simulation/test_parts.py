@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.patience import ENDLESS
 
 from diloco.errors import DivergenceError
-from diloco.rendezvous.envelope import BadRecordError
+from diloco.rendezvous.envelope import UNSIGNED, BadRecordError
 from diloco.rendezvous.frames import (
     MAX_SHARDS,
     READ_TRIES,
@@ -29,7 +29,6 @@ from diloco.rendezvous.frames import (
 )
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity
-from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.reduction import BadInputError, Blocks, Input, weighted_mean
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import EntryState, Layout, Limits, PendingWork, owners, shards_of

@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco.rendezvous.envelope import BadRecordError, frame, unproven
+from diloco.rendezvous.envelope import UNSIGNED, BadRecordError, Proof, Signatures, frame, proof_of, unproven
 from diloco.rendezvous.frames import Seal
-from diloco.rendezvous.proof import UNSIGNED, Proof, Signatures, proof_of
 from diloco.rendezvous.restore import SnapshotReader
 from diloco.rendezvous.snapshot import Pointer
 from diloco.rendezvous.training_state import Arrays

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_128_hexdigest
 
+from diloco.rendezvous.envelope import UNSIGNED, Proof
 from diloco.rendezvous.frames import digests_of
-from diloco.rendezvous.proof import UNSIGNED, Proof
 from diloco.rendezvous.training_state import Applied, Packed, Verdict
 from diloco.wires import FP32
 from diloco.wires.wire import Floats, Wire, blocks_of, decoded

@@ -15,9 +15,9 @@ from support.training import PLAIN, next_process, nudge, place
 from torch import nn
 
 from diloco import DiLoCo
+from diloco.rendezvous.envelope import UNSIGNED
 from diloco.rendezvous.frames import Member, Seal
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.round import Limits
 from diloco.round_thread import RoundThread
 from diloco.testing import run_replicas

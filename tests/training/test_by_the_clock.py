@@ -17,10 +17,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from diloco import DiLoCo
 from diloco.errors import DiLoCoError
+from diloco.rendezvous.envelope import proof_of
 from diloco.rendezvous.frames import Seal
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.phase import Phase, Plan
-from diloco.rendezvous.proof import proof_of
 from diloco.testing import run_replicas
 from executors import current_replica, launch
 from executors.store import MemoryStore, Store

@@ -146,7 +146,7 @@ def test_what_an_earlier_attempt_kept_is_let_go_once_training_goes_on(caplog: py
     gc.collect()
     assert not [values for values in arrays if values() is not None]
     assert "is attached after a step" not in caplog.text
-    del again.diloco._attached._attached["noise"]
+    del again.diloco._attached.things["noise"]
     again.diloco.attach_state("noise", torch.Generator())
     assert "rank 0: 'noise' is attached after a step: what was kept of it is let go" in caplog.text
     leave(again.diloco)

@@ -15,10 +15,10 @@ from support.training import PLAIN, adam, leave, next_process, nudge, place
 from torch import nn
 
 from diloco import DiLoCo
+from diloco.rendezvous.envelope import UNSIGNED
 from diloco.rendezvous.frames import Member, Seal
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import _claimed
-from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.round import Limits
 from diloco.rendezvous.training_state import Verdict
 from diloco.testing import run_replicas

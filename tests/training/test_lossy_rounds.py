@@ -16,10 +16,9 @@ from torch import nn
 
 from diloco import DiLoCo
 from diloco.errors import DiLoCoError, QuorumTimeoutError
-from diloco.rendezvous.envelope import unframe
+from diloco.rendezvous.envelope import UNSIGNED, unframe
 from diloco.rendezvous.frames import Contribution, MeanHead, Seal, digests_of, head_bytes
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.round import Limits
 from diloco.testing import run_replicas
 from diloco.wires import WIRES

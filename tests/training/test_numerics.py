@@ -314,9 +314,9 @@ import os, sys, numpy as np, torch
 from torch import nn
 from diloco.fragments import plan_fragments
 from diloco.outer_optimizer import NesterovSGD, Schedule
-from diloco.pseudo_gradient import live_tensors, pack
+from diloco.live_work import live_tensors, pack
 from diloco.rendezvous.reduction import Blocks, Input, weighted_mean
-from diloco.rendezvous.proof import UNSIGNED
+from diloco.rendezvous.envelope import UNSIGNED
 from diloco.wires import DEFAULT_MEAN_WIRE, WIRES
 from diloco.wires.wire import blocks_of, decoded
 for capability in sys.argv[1:]:

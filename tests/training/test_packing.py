@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from diloco import DiLoCo
 from diloco.errors import ContributionError
 from diloco.fragments import Fragment, plan_fragments
-from diloco.pseudo_gradient import has_moved, live_tensors, pack
+from diloco.live_work import has_moved, live_tensors, pack
+from diloco.rendezvous.envelope import UNSIGNED
 from diloco.rendezvous.frames import digests_of
-from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.retrying_store import THREADS, ParallelMap
 from diloco.rendezvous.round import Layout, Limits
 from diloco.testing import run_replicas

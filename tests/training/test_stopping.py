@@ -13,10 +13,9 @@ from torch import nn
 
 from diloco import DiLoCo
 from diloco.rendezvous.end import End
-from diloco.rendezvous.envelope import BadRecordError
+from diloco.rendezvous.envelope import UNSIGNED, BadRecordError
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.phase import Plan
-from diloco.rendezvous.proof import UNSIGNED
 from diloco.testing import run_replicas
 from executors.replica import Replica, set_current_replica
 from executors.store import MemoryStore

@@ -15,10 +15,10 @@ from torch import nn
 
 from diloco import DiLoCo, attached_state
 from diloco.attached_state import AttachedState
+from diloco.rendezvous.envelope import UNSIGNED
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, claim
 from diloco.rendezvous.phase import Plan
-from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Limits
 from executors.errors import UnwritableStoreError
@@ -202,7 +202,7 @@ def test_a_checkpoint_from_before_the_first_round_of_a_run_is_refused(monkeypatc
     state = diloco.state_dict()
     for _ in range(3):
         diloco.step()
-    monkeypatch.setattr(type(diloco._training_side), "first", 2)
+    monkeypatch.setattr(type(diloco._training_side.runner.replayer), "first", 2)
     with pytest.raises(ValueError, match="checkpoint is of round 0, the run began at 2 and is at 3"):
         diloco.load_state_dict(state)
     leave(diloco)

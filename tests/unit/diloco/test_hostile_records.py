@@ -18,13 +18,12 @@ from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 from diloco import DiLoCo
 from diloco.attached_state import AttachedState
 from diloco.errors import AbortedError, ContributionError, QuorumTimeoutError
-from diloco.rendezvous.envelope import BadRecordError, frame, unframe
+from diloco.rendezvous.envelope import UNSIGNED, BadRecordError, frame, unframe
 from diloco.rendezvous.frames import Contribution, MeanHead, Member, Seal, digests_of, head_bytes
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.mean import Reducer
 from diloco.rendezvous.membership import Identity, _claimed, claim
 from diloco.rendezvous.phase import Plan
-from diloco.rendezvous.proof import UNSIGNED
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Context, EntryState, Limits
 from diloco.rendezvous.snapshot import Pointer, decode_part, encode_part, get_parts

@@ -15,10 +15,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from diloco import DiLoCo
 from diloco.errors import DiLoCoError
 from diloco.one_process import check_is_one_process
-from diloco.rendezvous.envelope import frame
+from diloco.rendezvous.envelope import UNSIGNED, Proof, frame, proof_of
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, Opener, RunLocation, claim_process
-from diloco.rendezvous.proof import UNSIGNED, Proof, proof_of
 from diloco.rendezvous.retrying_store import RetryingStore
 from executors.replica import Replica
 from executors.store import MemoryStore

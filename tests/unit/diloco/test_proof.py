@@ -19,9 +19,8 @@ from torch import nn
 
 from diloco import DiLoCo
 from diloco.errors import ContributionError
-from diloco.rendezvous.envelope import BadRecordError, frame, unframe, unproven
+from diloco.rendezvous.envelope import UNSIGNED, BadRecordError, Signatures, frame, proof_of, unframe, unproven
 from diloco.rendezvous.frames import Contribution, MeanHead, Member, Seal
-from diloco.rendezvous.proof import UNSIGNED, Signatures, proof_of
 from diloco.rendezvous.reduction import Blocks, Input, weighted_mean
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Limits
