@@ -96,7 +96,7 @@ class AttachedState:
         self._proof = proof
         self._begun_at = begun_at
         self.things: dict[str, Any] = {}
-        """What the user has attached, by name."""
+        """The attached objects, by name."""
         self._followers: dict[str, Any] = {}
         self._leads: dict[str, int] = {}
         """By follower, the steps that it had counted before the run began, beyond `begun_at`."""

@@ -94,7 +94,7 @@ def aligned(size: int) -> int:
 
 
 UNREADABLE = (AttributeError, LookupError, MemoryError, OverflowError, RuntimeError, TypeError, ValueError)
-"""What reading foreign bytes may raise; RuntimeError: nested too deeply, or torch's own."""
+"""The errors that reading foreign bytes may raise. RuntimeError is raised by torch, and for bytes nested too deeply."""
 
 
 @contextmanager
@@ -137,7 +137,7 @@ class Proof(Protocol):
 
 
 class Checksums:
-    """xxh3_128, which anybody can make."""
+    """Checksums by xxh3_128, which any process can compute."""
 
     is_signed = False
     copies = False
@@ -186,7 +186,7 @@ UNSIGNED = Checksums()
 
 
 def proof_of(key: bytes | None) -> Proof:
-    """Return how the replicas that share a key prove what they write; None: they share none."""
+    """Return the proof of records of replicas that share a key. None: they share no key."""
     return UNSIGNED if key is None else Signatures(key)
 
 

@@ -186,7 +186,9 @@ def test_what_is_missing_is_said_with_what_to_do_and_nothing_is_written(
             refused(BackendError, f"Backend 'modal' needs a Modal token. {token}")
     made = "Modal has no secret 'wandb'. Make it with: modal secret create wandb KEY=VALUE"
     refused(BackendError, made, secrets=["wandb"])
-    longest = "timeout must be at most 86280 seconds on Modal, got timeout=90000. Launch with a shorter one, and continue"
+    longest = (
+        "timeout must be at most 86280 seconds on Modal, got timeout=90000. Launch with a shorter one, and continue"
+    )
     refused(ValueError, longest, timeout=90_000)
     modal_runs.token = ("ak-another", "as-another")
     refused(BackendError, f"Modal: Token ID or token secret is invalid. {token}")
