@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from executors.durations import name_duration
 from executors.protocol import BY_USER, Outcome, ReplicaStatus, WarningCount
+from executors.settings.durations import name_duration
 from executors.store.run_key import RUN_KEY
 from executors.store.standstill import standstill_lines
 

@@ -20,8 +20,8 @@ from executors.cli.options import (
     parse_texts,
 )
 from executors.cli.output import CANCELLED, JsonOption, Output, going_on, name_ranks, usage_errors
-from executors.durations import DURATIONS
 from executors.errors import BackendError, ReplicasError, StoreError
+from executors.settings.durations import DURATIONS
 
 BACKEND = "Where to start them: a backend's name, or pkg.mod:Class. The backend must reach the run's rendezvous."
 GPU = "A GPU for each, as in H100 or H100:2. '' means none. Default: as launched."

@@ -8,7 +8,7 @@ from typer import Option
 
 from executors.cli.options import BackendOptions, ExecutorOption, RendezvousOption, RunArgument, find_run
 from executors.cli.output import Output, call, name_duration, note, one_line
-from executors.supervision.events import Event
+from executors.report.events import Event
 
 AS_JSON = "Print a JSON object on a line for each."
 STYLES = {

@@ -24,15 +24,15 @@ from executors.cli.options import (
     parse_texts,
 )
 from executors.cli.output import JsonOption, Output, refuse, usage_errors
-from executors.durations import DURATIONS, name_duration
+from executors.settings.durations import DURATIONS, name_duration
 from executors.settings.policy import HangLimits, Restarts
 from executors.status import RunStatus
 
 if TYPE_CHECKING:
-    from executors.run.launch_hands import Recipe
-    from executors.run.outside_keeper import OutsideKeeper
+    from executors.restarts.decision_log import DecisionLog
+    from executors.restarts.launch_starter import Recipe
+    from executors.run.external_controller import OutsideKeeper
     from executors.run.run import Run
-    from executors.supervision.decisions import DecisionLog
 
 SETTING = re.compile(r"(?:^|,)(restarts|hang|start)=(.*?)(?=,(?:restarts|hang|start)=|$)")
 SET = "Other rules from here on: restarts=5, restarts=3/1h,oom=0, restarts=none, hang=off or start=20m. Repeatable."
@@ -64,9 +64,9 @@ def watch(
     """
     from executors.cli.live import watch as watch_to_its_end
     from executors.cli.summary import Summary, heading
-    from executors.supervision.decisions import DecisionLog, hang_of
-    from executors.supervision.lease import LeaseHolder
-    from executors.supervision.orders import order_policy
+    from executors.restarts.decision_log import DecisionLog, hang_of
+    from executors.restarts.lease import LeaseHolder
+    from executors.restarts.orders import order_policy
 
     output = Output(as_json)
     new_restarts, hang, start = _settings([*(set_ or ()), *([] if restarts is None else [f"restarts={restarts}"])])
@@ -157,8 +157,8 @@ def _recipes(
     run: Run, env: Sequence[str] | None, secrets: Sequence[str] | None, *, task_digest: str | None, trust_bucket: bool
 ) -> list[Recipe]:
     """Return what starts attempts of a run that another process launched, after checking that all it needs is here."""
-    from executors.run.recipe import native_executor, recipes_of, vouched_task
     from executors.run.spread import SpreadExecutor
+    from executors.run.start_spec import native_executor, recipes_of, vouched_task
 
     task, executor = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket), native_executor(run)
     # What this starts on this machine outlives it: Ctrl-C leaves the run alone.
@@ -175,7 +175,7 @@ def _recipes(
 
 def _check_policy(run: Run, log: DecisionLog, restarts: Restarts | None) -> None:
     from executors.cli.summary import reference
-    from executors.supervision.decisions import policy_of
+    from executors.restarts.decision_log import policy_of
 
     if restarts is None and policy_of(log.read(), Restarts.of(run.record.settings.restarts)) is None:
         refuse(

@@ -31,9 +31,9 @@ from executors.cli.options import (
     setting_option,
 )
 from executors.cli.output import CANCELLED, FAILED, JsonOption, Output, going_on, refuse, usage_errors
-from executors.durations import DURATIONS
 from executors.errors import BackendError, LaunchError, ReplicasError, StoreError
 from executors.native import EndsJobs, NativeExecutor
+from executors.settings.durations import DURATIONS
 
 if TYPE_CHECKING:
     from executors.cli.live import Interrupts

@@ -20,8 +20,8 @@ from executors.cli.options import (
     find_run,
 )
 from executors.cli.output import FAILED, JsonOption, Output, inert, name_ranks, note, refuse, usage_errors
-from executors.durations import DURATIONS, parse_duration
 from executors.errors import BackendError
+from executors.settings.durations import DURATIONS, parse_duration
 
 if TYPE_CHECKING:
     from executors.run.run import Run
@@ -138,9 +138,9 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
 def _show_stacks(run: Run, ranks: Sequence[int], which: Any, output: Output) -> int:
     """Print the stacks of ranks: of the newest attempt that has any, of one, or of all."""
     from executors.cli.output import one_line
+    from executors.report.events import read_stacks
     from executors.report.words import name_moment
     from executors.store.inventory import Inventory
-    from executors.supervision.events import read_stacks
 
     dumps = sorted(dump for dump in Inventory.of(run.store, run.run_id).stacks if dump[0] in ranks)
     newest = {rank: attempt for rank, attempt, _, _ in dumps}

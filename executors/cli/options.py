@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from executors import durations
 from executors.cli.backends import check_options
 from executors.cli.output import UsageProblem, note, refuse, usage_errors
-from executors.durations import DURATIONS
 from executors.errors import BackendError
 from executors.registry import OptionText
+from executors.settings import durations
 from executors.settings.declaration import Duration
+from executors.settings.durations import DURATIONS
 from executors.settings.settings import DEFAULTS, OPTIONS
 from executors.task.arguments import json_or_text
 

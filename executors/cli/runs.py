@@ -139,8 +139,8 @@ def status(
     from executors.cli.planned import compare
     from executors.cli.summary import Summary, code_of, heading, reference
     from executors.cli.table import replica_table, title
+    from executors.report.uptime import uptime_document, wants_attention
     from executors.run.progress import bars
-    from executors.supervision.uptime import uptime_document, wants_attention
 
     output = Output(as_json)
     try:

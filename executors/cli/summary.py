@@ -21,13 +21,13 @@ from executors.cli.output import (
 from executors.protocol import Outcome, ReplicaStatus
 from executors.report.failures import group_failures, words_of
 from executors.report.root_cause import headline, last_frames
+from executors.restarts.decision_log import Decision
+from executors.restarts.restart_view import counted, was_stopped
 from executors.run import run_index
 from executors.run.model_of_run import has_model
-from executors.run.restart_states import counted, was_stopped
 from executors.run.run import Run
 from executors.status import FAILED_EARLY, MAX_LINE, FoundWarning, describe_warnings, name_ranks
 from executors.store.standstill import standstill_lines
-from executors.supervision.decisions import Decision
 from executors.task.entrypoint import shown
 
 K = TypeVar("K")

@@ -174,8 +174,8 @@ def _bring_back(
     if request.run_id is None:
         raise ValueError("resume=True needs the run_id of the run to bring back.")
     from executors.run.lookup import attach
-    from executors.run.recipe import vouched_task
     from executors.run.resume import resume
+    from executors.run.start_spec import vouched_task
 
     run = attach(request.run_id, rendezvous=request.rendezvous, executor=executor)
     task = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket)

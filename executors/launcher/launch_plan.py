@@ -31,6 +31,7 @@ from executors.module_search import describe_hidden
 from executors.native import KnowsInstallation, NativeExecutor, Package
 from executors.protocol import ReplicaHandle, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor, import_path
+from executors.restarts.orders import abandon_run
 from executors.run.prices import affordable_s, usd_per_hour
 from executors.run.run_index import KNOWN_BY, keep_key, local_store, locate, remember
 from executors.run.spread import SpreadExecutor, options_to_note
@@ -43,7 +44,6 @@ from executors.store.records import exists, to_bytes
 from executors.store.run_key import drop_key, hold_key
 from executors.store.state_folder import state_path
 from executors.store.url import address_of, default_rendezvous, directory_of, new_run_id, shared_rendezvous
-from executors.supervision.orders import abandon_run
 from executors.task.arguments import split_rank_env
 from executors.task.create import NewRun, placement_of, plan_run, write_run
 from executors.task.entrypoint import check_entrypoint
@@ -81,11 +81,11 @@ class LaunchPlan:
         Args:
             tell: gets a few words on how far the start is, where it takes long.
         """
+        from executors.attempt.handles import keep_handles
+        from executors.restarts.launch_starter import Recipe
+        from executors.restarts.lease import finish_start, hold_lease, with_lease
         from executors.run.canceller import end_started
-        from executors.run.handles import keep_handles
-        from executors.run.launch_hands import Recipe
         from executors.run.run import Run
-        from executors.supervision.lease import finish_start, hold_lease, with_lease
 
         request, executor, settings = self.request, self.executor, self.request.settings
         store = local_store() if request.rendezvous is None else open_store(request.rendezvous)

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from executors.durations import parse_duration
 from executors.errors import BackendError, unknown_name
 from executors.launcher.settings_files import (
     FILE,
@@ -30,6 +29,7 @@ from executors.launcher.settings_files import (
 )
 from executors.registry import OptionText, executor_class, read_options
 from executors.settings.declaration import Duration, key_of
+from executors.settings.durations import parse_duration
 from executors.settings.settings import DEFAULTS, OPTIONS
 from executors.task.arguments import convert, describe, json_or_text
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from executors.durations import parse_duration
 from executors.errors import EntrypointError, unknown_name
 from executors.registry import known_backends
 from executors.settings.declaration import Duration
+from executors.settings.durations import parse_duration
 from executors.settings.policy import HangLimits, Restarts
 from executors.shipping.script_header import read_text, script_header, script_of, toml_of
 from executors.store.url import directory_of

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from executors.errors import BackendError, ReplicasError
 from executors.native import NativeExecutor
+from executors.restarts.decision_log import DecisionLog, extensions_of
 from executors.run.run_index import needed_key
 from executors.store.run_key import parse_key
 from executors.store.url import directory_of
-from executors.supervision.decisions import DecisionLog, extensions_of
 from executors.task.launch_request import LaunchRequest
 
 if TYPE_CHECKING:

@@ -192,8 +192,8 @@ class Replica:
         said = self.launched or self.record
         if said is None or said.settings.from_run is None or self.is_alone:
             return None
+        from executors.restarts.decision_log import DecisionLog, extensions_of
         from executors.store.url import check_run_id, existing_store, split_address
-        from executors.supervision.decisions import DecisionLog, extensions_of
 
         url, run_id = split_address(said.settings.from_run)
         store, run_id = existing_store(url), check_run_id(run_id)
@@ -221,7 +221,7 @@ class Replica:
         """
         if self.is_alone:
             return {}
-        from executors.supervision.decisions import DecisionLog, extensions_of
+        from executors.restarts.decision_log import DecisionLog, extensions_of
 
         log = DecisionLog(self.store, self.run_id, key=os.environ.get(RUN_KEY))
         return extensions_of(retry(log.read, START, "the log of decisions"))

@@ -13,18 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from executors.durations import name_duration
 from executors.metrics.metrics import Metrics
 from executors.protocol import Outcome
 from executors.report.curves import Array, Line, Point, max_points_of, middle, thin
+from executors.report.events import Event
 from executors.report.failures import failures_document
 from executors.report.in_short import in_short, is_late
 from executors.report.measures import Measures
 from executors.report.rounds import UNNOTICED, meetings, rounds_document
 from executors.report.timeline import timeline_document
 from executors.report.words import name_moment, one_line
+from executors.settings.durations import name_duration
 from executors.status import TOTAL_STEPS, RunStatus
-from executors.supervision.events import Event
 from executors.task.record import RunRecord, TaskRecord
 
 SHARE = 0.75  # of the values of all curves

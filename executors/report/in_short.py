@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 
-from executors.durations import name_duration
 from executors.report.words import name_moment, name_number, name_share, one_line
+from executors.settings.durations import name_duration
 from executors.status import name_ranks
 
 MAX_LATE = 3  # ranks that are named

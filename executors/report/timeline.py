@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from executors.durations import name_duration
 from executors.metrics.metrics import AttemptSpan, Metrics
 from executors.metrics.rows import Round
 from executors.protocol import ReplicaStatus
+from executors.report.events import Event
 from executors.report.words import one_line
-from executors.supervision.events import Event
+from executors.settings.durations import name_duration
 
 KINDS = {
     "starting": "starting",

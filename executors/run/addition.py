@@ -9,15 +9,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from executors.attempt import CLAIM, Attempt, half_way
-from executors.durations import name_duration
 from executors.errors import BackendError, LaunchError, StoreError
 from executors.native import NativeExecutor
 from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor
+from executors.restarts.decision_log import DecisionLog, barred_by
+from executors.restarts.launch_starter import Recipe
+from executors.restarts.lease import LeaseHolder, finish_start, with_lease
+from executors.restarts.orders import order_cancel, order_resume
 from executors.run.canceller import STORE_S, end_started
 from executors.run.fleet import check_single_ranks
-from executors.run.launch_hands import Recipe
-from executors.run.recipe import (
+from executors.run.removal import names_removal
+from executors.run.run_index import reference, remember_added
+from executors.run.spread import SpreadExecutor, options_to_note
+from executors.run.start_spec import (
     check_env,
     check_folder,
     check_requirements,
@@ -26,18 +31,13 @@ from executors.run.recipe import (
     vouched_task,
     with_own_task,
 )
-from executors.run.removal import names_removal
-from executors.run.run_index import reference, remember_added
-from executors.run.spread import SpreadExecutor, options_to_note
 from executors.run.traces import Traces
+from executors.settings.durations import name_duration
 from executors.settings.settings import MAX_WORLD_SIZE
 from executors.status import name_ranks
 from executors.store.parallel import within
 from executors.store.records import exists
 from executors.store.url import directory_of
-from executors.supervision.decisions import DecisionLog, barred_by
-from executors.supervision.lease import LeaseHolder, finish_start, with_lease
-from executors.supervision.orders import order_cancel, order_resume
 from executors.task.added import take_ranks
 from executors.task.create import add_code
 from executors.task.record import LaunchedWith, Placement

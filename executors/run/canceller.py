@@ -17,14 +17,14 @@ from executors.errors import (
 )
 from executors.native import EndsJobs, JobsOfRun, NativeExecutor
 from executors.protocol import BY_USER, STOPPED, ReplicaStatus
+from executors.restarts.decision_log import DecisionLog, is_barred
+from executors.restarts.orders import order_cancel, order_stop
 from executors.run.observer import Observer
 from executors.settings.policy import MAX_S
 from executors.settings.run_spec import RunSpec
 from executors.status import ReplicaState
 from executors.store.parallel import answered_within, in_parallel, in_threads
 from executors.store.url import was_deleted
-from executors.supervision.decisions import DecisionLog, is_barred
-from executors.supervision.orders import order_cancel, order_stop
 
 HEAD_START_S = 5.0  # the store's, before the service is asked: so the markers are usually there before
 STORE_S = 20.0  # how long the store is waited for once the service has ended the jobs

@@ -9,11 +9,11 @@ from typing import Any
 from executors.errors import MissingDependencyError, ReplicasError, StoreError
 from executors.patience import retry
 from executors.protocol import Outcome
+from executors.restarts.decision_log import DecisionLog, extensions_of
 from executors.run.run_index import needed_key
 from executors.store import Store
 from executors.store.records import exists
 from executors.store.run_key import parse_key
-from executors.supervision.decisions import DecisionLog, extensions_of
 
 READERS = "replicas.model"  # the group of entry points that names what reads models
 

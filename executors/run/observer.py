@@ -12,16 +12,19 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from executors.attempt import Attempt
+from executors.attempt.handles import kept_handles
 from executors.attempt.pauses import pauses
 from executors.errors import BackendError, CorruptObjectError, StoreError, UnknownHandleError, UnwritableStoreError
 from executors.native import NativeExecutor, Observation, Parent, Unfinished
 from executors.process import has_ended
 from executors.protocol import REASONS, Outcome, ReplicaStatus, ServerlessExecutor, as_status
+from executors.restarts.decision_log import Decision, DecisionLog
+from executors.restarts.lease import has_lease_ended
+from executors.restarts.restart_view import RestartStates
 from executors.run.fleet import Fleet
-from executors.run.handles import kept_handles
 from executors.run.heartbeats import Heartbeats
 from executors.run.installations import Installations
-from executors.run.restart_states import RestartStates
+from executors.run.run_index import reference
 from executors.run.service_reasons import ServiceReasons
 from executors.status import INSTALLING, ReplicaState, RunStatus, name_ranks
 from executors.store import Store
@@ -29,8 +32,6 @@ from executors.store.inventory import Inventory
 from executors.store.parallel import at_store
 from executors.store.run_key import lacks_key
 from executors.store.url import is_near
-from executors.supervision.decisions import Decision, DecisionLog
-from executors.supervision.lease import has_lease_ended
 from executors.task.record import RunRecord
 
 FAR_PAUSES_S = (0.25, 4.0)  # 64 replicas watched for an hour are 60,000 requests
@@ -80,7 +81,7 @@ class Observer:
         self._installations = Installations()
         self.is_kept_here = False
         """Whether this process answers ends whose supervisors are gone."""
-        self._restarts = RestartStates(store, run_id, record, self.has_keeper, self.has_ended_with_launcher)
+        self._restarts = RestartStates(store, run_id, record, self.has_keeper, self.has_ended_with_launcher, reference)
         self._hopeless: set[int] = set()
         self._judged: dict[tuple[int, int, int], bool] = {}
         """Of each `outcome.json` that is not a copy of a signed one whether it is forged, by rank, attempt and size."""

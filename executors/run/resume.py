@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from executors.attempt import Attempt, half_way
+from executors.attempt.handles import keep_handles
 from executors.errors import (
     AlreadyResumedError,
     BackendError,
@@ -27,26 +28,25 @@ from executors.errors import (
 from executors.native import NativeExecutor, restarts_replicas
 from executors.process import this_process
 from executors.protocol import ReplicaHandle, ReplicaStatus
+from executors.restarts.decision_log import MAX_TOTAL, DecisionLog, extensions_of, hang_of, policy_of
+from executors.restarts.launch_starter import Recipe
+from executors.restarts.lease import finish_start, hold_lease, release_lease, with_lease
+from executors.restarts.orders import abandon_run, order_cancel, order_policy, order_resume, take_back_resume
 from executors.run.canceller import HEAD_START_S, STORE_S, end_started
 from executors.run.fleet import check_single_ranks
-from executors.run.handles import keep_handles
-from executors.run.launch_hands import Recipe
 from executors.run.model_of_run import load_reader
 from executors.run.prices import affordable_s
-from executors.run.recipe import native_executor, recipes_of, spec_of, vouched_task
 from executors.run.removal import names_removal
 from executors.run.run import Run
 from executors.run.run_index import keep_key, reference, remember, settle
 from executors.run.spread import options_to_note
+from executors.run.start_spec import native_executor, recipes_of, spec_of, vouched_task
 from executors.settings.policy import HangLimits, Restarts
 from executors.status import ReplicaState, name_ranks
 from executors.store.parallel import answered_within, in_parallel, in_threads, within
 from executors.store.records import exists
 from executors.store.run_key import hold_key, parse_key
 from executors.store.url import new_run_id
-from executors.supervision.decisions import MAX_TOTAL, DecisionLog, extensions_of, hang_of, policy_of
-from executors.supervision.lease import finish_start, hold_lease, release_lease, with_lease
-from executors.supervision.orders import abandon_run, order_cancel, order_policy, order_resume, take_back_resume
 from executors.task.create import continue_run
 from executors.task.removal_record import check_not_removed
 from executors.task.stored import StoredTask

@@ -14,20 +14,20 @@ from executors.native import EndsJobs, JobsOfRun
 from executors.patience import FOLLOWER, KEEPER, PAID_KEEPER, Patience
 from executors.protocol import BY_USER, Outcome, ReplicaStatus, ServerlessExecutor
 from executors.report.root_cause import raise_root_cause
+from executors.restarts.decision_log import DecisionLog
+from executors.restarts.launch_starter import LaunchHands, Recipe
+from executors.restarts.lease import LeaseHolder
+from executors.restarts.restart_view import counted
 from executors.run.canceller import Canceller
-from executors.run.launch_hands import LaunchHands, Recipe
+from executors.run.external_controller import OutsideKeeper
 from executors.run.notebook import Display, in_notebook
-from executors.run.outside_keeper import OutsideKeeper
 from executors.run.progress import View, open_view
 from executors.run.removal import remove, withdraw_jobs
-from executors.run.restart_states import counted
 from executors.run.run_logs import Ranks
 from executors.run.traces import Traces
 from executors.run.waiter import Waiter
 from executors.status import ReplicaState, RunStatus
 from executors.store.parallel import within
-from executors.supervision.decisions import DecisionLog
-from executors.supervision.lease import LeaseHolder
 
 UPDATE_S = 10.0  # how long `add` waits for the store once its replicas are started
 

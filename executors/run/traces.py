@@ -27,6 +27,9 @@ from executors.metrics.metrics import Metrics, read_metrics
 from executors.native import page_of_job
 from executors.patience import BRIEF, FOLLOWER, retry
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
+from executors.report.events import Event, EventReader, read_warnings
+from executors.restarts.decision_log import Decision, DecisionLog
+from executors.restarts.lease import was_start_abandoned
 from executors.run.fleet import Fleet
 from executors.run.observer import RECENT_S, Observer
 from executors.run.run_index import (
@@ -47,9 +50,6 @@ from executors.store.artifacts import Artifact, kept_artifacts
 from executors.store.inventory import Inventory
 from executors.store.run_key import find_key
 from executors.store.url import address_of
-from executors.supervision.decisions import Decision, DecisionLog
-from executors.supervision.events import Event, EventReader, read_warnings
-from executors.supervision.lease import was_start_abandoned
 from executors.task.record import RunRecord, find_run_record
 from executors.task.removal_record import find_removal
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Self
 
-from executors.durations import parse_duration
 from executors.errors import unknown_name
 from executors.protocol import REASONS
+from executors.settings.durations import parse_duration
 
 DEFAULT_CAPS: Mapping[str, float] = {"preempted": math.inf, "timeout": 0, "result_not_serializable": 0, "oom": 1}
 ONLY_PREEMPTED, NO_RESTARTS = "preempted", "none"

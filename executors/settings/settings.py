@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Self
 
-from executors.durations import DURATIONS
 from executors.settings.declaration import Duration, Option, options_of, setting
+from executors.settings.durations import DURATIONS
 from executors.settings.policy import NO_RESTARTS, HangLimits, Restarts
 from executors.store.records import FAR_AHEAD, Record, flag, integer, list_of, nullable, number, parsed, text
 

@@ -92,7 +92,7 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder / "packages"), *([before] if before else [])])
     os.environ["REPLICA_BOOTSTRAP_S"] = f"{time.monotonic() - began:.3f}"
     # -P: else the workspace came first, where a module may be called as one of ours or of the standard library.
-    os.execve(sys.executable, [sys.executable, "-P", "-m", "executors.worker"], os.environ)
+    os.execve(sys.executable, [sys.executable, "-P", "-m", "executors.supervisor"], os.environ)
 
 
 def refuse(why: str) -> NoReturn:

@@ -20,7 +20,7 @@ from executors.errors import EntrypointError
 from executors.shipping.script_header import read_text, script_header, toml_of
 from executors.task.stored import installed_version
 
-# The packages that `executors.worker` and `diloco` import inside a replica. A launcher needs more.
+# The packages that our code imports inside a replica. A launcher needs more.
 OURS = ("torch", "numpy", "xxhash", "blake3", "tenacity", "cloudpickle", "inotify_simple", "boto3", "platformdirs")
 DISTRIBUTION = "serverless-replicas"  # travels with the code, as it is here
 INDEX = re.compile(r"--(?P<option>index-url|extra-index-url|find-links)(?:\s*=\s*|\s+)(?P<value>\S+)")

@@ -14,9 +14,9 @@ from executors.errors import ReplicasError
 from executors.patience import START, retry
 from executors.process import start_time
 from executors.protocol import ReplicaStatus
+from executors.restarts.decision_log import DecisionLog, barred_by
+from executors.restarts.orders import words_of_bar
 from executors.store.records import to_bytes
-from executors.supervision.decisions import DecisionLog, barred_by
-from executors.supervision.orders import words_of_bar
 
 
 class CancelledBeforeStart(ReplicasError):

@@ -1,7 +1,7 @@
 """What every replica runs, on every backend: claim the attempt, call the entrypoint, leave one outcome.
 
-`main()` owns its process: a forked child locally, `python -m executors.worker` elsewhere. `call()` does the same inside
-a process of a third party, and so touches neither its descriptors nor its signals.
+`main()` owns its process, which a supervisor has started. `call()` does the same inside a process of a third party, and
+so touches neither its descriptors nor its signals.
 """
 
 from __future__ import annotations

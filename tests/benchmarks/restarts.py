@@ -15,7 +15,7 @@ from diloco.rendezvous.envelope import UNSIGNED
 from diloco.rendezvous.frames import Seal
 from executors import LocalProcessExecutor, Run, launch
 from executors.attempt import Attempt, Claim
-from executors.supervision.decisions import DecisionLog
+from executors.restarts.decision_log import DecisionLog
 
 from .harness import Comparison, Options, interleave
 from .launch import PATIENCE_S, scratch_folder, state_of_its_own

@@ -8,7 +8,7 @@ import pytest
 from support.cli import HereInstead
 
 from executors import LocalProcessExecutor, Run, attach, launch
-from executors.supervision.events import KINDS
+from executors.report.events import KINDS
 
 JOB = """
 import os, signal

@@ -16,7 +16,7 @@ from support.runs import log_of
 
 from executors import LocalProcessExecutor, ReplicaStatus, Run, attach, launch, list_runs
 from executors.errors import StoreError
-from executors.supervision.decisions import DecisionLog
+from executors.restarts.decision_log import DecisionLog
 from executors.testing import eventually
 
 

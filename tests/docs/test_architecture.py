@@ -19,16 +19,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("protocol", "process", "module_search"),
-    ("errors", "durations"),
+    ("errors",),
     ("patience",),
     ("store",),
-    ("settings", "status"),
+    ("settings",),
+    ("status",),
     ("native",),
     ("logs", "attempt", "task"),
-    ("metrics", "supervision", "registry"),
+    ("metrics", "restarts", "registry"),
     ("report",),
     ("run", "replica"),
     ("worker", "shipping"),
+    ("supervisor",),
     ("launcher", "backends"),
     ("cli", "testing", ""),
 )
@@ -58,7 +60,7 @@ OF_ONE_SYSTEM = (
 OF_LINUX = ("/proc/", "/sys/fs/", "/dev/shm", "prctl")
 SYSTEMS_ALLOWED = {
     ("executors/worker/probe.py", "platform.system"): "doctor prints the name of the system",
-    ("executors/worker/activity.py", "/proc/"): "measures for a supervisor, which needs Linux; one idea, one file",
+    ("executors/supervisor/activity.py", "/proc/"): "measures for a supervisor, which needs Linux; one idea, one file",
     (
         "executors/worker/chaos.py",
         "/sys/fs/",

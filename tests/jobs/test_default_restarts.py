@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,9 +12,11 @@ from support.cli import Folder, HereInstead
 from support.fake_jobs import FakeExecutor, FakeJobs, Machines, start, wait_until_hanging
 
 from executors import Run
+from executors.replica import SETTINGS
+from executors.restarts.decision_log import DecisionLog
 from executors.run.resume import resume
-from executors.settings.policy import Restarts
-from executors.supervision.decisions import DecisionLog
+from executors.settings import Settings
+from executors.settings.policy import Restarts, supervised
 from executors.testing import eventually
 
 
@@ -83,6 +85,13 @@ def test_a_preempted_rank_of_a_detached_run_comes_back_when_a_user_watches_with_
     assert machines.living() == ([(0, 1)] if restarts == "preempted" else [])
 
 
+def restarts_nothing(environ: Mapping[str, str]) -> bool:
+    """Return True if the supervisor in a container restarts nothing, by what its environment holds."""
+    settings = Settings.parse(environ[SETTINGS].encode(), SETTINGS)
+    policy = Restarts.of(supervised(settings.restarts))
+    return policy is None or policy.nothing
+
+
 @pytest.mark.parametrize("restarts", ["none", Restarts.parse("none")], ids=["text", "object"])
 def test_a_resume_can_switch_restarts_off_for_a_run_that_was_launched_with_them(
     machines: Machines, restarts: str | Restarts
@@ -94,7 +103,7 @@ def test_a_resume_can_switch_restarts_off_for_a_run_that_was_launched_with_them(
     resumed = resume(run, restarts=restarts)
     with waited_for(resumed):
         wait_until_hanging(resumed)
-        assert "REPLICA_RESTARTS" not in machines.job_of(resumed, 0).job.env
+        assert restarts_nothing(machines.job_of(resumed, 0).job.env)
         machines.end(machines.job_of(resumed, 0), "preempted")
         eventually(lambda: resumed.status().is_terminal, "the run is over")
     assert machines.living() == []
@@ -106,7 +115,7 @@ def test_a_resume_can_switch_restarts_off_for_a_run_that_was_launched_with_them(
 def test_a_replica_s_own_supervisor_goes_on_without_a_policy(machines: Machines) -> None:
     start(1, "main").wait(60)
     (job,) = machines.jobs
-    assert "REPLICA_RESTARTS" not in job.job.env, "it would end a replica that is idle"
+    assert restarts_nothing(job.job.env), "it would end a replica that is idle"
 
 
 def test_the_policy_is_read_as_it_is_written() -> None:

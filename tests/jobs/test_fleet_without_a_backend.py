@@ -20,11 +20,11 @@ from executors.attempt import Attempt
 from executors.errors import BackendError, LaunchError
 from executors.launcher.parts import executor_of
 from executors.registry import get_executor
+from executors.restarts.decision_log import DecisionLog
 from executors.run.resume import resume
 from executors.store import store_at
 from executors.store.added_ranks import added_key
 from executors.store.records import exists, to_bytes
-from executors.supervision.decisions import DecisionLog
 from executors.task.added import read_added
 from executors.testing import eventually
 

@@ -12,8 +12,8 @@ from executors.backends.jobs.service import JobKey, Kind
 from executors.errors import BackendError, LaunchError
 from executors.native import Parent
 from executors.protocol import ReplicaStatus
-from executors.run.recipe import recipes_of, vouched_task
 from executors.run.resume import resume
+from executors.run.start_spec import recipes_of, vouched_task
 from executors.testing import eventually
 
 N = 8

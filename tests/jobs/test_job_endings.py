@@ -15,8 +15,8 @@ from executors import Run, launch
 from executors.backends.jobs.job_ends import STILL_S, JobEnds
 from executors.errors import BackendError, ReplicaLostError
 from executors.native import Observation, Unfinished
+from executors.restarts.decision_log import DecisionLog
 from executors.store.records import to_bytes
-from executors.supervision.decisions import DecisionLog
 from executors.testing import eventually
 
 

@@ -127,6 +127,6 @@ def test_no_process_of_a_replica_has_a_secret_in_its_command_line(hf: HubServer,
     run = launch("hf", "job.py:hang", 1, secrets=["BY_LAUNCH"])
     hf.until(lambda: any("hanging" in line for _, line in hf.jobs.newest_first()[0].lines))
     listed = subprocess.run(["ps", "-eo", "args", "-ww"], capture_output=True, text=True, check=True).stdout
-    assert "executors.worker" in listed
+    assert "executors.supervisor" in listed
     assert_nothing_of(secrets, listed, "a command line")
     run.cancel()

@@ -25,12 +25,12 @@ from executors.attempt import Attempt, Intent
 from executors.backends.jobs.job_ends import CLOCKS_DIFFER_S
 from executors.backends.jobs.service import LONGEST_PATIENCE_S, START_LIMIT_S, Job
 from executors.native import Unfinished
-from executors.run.recipe import recipes_of, vouched_task
+from executors.restarts.decision_log import Decision, DecisionLog
+from executors.restarts.lease import LeaseHolder, release_lease
 from executors.run.resume import resume
+from executors.run.start_spec import recipes_of, vouched_task
 from executors.settings.run_spec import LEASE_S
 from executors.store.records import to_bytes
-from executors.supervision.decisions import Decision, DecisionLog
-from executors.supervision.lease import LeaseHolder, release_lease
 from executors.testing import eventually
 
 MAIN = """
@@ -203,7 +203,7 @@ def test_a_detached_run_waits_for_whoever_keeps_it(machines: Machines, folder: P
 def test_a_handle_that_names_the_job_of_another_rank_keeps_no_other_from_its_restart(
     machines: Machines, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("executors.run.outside_keeper.LEAVE_S", 2.0)  # its supervisor counts as one that lives
+    monkeypatch.setattr("executors.run.external_controller.LEAVE_S", 2.0)  # its supervisor counts as one that lives
     run = waits(folder, 3, restarts="2", detach=True)
     for rank in (0, 1):
         lose_container(machines, machines.job_of(run, rank))
@@ -240,7 +240,7 @@ def test_a_store_or_service_that_fails_for_a_while_is_told_once_and_ends_no_wait
 def test_starts_that_the_service_refuses_for_a_while_use_up_no_restarts(
     machines: Machines, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("executors.run.launch_hands.AGAIN_S", 0.1)
+    monkeypatch.setattr("executors.restarts.launch_starter.AGAIN_S", 0.1)
     run = waits(folder, 1, restarts="1,backoff=0s")
     machines.fail("start", "rejected", times=3)
     with waiting(run):

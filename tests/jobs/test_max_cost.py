@@ -17,8 +17,8 @@ from executors.protocol import ReplicaStatus
 from executors.run.resume import resume
 from executors.store.memory import MemoryStore
 from executors.store.records import to_bytes
+from executors.supervisor import standalone
 from executors.testing import eventually
-from executors.worker import standalone
 
 SHARE_S = 3600.0
 PRICES = {None: 2.0, "A100": 20.0}

@@ -22,12 +22,12 @@ from executors.launcher.launch_settings import keys_of_launch, read_settings
 from executors.launcher.parts import executor_of, options_by_part, parts_of, total_of
 from executors.protocol import ServerlessExecutor
 from executors.registry import get_executor
+from executors.restarts.decision_log import DecisionLog
+from executors.restarts.lease import release_lease
 from executors.run.resume import resume
 from executors.run.run_logs import EVERYTHING
 from executors.store.added_ranks import added_key
 from executors.store.records import exists, to_bytes
-from executors.supervision.decisions import DecisionLog
-from executors.supervision.lease import release_lease
 from executors.task.launch_request import LaunchRequest
 from executors.testing import eventually
 

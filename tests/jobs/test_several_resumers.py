@@ -14,9 +14,9 @@ from support.fake_jobs import FakeExecutor, Machines, attached, launched
 from executors import Run
 from executors.attempt import Attempt
 from executors.errors import AlreadyResumedError, LaunchError
+from executors.restarts.decision_log import DecisionLog
 from executors.run.resume import resume
 from executors.store import store_at
-from executors.supervision.decisions import DecisionLog
 from executors.testing import eventually
 
 pytestmark = pytest.mark.usefixtures("quick_tries")

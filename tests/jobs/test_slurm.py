@@ -229,7 +229,7 @@ def test_no_value_of_the_environment_is_in_the_arguments_of_a_process(
     run = started(1, HANGING, env={"GIVEN": "hush-of-env"}, secrets=["MY_SECRET"])
     eventually(lambda: "hanging" in run.logs(rank=0))
     seen = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-    assert b"executors.worker" in b"".join(seen)
+    assert b"executors.supervisor" in b"".join(seen)
     assert b"hush-of" not in b"".join(seen)
     assert "hush-of" not in json.dumps([slurm_commands.calls(name) for name in ("sbatch", "squeue", "scontrol")])
     assert "hush-of" not in slurm.run("scontrol", "show", "job", job_of(run, 0))

@@ -14,7 +14,7 @@ from support.fake_jobs import FakeExecutor, Machines, attached, start
 
 from executors import Run, launch
 from executors.attempt import Attempt
-from executors.supervision.decisions import Decision, DecisionLog
+from executors.restarts.decision_log import Decision, DecisionLog
 from executors.testing import eventually
 
 MAIN = """

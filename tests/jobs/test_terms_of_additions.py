@@ -26,8 +26,8 @@ from executors.cli.output import UsageProblem
 from executors.errors import BackendError
 from executors.launcher.parts import executor_of
 from executors.registry import BUILT_IN
-from executors.run.recipe import recipes_of, vouched_task
 from executors.run.resume import resume
+from executors.run.start_spec import recipes_of, vouched_task
 from executors.store.added_ranks import added_key
 from executors.store.records import exists, to_bytes
 from executors.testing import eventually

@@ -25,11 +25,11 @@ from executors import LocalProcessExecutor, attach
 from executors.attempt import Attempt
 from executors.errors import BackendError, LaunchError, UntrustedTaskError
 from executors.replica import LEASE_S
+from executors.restarts.decision_log import DecisionLog
 from executors.run import run_index
-from executors.run.recipe import recipes_of, vouched_task
 from executors.run.resume import resume
 from executors.run.run_index import Note, noted_at_launch, noted_options, remember, remember_added
-from executors.supervision.decisions import DecisionLog
+from executors.run.start_spec import recipes_of, vouched_task
 from executors.task.added import Added, take_ranks
 from executors.testing import eventually
 

@@ -9,8 +9,8 @@ import pytest
 
 from executors import LocalProcessExecutor, Run, attach, current_replica, launch
 from executors.errors import LaunchError
+from executors.restarts.decision_log import DecisionLog
 from executors.run.resume import resume
-from executors.supervision.decisions import DecisionLog
 from executors.testing import eventually
 
 PLAIN = LocalProcessExecutor(preload=(), term_grace_s=0.5)

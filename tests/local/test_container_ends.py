@@ -27,9 +27,9 @@ from executors import attach, open_store
 from executors.attempt import Attempt
 from executors.process import descendants
 from executors.replica import NOTICE_S, SERVICE
+from executors.restarts.decision_log import DecisionLog
 from executors.settings.run_spec import RunSpec
 from executors.store.url import address_of
-from executors.supervision.decisions import DecisionLog
 
 __all__ = ["cloud", "shared", "site", "workspace"]  # fixtures
 

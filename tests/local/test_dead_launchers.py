@@ -13,10 +13,10 @@ from support.runs import launcher
 from executors import LocalProcessExecutor, Run, attach, launch
 from executors.errors import ReplicaFailedError, RunExistsError
 from executors.process import has_ended, identify_process, this_machine
+from executors.restarts.decision_log import DecisionLog
+from executors.restarts.orders import order_resume
 from executors.run.resume import resume
 from executors.store.records import to_bytes
-from executors.supervision.decisions import DecisionLog
-from executors.supervision.orders import order_resume
 from executors.testing import eventually
 
 PLAIN = LocalProcessExecutor(preload=(), term_grace_s=0.5)

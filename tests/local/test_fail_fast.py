@@ -13,13 +13,13 @@ from support.standalone_replicas import Cloud, ended, outcome_of, running_cloud,
 from executors import LocalProcessExecutor, Run, current_replica, open_store
 from executors.attempt import Attempt
 from executors.protocol import ReplicaStatus
+from executors.restarts.decision_log import DecisionLog
+from executors.restarts.fail_fast import end_others
 from executors.settings.run_spec import RunSpec
 from executors.store.memory import MemoryStore
-from executors.supervision.decisions import DecisionLog
 from executors.task import create
 from executors.task.launch_request import LaunchRequest
 from executors.testing import eventually
-from executors.worker.fail_fast import end_others
 
 TASKS = """
 import threading

@@ -16,8 +16,8 @@ from diloco.rendezvous.envelope import UNSIGNED
 from diloco.rendezvous.snapshot import Pointer
 from executors import LocalProcessExecutor, Run, attach, current_replica, launch
 from executors.errors import ReplicaFailedError
-from executors.run.recipe import vouched_task
 from executors.run.resume import resume
+from executors.run.start_spec import vouched_task
 from executors.testing import eventually
 
 LOCAL = LocalProcessExecutor(term_grace_s=0.5)

@@ -25,10 +25,10 @@ from support.hanging import COMPUTES, HANGS, SHORT, Watched, kill, start, watch
 from executors import LocalProcessExecutor, current_replica, launch
 from executors.process import activity
 from executors.replica import Replica
+from executors.restarts.decision_log import DecisionLog
 from executors.run.resume import resume
-from executors.supervision.decisions import DecisionLog
+from executors.supervisor import watchdog
 from executors.testing.helpers import eventually
-from executors.worker import watchdog
 
 SOFT_S, HARD_S = 4, 7
 HELD = "the GIL is held by a call that "

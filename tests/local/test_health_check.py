@@ -15,10 +15,10 @@ from support.cli import Folder, HereInstead
 from executors import LocalProcessExecutor, launch
 from executors.attempt import Attempt
 from executors.protocol import ReplicaStatus
+from executors.restarts.controller import Keeper, Sight, Terms
+from executors.restarts.decision_log import DecisionLog
 from executors.settings.policy import Restarts
 from executors.store import MemoryStore
-from executors.supervision.decisions import DecisionLog
-from executors.supervision.keeper import Keeper, Sight, Terms
 from executors.worker.health_check import UnhealthyError, check_health
 
 CHECKS = """

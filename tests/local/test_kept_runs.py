@@ -12,8 +12,8 @@ from support.cli import FAST, Folder, Result
 from support.processes import is_alive, parent_of
 
 from executors import Run, attach
+from executors.restarts.decision_log import Decision, DecisionLog
 from executors.store.records import exists
-from executors.supervision.decisions import Decision, DecisionLog
 from executors.testing import eventually
 
 WAITS = """

@@ -20,9 +20,9 @@ from executors.logs.times import PAIR, times_of
 from executors.process import fork
 from executors.run.resume import resume
 from executors.run.run_index import local_store
+from executors.supervisor.supervisor_lock import NAME, hold, holder, open_locks, wake
 from executors.testing import eventually
 from executors.testing.executor_contract import task
-from executors.worker.supervisor_lock import NAME, hold, holder, open_locks, wake
 
 
 def test_the_kernel_says_who_watches_over_a_replica(local: LocalProcessExecutor, state_home: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 from support.standalone_replicas import Cloud, cloud, ended, shared, ship, site, workspace
 
 from executors import LocalProcessExecutor, Run, attach, launch
+from executors.report.events import MORE
 from executors.store.url import address_of
-from executors.supervision.events import MORE
 
 __all__ = ["cloud", "shared", "site", "workspace"]  # fixtures
 

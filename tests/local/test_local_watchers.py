@@ -307,7 +307,7 @@ def test_a_supervisor_collects_its_garbage(tmp_path: Path, monkeypatch: pytest.M
     """Its zygote does not, which only imports."""
     (tmp_path / "tells_of_its_collector.py").write_text(
         "import gc, pathlib\n"
-        "from executors.worker.supervisor import Supervisor\n"
+        "from executors.supervisor.supervisor import Supervisor\n"
         "run = Supervisor.run\n"
         "def tell_and_run(self):\n"
         f"    pathlib.Path({str(tmp_path)!r}, 'told').write_text(str(gc.isenabled()))\n"

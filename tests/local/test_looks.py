@@ -16,9 +16,10 @@ from support.hostile_records import local_handle, outcome_json, run_json
 
 from executors import LocalProcessExecutor, Run, attach, launch, list_runs
 from executors.attempt import WARNED, Attempt, replica_key
+from executors.attempt.handles import keep_handles
 from executors.errors import CorruptObjectError, ReplicaLostError
 from executors.native import Observation, Unfinished
-from executors.run.handles import keep_handles
+from executors.restarts.decision_log import Decision
 from executors.run.resume import resume
 from executors.run.run_index import remember
 from executors.store import Store, open_store
@@ -26,7 +27,6 @@ from executors.store.inventory import Inventory
 from executors.store.memory import MemoryStore
 from executors.store.protocol import Entry
 from executors.store.url import existing_store
-from executors.supervision.decisions import Decision
 from executors.testing.executor_contract import task
 
 ELSEWHERE = "another-host 0-0 1"

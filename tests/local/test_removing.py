@@ -24,12 +24,12 @@ from executors.errors import (
     RunExistsError,
     RunNotFoundError,
 )
+from executors.restarts.decision_log import DecisionLog
+from executors.restarts.orders import order_resume
 from executors.run.resume import resume
 from executors.run.run_index import is_state_dir
 from executors.store import Store
 from executors.store.faulty import FaultyStore
-from executors.supervision.decisions import DecisionLog
-from executors.supervision.orders import order_resume
 from executors.task import added
 from executors.task.removal_record import Removal, find_removal, removal_key, write_removal
 from executors.testing import eventually

@@ -37,8 +37,8 @@ from executors.errors import ReplicaCancelledError
 from executors.patience import BRIEF
 from executors.process import killed_for_memory
 from executors.protocol import Outcome
+from executors.restarts.decision_log import Decision, DecisionLog
 from executors.run.resume import resume
-from executors.supervision.decisions import Decision, DecisionLog
 from executors.testing import eventually
 
 QUICK = "backoff=0.05s:0.1s"

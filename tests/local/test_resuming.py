@@ -20,9 +20,9 @@ from support.third_party import PopenExecutor
 
 from executors import LocalProcessExecutor, Run, attach, current_replica, launch
 from executors.errors import BackendError, StoreError
-from executors.run.recipe import _code_in, check_folder, vouched_task
+from executors.restarts.decision_log import DecisionLog
 from executors.run.resume import resume
-from executors.supervision.decisions import DecisionLog
+from executors.run.start_spec import _code_in, check_folder, vouched_task
 from executors.testing import eventually
 
 PLAIN = LocalProcessExecutor(preload=(), term_grace_s=0.5)

@@ -184,7 +184,7 @@ def test_a_resume_that_is_overtaken_and_refused_leaves_the_others_attempt_alone(
 def test_a_resumer_that_is_killed_before_it_starts_anything_holds_no_rank_up(
     tmp_path: Path, dies: str, found: list[tuple[str, str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("executors.run.restart_states.RESUME_S", 3.0)
+    monkeypatch.setattr("executors.restarts.restart_view.RESUME_S", 3.0)
     run = failed(tmp_path / "pids", 2, run_id="otter")
     with launcher("resume_and_die", run.run_id, dies) as resumer:
         resumer.wait(60)

@@ -1,4 +1,4 @@
-"""A replica in a container: `python -m executors.worker`, started by the bootstrap on a machine of its own."""
+"""A replica in a container: `python -m executors.supervisor`, started by the bootstrap on a machine of its own."""
 
 from __future__ import annotations
 
@@ -166,8 +166,8 @@ def test_a_container_whose_torch_starts_threads_starts_its_replica_as_a_new_proc
     task += "def main():\n    print('attempt', current_replica().attempt)\n"
     task += "    return current_replica().attempt or os.kill(os.getpid(), signal.SIGKILL)\n"
     write_files(site.workspace, of_torch=task)
-    spec = ship(site.shared, site.workspace, "of_torch")
-    environ = {"PYTHONPATH": str(torch), "REPLICA_RESTARTS": "1"}
+    spec = ship(site.shared, site.workspace, "of_torch").with_settings(restarts="1")
+    environ = {"PYTHONPATH": str(torch)}
     code, out, _ = ended(site.cloud.start(spec, environ=environ))
     outcome = outcome_of(replace(spec, attempt=1))
     assert (code, outcome.result, outcome.output_tail) == (0, 1, "attempt 1\n"), out
@@ -198,7 +198,7 @@ def test_other_versions_than_the_launchers_are_told_before_the_entrypoint_is_loa
 
 def test_a_process_that_is_given_too_little_says_what_is_missing(cloud: Cloud) -> None:
     spec = run_spec("otter", "file:///nowhere", "00", 1, (0,))
-    command = [str(cloud.python), "-P", "-m", "executors.worker"]
+    command = [str(cloud.python), "-P", "-m", "executors.supervisor"]
     for missing in ("REPLICA_RANK", "REPLICA_TASK_DIGEST"):
         environ = {**cloud.environ(), **replica_environment(spec, 0), "PYTHONPATH": str(ROOT)}
         del environ[missing]

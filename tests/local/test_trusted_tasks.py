@@ -156,7 +156,7 @@ def test_who_launched_a_run_goes_by_what_was_launched_and_not_by_what_the_bucket
         record = read_json(store, f"{run_id}/run.json")
         store.put(f"{run_id}/run.json", to_bytes({**altered(record, "restarts", "9"), "created_at": 1e10}))
 
-    monkeypatch.setattr("executors.run.handles.keep_handles", meanwhile)
+    monkeypatch.setattr("executors.attempt.handles.keep_handles", meanwhile)
     run = failed(tmp_path / "b", tmp_path / "ran")
     assert (run.record.settings.restarts, run.record.created_at < 1e10) == (None, True)
 

@@ -23,7 +23,7 @@ from executors.process import descendants, kill_descendants
 from executors.replica import Replica
 from executors.replica.shared_page import SharedPage
 from executors.settings.policy import HangLimits
-from executors.worker.watchdog import Defaults, Watchdog, WatchdogReport
+from executors.supervisor.watchdog import Defaults, Watchdog, WatchdogReport
 from executors.worker.watched import be_watched
 from support.new_runs import run_spec
 

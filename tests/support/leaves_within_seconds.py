@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from executors.worker import ranks
+from executors.supervisor import processes
 
-ranks.LEAVE_S = 2.0
+processes.LEAVE_S = 2.0

@@ -18,8 +18,8 @@ from executors.metrics.metrics import AttemptSpan, Metrics
 from executors.metrics.rows import Numbers, Round, Row, Verdict
 from executors.protocol import Outcome, ReplicaStatus
 from executors.report.document import Subject
+from executors.report.events import Event, events_of_end
 from executors.status import ReplicaState, RunStatus
-from executors.supervision.events import Event, events_of_end
 from executors.task.record import RunRecord, TaskRecord
 from support.new_runs import run_json
 

@@ -20,9 +20,9 @@ from diloco.rendezvous.extension import check_extension
 from diloco.rendezvous.phase import Plan
 from diloco.trained_model import Source, read_model
 from executors.replica import Replica, set_current_replica
+from executors.restarts.decision_log import Decision, DecisionLog, extensions_of
+from executors.restarts.orders import order_policy
 from executors.store import MemoryStore
-from executors.supervision.decisions import Decision, DecisionLog, extensions_of
-from executors.supervision.orders import order_policy
 
 OPTIONS: dict[str, Any] = {"inner_steps": 4, "snapshot_every": 3}
 

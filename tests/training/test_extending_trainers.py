@@ -12,9 +12,9 @@ from support.training import next_process
 
 from diloco.errors import DiLoCoError
 from executors.replica import Replica, set_current_replica
+from executors.restarts.decision_log import DecisionLog
+from executors.restarts.orders import order_policy
 from executors.store import MemoryStore
-from executors.supervision.decisions import DecisionLog
-from executors.supervision.orders import order_policy
 
 FIRST, LONGER, INNER = 24, 40, 4
 PLAIN: dict[str, Any] = {"inner_steps": INNER, "outer_lr": 1.0, "outer_momentum": 0.0}

@@ -32,12 +32,12 @@ from executors.settings.run_spec import RunSpec
 from executors.store.records import Record, checked, nullable, number, text
 from executors.store.state_folder import state_path
 from executors.store.url import new_run_id
+from executors.supervisor.supervisor_lock import wake
 from executors.task.arguments import split_rank_env
 from executors.task.create import MASK, create_run
 from executors.task.entrypoint import check_entrypoint
 from executors.task.launch_request import LaunchRequest
 from executors.task.stored import PYTHON
-from executors.worker.supervisor_lock import wake
 
 MACHINE = re.compile(r"\S+ \S+ \S+")  # as `this_machine` names one
 LONGEST_GRACE_S = 3600.0

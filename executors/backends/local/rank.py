@@ -33,13 +33,13 @@ from executors.protocol import ReplicaHandle
 from executors.replica.shared_page import SharedPage
 from executors.store import store_at
 from executors.store.file import FULL
+from executors.supervisor.new_process import received, start_python
+from executors.supervisor.processes import how_started, leave_supervisor, read_task_ahead
+from executors.supervisor.supervisor import Supervisor
+from executors.supervisor.supervisor_lock import hold, open_locks
 from executors.task.stored import StoredTask
 from executors.worker.log_copy import FINAL_BYTES, LogCopy
 from executors.worker.main import Assignment, main
-from executors.worker.new_process import received, start_python
-from executors.worker.ranks import how_started, leave_supervisor, read_task_ahead
-from executors.worker.supervisor import Supervisor
-from executors.worker.supervisor_lock import hold, open_locks
 from executors.worker.surroundings import await_gpu_release
 
 BE_REPLICA = "from executors.backends.local.rank import be_replica; be_replica()"

@@ -29,10 +29,10 @@ from executors.errors import EntrypointArgumentsError, EntrypointError
 from executors.module_search import reserve_names
 from executors.process import die_with_parent, fork, open_process, private_file, threads_lost_by_a_fork, wakeup_pipe
 from executors.replica import leave_process_group
+from executors.supervisor.new_process import describe_threads, received, start_python
 from executors.task.arguments import check_call
 from executors.task.entrypoint import command_for, load_entrypoint
 from executors.worker.failure import last_error
-from executors.worker.new_process import describe_threads, received, start_python
 
 SUPERVISE = "from executors.backends.local.rank import supervise; supervise()"
 BE_CHECK = "from executors.backends.local.zygote import be_check; be_check()"

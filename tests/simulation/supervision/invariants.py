@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from executors.attempt import replica_key
 from executors.protocol import Outcome, ReplicaStatus
+from executors.restarts.decision_log import Decision, is_barred
 from executors.settings.policy import DEFAULT_CAPS, Restarts
-from executors.supervision.decisions import Decision, is_barred
 from simulation.invariants import Violation
 from simulation.supervision.plan import parse
 from simulation.supervision.records import RUN

@@ -11,8 +11,8 @@ from greenlet import getcurrent  # type: ignore[import-untyped]
 from executors.attempt import replica_key
 from executors.errors import StoreError
 from executors.protocol import Outcome, ReplicaStatus
-from executors.supervision.decisions import answer_to, is_barred
-from executors.supervision.keeper import Sight
+from executors.restarts.controller import Sight
+from executors.restarts.decision_log import answer_to, is_barred
 from simulation.supervision.plan import ENDS
 from simulation.supervision.records import RUN
 from simulation.world import Died

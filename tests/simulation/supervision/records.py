@@ -9,7 +9,7 @@ from executors.attempt import replica_key
 from executors.attempt.outcome import parse_outcome
 from executors.errors import KeyNotFoundError, StoreError
 from executors.protocol import Outcome, ReplicaStatus
-from executors.supervision.decisions import Decision, DecisionLog
+from executors.restarts.decision_log import Decision, DecisionLog
 from simulation.world import SimulatedStore
 
 if TYPE_CHECKING:

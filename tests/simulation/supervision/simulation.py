@@ -15,9 +15,9 @@ from typing import Any
 from executors.attempt import replica_key
 from executors.errors import StoreError
 from executors.protocol import ReplicaStatus
-from executors.supervision import decisions, orders
-from executors.supervision.decisions import Decision, DecisionLog, is_barred
-from executors.supervision.keeper import Keeper, Sight, Terms
+from executors.restarts import decision_log, orders
+from executors.restarts.controller import Keeper, Sight, Terms
+from executors.restarts.decision_log import Decision, DecisionLog, is_barred
 from simulation.invariants import Violation
 from simulation.supervision.invariants import check
 from simulation.supervision.plan import Act, Plan, parse
@@ -67,9 +67,9 @@ class Simulation:
             Violation: something happened that must not.
         """
         ours = {"retry": self._retry, "this_process": self.world.who}
-        real = {name: getattr(decisions, name) for name in ours}
+        real = {name: getattr(decision_log, name) for name in ours}
         for name, value in ours.items():
-            setattr(decisions, name, value)
+            setattr(decision_log, name, value)
         try:
             for rank in range(self.plan.n_ranks):
                 self.store._create(replica_key(RUN, rank, 0, "intent.json"), b"launcher")
@@ -82,7 +82,7 @@ class Simulation:
             self.world.run(self.limit_s)
         finally:
             for name, value in real.items():
-                setattr(decisions, name, value)
+                setattr(decision_log, name, value)
         if self.failure:
             raise Violation(self.failure)
         return self
@@ -175,7 +175,7 @@ class Simulation:
 
     def _check_gone(self, entry: Decision) -> None:
         for worker in self.workers:
-            barred_by = decisions.barred_by(self.entries, worker.rank)
+            barred_by = decision_log.barred_by(self.entries, worker.rank)
             if worker.runs_user_code and barred_by is entry:
                 self.fail(f"S3: {worker.name} lives long after rank {worker.rank} was ended by a {entry.kind}")
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from executors.protocol import Outcome
-from executors.supervision import keeper, rules
-from executors.supervision.decisions import Decision, DecisionLog
-from executors.supervision.keeper import Keeper
+from executors.restarts import controller, rules
+from executors.restarts.controller import Keeper
+from executors.restarts.decision_log import Decision, DecisionLog
 from simulation.invariants import Violation
 from simulation.supervision.simulation import Simulation, run_schedule
 
@@ -37,7 +37,7 @@ def replaced(owner: Any, name: str, value: Any) -> Patch:
 def seeing(change: Callable[..., Any]) -> Patch:
     """Let `decide` see something else: `change(log, end, ends, policy, facts, now)`."""
     original = rules.decide
-    return replaced(keeper, "decide", lambda *seen: original(*change(*seen)))
+    return replaced(controller, "decide", lambda *seen: original(*change(*seen)))
 
 
 def answering(change: Callable[[Decision], Decision]) -> Patch:
@@ -48,7 +48,7 @@ def answering(change: Callable[[Decision], Decision]) -> Patch:
         return None if answer is None else change(answer)
 
     original = rules.decide
-    return replaced(keeper, "decide", decide)
+    return replaced(controller, "decide", decide)
 
 
 def believe_the_own_answer(patch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ MUTANTS: dict[str, Patch] = {
     "no look at the log when claiming": without("looks_when_claiming"),
     "markers up to the newest claim, no look when claiming": without("marks_decided", "looks_when_claiming"),
     "not_before is ignored": replaced(Keeper, "_ready_in", lambda self, entry: 0.0),
-    "a stop is not looked for after a give_up": replaced(keeper, "too_few_left", lambda *seen: False),
+    "a stop is not looked for after a give_up": replaced(controller, "too_few_left", lambda *seen: False),
     "a resume keeps old strikes": replaced(rules, "charged_of", forgiving),
     "a stop or cancel bars nobody": replaced(rules, "is_barred", lambda log, rank: False),
     "an end is answered twice": replaced(rules, "answer_to", lambda log, rank, attempt: None),
@@ -110,7 +110,7 @@ MUTANTS: dict[str, Patch] = {
     "strikes are not counted": with_policy(no_progress=1000),
     "together restarts one rank": with_policy(together=False),
     "together restarts what is given up": replaced(rules, "_others", everybody),
-    "a policy in the log counts for nothing": replaced(keeper, "policy_of", lambda log, launched: launched),
+    "a policy in the log counts for nothing": replaced(controller, "policy_of", lambda log, launched: launched),
     "sisters that ended otherwise stop the run": replaced(rules, "_is_everybodys", lambda *seen: True),
     "nothing is carried out": replaced(Keeper, "due", lambda self, sight: {}),
     "the end of any attempt is answered": seeing(later),

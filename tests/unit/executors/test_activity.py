@@ -16,8 +16,8 @@ from dataclasses import replace
 import pytest
 
 from executors.process import kill_descendants
-from executors.worker import activity
-from executors.worker.activity import ActivityMeter, Sample, ThreadTimes, Usage, take_sample, usage_between
+from executors.supervisor import activity
+from executors.supervisor.activity import ActivityMeter, Sample, ThreadTimes, Usage, take_sample, usage_between
 
 SPIN = "while True: pass"
 SPAN_S = 1.0

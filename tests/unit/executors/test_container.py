@@ -22,16 +22,16 @@ from executors.process import oom_kills_in_group, oom_kills_in_own_group
 from executors.protocol import Outcome, ReplicaStatus, WarningCount
 from executors.replica import Replica
 from executors.replica.shared_page import SharedPage
+from executors.restarts.decision_log import Decision, DecisionLog
+from executors.restarts.orders import order_cancel
 from executors.settings.policy import HangLimits
-from executors.supervision.decisions import Decision, DecisionLog
-from executors.supervision.orders import order_cancel
+from executors.supervisor.container import BEAT_LATE_S, ContainerRanks, ContainerSupervisor, imports_torch
+from executors.supervisor.processes import NEVER, STUCK_S, Running
+from executors.supervisor.watchdog import Watchdog
 from executors.task.record import TaskRecord
 from executors.task.stored import StoredTask
 from executors.worker import main
-from executors.worker.container import BEAT_LATE_S, ContainerRanks, ContainerSupervisor, imports_torch
 from executors.worker.heartbeat import Heartbeat
-from executors.worker.ranks import NEVER, STUCK_S, Running
-from executors.worker.watchdog import Watchdog
 
 WARNED_OF = WarningCount(2, "the first", 0.5)
 
@@ -236,7 +236,7 @@ def test_a_supervisor_hears_a_notice_while_it_reads_a_long_log(tmp_path: Path, m
         log.append(lambda _, decision=decision: decision)  # type: ignore[misc]
     supervisor._answers.begun(attempt)
     supervisor._answers.look_soon()
-    monkeypatch.setattr("executors.worker.answers.TURN_S", 0.0, raising=False)
+    monkeypatch.setattr("executors.restarts.session.TURN_S", 0.0, raising=False)
     turns = [b"", bytes([signal.SIGTERM]), *[b""] * 5]
     n_read = []
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from executors.protocol import Outcome, ReplicaStatus
+from executors.restarts.decision_log import Decision
+from executors.restarts.decision_text import Earlier, line_of, note_of
+from executors.restarts.rules import RunFacts, decide
 from executors.settings.policy import Restarts
-from executors.supervision.decision_words import Earlier, line_of, note_of
-from executors.supervision.decisions import Decision
-from executors.supervision.rules import RunFacts, decide
 
 REACHED = {"step": 812.0}
 ERROR = "ValueError: no shard 'corpus-0003'"

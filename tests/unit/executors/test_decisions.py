@@ -11,12 +11,12 @@ from support.hostile_records import BAD_DECISIONS
 
 from executors.errors import CorruptObjectError, KeyNotFoundError, StoreError
 from executors.protocol import Outcome, ReplicaStatus
+from executors.restarts.decision_log import ENDING, OTHERS, Decision, DecisionLog
+from executors.restarts.rules import RunFacts, decide
 from executors.settings.policy import HangLimits, Restarts
 from executors.store import Data
 from executors.store.faulty import FaultyStore
 from executors.store.memory import MemoryStore
-from executors.supervision.decisions import ENDING, OTHERS, Decision, DecisionLog
-from executors.supervision.rules import RunFacts, decide
 
 FACTS = RunFacts(run_id="run", world_size=4, launched_at=0.0, has_progress=True)
 
@@ -49,7 +49,7 @@ def test_a_policy_reads_as_it_is_written(text: str) -> None:
         ("3,oon=1", "Did you mean 'oom'"),
         ("3,cancelled=1", "never restarted"),
         ("3,oom", "needs a value"),
-        ("3,together=1", "'together=1' is written without a value"),
+        ("3,together=1", "Write 'together' in restarts without a value, got 'together=1'"),
         ("3,oom=1,oom=2", "given twice"),
         ("-1", "whole number"),
         ("3/0s", "at least 0.001 s"),
@@ -194,10 +194,10 @@ def test_a_log_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
             return memoryview(b'{"kind": "cancel"}')
 
-    monkeypatch.setattr("executors.supervision.decisions.MAX_DECISIONS", 50)
+    monkeypatch.setattr("executors.restarts.decision_log.MAX_DECISIONS", 50)
     with pytest.raises(CorruptObjectError, match="more than 50 decisions"):
         DecisionLog(Endless(), "run").read()
-    monkeypatch.setattr("executors.supervision.decisions.MAX_LOG_BYTES", 20 * len(b'{"kind": "cancel"}'))
+    monkeypatch.setattr("executors.restarts.decision_log.MAX_LOG_BYTES", 20 * len(b'{"kind": "cancel"}'))
     with pytest.raises(CorruptObjectError, match=r"run/decisions/000020\.json"):
         DecisionLog(Endless(), "run").read()
 

@@ -10,7 +10,7 @@ from executors.errors import StoreError, UnwritableStoreError
 from executors.patience import SUPERVISOR
 from executors.protocol import Outcome
 from executors.store import MemoryStore
-from executors.worker.ends import EndRecords
+from executors.supervisor.exits import EndRecords
 
 PATIENCE_S = 10.0
 

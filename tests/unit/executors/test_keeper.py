@@ -15,14 +15,14 @@ from support.hostile_records import run_json
 from executors.attempt import Attempt
 from executors.errors import BackendError, CorruptObjectError
 from executors.protocol import STOPPED, Outcome, ReplicaStatus
+from executors.restarts.controller import CARRY_S, LEAVE_S, Keeper, Sight, Terms
+from executors.restarts.decision_log import Decision, DecisionLog
+from executors.restarts.orders import order_cancel, order_stop
 from executors.run.canceller import Canceller
-from executors.run.outside_keeper import OutsideKeeper
+from executors.run.external_controller import OutsideKeeper
 from executors.settings.policy import Restarts
 from executors.store import Store
 from executors.store.memory import MemoryStore
-from executors.supervision.decisions import Decision, DecisionLog
-from executors.supervision.keeper import CARRY_S, LEAVE_S, Keeper, Sight, Terms
-from executors.supervision.orders import order_cancel, order_stop
 from executors.task.record import RunRecord
 from executors.testing import eventually
 

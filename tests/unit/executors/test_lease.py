@@ -9,10 +9,7 @@ import pytest
 from support.new_runs import run_spec
 
 from executors.errors import KeyNotFoundError, StoreError
-from executors.settings.run_spec import RunSpec
-from executors.store import MemoryStore, records
-from executors.store.records import to_bytes
-from executors.supervision.lease import (
+from executors.restarts.lease import (
     Lease,
     LeaseHolder,
     LeaseWatch,
@@ -22,7 +19,10 @@ from executors.supervision.lease import (
     was_start_abandoned,
     with_lease,
 )
-from executors.worker.deletion import DeletionWatch
+from executors.settings.run_spec import RunSpec
+from executors.store import MemoryStore, records
+from executors.store.records import to_bytes
+from executors.supervisor.deletion import DeletionWatch
 
 LIMIT_S = 900.0
 

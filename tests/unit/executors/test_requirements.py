@@ -39,7 +39,7 @@ def test_ours_are_all_that_a_replica_imports(s3: S3Server) -> None:
     code = f"""
 import json, sys, torch, cloudpickle
 plain = set(sys.modules)
-from executors import worker, open_store, current_replica
+from executors import supervisor, worker, open_store, current_replica
 from executors.store.watch import open_watch
 from executors.store.state_folder import state_path
 import diloco, diloco.demo

@@ -22,14 +22,14 @@ from executors.cli.summary import exit_code
 from executors.errors import AlreadyResumedError
 from executors.native import Parent, Unfinished
 from executors.protocol import BY_USER, STOPPED, Outcome, ReplicaStatus
-from executors.run.launch_hands import Recipe
+from executors.report.uptime import wants_attention
+from executors.restarts.decision_log import Decision, DecisionLog
+from executors.restarts.launch_starter import Recipe
+from executors.restarts.orders import order_resume
 from executors.run.resume import _next_attempts as next_attempts
 from executors.run.run import Run
 from executors.store import Data, Store
 from executors.store.memory import MemoryStore
-from executors.supervision.decisions import Decision, DecisionLog
-from executors.supervision.orders import order_resume
-from executors.supervision.uptime import wants_attention
 
 ENDED_LONG_AGO, HOUR_S = 1.7e9, 3600.0
 RESTART = Decision(

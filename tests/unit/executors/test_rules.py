@@ -16,15 +16,15 @@ from executors.attempt import Attempt
 from executors.errors import CorruptObjectError, KeyNotFoundError, StoreError, UnsafeStoreError, UnwritableStoreError
 from executors.protocol import Outcome, ReplicaStatus
 from executors.replica.shared_page import SharedPage
+from executors.restarts.decision_log import Decision, answer_to, is_barred
+from executors.restarts.rules import MOST_REFUSED, RunFacts, decide, made_progress, too_few_left
 from executors.settings.policy import HangLimits, Restarts
 from executors.store import MemoryStore
-from executors.supervision.decisions import Decision, answer_to, is_barred
-from executors.supervision.rules import MOST_REFUSED, RunFacts, decide, made_progress, too_few_left
-from executors.worker.ends import Ends, seen_from_outside
+from executors.supervisor.exits import Ends, seen_from_outside
+from executors.supervisor.memory_kills import CLOCKS_DRIFT, MemoryKills
+from executors.supervisor.processes import NEVER, Running
+from executors.supervisor.watchdog import Watchdog
 from executors.worker.failure import describe_failure
-from executors.worker.memory_kills import CLOCKS_DRIFT, MemoryKills
-from executors.worker.ranks import NEVER, Running
-from executors.worker.watchdog import Watchdog
 
 FACTS = RunFacts(run_id="run", world_size=4, launched_at=0.0, has_progress=True)
 EARLY = replace(FACTS, has_progress=False)
@@ -173,7 +173,7 @@ def test_an_oom_is_called_that_also_where_the_clock_was_set_since_the_process_be
     def reason(killed_at: float) -> str | None:
         running, _ = ended_for_want_of_a_store(store_failed=False)
         running.started_at = time.time() + set_back_by_s
-        monkeypatch.setattr("executors.worker.memory_kills.killed_for_memory", lambda _, since: killed_at >= since)
+        monkeypatch.setattr("executors.supervisor.memory_kills.killed_for_memory", lambda _, since: killed_at >= since)
         return sigkilled(running, MemoryKills(ascending()))[0]
 
     now = time.monotonic()
@@ -194,7 +194,7 @@ def sigkilled(running: Any, kills: MemoryKills) -> tuple[str | None, str | None]
 @pytest.fixture
 def unreadable_log(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide the kernel's log, as from every user but root."""
-    monkeypatch.setattr("executors.worker.memory_kills.killed_for_memory", lambda pid, since: None)
+    monkeypatch.setattr("executors.supervisor.memory_kills.killed_for_memory", lambda pid, since: None)
 
 
 @pytest.mark.usefixtures("unreadable_log")

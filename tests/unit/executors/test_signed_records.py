@@ -24,8 +24,8 @@ from executors.store import MemoryStore
 from executors.store.inventory import Inventory
 from executors.store.records import to_bytes
 from executors.store.run_key import drop_key, held_key, hold_key, lacks_key, note_lacking_key
+from executors.supervisor.exits import is_overtaken
 from executors.worker.claim import claim_alone
-from executors.worker.ends import is_overtaken
 
 KEY = bytes(range(32))
 PLAIN = "otter/replicas/0000/0/outcome.json"

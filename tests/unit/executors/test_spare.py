@@ -12,12 +12,12 @@ from support.new_runs import run_json, run_spec
 from executors.attempt import Attempt
 from executors.errors import StoreError
 from executors.protocol import ReplicaHandle, ReplicaStatus
+from executors.restarts.controller import CARRY_S, LEAVE_S
+from executors.restarts.decision_log import Decision, DecisionLog
+from executors.restarts.lease import key_of
 from executors.store.memory import MemoryStore
 from executors.store.records import to_bytes
-from executors.supervision.decisions import Decision, DecisionLog
-from executors.supervision.keeper import CARRY_S, LEAVE_S
-from executors.supervision.lease import key_of
-from executors.worker.spare import LOOK_S, LOST_AFTER_S, Spare
+from executors.supervisor.spare import LOOK_S, LOST_AFTER_S, Spare
 
 RECORD = run_json(backend="modal", created_at=1.0, restarts="2,backoff=0s")
 

@@ -17,16 +17,16 @@ from executors.attempt import Attempt
 from executors.errors import StoreError
 from executors.protocol import Outcome
 from executors.replica.shared_page import SharedPage
+from executors.restarts.decision_log import Decision, DecisionLog
+from executors.restarts.orders import order_stop
 from executors.settings.policy import HangLimits
 from executors.store import MemoryStore
 from executors.store.protocol import Data, Entry
 from executors.store.records import to_bytes
-from executors.supervision.decisions import Decision, DecisionLog
-from executors.supervision.orders import order_stop
-from executors.worker import ends, ranks, supervisor
-from executors.worker.ranks import NEVER, STUCK_S, Running
-from executors.worker.supervisor import Supervisor
-from executors.worker.watchdog import Watchdog, WatchdogReport
+from executors.supervisor import exits, processes, supervisor
+from executors.supervisor.processes import NEVER, STUCK_S, Running
+from executors.supervisor.supervisor import Supervisor
+from executors.supervisor.watchdog import Watchdog, WatchdogReport
 
 TERMINATED = -15
 
@@ -140,7 +140,7 @@ def test_each_rank_of_an_abandoned_run_says_why_it_ended_though_there_was_no_tim
 ) -> None:
     scene = Scene(monkeypatch, pid, n_waiting=2)
     scene.running[3].request_cancel("enough")
-    monkeypatch.setattr(ends, "MARKS_S", 0.0)
+    monkeypatch.setattr(exits, "MARKS_S", 0.0)
     scene.supervisor._end_abandoned("nobody watched")
     scene.end_all()
     why = ["nobody watched", "enough"]
@@ -155,7 +155,7 @@ def test_many_ends_at_once_ask_a_store_that_fails_only_once(monkeypatch: pytest.
     scene.end_all()
     assert scene.store.n_failed == 1
     scene.store.fails = False
-    monkeypatch.setattr(scene.supervisor._records, "_clock", lambda: time.monotonic() + ends.SILENT_S)
+    monkeypatch.setattr(scene.supervisor._records, "_clock", lambda: time.monotonic() + exits.SILENT_S)
     scene.supervisor._records.try_again()
     assert [outcome and outcome.reason for outcome in scene.outcomes()] == ["signal"] * scene.n
 
@@ -183,8 +183,8 @@ def test_a_rank_that_no_signal_ends_has_an_outcome_all_the_same(monkeypatch: pyt
     (running,) = scene.supervisor._running.values()
     scene.supervisor._running = {pid: running}
     sent, now = list[int](), [1000.0]
-    monkeypatch.setattr(ranks, "os", SimpleNamespace(kill=lambda pid, number: sent.append(number)))
-    monkeypatch.setattr(ranks, "kill_descendants", lambda *_, **__: [])
+    monkeypatch.setattr(processes, "os", SimpleNamespace(kill=lambda pid, number: sent.append(number)))
+    monkeypatch.setattr(processes, "kill_descendants", lambda *_, **__: [])
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     running.ending, running.error, running.kill_at, running.asked_at = "hang", "It hangs.", 1000.0, -NEVER
     while now[0] < 1000.0 + STUCK_S:

@@ -15,9 +15,9 @@ from executors.process import Activity
 from executors.replica.shared_page import SharedPage
 from executors.settings.policy import HangLimits
 from executors.store.memory import MemoryStore
-from executors.worker import watchdog as rules
-from executors.worker.ranks import NEVER, Running
-from executors.worker.watchdog import Watchdog, WatchdogReport
+from executors.supervisor import watchdog as rules
+from executors.supervisor.processes import NEVER, Running
+from executors.supervisor.watchdog import Watchdog, WatchdogReport
 
 START = 1000.0
 INF = math.inf

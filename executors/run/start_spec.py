@@ -15,8 +15,8 @@ from typing import Any
 
 from executors.errors import BackendError, StoreError, UntrustedTaskError
 from executors.native import InstallsRequirements, NativeExecutor
+from executors.restarts.launch_starter import Recipe
 from executors.run.fleet import Site
-from executors.run.launch_hands import Recipe
 from executors.run.run_index import damage_of_note, needed_key, reference
 from executors.run.spread import SpreadExecutor, as_one
 from executors.run.traces import Traces

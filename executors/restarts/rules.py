@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from executors.protocol import Outcome, ReplicaStatus
+from executors.restarts.decision_log import Decision, answer_to, is_barred
 from executors.settings.policy import Restarts
-from executors.supervision.decisions import Decision, answer_to, is_barred
 
 LAST_CALL_S = 1.0  # before any progress, an own end waits so long for its sisters' ends
 OWN_REASONS = ("exception", "no_result", "result_not_serializable", "start_failed")

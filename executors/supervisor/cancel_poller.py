@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 
 from executors.attempt import Attempt
 from executors.errors import StoreError
+from executors.restarts.session import TURN_S
 from executors.store.url import is_near
 
 NEAR_LOOK_S = 1.0  # a canceller on this machine wakes us; one elsewhere leaves only its marker
 FAR_LOOK_S = 10.0  # how often a bucket is looked into
-TURN_S = 1.0  # how long looks may take together, before the ranks are looked after again
 
 
 class CancelLooks:

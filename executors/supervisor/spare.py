@@ -16,17 +16,17 @@ from executors.attempt import HANDLE, INTENT, Attempt, Beat, parse_handle
 from executors.errors import StoreError
 from executors.patience import BRIEF, GLANCE
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
+from executors.restarts.controller import CARRY_S, LEAVE_S, Keeper, Sight, Terms, hands_of_spare
+from executors.restarts.decision_log import DecisionLog, answer_to, barred_by
+from executors.restarts.lease import LeaseWatch
 from executors.settings.run_spec import RunSpec
 from executors.store import Store
 from executors.store.records import is_gone, to_bytes
 from executors.store.run_key import hold_key
 from executors.store.url import impatient_store
-from executors.supervision.decisions import DecisionLog, answer_to, barred_by
-from executors.supervision.keeper import CARRY_S, LEAVE_S, Keeper, Sight, Terms, hands_of_spare
-from executors.supervision.lease import LeaseWatch
+from executors.supervisor.container import NOTICES, preload
+from executors.supervisor.processes import read_task_ahead
 from executors.worker.claim import claim_alone
-from executors.worker.container import NOTICES, preload
-from executors.worker.ranks import read_task_ahead
 
 FOLLOW_S = 2.0
 LOOK_S = 10.0

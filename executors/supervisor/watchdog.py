@@ -20,7 +20,7 @@ from executors.process import Activity, activity, open_file_of
 from executors.replica.shared_page import ATOMIC_LIMIT_S, STEPS, SharedPage
 from executors.settings.policy import DEFAULT_START_S, HangLimits
 from executors.settings.run_spec import RunSpec
-from executors.worker.activity import ActivityMeter
+from executors.supervisor.activity import ActivityMeter
 from executors.worker.failure import is_users_file
 from executors.worker.watched import HANG_SIGNAL, STACKS_NAME, STACKS_SIGNAL
 

@@ -12,16 +12,16 @@ from executors.attempt import CLAIM, OUTCOME, TOLD_BY_SERVICES, Attempt
 from executors.errors import BackendError, StoreError
 from executors.native import Parent, Unfinished
 from executors.protocol import Outcome, ReplicaStatus
+from executors.restarts.controller import LEAVE_S, Keeper, Sight, Terms, hands_of_spare
+from executors.restarts.decision_log import Decision, DecisionLog, answer_to, is_barred
+from executors.restarts.launch_starter import LaunchHands
+from executors.restarts.orders import ASKED, order_cancel, words_of_bar
+from executors.restarts.rules import is_own
 from executors.run.fleet import check_single_ranks, parents_of
-from executors.run.launch_hands import LaunchHands
 from executors.run.observer import Observer
 from executors.run.spread import SpreadExecutor
 from executors.settings.policy import ONLY_PREEMPTED, Restarts
 from executors.status import ReplicaState
-from executors.supervision.decisions import Decision, DecisionLog, answer_to, is_barred
-from executors.supervision.keeper import LEAVE_S, Keeper, Sight, Terms, hands_of_spare
-from executors.supervision.orders import ASKED, order_cancel, words_of_bar
-from executors.supervision.rules import is_own
 
 
 class OutsideKeeper:

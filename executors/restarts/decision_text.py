@@ -7,10 +7,10 @@ from bisect import bisect_right, insort
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
+from executors.restarts.decision_log import Decision, policy_of
+from executors.restarts.rules import MOST_REFUSED
 from executors.settings.policy import Restarts
 from executors.status import name_ranks
-from executors.supervision.decisions import Decision, policy_of
-from executors.supervision.rules import MOST_REFUSED
 
 HOPELESS = ("deterministic", "no_progress")
 """Why a rank was given up, or the run stopped, so that starting it again unchanged does not help."""

@@ -21,21 +21,21 @@ from executors.patience import BRIEF, GLANCE, SUPERVISOR, Patience, Waits, retry
 from executors.process import children, kill_descendants
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica.shared_page import SharedPage
+from executors.restarts.fail_fast import end_others
+from executors.restarts.orders import words_of_bar
+from executors.restarts.session import Answers
 from executors.settings.run_spec import LEASE_S, RunSpec
 from executors.store.file import FULL
 from executors.store.records import is_gone
 from executors.store.run_key import hold_key
 from executors.store.url import impatient_store
-from executors.supervision.orders import words_of_bar
-from executors.worker.answers import Answers
-from executors.worker.cancel_looks import CancelLooks
-from executors.worker.deletion import DeletionWatch
-from executors.worker.ends import EndRecords, Ends, is_overtaken, mark_cancelled, seen_from_outside
-from executors.worker.fail_fast import end_others
-from executors.worker.memory_kills import of_this_machine
-from executors.worker.ranks import NEVER, UNKILLABLE_S, Ranks, Running, how_started
-from executors.worker.wakeups import Wakeups
-from executors.worker.watchdog import Watchdog
+from executors.supervisor.cancel_poller import CancelLooks
+from executors.supervisor.deletion import DeletionWatch
+from executors.supervisor.exits import EndRecords, Ends, is_overtaken, mark_cancelled, seen_from_outside
+from executors.supervisor.memory_kills import of_this_machine
+from executors.supervisor.processes import NEVER, UNKILLABLE_S, Ranks, Running, how_started
+from executors.supervisor.wakeups import Wakeups
+from executors.supervisor.watchdog import Watchdog
 
 WATCH_PAUSE_S = 0.1  # looks at many ranks fall together
 STOPPED = "the run was stopped"

@@ -1,4 +1,4 @@
-"""`python -m executors.worker`: a replica that a command started, on a machine of its own.
+"""`python -m executors.supervisor`: a replica that a command started, on a machine of its own.
 
 It reads its assignment from the environment, and is the supervisor of the process that becomes the replica.
 """
@@ -19,8 +19,8 @@ from executors.process import become_subreaper
 from executors.settings import Settings
 from executors.settings.run_spec import ATTACHED_LEASE, RunSpec
 from executors.store.run_key import RUN_KEY
-from executors.worker.container import NOTICE_S, ContainerRanks, ContainerSupervisor
-from executors.worker.spare import Spare
+from executors.supervisor.container import NOTICE_S, ContainerRanks, ContainerSupervisor
+from executors.supervisor.spare import Spare
 
 CANNOT_START = 78  # EX_CONFIG of sysexits.h, as the bootstrap leaves
 TERM_GRACE_S = 5.0

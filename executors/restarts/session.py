@@ -12,15 +12,15 @@ from executors.attempt import Attempt
 from executors.errors import CorruptObjectError, StoreError
 from executors.patience import BRIEF, Outage, Patience, Waits
 from executors.protocol import Outcome, ReplicaStatus
+from executors.restarts.controller import Keeper, Sight, Terms, leaves_its_supervisor
+from executors.restarts.decision_log import Decision, DecisionLog, hang_of, policy_of
 from executors.settings.policy import HangLimits
 from executors.settings.run_spec import RunSpec
 from executors.store import Store
 from executors.store.inventory import BEGINNINGS
-from executors.supervision.decisions import Decision, DecisionLog, hang_of, policy_of
-from executors.supervision.keeper import Keeper, Sight, Terms, leaves_its_supervisor
-from executors.worker.cancel_looks import TURN_S
 
 LOG_LOOK_S = 10.0
+TURN_S = 1.0  # how long looks may take together, before the ranks are looked after again
 TRY_AGAIN_S = 1.0
 NEVER = float("inf")
 

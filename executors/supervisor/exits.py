@@ -18,8 +18,8 @@ from executors.process import signal_name
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import SERVICE
 from executors.store.records import exists, is_gone
-from executors.worker.memory_kills import MemoryKills
-from executors.worker.ranks import NEVER, Running
+from executors.supervisor.memory_kills import MemoryKills
+from executors.supervisor.processes import NEVER, Running
 
 MARKS_S = 3.0  # the ranks are to be killed in time
 SILENT_S = 5.0  # less than an idle supervisor waits for the store

@@ -19,12 +19,12 @@ from executors.attempt.warning_record import NAME as WARNINGS
 from executors.attempt.warning_record import KeptWarnings
 from executors.errors import StoreError
 from executors.protocol import Outcome, ReplicaStatus
+from executors.restarts.decision_log import Decision, DecisionLog
+from executors.restarts.decision_text import Earlier, line_of
 from executors.settings.policy import Restarts
 from executors.status import FoundWarning, RunStatus
 from executors.store.inventory import Inventory
 from executors.store.records import FAR_AHEAD, find_record, get_at_most, number
-from executors.supervision.decision_words import Earlier, line_of
-from executors.supervision.decisions import Decision, DecisionLog
 from executors.task.record import RunRecord
 
 KINDS = (

@@ -12,16 +12,15 @@ from threading import Lock
 from executors.errors import CorruptObjectError
 from executors.process import may_live
 from executors.protocol import BY_USER, STOPPED, Outcome, ReplicaStatus
-from executors.run.run_index import reference
+from executors.restarts.decision_log import Decision, DecisionLog, answer_to, barred_by, is_barred, policy_of
+from executors.restarts.decision_text import HOPELESS, Earlier, line_of, note_of
+from executors.restarts.orders import words_of_bar
+from executors.restarts.rules import RunFacts, decide
 from executors.settings.policy import Restarts
 from executors.status import Decided, ReplicaState, RestartState
 from executors.store import Store
 from executors.store.run_key import find_key
 from executors.store.url import is_near
-from executors.supervision.decision_words import HOPELESS, Earlier, line_of, note_of
-from executors.supervision.decisions import Decision, DecisionLog, answer_to, barred_by, is_barred, policy_of
-from executors.supervision.orders import words_of_bar
-from executors.supervision.rules import RunFacts, decide
 from executors.task.record import RunRecord
 
 OVERDUE_S = 15.0  # a supervisor that lives has answered an end by then, and begun what is due
@@ -40,6 +39,8 @@ class RestartStates:
         has_keeper: tells whether the supervisor of a rank that ended lives; asked only when an answer is overdue.
         has_ended: tells whether the run ended with its launcher, as far as a rank shows. Asked where an attached run
             waits for an answer.
+        reference: returns the name that finds a run again from this machine, given its id and the url of its store.
+            Default: its id.
     """
 
     def __init__(
@@ -49,9 +50,11 @@ class RestartStates:
         record: RunRecord,
         has_keeper: Callable[[int], bool],
         has_ended: Callable[[int], bool] = lambda rank: False,
+        reference: Callable[[str, str], str] = lambda run_id, url: run_id,
     ) -> None:
         self._has_keeper = has_keeper
         self._has_ended = has_ended
+        self._reference = reference
         self._is_near = is_near(store.url)
         self._log = DecisionLog(store, run_id, key=record.key_id and find_key(run_id, record.key_id))
         self._record = record
@@ -132,7 +135,7 @@ class RestartStates:
     @cached_property
     def _name(self) -> str:
         """What finds the run again from this machine, in a shell."""
-        return reference(self._log.run_id, self._log.store.url)
+        return self._reference(self._log.run_id, self._log.store.url)
 
     @property
     def _policy(self) -> Restarts | None:

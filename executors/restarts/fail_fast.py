@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from executors.attempt import Attempt
 from executors.protocol import Outcome, ReplicaStatus
+from executors.restarts.decision_log import DecisionLog, is_barred
+from executors.restarts.orders import order_cancel
 from executors.status import FAILED_EARLY, is_failure
 from executors.store.inventory import Inventory
-from executors.supervision.decisions import DecisionLog, is_barred
-from executors.supervision.orders import order_cancel
 from executors.task.record import find_run_record
 
 MAX_WHY = 2000  # characters

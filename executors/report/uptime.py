@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from executors.attempt import CLAIM, Attempt, Claim
 from executors.attempt.outcome import says_alive
 from executors.protocol import Outcome, Reason, ReplicaStatus
+from executors.report.events import SEGMENT_BYTES, lines_in, read_stacks
 from executors.status import ReplicaState, RunStatus
 from executors.store.inventory import Inventory
 from executors.store.parallel import at_store
 from executors.store.records import get_at_most
-from executors.supervision.events import SEGMENT_BYTES, lines_in, read_stacks
 
 LATE_S = 35.0  # at most between the last line of a segment and its writing: usage comes every 30 s (`recorder.USAGE_S`)
 

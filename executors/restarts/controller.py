@@ -9,12 +9,12 @@ from typing import Protocol
 
 from executors.attempt import Attempt
 from executors.protocol import Outcome, ReplicaStatus
+from executors.restarts.decision_log import MAX_ATTEMPT, Decision, DecisionLog, answer_to, barred_by, policy_of
+from executors.restarts.rules import LAST_CALL_S, RunFacts, decide, is_own, too_few_left
 from executors.settings.policy import Restarts
 from executors.settings.run_spec import RunSpec
 from executors.store import Store
 from executors.store.inventory import BEGINNINGS, Inventory
-from executors.supervision.decisions import MAX_ATTEMPT, Decision, DecisionLog, answer_to, barred_by, policy_of
-from executors.supervision.rules import LAST_CALL_S, RunFacts, decide, is_own, too_few_left
 from executors.task.record import find_run_record
 
 LEAVE_S = 15.0  # how long an end is left to a supervisor that lives

@@ -10,9 +10,9 @@ from executors.attempt import Attempt, half_way
 from executors.errors import StoreError
 from executors.process import identify_process, this_process
 from executors.protocol import BY_USER, STOPPED
+from executors.restarts.decision_log import MAX_WORDS, Decision, DecisionLog, answer_to
 from executors.settings.policy import HangLimits, Restarts
 from executors.store import Store
-from executors.supervision.decisions import MAX_WORDS, Decision, DecisionLog, answer_to
 
 ASKED = "asked"
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from executors.attempt import INTENT, Attempt
+from executors.attempt.handles import keep_handles
 from executors.errors import MaxCostSpentError, ReplicasError, StoreError
 from executors.native import NativeExecutor
 from executors.protocol import ReplicaStatus, ServerlessExecutor
-from executors.run.handles import keep_handles
 from executors.settings.run_spec import RunSpec
 from executors.store import store_at
 

@@ -35,19 +35,19 @@ from executors.process import (
 )
 from executors.protocol import Reason
 from executors.replica.shared_page import SharedPage
+from executors.restarts.lease import LeaseWatch
 from executors.settings.run_spec import RunSpec
 from executors.store import store_at
 from executors.store.url import was_deleted
-from executors.supervision.lease import LeaseWatch
+from executors.supervisor.memory_kills import of_this_container
+from executors.supervisor.new_process import describe_threads, received, start_python
+from executors.supervisor.processes import Running, how_started, leave_supervisor, read_task_ahead
+from executors.supervisor.supervisor import Supervisor
 from executors.task.stored import StoredTask
 from executors.worker.main import Assignment, main
-from executors.worker.memory_kills import of_this_container
-from executors.worker.new_process import describe_threads, received, start_python
-from executors.worker.ranks import Running, how_started, leave_supervisor, read_task_ahead
-from executors.worker.supervisor import Supervisor
 from executors.worker.surroundings import await_gpu_release
 
-BE_REPLICA = "from executors.worker.container import ContainerRanks; ContainerRanks.be_replica()"
+BE_REPLICA = "from executors.supervisor.container import ContainerRanks; ContainerRanks.be_replica()"
 NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 TIMED_OUT = 124  # as the command `timeout` leaves
 NOTICE_S = 25.0  # of the 30 s that services leave between the notice and the end

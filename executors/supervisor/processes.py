@@ -18,8 +18,8 @@ from executors.protocol import Reason
 from executors.replica.shared_page import SharedPage
 from executors.settings.run_spec import RunSpec
 from executors.store import store_at
+from executors.supervisor.watchdog import LOOK_S, Watchdog
 from executors.task.stored import StoredTask, read_task
-from executors.worker.watchdog import LOOK_S, Watchdog
 
 NEVER = float("inf")
 ATOMIC_LOOK_S = 0.5

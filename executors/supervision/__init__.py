@@ -1,1 +1,0 @@
-"""What follows after a replica ended: decisions on record, and who makes and carries them out."""
