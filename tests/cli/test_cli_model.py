@@ -98,8 +98,6 @@ import sys
 sys.modules["torch"] = None
 from executors import attach
 from executors.errors import MissingDependencyError
-from executors.native import RUN_KEY
-from executors.testing import eventually
 try:
     attach("mine").model()
 except MissingDependencyError as error:

@@ -166,4 +166,4 @@ def test_the_installation_of_a_container_is_part_of_its_time() -> None:
 def test_a_replica_may_run_for_what_its_installation_has_left_of_max_cost(installed_s: float, left_s: float) -> None:
     environ = {"REPLICA_TIMEOUT_S": "1000", "REPLICA_BOOTSTRAP_S": str(installed_s)}
     assert standalone._time_limit(environ) == 1000, "without max_cost the limit counts from the entrypoint's start"
-    assert standalone._time_limit({**environ, "REPLICA_PAYS_FOR_START": "1"}) == left_s
+    assert standalone._time_limit({**environ, "REPLICA_SETTINGS": '{"n": 1, "max_cost": 2.0}'}) == left_s

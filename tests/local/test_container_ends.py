@@ -135,7 +135,7 @@ def test_a_replica_that_is_used_up_leaves_the_exit_code_of_its_last_end(site: Si
 
 
 def test_a_hang_is_ended_and_the_replica_comes_back_in_its_container(site: Site) -> None:
-    spec, process = site.start("holds_the_gil", restarts="1,backoff=0s", hang="1s:2s")
+    spec, process = site.start("holds_the_gil", restarts="1,backoff=0s", hang_timeout="1s:2s")
     code, out, _ = ended(process)
     first, second = (outcome_of(replace(spec, attempt=number)) for number in (0, 1))
     assert (code, second.result) == (0, "came back")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ def launched(executor: LocalProcessExecutor, folder: Path, rounds: int, **more: 
     store = open_store(folder / "store")
     args = {"go": str(folder / "go"), "rounds": rounds}
     spec = create_run(store, "otter", train, args, 3, backend="local")
-    run = Run(store, "otter", executor=executor, handles=start(executor, replace(spec, **more)))
+    run = Run(store, "otter", executor=executor, handles=start(executor, spec.with_settings(**more)))
     eventually(lambda: all(replica.heartbeat_age_s is not None for replica in run.status().replicas))
     return run
 

@@ -100,7 +100,7 @@ def test_a_run_that_cannot_be_read_is_one_clear_error(victim: Victim, directory:
 
 def test_the_same_in_a_bucket(victim: Victim, s3: S3Server) -> None:
     owner = OwnsBucket(s3)
-    for name in each_case(owner, ["nothing", "deeper than any stack", "world_size 1"]):
+    for name in each_case(owner, ["nothing", "deeper than any stack", "n 1"]):
         owner.write("bad/run.json", hostile.BAD_RUNS[name])
         rows = {row["run_id"]: row["status"] for row in victim.lists(owner)}
         assert rows == {"bad": "unreadable", "good": "succeeded"}

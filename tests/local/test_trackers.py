@@ -135,7 +135,8 @@ def test_a_tracker_that_run_json_alone_names_is_not_imported(folder: Path, local
     run = launch(local, TRAIN, 1, args={"fails_at": 1}, env={"NOTES": str(folder)})
     run.wait()
     record = json.loads(bytes(run.store.get(f"{run.run_id}/run.json")))
-    run.store.put(f"{run.run_id}/run.json", json.dumps({**record, "tracker": NOTES}).encode())
+    changed = {**record, "settings": {**record["settings"], "tracker": NOTES}}
+    run.store.put(f"{run.run_id}/run.json", json.dumps(changed).encode())
     with pytest.raises(Exception, match=r"its tracker is 'support.trackers:Notes', the launch's None"):
         resume(Run(run.store, run.run_id), env={"NOTES": str(folder)})
     assert not list(folder.glob("0-*"))

@@ -19,6 +19,7 @@ from executors.attempt import Attempt
 from executors.native import Package
 from executors.protocol import Outcome
 from executors.settings.run_spec import RunSpec
+from executors.settings.settings import DEFAULTS
 from executors.shipping.package import bootstrap_command, make_package, replica_environment
 from support.new_runs import create_run
 from support.processes import MARK
@@ -244,7 +245,8 @@ class Site:
         **more: Any,
     ) -> tuple[RunSpec, subprocess.Popen[str]]:
         spec = ship(self.shared, self.workspace, f"tasks_of_user:{task}", args, n=n, run_id=run_id)
-        spec = replace(spec, **more)
+        settings = {name: more.pop(name) for name in DEFAULTS if name in more}
+        spec = replace(spec, **more).with_settings(**settings)
         return spec, self.cloud.start(spec, rank, timeout_s=timeout_s, environ=NOTICE, within=within)
 
 
