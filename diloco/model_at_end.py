@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from diloco.stale_copies import unwatch, watch
+from diloco.stale_copies.optimizer_hook import unwatch, watch
 
 MOST_BYTES = 4 << 20
 """Memory of the tensors that are compared, which stays in use until the model is deleted."""

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from diloco.stale_copies import unwatch, watch
+from diloco.stale_copies.optimizer_hook import unwatch, watch
 
 NAMES = re.compile("BFGS|Anderson", re.IGNORECASE)
 """How classes of such optimizers are named, in torch and elsewhere: LBFGS, FullBatchLBFGS, LBFGSNew."""

@@ -42,7 +42,8 @@ from diloco.rendezvous.training_side import TrainingSide
 from diloco.replica_link import ReplicaLink, check_is_free, is_open, leave_all
 from diloco.same_data import SameData, SameDataMode
 from diloco.settings import Settings, check_wires
-from diloco.stale_copies import EarlyCopies, StaleCopies, warn_of_own_averages
+from diloco.stale_copies.comparison import StaleCopies
+from diloco.stale_copies.early_copies import EarlyCopies, warn_of_own_averages
 from diloco.state_keeper import StateKeeper
 from diloco.tensor_names import find_tensor
 from diloco.training_loop import TrainingLoop
@@ -302,7 +303,8 @@ class DiLoCo:
         if not self._loop.knows_begin:
             self._loop.tell_of_begin()
         self._stale.check(self._find_averaged)
-        self._early.warn()
+        if self._early.found:
+            self._early.warn()
         if not self._training_side.phase.n_steps and not self._members.is_alone:
             warn_of_own_averages(self._model_state.model, self._find_averaged())
         with RoundScope(self) as reports:
@@ -718,7 +720,8 @@ class RoundScope:
             link.show(side.position, diloco._round_s)
         link.record(reports)
         link.note_step(side.phase.run_step, plan.total_steps)
-        diloco._same_data.check(reports)
+        if not diloco._same_data.is_calm or any(report.same for report in reports):
+            diloco._same_data.check(reports)
         step = diloco._inner_step
         link.show_step(step)
         if diloco._attached.things or diloco._attached.kept is not None:

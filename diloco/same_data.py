@@ -40,6 +40,8 @@ class SameData:
         self._had_moved = had_moved
         self._in_a_row = 0
         self._has_counted = False
+        self.is_calm = False
+        """True if only a report of the same work can change anything, so that other reports need no check."""
 
     def expect_no_moves(self) -> None:
         """No warning if no value moves: an average of weights may not have begun yet."""
@@ -57,6 +59,7 @@ class SameData:
             if not report.counted or self._is_none(report) or self._mode == "allow":
                 continue
             self._in_a_row = self._in_a_row + 1 if report.same else 0
+            self.is_calm = not report.same
             self._show(next((rank for rank in report.same if rank != self._rank), None))
             if self._in_a_row == 1:
                 log.warning("rank %s: %s", self._rank, _sentence(report, f"in round {report.round}"))

@@ -1,4 +1,8 @@
-"""The wires: how contributions and means travel, one file each."""
+"""The wires: how contributions and means travel, one file each.
+
+Read `wire.py` first: it has the protocol of a wire and the loop over blocks and pieces. Values enter as float32 pieces
+of a fragment, and leave as the bytes of a block; the way back is the same. `WIRES` has all wires by name.
+"""
 
 from __future__ import annotations
 

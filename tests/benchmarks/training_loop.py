@@ -12,7 +12,7 @@ from torch import nn
 
 from diloco import DiLoCo
 from diloco.fragments import plan_fragments
-from diloco.stale_copies import StaleCopies
+from diloco.stale_copies.comparison import StaleCopies
 from executors.store.file import FileStore
 
 from .harness import Comparison, Options

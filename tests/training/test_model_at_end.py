@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
 from diloco.model_at_end import ModelAtEnd, forget
-from diloco.stale_copies import _watchers
+from diloco.stale_copies.optimizer_hook import _watchers
 
 
 def make() -> nn.Module:

@@ -13,7 +13,7 @@ from torch import nn
 
 from diloco import DiLoCo
 from diloco.optimizer_history import OptimizerHistory, has_history
-from diloco.stale_copies import _watchers
+from diloco.stale_copies.optimizer_hook import _watchers
 
 
 class TwoLoop(torch.optim.LBFGS):

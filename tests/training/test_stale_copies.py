@@ -18,15 +18,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from diloco import DiLoCo
 from diloco.errors import DiLoCoError, StaleCopyError
 from diloco.fragments import plan_fragments
-from diloco.stale_copies import (
-    MOST_OBJECTS,
-    MOST_SEARCHES,
-    STRIKES,
-    StaleCopies,
-    _named,
-    _reachable_objects,
-    _watchers,
-)
+from diloco.stale_copies.comparison import MOST_SEARCHES, STRIKES, StaleCopies
+from diloco.stale_copies.optimizer_hook import _watchers
+from diloco.stale_copies.search import MOST_OBJECTS, names_of, reachable_objects
 from diloco.testing import run_replicas
 from executors.store import MemoryStore
 
@@ -388,8 +382,8 @@ def test_a_wrapper_is_named_also_where_variables_lead_to_more_objects_than_are_l
 
     data = [[object()] for _ in range(2 * MOST_OBJECTS)]
     wrapper = Wrapper(torch.optim.SGD([torch.zeros(1)]))
-    assert _named([wrapper.inner]) == "optimizer Wrapper (around SGD)"
-    assert len(list(_reachable_objects())) <= MOST_OBJECTS
+    assert names_of([wrapper.inner]) == "optimizer Wrapper (around SGD)"
+    assert len(list(reachable_objects())) <= MOST_OBJECTS
     assert len(data) > MOST_OBJECTS
 
 

@@ -1,0 +1,70 @@
+"""Calls functions before each optimizer step of a thread."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+
+class StepTest(Protocol):
+    """A test of one optimizer step: values are moved before the step."""
+
+    def move(self) -> None:
+        """Move the values."""
+
+    def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure that computes the loss at the values that were not moved, and then moves them.
+
+        Args:
+            closure: the closure that the optimizer's step was given.
+        """
+
+
+Watcher: TypeAlias = Callable[[Optimizer], StepTest | None]
+"""Called before an optimizer step. Returns a test that this step must undergo, or None."""
+
+# One hook for the process, which stays: torch iterates over its hooks while another thread may add one.
+_watchers: dict[int, tuple[Watcher, ...]] = {}
+"""By thread, what to call before each optimizer step that the thread makes. Each replica of a test has a thread."""
+
+
+def watch(callback: Watcher) -> None:
+    """Call something before each optimizer step of this thread, until `unwatch`."""
+    _register()
+    _watchers[get_ident()] = (*_watchers.get(get_ident(), ()), callback)
+
+
+def unwatch(callback: Watcher) -> None:
+    for thread, callbacks in list(_watchers.items()):
+        if callback in callbacks:
+            _watchers[thread] = tuple(each for each in callbacks if each != callback)
+
+
+@functools.cache
+def _register() -> None:
+    def call(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        tests = [test for callback in _watchers.get(get_ident(), ()) if (test := callback(optimizer)) is not None]
+        # torch passes the optimizer as the first of args, so a closure is the second.
+        given = args[1] if len(args) > 1 else kwargs.get("closure")
+        closure = given if callable(given) else None
+        for test in tests:
+            if closure is None:
+                test.move()
+            else:
+                closure = test.around(closure)
+        if not tests or closure is None:
+            return None
+        return ((args[0], closure, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closure})
+
+    register_optimizer_step_pre_hook(call)
+
+
+def is_in_backward() -> bool:
+    """Return whether this thread computes gradients now, as when an optimizer steps in a hook of a parameter."""
+    task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+    return task() != -1

@@ -1,0 +1,205 @@
+"""Searches for copies of parameters: in optimizers, and in all objects that the variables of the user lead to."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain, islice
+from types import FrameType, FunctionType, MethodType, ModuleType
+from typing import Any
+from weakref import ref
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from diloco.stale_copies.samples import Sample, Values, read
+
+MOST_FLAT = 100_000_000
+"""Values of one flat tensor in which copies of parameters are searched for."""
+MOST_OBJECTS, MOST_DEPTH, MOST_PARTS = 100_000, 6, 10_000
+"""The limits of a search: the number of objects, the distance from a variable, and the parts of one object."""
+SCALARS = frozenset({str, bytes, int, float, bool, complex, type(None)})
+"""Types of values that hold nothing else."""
+NOT_USERS = ("diloco", "executors", "torch", "threading", "importlib", "runpy")
+"""Packages whose frames have no variables of the user's."""
+
+
+class Copy:
+    """A tensor that had the values of a parameter.
+
+    Args:
+        tensor: of the parameter's shape, or a longer flat one.
+        sample: the values of the parameter.
+        start: the first of these values in the flat tensor.
+    """
+
+    def __init__(self, tensor: Tensor, sample: Sample, start: int) -> None:
+        self.sample = sample
+        self._tensor, self._start = ref(tensor), start
+
+    def read(self) -> Values | None:
+        """Return the values that the copy has now. None: it was deleted."""
+        tensor = self._tensor()
+        return None if tensor is None else read([Sample(self.sample.name, tensor, self._start)])[0]
+
+
+def copies_of(samples: Sequence[Sample], tensors: Iterable[Tensor]) -> list[Copy]:
+    """Return the tensors that have the values of parameters now, in other memory."""
+    wanted = [(sample, read([sample])[0][: sample.n_values]) for sample in samples]
+    shapes = {sample.parameter.shape for sample in samples}
+    own = {sample.parameter.data_ptr() for sample in samples}
+    found: list[Copy] = []
+    for tensor in tensors:
+        with suppress(Exception):  # a tensor without storage, or of a class that refuses to be read
+            is_flat = tensor.dim() == 1 and tensor.device.type == "cpu" and tensor.numel() <= MOST_FLAT
+            if not (tensor.shape in shapes or is_flat) or not tensor.is_floating_point() or tensor.data_ptr() in own:
+                continue
+            for sample, values in wanted:
+                if not values.any():
+                    continue
+                if tensor.shape == sample.parameter.shape:
+                    copy = Copy(tensor, sample, sample.start)
+                    if np.array_equal(_rounded(copy.read(), sample)[: len(values)], values):
+                        found.append(copy)
+                elif is_flat and tensor.numel() > sample.parameter.numel():
+                    flat = _rounded(tensor.detach().float().numpy(), sample)
+                    starts = np.flatnonzero(flat == values[0])[:100]
+                    is_here = (start for start in starts if np.array_equal(flat[start : start + len(values)], values))
+                    found += [Copy(tensor, sample, int(start)) for start in is_here]
+    return found
+
+
+def _rounded(values: Values | None, sample: Sample) -> Values:
+    """Return float32 values as they are in the parameter's type, which may have fewer digits."""
+    exact = torch.from_numpy(np.zeros(0, np.float32) if values is None else values)
+    rounded: Values = exact.to(sample.parameter.dtype).float().numpy()
+    return rounded
+
+
+def tensors_in(things: Iterable[Any], depth: int = 4) -> Iterator[Tensor]:
+    """Yield the tensors that optimizers hold in their states and attributes."""
+    for thing in things:
+        if isinstance(thing, Tensor):
+            yield thing
+        elif depth and isinstance(thing, Mapping):
+            yield from tensors_in(thing.values(), depth - 1)
+        elif depth and isinstance(thing, (list, tuple)):
+            yield from tensors_in(thing, depth - 1)
+        elif depth and isinstance(thing, Optimizer):
+            yield from tensors_in(vars(thing).values(), depth - 1)
+
+
+def named_tensors(values: Mapping[Any, Any], depth: int = 3) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in the state of one parameter, which may be in mappings and lists, with their innermost key."""
+    for key, value in values.items():
+        parts = value if isinstance(value, (list, tuple)) else (value,)
+        for part in parts:
+            if isinstance(part, Tensor):
+                yield str(key), part
+            elif depth and isinstance(part, Mapping):
+                yield from named_tensors(part, depth - 1)
+
+
+def wrappers_with_state() -> Iterator[Any]:
+    """Yield objects of the caller's with a `step` and a `state` of their own, as optimizers around another have."""
+    for thing in reachable_objects():
+        kind = type(thing)
+        if callable(getattr(kind, "step", None)) and not issubclass(kind, nn.Module):
+            state = getattr(thing, "__dict__", {}).get("state")
+            if isinstance(state, dict) and any(isinstance(key, Tensor) for key in islice(state, 1)):
+                yield thing
+
+
+def reachable_tensors() -> Iterator[Tensor]:
+    """Yield the tensors that the variables of the code that called DiLoCo lead to."""
+    for thing in reachable_objects():
+        if issubclass(type(thing), Tensor):  # isinstance would call __class__ of proxies
+            yield thing
+
+
+def reachable_objects() -> Iterator[Any]:
+    """Yield the objects that the variables of the code that called DiLoCo lead to, near ones first.
+
+    Not `gc.get_objects()` or `gc.get_referrers()`: they hand out tuples that other threads are still building, which
+    then fail to build them. They also take seconds in a process with millions of objects.
+    """
+    things = deque[tuple[Any, int]]()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in NOT_USERS:
+            things += [(value, 0) for value in (*frame.f_locals.values(), *frame.f_globals.values())]
+        frame = frame.f_back
+    seen = set[int]()
+    kept = list[Any]()  # so that no id in `seen` is given to a new object meanwhile
+    # Near objects come first. Otherwise a data set of millions of items would use up the limit.
+    while things and len(seen) < MOST_OBJECTS:
+        thing, depth = things.popleft()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        kept.append(thing)
+        yield thing
+        if depth < MOST_DEPTH and not issubclass(type(thing), Tensor):
+            with suppress(Exception):  # objects of the user's may refuse to be looked into
+                parts = islice(_parts_of(thing), MOST_PARTS)
+                things += [(part, depth + 1) for part in parts if type(part) not in SCALARS]
+
+
+def _parts_of(thing: Any) -> Iterable[Any]:
+    """Return what an object holds, as far as a copy of weights may be in it.
+
+    Containers are read as the built-in ones that they are, since a user's class may load data in its own `values()`.
+    """
+    kind = type(thing)
+    if kind in SCALARS or isinstance(thing, (type, ModuleType)):
+        return ()
+    if kind.__module__.partition(".")[0] in ("diloco", "executors"):
+        return ()  # they lead to other replicas, where these are threads of one process
+    if isinstance(thing, OrderedDict) and hasattr(thing, "_metadata"):
+        return ()  # a copy of `model.state_dict()`, as scripts keep one of their best model
+    own: Iterable[Any] = getattr(thing, "__dict__", {}).values()
+    if isinstance(thing, dict):
+        return chain(dict.values(thing), own)
+    containers: tuple[Any, ...] = (list, tuple, set, deque)
+    for container in containers:
+        if isinstance(thing, container):
+            return chain(container.__iter__(thing), own)
+    if isinstance(thing, MethodType):
+        return [thing.__self__]
+    if isinstance(thing, FunctionType):
+        return (cell.cell_contents for cell in thing.__closure__ or ())
+    if isinstance(thing, functools.partial):
+        return [thing.func, *thing.args, *thing.keywords.values()]
+    return own
+
+
+def names_of(optimizers: Sequence[Optimizer]) -> str:
+    """Name the optimizers that made a step, with an object that wraps one, as for master weights."""
+    wrappers = dict[int, str]()
+    wanted = set(map(id, optimizers))
+    for thing in reachable_objects() if wanted else ():
+        kind = type(thing)
+        with suppress(Exception):  # a name is worth no second error
+            is_wrapper = callable(getattr(kind, "step", None)) and not kind.__module__.startswith(("torch.", "diloco."))
+            if not is_wrapper:
+                continue
+            for part in vars(thing).values():
+                for held in part if type(part) in (list, tuple) else (part,):
+                    if id(held) in wanted and held is not thing and kind.__name__ != type(held).__name__:
+                        wrappers.setdefault(id(held), kind.__name__)
+    names = [
+        f"{wrappers[id(each)]} (around {type(each).__name__})" if id(each) in wrappers else type(each).__name__
+        for each in optimizers
+    ]
+    return f"optimizer {' or '.join(dict.fromkeys(names))}" if names else "the optimizer"
+
+
+def is_near(value: Tensor, parameter: Tensor) -> bool:
+    """Return whether a tensor is within a fifth of a parameter, by norm, and not zero."""
+    norm = float(parameter.float().norm())
+    return norm > 0 and float((value.to(parameter.device).float() - parameter.float()).norm()) <= 0.2 * norm
