@@ -58,6 +58,7 @@ from executors.store.watch import open_watch
 log = logging.getLogger(__name__)
 
 
+# More than 20 methods: 17 are the interface for users. `RoundScope` and `StateKeeper` do what surrounds a round.
 class DiLoCo:
     """Keeps a model in step with those of the other replicas of a run.
 

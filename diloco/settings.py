@@ -33,6 +33,7 @@ SHORT_PLAN_MOMENTUM, LONG_PLAN_MOMENTUM = 0.8, 0.9
 DEFAULT_INNER_STEPS = 500
 
 
+# More than 20 methods: each setting that follows from the arguments of the user is a property, so it is computed once.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """How replicas train together; `DiLoCo` documents each."""

@@ -36,6 +36,8 @@ JOIN = "join"
 MAX_HOST = 255
 MISREAD = 3
 """So many readings that are no record mean that there is none."""
+FENCE_S = 10.0
+"""Seconds between two looks of a replica out of phase for a newer attempt of its rank."""
 DELETED_LOOKS, DELETED_LOOK_S = 3, 10.0
 """A run is held to be deleted when what is never deleted was missing in three looks, ten seconds apart."""
 
@@ -294,6 +296,16 @@ class Membership:
     def someone_lives(self) -> bool:
         """Return whether a named process of another rank lives, as far as can be seen."""
         return any(self.lives(rank) for rank in self.expected if rank != self._me.rank)
+
+    def is_behind(self) -> bool:
+        """Return True if this replica is out of phase: the newest seal names other live processes, and not this one.
+
+        Raises:
+            FencedError: a newer attempt of this rank has begun, which is looked for now and then.
+        """
+        if self._clock() - self.fence_checked_s >= FENCE_S:
+            self.check_fence()
+        return not self.names_me and self.someone_lives()
 
     def lives(self, rank: int) -> bool:
         """Return whether the named process of a rank has neither ended nor been replaced by a newer attempt."""

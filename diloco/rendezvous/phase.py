@@ -158,6 +158,8 @@ class _Stage(NamedTuple):
     end_step: int | None
 
 
+# More than 20 methods: the count of steps, the clock and the plan decide together what is due, and each method is one
+# question about that state. Both threads read it, and only the training thread changes the count.
 class Phase:
     """Counts the steps of one replica, as it made them and as the run counts them.
 

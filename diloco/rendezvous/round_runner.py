@@ -30,8 +30,6 @@ from diloco.rendezvous.training_state import Applied, Verdict
 
 LOOK_S, ANSWERS_PER_LOOK = 1.0, 40
 """Out of phase, a replica looks for the seal once a second, or as often as that costs a fortieth of its time."""
-FENCE_S = 10.0
-"""Seconds between two looks of a replica out of phase for a newer attempt of its rank."""
 
 
 class RoundRunner:
@@ -168,7 +166,7 @@ class RoundRunner:
     def look(self) -> bool:
         """Look for the seal of the open entry if it is time to, without waiting; return True if there is a result."""
         entry = self.current()
-        found = self.poll.ask(lambda: (self.seals.is_sealed(entry.index), self._is_behind()))
+        found = self.poll.ask(lambda: (self.seals.is_sealed(entry.index), self._members.is_behind()))
         if found is None:
             return False
         if found.is_sealed:
@@ -335,12 +333,6 @@ class RoundRunner:
 
     # -- the result --------------------------------------------------------------------------------------------------
 
-    def _is_behind(self) -> bool:
-        """Return True if this replica is out of phase: the newest seal names other live processes, and not this one."""
-        if self._context.clock() - self._members.fence_checked_s >= FENCE_S:
-            self._members.check_fence()
-        return not self._members.names_me and self._members.someone_lives()
-
     @contextmanager
     def _result(self, *, has_met: bool) -> Iterator[list[RoundReport]]:
         """Make a result of the entries that are applied inside, also if an error ends that."""
@@ -354,7 +346,7 @@ class RoundRunner:
                 self._prepare_result(reports, self.position - before, is_out_of_phase=is_out, has_met=has_met)
             raise
         if has_met or self.position != before or self.replayer.is_reloaded:
-            is_out = not self._context.plan.is_over(self.position) and self._is_behind()
+            is_out = not self._context.plan.is_over(self.position) and self._members.is_behind()
             self._prepare_result(reports, self.position - before, is_out_of_phase=is_out, has_met=has_met)
 
     def _prepare_result(
