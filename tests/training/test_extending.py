@@ -22,6 +22,7 @@ from diloco.trained_model import Source, read_model
 from executors.replica import Replica, set_current_replica
 from executors.restarts.decision_log import Decision, DecisionLog, extensions_of
 from executors.restarts.orders import order_policy
+from executors.settings import Settings
 from executors.store import MemoryStore
 
 OPTIONS: dict[str, Any] = {"inner_steps": 4, "snapshot_every": 3}
@@ -44,7 +45,7 @@ class Attempt:
 
     def __init__(self, store: MemoryStore, attempt: int = 0, **options: Any) -> None:
         replica = Replica(rank=0, world_size=1, run_id="run", attempt=attempt, rendezvous=store.url)
-        record = SimpleNamespace(continues=None, key_id=None, starts_from=None)
+        record = SimpleNamespace(continues=None, key_id=None, settings=Settings(n=1))
         replica.__dict__ |= {"store": store, "record": record, "claimed_nonce": secrets.token_hex(8)}
         store.put(replica.key("started.json"), f'{{"nonce": "{replica.nonce}"}}'.encode())
         set_current_replica(replica)

@@ -18,6 +18,7 @@ from diloco import DiLoCo
 from executors import LocalProcessExecutor, attach, current_replica, launch
 from executors.replica import Replica, set_current_replica
 from executors.run.resume import resume
+from executors.settings import Settings
 from executors.store import MemoryStore
 from executors.store.records import to_bytes
 
@@ -33,7 +34,7 @@ class Training:
 
     def __init__(self, store: MemoryStore, run_id: str, continues: str | None = None, attempt: int = 0) -> None:
         replica = Replica(rank=0, world_size=1, run_id=run_id, attempt=attempt, rendezvous=store.url)
-        record = SimpleNamespace(continues=continues, key_id=None, starts_from=None)
+        record = SimpleNamespace(continues=continues, key_id=None, settings=Settings(n=1))
         replica.__dict__ |= {"store": store, "record": record, "claimed_nonce": f"{run_id}-{attempt}"}
         store.put(replica.key("started.json"), f'{{"nonce": "{replica.nonce}"}}'.encode())
         set_current_replica(replica)

@@ -21,6 +21,7 @@ from diloco.rendezvous.extension import check_source
 from diloco.trained_model import Source, read_model
 from executors.errors import RunNotFoundError
 from executors.replica import Replica, set_current_replica
+from executors.settings import Settings
 from executors.store import MemoryStore
 from executors.store.url import address_of
 
@@ -49,7 +50,7 @@ def begin(
     """Begin a run of one replica, from the run `source` in the same store if one is named."""
     replica = Replica(rank=0, world_size=1, run_id=run_id, attempt=0, rendezvous=store.url)
     address = None if source is None else address_of(store.url, source)
-    record = SimpleNamespace(continues=None, key_id=None, starts_from=address, starts_from_step=step)
+    record = SimpleNamespace(continues=None, key_id=None, settings=Settings(n=1, from_run=address, from_step=step))
     replica.__dict__ |= {"store": store, "record": record, "claimed_nonce": secrets.token_hex(8)}
     store.put(replica.key("started.json"), f'{{"nonce": "{replica.nonce}"}}'.encode())
     set_current_replica(replica)

@@ -28,6 +28,7 @@ from diloco.rendezvous.snapshot import Pointer
 from diloco.wires import FP32, WIRES
 from diloco.wires.wire import Wire
 from executors.replica import Replica, set_current_replica
+from executors.settings import Settings
 from executors.store import MemoryStore, open_store
 from executors.store.run_key import RUN_KEY, key_id
 
@@ -166,7 +167,9 @@ def test_the_key_that_the_launch_handed_over_is_taken_whatever_the_store_says(mo
 
 def test_a_replica_of_a_signed_launch_that_lost_its_key_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     replica = Replica(0, 1, "test", 0, "memory://here", claimed_nonce="n")
-    replica.__dict__["record"] = type("Record", (), {"key_id": key_id(KEY), "continues": None, "starts_from": None})
+    replica.__dict__["record"] = type(
+        "Record", (), {"key_id": key_id(KEY), "continues": None, "settings": Settings(n=1)}
+    )
     monkeypatch.setattr("executors.replica._current", None)
     set_current_replica(replica)
     try:
