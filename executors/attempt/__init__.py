@@ -197,7 +197,7 @@ class Attempt:
     """Whether it stands by for any rank; `rank` then numbers the spares."""
 
     @classmethod
-    def named_by(cls, handle: ReplicaHandle, backend: str) -> Attempt:
+    def from_handle(cls, handle: ReplicaHandle, backend: str) -> Attempt:
         """Return the attempt that a handle names, asking no store.
 
         The handle of a signed run names the run's key. This process holds the key from then on if this machine has it:
@@ -211,7 +211,7 @@ class Attempt:
             UnknownHandleError: it is not a handle of this backend.
 
         Example:
-            Attempt.named_by(run.handle(0), "local").outcome()
+            Attempt.from_handle(run.handle(0), "local").outcome()
         """
         try:
             fields = Fields(handle.metadata, f"the handle of rank {handle.rank}")
@@ -238,7 +238,7 @@ class Attempt:
         Raises:
             UnknownHandleError: no such replica was ever launched by this backend.
         """
-        launched = cls.named_by(handle, backend)
+        launched = cls.from_handle(handle, backend)
         seen = (launched.store.url, launched.key(HANDLE))
         if seen not in _known and not launched.has(HANDLE):
             where = f"run_id={launched.run_id!r}, rank {launched.rank} at {launched.store.url}"
@@ -337,14 +337,14 @@ class Attempt:
             return True
         return self.store.put_if_absent(self.key(name), data)
 
-    def begin(self, nonce: str, **more: Any) -> bool:
+    def claim_start(self, nonce: str, **more: Any) -> bool:
         """Begin it by creating its intent; False if there is one of another launch, which has another nonce."""
         intent = {"nonce": nonce, "by": this_process(), **more, "at": time.time()}
         created = self.create(INTENT, to_bytes(intent))
         # Perhaps the one that exists is ours, by a create whose answer was lost.
         return created or self.read(INTENT, Intent.parse).nonce == nonce
 
-    def begun_by(self) -> str | None:
+    def started_by(self) -> str | None:
         """Name the process that began it, as its first record does, perhaps by ""; None: nobody has begun it."""
         if (intent := self.find(INTENT, Intent.parse)) is not None:
             return intent.by
@@ -366,9 +366,9 @@ class Attempt:
             CorruptObjectError: it is not a handle, or one of another backend.
         """
         handle = self.find(HANDLE, parse_handle)
-        return None if handle is None else self.own(handle, backend)
+        return None if handle is None else self.rebind_handle(handle, backend)
 
-    def own(self, handle: ReplicaHandle, backend: str) -> ReplicaHandle:
+    def rebind_handle(self, handle: ReplicaHandle, backend: str) -> ReplicaHandle:
         """Return a handle that was found among its records; see `handle`."""
         if handle.backend_name != backend:
             key, url = self.key(HANDLE), self.store.url

@@ -43,7 +43,8 @@ def kept_handles(store: Store, run_id: str, attempt: int, backend_of: Callable[[
     def parse(data: Any, key: str, url: str) -> dict[int, ReplicaHandle]:
         found = [parse_handle(each, key, url) for each in Fields(data, key, url).take("handles", list_of(json_object))]
         return {
-            each.rank: Attempt(store, run_id, each.rank, attempt).own(each, backend_of(each.rank)) for each in found
+            each.rank: Attempt(store, run_id, each.rank, attempt).rebind_handle(each, backend_of(each.rank))
+            for each in found
         }
 
     try:

@@ -166,7 +166,9 @@ class InlineExecutor:
     def observe(self, replicas: Sequence[Unfinished]) -> list[Observation]:
         """Look at replicas through /proc; see `NativeExecutor.observe`."""
         return [
-            Observation(self._conclude(Attempt.named_by(each.handle, self.backend_name).at(each.attempt), each.handle))
+            Observation(
+                self._conclude(Attempt.from_handle(each.handle, self.backend_name).at(each.attempt), each.handle)
+            )
             for each in replicas
         ]
 

@@ -30,8 +30,8 @@ from executors.status import RunStatus
 
 if TYPE_CHECKING:
     from executors.restarts.decision_log import DecisionLog
-    from executors.restarts.launch_starter import Recipe
-    from executors.run.external_controller import OutsideKeeper
+    from executors.restarts.launch_starter import StartSpec
+    from executors.run.external_controller import ExternalController
     from executors.run.run import Run
 
 SETTING = re.compile(r"(?:^|,)(restarts|hang|start)=(.*?)(?=,(?:restarts|hang|start)=|$)")
@@ -73,15 +73,15 @@ def watch(
     found = find_run(run, rendezvous, backend, option, volume)
     found.check_not_removed()
     with usage_errors():
-        recipes = _recipes(found, env, secret, task_digest=task_digest, trust_bucket=trust_bucket)
-    log = DecisionLog(found.store, found.run_id, key=next((recipe.spec.key for recipe in recipes), None))
-    needs_lease = any(recipe.spec.lease_s is not None for recipe in recipes)
+        start_specs = _start_specs(found, env, secret, task_digest=task_digest, trust_bucket=trust_bucket)
+    log = DecisionLog(found.store, found.run_id, key=next((start_spec.spec.key for start_spec in start_specs), None))
+    needs_lease = any(start_spec.spec.lease_s is not None for start_spec in start_specs)
     if not needs_lease:  # else there is something to do in any case
         _check_policy(found, log, new_restarts)
     if new_restarts is not None or hang is not None or start is not None:
         limits = None
         if hang is not None or start is not None:
-            limits = hang_of(log.read(), recipes[0].spec.settings.hang_limits).changed(hang, start)
+            limits = hang_of(log.read(), start_specs[0].spec.settings.hang_limits).changed(hang, start)
         order_policy(log, new_restarts, limits)
     log.read()
     output.say(heading(found), "bold")
@@ -89,9 +89,9 @@ def watch(
     if needs_lease:
         lease = LeaseHolder(found.store, found.run_id, is_second=True)
         lease.start()
-    keeper = found.keep_here(recipes, lease, lambda words: output.say(words, "yellow"), log=log)
+    controller = found.keep_here(start_specs, lease, lambda words: output.say(words, "yellow"), log=log)
     if once:
-        now = _keep_once(found, keeper, output)
+        now = _keep_once(found, controller, output)
         if as_json:
             output.document(now.to_json())
         return 0
@@ -153,24 +153,24 @@ def _settings(texts: Sequence[str] | None) -> tuple[Restarts | None, str | None,
         return Restarts.of(found.get("restarts")), found.get("hang"), found.get("start")
 
 
-def _recipes(
+def _start_specs(
     run: Run, env: Sequence[str] | None, secrets: Sequence[str] | None, *, task_digest: str | None, trust_bucket: bool
-) -> list[Recipe]:
+) -> list[StartSpec]:
     """Return what starts attempts of a run that another process launched, after checking that all it needs is here."""
     from executors.run.spread import SpreadExecutor
-    from executors.run.start_spec import native_executor, recipes_of, vouched_task
+    from executors.run.start_spec import native_executor, start_specs_of, trusted_task
 
-    task, executor = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket), native_executor(run)
+    task, executor = trusted_task(run, task_digest=task_digest, trust_bucket=trust_bucket), native_executor(run)
     # What this starts on this machine outlives it: Ctrl-C leaves the run alone.
     detach = run.record.settings.detach or executor.lease_s is None
     values: Any = {"env": parse_texts("--env", env), "secrets": secrets or ()}
-    recipes = recipes_of(run, task, **values, detach=detach, verb="watch")
+    start_specs = start_specs_of(run, task, **values, detach=detach, verb="watch")
     # Its digest vouches for the entrypoint; what is checked are the account and the secrets.
-    for recipe in recipes:
-        sites = list({run.fleet.site(rank): None for rank in recipe.spec.ranks})
+    for start_spec in start_specs:
+        sites = list({run.fleet.site(rank): None for rank in start_spec.spec.ranks})
         its_executors = SpreadExecutor(lambda sites=sites: sites)  # type: ignore[misc]
-        its_executors.check_launch(1, len, {}, **recipe.limits, secrets=recipe.spec.secret_names)
-    return recipes
+        its_executors.check_launch(1, len, {}, **start_spec.limits, secrets=start_spec.spec.secret_names)
+    return start_specs
 
 
 def _check_policy(run: Run, log: DecisionLog, restarts: Restarts | None) -> None:
@@ -184,7 +184,7 @@ def _check_policy(run: Run, log: DecisionLog, restarts: Restarts | None) -> None
         )
 
 
-def _keep_once(run: Run, keeper: OutsideKeeper, output: Output) -> RunStatus:
+def _keep_once(run: Run, controller: ExternalController, output: Output) -> RunStatus:
     """Answer what has ended, and start what follows, also where that is to wait for a moment; return what is then."""
     from executors.cli.live import PlainView
 
@@ -192,9 +192,9 @@ def _keep_once(run: Run, keeper: OutsideKeeper, output: Output) -> RunStatus:
     while True:
         now = run.status()
         view.update(now)
-        wait_s = keeper.keep(now.replicas)
+        wait_s = controller.keep(now.replicas)
         is_over = wait_s is None or time.monotonic() - began > LONGEST_S
-        if is_over and not keeper.hands.is_busy:
+        if is_over and not controller.starter.is_busy:
             break
         time.sleep(min(0.2 if wait_s is None else wait_s, LONGEST_PAUSE_S))
     now = run.status()

@@ -175,10 +175,10 @@ def _bring_back(
         raise ValueError("resume=True needs the run_id of the run to bring back.")
     from executors.run.lookup import attach
     from executors.run.resume import resume
-    from executors.run.start_spec import vouched_task
+    from executors.run.start_spec import trusted_task
 
     run = attach(request.run_id, rendezvous=request.rendezvous, executor=executor)
-    task = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
+    task = trusted_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
     check_same(request, task)
     check_environment(run.executor, request)
     settings = request.settings

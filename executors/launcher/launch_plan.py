@@ -82,7 +82,7 @@ class LaunchPlan:
             tell: gets a few words on how far the start is, where it takes long.
         """
         from executors.attempt.handles import keep_handles
-        from executors.restarts.launch_starter import Recipe
+        from executors.restarts.launch_starter import StartSpec
         from executors.restarts.lease import finish_start, hold_lease, with_lease
         from executors.run.canceller import end_started
         from executors.run.run import Run
@@ -126,7 +126,7 @@ class LaunchPlan:
             run = Run(store, self.run_id, executor=executor, handles=handles)
             run.record = RunRecord.parse(to_bytes(new.record))  # not what the store says by now, which others may write
             if not settings.detach and isinstance(executor, NativeExecutor):
-                run.keep_here([Recipe(spec.with_settings(spares=0), request.entrypoint, limits)], lease)
+                run.keep_here([StartSpec(spec.with_settings(spares=0), request.entrypoint, limits)], lease)
         except BaseException as error:
             if lease is not None:
                 lease.end()

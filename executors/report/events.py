@@ -20,7 +20,7 @@ from executors.attempt.warning_record import KeptWarnings
 from executors.errors import StoreError
 from executors.protocol import Outcome, ReplicaStatus
 from executors.restarts.decision_log import Decision, DecisionLog
-from executors.restarts.decision_text import Earlier, line_of
+from executors.restarts.decision_text import RestartTally, line_of
 from executors.settings.policy import Restarts
 from executors.status import FoundWarning, RunStatus
 from executors.store.inventory import Inventory
@@ -102,7 +102,7 @@ class EventReader:
         self._clock = clock
         self._log = log
         self._n_decisions = 0
-        self._earlier = Earlier(Restarts.of(record.settings.restarts))
+        self._earlier = RestartTally(Restarts.of(record.settings.restarts))
         """Of the decisions that were told."""
         self._seen = set[tuple[Any, ...]]()
         self._claimed = dict[tuple[int, int], float]()

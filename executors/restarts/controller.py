@@ -1,4 +1,4 @@
-"""A keeper answers ends and starts what the log of decisions says: a supervisor for its ranks, or a process outside."""
+"""The controller: it decides what follows each ended attempt, and starts the next one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 from executors.attempt import Attempt
 from executors.protocol import Outcome, ReplicaStatus
-from executors.restarts.decision_log import MAX_ATTEMPT, Decision, DecisionLog, answer_to, barred_by, policy_of
+from executors.restarts.decision_log import MAX_ATTEMPT, Decision, DecisionLog, answer_to, blocking_order, policy_of
 from executors.restarts.rules import LAST_CALL_S, RunFacts, decide, is_own, too_few_left
 from executors.settings.policy import Restarts
 from executors.settings.run_spec import RunSpec
@@ -18,14 +18,14 @@ from executors.store.inventory import BEGINNINGS, Inventory
 from executors.task.record import find_run_record
 
 LEAVE_S = 15.0  # how long an end is left to a supervisor that lives
-CARRY_S = 60.0  # what another keeper decided, and has not begun for so long, is carried out
+CARRY_S = 60.0  # what another controller decided, and has not begun for this long, is carried out
 NEEDS_LAUNCH = ("start_failed", "lost", "preempted", "timeout")  # a time limit begins anew with a launch alone
-MOST_FORK_STRIKES = 2  # of a rank; then whoever has wider hands leaves the machine
+MOST_FORK_STRIKES = 2  # of a rank; then a controller that can start containers leaves the machine
 LOOK_AGAIN_S = 1.0
 
 
-class Hands(Protocol):
-    """What a keeper can carry out."""
+class AttemptStarter(Protocol):
+    """Starts attempts for a controller."""
 
     how: str
     """ "fork", "launch" or "spare:0"."""
@@ -38,7 +38,7 @@ class Hands(Protocol):
 
 
 @dataclass(frozen=True)
-class Sight:
+class RunSnapshot:
     """The newest attempts of a run's ranks, and how those ended that have."""
 
     newest: Mapping[int, int] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Sight:
     """Whether any attempt of the run has reported anything."""
 
     @classmethod
-    def of(cls, store: Store, run_id: str, world_size: int) -> Sight:
+    def of(cls, store: Store, run_id: str, world_size: int) -> RunSnapshot:
         """Look at a run's records: one list, and what it has of ends and, until one shows progress, of heartbeats.
 
         Of all ranks that were launched, or added and begun.
@@ -65,7 +65,7 @@ class Sight:
         has_progress = any(end.marks for end in ends.values()) or any(beat and beat.reported for beat in beating)
         return cls(newest, ends, has_progress)
 
-    def of_first_world(self, world_size: int) -> Sight:
+    def of_first_world(self, world_size: int) -> RunSnapshot:
         """Return it without ranks that were added: these may be on other backends."""
         newest = {rank: number for rank, number in self.newest.items() if rank < world_size}
         ends = {rank: end for rank, end in self.ends.items() if rank < world_size}
@@ -73,8 +73,8 @@ class Sight:
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What a launch asked of those who keep its run."""
+class RestartContext:
+    """What a launch asked of the controllers of its run."""
 
     policy: Restarts | None
     """None: nothing is answered unless a `policy` in the log says so."""
@@ -85,8 +85,8 @@ class Terms:
     """The ranks of each placement of the launch."""
 
     @classmethod
-    def of(cls, spec: RunSpec, store: Store) -> Terms:
-        """Return the terms of the run that a worker is part of.
+    def of(cls, spec: RunSpec, store: Store) -> RestartContext:
+        """Return the context of the run that a worker is part of.
 
         Raises:
             StoreError: the store does not answer.
@@ -96,30 +96,35 @@ class Terms:
         return cls(spec.supervised_restarts, spec.world_size, spec.launched_at, least, places)
 
 
-class Keeper:
-    """Answers the ends of a run and carries the answers out.
+class RestartController:
+    """Decides what follows the ends of a run, and starts it.
 
     Args:
-        hands: None: it only looks.
-        has_wider: whether another keeper, which can start a container anew, watches the run.
-        spare: names the hands of a spare that can begin what follows an end, given the log; None: there is none.
+        log: the log of decisions of the run.
+        context: what the launch asked for.
+        starter: starts the attempts that follow. None: the controller only looks.
+        has_wider: True if another controller, which can start a container again, watches the run.
+        spare: returns the starter name of a spare that can begin what follows an end, given the log. None: there is
+            none.
+        clock: returns Unix time in seconds.
+        monotonic: returns seconds of a monotonic clock.
     """
 
     def __init__(
         self,
         log: DecisionLog,
-        terms: Terms,
+        context: RestartContext,
         *,
-        hands: Hands | None = None,
+        starter: AttemptStarter | None = None,
         has_wider: bool = False,
         spare: Callable[[Sequence[Decision]], str | None] = lambda entries: None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.log = log
-        self.hands = hands
-        self._terms = terms
-        self._policy = terms.policy
+        self.starter = starter
+        self._context = context
+        self._policy = context.policy
         self._has_wider = has_wider
         self._spare = spare
         self._clock = clock
@@ -139,11 +144,11 @@ class Keeper:
         self._fold()
         return self._policy
 
-    def barred_by(self, rank: int) -> Decision | None:
+    def blocking_order(self, rank: int) -> Decision | None:
         """Return the stop or cancel that stands against a rank, as far as the log was read."""
-        return barred_by(self.log.entries, rank)
+        return blocking_order(self.log.entries, rank)
 
-    def keep(self, sight: Sight) -> float | None:
+    def keep(self, snapshot: RunSnapshot) -> float | None:
         """Answer what has ended, stop a run that cannot succeed, and start what is due.
 
         Returns: in how many seconds there is something to do again, if nothing ends until then. None: nothing.
@@ -152,56 +157,56 @@ class Keeper:
             StoreError: the store does not answer; call it again.
         """
         self.log.read()
-        return self.keep_as_read(sight)
+        return self.keep_as_read(snapshot)
 
-    def keep_as_read(self, sight: Sight) -> float | None:
+    def keep_as_read(self, snapshot: RunSnapshot) -> float | None:
         """Do the same by the log as it was read just now."""
         n_read = len(self.log.entries)
         self._fold()
-        waits = [self._answer(end, sight) for end in sight.ends.values()]
-        self.stop_if_too_few(sight)
-        due = self.due(sight)
+        waits = [self._answer(end, snapshot) for end in snapshot.ends.values()]
+        self.stop_if_too_few(snapshot)
+        due = self.due(snapshot)
         if due and len(self.log.entries) == n_read:  # else it was read just now
             self.log.read()
-            due = self.due(sight)
-        if due and self.hands is not None:
-            ready = {rank: to for rank, to in due.items() if self._close_holes(rank, to, sight)}
+            due = self.due(snapshot)
+        if due and self.starter is not None:
+            ready = {rank: to for rank, to in due.items() if self._close_holes(rank, to, snapshot)}
             waits += [LOOK_AGAIN_S] * (len(due) - len(ready))
             if ready:
-                self.hands.start(ready)
-        waits += [self._ready_in(entry) for rank, entry in self._pending(sight).items() if rank not in due]
+                self.starter.start(ready)
+        waits += [self._ready_in(entry) for rank, entry in self._pending(snapshot).items() if rank not in due]
         return min((wait for wait in waits if wait is not None), default=None)
 
-    def give_up(self, sight: Sight) -> None:
-        """Add which ends nothing is to follow, and start nothing: this keeper ends, and whoever looks says it already.
+    def give_up(self, snapshot: RunSnapshot) -> None:
+        """Add which ends nothing is to follow, and start nothing: this controller ends.
 
         Raises:
             StoreError: the store does not answer.
         """
-        for end in sight.ends.values():
+        for end in snapshot.ends.values():
             if end.status is ReplicaStatus.FAILED:
-                self.answer(end, sight, restarts=False)
+                self.answer(end, snapshot, restarts=False)
 
-    def answer(self, end: Outcome, sight: Sight, *, restarts: bool = True) -> Decision | None:
+    def answer(self, end: Outcome, snapshot: RunSnapshot, *, restarts: bool = True) -> Decision | None:
         """Add what answers an end to the log; return None where nothing does, or something has.
 
         Args:
             restarts: whether that may be a restart.
         """
-        hands = self.hands
+        starter = self.starter
         facts = RunFacts(
             run_id=self.log.run_id,
-            world_size=self._terms.world_size,
-            launched_at=self._terms.launched_at,
-            newest=sight.newest,
-            has_progress=sight.has_progress,
-            places=self._terms.places,
+            world_size=self._context.world_size,
+            launched_at=self._context.launched_at,
+            newest=snapshot.newest,
+            has_progress=snapshot.has_progress,
+            places=self._context.places,
         )
-        others = [other for other in sight.ends.values() if other.rank != end.rank]
+        others = [other for other in snapshot.ends.values() if other.rank != end.rank]
 
         def compute(entries: Sequence[Decision]) -> Decision | None:
             policy = self.policy
-            if policy is None or hands is None:
+            if policy is None or starter is None:
                 return None
             answer = decide(entries, end, others, policy, facts, self._clock())
             if answer is None or answer.kind != "restart":
@@ -210,75 +215,75 @@ class Keeper:
                 return None
             most = MOST_FORK_STRIKES - (answer.reason == "start_failed")  # twice unwell: another machine
             is_to_leave = self._has_wider and answer.strikes > most
-            if hands.how == "fork" and (policy.how != "fork" or _needs_launch(end) or is_to_leave):
+            if starter.how == "fork" and (policy.how != "fork" or _needs_launch(end) or is_to_leave):
                 return None
-            spare = self._spare(entries) if end.rank < self._terms.world_size else None  # others may be elsewhere
-            return replace(answer, how=spare or hands.how)
+            spare = self._spare(entries) if end.rank < self._context.world_size else None  # others may be elsewhere
+            return replace(answer, how=spare or starter.how)
 
         entry = self._append(compute)
         if entry is not None:
             self._answered[end.rank] = end.attempt
-            carry_s = CARRY_S if hands is not None and entry.how not in (None, hands.how) else 0.0
+            carry_s = CARRY_S if starter is not None and entry.how not in (None, starter.how) else 0.0
             self._ready_at[entry.nonce] = self._monotonic() + max(self._wait_s(entry), carry_s)
         return entry
 
-    def due(self, sight: Sight) -> dict[int, int]:
-        """Return which attempts this keeper may begin now, by rank, as far as the log was read."""
-        pending = self._pending(sight)
+    def due(self, snapshot: RunSnapshot) -> dict[int, int]:
+        """Return which attempts this controller may begin now, by rank, as far as the log was read."""
+        pending = self._pending(snapshot)
         return {rank: entry.start[rank] for rank, entry in pending.items() if self._ready_in(entry) == 0.0}
 
-    def stop_if_too_few(self, sight: Sight) -> Decision | None:
+    def stop_if_too_few(self, snapshot: RunSnapshot) -> Decision | None:
         """Stop the run when fewer ranks than `min_replicas` can still succeed."""
 
         def compute(entries: Sequence[Decision]) -> Decision | None:
-            n = max(self._terms.world_size, len(sight.newest))
-            is_so = too_few_left(entries, sight.ends.values(), n, self._terms.min_replicas)
+            n = max(self._context.world_size, len(snapshot.newest))
+            is_so = too_few_left(entries, snapshot.ends.values(), n, self._context.min_replicas)
             return Decision(kind="stop", why="min_replicas") if is_so else None
 
-        return None if self.hands is None or self.policy is None else self._append(compute)
+        return None if self.starter is None or self.policy is None else self._append(compute)
 
     def _append(self, compute: Callable[[Sequence[Decision]], Decision | None]) -> Decision | None:
         """Add what follows from the log, if anything follows from what was read of it already."""
         return None if compute(self.log.entries) is None else self.log.append(compute)
 
-    def _answer(self, end: Outcome, sight: Sight) -> float | None:
+    def _answer(self, end: Outcome, snapshot: RunSnapshot) -> float | None:
         """Answer an end, unless it is too early: then return how long to wait."""
         if end.status is not ReplicaStatus.FAILED or self._answered.get(end.rank, -1) >= end.attempt:
             return None
-        if self.hands is None or self.policy is None or not self.hands.may_start(end.rank):
+        if self.starter is None or self.policy is None or not self.starter.may_start(end.rank):
             return None
         if answer_to(self.log.entries, end.rank, end.attempt) is not None:
             self._answered[end.rank] = end.attempt
             return None
-        if self.barred_by(end.rank) is not None:
+        if self.blocking_order(end.rank) is not None:
             return None
-        if is_own(end) and not sight.has_progress and not end.marks:
+        if is_own(end) and not snapshot.has_progress and not end.marks:
             seen_at = self._seen_at.setdefault((end.rank, end.attempt), self._monotonic())
             if (wait_s := seen_at + LAST_CALL_S - self._monotonic()) > 0:
                 return wait_s
-        self.answer(end, sight)
+        self.answer(end, snapshot)
         return None
 
-    def _pending(self, sight: Sight) -> dict[int, Decision]:
-        """Return what the log starts and nobody has begun, of the ranks that this keeper can start."""
-        if self.hands is None:
+    def _pending(self, snapshot: RunSnapshot) -> dict[int, Decision]:
+        """Return what the log starts and nobody has begun, of the ranks that this controller can start."""
+        if self.starter is None:
             return {}
         self._fold()
         pending = {}
         for rank, entry in self._starts.items():
-            if entry.start[rank] <= sight.newest.get(rank, MAX_ATTEMPT) or not self.hands.may_start(rank):
+            if entry.start[rank] <= snapshot.newest.get(rank, MAX_ATTEMPT) or not self.starter.may_start(rank):
                 continue
-            is_anothers = self.hands.how == "fork" and leaves_its_supervisor(entry, rank)
-            if not is_anothers and not self.barred_by(rank):
+            is_anothers = self.starter.how == "fork" and leaves_its_supervisor(entry, rank)
+            if not is_anothers and not self.blocking_order(rank):
                 pending[rank] = entry
         return pending
 
     def _ready_in(self, entry: Decision) -> float:
         """Return how long an entry's attempts are still to wait, by this process's own clock since it saw the entry."""
-        assert self.hands is not None
+        assert self.starter is not None
         if entry.nonce not in self._ready_at:
-            # It is somebody else's. By the clock: a keeper that makes a single pass has not seen it before.
-            is_ours = self.hands.how in ("fork", entry.how) and self.hands.how != "launch"
+            # It is somebody else's. By the clock: a controller that makes a single pass has not seen it before.
+            is_ours = self.starter.how in ("fork", entry.how) and self.starter.how != "launch"
             carry_s = 0.0 if is_ours else min(CARRY_S, max(0.0, entry.at + CARRY_S - self._clock()))
             self._ready_at[entry.nonce] = self._monotonic() + max(self._wait_s(entry), carry_s)
         return max(0.0, self._ready_at[entry.nonce] - self._monotonic())
@@ -298,15 +303,15 @@ class Keeper:
                 self._answered.pop(rank, None)
         self._n_folded = len(entries)
 
-    def _close_holes(self, rank: int, number: int, sight: Sight) -> bool:
+    def _close_holes(self, rank: int, number: int, snapshot: RunSnapshot) -> bool:
         """Close attempts that were decided and never begun, since attempts are dense.
 
         Returns: False, and nothing was closed, while the attempt before them has left no record: its process may yet
             claim it, or where somebody else has, one of these.
         """
-        numbers = range(sight.newest[rank], number)
+        numbers = range(snapshot.newest[rank], number)
         before, *skipped = [Attempt(self.log.store, self.log.run_id, rank, each) for each in numbers]
-        if skipped and rank not in sight.ends and not any(before.has(f"{name}.json") for name in BEGINNINGS):
+        if skipped and rank not in snapshot.ends and not any(before.has(f"{name}.json") for name in BEGINNINGS):
             return False
         for attempt in skipped:
             attempt.record(attempt.ended(ReplicaStatus.FAILED, "fenced", error=f"Attempt {number} came before it."))
@@ -323,6 +328,10 @@ def leaves_its_supervisor(entry: Decision, rank: int) -> bool:
     return entry.kind == "resume" or (entry.how != "fork" and entry.rank == rank)
 
 
-def hands_of_spare(number: int) -> str:
-    """Name the hands of a spare."""
+def spare_starter(number: int) -> str:
+    """Return the name of a spare as a starter: `spare:0`.
+
+    Args:
+        number: the number of the spare.
+    """
     return f"spare:{number}"

@@ -287,12 +287,12 @@ class DecisionLog:
         return proof_of_fields(self._key, "decision", key, json.loads(bytes(data)))
 
 
-def is_barred(log: Sequence[Decision], rank: int) -> bool:
+def is_blocked(log: Sequence[Decision], rank: int) -> bool:
     """Return whether a stop, or a cancel of this rank, stands: no resume of the rank came after it."""
-    return barred_by(log, rank) is not None
+    return blocking_order(log, rank) is not None
 
 
-def barred_by(log: Sequence[Decision], rank: int) -> Decision | None:
+def blocking_order(log: Sequence[Decision], rank: int) -> Decision | None:
     """Return the stop, or the cancel of this rank, that stands: no resume of the rank came after it."""
     for entry in reversed(log):
         if entry.kind == "resume" and rank in entry.start:

@@ -17,7 +17,7 @@ HOPELESS = ("deterministic", "no_progress")
 MAX_ERROR = 160  # characters of a message that is quoted within a line
 
 
-class Earlier:
+class RestartTally:
     """What the entries before one say of it: which policy counts, and how many charged restarts.
 
     A log is told in one pass: each entry is added after its line.
@@ -54,7 +54,7 @@ class Earlier:
         return len(found) if per_s is None else len(found) - bisect_right(found, now - per_s)
 
 
-def line_of(entry: Decision, earlier: Earlier, run: str, alike: Collection[int] = ()) -> str:
+def line_of(entry: Decision, tally: RestartTally, run: str, alike: Collection[int] = ()) -> str:
     """Say what an entry of the log decided: `restarting rank 3 as attempt 1 (1 of 3): signal, SIGKILL`.
 
     Args:
@@ -63,14 +63,14 @@ def line_of(entry: Decision, earlier: Earlier, run: str, alike: Collection[int] 
     """
     if entry.kind == "restart":
         count = "free"
-        if entry.charged and earlier.policy is not None:
-            count = f"{1 + earlier.charged(entry.rank, entry.at)} of {earlier.policy.per_replica}"
+        if entry.charged and tally.policy is not None:
+            count = f"{1 + tally.charged(entry.rank, entry.at)} of {tally.policy.per_replica}"
         others = [rank for rank in entry.start if rank != entry.rank]
         also = f", and with it {name_ranks(others)}" if others else ""
         number = entry.start.get(entry.rank if entry.rank is not None else -1, 0)
         return f"restarting rank {entry.rank} as attempt {number} ({count}){also}: {entry.words}"
     if entry.kind == "give_up":
-        why = _why_given_up(entry, earlier)
+        why = _why_given_up(entry, tally)
         return f"rank {entry.rank} given up: {why}. `replicas resume {run} --rank {entry.rank}` tries again."
     if entry.kind == "stop":
         return _line_of_stop(entry, alike)
@@ -101,7 +101,7 @@ def note_of(log: Sequence[Decision], index: int, launched: Restarts | None, now:
     if entry.kind == "give_up" and entry.why == "deterministic":
         return f"given up: failed twice alike{_at_place(entry)} ({error_in(entry)})"
     if entry.kind == "give_up":
-        return f"given up: {_why_given_up(entry, Earlier(launched, log[:index]))}"
+        return f"given up: {_why_given_up(entry, RestartTally(launched, log[:index]))}"
     return _line_of_stop(entry) if entry.kind == "stop" else ""
 
 
@@ -113,8 +113,8 @@ def error_in(entry: Decision) -> str:
     return words if len(words) <= MAX_ERROR else f"{words[: MAX_ERROR - 1]}…"
 
 
-def _why_given_up(entry: Decision, earlier: Earlier) -> str:
-    policy = earlier.policy
+def _why_given_up(entry: Decision, tally: RestartTally) -> str:
+    policy = tally.policy
     if entry.why == "deterministic":
         return f"it failed twice the same way{_at_place(entry)}: {error_in(entry)}"
     if entry.why == "no_progress":
@@ -125,12 +125,12 @@ def _why_given_up(entry: Decision, earlier: Earlier) -> str:
         return entry.words
     name, most = policy.cap(entry.reason, entry.exit_code)
     span = "" if policy.per_s is None else f" within {policy.per_s:g} s"
-    used, of_run = earlier.charged(entry.rank, entry.at), policy.run
+    used, of_run = tally.charged(entry.rank, entry.at), policy.run
     if most == 0:
         why = f"the policy restarts nothing after {_name_cap(name)}"
     elif used >= policy.per_replica:
         why = f"{used} of {policy.per_replica} restarts are used{span}"
-    elif of_run is not None and earlier.n_charged >= of_run:
+    elif of_run is not None and tally.n_charged >= of_run:
         why = f"{of_run} of {of_run} restarts of the run are used"
     elif name is not None and most != math.inf:
         why = f"{most:g} of {most:g} restarts after {_name_cap(name)} are used{span}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from executors.attempt import Attempt
 from executors.protocol import Outcome, ReplicaStatus
-from executors.restarts.decision_log import DecisionLog, is_barred
+from executors.restarts.decision_log import DecisionLog, is_blocked
 from executors.restarts.orders import order_cancel
 from executors.status import FAILED_EARLY, is_failure
 from executors.store.inventory import Inventory
@@ -33,7 +33,7 @@ def end_others(failed: Attempt, outcome: Outcome, world_size: int) -> bool:
     why = f"rank {failed.rank} {FAILED_EARLY}: {outcome.headline[:MAX_WHY]}"
     log, ranks = DecisionLog(failed.store, failed.run_id), found.ranks(world_size)
     entries = log.read()
-    if not all(is_barred(entries, rank) for rank in ranks):  # another that failed has not done it
+    if not all(is_blocked(entries, rank) for rank in ranks):  # another that failed has not done it
         order_cancel(log, None, why)
     for rank in ranks:
         peer = Attempt(failed.store, failed.run_id, rank, found.newest(rank))

@@ -1,4 +1,4 @@
-"""Starting attempts of single ranks of a run, as a keeper does that is not their supervisor."""
+"""Starts attempts of single ranks through the executor of a run, for a controller outside of the run's machines."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ GATHER_S = 3600.0  # each rank is started for itself: none waits for the others
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What starts attempts of some ranks: a run with the values that are never recorded, entrypoint and limits.
+class StartSpec:
+    """The values that start attempts of some ranks: the run with its secrets and variables, the entrypoint and limits.
 
-    The launch has one, and each addition: what one was given is nothing that another gets.
+    The launch has one, and each addition has its own: an addition does not get the secrets of the launch.
     """
 
     spec: RunSpec
-    """Its `ranks` are those that are started with it."""
+    """The run. Its `ranks` are the ranks that these values start."""
     entrypoint: Any
     limits: Mapping[str, Any]
 
 
-class LaunchHands:
-    """Starts attempts through the run's executor, each in the background; one that another process began is left alone.
+class LaunchStarter:
+    """Starts attempts in the background. It leaves alone an attempt that another process has begun.
 
     Args:
-        executor: returns the executor of all ranks, which is native.
-        recipes: what this process was given to start ranks with; it starts no others.
-        say: gets a sentence on each start that failed.
+        executor: returns the executor of all ranks.
+        start_specs: the values that this process starts ranks with. It starts no other ranks.
+        say: gets one sentence for each start that failed.
     """
 
     how = "launch"
 
     def __init__(
-        self, executor: Callable[[], ServerlessExecutor], recipes: Sequence[Recipe], say: Callable[[str], None]
+        self, executor: Callable[[], ServerlessExecutor], start_specs: Sequence[StartSpec], say: Callable[[str], None]
     ) -> None:
         self._executor = executor
         self.free: Mapping[int, int] = {}
-        """The newest attempts, by rank, whose supervisors are gone, or have left their ends to others."""
+        """The newest attempts, by rank, whose supervisor is gone, or leaves what follows to other processes."""
         self.say = say
-        self._recipes = [*recipes]
+        self._start_specs = [*start_specs]
         self._busy: set[tuple[int, int]] = set()
-        """The ranks and attempts that are being started."""
+        """The ranks and attempts that this process is starting."""
         self._again_at: dict[int, float] = {}
 
     @property
@@ -65,16 +65,24 @@ class LaunchHands:
         assert isinstance(executor, NativeExecutor)
         return executor
 
-    def learn(self, recipes: Sequence[Recipe]) -> None:
-        """Start other ranks, too."""
-        self._recipes += recipes
+    def learn(self, start_specs: Sequence[StartSpec]) -> None:
+        """Start the ranks of these values as well.
+
+        Args:
+            start_specs: the values that start ranks which this process did not start before.
+        """
+        self._start_specs += start_specs
 
     def knows(self, rank: int) -> bool:
-        """Return whether this process was given what a rank is started with."""
-        return any(rank in recipe.spec.ranks for recipe in self._recipes)
+        """Return True if this process has the values that start a rank.
+
+        Args:
+            rank: the rank.
+        """
+        return any(rank in start_spec.spec.ranks for start_spec in self._start_specs)
 
     def may_start(self, rank: int) -> bool:
-        """Return whether this process can start that rank now."""
+        """Return True if this process can start a rank now; see `AttemptStarter.may_start`."""
         if rank not in self.free or time.monotonic() < self._again_at.get(rank, 0.0):
             return False
         # One that has ended since was started, whether or not those that were asked for with it are.
@@ -82,25 +90,27 @@ class LaunchHands:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a start is under way."""
+        """True while a start is under way."""
         return bool(self._busy)
 
     def start(self, attempts: Mapping[int, int]) -> None:
         """Start attempts, by rank, in the background."""
-        for number, recipe in itertools.product(sorted(set(attempts.values())), self._recipes):
-            ranks = tuple(rank for rank, its in attempts.items() if its == number and rank in recipe.spec.ranks)
+        for number, start_spec in itertools.product(sorted(set(attempts.values())), self._start_specs):
+            ranks = tuple(rank for rank, its in attempts.items() if its == number and rank in start_spec.spec.ranks)
             if not ranks:
                 continue
             self._busy.update((rank, number) for rank in ranks)
-            spec = replace(recipe.spec, ranks=ranks, attempt=number)
+            spec = replace(start_spec.spec, ranks=ranks, attempt=number)
             spec = spec.with_settings(min_replicas=1, gather_s=GATHER_S)
             name = f"replicas-restart-{number}"
-            threading.Thread(target=self._start, args=(replace(recipe, spec=spec),), name=name, daemon=True).start()
+            threading.Thread(target=self._start, args=(replace(start_spec, spec=spec),), name=name, daemon=True).start()
 
-    def _start(self, recipe: Recipe) -> None:
-        spec = recipe.spec
+    def _start(self, start_spec: StartSpec) -> None:
+        spec = start_spec.spec
         try:
-            handles = self.executor.launch_replicas(len(spec.ranks), recipe.entrypoint, {}, **recipe.limits, run=spec)
+            handles = self.executor.launch_replicas(
+                len(spec.ranks), start_spec.entrypoint, {}, **start_spec.limits, run=spec
+            )
             keep_handles(store_at(spec.store_url), spec.run_id, spec.attempt, handles)
         except (ReplicasError, OSError) as error:
             self._again_at |= dict.fromkeys(spec.ranks, time.monotonic() + AGAIN_S)
@@ -112,10 +122,10 @@ class LaunchHands:
             self._busy.difference_update((rank, spec.attempt) for rank in spec.ranks)
 
     def _end(self, spec: RunSpec, error: MaxCostSpentError) -> None:
-        """End attempts that nobody will start, so that nobody waits for them."""
+        """Record an outcome for attempts that no process will start, so that no process waits for them."""
         self.say(f"attempt {spec.attempt} is not started: {error}")
         with contextlib.suppress(StoreError):  # then it is tried again
             for rank in error.ranks:
                 attempt = Attempt(store_at(spec.store_url), spec.run_id, rank, spec.attempt)
-                if not attempt.has(INTENT):  # of somebody who begins it all the same
+                if not attempt.has(INTENT):  # another process begins it all the same
                     attempt.record(attempt.ended(ReplicaStatus.FAILED, "timeout", error=str(error)))

@@ -18,9 +18,9 @@ ASKED = "asked"
 
 
 def order_cancel(log: DecisionLog, ranks: Sequence[int] | None, words: str = BY_USER) -> None:
-    """Bar ranks, None: all, so that nothing of theirs starts any more until somebody resumes them.
+    """Block ranks, None: all, so that they do not start again until a user resumes them.
 
-    Added whatever bars them already: a resume may have come since that this process has not seen.
+    It is added even if an order blocks them already: this process may not have seen a resume that came since.
 
     Raises:
         StoreError: the store does not answer, or holds something else there.
@@ -38,7 +38,7 @@ def abandon_run(store: Store, run_id: str, world_size: int, error: BaseException
     with contextlib.suppress(StoreError):
         for rank in range(world_size):
             Attempt(store, run_id, rank).abandon(error)
-        order_cancel(DecisionLog(store, run_id), None, half_way(error))  # no keeper goes on with it
+        order_cancel(DecisionLog(store, run_id), None, half_way(error))  # no controller continues it
 
 
 def order_stop(log: DecisionLog, within_s: float) -> Decision:
@@ -132,7 +132,7 @@ def order_policy(
     log.append(entry)
 
 
-def words_of_bar(entry: Decision) -> str:
+def stop_reason(entry: Decision) -> str:
     """Say why nothing of a rank runs any more, as its cancel marker does."""
     if entry.kind == "cancel" or entry.why == ASKED:
         return entry.words or BY_USER

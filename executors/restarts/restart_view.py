@@ -1,4 +1,4 @@
-"""What the log of decisions says of the ends of a run's replicas: whether each is final, or its next attempt is due."""
+"""The state of each replica after its end: final, or waiting for the next attempt that the log of decisions starts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from threading import Lock
 from executors.errors import CorruptObjectError
 from executors.process import may_live
 from executors.protocol import BY_USER, STOPPED, Outcome, ReplicaStatus
-from executors.restarts.decision_log import Decision, DecisionLog, answer_to, barred_by, is_barred, policy_of
-from executors.restarts.decision_text import HOPELESS, Earlier, line_of, note_of
-from executors.restarts.orders import words_of_bar
+from executors.restarts.decision_log import Decision, DecisionLog, answer_to, blocking_order, is_blocked, policy_of
+from executors.restarts.decision_text import HOPELESS, RestartTally, line_of, note_of
+from executors.restarts.orders import stop_reason
 from executors.restarts.rules import RunFacts, decide
 from executors.settings.policy import Restarts
 from executors.status import Decided, ReplicaState, RestartState
@@ -29,16 +29,17 @@ RESUME_S = 60.0  # so long a resume may take from its decision to a replica that
 CLOCKS_S = 60.0  # what lies further ahead was written by a clock that is wrong, or is read by one
 
 
-class RestartStates:
-    """The log of one run's decisions, as this process has read it, and what it says of each replica.
+class RestartView:
+    """Reads the log of decisions of one run, and shows what follows the end of each replica.
 
     Args:
-        store: where the run is.
-        run_id: its id.
-        record: its record.
-        has_keeper: tells whether the supervisor of a rank that ended lives; asked only when an answer is overdue.
-        has_ended: tells whether the run ended with its launcher, as far as a rank shows. Asked where an attached run
-            waits for an answer.
+        store: the store of the run.
+        run_id: the id of the run.
+        record: the record of the run.
+        has_keeper: returns True if the supervisor of a rank that ended is alive. It is called only when a decision is
+            overdue.
+        has_ended: returns True if a rank shows that the run ended with its launcher. It is called only where an
+            attached run waits for a decision.
         reference: returns the name that finds a run again from this machine, given its id and the url of its store.
             Default: its id.
     """
@@ -64,8 +65,8 @@ class RestartStates:
         self._seen: frozenset[tuple[int, int, bool]] = frozenset()
         self._problem = ""
         self._told: list[Decided] = []
-        self._earlier = Earlier(self._launched)
-        """Of what was told."""
+        self._tally = RestartTally(self._launched)
+        """The tally up to the last entry of `_told`."""
 
     @property
     def decisions(self) -> Sequence[Decision]:
@@ -91,8 +92,8 @@ class RestartStates:
         if self._policy is None and not self._log.entries:
             return [replace(state, doing=self._problem) if self._problem else state for state in states]
         log, now = self.decisions, time.time()
-        earlier = Earlier(self._launched, log)
-        return [self._with_answer(state, log, earlier, list(ends.values()), now) for state in states]
+        tally = RestartTally(self._launched, log)
+        return [self._with_answer(state, log, tally, list(ends.values()), now) for state in states]
 
     def about_to_start(self, newest: Mapping[int, int]) -> list[int]:
         """Read the log, and return the ranks whose next attempt a resume is about to start.
@@ -108,7 +109,10 @@ class RestartStates:
         return [
             rank
             for rank, answer in answers.items()
-            if answer is not None and answer.kind == "resume" and is_under_way(answer, now) and not is_barred(log, rank)
+            if answer is not None
+            and answer.kind == "resume"
+            and is_under_way(answer, now)
+            and not is_blocked(log, rank)
         ]
 
     def share(self, log: DecisionLog) -> None:
@@ -123,8 +127,8 @@ class RestartStates:
             for entry in self.decisions[len(self._told) :]:
                 told = ends.items() if entry.kind == "stop" else ()
                 alike = [rank for rank, end in told if end.fingerprint == entry.fingerprint]
-                self._told.append(Decided(entry.at, line_of(entry, self._earlier, self._name, alike)))
-                self._earlier.add(entry)
+                self._told.append(Decided(entry.at, line_of(entry, self._tally, self._name, alike)))
+                self._tally.add(entry)
             return list(self._told)
 
     @property
@@ -150,31 +154,31 @@ class RestartStates:
                 self._problem = str(error)
 
     def _with_answer(
-        self, state: ReplicaState, log: Sequence[Decision], earlier: Earlier, ends: Sequence[Outcome], now: float
+        self, state: ReplicaState, log: Sequence[Decision], tally: RestartTally, ends: Sequence[Outcome], now: float
     ) -> ReplicaState:
-        policy = earlier.policy
+        policy = tally.policy
         decided = [entry for entry in log if entry.kind == "restart" and state.rank in entry.start]
         known = RestartState(
             restarts=len(decided),
-            charged=0 if policy is None else earlier.charged(state.rank, now),
+            charged=0 if policy is None else tally.charged(state.rank, now),
             limit=None if policy is None or policy.only_preempted else policy.per_replica,
         )
         end = state.outcome if state.status.is_terminal and state.is_readable else None
         if end is None or end.status is ReplicaStatus.SUCCEEDED:
             return replace(state, restart=known)
         answer = answer_to(log, end.rank, end.attempt)
-        bar = barred_by(log, end.rank)
+        order = blocking_order(log, end.rank)
         if answer is not None:
             known = replace(known, decision={name: getattr(answer, name) for name in SHOWN})
         if answer is not None and answer.kind in ("give_up", "stop"):
             note = note_of(log, log.index(answer), self._launched, now)
             return replace(state, restart=replace(known, note=note, is_hopeless=answer.why in HOPELESS))
-        if bar is not None and answer is not None:  # as whoever was to begin it records, if that lives
-            number, error = answer.start[state.rank], f"Replica {state.rank} was ended: {words_of_bar(bar)}."
-            gone = Outcome(state.rank, number, ReplicaStatus.CANCELLED, "cancelled", error=error, finished_at=bar.at)
+        if order is not None and answer is not None:  # as whoever was to begin it records, if that lives
+            number, error = answer.start[state.rank], f"Replica {state.rank} was ended: {stop_reason(order)}."
+            gone = Outcome(state.rank, number, ReplicaStatus.CANCELLED, "cancelled", error=error, finished_at=order.at)
             return replace(state, attempt=number, status=gone.status, outcome=gone, restart=known)
-        if bar is not None or self._problem:
-            is_hopeless = bar is not None and bar.kind == "stop" and bar.why in HOPELESS
+        if order is not None or self._problem:
+            is_hopeless = order is not None and order.kind == "stop" and order.why in HOPELESS
             return replace(state, restart=replace(known, note=self._problem, is_hopeless=is_hopeless))
         if answer is not None and answer.kind == "resume":
             is_awaited = is_under_way(answer, now)
@@ -217,7 +221,7 @@ class RestartStates:
     ) -> Decision | None:
         """Return what is to answer an end that nobody has answered.
 
-        A keeper may know better whether anybody has made progress: where that matters, it is not given up yet.
+        A controller may know of progress that this process has not seen: where that decides, no rank is given up.
         """
         others = [other for other in ends if other.rank != end.rank]
         found = []

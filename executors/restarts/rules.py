@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from executors.protocol import Outcome, ReplicaStatus
-from executors.restarts.decision_log import Decision, answer_to, is_barred
+from executors.restarts.decision_log import Decision, answer_to, is_blocked
 from executors.settings.policy import Restarts
 
 LAST_CALL_S = 1.0  # before any progress, an own end waits so long for its sisters' ends
@@ -55,7 +55,7 @@ def decide(
     # The first attempt of a launch that was refused is the launch's own affair: it has raised why.
     if not policy.answers(end.reason, was_refused=end.was_refused and end.attempt > 0):
         return None
-    if is_barred(log, end.rank) or answer_to(log, end.rank, end.attempt) is not None:
+    if is_blocked(log, end.rank) or answer_to(log, end.rank, end.attempt) is not None:
         return None
     if facts.newest.get(end.rank, end.attempt) > end.attempt:
         return None
@@ -134,7 +134,7 @@ def too_few_left(log: Sequence[Decision], ends: Iterable[Outcome], n: int, min_r
     gone, done = {entry.rank for entry in since if entry.kind == "give_up"}, 0
     for end in ends:
         done += end.status is ReplicaStatus.SUCCEEDED
-        if end.status is ReplicaStatus.CANCELLED and is_barred(since, end.rank) >= is_barred(log, end.rank):
+        if end.status is ReplicaStatus.CANCELLED and is_blocked(since, end.rank) >= is_blocked(log, end.rank):
             gone.add(end.rank)
     return done < min_replicas and n - len(gone) < min_replicas
 

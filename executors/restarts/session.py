@@ -1,4 +1,4 @@
-"""The log of decisions as one supervisor keeps it: what follows the ends of its ranks, and what bars them."""
+"""Restart decisions for the ranks of one supervisor, and the orders that block these ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from executors.attempt import Attempt
 from executors.errors import CorruptObjectError, StoreError
 from executors.patience import BRIEF, Outage, Patience, Waits
 from executors.protocol import Outcome, ReplicaStatus
-from executors.restarts.controller import Keeper, Sight, Terms, leaves_its_supervisor
+from executors.restarts.controller import RestartContext, RestartController, RunSnapshot, leaves_its_supervisor
 from executors.restarts.decision_log import Decision, DecisionLog, hang_of, policy_of
 from executors.settings.policy import HangLimits
 from executors.settings.run_spec import RunSpec
@@ -25,16 +25,16 @@ TRY_AGAIN_S = 1.0
 NEVER = float("inf")
 
 
-class Answers:
-    """Has the ends of a supervisor's ranks answered, and what follows started by it: the hands "fork" of a keeper.
+class RestartSession:
+    """Decides what follows each end of a supervisor's ranks, and starts it: the starter "fork" of a controller.
 
     Args:
         spec: the run, and the ranks and attempt that were launched.
-        begin: begins an attempt of one of the ranks, and starts it when there is room.
-        cancelled: records that an attempt was cancelled, and why, and says so to `ended`.
-        look_s: how often it looks at the log while an attempt waits for its start.
-        patience: returns how long a store that fails is waited for with nothing else to do.
-        waits: says what is waited for.
+        begin: begins an attempt of one of the ranks, and starts it when another process may run.
+        cancelled: records that an attempt was cancelled, and why, and calls `ended` with that.
+        look_s: seconds between two reads of the log while an attempt waits for its start.
+        patience: returns how long to wait for a store that fails when there is nothing else to do.
+        waits: prints the thing that is waited for.
     """
 
     how = "fork"
@@ -68,17 +68,17 @@ class Answers:
         self._is_closed = self._only_looks = False
 
     @functools.cached_property
-    def _keeper(self) -> Keeper:
-        return Keeper(
+    def _controller(self) -> RestartController:
+        return RestartController(
             self._log,
-            Terms.of(self._spec, self._store),
-            hands=self,
+            RestartContext.of(self._spec, self._store),
+            starter=self,
             has_wider=self._spec.is_watched,  # its launcher watches, and can start a container anew
         )
 
     @property
     def n_read(self) -> int:
-        """How many entries of the log were read when what they bar was looked at last."""
+        """The number of entries of the log at the last look at the ranks that they block."""
         return self._n_read
 
     @property
@@ -147,12 +147,12 @@ class Answers:
         self._look_at, self._keep_at = now + LOG_LOOK_S, NEVER
         self._has_progress |= has_progress
         try:
-            sight = None if self._only_looks else self._sight()
+            snapshot = None if self._only_looks else self._snapshot()
             if not self._log.read_for(TURN_S):  # by a part of it nothing is decided
                 self._look_at, self._keep_at = now, due_at
                 self._outage.end()
                 return False
-            wait_s = None if sight is None else self._keeper.keep_as_read(sight)
+            wait_s = None if snapshot is None else self._controller.keep_as_read(snapshot)
             self._n_read = len(self._log.entries)
             self._outage.end()
         except CorruptObjectError:  # nobody can decide by such records, and asking again does not mend them
@@ -169,9 +169,9 @@ class Answers:
             self._look_at = now + self._look_s  # an attempt that waits has nothing else that could be cancelled
         return True
 
-    def bars(self) -> dict[int, Decision]:
-        """Return the stop or cancel that stands against ranks of this supervisor."""
-        found = {rank: self._keeper.barred_by(rank) for rank in self._newest}
+    def blocks(self) -> dict[int, Decision]:
+        """Return the stop or cancel that blocks ranks of this supervisor, by rank."""
+        found = {rank: self._controller.blocking_order(rank) for rank in self._newest}
         return {rank: entry for rank, entry in found.items() if entry is not None}
 
     def take_back(self, rank: int, why: str) -> None:
@@ -194,19 +194,19 @@ class Answers:
         """
         if why is not None and not self._is_closed and self._ends:
             with contextlib.suppress(StoreError):
-                self._keeper.give_up(self._sight())
+                self._controller.give_up(self._snapshot())
         for rank in list(self._newest) if why is not None else ():
             self.take_back(rank, why or "")
         self._is_closed = True
 
     def leave_all(self) -> None:
-        """Answer nothing and begin nothing any more: others do. What bars the ranks is looked at as before."""
+        """Decide nothing and begin nothing any more: other processes do. Orders are read as before."""
         self._only_looks, self._look_at = True, 0.0
 
-    # The hands of the keeper
+    # The starter of the controller
 
     def may_start(self, rank: int) -> bool:
-        """Return whether a rank is this supervisor's, and nobody was to begin it elsewhere since."""
+        """Return True if a rank is this supervisor's, and no entry since starts it elsewhere."""
         for entry in self._log.entries[self._n_seen :]:
             for started, number in entry.start.items():
                 if leaves_its_supervisor(entry, started) and number > self._newest.get(started, number):
@@ -226,13 +226,16 @@ class Answers:
         self._newest.pop(rank, None)
         self._ends.pop(rank, None)
 
-    def _sight(self) -> Sight:
+    def _snapshot(self) -> RunSnapshot:
         """Return how the run's ranks ended: this supervisor's own from memory, others from the store."""
         if not self._ends or self._newest.keys() >= {*range(self._spec.world_size)}:
-            return Sight(dict(self._newest), dict(self._ends), self._has_progress)
-        sight = Sight.of(self._store, self._spec.run_id, self._spec.world_size)
-        newest = {rank: max(number, self._newest.get(rank, 0)) for rank, number in sight.newest.items()}
-        ends = {rank: end for rank, end in sight.ends.items() if rank not in self._newest}
+            return RunSnapshot(dict(self._newest), dict(self._ends), self._has_progress)
+        snapshot = RunSnapshot.of(self._store, self._spec.run_id, self._spec.world_size)
+        newest = {rank: max(number, self._newest.get(rank, 0)) for rank, number in snapshot.newest.items()}
+        ends = {rank: end for rank, end in snapshot.ends.items() if rank not in self._newest}
         return replace(
-            sight, newest=newest, ends={**ends, **self._ends}, has_progress=self._has_progress or sight.has_progress
+            snapshot,
+            newest=newest,
+            ends={**ends, **self._ends},
+            has_progress=self._has_progress or snapshot.has_progress,
         )

@@ -13,8 +13,8 @@ from executors.errors import BackendError, LaunchError, StoreError
 from executors.native import NativeExecutor
 from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor
-from executors.restarts.decision_log import DecisionLog, barred_by
-from executors.restarts.launch_starter import Recipe
+from executors.restarts.decision_log import DecisionLog, blocking_order
+from executors.restarts.launch_starter import StartSpec
 from executors.restarts.lease import LeaseHolder, finish_start, with_lease
 from executors.restarts.orders import order_cancel, order_resume
 from executors.run.canceller import STORE_S, end_started
@@ -28,7 +28,7 @@ from executors.run.start_spec import (
     check_requirements,
     secrets_to_give,
     spec_of,
-    vouched_task,
+    trusted_task,
     with_own_task,
 )
 from executors.run.traces import Traces
@@ -70,7 +70,7 @@ class Added:
     """Replicas that were added, and what starts them again."""
 
     handles: Sequence[ReplicaHandle]
-    recipe: Recipe
+    start_spec: StartSpec
     lease: LeaseHolder | None
 
 
@@ -82,7 +82,7 @@ def add_replicas(
     name = reference(run.run_id, run.store.url)
     check_not_removed(run.store, run.run_id, name)
     native = check_single_ranks(get_executor(executor) if isinstance(executor, str) else check_executor(executor))
-    task = vouched_task(run, task_digest=asked.task_digest, trust_bucket=asked.trust_bucket)
+    task = trusted_task(run, task_digest=asked.task_digest, trust_bucket=asked.trust_bucket)
     if task.record.code_sha256 is None or not native.ships_code:  # they get that of this folder
         check_folder(run, task, f"add --n {asked.n}")
     _check_run(run)
@@ -98,7 +98,7 @@ def add_replicas(
     _check_start(run, native, task, asked, {**limits, "secrets": secrets})
     if task.record.code_sha256 is not None:
         check_requirements(run, native, task)
-    n_seen, is_barred = _check_bar(run, spec.key)
+    n_seen, is_blocked = _check_bar(run, spec.key)
     # Of a run that was launched without code for other machines, they get that of this process, now and later.
     if settings.max_cost is not None:
         limit = "" if timeout is None else f": each may run for {name_duration(timeout)}, and again after a restart"
@@ -133,7 +133,7 @@ def add_replicas(
     spread = SpreadExecutor(lambda: run.fleet.sites)
     try:
         check_not_removed(run.store, run.run_id, name)  # a removal that has not seen the record of the ranks is seen
-        if is_barred and order_resume(log, dict.fromkeys(ranks, 0), n_seen) is not None:
+        if is_blocked and order_resume(log, dict.fromkeys(ranks, 0), n_seen) is not None:
             raise _ended_meanwhile(run)
         handles = spread.launch_replicas(len(ranks), launched.entrypoint, {}, run=spec, tell=tell)
         finish_start(lease, spec)
@@ -151,7 +151,7 @@ def add_replicas(
         with contextlib.suppress(StoreError):
             within(STORE_S, abandon, run.store.url)
         raise
-    return Added(handles, Recipe(spec, launched.entrypoint, limits), lease)
+    return Added(handles, StartSpec(spec, launched.entrypoint, limits), lease)
 
 
 def _inherited_secrets(run: Traces, executor: NativeExecutor, launched: LaunchedWith) -> tuple[str, ...]:
@@ -241,10 +241,10 @@ def _check_bar(run: Traces, key: str | None) -> tuple[int, bool]:
         LaunchError: it does, and the run was not resumed since: it is being ended.
     """
     entries = DecisionLog(run.store, run.run_id, key=key).read()
-    bar = barred_by(entries, NOBODY)
-    if bar is not None and not any(entry.kind == "resume" for entry in entries[list(entries).index(bar) :]):
+    order = blocking_order(entries, NOBODY)
+    if order is not None and not any(entry.kind == "resume" for entry in entries[list(entries).index(order) :]):
         raise _ended_meanwhile(run)
-    return len(entries), bar is not None
+    return len(entries), order is not None
 
 
 def _ended_meanwhile(run: Traces) -> LaunchError:

@@ -17,7 +17,7 @@ from executors.errors import (
 )
 from executors.native import EndsJobs, JobsOfRun, NativeExecutor
 from executors.protocol import BY_USER, STOPPED, ReplicaStatus
-from executors.restarts.decision_log import DecisionLog, is_barred
+from executors.restarts.decision_log import DecisionLog, is_blocked
 from executors.restarts.orders import order_cancel, order_stop
 from executors.run.observer import Observer
 from executors.settings.policy import MAX_S
@@ -73,7 +73,7 @@ class Canceller:
             BackendError: the backend did not end some; the message says how to end them. They are barred and marked in
                 the store all the same, if that answers.
         """
-        self._end_at_all(ranks, BY_USER, bars=True)
+        self._end_at_all(ranks, BY_USER, blocks=True)
 
     def stop(self, within_s: float, wait: Callable[[float], bool]) -> None:
         """Ask all replicas to end at the next good place, and end what has not within some seconds.
@@ -92,16 +92,16 @@ class Canceller:
 
     def end(self, why: str) -> None:
         """End all that still run, which nobody bars; returns and raises as `cancel` does."""
-        self._end_at_all(None, why, bars=False)
+        self._end_at_all(None, why, blocks=False)
 
-    def _end_at_all(self, ranks: Sequence[int] | None, why: str, *, bars: bool) -> None:
+    def _end_at_all(self, ranks: Sequence[int] | None, why: str, *, blocks: bool) -> None:
         """End replicas at their services, and in the store."""
         self.is_store_silent = self.was_ended_without_store = False
         self.n_withdrawn = 0
         executor, url = self._observer.executor(), self._observer.store.url
 
         def order(marks: bool) -> Sequence[ReplicaState]:
-            if bars:
+            if blocks:
                 self._bar(ranks, why)
             seen = self._look(ranks, why)
             if marks:
@@ -188,7 +188,7 @@ class Canceller:
         with contextlib.suppress(CorruptObjectError):  # then nobody can read it, so nothing is started
             # A person's order is always added: a resume may have come since that this process has not seen.
             entries = log.read()  # once: each reading asks the store
-            if why == BY_USER or not all(is_barred(entries, state.rank) for state in states):
+            if why == BY_USER or not all(is_blocked(entries, state.rank) for state in states):
                 order_cancel(log, None if ranks is None else left, why)
 
     def _look(self, ranks: Sequence[int] | None, why: str) -> Sequence[ReplicaState]:

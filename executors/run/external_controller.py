@@ -1,4 +1,7 @@
-"""Keeping a run from outside: answering ends whose supervisors are gone, and starting what follows."""
+"""Restart decisions from outside of a run's machines: for ends whose supervisors are gone.
+
+It lies above `restarts/`, since it reads a run through its observer and asks the backends for supervisors.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ from executors.attempt import CLAIM, OUTCOME, TOLD_BY_SERVICES, Attempt
 from executors.errors import BackendError, StoreError
 from executors.native import Parent, Unfinished
 from executors.protocol import Outcome, ReplicaStatus
-from executors.restarts.controller import LEAVE_S, Keeper, Sight, Terms, hands_of_spare
-from executors.restarts.decision_log import Decision, DecisionLog, answer_to, is_barred
-from executors.restarts.launch_starter import LaunchHands
-from executors.restarts.orders import ASKED, order_cancel, words_of_bar
+from executors.restarts.controller import LEAVE_S, RestartContext, RestartController, RunSnapshot, spare_starter
+from executors.restarts.decision_log import Decision, DecisionLog, answer_to, is_blocked
+from executors.restarts.launch_starter import LaunchStarter
+from executors.restarts.orders import ASKED, order_cancel, stop_reason
 from executors.restarts.rules import is_own
 from executors.run.fleet import check_single_ranks, parents_of
 from executors.run.observer import Observer
@@ -24,32 +27,32 @@ from executors.settings.policy import ONLY_PREEMPTED, Restarts
 from executors.status import ReplicaState
 
 
-class OutsideKeeper:
-    """Keeps one run in passes, each after a look at it.
+class ExternalController:
+    """Decides what follows the ends of one run, in passes: each pass comes after a look at the run.
 
     Args:
-        hands: start what follows.
-        may_start: whether a rank is one that somebody here wants to be started where it is.
-        end: ends the replicas that run, for the reason given.
+        starter: starts the attempts that follow.
+        may_start: returns True if the user of this process asked for restarts of a rank where it is.
+        end: ends all replicas that run, for the reason that it is given.
     """
 
     def __init__(
         self,
         log: DecisionLog,
         observer: Observer,
-        hands: LaunchHands,
+        starter: LaunchStarter,
         end: Callable[[str], None],
         may_start: Callable[[int], bool],
     ) -> None:
         self.log = log
-        self.hands = hands
+        self.starter = starter
         self._record = record = observer.record
         self._observer = observer
         self._end = end
         self._may_start = may_start
         policy, places = Restarts.of(record.settings.restarts), record.places
-        terms = Terms(policy, record.world_size, record.created_at, record.settings.min_replicas, places)
-        self._keeper = Keeper(log, terms, hands=hands, spare=self._spare)
+        context = RestartContext(policy, record.world_size, record.created_at, record.settings.min_replicas, places)
+        self._controller = RestartController(log, context, starter=starter, spare=self._spare)
         self._gone: dict[tuple[int, int], Parent] = {}
         self._seen_at: dict[tuple[int, int], float] = {}
         self._problem = ""
@@ -60,7 +63,7 @@ class OutsideKeeper:
     @property
     def policy(self) -> Restarts | None:
         """The policy that counts, as far as the log was read."""
-        return self._keeper.policy
+        return self._controller.policy
 
     def keep(self, states: Sequence[ReplicaState]) -> float | None:
         """Make one pass; return in how many seconds there is something to do again. What fails is told once.
@@ -73,7 +76,7 @@ class OutsideKeeper:
         except (StoreError, BackendError) as error:
             if str(error) != self._problem:
                 self._problem = str(error)
-                self.hands.say(f"what follows an end cannot be decided now; trying again: {error}")
+                self.starter.say(f"what follows an end cannot be decided now; trying again: {error}")
             return 1.0
         self._problem = ""
         return wait_s
@@ -101,10 +104,10 @@ class OutsideKeeper:
         parents = self._parents(failed)
         ours = [end for end in failed if self._may_start(end.rank)]
         left = {end.rank: self._left_s(end, parents[end.rank]) for end in ours}
-        self.hands.free = {end.rank: end.attempt for end in ours if left[end.rank] <= 0.0}
+        self.starter.free = {end.rank: end.attempt for end in ours if left[end.rank] <= 0.0}
         for end in failed:
             ends[end.rank] = self._as_its_service_says(end, parents[end.rank])
-        wait_s = self._keeper.keep(Sight(newest, ends, self._has_progress(failed, states)))
+        wait_s = self._controller.keep(RunSnapshot(newest, ends, self._has_progress(failed, states)))
         self._finish_stop(newest.keys() - ends.keys())
         waits = [math.inf if wait_s is None else wait_s, *(left_s for left_s in left.values() if left_s > 0.0)]
         return min(waits) if min(waits) < math.inf else None
@@ -116,7 +119,7 @@ class OutsideKeeper:
         found = {rank: handle for rank, handle in handles.items() if isinstance(handle, Parent)}
         ours = [end for end in asked if handles[end.rank] is not None and end.rank not in found]
         replicas = [Unfinished(handles[end.rank], end.attempt) for end in ours]
-        told = parents_of(self.hands.executor, replicas) if ours else []
+        told = parents_of(self.starter.executor, replicas) if ours else []
         found.update({end.rank: parent for end, parent in zip(ours, told, strict=True)})
         for end in asked:
             parent = found.setdefault(end.rank, Parent(is_alive=False))
@@ -141,19 +144,19 @@ class OutsideKeeper:
         answer = answer_to(self.log.entries, end.rank, end.attempt)
         if answer is not None:
             return math.inf if answer.how in (None, "fork") else 0.0
-        if is_barred(self.log.entries, end.rank):
+        if is_blocked(self.log.entries, end.rank):
             return math.inf
         seen_at = self._seen_at.setdefault((end.rank, end.attempt), time.monotonic())
         return max(0.0, seen_at + LEAVE_S - time.monotonic())
 
     def _spare(self, entries: Sequence[Decision]) -> str | None:
-        """Name the hands of a spare that lives, and that no entry names."""
+        """Return the name, as a starter, of a spare that is alive and that no entry names. None: there is none."""
         used, log = {entry.how for entry in entries}, self.log
         for number in range(self._record.settings.spares):
-            spare, how = Attempt(log.store, log.run_id, number, is_spare=True), hands_of_spare(number)
+            spare, how = Attempt(log.store, log.run_id, number, is_spare=True), spare_starter(number)
             if how in used or not spare.has(CLAIM) or spare.has(OUTCOME):
                 continue
-            handle, executor = spare.handle(self._record.backend), self.hands.executor
+            handle, executor = spare.handle(self._record.backend), self.starter.executor
             if isinstance(executor, SpreadExecutor):  # ranks were added since; spares are where the run was launched
                 executor = check_single_ranks(executor.of(0))
             if handle is not None and executor.parents([Unfinished(handle, 0)])[0].is_alive:
@@ -164,7 +167,7 @@ class OutsideKeeper:
         """Return an end with the reason that only the service knows: a container hears no more than a signal."""
         if not end.notice or parent.is_alive or parent.reason is None:
             return end
-        if parent.reason == "cancelled" and not is_barred(self.log.entries, end.rank):
+        if parent.reason == "cancelled" and not is_blocked(self.log.entries, end.rank):
             order_cancel(self.log, [end.rank], f"cancelled at the backend {self._observer.backend(end.rank)!r}")
         if parent.reason not in TOLD_BY_SERVICES:
             return end
@@ -180,9 +183,11 @@ class OutsideKeeper:
 
     def _finish_stop(self, running: set[int]) -> None:
         """End what lives on after a stop."""
-        stop = next((each for each in map(self._keeper.barred_by, running) if each and each.kind == "stop"), None)
+        stop = next(
+            (each for each in map(self._controller.blocking_order, running) if each and each.kind == "stop"), None
+        )
         if stop is not None and stop.nonce not in self._ended_by and self._is_over(stop):
-            self._end(words_of_bar(stop))
+            self._end(stop_reason(stop))
             self._ended_by.add(stop.nonce)
 
     def _is_over(self, stop: Decision) -> bool:

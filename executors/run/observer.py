@@ -20,7 +20,7 @@ from executors.process import has_ended
 from executors.protocol import REASONS, Outcome, ReplicaStatus, ServerlessExecutor, as_status
 from executors.restarts.decision_log import Decision, DecisionLog
 from executors.restarts.lease import has_lease_ended
-from executors.restarts.restart_view import RestartStates
+from executors.restarts.restart_view import RestartView
 from executors.run.fleet import Fleet
 from executors.run.heartbeats import Heartbeats
 from executors.run.installations import Installations
@@ -81,7 +81,7 @@ class Observer:
         self._installations = Installations()
         self.is_kept_here = False
         """Whether this process answers ends whose supervisors are gone."""
-        self._restarts = RestartStates(store, run_id, record, self.has_keeper, self.has_ended_with_launcher, reference)
+        self._restarts = RestartView(store, run_id, record, self.has_keeper, self.has_ended_with_launcher, reference)
         self._hopeless: set[int] = set()
         self._judged: dict[tuple[int, int, int], bool] = {}
         """Of each `outcome.json` that is not a copy of a signed one whether it is forged, by rank, attempt and size."""

@@ -29,7 +29,7 @@ from executors.native import NativeExecutor, restarts_replicas
 from executors.process import this_process
 from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.restarts.decision_log import MAX_TOTAL, DecisionLog, extensions_of, hang_of, policy_of
-from executors.restarts.launch_starter import Recipe
+from executors.restarts.launch_starter import StartSpec
 from executors.restarts.lease import finish_start, hold_lease, release_lease, with_lease
 from executors.restarts.orders import abandon_run, order_cancel, order_policy, order_resume, take_back_resume
 from executors.run.canceller import HEAD_START_S, STORE_S, end_started
@@ -40,7 +40,7 @@ from executors.run.removal import names_removal
 from executors.run.run import Run
 from executors.run.run_index import keep_key, reference, remember, settle
 from executors.run.spread import options_to_note
-from executors.run.start_spec import native_executor, recipes_of, spec_of, vouched_task
+from executors.run.start_spec import native_executor, spec_of, start_specs_of, trusted_task
 from executors.settings.policy import HangLimits, Restarts
 from executors.status import ReplicaState, name_ranks
 from executors.store.parallel import answered_within, in_parallel, in_threads, within
@@ -119,12 +119,12 @@ def resume(
     totals = _totals(total_steps, total_rounds)
     name = reference(run.run_id, run.store.url)
     check_not_removed(run.store, run.run_id, name)
-    task = vouched_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
+    task = trusted_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
     launched = task.launched_with
     run.fleet.named = frozenset(ranks or ())
     given: Any = {"gpu": gpu, "timeout": timeout, "env": env, "secrets": secrets, "detach": detach}
     given["verb"] = "resume --from-snapshot" if from_snapshot else "resume"
-    recipes = recipes_of(run, task, ranks=range(run.world_size) if from_snapshot else ranks, **given)
+    start_specs = start_specs_of(run, task, ranks=range(run.world_size) if from_snapshot else ranks, **given)
     executor = native_executor(run)
     has_new_hang = hang_timeout is not None or start_timeout is not None
     asks_for_restarts = new_restarts is not None and not new_restarts.nothing
@@ -146,16 +146,16 @@ def resume(
     more: dict[str, Any] = {**hang.texts, "restarts": None if policy is None else str(policy)}
     if gather_s is not None:
         more["gather_s"] = gather_s
-    recipes = [replace(recipe, spec=recipe.spec.with_settings(**more)) for recipe in recipes]
+    start_specs = [replace(start_spec, spec=start_spec.spec.with_settings(**more)) for start_spec in start_specs]
     if totals:
-        _check_extension(run, log, recipes[0].spec.key, totals)
+        _check_extension(run, log, start_specs[0].spec.key, totals)
     if from_snapshot:
         extensions = [{name: total} for name, found in extensions_of(log.entries).items() for total in found]
-        return _begin_from_snapshot(run, task, recipes[0], [*extensions, *([totals] if totals else [])], tell)
+        return _begin_from_snapshot(run, task, start_specs[0], [*extensions, *([totals] if totals else [])], tell)
     if not executor.needs_shared_rendezvous:  # it would refuse when the log says already that ranks are resumed
         settle(run.run_id, run.store.url, task.digest)
     n_seen = len(log.read())
-    startable = {rank for recipe in recipes for rank in recipe.spec.ranks}
+    startable = {rank for start_spec in start_specs for rank in start_spec.spec.ranks}
     next_attempts = _next_attempts(run, ranks, startable, is_extended=bool(totals))
     _check_backends(run, next_attempts)
     if new_restarts or has_new_hang or totals:
@@ -175,28 +175,28 @@ def resume(
     if detach and executor.lease_s is not None:
         release_lease(run.store, run.run_id)
     if detach:
-        recipes = _with_own_lease(recipes, executor)
-    lease = next(filter(None, (hold_lease(run.store, recipe.spec) for recipe in recipes)), None)
+        start_specs = _with_own_lease(start_specs, executor)
+    lease = next(filter(None, (hold_lease(run.store, start_spec.spec) for start_spec in start_specs)), None)
     begun: dict[int, ReplicaHandle] = {}
     enough, goes_on = launched.settings.min_replicas, len(run.ranks) - len(next_attempts)
     try:
-        for attempt, recipe in itertools.product(sorted({*next_attempts.values()}), recipes):
-            group = tuple(rank for rank in recipe.spec.ranks if next_attempts.get(rank) == attempt)
+        for attempt, start_spec in itertools.product(sorted({*next_attempts.values()}), start_specs):
+            group = tuple(rank for rank in start_spec.spec.ranks if next_attempts.get(rank) == attempt)
             if not group:
                 continue
             needed = enough and max(1, min(enough - goes_on, len(group)))
-            spec = replace(recipe.spec, ranks=group, attempt=attempt).with_settings(min_replicas=needed)
+            spec = replace(start_spec.spec, ranks=group, attempt=attempt).with_settings(min_replicas=needed)
             handles = executor.launch_replicas(
-                len(group), launched.entrypoint, {}, **recipe.limits, run=spec, tell=tell
+                len(group), launched.entrypoint, {}, **start_spec.limits, run=spec, tell=tell
             )
             begun |= {handle.rank: handle for handle in handles}
             with contextlib.suppress(StoreError):  # a copy, which saves requests
                 within(STORE_S, lambda: keep_handles(run.store, run.run_id, attempt, handles), run.store.url)  # noqa: B023
-        finish_start(lease, recipes[0].spec)
+        finish_start(lease, start_specs[0].spec)
     except BaseException as error:
         if lease is not None:
             lease.end()
-        end_started(executor, replace(recipes[0].spec, ranks=tuple(next_attempts)), error)
+        end_started(executor, replace(start_specs[0].spec, ranks=tuple(next_attempts)), error)
         _end_begun(executor, log, begun, error)
         with contextlib.suppress(StoreError):
             why = str(error) or type(error).__name__
@@ -211,15 +211,15 @@ def resume(
             print(f"replicas: {by_others}", file=sys.stderr)
     found = Run(run.store, run.run_id, executor=executor)
     if not detach:
-        found.keep_here(recipes, lease)
+        found.keep_here(start_specs, lease)
     return found
 
 
-def _with_own_lease(recipes: Sequence[Recipe], executor: NativeExecutor) -> list[Recipe]:
+def _with_own_lease(start_specs: Sequence[StartSpec], executor: NativeExecutor) -> list[StartSpec]:
     """Return what starts the replicas of a detached resume, with one lease that this process holds meanwhile."""
-    leased = with_lease(recipes[0].spec, executor.lease_s, detach=True)
+    leased = with_lease(start_specs[0].spec, executor.lease_s, detach=True)
     lease: Any = {"lease_s": leased.lease_s, "lease_name": leased.lease_name}
-    return [replace(recipe, spec=replace(recipe.spec, **lease)) for recipe in recipes]
+    return [replace(start_spec, spec=replace(start_spec.spec, **lease)) for start_spec in start_specs]
 
 
 def _totals(total_steps: int | None, total_rounds: int | None) -> dict[str, int]:
@@ -270,23 +270,27 @@ def _check_that_all_ended(run: Run, ranks: Sequence[int] | None) -> None:
 
 
 def _begin_from_snapshot(
-    run: Run, task: StoredTask, recipe: Recipe, extensions: Sequence[Mapping[str, int]], tell: Callable[[str], None]
+    run: Run,
+    task: StoredTask,
+    start_spec: StartSpec,
+    extensions: Sequence[Mapping[str, int]],
+    tell: Callable[[str], None],
 ) -> Run:
     """Write and start a new run of the task, as `launch` does.
 
     Args:
         extensions: the totals that the old run was extended to, which the new one takes over.
     """
-    executor, limits = native_executor(run, run.fleet.groups[0]), {**recipe.limits}
+    executor, limits = native_executor(run, run.fleet.groups[0]), {**start_spec.limits}
     if (max_cost := task.launched_with.settings.max_cost) is not None:
-        affordable = affordable_s(executor, recipe.spec.world_size, limits["gpu"], max_cost)
+        affordable = affordable_s(executor, start_spec.spec.world_size, limits["gpu"], max_cost)
         limits["timeout"] = affordable if limits["timeout"] is None else min(limits["timeout"], affordable)
-    spec = continue_run(task, replace(recipe.spec, run_id=new_run_id()), run.record, **limits)
-    recipe = replace(recipe, spec=spec, limits=limits)
+    spec = continue_run(task, replace(start_spec.spec, run_id=new_run_id()), run.record, **limits)
+    start_spec = replace(start_spec, spec=spec, limits=limits)
     lease = None
     if spec.settings.detach:
-        (recipe,) = _with_own_lease([recipe], executor)
-        spec = recipe.spec
+        (start_spec,) = _with_own_lease([start_spec], executor)
+        spec = start_spec.spec
     try:
         options, more = options_to_note(executor)
         remember(spec.run_id, run.store.url, spec.task_digest, options, spec.secret_names, more)
@@ -295,7 +299,7 @@ def _begin_from_snapshot(
         for totals in extensions:
             order_policy(DecisionLog(run.store, spec.run_id, key=spec.key), totals=totals)
         lease = hold_lease(run.store, spec)
-        handles = executor.launch_replicas(spec.world_size, recipe.entrypoint, {}, **limits, run=spec, tell=tell)
+        handles = executor.launch_replicas(spec.world_size, start_spec.entrypoint, {}, **limits, run=spec, tell=tell)
         with contextlib.suppress(StoreError):  # a copy, which saves requests
             within(STORE_S, lambda: keep_handles(run.store, spec.run_id, 0, handles), run.store.url)
         finish_start(lease, spec)
@@ -309,7 +313,7 @@ def _begin_from_snapshot(
         raise
     begun = Run(run.store, spec.run_id, executor=executor)
     if not spec.settings.detach:
-        begun.keep_here([recipe], lease)
+        begun.keep_here([start_spec], lease)
     return begun
 
 
@@ -342,13 +346,13 @@ def _check_backends(run: Run, chosen: Collection[int]) -> None:
 def _end_begun(
     executor: NativeExecutor, log: DecisionLog, begun: Mapping[int, ReplicaHandle], error: BaseException
 ) -> None:
-    """End what a resume has started that fails half-way, and see that no keeper goes on with it."""
+    """End what a resume has started that fails half-way, and see that no controller continues it."""
     why = half_way(error)
 
     def leave_word() -> None:
         order_cancel(log, list(begun), why)
         for handle in begun.values():
-            Attempt.named_by(handle, handle.backend_name).request_cancel(why)
+            Attempt.from_handle(handle, handle.backend_name).request_cancel(why)
 
     (left,) = in_threads(lambda _: leave_word(), [None], 1)  # the store has a moment, then the services are asked
     with contextlib.suppress(ReplicasError):
@@ -414,7 +418,7 @@ def _who_resumes(run: Run, overtaken: Mapping[int, int], but: str | None = None)
     for rank, attempt in overtaken.items():
         by = None
         with contextlib.suppress(CorruptObjectError):
-            by = Attempt(run.store, run.run_id, rank, attempt).begun_by()
+            by = Attempt(run.store, run.run_id, rank, attempt).started_by()
         if (who := _name(by)) != but:
             by_whom.setdefault((attempt, who), []).append(rank)
     return " ".join(_being_resumed(run, ranks, attempt, f"begun by {who}") for (attempt, who), ranks in by_whom.items())

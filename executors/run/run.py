@@ -15,11 +15,11 @@ from executors.patience import FOLLOWER, KEEPER, PAID_KEEPER, Patience
 from executors.protocol import BY_USER, Outcome, ReplicaStatus, ServerlessExecutor
 from executors.report.root_cause import raise_root_cause
 from executors.restarts.decision_log import DecisionLog
-from executors.restarts.launch_starter import LaunchHands, Recipe
+from executors.restarts.launch_starter import LaunchStarter, StartSpec
 from executors.restarts.lease import LeaseHolder
 from executors.restarts.restart_view import counted
 from executors.run.canceller import Canceller
-from executors.run.external_controller import OutsideKeeper
+from executors.run.external_controller import ExternalController
 from executors.run.notebook import Display, in_notebook
 from executors.run.progress import View, open_view
 from executors.run.removal import remove, withdraw_jobs
@@ -45,7 +45,7 @@ class Run(Traces):
     shows_progress = False
     """Whether waiting for it draws how far it is."""
     _leases: tuple[LeaseHolder, ...] = ()
-    _keeper: OutsideKeeper | None = None
+    _controller: ExternalController | None = None
 
     def __enter__(self) -> Run:
         return self
@@ -244,10 +244,10 @@ class Run(Traces):
         from executors.run.addition import Addition, add_replicas
 
         added = add_replicas(self, executor, Addition(n=n, **asked), tell)
-        ranks = list(added.recipe.spec.ranks)
+        ranks = list(added.start_spec.spec.ranks)
         try:
-            if not added.recipe.spec.settings.detach:
-                self.keep_here([added.recipe], added.lease)
+            if not added.start_spec.spec.settings.detach:
+                self.keep_here([added.start_spec], added.lease)
             with contextlib.suppress(StoreError):  # what was seen a moment ago has none of them
                 within(UPDATE_S, self._observer.update, self.store.url)
         except KeyboardInterrupt:  # the caller never hears of these ranks
@@ -257,33 +257,35 @@ class Run(Traces):
 
     def keep_here(
         self,
-        recipes: Sequence[Recipe],
+        start_specs: Sequence[StartSpec],
         lease: LeaseHolder | None,
         say: Callable[[str], None] | None = None,
         *,
         log: DecisionLog | None = None,
-    ) -> OutsideKeeper:
+    ) -> ExternalController:
         """Let this process answer ends whose supervisors are gone, whenever it looks at the run while it waits.
 
         Called again, it keeps more of the run.
 
         Args:
-            recipes: what starts its ranks again; those of others are left alone.
+            start_specs: the values that start its ranks again. Ranks without such values are left alone.
             lease: where its replicas end unless somebody renews it; it ends with the run.
             say: gets a sentence on each start that failed. None: they go to stderr.
             log: the log of decisions, as far as the caller has read it.
         """
         self._leases += () if lease is None else (lease,)
-        if self._keeper is not None:
-            self._keeper.hands.learn(recipes)
-            return self._keeper
+        if self._controller is not None:
+            self._controller.starter.learn(start_specs)
+            return self._controller
         tell = say or (lambda words: print(f"replicas: {words}", file=sys.stderr))
-        hands = LaunchHands(lambda: self.executor, recipes, tell)
-        log = log or DecisionLog(self.store, self.run_id, key=next((recipe.spec.key for recipe in recipes), None))
+        starter = LaunchStarter(lambda: self.executor, start_specs, tell)
+        log = log or DecisionLog(
+            self.store, self.run_id, key=next((start_spec.spec.key for start_spec in start_specs), None)
+        )
         self._observer.share_log(log)
         self._observer.is_kept_here = True
-        self._keeper = OutsideKeeper(log, self._observer, hands, self._canceller.end, hands.knows)
-        return self._keeper
+        self._controller = ExternalController(log, self._observer, starter, self._canceller.end, starter.knows)
+        return self._controller
 
     @property
     def is_let_go(self) -> bool:
@@ -295,15 +297,15 @@ class Run(Traces):
         """How long this process waits for the store of the run: giving up would leave a run that it keeps."""
         if self._leases:  # it keeps jobs that are paid for
             return PAID_KEEPER
-        return FOLLOWER if self._keeper is None and self._launched is None else KEEPER
+        return FOLLOWER if self._controller is None and self._launched is None else KEEPER
 
     def keep(self, states: Sequence[ReplicaState]) -> bool:
         """Answer the ends among these states, if this process keeps the run; return whether there are new decisions."""
-        if self._keeper is None:
+        if self._controller is None:
             return False
-        n_known = len(self._keeper.log.entries)
-        self._keeper.keep(states)
-        return len(self._keeper.log.entries) > n_known
+        n_known = len(self._controller.log.entries)
+        self._controller.keep(states)
+        return len(self._controller.log.entries) > n_known
 
     def remove(self, tell: Callable[[str], None] = lambda words: None) -> None:
         """Delete everything the run left, here and in its store.

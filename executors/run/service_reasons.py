@@ -45,7 +45,9 @@ class ServiceReasons:
             for (end, handle), parent in zip(known, parents, strict=True):
                 if not parent.is_alive:
                     self._waited_until[end.rank, end.attempt] = 0.0
-                    Attempt.named_by(handle, service.backend_name).at(end.attempt).note_why(parent.reason, parent.error)
+                    Attempt.from_handle(handle, service.backend_name).at(end.attempt).note_why(
+                        parent.reason, parent.error
+                    )
                     explained.append(end)
                 elif service.lease_s is not None:  # its replicas run as jobs, which have reasons to end
                     self._waited_until.setdefault((end.rank, end.attempt), time.monotonic() + ANSWERS_IN_S)

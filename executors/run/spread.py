@@ -316,7 +316,7 @@ class SpreadExecutor:
         """Return the replica's status; where its backend is not to be had here, as the store tells it."""
         if (executor := self._at_hand(handle)) is not None:
             return ReplicaStatus(executor.poll(handle))
-        attempt = Attempt.named_by(handle, handle.backend_name).newest()
+        attempt = Attempt.from_handle(handle, handle.backend_name).newest()
         if (outcome := attempt.outcome()) is not None:
             return outcome.status
         return ReplicaStatus.RUNNING if attempt.has(CLAIM) else ReplicaStatus.PENDING
@@ -334,7 +334,7 @@ class SpreadExecutor:
         if (executor := self._at_hand(handle)) is not None:
             executor.cancel(handle)
             return
-        attempt = Attempt.named_by(handle, handle.backend_name).newest()
+        attempt = Attempt.from_handle(handle, handle.backend_name).newest()
         attempt.request_cancel()
         if not attempt.has(CLAIM):
             attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
@@ -423,14 +423,14 @@ def _attempts(run: RunSpec, ranks: Sequence[int]) -> list[Attempt]:
 def _take(attempt: Attempt) -> bool:
     """Begin an attempt that nobody has begun, so that nobody does any more; False if somebody has."""
     with contextlib.suppress(ReplicasError):
-        return attempt.begun_by() is None and attempt.begin(secrets.token_hex(16))
+        return attempt.started_by() is None and attempt.claim_start(secrets.token_hex(16))
     return False
 
 
 def _is_ours(attempt: Attempt) -> bool:
     """Return whether this process has begun an attempt."""
     with contextlib.suppress(ReplicasError):
-        return attempt.begun_by() == this_process()
+        return attempt.started_by() == this_process()
     return False
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from executors.errors import BackendError, StoreError, UntrustedTaskError
 from executors.native import InstallsRequirements, NativeExecutor
-from executors.restarts.launch_starter import Recipe
+from executors.restarts.launch_starter import StartSpec
 from executors.run.fleet import Site
 from executors.run.run_index import damage_of_note, needed_key, reference
 from executors.run.spread import SpreadExecutor, as_one
@@ -47,7 +47,7 @@ def native_executor(run: Traces, sites: Sequence[Site] | None = None) -> NativeE
     return executor
 
 
-def recipes_of(
+def start_specs_of(
     run: Traces,
     task: StoredTask,
     *,
@@ -58,12 +58,13 @@ def recipes_of(
     secrets: Sequence[str] = (),
     detach: bool = False,
     verb: str = "resume",
-) -> list[Recipe]:
+) -> list[StartSpec]:
     """Return what starts attempts of a run, after checking that a person gave here what is never recorded.
 
     Args:
         task: for which somebody vouched.
-        ranks: those that are to be started; what only others need may be missing, and they are in no recipe then.
+        ranks: the ranks that must be started. Values that only other ranks need may be missing; those ranks are left
+            out then.
         gpu, timeout, env, secrets, detach: as for `resume`.
         verb: the command that starts them, up to the run.
 
@@ -106,7 +107,7 @@ def recipes_of(
         if len(sites) == 1:
             limits = {"gpu": gpu or place.gpu, "timeout": place.timeout_s if timeout is None else timeout}
         its_spec = replace(with_own_task(spec, place), ranks=its, env=its_env, secret_names=given, lease_s=lease_s)
-        found.append(Recipe(its_spec, task.launched_with.entrypoint, limits))
+        found.append(StartSpec(its_spec, task.launched_with.entrypoint, limits))
     return found
 
 
@@ -301,7 +302,7 @@ def _key_of(run: Traces, launched: LaunchedWith) -> str | None:
     return None if launched.key_id is None else needed_key(run.run_id, launched.key_id)
 
 
-def vouched_task(run: Traces, *, task_digest: str | None = None, trust_bucket: bool = False) -> StoredTask:
+def trusted_task(run: Traces, *, task_digest: str | None = None, trust_bucket: bool = False) -> StoredTask:
     """Read the task that a resumed run starts again, after somebody vouched for it. Writes and starts nothing.
 
     Args:

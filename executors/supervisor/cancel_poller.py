@@ -16,7 +16,7 @@ NEAR_LOOK_S = 1.0  # a canceller on this machine wakes us; one elsewhere leaves 
 FAR_LOOK_S = 10.0  # how often a bucket is looked into
 
 
-class CancelLooks:
+class CancelPoller:
     """Looks for the cancel markers of attempts now and then; where the store takes long, at a few in a turn."""
 
     def __init__(self, store_url: str) -> None:

@@ -41,13 +41,13 @@ from executors.store import store_at
 from executors.store.url import was_deleted
 from executors.supervisor.memory_kills import of_this_container
 from executors.supervisor.new_process import describe_threads, received, start_python
-from executors.supervisor.processes import Running, how_started, leave_supervisor, read_task_ahead
+from executors.supervisor.processes import RunningAttempt, how_started, leave_supervisor, read_task_ahead
 from executors.supervisor.supervisor import Supervisor
 from executors.task.stored import StoredTask
 from executors.worker.main import Assignment, main
 from executors.worker.surroundings import await_gpu_release
 
-BE_REPLICA = "from executors.supervisor.container import ContainerRanks; ContainerRanks.be_replica()"
+BE_REPLICA = "from executors.supervisor.container import ContainerStarter; ContainerStarter.be_replica()"
 NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 TIMED_OUT = 124  # as the command `timeout` leaves
 NOTICE_S = 25.0  # of the 30 s that services leave between the notice and the end
@@ -69,9 +69,11 @@ class ContainerSupervisor(Supervisor):
     count_memory_kills = staticmethod(of_this_container)
 
     def __init__(
-        self, spec: RunSpec, ranks: ContainerRanks, *, timeout_s: float | None, term_grace_s: float, notice_s: float
+        self, spec: RunSpec, starter: ContainerStarter, *, timeout_s: float | None, term_grace_s: float, notice_s: float
     ) -> None:
-        super().__init__(spec, ranks, places=1, timeout_s=timeout_s, term_grace_s=term_grace_s, launcher_pidfd=None)
+        super().__init__(
+            spec, starter, max_parallel=1, timeout_s=timeout_s, term_grace_s=term_grace_s, launcher_pidfd=None
+        )
         self._wakeups.signals += NOTICES
         self._notice_s = notice_s
         self._notice: int | None = None
@@ -87,7 +89,7 @@ class ContainerSupervisor(Supervisor):
         """How long to wait for the store with nothing else to do: the container is paid for, or is about to go."""
         if self._notice is not None:
             return BRIEF
-        return CONTAINER if self._answers.may_follow else LAST_WORDS
+        return CONTAINER if self._session.may_follow else LAST_WORDS
 
     def _hear(self, signals: bytes) -> None:
         """Pass on that the container is to end; from then on nothing is started: its machine goes."""
@@ -96,9 +98,9 @@ class ContainerSupervisor(Supervisor):
         if notice is None or self._notice is not None:
             return
         self._notice = notice
-        self._answers.leave_all()
+        self._session.leave_all()
         self._waiting.clear()
-        self._looks.soon()  # what was cancelled is not given the time of a notice
+        self._cancel_poller.soon()  # what was cancelled is not given the time of a notice
         end_at = time.monotonic() + self._notice_s
         for running in self._running.values():
             running.page.announce(end_at, notice)
@@ -113,7 +115,7 @@ class ContainerSupervisor(Supervisor):
                 if time.monotonic() - min(running.page.beat, running.page.beaten) > BEAT_LATE_S:
                     self._beat_for(running)
 
-    def _beat_for(self, running: Running) -> None:
+    def _beat_for(self, running: RunningAttempt) -> None:
         """Beat in place of a rank that holds its GIL or waits for the store, so that it looks busy and not lost."""
         self._beaten_at = time.monotonic()
         attempt = running.attempt
@@ -124,24 +126,24 @@ class ContainerSupervisor(Supervisor):
             beat = Beat(0.0, {}) if beat is None else beat
             attempt.store.put(attempt.key("heartbeat.json"), replace(beat, at=time.time()).to_bytes())
 
-    def _leave_behind(self, running: Running) -> None:
+    def _give_up_process(self, running: RunningAttempt) -> None:
         """Leave the container, which its service takes back: the next process would be stuck as well."""
-        self._answers.leave_all()
-        super()._leave_behind(running)
+        self._session.leave_all()
+        super()._give_up_process(running)
 
-    def _conclude(self, running: Running, exit_code: int) -> None:
+    def _conclude(self, running: RunningAttempt, exit_code: int) -> None:
         killed = TIMED_OUT if running.ending == "timeout" else 128 - exit_code
         self.exit_code = exit_code if exit_code >= 0 else killed
         super()._conclude(running, exit_code)
 
-    def _tell(self, running: Running, reason: Reason, error: str | None) -> None:
+    def _tell(self, running: RunningAttempt, reason: Reason, error: str | None) -> None:
         """Write into the log of the container how its rank ended, as the rank would have."""
         if reason == "cancelled":
             error = describe_end("cancelled", running.asked.rank, self._spec.world_size)
-        self._ranks.write_log(running.asked, str(error))
+        self._starter.write_log(running.asked, str(error))
 
 
-class ContainerRanks:
+class ContainerStarter:
     """The attempts of a container's rank, as its supervisor starts them."""
 
     def __init__(self, spec: RunSpec, *, term_grace_s: float, gpu: str | None) -> None:
@@ -220,8 +222,8 @@ class ContainerRanks:
         with contextlib.suppress(OSError):  # nobody reads it any more
             os.write(1, line.encode())
 
-    def leave_behind(self, attempt: Attempt) -> None:
-        """Do nothing: nothing is started beside its process; see `Ranks.leave_behind`."""
+    def give_up_process(self, attempt: Attempt) -> None:
+        """Do nothing: nothing is started beside its process; see `ProcessStarter.give_up_process`."""
 
     def copy_log(self, asked: Attempt, claimed: Attempt) -> None:
         """Copy nothing: the service has the log."""

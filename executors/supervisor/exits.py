@@ -19,14 +19,14 @@ from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import SERVICE
 from executors.store.records import exists, is_gone
 from executors.supervisor.memory_kills import MemoryKills
-from executors.supervisor.processes import NEVER, Running
+from executors.supervisor.processes import NEVER, RunningAttempt
 
 MARKS_S = 3.0  # the ranks are to be killed in time
 SILENT_S = 5.0  # less than an idle supervisor waits for the store
 SOONEST_S, LATEST_S = 1.0, 10.0  # between two tries of what a store does not take
 
 
-class Ends:
+class ExitClassifier:
     """Explains how processes ended.
 
     Args:
@@ -39,14 +39,14 @@ class Ends:
         self._timeout_s = timeout_s
         self._memory_kills = memory_kills
 
-    def explain(self, running: Running, exit_code: int) -> tuple[Reason, str | None]:
+    def explain(self, running: RunningAttempt, exit_code: int) -> tuple[Reason, str | None]:
         """Name the reason of an end without an outcome, and put it into a sentence."""
         reason, error = self._explain(running, exit_code)
-        if running.is_left_behind and error is not None:
+        if running.is_given_up and error is not None:
             error += " Its process cannot be killed: it is stuck in the kernel."
         return reason, error
 
-    def _explain(self, running: Running, exit_code: int) -> tuple[Reason, str | None]:
+    def _explain(self, running: RunningAttempt, exit_code: int) -> tuple[Reason, str | None]:
         def because(reason: Reason, ending: str = "", **values: Any) -> tuple[Reason, str]:
             return reason, describe_end(ending or reason, running.asked.rank, self._world_size, **values)
 
@@ -75,7 +75,7 @@ class Ends:
         return because("no_result", ending, code=f"exit code {exit_code}")
 
 
-class EndRecords:
+class OutcomeWriter:
     """Records how attempts ended. What the store does not take is tried again: nobody else would record that end.
 
     Args:
@@ -183,7 +183,7 @@ class EndRecords:
         return failure
 
 
-def seen_from_outside(running: Running, exit_code: int) -> dict[str, Any]:
+def seen_from_outside(running: RunningAttempt, exit_code: int) -> dict[str, Any]:
     """Return what an outcome says beside the reason, where its supervisor writes it."""
     killed_by, page = signal_name(-exit_code) if exit_code < 0 else None, running.page
     is_by_its_code = not (page.store_failed or page.has_result)
@@ -197,7 +197,7 @@ def seen_from_outside(running: Running, exit_code: int) -> dict[str, Any]:
     }
 
 
-def is_overtaken(running: Running) -> bool:
+def is_fenced(running: RunningAttempt) -> bool:
     """Return whether a living process has lost its attempt: to an outcome of somebody else, or to a later claim.
 
     Before its own claim it has none to lose: it takes the next that is free.

@@ -29,7 +29,7 @@ UNKILLABLE_S = 5.0  # how long a process stuck in the kernel is waited for
 STUCK_S = 60.0  # from SIGKILL on; memory of a terabyte, or of a GPU, takes a while to be given back
 
 
-class Ranks(Protocol):
+class ProcessStarter(Protocol):
     """How the attempts of one launch's ranks, the first and those after it, become processes of this machine."""
 
     def prepare(self, attempt: Attempt) -> None:
@@ -59,7 +59,7 @@ class Ranks(Protocol):
     def write_log(self, attempt: Attempt, words: str) -> None:
         """Add to an attempt's output."""
 
-    def leave_behind(self, attempt: Attempt) -> None:
+    def give_up_process(self, attempt: Attempt) -> None:
         """Note that an attempt is over though its process lives on, which nothing ends, with all that it holds."""
 
     def copy_log(self, asked: Attempt, claimed: Attempt) -> int | None:
@@ -74,7 +74,7 @@ class Ranks(Protocol):
 
 
 @dataclass
-class Running:
+class RunningAttempt:
     """The process of an attempt."""
 
     pid: int
@@ -101,7 +101,7 @@ class Running:
     kill_at: float = NEVER
     killed_at: float = NEVER
     """When it was first killed."""
-    is_left_behind: bool = False
+    is_given_up: bool = False
     """Whether its attempt is over though no signal has ended it."""
     began: float = field(default_factory=time.monotonic)
     """When it was started, by `time.monotonic`; `started_at` is by a clock that may be set meanwhile."""
@@ -162,7 +162,7 @@ class Running:
         """Return whether no signal ends it, as long as the call of the kernel takes that it is in: perhaps for ever."""
         return now >= self.killed_at + STUCK_S
 
-    def watch(self, now: float, ranks: Ranks) -> float:
+    def watch(self, now: float, ranks: ProcessStarter) -> float:
         """Look whether it makes progress; keep its stacks if it does not, and have it killed when it must be.
 
         Returns: when to look again.

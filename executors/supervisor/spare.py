@@ -16,8 +16,15 @@ from executors.attempt import HANDLE, INTENT, Attempt, Beat, parse_handle
 from executors.errors import StoreError
 from executors.patience import BRIEF, GLANCE
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
-from executors.restarts.controller import CARRY_S, LEAVE_S, Keeper, Sight, Terms, hands_of_spare
-from executors.restarts.decision_log import DecisionLog, answer_to, barred_by
+from executors.restarts.controller import (
+    CARRY_S,
+    LEAVE_S,
+    RestartContext,
+    RestartController,
+    RunSnapshot,
+    spare_starter,
+)
+from executors.restarts.decision_log import DecisionLog, answer_to, blocking_order
 from executors.restarts.lease import LeaseWatch
 from executors.settings.run_spec import RunSpec
 from executors.store import Store
@@ -34,7 +41,7 @@ LOST_AFTER_S = 60.0
 
 
 class Spare:
-    """Stands by until a rank needs it, or the run is over; it is the hands of its own keeper.
+    """Stands by until a rank needs it, or the run has ended. It is the starter of its own controller.
 
     Args:
         spec: the run; its one rank numbers the spare.
@@ -55,7 +62,7 @@ class Spare:
         self._clock = clock
         hold_key(self._store.url, spec.run_id, spec.key)
         self._me = Attempt(self._store, spec.run_id, spec.ranks[0], is_spare=True)
-        self.how = hands_of_spare(self._me.rank)
+        self.how = spare_starter(self._me.rank)
         self.taken: Attempt | None = None
         """The attempt that is this container's."""
         self._log = DecisionLog(self._store, spec.run_id, key=spec.key)
@@ -64,7 +71,7 @@ class Spare:
             if spec.lease_s is None
             else LeaseWatch(self._store, spec.run_id, spec.lease_s, clock, name=spec.lease_name)
         )
-        self._keeper: Keeper | None = None
+        self._controller: RestartController | None = None
         self._handle: ReplicaHandle | None = None
         self._rank: int | None = None
         """The rank that it may start now."""
@@ -137,20 +144,22 @@ class Spare:
         if is_gone(self._store, f"{self._spec.run_id}/run.json"):
             return "the run was deleted"
         self._store.put(self._me.key("heartbeat.json"), to_bytes({"at": time.time()}))
-        sight = Sight.of(self._store, self._spec.run_id, self._spec.world_size).of_first_world(self._spec.world_size)
-        if all(self._is_over(rank, sight.ends.get(rank)) for rank in sight.newest):
+        snapshot = RunSnapshot.of(self._store, self._spec.run_id, self._spec.world_size).of_first_world(
+            self._spec.world_size
+        )
+        if all(self._is_over(rank, snapshot.ends.get(rank)) for rank in snapshot.newest):
             return "the run is over"
         self._handle = self._handle or self._me.find(HANDLE, parse_handle)
         if self._handle is None:  # its launcher is about to write it
             return None
         if not self._is_watched:
-            sight = replace(sight, ends={**sight.ends, **self._find_lost(sight, now)})
-        self._rank = self._choose(sight, now)
+            snapshot = replace(snapshot, ends={**snapshot.ends, **self._find_lost(snapshot, now)})
+        self._rank = self._choose(snapshot, now)
         if self._rank is not None:
-            self._keeper_of_run().keep(sight)
+            self._controller_of_run().keep(snapshot)
         return None
 
-    # The hands of its keeper
+    # The starter of its controller
 
     def may_start(self, rank: int) -> bool:
         """Return whether it is the rank that this spare has chosen."""
@@ -181,28 +190,30 @@ class Spare:
         """Whether a process outside answers what ends."""
         return self._lease is not None and self._lease.is_held
 
-    def _keeper_of_run(self) -> Keeper:
-        if self._keeper is None:
-            self._keeper = Keeper(self._log, Terms.of(self._spec, self._store), hands=self, monotonic=self._clock)
-        return self._keeper
+    def _controller_of_run(self) -> RestartController:
+        if self._controller is None:
+            self._controller = RestartController(
+                self._log, RestartContext.of(self._spec, self._store), starter=self, monotonic=self._clock
+            )
+        return self._controller
 
     def _is_over(self, rank: int, end: Outcome | None) -> bool:
         """Return whether nothing of a rank is to be started any more."""
-        if barred_by(self._log.entries, rank) is not None:
+        if blocking_order(self._log.entries, rank) is not None:
             return True
         if end is None or end.status is not ReplicaStatus.FAILED:
             return end is not None
         answer = answer_to(self._log.entries, rank, end.attempt)
         return answer is not None and not answer.start
 
-    def _find_lost(self, sight: Sight, now: float) -> dict[int, Outcome]:
+    def _find_lost(self, snapshot: RunSnapshot, now: float) -> dict[int, Outcome]:
         """Record the end of ranks whose heartbeats stand still, and return it."""
         lost: dict[int, Outcome] = {}
         # An outage counts as one look: the ranks were without the store, too, and may come to it later than this.
         passed_s = min(now - self._judged_at, self._look_s + FOLLOW_S)
         self._judged_at = now
-        for rank in sight.newest.keys() - sight.ends.keys():
-            attempt = Attempt(self._store, self._spec.run_id, rank, sight.newest[rank])
+        for rank in snapshot.newest.keys() - snapshot.ends.keys():
+            attempt = Attempt(self._store, self._spec.run_id, rank, snapshot.newest[rank])
             beat = attempt.beat()
             number, last, still_s = self._beats.pop(rank, (None, None, 0.0))
             if beat is None:
@@ -214,9 +225,9 @@ class Spare:
                 self._lost.add((rank, attempt.number))
         return lost
 
-    def _choose(self, sight: Sight, now: float) -> int | None:
+    def _choose(self, snapshot: RunSnapshot, now: float) -> int | None:
         """Return the rank that it is to start: one that the log names it for, else one that waits for somebody."""
-        awaited = [end for end in sight.ends.values() if not self._is_over(end.rank, end)]
+        awaited = [end for end in snapshot.ends.values() if not self._is_over(end.rank, end)]
         free = [end.rank for end in awaited if self._is_free(end, now)]
         named = [entry.rank for entry in self._log.entries if entry.how == self.how]
         return min(free, key=lambda rank: rank not in named, default=None)

@@ -19,7 +19,7 @@ from executors.process import become_subreaper
 from executors.settings import Settings
 from executors.settings.run_spec import ATTACHED_LEASE, RunSpec
 from executors.store.run_key import RUN_KEY
-from executors.supervisor.container import NOTICE_S, ContainerRanks, ContainerSupervisor
+from executors.supervisor.container import NOTICE_S, ContainerStarter, ContainerSupervisor
 from executors.supervisor.spare import Spare
 
 CANNOT_START = 78  # EX_CONFIG of sysexits.h, as the bootstrap leaves
@@ -91,7 +91,7 @@ def read_assignment(environ: Mapping[str, str]) -> ContainerSupervisor:
     """
     spec = read_spec(environ)
     spec.settings.check()
-    ranks = ContainerRanks(spec, term_grace_s=TERM_GRACE_S, gpu=environ.get(environment.GPU) or None)
+    ranks = ContainerStarter(spec, term_grace_s=TERM_GRACE_S, gpu=environ.get(environment.GPU) or None)
     return ContainerSupervisor(
         spec,
         ranks,

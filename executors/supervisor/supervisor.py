@@ -22,18 +22,18 @@ from executors.process import children, kill_descendants
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica.shared_page import SharedPage
 from executors.restarts.fail_fast import end_others
-from executors.restarts.orders import words_of_bar
-from executors.restarts.session import Answers
+from executors.restarts.orders import stop_reason
+from executors.restarts.session import RestartSession
 from executors.settings.run_spec import LEASE_S, RunSpec
 from executors.store.file import FULL
 from executors.store.records import is_gone
 from executors.store.run_key import hold_key
 from executors.store.url import impatient_store
-from executors.supervisor.cancel_poller import CancelLooks
+from executors.supervisor.cancel_poller import CancelPoller
 from executors.supervisor.deletion import DeletionWatch
-from executors.supervisor.exits import EndRecords, Ends, is_overtaken, mark_cancelled, seen_from_outside
+from executors.supervisor.exits import ExitClassifier, OutcomeWriter, is_fenced, mark_cancelled, seen_from_outside
 from executors.supervisor.memory_kills import of_this_machine
-from executors.supervisor.processes import NEVER, UNKILLABLE_S, Ranks, Running, how_started
+from executors.supervisor.processes import NEVER, UNKILLABLE_S, ProcessStarter, RunningAttempt, how_started
 from executors.supervisor.wakeups import Wakeups
 from executors.supervisor.watchdog import Watchdog
 
@@ -48,8 +48,8 @@ class Supervisor:
 
     Args:
         spec: the run, and which of its ranks.
-        ranks: how they become processes.
-        places: how many run at the same time; the others wait.
+        starter: turns attempts into processes of this machine.
+        max_parallel: how many run at the same time. The others wait.
         timeout_s: seconds each may run, from its own start. None: no limit.
         term_grace_s: seconds between SIGTERM and SIGKILL.
         launcher_pidfd: the launcher, with which an attached run ends. None: the run is detached.
@@ -61,34 +61,40 @@ class Supervisor:
     def __init__(
         self,
         spec: RunSpec,
-        ranks: Ranks,
+        starter: ProcessStarter,
         *,
-        places: int,
+        max_parallel: int,
         timeout_s: float | None,
         term_grace_s: float,
         launcher_pidfd: int | None,
     ) -> None:
-        self._ranks = ranks
+        self._starter = starter
         self._spec = spec
         self._n_spare = len(spec.ranks) - (spec.settings.min_replicas or len(spec.ranks))
         self._timeout_s = NEVER if timeout_s is None else timeout_s
         self._memory_kills = self.count_memory_kills()
-        self._ends = Ends(spec.world_size, timeout_s, self._memory_kills)
+        self._classifier = ExitClassifier(spec.world_size, timeout_s, self._memory_kills)
         self._term_grace_s = term_grace_s
         self._wakeups = Wakeups(launcher_pidfd)
         self._store = store = impatient_store(spec.store_url, GLANCE.limit_s)
         hold_key(store.url, spec.run_id, spec.key)
-        self._looks = CancelLooks(spec.store_url)
+        self._cancel_poller = CancelPoller(spec.store_url)
         self._deletion = DeletionWatch(store, spec.run_id, spec.lease_s or LEASE_S)
         self._waits = Waits(self._say_in_logs)
-        self._answers = Answers(
-            spec, store, self._begin_next, self._cancelled, self._looks.every_s, lambda: self._patience, self._waits
+        self._session = RestartSession(
+            spec,
+            store,
+            self._begin_next,
+            self._cancelled,
+            self._cancel_poller.every_s,
+            lambda: self._patience,
+            self._waits,
         )
-        self._records = EndRecords(self._note_end, lambda: self._patience, waits=self._waits)
+        self._outcomes = OutcomeWriter(self._note_end, lambda: self._patience, waits=self._waits)
         self._asked = [Attempt(store, spec.run_id, rank, spec.attempt) for rank in spec.ranks]
         self._waiting: deque[Attempt] = deque()
-        self._running: dict[int, Running] = {}
-        self._copying: dict[int, tuple[Running, Attempt, int]] = {}
+        self._running: dict[int, RunningAttempt] = {}
+        self._copying: dict[int, tuple[RunningAttempt, Attempt, int]] = {}
         """Ranks that ended and whose logs are being copied, with the attempt and the exit code, by who copies."""
         self._stuck = set[int]()  # processes that were left behind
         self._pages: dict[int, SharedPage] = {}
@@ -97,7 +103,7 @@ class Supervisor:
         """The last attempt of each rank that was started."""
         self._deadlines: dict[int, float] = {}
         """When each rank's time is over, from its first start here on."""
-        self._places = places
+        self._max_parallel = max_parallel
         self._is_undone = False
         """Whether the start has failed: who asked for it ends what is of it, and others go on."""
         self._watch_at = NEVER
@@ -123,20 +129,20 @@ class Supervisor:
             for attempt in self._asked:
                 problem = None
                 try:
-                    self._ranks.prepare(attempt)
+                    self._starter.prepare(attempt)
                 except OSError as error:
                     if self._n_spare < 1:
                         raise
                     problem = error
-                if not self._ranks.begin(attempt):
+                if not self._starter.begin(attempt):
                     continue
                 begun.append(attempt)
-                self._answers.begun(attempt)
+                self._session.begun(attempt)
                 if problem is None:
                     self._waiting.append(attempt)
                 else:
                     self._leave_out(attempt, problem)
-            while self._waiting and len(self._running) < self._places:
+            while self._waiting and len(self._running) < self._max_parallel:
                 attempt = self._waiting[0]
                 try:
                     self._start(attempt)
@@ -153,28 +159,28 @@ class Supervisor:
         while self._is_needed:
             events = (min(running.deadline, running.kill_at) for running in self._running.values())
             kill_at = NEVER if self._killer is None else self._killer.next_at
-            due = (self._looks.next_at, self._watch_at, self._answers.next_at, self._records.next_at, kill_at)
+            due = (self._cancel_poller.next_at, self._watch_at, self._session.next_at, self._outcomes.next_at, kill_at)
             signals, is_abandoned = self._wakeups.wait(min(*due, *events))
             self._hear(signals)
             self._reap()
             self._memory_kills.look()
             if is_abandoned:
                 self._end_abandoned(NO_LAUNCHER)
-            if time.monotonic() >= self._looks.next_at:
+            if time.monotonic() >= self._cancel_poller.next_at:
                 self._look()
-            self._records.try_again()
+            self._outcomes.try_again()
             self._keep_log()
             if time.monotonic() >= self._watch_at:
                 self._watch()
             self._enforce_deadlines()
             if self._killer is not None:
                 self._killer.strike({running.asked.rank: running.pid for running in self._running.values()})
-            while self._waiting and len(self._running) < self._places:
+            while self._waiting and len(self._running) < self._max_parallel:
                 attempt = self._waiting.popleft()
                 try:
                     self._start(attempt)
                 except OSError as error:
-                    self._records.add(attempt, "start_failed", str(error))
+                    self._outcomes.add(attempt, "start_failed", str(error))
 
     @property
     def _is_busy(self) -> bool:
@@ -184,8 +190,8 @@ class Supervisor:
     @property
     def _is_needed(self) -> bool:
         """Whether there is anything to do, or to be recorded that the store has not taken yet."""
-        has_more = self._is_busy or self._answers.is_pending
-        return self._records.is_pending(is_busy=has_more) or has_more
+        has_more = self._is_busy or self._session.is_pending
+        return self._outcomes.is_pending(is_busy=has_more) or has_more
 
     @property
     def _patience(self) -> Patience:
@@ -197,21 +203,21 @@ class Supervisor:
         running = {running.asked.rank for running in self._running.values()}
         for rank in self._last.keys() - running:
             with contextlib.suppress(OSError):  # the disk of the log may be the one that is full
-                self._ranks.write_log(self._last[rank], f"replicas: the supervisor: {words}")
+                self._starter.write_log(self._last[rank], f"replicas: the supervisor: {words}")
 
     # Starting
 
     def _start(self, attempt: Attempt) -> None:
         page = self._pages[attempt.rank] = SharedPage(self._pages.get(attempt.rank))
-        page.n_decisions = self._answers.n_read
-        pid = self._ranks.start(attempt, page, self._wakeups.descriptors)
+        page.n_decisions = self._session.n_read
+        pid = self._starter.start(attempt, page, self._wakeups.descriptors)
         self._last[attempt.rank] = attempt
         deadline = self._deadlines.setdefault(attempt.rank, time.monotonic() + self._timeout_s)
-        ends, grace_s = self._answers.has_policy, self._term_grace_s
+        ends, grace_s = self._session.has_policy, self._term_grace_s
         watchdog = Watchdog(
-            page, pid, self._answers.hang, ends=ends, term_grace_s=grace_s, spec=self._spec, rank=attempt.rank
+            page, pid, self._session.hang, ends=ends, term_grace_s=grace_s, spec=self._spec, rank=attempt.rank
         )
-        self._running[pid] = Running(pid, attempt, page, watchdog, time.time(), deadline)
+        self._running[pid] = RunningAttempt(pid, attempt, page, watchdog, time.time(), deadline)
         self._watch_at = 0.0
 
     def _begin_next(self, attempt: Attempt) -> None:
@@ -220,7 +226,7 @@ class Supervisor:
         for running in self._running.values():
             if running.asked.rank == rank:
                 if not running.page.claimed:
-                    self._answers.try_again()  # it may yet find its attempt taken, and claim the very one that follows
+                    self._session.try_again()  # it may yet find its attempt taken, and claim the very one that follows
                 elif running.ending is None and running.attempt.number < attempt.number:
                     running.terminate("fenced", self._term_grace_s)
                 return
@@ -228,21 +234,21 @@ class Supervisor:
             return
         for waiting in [waiting for waiting in self._waiting if waiting.rank == rank]:
             self._waiting.remove(waiting)
-            self._records.add(waiting, "fenced", describe_end("fenced", rank, self._spec.world_size))
+            self._outcomes.add(waiting, "fenced", describe_end("fenced", rank, self._spec.world_size))
         try:
-            self._ranks.prepare(attempt)
-            if not self._ranks.begin(attempt):
-                self._answers.leave(rank)
+            self._starter.prepare(attempt)
+            if not self._starter.begin(attempt):
+                self._session.leave(rank)
                 return
         except OSError as error:
             if error.errno in FULL:  # of this machine's logs; a start that waits for room costs no restart
                 self._waits.note(rank, f"room on the disk, to start rank {rank} again", time.monotonic(), 0.0, error)
-                self._answers.try_again()
+                self._session.try_again()
                 return
-            self._records.add(attempt, "start_failed", f"Rank {rank} could not be started: {error}")
+            self._outcomes.add(attempt, "start_failed", f"Rank {rank} could not be started: {error}")
             return
         self._waits.over(rank, is_back=True)
-        self._answers.begun(attempt)
+        self._session.begun(attempt)
         self._waiting.append(attempt)
 
     def _leave_out(self, attempt: Attempt, error: OSError) -> None:
@@ -250,7 +256,7 @@ class Supervisor:
         if self._n_spare < 1:
             raise error
         self._n_spare -= 1
-        self._records.add(attempt, "start_failed", f"Rank {attempt.rank} could not be started: {error}")
+        self._outcomes.add(attempt, "start_failed", f"Rank {attempt.rank} could not be started: {error}")
 
     def _undo_start(self, failed: Attempt, error: Exception) -> None:
         """End what was started before one rank failed."""
@@ -258,18 +264,18 @@ class Supervisor:
         for running in self._running.values():
             running.terminate("cancelled", self._term_grace_s, reason)
         self._waiting.clear()
-        self._answers.close()
+        self._session.close()
         self._is_undone = True
         mine = []
         for attempt in self._asked:  # those not reached yet, too; left alone where the store does not answer
             with contextlib.suppress(StoreError):
-                if self._ranks.begin(attempt):
+                if self._starter.begin(attempt):
                     mine.append(attempt)
         mark_cancelled(reason, [attempt for attempt in mine if attempt != failed])
         started = {running.asked.rank for running in self._running.values()}
         for attempt in mine:
             if attempt.rank not in started:
-                self._records.add(attempt, "start_failed", reason)
+                self._outcomes.add(attempt, "start_failed", reason)
         self.run()
 
     # Watching
@@ -288,7 +294,7 @@ class Supervisor:
             running = self._running.pop(pid, None)
             if running is None:
                 continue  # something a rank left behind
-            self._ranks.note_output(running.asked, is_whole=True)
+            self._starter.note_output(running.asked, is_whole=True)
             spare = {*self._running, *self._copying, *self._stuck}
             if not spare >= set(children(os.getpid())):
                 kill_descendants(os.getpid(), spare=spare, limit_s=UNKILLABLE_S)
@@ -298,8 +304,8 @@ class Supervisor:
     def _hear(self, signals: bytes) -> None:
         """Take note of signals that arrived, by their numbers."""
         if signal.SIGUSR1 in signals:
-            self._looks.soon()
-            self._answers.look_soon()
+            self._cancel_poller.soon()
+            self._session.look_soon()
 
     def _look(self) -> None:
         """Look into the store for what others ask for, and whether the run is still there."""
@@ -307,7 +313,7 @@ class Supervisor:
             self._end_abandoned(DELETED)
             return
         living = {running.attempt: running for running in self._running.values() if not running.is_ending}
-        for attempt in self._looks.cancelled([*living, *self._waiting]):
+        for attempt in self._cancel_poller.cancelled([*living, *self._waiting]):
             if attempt in living:
                 living[attempt].terminate("cancelled", self._term_grace_s)
             else:
@@ -315,39 +321,39 @@ class Supervisor:
                 self._cancelled(attempt)
 
     def _keep_log(self) -> None:
-        """Let what ended be answered, and end what the log bars, or others have taken over."""
+        """Decide what follows each end, and end ranks that an order blocks or that another process took over."""
         has_progress = any(running.page.marks for running in self._running.values())
         for running in self._running.values():
-            self._answers.claimed(running.attempt)
-        if not self._answers.keep(has_progress=has_progress, is_busy=self._is_busy):
+            self._session.claimed(running.attempt)
+        if not self._session.keep(has_progress=has_progress, is_busy=self._is_busy):
             return
-        bars = self._answers.bars()
-        for rank, entry in bars.items():
-            self._answers.take_back(rank, words_of_bar(entry))
+        blocks = self._session.blocks()
+        for rank, entry in blocks.items():
+            self._session.take_back(rank, stop_reason(entry))
         for running in self._running.values():
-            running.watchdog.limits, running.watchdog.ends = self._answers.hang, self._answers.has_policy
-            bar = bars.get(running.asked.rank)
+            running.watchdog.limits, running.watchdog.ends = self._session.hang, self._session.has_policy
+            order = blocks.get(running.asked.rank)
             if running.is_ending:
                 continue
-            if bar is None:
-                if is_overtaken(running):
+            if order is None:
+                if is_fenced(running):
                     running.terminate("fenced", self._term_grace_s)
-            elif bar.within_s is None:
-                mark_cancelled(words_of_bar(bar), [running.attempt])
-                running.terminate("cancelled", self._term_grace_s, words_of_bar(bar))
+            elif order.within_s is None:
+                mark_cancelled(stop_reason(order), [running.attempt])
+                running.terminate("cancelled", self._term_grace_s, stop_reason(order))
             elif running.page.ending_at is None:
-                end_at = time.monotonic() + bar.within_s
+                end_at = time.monotonic() + order.within_s
                 running.page.announce(end_at)
                 running.end_by(end_at, "cancelled")
         for attempt in self._waiting:
-            if attempt.rank in bars:
-                mark_cancelled(words_of_bar(bars[attempt.rank]), [attempt])
-                self._looks.soon()
+            if attempt.rank in blocks:
+                mark_cancelled(stop_reason(blocks[attempt.rank]), [attempt])
+                self._cancel_poller.soon()
 
     def _watch(self) -> None:
         """Look at what is watched for its progress."""
         now = time.monotonic()
-        looks = [running.watch(now, self._ranks) for running in self._running.values()]
+        looks = [running.watch(now, self._starter) for running in self._running.values()]
         self._watch_at = max(min(looks, default=NEVER), now + WATCH_PAUSE_S)
 
     def _enforce_deadlines(self) -> None:
@@ -361,26 +367,26 @@ class Supervisor:
                 running.kill(now)
         mark_cancelled(STOPPED, stopped)
         for running in [running for running in self._running.values() if running.is_stuck(now)]:
-            self._leave_behind(running)
+            self._give_up_process(running)
 
-    def _leave_behind(self, running: Running) -> None:
+    def _give_up_process(self, running: RunningAttempt) -> None:
         """Let an attempt be over whose process nothing ends, so that its run does not wait for it for ever."""
-        running.is_left_behind = True
+        running.is_given_up = True
         self._stuck.add(self._running.pop(running.pid).pid)
-        self._ranks.note_output(running.asked, is_whole=True)
-        self._ranks.leave_behind(running.asked)
+        self._starter.note_output(running.asked, is_whole=True)
+        self._starter.give_up_process(running.asked)
         self._conclude(running, -signal.SIGKILL if running.left_with is None else running.left_with)
 
     def _end_abandoned(self, why: str) -> None:
         """End the whole run: nobody is there to watch it. What was asked to end before gets no more time."""
-        living = list[Running]()
+        living = list[RunningAttempt]()
         for running in self._running.values():
             if running.ending is not None:
                 running.kill_soon()
             elif running.terminate("cancelled", self._term_grace_s, why):
                 living.append(running)
                 if why != NO_LAUNCHER:  # where nobody reads the store, the log says it
-                    self._ranks.write_log(running.asked, f"replicas: this replica ends: {why}")
+                    self._starter.write_log(running.asked, f"replicas: this replica ends: {why}")
         # Behind the signals, which no store holds up.
         had_marker = mark_cancelled(why, [running.attempt for running in living])
         for running in living:
@@ -389,14 +395,14 @@ class Supervisor:
         mark_cancelled(why, self._waiting)
         while self._waiting:
             self._cancelled(self._waiting.popleft(), why)
-        self._answers.close(why)
+        self._session.close(why)
 
     # Concluding
 
-    def _conclude(self, running: Running, exit_code: int) -> None:
+    def _conclude(self, running: RunningAttempt, exit_code: int) -> None:
         """See that a rank that ended has an outcome, and its log a copy."""
         attempt = running.attempt
-        if self._records.are_late:  # the store would only hold us up; if there is an outcome, that counts
+        if self._outcomes.are_late:  # the store would only hold us up; if there is an outcome, that counts
             self._record_end(running, attempt, exit_code)
             return
         try:
@@ -408,32 +414,32 @@ class Supervisor:
                 self._note_end(attempt, outcome)
                 return
         except StoreError as error:
-            self._records.put_off(error)
+            self._outcomes.put_off(error)
         copier = None
         with contextlib.suppress(OSError):
-            copier = self._ranks.copy_log(running.asked, attempt)
+            copier = self._starter.copy_log(running.asked, attempt)
         if copier is None:
             self._record_end(running, attempt, exit_code)
         else:
             self._copying[copier] = running, attempt, exit_code
 
-    def _record_end(self, running: Running, attempt: Attempt, exit_code: int) -> None:
-        reason, error = self._ends.explain(running, exit_code)
+    def _record_end(self, running: RunningAttempt, attempt: Attempt, exit_code: int) -> None:
+        reason, error = self._classifier.explain(running, exit_code)
         self._tell(running, reason, error)
-        tail, how = self._ranks.output_tail(running.asked), how_started(self._spec, running.asked)
-        self._records.add(attempt, reason, error, output_tail=tail, how=how, **seen_from_outside(running, exit_code))
+        tail, how = self._starter.output_tail(running.asked), how_started(self._spec, running.asked)
+        self._outcomes.add(attempt, reason, error, output_tail=tail, how=how, **seen_from_outside(running, exit_code))
 
     def _cancelled(self, attempt: Attempt, why: str | None = None) -> None:
-        self._records.add(attempt, "cancelled", None if why is None else describe_cancel(attempt.rank, why))
+        self._outcomes.add(attempt, "cancelled", None if why is None else describe_cancel(attempt.rank, why))
 
-    def _tell(self, running: Running, reason: Reason, error: str | None) -> None:
+    def _tell(self, running: RunningAttempt, reason: Reason, error: str | None) -> None:
         """Show how a rank ended that left no outcome, where its log has no other end."""
 
     def _note_end(self, attempt: Attempt, outcome: Outcome) -> None:
         """Let an end be answered, or the first failure end the run, if that was asked for."""
-        self._answers.ended(outcome)
+        self._session.ended(outcome)
         if self._spec.settings.fail_fast and not self._is_undone and outcome.status is ReplicaStatus.FAILED:
             with contextlib.suppress(StoreError):
                 if retry(functools.partial(end_others, attempt, outcome, self._spec.world_size)):
-                    self._answers.close("the run failed early")
-            self._looks.soon()
+                    self._session.close("the run failed early")
+            self._cancel_poller.soon()

@@ -111,7 +111,7 @@ class WatchdogReport:
     sentence: str
     """As in `Replica 3 of 8 was idle for 61 s after step 812 (limit 60 s, …): …`; the error of a kill."""
     stacks: str | None = None
-    """The text for `Running.keep_stacks` and the log: the sentence, and below it the stacks of the rank's threads."""
+    """The text for `keep_stacks` and the log: the sentence, and below it the stacks of the rank's threads."""
     is_kill: bool = False
     """True if the supervisor must end the rank and its descendants now by SIGKILL, with the outcome `failed`,
     `hang`."""

@@ -14,8 +14,8 @@ from executors.errors import ReplicasError
 from executors.patience import START, retry
 from executors.process import start_time
 from executors.protocol import ReplicaStatus
-from executors.restarts.decision_log import DecisionLog, barred_by
-from executors.restarts.orders import words_of_bar
+from executors.restarts.decision_log import DecisionLog, blocking_order
+from executors.restarts.orders import stop_reason
 from executors.store.records import to_bytes
 
 
@@ -43,8 +43,8 @@ def claim(asked: Attempt, n_decisions: int = 0, key: str | None = None) -> tuple
         if retry(functools.partial(_nonce_that_counts, attempt, claim), START) == nonce:
             # Behind the claim: who cancels looks for claims behind the entry, so one of the two sees the other.
             log = DecisionLog(attempt.store, attempt.run_id, key=key, n_skipped=n_decisions)
-            if (entry := barred_by(retry(log.read, START), attempt.rank)) is not None:
-                retry(functools.partial(attempt.request_cancel, words_of_bar(entry)), START)
+            if (entry := blocking_order(retry(log.read, START), attempt.rank)) is not None:
+                retry(functools.partial(attempt.request_cancel, stop_reason(entry)), START)
                 _end_before_start(attempt)
             return attempt, nonce
     raise AssertionError("unreachable")

@@ -13,7 +13,7 @@ from executors.errors import BackendError, LaunchError
 from executors.native import Parent
 from executors.protocol import ReplicaStatus
 from executors.run.resume import resume
-from executors.run.start_spec import recipes_of, vouched_task
+from executors.run.start_spec import start_specs_of, trusted_task
 from executors.testing import eventually
 
 N = 8
@@ -161,7 +161,7 @@ def test_a_supervisor_whose_job_the_service_cannot_look_for_now_counts_as_one_th
     end = attempt.record(attempt.ended(ReplicaStatus.FAILED, "exception"))
     run.store.delete(attempt.key("handle.json"))
     other = attached()
-    keeper = other.keep_here(recipes_of(other, vouched_task(other), detach=True), None)
+    keeper = other.keep_here(start_specs_of(other, trusted_task(other), detach=True), None)
     machines.fail("find", "unavailable", times=None)
     other.status()
     assert keeper._parents([end]) == {0: Parent(is_alive=True)}

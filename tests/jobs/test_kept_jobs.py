@@ -28,7 +28,7 @@ from executors.native import Unfinished
 from executors.restarts.decision_log import Decision, DecisionLog
 from executors.restarts.lease import LeaseHolder, release_lease
 from executors.run.resume import resume
-from executors.run.start_spec import recipes_of, vouched_task
+from executors.run.start_spec import start_specs_of, trusted_task
 from executors.settings.run_spec import LEASE_S
 from executors.store.records import to_bytes
 from executors.testing import eventually
@@ -192,9 +192,9 @@ def test_a_detached_run_waits_for_whoever_keeps_it(machines: Machines, folder: P
     lose_container(machines, machines.job_of(run, 0))
     assert not run.wait(2)
     assert log_of(run) == []
-    keeper = attached()
-    keeper.keep_here(recipes_of(keeper, vouched_task(keeper), detach=True), None)
-    with waiting(keeper):
+    controller = attached()
+    controller.keep_here(start_specs_of(controller, trusted_task(controller), detach=True), None)
+    with waiting(controller):
         eventually((folder / "0-1").exists, "rank 0 is started anew")
         (folder / "go").touch()
     assert run.results() == [1, 0]
@@ -212,9 +212,9 @@ def test_a_handle_that_names_the_job_of_another_rank_keeps_no_other_from_its_res
     handle = json.loads(bytes(run.store.get(key)))
     handle["metadata"]["job"] = run.handle(2).metadata["job"]
     run.store.put(key, to_bytes(handle))
-    keeper, told = attached(), list[str]()
-    keeper.keep_here(recipes_of(keeper, vouched_task(keeper), detach=True), None, told.append)
-    with waiting(keeper):
+    controller, told = attached(), list[str]()
+    controller.keep_here(start_specs_of(controller, trusted_task(controller), detach=True), None, told.append)
+    with waiting(controller):
         eventually(lambda: all((folder / name).exists() for name in ("0-1", "1-1")), "both are started anew")
         (folder / "go").touch()
     assert run.results() == [1, 1, 0]
@@ -427,9 +427,9 @@ def test_a_start_whose_keeper_died_before_the_service_heard_of_it_is_given_up_in
     begun_at = time.time() - START_LIMIT_S - CLOCKS_DIFFER_S - 60
     begun = {"nonce": "n", "by": "a laptop", "at": begun_at, "takes_s": START_LIMIT_S}
     run.store.put(next_one.key("intent.json"), to_bytes(begun))
-    keeper = attached()
-    keeper.keep_here(recipes_of(keeper, vouched_task(keeper), detach=True), None)
-    with waiting(keeper):
+    controller = attached()
+    controller.keep_here(start_specs_of(controller, trusted_task(controller), detach=True), None)
+    with waiting(controller):
         eventually((folder / "0-2").exists, "rank 0 is started anew", within_s=60)
         (folder / "go").touch()
     assert "Did a laptop die?" in str(next_one.outcome())

@@ -120,7 +120,7 @@ class BesideOneThatDies(FakeExecutor):
     """Another process begins rank 1 first, and dies before its service has heard of it."""
 
     def launch_replicas(self, *args: Any, run: Any = None, **more: Any) -> Any:
-        Attempt(store_at(run.store_url), run.run_id, 1, run.attempt).begin("another's", takes_s=0.0)
+        Attempt(store_at(run.store_url), run.run_id, 1, run.attempt).claim_start("another's", takes_s=0.0)
         return super().launch_replicas(*args, run=run, **more)
 
 

@@ -27,7 +27,7 @@ from executors.errors import BackendError
 from executors.launcher.parts import executor_of
 from executors.registry import BUILT_IN
 from executors.run.resume import resume
-from executors.run.start_spec import recipes_of, vouched_task
+from executors.run.start_spec import start_specs_of, trusted_task
 from executors.store.added_ranks import added_key
 from executors.store.records import exists, to_bytes
 from executors.testing import eventually
@@ -98,9 +98,9 @@ def test_an_option_is_asked_for_where_it_is_needed_and_several_backends_are_give
     assert others.living() == [(1, 1)]
     again.cancel()
     alone = attach(run.url, executor=made["other"])
-    task = vouched_task(alone, task_digest=known["task_digest"])
-    (recipe,) = recipes_of(alone, task, ranks=[1], detach=True)
-    assert recipe.spec.ranks == (1,), "it does not start again what it has no options for"
+    task = trusted_task(alone, task_digest=known["task_digest"])
+    (start_spec,) = start_specs_of(alone, task, ranks=[1], detach=True)
+    assert start_spec.spec.ranks == (1,), "it does not start again what it has no options for"
     both = ["fake.account=other", "other.account=other"]
     again = resume(find_run(run.url, None, option=both), **known)
     assert others.living() == [(0, 1), (1, 2)]
@@ -184,7 +184,7 @@ def test_what_a_run_with_code_was_not_launched_with_is_not_installed_for_some_of
         resume(attach("otter", executor=installing("flash-attn")))
     there = attach("otter", executor=installing("flash-attn"))
     with pytest.raises(ValueError, match=words):
-        recipes_of(there, vouched_task(there))
+        start_specs_of(there, trusted_task(there))
     assert not machines.living()
     resume(attach("otter", executor=installing("numpy")), detach=True)
     assert machines.living() == [(0, 1), (1, 1)]

@@ -29,7 +29,7 @@ from executors.restarts.decision_log import DecisionLog
 from executors.run import run_index
 from executors.run.resume import resume
 from executors.run.run_index import Note, noted_at_launch, noted_options, remember, remember_added
-from executors.run.start_spec import recipes_of, vouched_task
+from executors.run.start_spec import start_specs_of, trusted_task
 from executors.task.added import Added, take_ranks
 from executors.testing import eventually
 
@@ -147,7 +147,7 @@ def test_no_keeper_goes_on_with_an_addition_that_failed(machines: Machines, fold
         run.add(AnyFakeExecutor(), 1)
     machines.forgive()
     keeper = attach("otter")
-    keeper.keep_here(recipes_of(keeper, vouched_task(keeper), detach=True), None)
+    keeper.keep_here(start_specs_of(keeper, trusted_task(keeper), detach=True), None)
     keeper.keep(keeper.status().replicas)
     log = DecisionLog(run.store, "otter").read()
     assert [(entry.kind, entry.rank) for entry in log] == [("cancel", 1)]

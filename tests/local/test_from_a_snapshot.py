@@ -17,7 +17,7 @@ from diloco.rendezvous.snapshot import Pointer
 from executors import LocalProcessExecutor, Run, attach, current_replica, launch
 from executors.errors import ReplicaFailedError
 from executors.run.resume import resume
-from executors.run.start_spec import vouched_task
+from executors.run.start_spec import trusted_task
 from executors.testing import eventually
 
 LOCAL = LocalProcessExecutor(term_grace_s=0.5)
@@ -74,7 +74,7 @@ def test_a_rotten_newest_round_is_named_within_the_grace_and_a_new_run_goes_on(
     assert (first.first, first.state, first.agreement["last_entry"]) == (SNAPSHOT, old.state, ROUNDS - 1)
     assert f"goes on from round {SNAPSHOT} of run {run.run_id}" in new.logs(rank=0) + new.logs(rank=1)
     assert new.record.continues == run.run_id
-    assert vouched_task(new).record.args == vouched_task(run).record.args
+    assert trusted_task(new).record.args == trusted_task(run).record.args
     assert attach(new.run_id).task_digest == new.record.task_digest != run.record.task_digest
 
 

@@ -15,7 +15,7 @@ from support.cli import Folder, HereInstead
 from executors import LocalProcessExecutor, launch
 from executors.attempt import Attempt
 from executors.protocol import ReplicaStatus
-from executors.restarts.controller import Keeper, Sight, Terms
+from executors.restarts.controller import RestartContext, RestartController, RunSnapshot
 from executors.restarts.decision_log import DecisionLog
 from executors.settings.policy import Restarts
 from executors.store import MemoryStore
@@ -121,7 +121,7 @@ def test_a_check_is_looked_at_before_anything_is_started(folder: Folder, here: H
     assert "die() needs the argument 'rank'" in told.stderr
 
 
-class Hands:
+class AttemptStarter:
     how = "fork"
 
     def may_start(self, rank: int) -> bool:
@@ -136,12 +136,14 @@ def test_a_process_that_is_unwell_twice_running_is_left_to_who_can_start_elsewhe
     has_wider: bool, expected: list[str | None]
 ) -> None:
     log = DecisionLog(MemoryStore(), "run")
-    keeper = Keeper(log, Terms(Restarts(), 1, 0.0), hands=Hands(), has_wider=has_wider)
+    controller = RestartController(
+        log, RestartContext(Restarts(), 1, 0.0), starter=AttemptStarter(), has_wider=has_wider
+    )
 
     def way(number: int, pid: int | None) -> str | None:
         attempt = Attempt(log.store, "run", 0, number)
         end = attempt.ended(ReplicaStatus.FAILED, "start_failed", error="unwell", pid=pid)
-        answer = keeper.answer(end, Sight({0: number}, {0: end}))
+        answer = controller.answer(end, RunSnapshot({0: number}, {0: end}))
         return None if answer is None else answer.how
 
     assert way(0, pid=None) is None, "there was no process at all"

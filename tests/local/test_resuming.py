@@ -22,7 +22,7 @@ from executors import LocalProcessExecutor, Run, attach, current_replica, launch
 from executors.errors import BackendError, StoreError
 from executors.restarts.decision_log import DecisionLog
 from executors.run.resume import resume
-from executors.run.start_spec import _code_in, check_folder, vouched_task
+from executors.run.start_spec import _code_in, check_folder, trusted_task
 from executors.testing import eventually
 
 PLAIN = LocalProcessExecutor(preload=(), term_grace_s=0.5)
@@ -196,7 +196,7 @@ def test_a_callable_of_which_nobody_noted_where_it_is_from_is_not_resumed_in_ano
 ) -> None:
     here, there = two_folders
     launch(PLAIN, second_time_lucky, 1, args={"folder": str(there)}, run_id="nightly").wait(30)
-    task = vouched_task(run := attach("nightly"))
+    task = trusted_task(run := attach("nightly"))
     monkeypatch.chdir(there)
     check_folder(run, task, "resume")
     with pytest.raises(ValueError, match=f"cd '{here}' && replicas resume nightly"):

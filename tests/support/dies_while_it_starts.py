@@ -1,6 +1,6 @@
 """Preloaded into the process that forks replicas: kills the launcher in the middle of a start.
 
-`REPLICAS_TEST_DIES` says in which call of which method of `LocalRanks`, and which processes: "start 1 launcher
+`REPLICAS_TEST_DIES` says in which call of which method of `LocalStarter`, and which processes: "start 1 launcher
 supervisor".
 """
 
@@ -10,15 +10,15 @@ import os
 import signal
 from typing import Any
 
-from executors.backends.local.rank import LocalRanks
+from executors.backends.local.rank import LocalStarter
 
 launcher = os.getppid()
 method, count, *victims = os.environ["REPLICAS_TEST_DIES"].split()
-real = getattr(LocalRanks, method)
+real = getattr(LocalStarter, method)
 calls: list[int] = []
 
 
-def die(self: LocalRanks, *args: Any) -> Any:
+def die(self: LocalStarter, *args: Any) -> Any:
     calls.append(1)
     if len(calls) == int(count):
         os.kill(launcher, signal.SIGKILL)
@@ -27,4 +27,4 @@ def die(self: LocalRanks, *args: Any) -> Any:
     return real(self, *args)
 
 
-setattr(LocalRanks, method, die)
+setattr(LocalStarter, method, die)

@@ -28,11 +28,11 @@ class OvertakenLocally(LocalProcessExecutor):
 class OvertakenWhileLooking(LocalProcessExecutor):
     """Lets a replica end, and another resume go, between what the list of a look shows and what is observed, once."""
 
-    is_overtaken = False
+    is_fenced = False
 
     def observe(self, replicas: Sequence[Unfinished]) -> list[Observation]:
-        if not self.is_overtaken:
-            self.is_overtaken = True
+        if not self.is_fenced:
+            self.is_fenced = True
             (each,) = replicas
             self.cancel(each.handle)
             other = LocalProcessExecutor(preload=(), term_grace_s=0.5)

@@ -284,7 +284,7 @@ class JobExecutor:
 
     def observe(self, replicas: Sequence[Unfinished]) -> list[Observation]:
         """Ask the service about several replicas; see `NativeExecutor.observe`."""
-        launched = [Attempt.named_by(each.handle, self.backend_name) for each in replicas]
+        launched = [Attempt.from_handle(each.handle, self.backend_name) for each in replicas]
         newest = [attempt.at(each.attempt) for attempt, each in zip(launched, replicas, strict=True)]
         return self._observe(
             [JobReplica.of(attempt, each.handle) for attempt, each in zip(newest, replicas, strict=True)]
@@ -292,7 +292,7 @@ class JobExecutor:
 
     def parents(self, replicas: Sequence[Unfinished]) -> list[Parent]:
         """Ask the service whether the jobs of replicas run; see `NativeExecutor.parents`."""
-        launched = [(Attempt.named_by(each.handle, self.backend_name), each) for each in replicas]
+        launched = [(Attempt.from_handle(each.handle, self.backend_name), each) for each in replicas]
         found = [JobReplica.of(attempt.at(each.attempt), each.handle) for attempt, each in launched]
         states = self._states.of({replica.key: replica.job for replica in found if replica.job is not None})
 
@@ -330,7 +330,7 @@ class JobExecutor:
 
     def open_log(self, handle: ReplicaHandle) -> Log:
         """Return the log of the job that runs one attempt; see `NativeExecutor.open_log`."""
-        attempt = Attempt.named_by(handle, self.backend_name)
+        attempt = Attempt.from_handle(handle, self.backend_name)
         job_id = retrying()(self._job_of, JobReplica.of(attempt, handle))
         if job_id is None:  # the service never had it
             return TailedLog(lambda n_lines: "")
@@ -347,7 +347,7 @@ class JobExecutor:
             StoreError: the store does not answer. The job was ended all the same.
             JobServiceError: the service did not end the job. The message says how to end it.
         """
-        named = Attempt.named_by(handle, self.backend_name)
+        named = Attempt.from_handle(handle, self.backend_name)
         (asked,) = in_threads(self._find_and_mark, [handle], 1)
         problem: StoreError | None = None
         job_id: JobId | None

@@ -323,7 +323,7 @@ class GangStart:
         if start.is_begun is None:
             takes_s = self._service.start_limit_s(start.job) + LONGEST_PATIENCE_S + len(self._starts)
             takes_s = takes_s if start.attempt.number else max(takes_s, STALE_INTENT_S)
-            start.is_begun = start.attempt.begin(self._nonce, job=start.job.key.name, takes_s=takes_s)
+            start.is_begun = start.attempt.claim_start(self._nonce, job=start.job.key.name, takes_s=takes_s)
         return start.is_begun
 
     def _write_handle(self, start: _Start) -> None:

@@ -265,13 +265,15 @@ class LocalProcessExecutor:
     def observe(self, replicas: Sequence[Unfinished]) -> list[Observation]:
         """Look at several replicas through /proc; see `NativeExecutor.observe`."""
         return [
-            Observation(self._conclude(Attempt.named_by(each.handle, self.backend_name).at(each.attempt), each.handle))
+            Observation(
+                self._conclude(Attempt.from_handle(each.handle, self.backend_name).at(each.attempt), each.handle)
+            )
             for each in replicas
         ]
 
     def parents(self, replicas: Sequence[Unfinished]) -> list[Parent]:
         """Look for the supervisors of replicas; see `NativeExecutor.parents`."""
-        named = [(Attempt.named_by(each.handle, self.backend_name), each.handle) for each in replicas]
+        named = [(Attempt.from_handle(each.handle, self.backend_name), each.handle) for each in replicas]
         watches = [(_Watch.of(attempt, handle), attempt) for attempt, handle in named]
         return [
             Parent(watch.is_supervised(attempt), launcher_is_gone=watch.launcher_is_gone) for watch, attempt in watches
@@ -294,7 +296,7 @@ class LocalProcessExecutor:
 
     def open_log(self, handle: ReplicaHandle) -> Log:
         """Return the log of one attempt; see `NativeExecutor.open_log`."""
-        attempt = Attempt.named_by(handle, self.backend_name)
+        attempt = Attempt.from_handle(handle, self.backend_name)
         # The store has no say in which file is shown: there is one where this machine launched the run.
         folder = folder_of_run(attempt.run_id, attempt.store.url)
         path = None if folder is None else log_file(folder.parent, attempt)

@@ -65,11 +65,11 @@ def become_supervisor(launch: LocalLaunch, launcher_pidfd: int, reply: int) -> N
             )
             _unbuffer_streams()
             store_at(launch.spec.store_url)  # checked once for all ranks; the supervisor's own must not wait
-            ranks = LocalRanks(launch, [launcher_pidfd, reply])
+            ranks = LocalStarter(launch, [launcher_pidfd, reply])
             supervisor = Supervisor(
                 launch.spec,
                 ranks,
-                places=launch.places,
+                max_parallel=launch.places,
                 timeout_s=launch.timeout_s,
                 term_grace_s=launch.term_grace_s,
                 launcher_pidfd=None if launch.spec.settings.detach else launcher_pidfd,
@@ -106,7 +106,7 @@ def be_replica() -> NoReturn:
         message, shares = received()
         launch = LocalLaunch.from_json(message["launch"])
         page = SharedPage.open(shares["page"])
-        ranks = LocalRanks(launch, [], message["supervisor_pid"])
+        ranks = LocalStarter(launch, [], message["supervisor_pid"])
         leave_supervisor([])
         _unbuffer_streams()
         for name in launch.preload or ():  # before the attempt is claimed, as in a forked replica
@@ -186,7 +186,7 @@ class _LogWriter(io.FileIO):
             return size
 
 
-class LocalRanks:
+class LocalStarter:
     """The ranks of a launch, as their supervisor starts them on this machine.
 
     Args:
@@ -301,7 +301,7 @@ class LocalRanks:
             self._stuck_on.remove(slot.devices)  # it is free: the process has ended
         return slot
 
-    def leave_behind(self, attempt: Attempt) -> None:
+    def give_up_process(self, attempt: Attempt) -> None:
         """Share the GPUs of a process that cannot be ended before the GPUs of a replica that trains."""
         slot = self._slots.get(attempt.rank)
         if slot is not None and not slot.is_shared:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from executors.attempt import replica_key
 from executors.protocol import Outcome, ReplicaStatus
-from executors.restarts.decision_log import Decision, is_barred
+from executors.restarts.decision_log import Decision, is_blocked
 from executors.settings.policy import DEFAULT_CAPS, Restarts
 from simulation.invariants import Violation
 from simulation.supervision.plan import parse
@@ -96,7 +96,7 @@ class Checked:
         if entry.ended <= rank.answered:
             raise Violation(f"S2: entry {index} answers attempt {entry.ended} of rank {entry.rank} again")
         for each in {entry.rank, *entry.start}:
-            if is_barred(prefix, each) or (self.ranks[each].is_given_up and each != entry.rank):
+            if is_blocked(prefix, each) or (self.ranks[each].is_given_up and each != entry.rank):
                 raise Violation(f"S3: entry {index} is a {entry.kind} of rank {each}, which is ended or given up")
         rank.answered = entry.ended
         for each, number in entry.start.items():
@@ -147,7 +147,7 @@ class Checked:
         ends = self.simulation.store.ends
         for rank in self._but(entry.rank or 0):
             is_over = any(key[0] == rank and end.status is not ReplicaStatus.FAILED for key, end in ends.items())
-            is_over = is_over or self.ranks[rank].is_given_up or is_barred(self.simulation.entries[:index], rank)
+            is_over = is_over or self.ranks[rank].is_given_up or is_blocked(self.simulation.entries[:index], rank)
             if rank not in entry.start and not is_over:
                 raise Violation(f"entry {index} leaves out rank {rank}, which belongs to it")
 
@@ -191,7 +191,9 @@ def _check_ends(simulation: Simulation) -> None:
         if end is not None and end.status is ReplicaStatus.CANCELLED:
             gone |= {rank} & cancelled
     n_done = sum(end.status is ReplicaStatus.SUCCEEDED for end in store.ends.values())
-    had_policy = any(keeper.policy is not None for keeper in simulation.keepers)  # one may come when nobody keeps it
+    had_policy = any(
+        controller.policy is not None for controller in simulation.controllers
+    )  # one may come when nobody keeps it
     if not had_policy or plan.min_replicas is None:
         return
     if n_done >= plan.min_replicas or plan.n_ranks - len(gone) >= plan.min_replicas:

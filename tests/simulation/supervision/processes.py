@@ -11,8 +11,8 @@ from greenlet import getcurrent  # type: ignore[import-untyped]
 from executors.attempt import replica_key
 from executors.errors import StoreError
 from executors.protocol import Outcome, ReplicaStatus
-from executors.restarts.controller import Sight
-from executors.restarts.decision_log import answer_to, is_barred
+from executors.restarts.controller import RunSnapshot
+from executors.restarts.decision_log import answer_to, is_blocked
 from simulation.supervision.plan import ENDS
 from simulation.supervision.records import RUN
 from simulation.world import Died
@@ -59,7 +59,7 @@ class Worker:
         log, began_s = simulation.log(), simulation.world.now
         if simulation.looks_when_claiming:
             log.read()
-            if is_barred(log.entries, self.rank):
+            if is_blocked(log.entries, self.rank):
                 store.record(Outcome(self.rank, self.number, ReplicaStatus.CANCELLED, "cancelled"))
                 return False
         simulation.check_begin(self, began_s)
@@ -96,7 +96,7 @@ class Container:
         self.is_alive = True
         self._turn, self._pauses, self._poked = 0, False, False
         self._looked_at_s = simulation.world.now
-        self.keeper = simulation.keeper(self)
+        self.controller = simulation.controller(self)
 
     def may_start(self, rank: int) -> bool:
         return rank in self.attempts
@@ -172,10 +172,13 @@ class Container:
                 self._looked_at_s = simulation.world.now
                 self._look()
             self.attempts.update({rank: each.number for rank, each in self.workers.items() if each.has_claimed})
-            sight = simulation.sight(self.name)
-            newest = {**sight.newest, **{rank: max(sight.newest[rank], own) for rank, own in self.attempts.items()}}
-            ends = {rank: end for rank, end in sight.ends.items() if end.attempt == newest[rank]}
-            wait_s = self.keeper.keep(Sight(newest, ends, sight.has_progress))
+            snapshot = simulation.snapshot(self.name)
+            newest = {
+                **snapshot.newest,
+                **{rank: max(snapshot.newest[rank], own) for rank, own in self.attempts.items()},
+            }
+            ends = {rank: end for rank, end in snapshot.ends.items() if end.attempt == newest[rank]}
+            wait_s = self.controller.keep(RunSnapshot(newest, ends, snapshot.has_progress))
         except StoreError:
             return 1.0
         if not self.workers and wait_s is None:
@@ -205,9 +208,9 @@ class Container:
     def _look(self) -> None:
         """End what a stop or a cancel stands against, and what a newer attempt has fenced."""
         store, now = self.simulation.store, self.simulation.world.now
-        self.keeper.log.read()
+        self.controller.log.read()
         for rank, worker in self.workers.items():
-            bar = self.keeper.barred_by(rank)
+            bar = self.controller.blocking_order(rank)
             if bar is not None and now >= bar.at + (bar.within_s or 0.0):
                 self._end(rank, "cancelled")
             elif worker.has_claimed and (store.newest[rank] > worker.number or (rank, worker.number) in store.ends):
@@ -225,7 +228,7 @@ class Outside:
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
         self.name = simulation.name("keeper")
-        self.keeper = simulation.keeper(self)
+        self.controller = simulation.controller(self)
         self._intents: dict[tuple[int, int], float] = {}
 
     def may_start(self, rank: int) -> bool:
@@ -257,9 +260,9 @@ class Outside:
                 wait_s = None
                 try:
                     self._find_lost()
-                    sight = simulation.sight(self.name)
-                    wait_s = self.keeper.keep(sight)
-                    if self._is_over(sight):
+                    snapshot = simulation.snapshot(self.name)
+                    wait_s = self.controller.keep(snapshot)
+                    if self._is_over(snapshot):
                         return
                 except StoreError:
                     wait_s = 1.0
@@ -279,14 +282,14 @@ class Outside:
                 reason = "preempted" if (rank, number) in simulation.preempted else "lost"
                 store.record(Outcome(rank, number, ReplicaStatus.FAILED, reason))  # type: ignore[arg-type]
 
-    def _is_over(self, sight: Sight) -> bool:
-        return len(sight.ends) == self.simulation.plan.n_ranks and all(map(self._is_final, sight.ends.values()))
+    def _is_over(self, snapshot: RunSnapshot) -> bool:
+        return len(snapshot.ends) == self.simulation.plan.n_ranks and all(map(self._is_final, snapshot.ends.values()))
 
     def _is_final(self, end: Outcome) -> bool:
-        log = self.keeper.log.entries
+        log = self.controller.log.entries
         if self.simulation.is_living(end.rank):
             return False
-        if end.status is not ReplicaStatus.FAILED or self.keeper.policy is None or is_barred(log, end.rank):
+        if end.status is not ReplicaStatus.FAILED or self.controller.policy is None or is_blocked(log, end.rank):
             return True
         answer = answer_to(log, end.rank, end.attempt)
         return answer is not None and answer.kind == "give_up"

@@ -16,8 +16,8 @@ from executors.attempt import replica_key
 from executors.errors import StoreError
 from executors.protocol import ReplicaStatus
 from executors.restarts import decision_log, orders
-from executors.restarts.controller import Keeper, Sight, Terms
-from executors.restarts.decision_log import Decision, DecisionLog, is_barred
+from executors.restarts.controller import RestartContext, RestartController, RunSnapshot
+from executors.restarts.decision_log import Decision, DecisionLog, is_blocked
 from simulation.invariants import Violation
 from simulation.supervision.invariants import check
 from simulation.supervision.plan import Act, Plan, parse
@@ -48,7 +48,7 @@ class Simulation:
         """The log as it stands."""
         self.landed_s: list[float] = []
         self.logs: list[DecisionLog] = []
-        self.keepers: list[Keeper] = []
+        self.controllers: list[RestartController] = []
         self.containers: list[Container] = []
         self.workers: list[Worker] = []
         self.preempted: set[tuple[int, int]] = set()
@@ -58,7 +58,7 @@ class Simulation:
         self.has_progress = False
         self.failure = ""
         self._names: Counter[str] = Counter()
-        self._sights: dict[str, Sight] = {}
+        self._sights: dict[str, RunSnapshot] = {}
 
     def run(self) -> Simulation:
         """Run it to its end, and return it.
@@ -96,7 +96,7 @@ class Simulation:
         self.logs.append(log)
         return log
 
-    def keeper(self, hands: Any) -> Keeper:
+    def controller(self, starter: Any) -> RestartController:
         plan, world = self.plan, self.world
         ahead_s = world.rng.uniform(0.0, plan.skew_s)
         launched = None if plan.policy is None else parse(plan.policy)
@@ -104,18 +104,18 @@ class Simulation:
         def clock() -> float:
             return world.now + ahead_s
 
-        keeper = Keeper(
+        controller = RestartController(
             self.log(clock),
-            Terms(launched, plan.n_ranks, 0.0, plan.min_replicas),
-            hands=hands,
+            RestartContext(launched, plan.n_ranks, 0.0, plan.min_replicas),
+            starter=starter,
             has_wider=plan.has_wider,
             clock=clock,
             monotonic=world.clock,
         )
-        self.keepers.append(keeper)
-        return keeper
+        self.controllers.append(controller)
+        return controller
 
-    def sight(self, who: str) -> Sight:
+    def snapshot(self, who: str) -> RunSnapshot:
         """List the run's records."""
         store = self.store
         store.point("list")
@@ -123,7 +123,7 @@ class Simulation:
             return self._sights[who]
         newest = {rank: store.newest[rank] for rank in range(self.plan.n_ranks)}
         ends = {each[0]: store.ends[each] for each in newest.items() if each in store.ends}
-        self._sights[who] = Sight(newest, ends, self.has_progress)
+        self._sights[who] = RunSnapshot(newest, ends, self.has_progress)
         return self._sights[who]
 
     def ask(self, attempts: Mapping[int, int]) -> None:
@@ -166,7 +166,7 @@ class Simulation:
         """S3: no user code runs behind a cancel or a stop that stood when the claim looked."""
         stood = [entry for entry, at_s in zip(self.entries, self.landed_s, strict=True) if at_s <= began_s]
         misled = any("/decisions/" in key for who, key in self.store.misled if who == worker.name)
-        if is_barred(stood, worker.rank) and is_barred(self.entries, worker.rank) and not misled:
+        if is_blocked(stood, worker.rank) and is_blocked(self.entries, worker.rank) and not misled:
             self.fail(f"S3: {worker.name} runs user code of rank {worker.rank}, which is cancelled or stopped")
 
     def fail(self, what: str) -> None:
@@ -175,8 +175,8 @@ class Simulation:
 
     def _check_gone(self, entry: Decision) -> None:
         for worker in self.workers:
-            barred_by = decision_log.barred_by(self.entries, worker.rank)
-            if worker.runs_user_code and barred_by is entry:
+            blocking_order = decision_log.blocking_order(self.entries, worker.rank)
+            if worker.runs_user_code and blocking_order is entry:
                 self.fail(f"S3: {worker.name} lives long after rank {worker.rank} was ended by a {entry.kind}")
 
     def _retry(self, act: Callable[[], Any]) -> Any:
@@ -188,8 +188,8 @@ class Simulation:
         return act()
 
     def _spawn_keeper(self, delay_s: float) -> None:
-        keeper = Outside(self)
-        self.world.spawn(keeper.name, keeper.body, delay_s)
+        controller = Outside(self)
+        self.world.spawn(controller.name, controller.body, delay_s)
 
     def _act(self, act: Act) -> None:
         if act.what == "kill":
@@ -220,7 +220,7 @@ class Simulation:
         log, began_s = self.log(), self.world.now
         if self.appends_cancel:
             orders.order_cancel(log, None if act.rank is None else [act.rank])
-        newest = self.sight(self.world.who()).newest
+        newest = self.snapshot(self.world.who()).newest
         log.read()
         for rank in ranks:
             decided = [entry.start[rank] for entry in log.entries if rank in entry.start and self.marks_decided]
@@ -242,10 +242,10 @@ class Simulation:
         """Start anew what has ended, as a person asks for."""
         log, person = self.log(), Outside(self)
         n_seen = len(log.read())
-        sight = self.sight(person.name)
+        snapshot = self.snapshot(person.name)
         ranks = range(self.plan.n_ranks) if act.rank is None else [act.rank]
-        ended = {rank for rank in ranks if rank in sight.ends}
-        start = {r: sight.newest[r] + 1 for r in ended if sight.ends[r].status is not ReplicaStatus.SUCCEEDED}
+        ended = {rank for rank in ranks if rank in snapshot.ends}
+        start = {r: snapshot.newest[r] + 1 for r in ended if snapshot.ends[r].status is not ReplicaStatus.SUCCEEDED}
         if start and orders.order_resume(log, start, n_seen) is None:
             person.launch(start)
 

@@ -11,7 +11,7 @@ import pytest
 
 from executors.protocol import Outcome
 from executors.restarts import controller, rules
-from executors.restarts.controller import Keeper
+from executors.restarts.controller import RestartController
 from executors.restarts.decision_log import Decision, DecisionLog
 from simulation.invariants import Violation
 from simulation.supervision.simulation import Simulation, run_schedule
@@ -96,10 +96,10 @@ MUTANTS: dict[str, Patch] = {
     "a cancel leaves no entry": without("appends_cancel"),
     "no look at the log when claiming": without("looks_when_claiming"),
     "markers up to the newest claim, no look when claiming": without("marks_decided", "looks_when_claiming"),
-    "not_before is ignored": replaced(Keeper, "_ready_in", lambda self, entry: 0.0),
+    "not_before is ignored": replaced(RestartController, "_ready_in", lambda self, entry: 0.0),
     "a stop is not looked for after a give_up": replaced(controller, "too_few_left", lambda *seen: False),
     "a resume keeps old strikes": replaced(rules, "charged_of", forgiving),
-    "a stop or cancel bars nobody": replaced(rules, "is_barred", lambda log, rank: False),
+    "a stop or cancel bars nobody": replaced(rules, "is_blocked", lambda log, rank: False),
     "an end is answered twice": replaced(rules, "answer_to", lambda log, rank, attempt: None),
     "what is free is charged": answering(lambda answer: replace(answer, charged=True)),
     "caps of reasons and exit codes are ignored": replaced(rules, "_is_capped", lambda *seen: False),
@@ -112,7 +112,7 @@ MUTANTS: dict[str, Patch] = {
     "together restarts what is given up": replaced(rules, "_others", everybody),
     "a policy in the log counts for nothing": replaced(controller, "policy_of", lambda log, launched: launched),
     "sisters that ended otherwise stop the run": replaced(rules, "_is_everybodys", lambda *seen: True),
-    "nothing is carried out": replaced(Keeper, "due", lambda self, sight: {}),
+    "nothing is carried out": replaced(RestartController, "due", lambda self, snapshot: {}),
     "the end of any attempt is answered": seeing(later),
 }
 

@@ -25,8 +25,8 @@ from executors.replica.shared_page import SharedPage
 from executors.restarts.decision_log import Decision, DecisionLog
 from executors.restarts.orders import order_cancel
 from executors.settings.policy import HangLimits
-from executors.supervisor.container import BEAT_LATE_S, ContainerRanks, ContainerSupervisor, imports_torch
-from executors.supervisor.processes import NEVER, STUCK_S, Running
+from executors.supervisor.container import BEAT_LATE_S, ContainerStarter, ContainerSupervisor, imports_torch
+from executors.supervisor.processes import NEVER, STUCK_S, RunningAttempt
 from executors.supervisor.watchdog import Watchdog
 from executors.task.record import TaskRecord
 from executors.task.stored import StoredTask
@@ -41,12 +41,12 @@ def supervised(folder: Path, restarts: str | None = None) -> tuple[ContainerSupe
     store = open_store(folder)
     spec = run_spec("run", store.url, "00", 1, (0,), restarts=restarts)
     supervisor = ContainerSupervisor(
-        spec, ContainerRanks(spec, term_grace_s=1, gpu=None), timeout_s=None, term_grace_s=1, notice_s=1
+        spec, ContainerStarter(spec, term_grace_s=1, gpu=None), timeout_s=None, term_grace_s=1, notice_s=1
     )
     page, attempt = SharedPage(), Attempt(store, "run", 0)
     attempt.store.put(attempt.key("heartbeat.json"), Beat(1.0, {"step": 7}, WARNED_OF).to_bytes())
     watchdog = Watchdog(page, os.getpid(), HangLimits(), ends=True, term_grace_s=1, spec=spec, rank=0)
-    supervisor._running[1] = Running(1, attempt.at(0), page, watchdog, time.time(), NEVER)
+    supervisor._running[1] = RunningAttempt(1, attempt.at(0), page, watchdog, time.time(), NEVER)
     page.claimed = 1
     return supervisor, attempt, page
 
@@ -190,7 +190,7 @@ def test_a_process_is_ended_for_the_attempt_that_follows_only_where_it_is_an_ear
     store = open_store(tmp_path)
     spec = run_spec("run", store.url, "00", 2, (1,), attempt=1, restarts="3,together")
     supervisor = ContainerSupervisor(
-        spec, ContainerRanks(spec, term_grace_s=1, gpu=None), timeout_s=None, term_grace_s=1, notice_s=1
+        spec, ContainerStarter(spec, term_grace_s=1, gpu=None), timeout_s=None, term_grace_s=1, notice_s=1
     )
     asked, page = Attempt(store, "run", 1, 1), SharedPage()
     page.claimed = 0 if claimed is None else claimed + 1
@@ -200,14 +200,14 @@ def test_a_process_is_ended_for_the_attempt_that_follows_only_where_it_is_an_ear
     DecisionLog(store, "run").append(lambda _: together)
     with subprocess.Popen(["sleep", "60"]) as process:
         watchdog = Watchdog(page, process.pid, HangLimits(), ends=True, term_grace_s=1, spec=spec, rank=1)
-        running = Running(process.pid, asked, page, watchdog, time.time(), NEVER)
+        running = RunningAttempt(process.pid, asked, page, watchdog, time.time(), NEVER)
         supervisor._running[process.pid] = running
-        supervisor._answers.begun(asked)
-        supervisor._answers.look_soon()
+        supervisor._session.begun(asked)
+        supervisor._session.look_soon()
         supervisor._keep_log()
         process.kill()
     assert running.ending == ("fenced" if ends else None)
-    assert supervisor._answers.is_pending is (claimed is None)
+    assert supervisor._session.is_pending is (claimed is None)
 
 
 def test_a_container_whose_rank_cannot_be_killed_starts_nothing_in_its_place(
@@ -217,7 +217,7 @@ def test_a_container_whose_rank_cannot_be_killed_starts_nothing_in_its_place(
     supervisor, attempt, _ = supervised(tmp_path, restarts="3")
     attempt.store.put("run/run.json", b"{}")
     monkeypatch.setattr(os, "kill", lambda *_: None)
-    supervisor._answers.begun(attempt)
+    supervisor._session.begun(attempt)
     running = supervisor._running[1]
     running.ending, running.error, running.killed_at = "hang", "It hangs.", time.monotonic() - STUCK_S
     supervisor._enforce_deadlines()
@@ -234,8 +234,8 @@ def test_a_supervisor_hears_a_notice_while_it_reads_a_long_log(tmp_path: Path, m
     log = DecisionLog(attempt.store, "run")
     for decision in (Decision(kind="stop"), Decision(kind="resume", start={0: 0}), Decision(kind="policy")):
         log.append(lambda _, decision=decision: decision)  # type: ignore[misc]
-    supervisor._answers.begun(attempt)
-    supervisor._answers.look_soon()
+    supervisor._session.begun(attempt)
+    supervisor._session.look_soon()
     monkeypatch.setattr("executors.restarts.session.TURN_S", 0.0, raising=False)
     turns = [b"", bytes([signal.SIGTERM]), *[b""] * 5]
     n_read = []
@@ -243,7 +243,7 @@ def test_a_supervisor_hears_a_notice_while_it_reads_a_long_log(tmp_path: Path, m
     def wait(until: float) -> tuple[bytes, bool]:
         if not turns:
             raise TimeoutError
-        n_read.append(supervisor._answers.n_read)
+        n_read.append(supervisor._session.n_read)
         assert len(n_read) > 4 or until <= time.monotonic(), "the rest is read at once"
         return turns.pop(0), False
 
@@ -272,7 +272,7 @@ def test_a_process_that_has_ended_and_runs_what_was_registered_at_exit_is_left_t
     with subprocess.Popen(["sleep", "60"]) as process:
         running = supervisor._running[1]
         running.pid = process.pid
-        supervisor._answers.begun(attempt)
+        supervisor._session.begun(attempt)
         if why == "its time limit":
             running.deadline = 0.0
             supervisor._enforce_deadlines()
@@ -281,7 +281,7 @@ def test_a_process_that_has_ended_and_runs_what_was_registered_at_exit_is_left_t
             supervisor._look()
         elif why == "the log":
             order_cancel(DecisionLog(attempt.store, "run"), None, "enough")
-            supervisor._answers.look_soon()
+            supervisor._session.look_soon()
             supervisor._keep_log()
         else:
             supervisor._end_abandoned("nobody watched")

@@ -11,7 +11,7 @@ from support.new_runs import run_spec
 
 from executors.attempt import Attempt
 from executors.backends.local.gpu_slots import GpuSlot, take_slot
-from executors.backends.local.rank import LocalRanks
+from executors.backends.local.rank import LocalStarter
 from executors.store import MemoryStore
 
 
@@ -41,7 +41,7 @@ def test_the_gpu_of_a_process_that_cannot_be_killed_is_shared_before_that_of_a_r
         torch_threads=lambda cores: None,
         spec=spec,
     )
-    ranks = LocalRanks(launch, [])
+    ranks = LocalStarter(launch, [])
 
     def take(rank: int) -> GpuSlot:
         slot = ranks._take_gpus(Attempt(MemoryStore(), "run", rank))
@@ -49,7 +49,7 @@ def test_the_gpu_of_a_process_that_cannot_be_killed_is_shared_before_that_of_a_r
         return slot
 
     stuck, trains = take(0), take(1)
-    ranks.leave_behind(Attempt(MemoryStore(), "run", 0))
+    ranks.give_up_process(Attempt(MemoryStore(), "run", 0))
     for rank in (3, 5):
         guest = take(rank)
         assert (guest.devices, guest.is_shared) == ("A", True)

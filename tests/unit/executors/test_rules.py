@@ -16,13 +16,13 @@ from executors.attempt import Attempt
 from executors.errors import CorruptObjectError, KeyNotFoundError, StoreError, UnsafeStoreError, UnwritableStoreError
 from executors.protocol import Outcome, ReplicaStatus
 from executors.replica.shared_page import SharedPage
-from executors.restarts.decision_log import Decision, answer_to, is_barred
+from executors.restarts.decision_log import Decision, answer_to, is_blocked
 from executors.restarts.rules import MOST_REFUSED, RunFacts, decide, made_progress, too_few_left
 from executors.settings.policy import HangLimits, Restarts
 from executors.store import MemoryStore
-from executors.supervisor.exits import Ends, seen_from_outside
+from executors.supervisor.exits import ExitClassifier, seen_from_outside
 from executors.supervisor.memory_kills import CLOCKS_DRIFT, MemoryKills
-from executors.supervisor.processes import NEVER, Running
+from executors.supervisor.processes import NEVER, RunningAttempt
 from executors.supervisor.watchdog import Watchdog
 from executors.worker.failure import describe_failure
 
@@ -46,13 +46,13 @@ def answers(policy: str, *ends: Outcome, at: Sequence[float] = (), facts: RunFac
     return log
 
 
-def ended_for_want_of_a_store(has_result: bool = False, store_failed: bool = True) -> tuple[Running, int]:
+def ended_for_want_of_a_store(has_result: bool = False, store_failed: bool = True) -> tuple[RunningAttempt, int]:
     """Return a process that claimed nothing, or could not record how it ended, and its exit code."""
     page, attempt = SharedPage(), Attempt(MemoryStore(), "run", 0)
     page.has_result, page.store_failed = has_result, store_failed
     spec = run_spec("run", "memory:", "", 1, (0,))
     watchdog = Watchdog(page, 1, HangLimits(), ends=True, term_grace_s=1.0, spec=spec, rank=0)
-    return Running(1, attempt, page, watchdog, 0.0, NEVER), 1
+    return RunningAttempt(1, attempt, page, watchdog, 0.0, NEVER), 1
 
 
 def told(log: Sequence[Decision | None]) -> list[str]:
@@ -161,7 +161,7 @@ def test_a_store_that_does_not_answer_is_never_a_deterministic_end(why: dict[str
 @pytest.mark.parametrize("store_failed", [False, True])
 def test_who_returned_a_result_is_not_said_to_have_ended_before_it(store_failed: bool) -> None:
     running, code = ended_for_want_of_a_store(has_result=True, store_failed=store_failed)
-    reason, error = Ends(1, None, MemoryKills(lambda: 0)).explain(running, code)
+    reason, error = ExitClassifier(1, None, MemoryKills(lambda: 0)).explain(running, code)
     said = "Replica 0 of 1 returned a result that was not recorded; the replica's log says why."
     assert (reason, error) == ("no_result", said)
 
@@ -188,7 +188,7 @@ def ascending() -> Callable[[], int]:
 
 
 def sigkilled(running: Any, kills: MemoryKills) -> tuple[str | None, str | None]:
-    return Ends(1, None, kills).explain(running, -signal.SIGKILL)
+    return ExitClassifier(1, None, kills).explain(running, -signal.SIGKILL)
 
 
 @pytest.fixture
@@ -313,7 +313,7 @@ def test_nothing_follows_a_stop_or_a_cancel_until_a_resume(bar: Decision) -> Non
     resumed = [bar, Decision(kind="resume", start={0: 1})]
     assert decide(resumed, end(), [], Restarts(), FACTS, 1.0) is None, "the resume answers it"
     assert decide(resumed, end(attempt=1), [], Restarts(), FACTS, 1.0) is not None
-    assert is_barred(resumed, 1) == (bar.rank is None)
+    assert is_blocked(resumed, 1) == (bar.rank is None)
 
 
 def test_what_was_decided_before_a_resume_answers_no_end_behind_it() -> None:

@@ -24,7 +24,7 @@ from executors.store import MemoryStore
 from executors.store.inventory import Inventory
 from executors.store.records import to_bytes
 from executors.store.run_key import drop_key, held_key, hold_key, lacks_key, note_lacking_key
-from executors.supervisor.exits import is_overtaken
+from executors.supervisor.exits import is_fenced
 from executors.worker.claim import claim_alone
 
 KEY = bytes(range(32))
@@ -164,7 +164,7 @@ def test_no_record_without_the_key_makes_an_attempt_the_newest_one(store: Memory
     store.put(later.key(name).replace(".json", "-0123456789abcdef.json"), to_bytes(BEGINNINGS[name]))
     assert Attempt(store, "otter", 0).newest().number == 0
     assert Inventory.of(store, "otter").newest(0) == 0
-    assert later.begun_by() is None
+    assert later.started_by() is None
     later.create(name, to_bytes(BEGINNINGS[name]))
     assert Attempt(store, "otter", 0).newest().number == 1
     assert Inventory.of(store, "otter").newest(0) == 1
@@ -195,9 +195,9 @@ def test_a_supervisor_ends_its_process_only_for_a_later_claim_with_the_key(store
     attempt = Attempt(store, "otter", 0)
     running: Any = SimpleNamespace(page=SimpleNamespace(claimed=1), attempt=attempt, pid=1)
     store.put(attempt.at(1).key(CLAIM), to_bytes(BEGINNINGS[CLAIM]))
-    assert not is_overtaken(running)
+    assert not is_fenced(running)
     assert claim_alone(attempt.at(1))
-    assert is_overtaken(running)
+    assert is_fenced(running)
 
 
 @pytest.mark.parametrize("is_signed", [True, False])

@@ -24,7 +24,7 @@ from executors.store import MemoryStore
 from executors.store.protocol import Data, Entry
 from executors.store.records import to_bytes
 from executors.supervisor import exits, processes, supervisor
-from executors.supervisor.processes import NEVER, STUCK_S, Running
+from executors.supervisor.processes import NEVER, STUCK_S, RunningAttempt
 from executors.supervisor.supervisor import Supervisor
 from executors.supervisor.watchdog import Watchdog, WatchdogReport
 
@@ -66,7 +66,7 @@ class NoProcesses:
     n_copied = 0
 
     def __init__(self) -> None:
-        self.left_behind: list[Attempt] = []
+        self.given_up: list[Attempt] = []
 
     def prepare(self, attempt: Attempt) -> None: ...
 
@@ -83,8 +83,8 @@ class NoProcesses:
 
     def write_log(self, attempt: Attempt, words: str) -> None: ...
 
-    def leave_behind(self, attempt: Attempt) -> None:
-        self.left_behind.append(attempt)
+    def give_up_process(self, attempt: Attempt) -> None:
+        self.given_up.append(attempt)
 
     def copy_log(self, asked: Attempt, claimed: Attempt) -> int | None:
         self.n_copied += 1
@@ -100,12 +100,14 @@ class Scene:
         monkeypatch.setattr(supervisor, "impatient_store", lambda *_: self.store)
         spec = run_spec("run", "s3://bucket", "", self.n, tuple(range(self.n)))
         self.ranks = NoProcesses()
-        self.supervisor = Supervisor(spec, self.ranks, places=n, timeout_s=None, term_grace_s=5.0, launcher_pidfd=None)
+        self.supervisor = Supervisor(
+            spec, self.ranks, max_parallel=n, timeout_s=None, term_grace_s=5.0, launcher_pidfd=None
+        )
         self.running = [Attempt(self.store, "run", rank) for rank in range(n)]
         for attempt in self.running:
             page = SharedPage()
             watchdog = Watchdog(page, pid, HangLimits(), ends=True, term_grace_s=1, spec=spec, rank=attempt.rank)
-            running = Running(pid, attempt, page, watchdog, time.time(), NEVER)
+            running = RunningAttempt(pid, attempt, page, watchdog, time.time(), NEVER)
             self.supervisor._running[attempt.rank] = running
         self.supervisor._waiting.extend(Attempt(self.store, "run", n + rank) for rank in range(n_waiting))
 
@@ -155,8 +157,8 @@ def test_many_ends_at_once_ask_a_store_that_fails_only_once(monkeypatch: pytest.
     scene.end_all()
     assert scene.store.n_failed == 1
     scene.store.fails = False
-    monkeypatch.setattr(scene.supervisor._records, "_clock", lambda: time.monotonic() + exits.SILENT_S)
-    scene.supervisor._records.try_again()
+    monkeypatch.setattr(scene.supervisor._outcomes, "_clock", lambda: time.monotonic() + exits.SILENT_S)
+    scene.supervisor._outcomes.try_again()
     assert [outcome and outcome.reason for outcome in scene.outcomes()] == ["signal"] * scene.n
 
 
@@ -199,7 +201,7 @@ def test_a_rank_that_no_signal_ends_has_an_outcome_all_the_same(monkeypatch: pyt
     assert (outcome.reason, outcome.signal) == ("hang", "SIGKILL")
     assert outcome.error == "It hangs. Its process cannot be killed: it is stuck in the kernel."
     assert not scene.supervisor._is_busy
-    assert scene.ranks.left_behind == scene.running, "what it holds is not free"
+    assert scene.ranks.given_up == scene.running, "what it holds is not free"
 
 
 def test_who_reaps_a_rank_does_not_wait_for_another_that_no_signal_ends(
@@ -208,7 +210,7 @@ def test_who_reaps_a_rank_does_not_wait_for_another_that_no_signal_ends(
     scene = Scene(monkeypatch, pid, n=2)
     stuck, other = scene.supervisor._running.values()
     scene.supervisor._running = {pid: stuck}
-    scene.supervisor._leave_behind(stuck)
+    scene.supervisor._give_up_process(stuck)
     monkeypatch.setattr(supervisor, "children", lambda _: [pid])  # other tests may have left a zygote
     monkeypatch.setattr(supervisor, "kill_descendants", lambda *_, **__: pytest.fail("it waits for what it kills"))
     with subprocess.Popen(["true"]) as process:
@@ -224,18 +226,18 @@ def test_a_supervisor_leaves_a_rank_that_a_launch_has_taken_over_alone_when_the_
     """Rank 0 goes on in another supervisor, which answers its next end; rank 1 is still this one's."""
     scene = Scene(monkeypatch, pid, n=2)
     for attempt in scene.running:
-        scene.supervisor._answers.begun(attempt)
+        scene.supervisor._session.begun(attempt)
     scene.supervisor._record_end(scene.supervisor._running.pop(0), scene.running[0], TERMINATED)
     log = DecisionLog(scene.store, "run")
     log.append(lambda _: Decision(kind="restart", rank=0, ended=0, start={0: 1}, how="launch"))
     taken_over = scene.running[0].at(1)
-    taken_over.begin("another supervisor's")
+    taken_over.claim_start("another supervisor's")
     if is_stopped:
         order_stop(log, within_s=600)
     else:
         log.append(lambda _: Decision(kind="restart", rank=0, ended=1, start={0: 2}, how="fork"))
     for _ in range(2):
-        scene.supervisor._answers.look_soon()
+        scene.supervisor._session.look_soon()
         scene.supervisor._keep_log()
         first = scene.running[0].outcome()
         assert first is not None

@@ -16,7 +16,7 @@ from executors.replica.shared_page import SharedPage
 from executors.settings.policy import HangLimits
 from executors.store.memory import MemoryStore
 from executors.supervisor import watchdog as rules
-from executors.supervisor.processes import NEVER, Running
+from executors.supervisor.processes import NEVER, RunningAttempt
 from executors.supervisor.watchdog import Watchdog, WatchdogReport
 
 START = 1000.0
@@ -394,6 +394,6 @@ def test_without_data_of_the_kernel_the_page_alone_is_judged(monkeypatch: pytest
 
 def test_stacks_are_kept_under_names_that_the_outcome_has() -> None:
     page, attempt = SharedPage(), Attempt(MemoryStore("memory://stacks"), "run", 3, 1)
-    Running(0, attempt, page, watchdog_of(page), 0.0, NEVER, stacks=["first", "second"]).keep_stacks()
+    RunningAttempt(0, attempt, page, watchdog_of(page), 0.0, NEVER, stacks=["first", "second"]).keep_stacks()
     assert page.told()["stacks"] == ("stacks/0.txt", "stacks/1.txt")
     assert bytes(attempt.store.get(attempt.key("stacks/1.txt"))) == b"second"

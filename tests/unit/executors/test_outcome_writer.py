@@ -10,7 +10,7 @@ from executors.errors import StoreError, UnwritableStoreError
 from executors.patience import SUPERVISOR
 from executors.protocol import Outcome
 from executors.store import MemoryStore
-from executors.supervisor.exits import EndRecords
+from executors.supervisor.exits import OutcomeWriter
 
 PATIENCE_S = 10.0
 
@@ -37,7 +37,9 @@ class Scene:
         self.store.put("run/run.json", b"{}")
         self.store.fails_below = ("run/",)
         self.patience = lasting(PATIENCE_S)
-        self.ends = EndRecords(lambda _, end: self.recorded.append(end), lambda: self.patience, clock=lambda: self.now)
+        self.ends = OutcomeWriter(
+            lambda _, end: self.recorded.append(end), lambda: self.patience, clock=lambda: self.now
+        )
         for rank in range(2):
             self.ends.add(Attempt(self.store, "run", rank), "no_result", "Gone.", exit_code=3)
 

@@ -15,11 +15,11 @@ from support.hostile_records import run_json
 from executors.attempt import Attempt
 from executors.errors import BackendError, CorruptObjectError
 from executors.protocol import STOPPED, Outcome, ReplicaStatus
-from executors.restarts.controller import CARRY_S, LEAVE_S, Keeper, Sight, Terms
+from executors.restarts.controller import CARRY_S, LEAVE_S, RestartContext, RestartController, RunSnapshot
 from executors.restarts.decision_log import Decision, DecisionLog
 from executors.restarts.orders import order_cancel, order_stop
 from executors.run.canceller import Canceller
-from executors.run.external_controller import OutsideKeeper
+from executors.run.external_controller import ExternalController
 from executors.settings.policy import Restarts
 from executors.store import Store
 from executors.store.memory import MemoryStore
@@ -29,7 +29,7 @@ from executors.testing import eventually
 POLICY = Restarts.parse("3,backoff=4s:8s")
 
 
-class FakeHands:
+class FakeStarter:
     """Remembers what it was to start."""
 
     def __init__(self, how: str = "fork", ranks: range = range(4)) -> None:
@@ -51,20 +51,20 @@ class Scene:
         self.now = 100.0
         self._added: set[str] = set()
 
-    def keeper(
+    def controller(
         self,
-        hands: FakeHands | None,
+        starter: FakeStarter | None,
         policy: Restarts | None = POLICY,
         *,
         min_replicas: int | None = None,
         has_wider: bool = False,
-    ) -> Keeper:
+    ) -> RestartController:
         def clock() -> float:
             return self.now
 
         log = DecisionLog(self.store, "run", clock)
-        terms = Terms(policy, 4, 0.0, min_replicas)
-        return Keeper(log, terms, hands=hands, has_wider=has_wider, clock=clock, monotonic=clock)
+        context = RestartContext(policy, 4, 0.0, min_replicas)
+        return RestartController(log, context, starter=starter, has_wider=has_wider, clock=clock, monotonic=clock)
 
     @property
     def told(self) -> list[Decision]:
@@ -82,9 +82,9 @@ def scene() -> Scene:
     return Scene()
 
 
-def sight(*ends: Outcome, has_progress: bool = True, **newest: int) -> Sight:
+def snapshot(*ends: Outcome, has_progress: bool = True, **newest: int) -> RunSnapshot:
     found = {end.rank: end.attempt for end in ends}
-    return Sight({**dict.fromkeys(range(4), 0), **found}, {end.rank: end for end in ends}, has_progress)
+    return RunSnapshot({**dict.fromkeys(range(4), 0), **found}, {end.rank: end for end in ends}, has_progress)
 
 
 def end(rank: int = 0, attempt: int = 0, reason: str = "signal", **more: Any) -> Outcome:
@@ -92,78 +92,78 @@ def end(rank: int = 0, attempt: int = 0, reason: str = "signal", **more: Any) ->
 
 
 def test_what_made_progress_is_started_again_in_the_same_pass(scene: Scene) -> None:
-    keeper = scene.keeper(hands := FakeHands())
-    assert keeper.keep(sight(end(kept=1))) is None
-    assert hands.started == [{0: 1}]
+    controller = scene.controller(starter := FakeStarter())
+    assert controller.keep(snapshot(end(kept=1))) is None
+    assert starter.started == [{0: 1}]
     assert [(entry.kind, entry.how) for entry in scene.told] == [("restart", "fork")]
 
 
 def test_what_made_none_is_started_when_its_wait_is_over(scene: Scene) -> None:
-    keeper = scene.keeper(hands := FakeHands())
-    wait_s = keeper.keep(sight(end()))
+    controller = scene.controller(starter := FakeStarter())
+    wait_s = controller.keep(snapshot(end()))
     assert wait_s is not None
     assert 2.0 <= wait_s <= 4.0
-    assert hands.started == []
+    assert starter.started == []
     scene.now += wait_s
-    keeper.keep(sight(end()))
-    assert hands.started == [{0: 1}]
+    controller.keep(snapshot(end()))
+    assert starter.started == [{0: 1}]
 
 
 def test_before_any_progress_an_end_of_its_own_doing_is_answered_after_a_last_call(scene: Scene) -> None:
-    keeper = scene.keeper(FakeHands())
+    controller = scene.controller(FakeStarter())
     ends = [end(rank, reason="exception", fingerprint="same") for rank in range(2)]
-    assert keeper.keep(sight(ends[0], has_progress=False)) == 1.0
+    assert controller.keep(snapshot(ends[0], has_progress=False)) == 1.0
     assert scene.told == []
     scene.now += 1.0
-    keeper.keep(sight(*ends, has_progress=False))
+    controller.keep(snapshot(*ends, has_progress=False))
     assert [(entry.kind, entry.why) for entry in scene.told] == [("stop", "deterministic")]
 
 
 def test_a_cancel_that_came_after_the_decision_is_seen_before_the_start(scene: Scene) -> None:
-    keeper = scene.keeper(hands := FakeHands())
-    scene.now += keeper.keep(sight(end())) or 0.0
+    controller = scene.controller(starter := FakeStarter())
+    scene.now += controller.keep(snapshot(end())) or 0.0
     scene.add(Decision(kind="cancel"))
-    assert keeper.keep(sight(end())) is None
-    assert hands.started == []
-    assert keeper.barred_by(3) is not None
+    assert controller.keep(snapshot(end())) is None
+    assert starter.started == []
+    assert controller.blocking_order(3) is not None
 
 
 def test_what_another_keeper_decided_is_carried_out_a_minute_after_it_was_seen(scene: Scene) -> None:
-    scene.keeper(FakeHands("launch")).keep(sight(end(kept=1)))
-    keeper = scene.keeper(hands := FakeHands("launch"))
-    assert keeper.keep(sight(end(kept=1))) == CARRY_S
+    scene.controller(FakeStarter("launch")).keep(snapshot(end(kept=1)))
+    controller = scene.controller(starter := FakeStarter("launch"))
+    assert controller.keep(snapshot(end(kept=1))) == CARRY_S
     scene.now += CARRY_S
-    keeper.keep(sight(end(kept=1)))
-    assert hands.started == [{0: 1}]
-    assert keeper.keep(sight(replace(end(), rank=0, attempt=1, status=ReplicaStatus.SUCCEEDED))) is None
+    controller.keep(snapshot(end(kept=1)))
+    assert starter.started == [{0: 1}]
+    assert controller.keep(snapshot(replace(end(), rank=0, attempt=1, status=ReplicaStatus.SUCCEEDED))) is None
 
 
 def test_a_wait_that_somebodys_clock_made_long_is_the_longest_of_the_policy(scene: Scene) -> None:
     far = Decision(kind="restart", rank=0, ended=0, start={0: 1}, how="fork", not_before=1e6)
     scene.add(far, ahead_s=1e6 - scene.now)
-    assert scene.keeper(FakeHands()).keep(sight(end())) == POLICY.backoff_s[1]
+    assert scene.controller(FakeStarter()).keep(snapshot(end())) == POLICY.backoff_s[1]
 
 
 def test_a_policy_that_waits_less_shortens_no_wait_that_was_decided(scene: Scene) -> None:
     scene.add(Decision(kind="restart", rank=0, ended=0, start={0: 1}, how="fork", not_before=scene.now + 5.0))
     scene.add(Decision(kind="policy", restarts="3,backoff=0s"))
-    assert scene.keeper(FakeHands()).keep(sight(end())) == 5.0
+    assert scene.controller(FakeStarter()).keep(snapshot(end())) == 5.0
 
 
 def test_a_clock_that_is_ahead_makes_nobody_wait_longer(scene: Scene) -> None:
     scene.add(Decision(kind="policy", restarts=str(POLICY)), ahead_s=86400.0)
-    wait_s = scene.keeper(FakeHands()).keep(sight(end()))
+    wait_s = scene.controller(FakeStarter()).keep(snapshot(end()))
     assert wait_s is not None
     assert wait_s <= 4.0
     assert scene.told[0].at == scene.now + 86400.0
 
 
 def test_without_a_policy_nothing_is_answered_until_the_log_has_one(scene: Scene) -> None:
-    keeper = scene.keeper(hands := FakeHands(), policy=None)
-    assert keeper.keep(sight(end(kept=1))) is None
+    controller = scene.controller(starter := FakeStarter(), policy=None)
+    assert controller.keep(snapshot(end(kept=1))) is None
     scene.add(Decision(kind="policy", restarts="1"))
-    keeper.keep(sight(end(kept=1)))
-    assert hands.started == [{0: 1}]
+    controller.keep(snapshot(end(kept=1)))
+    assert starter.started == [{0: 1}]
 
 
 @pytest.mark.parametrize(
@@ -176,57 +176,57 @@ def test_without_a_policy_nothing_is_answered_until_the_log_has_one(scene: Scene
     ],
 )
 def test_a_fork_leaves_to_wider_hands_what_it_cannot_do(scene: Scene, found: Outcome, policy: str) -> None:
-    keeper = scene.keeper(hands := FakeHands(), policy=Restarts.parse(policy))
-    assert keeper.keep(sight(found)) is None
-    wider = scene.keeper(launches := FakeHands("launch"), policy=Restarts.parse(policy))
-    scene.now += wider.keep(sight(found)) or 0.0
-    wider.keep(sight(found))
+    controller = scene.controller(starter := FakeStarter(), policy=Restarts.parse(policy))
+    assert controller.keep(snapshot(found)) is None
+    wider = scene.controller(launches := FakeStarter("launch"), policy=Restarts.parse(policy))
+    scene.now += wider.keep(snapshot(found)) or 0.0
+    wider.keep(snapshot(found))
     assert launches.started[-1] == {0: 1}
-    assert keeper.keep(sight(found)) is None
-    assert hands.started == []
+    assert controller.keep(snapshot(found)) is None
+    assert starter.started == []
 
 
 @pytest.mark.parametrize("has_wider", [True, False])
 def test_after_two_strikes_a_fork_leaves_its_machine_if_somebody_can_start_another(
     scene: Scene, has_wider: bool
 ) -> None:
-    keeper = scene.keeper(FakeHands(), policy=Restarts.parse("9,backoff=0s"), has_wider=has_wider)
+    controller = scene.controller(FakeStarter(), policy=Restarts.parse("9,backoff=0s"), has_wider=has_wider)
     for attempt in range(3):
-        keeper.keep(sight(end(attempt=attempt)))
+        controller.keep(snapshot(end(attempt=attempt)))
     assert len(scene.told) == (2 if has_wider else 3)
 
 
 def test_a_rank_of_another_supervisor_is_left_to_it(scene: Scene) -> None:
-    keeper = scene.keeper(hands := FakeHands(ranks=range(2)), policy=Restarts.parse("3,together"))
-    keeper.keep(sight(end(3, kept=1)))
+    controller = scene.controller(starter := FakeStarter(ranks=range(2)), policy=Restarts.parse("3,together"))
+    controller.keep(snapshot(end(3, kept=1)))
     assert scene.told == []
-    keeper.keep(sight(end(0, kept=1)))
-    assert hands.started == [{0: 1, 1: 1}]
-    other = scene.keeper(its := FakeHands(ranks=range(2, 4)), policy=Restarts.parse("3,together"))
-    other.keep(sight(end(0, kept=1)))
+    controller.keep(snapshot(end(0, kept=1)))
+    assert starter.started == [{0: 1, 1: 1}]
+    other = scene.controller(its := FakeStarter(ranks=range(2, 4)), policy=Restarts.parse("3,together"))
+    other.keep(snapshot(end(0, kept=1)))
     assert its.started == [{2: 1, 3: 1}]
 
 
 def test_a_fork_leaves_what_a_person_resumes_to_the_persons_process(scene: Scene) -> None:
     scene.add(Decision(kind="resume", start={0: 1}))
-    scene.keeper(hands := FakeHands()).keep(sight(end()))
-    assert hands.started == []
+    scene.controller(starter := FakeStarter()).keep(snapshot(end()))
+    assert starter.started == []
 
 
 def test_an_end_is_answered_anew_behind_a_resume_that_came_late(scene: Scene) -> None:
     """A person looked, slept, and resumed as attempt 1 what had ended as attempt 1 meanwhile, and was decided."""
-    keeper = scene.keeper(hands := FakeHands())
-    keeper.keep(sight(end(attempt=1, kept=1)))
+    controller = scene.controller(starter := FakeStarter())
+    controller.keep(snapshot(end(attempt=1, kept=1)))
     scene.add(Decision(kind="resume", start={0: 1}))
-    keeper.keep(sight(end(attempt=1, kept=1)))
+    controller.keep(snapshot(end(attempt=1, kept=1)))
     assert [entry.kind for entry in DecisionLog(scene.store, "run").read()] == ["restart", "resume", "restart"]
-    assert hands.started == [{0: 2}, {0: 2}]
+    assert starter.started == [{0: 2}, {0: 2}]
 
 
 def test_an_attempt_that_was_decided_and_never_begun_leaves_no_hole(scene: Scene) -> None:
     scene.add(Decision(kind="restart", rank=1, ended=0, start={0: 2}, how="fork"))
-    scene.keeper(hands := FakeHands()).keep(sight(end()))
-    assert hands.started == [{0: 2}]
+    scene.controller(starter := FakeStarter()).keep(snapshot(end()))
+    assert starter.started == [{0: 2}]
     skipped = Attempt(scene.store, "run", 0, 1).outcome()
     assert skipped is not None
     assert skipped.reason == "fenced"
@@ -234,40 +234,40 @@ def test_an_attempt_that_was_decided_and_never_begun_leaves_no_hole(scene: Scene
 
 def test_a_hole_stays_while_the_process_before_it_has_claimed_nothing(scene: Scene) -> None:
     scene.add(Decision(kind="restart", rank=1, ended=0, start={0: 2}, how="fork"))
-    keeper = scene.keeper(hands := FakeHands())
+    controller = scene.controller(starter := FakeStarter())
     before = Attempt(scene.store, "run", 0, 0)
-    assert keeper.keep(sight()) == 1.0
-    assert (hands.started, before.at(1).outcome()) == ([], None)
+    assert controller.keep(snapshot()) == 1.0
+    assert (starter.started, before.at(1).outcome()) == ([], None)
     scene.store.put(before.key("started.json"), b"{}")
-    keeper.keep(sight())
-    assert hands.started == [{0: 2}]
+    controller.keep(snapshot())
+    assert starter.started == [{0: 2}]
 
 
 def test_a_rank_that_nobody_launched_is_not_started(scene: Scene) -> None:
     scene.add(Decision(kind="restart", rank=99, ended=0, start={99: 1}, how="fork"))
-    scene.keeper(hands := FakeHands(ranks=range(100))).keep(sight())
-    assert hands.started == []
+    scene.controller(starter := FakeStarter(ranks=range(100))).keep(snapshot())
+    assert starter.started == []
 
 
 def test_what_nobody_could_read_is_not_added(scene: Scene) -> None:
     """It would be the end of the log."""
-    keeper = scene.keeper(FakeHands())
+    controller = scene.controller(FakeStarter())
     with pytest.raises(CorruptObjectError, match="'start' is an object"):
-        keeper.keep(sight(end(attempt=10_000, kept=1)))
-    keeper.keep(sight(end(1, reached={"x" * 1000: 1.0, "step": math.inf, "round": 2.0})))
+        controller.keep(snapshot(end(attempt=10_000, kept=1)))
+    controller.keep(snapshot(end(1, reached={"x" * 1000: 1.0, "step": math.inf, "round": 2.0})))
     assert [entry.reached for entry in DecisionLog(scene.store, "run").read()] == [{"round": 2.0}]
 
 
 def test_the_run_is_stopped_when_too_few_can_succeed(scene: Scene) -> None:
-    keeper = scene.keeper(FakeHands(), policy=Restarts.parse("0"), min_replicas=4)
-    keeper.keep(sight(end()))
+    controller = scene.controller(FakeStarter(), policy=Restarts.parse("0"), min_replicas=4)
+    controller.keep(snapshot(end()))
     assert [(entry.kind, entry.why) for entry in scene.told] == [("give_up", "budget"), ("stop", "min_replicas")]
 
 
 def test_a_pass_in_which_nothing_follows_is_one_request(scene: Scene) -> None:
-    keeper = scene.keeper(FakeHands(), policy=Restarts.parse("0"))
-    found = sight(*(end(rank) for rank in range(3)), end(3, reason="preempted"))
-    keeper.keep(found)
+    controller = scene.controller(FakeStarter(), policy=Restarts.parse("0"))
+    found = snapshot(*(end(rank) for rank in range(3)), end(3, reason="preempted"))
+    controller.keep(found)
     asked: list[str] = []
 
     class Listening(MemoryStore):
@@ -276,7 +276,7 @@ def test_a_pass_in_which_nothing_follows_is_one_request(scene: Scene) -> None:
             return super().get(key, start=start, size=size)
 
     scene.store.__class__ = Listening
-    keeper.keep(found)
+    controller.keep(found)
     assert asked == ["run/decisions/000003.json"]
 
 
@@ -287,10 +287,10 @@ def test_a_sight_is_taken_from_the_records_of_a_run() -> None:
     Attempt(store, "run", 0).record(end(0))
     store.put(Attempt(store, "run", 0, 1).key("started.json"), b"{}")
     Attempt(store, "run", 1).record(end(1))
-    found = Sight.of(store, "run", 3)
+    found = RunSnapshot.of(store, "run", 3)
     assert (found.newest, {*found.ends}, found.has_progress) == ({0: 1, 1: 0, 2: 0}, {1}, False)
     store.put(Attempt(store, "run", 2).key("heartbeat.json"), b'{"at": 1.0, "step": 1}')
-    assert Sight.of(store, "run", 3).has_progress
+    assert RunSnapshot.of(store, "run", 3).has_progress
 
 
 def observer(store: Store, ended: Outcome | None = None, **other: Any) -> Any:
@@ -320,15 +320,15 @@ def test_a_stop_has_its_time_whatever_the_clock_of_a_keeper_says(
     ahead_s: float, scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = list[str]()
-    hands: Any = SimpleNamespace(how="launch", free={}, may_start=lambda rank: False)
+    starter: Any = SimpleNamespace(how="launch", free={}, may_start=lambda rank: False)
     log = DecisionLog(scene.store, "run")
-    keeper = OutsideKeeper(log, observer(scene.store), hands, ended.append, lambda rank: True)
+    controller = ExternalController(log, observer(scene.store), starter, ended.append, lambda rank: True)
     order_stop(DecisionLog(scene.store, "run", lambda: time.time() - ahead_s), within_s=600.0)
     began = time.monotonic()
 
     def ended_after(passed_s: float) -> list[str]:
         monkeypatch.setattr(time, "monotonic", lambda: began + passed_s)
-        keeper.keep([])
+        controller.keep([])
         return [*ended]
 
     assert ended_after(1.0) == ended_after(600.0) == [], "supervisors end what runs"
@@ -350,11 +350,13 @@ def test_a_keeper_outside_knows_which_ranks_are_at_which_backend(
         handle=lambda rank, insists: None,
         with_reports=lambda states: [],
     )
-    hands: Any = SimpleNamespace(how="launch", free={}, may_start=lambda rank: True, start=lambda attempts: None)
-    keeper = OutsideKeeper(DecisionLog(scene.store, "run"), looks, hands, lambda why: None, lambda rank: True)
+    starter: Any = SimpleNamespace(how="launch", free={}, may_start=lambda rank: True, start=lambda attempts: None)
+    controller = ExternalController(
+        DecisionLog(scene.store, "run"), looks, starter, lambda why: None, lambda rank: True
+    )
 
     def decided() -> bool:
-        keeper.keep([])
+        controller.keep([])
         return bool(scene.told)
 
     eventually(decided, "the last call is over")
@@ -366,15 +368,15 @@ def test_an_end_is_left_to_its_supervisor_for_15_s_whatever_the_clock_of_the_kee
     ahead_s: float, scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = replace(end(kept=1), finished_at=time.time() - ahead_s)
-    hands: Any = SimpleNamespace(how="launch", free={}, may_start=lambda rank: rank in hands.free, start=dict)
+    starter: Any = SimpleNamespace(how="launch", free={}, may_start=lambda rank: rank in starter.free, start=dict)
     log = DecisionLog(scene.store, "run")
-    keeper = OutsideKeeper(log, observer(scene.store, ended), hands, list[str]().append, lambda rank: True)
+    controller = ExternalController(log, observer(scene.store, ended), starter, list[str]().append, lambda rank: True)
     began = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: began)
-    assert keeper.keep([]) == pytest.approx(LEAVE_S), "a single pass stays for so long"
+    assert controller.keep([]) == pytest.approx(LEAVE_S), "a single pass stays for so long"
     assert log.entries == []
     monkeypatch.setattr(time, "monotonic", lambda: began + LEAVE_S)
-    keeper.keep([])
+    controller.keep([])
     assert [(entry.kind, entry.how, entry.start) for entry in log.entries] == [("restart", "launch", {0: 1})]
 
 
