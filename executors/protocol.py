@@ -107,10 +107,13 @@ class ServerlessExecutor(Protocol):
         rows = executor.collect(handles)
     """
 
-    backend_name: str
-    """The name in the registry: "local", "modal", "hf", or your own, which is also the name of its entry point."""
-    supports_inter_replica_network: bool
-    """Whether replicas can open connections to each other. `replicas` itself never needs it."""
+    @property
+    def backend_name(self) -> str:
+        """The name in the registry: "local", "modal", "hf", or your own, which is also the name of its entry point."""
+
+    @property
+    def supports_inter_replica_network(self) -> bool:
+        """True if replicas can open connections to each other. `replicas` itself never needs it."""
 
     def launch_replicas(
         self,

@@ -16,8 +16,8 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from executors.backend import Recordable, as_backend
 from executors.errors import BackendError, ReplicasError, UnknownBackendError, did_you_mean, unknown_name
-from executors.native import KeepsOptions, Recordable
 from executors.protocol import ServerlessExecutor
 from executors.store.records import is_plain_number
 from executors.task.arguments import json_or_text
@@ -252,10 +252,8 @@ def _options_of_record(record: Placement, recordable: Recordable) -> Mapping[str
 
 def describe_executor(executor: ServerlessExecutor) -> dict[str, Any]:
     """Return what a run's record says of its executor: backend, executor, executor_options, unrecorded_options."""
-    recordable: Recordable = {}
-    options: Mapping[str, Any] = {}
-    if isinstance(executor, KeepsOptions):
-        recordable, options = executor.recordable_options, executor.options_to_keep
+    backend = as_backend(executor)
+    recordable, options = backend.recordable_options, backend.options_to_keep
     recorded = {
         name: value for name, value in options.items() if name in recordable and is_recordable(value, recordable[name])
     }

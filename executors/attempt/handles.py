@@ -1,6 +1,7 @@
-"""The handles of one launch in one object, so that a first look at a bucket reads that one instead of each.
+"""Handles of replicas: the handles of one launch in one object, and the job that a handle names.
 
-A copy: `handle.json` of each attempt is what counts, and is read wherever this object lacks it.
+With one object, a first look at a bucket makes one read instead of one for each replica. The object is a copy:
+`handle.json` of each attempt is what counts, and is read wherever the copy lacks it.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +23,7 @@ from executors.store.run_key import held_key
 from executors.store.url import is_near
 
 MAX_BYTES = 16 << 20
+PAGE = re.compile(r"https?://[!-~]{1,500}")
 log = logging.getLogger(__name__)
 
 
@@ -59,3 +62,31 @@ def kept_handles(store: Store, run_id: str, attempt: int, backend_of: Callable[[
 
 def _key(run_id: str, attempt: int) -> str:
     return f"{run_id}/handles/{attempt}.json"
+
+
+def page_of_job(handle: Any) -> str | None:
+    """Return the page of a replica's job at its service, as its handle names it. None: it names none.
+
+    Args:
+        handle: the handle, which may be an object of any type.
+
+    Example:
+        page_of_job(run.handles[0])
+    """
+    job = handle.metadata.get("job") if isinstance(handle, ReplicaHandle) else None
+    page = job.get("url") if isinstance(job, dict) else None
+    return page if isinstance(page, str) and PAGE.fullmatch(page) else None
+
+
+def name_of_job(handle: Any) -> str | None:
+    """Return what finds a replica's job at its service: its page, else its id, which is foreign text.
+
+    Args:
+        handle: the handle, which may be an object of any type.
+
+    Example:
+        name_of_job(run.handles[0])
+    """
+    job = handle.metadata.get("job") if isinstance(handle, ReplicaHandle) else None
+    parts = [str(job[name]) for name in ("id", "task") if name in job] if isinstance(job, dict) else []
+    return page_of_job(handle) or (f"job {'_'.join(parts)}" if parts else None)

@@ -10,14 +10,15 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from executors import module_search
 from executors.attempt import CLAIM, HANDLE, TICKS, Attempt, collect_rows
 from executors.attempt.outcome import PID
+from executors.backend import Backend, Observation, PendingReplica, SupervisorStatus
 from executors.errors import BackendError, StoreError
+from executors.logs.log import Log
 from executors.logs.readers import TailedLog
-from executors.native import Log, Observation, Parent, Recordable, Unfinished
 from executors.process import is_alive, start_time, this_machine
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
@@ -48,7 +49,7 @@ class _Process(Record):
     pid_started: int = checked(TICKS)
 
 
-class InlineExecutor:
+class InlineExecutor(Backend):
     """Calls the entrypoint in this process, as the one replica of its run: `launch` returns when it has ended.
 
     stdin, stdout and the threads are this process's own, so `breakpoint()` works, and so does `pdb.pm()` after an
@@ -63,17 +64,7 @@ class InlineExecutor:
     needs_shared_rendezvous = False
     ends_with_launcher = False  # it has ended when its launch returns
     ships_code = False
-    lease_s: float | None = None
-    default_timeout_s: float | None = None
-    recordable_options: ClassVar[Recordable] = {}
-
-    @property
-    def options_to_keep(self) -> dict[str, Any]:
-        """Nothing: it has no options."""
-        return {}
-
-    def warm_up(self) -> None:
-        """Do nothing: this process is there already."""
+    starts_single_ranks = False
 
     def check_launch(
         self,
@@ -85,7 +76,7 @@ class InlineExecutor:
         timeout: float | None = None,
         secrets: Sequence[str] = (),
     ) -> None:
-        """Refuse what cannot work, before anything is written or called; see `NativeExecutor.check_launch`."""
+        """Refuse what cannot work, before anything is written or called; see `Backend.check_launch`."""
         if n_replicas != 1:
             raise ValueError(
                 f"n must be 1 on the backend 'inline', which runs one replica in this process, got n={n_replicas}. "
@@ -102,9 +93,6 @@ class InlineExecutor:
         if isinstance(entrypoint, str):
             check_entrypoint(entrypoint, split_rank_env(entrypoint_args)[0])
 
-    def package(self, entrypoint: str | Callable[..., Any]) -> None:
-        """Return None: the replica sees this machine's files."""
-
     def launch_replicas(
         self,
         n_replicas: int,
@@ -116,7 +104,7 @@ class InlineExecutor:
         run: RunSpec | None = None,
         tell: Callable[[str], None] = lambda words: None,
     ) -> list[ReplicaHandle]:
-        """Call the entrypoint, and return its replica's handle; see `NativeExecutor.launch_replicas`.
+        """Call the entrypoint, and return its replica's handle; see `Backend.launch_replicas`.
 
         An exception of the entrypoint is its outcome, and is printed. Only Ctrl-C is passed on; it cancels the replica.
         """
@@ -149,9 +137,6 @@ class InlineExecutor:
         """Return what `launch_replicas` would call, with the environment's values masked."""
         return {"process": "this one", "cwd": os.getcwd(), "env": dict.fromkeys(run.env, MASK)}
 
-    def find_handle(self, handle: ReplicaHandle, *, insists: bool = False) -> None:
-        """Return None: an attempt begins with its whole handle."""
-
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
         """Return the replica's status. The first to find its process gone, or its call over, records it as lost.
 
@@ -163,8 +148,8 @@ class InlineExecutor:
             return outcome.status
         return ReplicaStatus.RUNNING if attempt.has(CLAIM) else ReplicaStatus.PENDING
 
-    def observe(self, replicas: Sequence[Unfinished]) -> list[Observation]:
-        """Look at replicas through /proc; see `NativeExecutor.observe`."""
+    def observe(self, replicas: Sequence[PendingReplica]) -> list[Observation]:
+        """Look at replicas through /proc; see `Backend.observe`."""
         return [
             Observation(
                 self._conclude(Attempt.from_handle(each.handle, self.backend_name).at(each.attempt), each.handle)
@@ -177,9 +162,9 @@ class InlineExecutor:
         Attempt.of_handle(handle, self.backend_name)
         return ""
 
-    def parents(self, replicas: Sequence[Unfinished]) -> list[Parent]:
-        """No process restarts a replica in the caller's process; see `NativeExecutor.parents`."""
-        return [Parent(is_alive=True)] * len(replicas)
+    def supervisors(self, replicas: Sequence[PendingReplica]) -> list[SupervisorStatus]:
+        """No process restarts a replica in the caller's process; see `Backend.supervisors`."""
+        return [SupervisorStatus(is_alive=True)] * len(replicas)
 
     def open_log(self, handle: ReplicaHandle) -> Log:
         """Return an empty log; see `stream_logs`."""

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from typer import Option
 
+from executors.backend import as_backend
 from executors.cli.backends import make_executor
 from executors.cli.launch import TASK_DIGEST, TRUST_BUCKET, cancelled_early, lost_from_sight
 from executors.cli.options import (
@@ -97,5 +98,5 @@ def add(
                 output.say(f"Cancelling failed: {error}", "red")
             return CANCELLED
         except (StoreError, BackendError) as error:
-            return lost_from_sight(found, output, error, executor, who="What was added")
+            return lost_from_sight(found, output, error, as_backend(executor), who="What was added")
     return Summary.of(found).finish(output)

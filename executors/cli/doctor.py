@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Option
 
+from executors.backend import Backend, as_backend
 from executors.cli.options import BackendOptions, RendezvousOption, parse_values
 from executors.cli.output import FAILED, JsonOption, Output
 from executors.errors import BackendError, ReplicasError, StoreError
-from executors.native import NativeExecutor
 from executors.process import CAN_SUPERVISE, inotify_limit, open_inotify
 from executors.protocol import ServerlessExecutor
 
 if TYPE_CHECKING:
-    from executors.backends.jobs.service import JobService
     from executors.run.run import Run
 
 LOW_DISK_BYTES = 1 << 30
@@ -121,7 +120,6 @@ def _check_backend(
     name: str, options: Mapping[str, Any], rendezvous: str | None, gpu: str | None, probe: bool
 ) -> Iterator[Finding]:
     """Check a backend; stop where later checks could only repeat the first failure."""
-    from executors.backends.jobs.executor import JobExecutor
     from executors.registry import get_executor
     from executors.store.url import shared_rendezvous
 
@@ -130,23 +128,24 @@ def _check_backend(
     except (ReplicasError, ValueError, TypeError) as error:
         yield Finding("backend", "wrong", str(error), "See: replicas backends")
         return
-    url = rendezvous
-    if isinstance(executor, NativeExecutor):
+    url, backend = rendezvous, as_backend(executor)
+    if backend.has_launch_check:
 
         def check_launch() -> str:
             began = time.monotonic()
-            executor.check_launch(1, "platform:node", {}, gpu=gpu)
+            backend.check_launch(1, "platform:node", {}, gpu=gpu)
             return f"the backend is ready; checked in {time.monotonic() - began:.1f} s"
 
         ready = check("launch", check_launch, "Nothing can be launched there until this works.")
         yield ready
-        if isinstance(executor, JobExecutor) and (found := _check_image(executor.service)) is not None:
-            yield found
-        if isinstance(executor, JobExecutor) and ready.state == "ok":
+        if (image := backend.check_image()) is not None:
+            what, advice = image
+            yield Finding("image", "note" if advice else "ok", what, advice)
+        if ready.state == "ok":
             with contextlib.suppress(ReplicasError):
-                for problem, advice in executor.service.risks():
+                for problem, advice in backend.risks():
                     yield Finding("service", "note", problem, advice)
-    if isinstance(executor, NativeExecutor) and executor.needs_shared_rendezvous:
+    if backend.needs_shared_rendezvous:
         try:
             url = shared_rendezvous(name, rendezvous, "train.py:main", 2)
         except (BackendError, ValueError) as error:
@@ -159,15 +158,6 @@ def _check_backend(
             yield from _check_bucket(url)
     if probe:
         yield check("probe", lambda: _probe(executor, url, gpu), "Its logs say more, if it started: replicas ls")
-
-
-def _check_image(service: JobService) -> Finding | None:
-    """Print how long replicas install torch before they run, and what avoids it. None means that this is not known."""
-    from executors.backends.jobs.service import EACH_INSTALLS, INSTALLS_ONCE, WITH_TORCH
-
-    if service.keeps_installed:
-        return Finding("image", "ok", INSTALLS_ONCE)
-    return Finding("image", "note", EACH_INSTALLS, WITH_TORCH) if service.image_lacks_torch else None
 
 
 def _check_store(url: str) -> str:
@@ -219,7 +209,7 @@ def _probe(executor: ServerlessExecutor, rendezvous: str | None, gpu: str | None
     except BaseException:
         run.cancel()
         raise
-    _check_log(executor, run)
+    _check_log(as_backend(executor), run)
     started = run.outcomes()[0].started_at or launched  # by the replica's clock
     facts["launch"] = f"{launched - began:.1f} s"
     facts["its worker ran after"] = f"{max(0.0, started - began):.1f} s"
@@ -228,19 +218,17 @@ def _probe(executor: ServerlessExecutor, rendezvous: str | None, gpu: str | None
     return ", ".join(f"{name} {value}" for name, value in facts.items())
 
 
-def _check_log(executor: ServerlessExecutor, run: Run) -> None:
+def _check_log(backend: Backend, run: Run) -> None:
     """Check that the log of a replica is here, where its service has it written to a file.
 
     Raises:
         BackendError: it is not, and what to do.
     """
-    from executors.backends.jobs.executor import JobExecutor
-
-    if isinstance(executor, JobExecutor) and executor.service.log_advice:
+    if backend.log_advice:
         deadline = time.monotonic() + LOG_LIMIT_S
-        while not executor.stream_logs(run.handles[0]):
+        while not backend.stream_logs(run.handles[0]):
             if time.monotonic() > deadline:
-                raise BackendError(f"A replica ran, and its log is not here. {executor.service.log_advice}")
+                raise BackendError(f"A replica ran, and its log is not here. {backend.log_advice}")
             time.sleep(0.2)
 
 

@@ -157,19 +157,18 @@ def _start_specs(
     run: Run, env: Sequence[str] | None, secrets: Sequence[str] | None, *, task_digest: str | None, trust_bucket: bool
 ) -> list[StartSpec]:
     """Return what starts attempts of a run that another process launched, after checking that all it needs is here."""
-    from executors.run.spread import SpreadExecutor
-    from executors.run.start_spec import native_executor, start_specs_of, trusted_task
+    from executors.run.start_spec import resumable_placements, start_specs_of, trusted_task
 
-    task, executor = trusted_task(run, task_digest=task_digest, trust_bucket=trust_bucket), native_executor(run)
+    task = trusted_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
+    placements = resumable_placements(run)
     # What this starts on this machine outlives it: Ctrl-C leaves the run alone.
-    detach = run.record.settings.detach or executor.lease_s is None
+    detach = run.record.settings.detach or placements.lease_s is None
     values: Any = {"env": parse_texts("--env", env), "secrets": secrets or ()}
     start_specs = start_specs_of(run, task, **values, detach=detach, verb="watch")
     # Its digest vouches for the entrypoint; what is checked are the account and the secrets.
     for start_spec in start_specs:
-        sites = list({run.fleet.site(rank): None for rank in start_spec.spec.ranks})
-        its_executors = SpreadExecutor(lambda sites=sites: sites)  # type: ignore[misc]
-        its_executors.check_launch(1, len, {}, **start_spec.limits, secrets=start_spec.spec.secret_names)
+        its = placements.some([*{placements.at(rank): None for rank in start_spec.spec.ranks}])
+        its.check_launch(1, len, {}, **start_spec.limits, secrets=start_spec.spec.secret_names)
     return start_specs
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Context, Option
 
+from executors.backend import Backend
 from executors.cli.backends import make_executor
 from executors.cli.config import ConfigOption, ProfileOption, is_flag, origins_of, settings_of, with_origins
 from executors.cli.options import (
@@ -32,7 +33,6 @@ from executors.cli.options import (
 )
 from executors.cli.output import CANCELLED, FAILED, JsonOption, Output, going_on, refuse, usage_errors
 from executors.errors import BackendError, LaunchError, ReplicasError, StoreError
-from executors.native import EndsJobs, NativeExecutor
 from executors.settings.durations import DURATIONS
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def _start(plan: LaunchPlan, output: Output, started: list[Run]) -> None:
     """Start a run, and note it among those that were started before anything else can happen."""
     text = f"Starting {plan.request.settings.n} replicas of {plan.run_id}"
     try:
-        with _starting(plan.executor.backend_name, text, output) as tell:
+        with _starting(plan.placements.backend_name, text, output) as tell:
             started.append(plan.start(tell))
     except LaunchError as error:
         message = f"{error} See: replicas status {plan.run_id}"
@@ -312,7 +312,7 @@ def _finish(
     with going_on():
         # The store is not asked before `watch`: it may be silent, and Ctrl-C would wait for it.
         output.say(heading(run, timeout_s, n=run.world_size if is_new else None), "bold")
-        lease = _lease_of(run.executor)
+        lease = _lease_of(run.placements)
         if lease:
             output.say(f"It ends when nobody watches it for {lease}: --detach lets it go on alone.", "dim")
         try:
@@ -321,7 +321,7 @@ def _finish(
         except EndedWithoutStore:
             return ended_without_store(run, output)
         except (StoreError, BackendError) as error:
-            return lost_from_sight(run, output, error, run.executor, is_cancelled=interrupts.count > 0)
+            return lost_from_sight(run, output, error, run.placements, is_cancelled=interrupts.count > 0)
     return summary.finish(output)
 
 
@@ -344,7 +344,7 @@ def lost_from_sight(
     run: Run,
     output: Output,
     error: ReplicasError,
-    executor: ServerlessExecutor,
+    backend: Backend,
     *,
     who: str = "The run",
     is_cancelled: bool = False,
@@ -352,10 +352,10 @@ def lost_from_sight(
     """Say that a run cannot be watched any more, and what becomes of who was started here; return the exit code."""
     from executors.cli.summary import reference
 
-    name, lease = reference(run), _lease_of(executor)
+    name, lease = reference(run), _lease_of(backend)
     ends = f"End it: replicas cancel {name}"
-    if isinstance(executor, EndsJobs):
-        ends += f"   or: {executor.commands_to_end(run.run_id)}"
+    if backend.ends_jobs:
+        ends += f"   or: {backend.commands_to_end(run.run_id)}"
     if is_cancelled:
         then = f"Whether all of it has ended is not known here: replicas status {name}   {ends}"
     elif words := run.end_refused(error):
@@ -364,7 +364,7 @@ def lost_from_sight(
         then = f"{who} continues while the store does not answer, and {lease} longer. {ends}"
     elif lease and not run.is_let_go:
         then = f"{who} continues for {lease}, and as long as somebody watches it: replicas watch {name}"
-    elif not lease and isinstance(executor, NativeExecutor) and executor.ends_with_launcher:
+    elif not lease and backend.ends_with_launcher:
         then = f"{who} ends with this command."
     else:
         then = f"{who} continues without this command: replicas wait {name}"
@@ -376,7 +376,6 @@ def lost_from_sight(
     return code
 
 
-def _lease_of(executor: ServerlessExecutor) -> str:
-    """Name the time for which replicas go on that nobody watches; "" where they need no watch."""
-    lease_s = executor.lease_s if isinstance(executor, NativeExecutor) else None
-    return "" if lease_s is None else f"{lease_s / 60:.0f} min"
+def _lease_of(backend: Backend) -> str:
+    """Return how long replicas continue that no process watches, as in "15 min"; empty if they need no watch."""
+    return "" if backend.lease_s is None else f"{backend.lease_s / 60:.0f} min"

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from executors.attempt.pauses import LONGEST_PAUSE_S, pauses
+from executors.backend import Backend
 from executors.cli.output import (
     CANCELLED,
     PROGRESS_EVERY_S,
@@ -31,7 +32,6 @@ from executors.cli.output import (
 from executors.cli.summary import reference
 from executors.cli.tee import Tee
 from executors.errors import ReplicasError, StoreError, unknown_name
-from executors.native import EndsJobs, NativeExecutor
 from executors.patience import Waits
 from executors.patience import waits as process_waits
 from executors.process import wakeup_pipe
@@ -200,7 +200,7 @@ def _follow_and_cancel(run: Run, view: PlainView, interrupts: Interrupts) -> Non
             problems.append(error)
         interrupts.news.put("cancelled")
 
-    is_of_service = isinstance(_executor_of(run), EndsJobs)
+    is_of_service = _service_of(run) is not None
     interrupts.on_exit = lambda: what_happens_next(run)
     threading.Thread(target=look, name="replicas-look", daemon=True).start()
     has_looked = has_cancelled = False
@@ -228,21 +228,21 @@ def what_happens_next(run: Run) -> str:
     Example:
         what_happens_next(attach("brave-otter-7f3a"))
     """
-    executor = _executor_of(run)
-    if not isinstance(executor, EndsJobs):
+    service = _service_of(run)
+    if service is None:
         return f"Replicas of {run.run_id} that still run are killed."
-    lease_s = executor.lease_s if isinstance(executor, NativeExecutor) else None
+    lease_s = service.lease_s
     lease = "" if lease_s is None else f", or when nobody has watched the run for {lease_s / 60:.0f} min"
     return (
         f"Jobs of {run.run_id} that their service has not ended yet end when they find the cancel marker{lease}. "
-        f"To end them now: replicas cancel {reference(run)}   or: {executor.commands_to_end(run.run_id)}"
+        f"To end them now: replicas cancel {reference(run)}   or: {service.commands_to_end(run.run_id)}"
     )
 
 
-def _executor_of(run: Run) -> object:
-    """Return the run's executor; None if it is not available here."""
+def _service_of(run: Run) -> Backend | None:
+    """Return the backends of a run if they end jobs at a service; None if they do not, or are not installed here."""
     with contextlib.suppress(ReplicasError):
-        return run.executor
+        return run.placements if run.placements.ends_jobs else None
     return None
 
 

@@ -198,7 +198,7 @@ def find_run(
             known: Mapping[str, Any] = {}
             check_options(name, executor_class(name), given)
             with contextlib.suppress(BackendError):  # the record's are not taken: those given are all
-                known = found.fleet.options_of(name)
+                known = found.placements.options_of(name)
             executors.append(get_executor(name, {**known, **given}))
         return attach(run, rendezvous=rendezvous, executor=executors)
 

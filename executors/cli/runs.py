@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import BadParameter, Option
 
 from executors.attempt import Attempt
+from executors.attempt.handles import name_of_job, page_of_job
 from executors.cli.backends import make_executor
 from executors.cli.options import (
     BackendOptions,
@@ -44,7 +45,6 @@ from executors.errors import (
     RunNotFoundError,
     StoreError,
 )
-from executors.native import name_of_job, page_of_job
 from executors.protocol import ReplicaStatus
 from executors.run.run_index import find_preparation
 from executors.status import MAX_DECIDED, MAX_LINE, describe_warnings

@@ -180,7 +180,7 @@ def _bring_back(
     run = attach(request.run_id, rendezvous=request.rendezvous, executor=executor)
     task = trusted_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
     check_same(request, task)
-    check_environment(run.executor, request)
+    check_environment(run.placements, request)
     settings = request.settings
     return resume(
         run,

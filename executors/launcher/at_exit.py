@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from executors.attempt import Attempt
 from executors.errors import ReplicasError
-from executors.native import EndsJobs, NativeExecutor
 from executors.patience import GLANCE
 from executors.protocol import ReplicaStatus
 from executors.status import name_ranks
@@ -27,27 +26,31 @@ WHY = "the launcher of this attached run ended"
 def ends_with_this_process(run: Run, *, detach: bool) -> Run:
     """Return the run; if it is to end with this process, a line on stderr says so when this process ends before it.
 
-    Replicas of an executor that has the five verbs alone are cancelled then: nobody is beside them who would do it.
+    Replicas of a five-verb executor are cancelled then, because no supervisor does it.
+
+    Args:
+        run: the run.
+        detach: True if the run continues without this process.
     """
-    executor, pid = run.executor, os.getpid()
-    is_native = isinstance(executor, NativeExecutor)
-    if detach or (isinstance(executor, NativeExecutor) and not executor.ends_with_launcher):
+    placements, pid = run.placements, os.getpid()
+    is_cancelled = placements.is_cancelled_at_exit
+    if detach or not (placements.ends_with_launcher or is_cancelled):
         return run
-    lease_s = executor.lease_s if isinstance(executor, NativeExecutor) else None
+    lease_s = placements.lease_s
     when = "" if lease_s is None else f", {lease_s / 60:.0f} minutes after it"
 
     def leave() -> None:
         if pid != os.getpid():
             return
         store = impatient_store(run.store.url, GLANCE.limit_s)
-        attempts = [Attempt(store, run.run_id, rank) for rank in run.fleet.ranks]
+        attempts = [Attempt(store, run.run_id, rank) for rank in placements.ranks]
         goes_on = _goes_on(attempts)
         if goes_on is False:
             return
-        if goes_on is None and isinstance(executor, EndsJobs):  # replicas that cannot read their lease do not end by it
+        if goes_on is None and placements.ends_jobs:  # replicas that cannot read their lease do not end by it
             print(
                 f"replicas: run {run.run_id} may still run, and its store does not answer. End it: replicas cancel "
-                f"{run.run_id}   or: {executor.commands_to_end(run.run_id)}",
+                f"{run.run_id}   or: {placements.commands_to_end(run.run_id)}",
                 file=sys.stderr,
             )
             return
@@ -56,7 +59,7 @@ def ends_with_this_process(run: Run, *, detach: bool) -> Run:
             "with launch(…, detach=True).",
             file=sys.stderr,
         )
-        if not is_native:
+        if is_cancelled:
             _cancel(run, attempts)
 
     run.at_exit = leave
@@ -76,7 +79,7 @@ def _goes_on(attempts: Sequence[Attempt]) -> bool | None:
 
 
 def _cancel(run: Run, attempts: Sequence[Attempt]) -> None:
-    """Cancel the replicas of an executor that has the five verbs alone; stderr says which did not end, and why.
+    """Cancel the replicas of a five-verb executor; stderr says which did not end, and why.
 
     It starts none a second time, so these are the only attempts. A store that does not answer is not asked again.
     """
@@ -89,7 +92,7 @@ def _cancel(run: Run, attempts: Sequence[Attempt]) -> None:
     ended = []
     for attempt in alive:
         try:
-            run.executor.cancel(run.handle(attempt.rank))
+            run.placements.cancel(run.handle(attempt.rank))
             ended.append(attempt)
         except Exception as error:  # noqa: BLE001 - whatever a stranger's executor raises: the others are to end, too
             refused.setdefault(f"{type(error).__name__}: {error}", []).append(attempt.rank)

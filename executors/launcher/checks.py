@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from executors.backend import Backend
 from executors.errors import NO_DIRECTORY, EntrypointError, ReplicasError, StoreError
-from executors.native import NativeExecutor, Package, TellsPreemption, restarts_replicas
-from executors.protocol import ServerlessExecutor
 from executors.replica import CONTRACT, FOR_THE_WORKER, PROCESS_GROUP
 from executors.report.trackers import BUILT_IN, check_tracker
-from executors.run.spread import SpreadExecutor
+from executors.run.placements import Placements
 from executors.settings.policy import NO_RESTARTS, ONLY_PREEMPTED
 from executors.store import open_store
 from executors.store.run_key import RUN_KEY
 from executors.task.arguments import annotations_in, from_texts, split_rank_env, to_json
+from executors.task.code_package import Package
 from executors.task.entrypoint import (
     SCRIPT,
     check_entrypoint,
@@ -32,7 +32,7 @@ from executors.task.entrypoint import (
 )
 from executors.task.launch_request import LaunchRequest
 from executors.task.placeholders import fill
-from executors.task.stored import PYTHON, StoredTask, check_unpickled, installed_version
+from executors.task.stored import PYTHON, StoredTask, installed_version
 
 KEPT = (
     "chaos",
@@ -110,16 +110,16 @@ def check_same(request: LaunchRequest, task: StoredTask) -> None:
         )
 
 
-def check_environment(executor: ServerlessExecutor, request: LaunchRequest) -> None:
+def check_environment(backend: Backend, request: LaunchRequest) -> None:
     """Raises: ValueError: the environment or the secrets cannot be had, or are not to be set."""
-    if not isinstance(executor, NativeExecutor) and (request.env or request.settings.secrets):
+    if not backend.carries_environment and (request.env or request.settings.secrets):
         raise ValueError(
-            f"Backend {executor.backend_name!r} takes no env= and no secrets=: values are never recorded, and its five "
+            f"Backend {backend.backend_name!r} takes no env= and no secrets=: values are never recorded, and its five "
             "verbs carry none. Set them where its replicas run."
         )
-    if not isinstance(executor, NativeExecutor) and request.settings.signed:
+    if not backend.carries_environment and request.settings.signed:
         raise ValueError(
-            f"Backend {executor.backend_name!r} takes no signed= (--signed): its five verbs carry no key. Leave it "
+            f"Backend {backend.backend_name!r} takes no signed= (--signed): its five verbs carry no key. Leave it "
             "away, and give each replica a key of yours: DiLoCo(key=…)."
         )
     for name in request.env or {}:
@@ -127,8 +127,8 @@ def check_environment(executor: ServerlessExecutor, request: LaunchRequest) -> N
             raise ValueError(f"env cannot set {name!r}: replicas get or lose it themselves, see the README.")
 
 
-def with_policy(executor: ServerlessExecutor, request: LaunchRequest) -> LaunchRequest:
-    """Return the request with what the executor keeps of restarts and limits on hanging; stderr says what is left out.
+def with_policy(backend: Backend, request: LaunchRequest) -> LaunchRequest:
+    """Return the request with what the backend keeps of restarts and limits on hanging; stderr says what is left out.
 
     Raises:
         ValueError: nobody could start a replica again, or watch it, where somebody relies on it.
@@ -136,13 +136,13 @@ def with_policy(executor: ServerlessExecutor, request: LaunchRequest) -> LaunchR
     settings = request.settings
     if settings.restarts == NO_RESTARTS:
         request = request.with_settings(restarts=None)
-    elif settings.restarts is None and not settings.detach and _tells_preemption(executor, settings.gpu):
+    elif settings.restarts is None and not settings.detach and backend.tells_preemption(settings.gpu):
         # Only while the launching process watches: of a detached run, each preempted rank would wait for a keeper.
         return request.with_settings(restarts=ONLY_PREEMPTED)
-    name, is_limited = executor.backend_name, settings.hang_limits.start_limit_s is not None
-    if restarts_replicas(executor) or (request.settings.restarts is None and not is_limited):
+    name, is_limited = backend.backend_name, settings.hang_limits.start_limit_s is not None
+    if backend.starts_single_ranks or (request.settings.restarts is None and not is_limited):
         return request
-    if not isinstance(executor, NativeExecutor):
+    if not backend.knows_attempts:
         raise ValueError(
             f"Backend {name!r} takes no restarts= (--restarts), hang_timeout= (--hang-timeout) or start_timeout= "
             "(--start-timeout): it has no process that supervises a replica. Remove these."
@@ -154,44 +154,36 @@ def with_policy(executor: ServerlessExecutor, request: LaunchRequest) -> LaunchR
     return request.with_settings(restarts=None, hang_timeout=None, start_timeout=None)
 
 
-def _tells_preemption(executor: ServerlessExecutor, gpu: str | None) -> bool:
-    return isinstance(executor, TellsPreemption) and executor.tells_preemption(gpu)
-
-
-def check_spares(executor: ServerlessExecutor, request: LaunchRequest) -> None:
+def check_spares(placements: Placements, request: LaunchRequest) -> None:
     """Raises: ValueError: spares are asked for that nobody could start, or that could take nothing over."""
     if not request.settings.spares:
         return
-    if not isinstance(executor, NativeExecutor) or executor.lease_s is None or isinstance(executor, SpreadExecutor):
+    if placements.lease_s is None or len(placements.placed) > 1:
         raise ValueError(
-            f"Backend {executor.backend_name!r} takes no spares= (--spares): only services that run jobs do, as modal "
-            "and hf. Leave it away."
+            f"Backend {placements.backend_name!r} takes no spares= (--spares): only services that run jobs do, as "
+            "modal and hf. Leave it away."
         )
     if request.settings.restarts in (None, ONLY_PREEMPTED, NO_RESTARTS):
         raise ValueError("A spare takes over what is to be restarted: give restarts= (--restarts) with spares=.")
 
 
-def check_pickle(executor: ServerlessExecutor, request: LaunchRequest) -> None:
+def check_pickle(backend: Backend, request: LaunchRequest) -> None:
     """Raises: ValueError: replicas run another Python than this one, which pickles the callable for them."""
     if not isinstance(request.entrypoint, str):
-        for each in [one for _, one in executor.parts] if isinstance(executor, SpreadExecutor) else [executor]:
-            check_unpickled(each, PYTHON)
+        backend.check_pickle(PYTHON)
 
 
-def check_chaos(executor: ServerlessExecutor, request: LaunchRequest) -> Sequence[str]:
+def check_chaos(placements: Placements, request: LaunchRequest) -> Sequence[str]:
     """Return the specs, checked. Raises: ValueError: a bad one, or the backend takes none."""
     from executors.worker import chaos
 
     asked = request.settings
-
-    if isinstance(executor, SpreadExecutor):
-        local = [rank for place, _ in executor.parts if place.backend == "local" for rank in place.ranks]
-        named = {rank for spec in asked.chaos if (rank := chaos.parse(spec).rank) is not None}
-        if local and named <= {*local}:
-            return chaos.check_chaos(asked.chaos, asked.n)
-    if executor.backend_name != "local":
+    places = [placed.placement for placed in placements.placed]
+    elsewhere = {rank for place in places if place.backend != "local" for rank in place.ranks}
+    has_local = any(place.backend == "local" for place in places)
+    if not has_local or not elsewhere.isdisjoint(chaos.parse(spec).rank for spec in asked.chaos):
         raise ValueError(
-            f"Backend {executor.backend_name!r} takes no chaos: faults are injected into local replicas only. "
+            f"Backend {placements.backend_name!r} takes no chaos: faults are injected into local replicas only. "
             "Try it with --backend local."
         )
     return chaos.check_chaos(asked.chaos, asked.n)

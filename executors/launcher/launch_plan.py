@@ -7,12 +7,11 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from executors.attempt import HANDLE, Attempt
 from executors.errors import BackendError, RunExistsError, StoreError
 from executors.launcher.checks import (
     check_chaos,
@@ -28,25 +27,23 @@ from executors.launcher.checks import (
 )
 from executors.launcher.source_run import check_source
 from executors.module_search import describe_hidden
-from executors.native import KnowsInstallation, NativeExecutor, Package
-from executors.protocol import ReplicaHandle, ServerlessExecutor
-from executors.registry import check_executor, describe_executor, get_executor, import_path
+from executors.protocol import ServerlessExecutor
+from executors.registry import check_executor, get_executor, import_path
 from executors.restarts.orders import abandon_run
+from executors.run.placements import Placements, as_placements
 from executors.run.prices import affordable_s, usd_per_hour
 from executors.run.run_index import KNOWN_BY, keep_key, local_store, locate, remember
-from executors.run.spread import SpreadExecutor, options_to_note
 from executors.settings import GATHER_S
 from executors.shipping.checkout import Checkout, Look
 from executors.shipping.script_header import check_python, script_header, script_of
-from executors.store import Store, open_store
+from executors.store import open_store
 from executors.store.parallel import within
 from executors.store.records import exists, to_bytes
 from executors.store.run_key import drop_key, hold_key
 from executors.store.state_folder import state_path
 from executors.store.url import address_of, default_rendezvous, directory_of, new_run_id, shared_rendezvous
-from executors.task.arguments import split_rank_env
-from executors.task.create import NewRun, placement_of, plan_run, write_run
-from executors.task.entrypoint import check_entrypoint
+from executors.task.code_package import Package
+from executors.task.create import NewRun, plan_run, write_run
 from executors.task.launch_request import LaunchRequest
 from executors.task.record import RunRecord
 
@@ -54,8 +51,6 @@ if TYPE_CHECKING:
     from executors.run.run import Run
 
 STORE_S = 20.0  # how long a store is waited for once a launch has failed, or has nothing left but to tidy up
-PLAIN_TIMEOUT_S = 3600  # the protocol's default, for executors that cannot be told "no limit"
-PLAIN_ENTRYPOINT = "executors.worker.call"  # what an executor that has the five verbs alone is given to call
 NEEDED_SOON = ("executors.run.run", "executors.store.file", "platformdirs")
 
 
@@ -65,7 +60,8 @@ class LaunchPlan:
 
     request: LaunchRequest
     """With everything that was left to the executor or to us filled in, but for `run_id`."""
-    executor: ServerlessExecutor
+    placements: Placements
+    """Which backend starts which ranks."""
     run_id: str
     package: Package | None
     checkout: Checkout
@@ -87,7 +83,7 @@ class LaunchPlan:
         from executors.run.canceller import end_started
         from executors.run.run import Run
 
-        request, executor, settings = self.request, self.executor, self.request.settings
+        request, placements, settings = self.request, self.placements, self.request.settings
         store = local_store() if request.rendezvous is None else open_store(request.rendezvous)
         known = None if request.run_id is None else locate(self.run_id)
         if known is not None and (known != store.url or exists(store, f"{self.run_id}/run.json")):
@@ -103,35 +99,35 @@ class LaunchPlan:
         lease = None
         is_asked = False
         try:
-            options, more = options_to_note(executor)
+            options, more = placements.options_to_note()
             remember(self.run_id, store.url, spec.task_digest, options, settings.secrets, more)
             keep_key(self.run_id, spec.key)
             drop_key(store.url, self.run_id)  # of an earlier run of this id, which was removed
             hold_key(store.url, self.run_id, spec.key)
-            handles: Sequence[Any]
-            if isinstance(executor, NativeExecutor):
-                limits: Any = {"gpu": settings.gpu, "timeout": settings.timeout}
-                args = request.args or {}
-                spec = with_lease(spec, executor.lease_s, detach=settings.detach)
-                lease = hold_lease(store, spec)
-                is_asked = True
-                started = executor.launch_replicas(settings.n, request.entrypoint, args, **limits, run=spec, tell=tell)
-                of_ranks = {handle.rank: handle for handle in started}
-                handles = [of_ranks.get(rank) for rank in range(settings.n)]
-                finish_start(lease, spec)
-            else:
-                handles = self._start_plainly(store)
+            limits: Any = {"gpu": settings.gpu, "timeout": settings.timeout}
+            args = request.args or {}
+            spec = with_lease(spec, placements.lease_s, detach=settings.detach)
+            lease = hold_lease(store, spec)
+            if request.rendezvous is None and placements.needs_shared_rendezvous is None:
+                name = placements.backend_name
+                print(f"replicas: the replicas of backend {name!r} must see {store.url}", file=sys.stderr)
+            is_asked = True
+            started = placements.launch_replicas(settings.n, request.entrypoint, args, **limits, run=spec, tell=tell)
+            # The handles of a five-verb executor may be objects of any type. They come in the order of the ranks.
+            of_ranks = {h.rank: h for h in started} if placements.knows_attempts else dict(enumerate(started))
+            handles = [of_ranks.get(rank) for rank in range(settings.n)]
+            finish_start(lease, spec)
             with contextlib.suppress(StoreError):  # a copy, which saves requests
                 within(STORE_S, lambda: keep_handles(store, self.run_id, 0, handles), store.url)
-            run = Run(store, self.run_id, executor=executor, handles=handles)
+            run = Run(store, self.run_id, executor=placements, handles=handles)
             run.record = RunRecord.parse(to_bytes(new.record))  # not what the store says by now, which others may write
-            if not settings.detach and isinstance(executor, NativeExecutor):
+            if not settings.detach and placements.knows_attempts:
                 run.keep_here([StartSpec(spec.with_settings(spares=0), request.entrypoint, limits)], lease)
         except BaseException as error:
             if lease is not None:
                 lease.end()
             if is_asked:  # the services first, because the store may not answer
-                end_started(executor, spec, error)
+                end_started(placements, spec, error)
             with contextlib.suppress(StoreError):
                 cause = error
                 within(STORE_S, lambda: abandon_run(store, self.run_id, settings.n, cause), store.url)
@@ -142,42 +138,12 @@ class LaunchPlan:
         """Return what an hour of all replicas costs in US dollars; None: nobody tells, or not now."""
         settings = self.request.settings
         with contextlib.suppress(BackendError):
-            return usd_per_hour(self.executor, settings.n + settings.spares, settings.gpu)
+            return usd_per_hour(self.placements, settings.n + settings.spares, settings.gpu)
         return None
 
     def installation_note(self) -> str:
         """Return a sentence if each container first installs torch, with what avoids it; else an empty one."""
-        if self.package is None or not isinstance(self.executor, KnowsInstallation):
-            return ""
-        return self.executor.installation_note(self.package.requirements)
-
-    def _start_plainly(self, store: Store) -> Sequence[Any]:
-        """Start the replicas on an executor that has the five verbs alone."""
-        if self.request.rendezvous is None:
-            name = self.executor.backend_name
-            print(f"replicas: the replicas of backend {name!r} must see {store.url}", file=sys.stderr)
-        handles = self.executor.launch_replicas(**self._plain_call(store.url))
-        try:
-            for rank, handle in enumerate(handles):
-                if isinstance(handle, ReplicaHandle):
-                    Attempt(store, self.run_id, rank).create(HANDLE, handle.to_json().encode(), replaces=True)
-        except BaseException:  # nobody else knows of them, and each costs until its limit
-            for handle in handles:
-                with contextlib.suppress(Exception):
-                    self.executor.cancel(handle)
-            raise
-        return handles
-
-    def _plain_call(self, store_url: str) -> dict[str, Any]:
-        """Return what an executor that has the five verbs alone is asked for: our worker as its entrypoint."""
-        timeout = self.request.settings.timeout
-        return {
-            "n_replicas": self.request.settings.n,
-            "entrypoint": PLAIN_ENTRYPOINT,
-            "entrypoint_args": {"run": address_of(store_url, self.run_id)},
-            "gpu": self.request.settings.gpu,
-            "timeout": PLAIN_TIMEOUT_S if timeout is None else int(max(1, timeout)),
-        }
+        return "" if self.package is None else self.placements.installation_note(self.package.requirements)
 
     def dry_run(self) -> dict[str, Any]:
         """Check what `start` would still check, and return as JSON what it would write and ask for.
@@ -189,20 +155,16 @@ class LaunchPlan:
             StoreError: the rendezvous cannot be used.
             EntrypointError: the task cannot travel.
         """
-        settings, executor, url = self.request.settings, self.executor, self._check_store()
+        settings, placements, url = self.request.settings, self.placements, self._check_store()
         new = self._planned(url)
-        if isinstance(executor, NativeExecutor):
-            requirements = () if self.package is None else self.package.requirements
-            asked = executor.describe_launch(
-                new.spec, gpu=settings.gpu, timeout=settings.timeout, requirements=requirements
-            )
-        else:
-            asked = self._plain_call(url)
+        requirements = () if self.package is None else self.package.requirements
+        limits: Any = {"gpu": settings.gpu, "timeout": settings.timeout}
+        asked = placements.describe_launch(new.spec, **limits, requirements=requirements)
         return {
             "dry_run": True,
             "run_id": self.run_id,
             "url": address_of(url, self.run_id),
-            "executor": import_path(executor),
+            "executor": import_path(placements.executor),
             "timeout_s": settings.timeout,
             "usd_per_hour": self.usd_per_hour(),
             "run.json": new.record,
@@ -212,12 +174,9 @@ class LaunchPlan:
 
     def _planned(self, store_url: str) -> NewRun:
         """Compose the run and its task."""
-        executor, about = self.executor, self.checkout.about
-        if isinstance(executor, SpreadExecutor):
-            placements = [place for place, _ in executor.parts]
-        else:
-            placements = [placement_of(self.request, describe_executor(executor))]
-        return plan_run(self.request, self.run_id, store_url, placements, self.package, code=about, key=self.key)
+        places = [each.placement for each in self.placements.placed]
+        about = self.checkout.about
+        return plan_run(self.request, self.run_id, store_url, places, self.package, code=about, key=self.key)
 
     def _check_store(self) -> str:
         """Check the rendezvous and the run id, leaving a directory as it is; return the url."""
@@ -240,52 +199,46 @@ class LaunchPlan:
 def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> LaunchPlan:
     """Check everything about a launch but its store. Raises what `launch` does."""
     check_working_directory()
-    executor = get_executor(executor) if isinstance(executor, str) else check_executor(executor)
+    given = get_executor(executor) if isinstance(executor, str) else check_executor(executor)
+    placements = as_placements(given, request.settings.n)
     if request.settings.min_replicas is None and request.settings.gather_s != GATHER_S:
         raise ValueError("gather_s= (--gather) waits for what min_replicas= can do without: give both.")
     request = resolved(request)
     settings = request.settings
-    native = executor if isinstance(executor, NativeExecutor) else None
     rendezvous, timeout = request.rendezvous, settings.timeout
-    if native is not None and native.needs_shared_rendezvous:
-        rendezvous = shared_rendezvous(native.backend_name, rendezvous, request.entrypoint, settings.n)
+    if placements.needs_shared_rendezvous:
+        rendezvous = shared_rendezvous(placements.backend_name, rendezvous, request.entrypoint, settings.n)
     if settings.max_cost is not None:
-        affordable = affordable_s(executor, settings.n + settings.spares, settings.gpu, settings.max_cost)
+        affordable = affordable_s(placements, settings.n + settings.spares, settings.gpu, settings.max_cost)
         timeout = affordable if timeout is None else min(timeout, affordable)
     if timeout is None:
-        timeout = PLAIN_TIMEOUT_S if native is None else native.default_timeout_s
-    check_environment(executor, request)
-    request = with_policy(executor, request)
+        timeout = placements.default_timeout_s
+    check_environment(placements, request)
+    request = with_policy(placements, request)
     if (script := script_of(request.entrypoint)) is not None:
         check_python(script_header(script), script)
         if words := describe_hidden(script):
             print(f"replicas: {words}", file=sys.stderr)
-    check_spares(executor, request)
-    request, key = check_source(request, executor)
-    check_pickle(executor, request)
+    check_spares(placements, request)
+    request, key = check_source(request, placements)
+    check_pickle(placements, request)
     check_named(request)
-    chaos = tuple(check_chaos(executor, request)) if settings.chaos else ()
+    chaos = tuple(check_chaos(placements, request)) if settings.chaos else ()
     request = replace(request, rendezvous=rendezvous).with_settings(timeout=timeout, chaos=chaos)
     settings = request.settings
-    if isinstance(executor, SpreadExecutor):
-        executor = native = executor.with_terms(
-            gpu=settings.gpu, timeout_s=timeout, env=list(request.env or ()), secrets=settings.secrets
-        )
-    package = None
+    names: Any = {"env": list(request.env or ()), "secrets": settings.secrets}
+    placements = placements.with_limits(gpu=settings.gpu, timeout_s=timeout, **names)
     args = request.args or {}
     with contextlib.closing(Look(Path.cwd())) as look:
-        if native is not None:
-            native.warm_up()
-            for module in NEEDED_SOON:  # meanwhile other processes warm up, and ask git
-                importlib.import_module(module)
-            native.check_launch(
-                settings.n, request.entrypoint, args, gpu=settings.gpu, timeout=timeout, secrets=settings.secrets
-            )
-            package = native.package(request.entrypoint)
-            if package is not None and rendezvous is None:  # for other machines, which see directories of this one
-                request = replace(request, rendezvous=default_rendezvous())
-            if package is not None and settings.tracker is not None:
-                package = with_tracker(package, settings.tracker)
-        elif isinstance(request.entrypoint, str):
-            check_entrypoint(request.entrypoint, split_rank_env(args)[0])
-        return LaunchPlan(request, executor, request.run_id or new_run_id(), package, look.result(), key)
+        placements.warm_up()
+        for module in NEEDED_SOON:  # meanwhile other processes warm up, and ask git
+            importlib.import_module(module)
+        placements.check_launch(
+            settings.n, request.entrypoint, args, gpu=settings.gpu, timeout=timeout, secrets=settings.secrets
+        )
+        package = placements.package(request.entrypoint)
+        if package is not None and rendezvous is None:  # for other machines, which see directories of this one
+            request = replace(request, rendezvous=default_rendezvous())
+        if package is not None and settings.tracker is not None:
+            package = with_tracker(package, settings.tracker)
+        return LaunchPlan(request, placements, request.run_id or new_run_id(), package, look.result(), key)

@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from executors.backend import as_backend, as_executor
 from executors.protocol import ServerlessExecutor
 from executors.registry import describe_executor
-from executors.run.fleet import Site, check_single_ranks
-from executors.run.spread import SpreadExecutor
+from executors.run.placements import PlacedBackend, Placements, check_single_ranks
 from executors.task.record import Placement
 
 PART = re.compile(r"(.+):([0-9]{1,6})")
@@ -59,28 +59,28 @@ def total_of(backend: str, n: int | None) -> int | None:
 
 
 def executor_of(backend: str, make: Callable[[str], ServerlessExecutor]) -> ServerlessExecutor:
-    """Return the executor of a backend, or of several as one.
+    """Return the executor of a backend, or the placements of several.
 
     Args:
-        make: returns the executor of one.
+        backend: the name of one, or several with their numbers of replicas, as in "slurm:4,modal:4".
+        make: returns the executor of one backend.
 
     Raises:
-        ValueError: the text is not one.
+        ValueError: the text names no backend, or one twice.
         BackendError: one of several cannot start single ranks.
     """
     parts = parts_of(backend)
     if len(parts) < 2:
         return make(name_of(backend))
-    sites, first = list[Site](), 0
+    places, first = list[PlacedBackend](), 0
     for name, n in parts.items():
-        executor = check_single_ranks(make(name))
-        place = Placement(**describe_executor(executor), ranks=tuple(range(first, first + n)))
-        if place.backend in {site.placement.backend for site in sites}:
+        one = check_single_ranks(as_backend(make(name)))
+        place = Placement(**describe_executor(as_executor(one)), ranks=tuple(range(first, first + n)))
+        if place.backend in {placed.placement.backend for placed in places}:
             raise ValueError(f"backend {backend!r} names {place.backend!r} twice.")
-        sites.append(Site(place, lambda executor=executor: executor))  # type: ignore[misc]
+        places.append(PlacedBackend(place, lambda one=one: one))  # type: ignore[misc]
         first += n
-    spread: Any = SpreadExecutor(lambda: sites)
-    return spread  # type: ignore[no-any-return]
+    return Placements(places)
 
 
 def options_by_part(backend: str, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

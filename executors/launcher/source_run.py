@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from executors.backend import Backend
 from executors.errors import BackendError, ReplicasError
-from executors.native import NativeExecutor
 from executors.restarts.decision_log import DecisionLog, extensions_of
 from executors.run.run_index import needed_key
 from executors.store.run_key import parse_key
 from executors.store.url import directory_of
 from executors.task.launch_request import LaunchRequest
 
-if TYPE_CHECKING:
-    from executors.protocol import ServerlessExecutor
 
-
-def check_source(request: LaunchRequest, executor: ServerlessExecutor) -> tuple[LaunchRequest, str | None]:
+def check_source(request: LaunchRequest, backend: Backend) -> tuple[LaunchRequest, str | None]:
     """Find the run that a launch starts from.
 
     Args:
         request: the launch. Without `from_run` it is returned as it is.
-        executor: what its replicas are started with.
+        backend: starts its replicas.
 
     Returns: the request, with the address of that run, which replicas find it by; and the key that proves that run,
         which is the new run's key, too. None: that run is not signed.
@@ -38,10 +33,10 @@ def check_source(request: LaunchRequest, executor: ServerlessExecutor) -> tuple[
 
     source = attach(request.settings.from_run)
     record = source.record
-    if isinstance(executor, NativeExecutor) and executor.needs_shared_rendezvous and directory_of(source.store.url):
+    if backend.needs_shared_rendezvous and directory_of(source.store.url):
         raise BackendError(
             f"Run {source.run_id!r} is in {source.store.url}, a directory that replicas on "
-            f"{executor.backend_name!r} do not see. Start from a run at a bucket, or load its model in your script: "
+            f"{backend.backend_name!r} do not see. Start from a run at a bucket, or load its model in your script: "
             f"replicas model {source.run_id} --out model.safetensors"
         )
     if request.settings.signed and record.key_id is None:

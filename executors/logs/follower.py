@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from executors.errors import BackendError, StoreError
 from executors.logs.gaps import completed
-from executors.native import Log
+from executors.logs.log import Log
 from executors.patience import FOLLOWER, Outage
 
 MAX_THREADS = 64

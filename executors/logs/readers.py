@@ -5,24 +5,14 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from executors.logs import EVERY_LINE, LIMITED, MAX_READ_BYTES, read_from, tail_lines
 from executors.logs.gaps import BREAK, come_late, goes_on, place_after
 from executors.logs.times import offset_at
-from executors.native import Log, NativeExecutor
-from executors.protocol import ServerlessExecutor
 
 LONGEST_LINE = 4 << 20  # characters; a text without a newline is cut there
 PART_BYTES = 256 * 1024
 WINDOW_LINES = 2000  # the request to an executor that can only give the last lines
-
-
-def open_log(executor: ServerlessExecutor, handle: Any) -> Log:
-    """Return the log of the attempt that a handle names. With the five verbs alone, it is the replica's log."""
-    if isinstance(executor, NativeExecutor):
-        return executor.open_log(handle)
-    return TailedLog(lambda n_lines: executor.stream_logs(handle, n_lines=n_lines))
 
 
 class LineBuffer:

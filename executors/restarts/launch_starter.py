@@ -12,9 +12,9 @@ from typing import Any
 
 from executors.attempt import INTENT, Attempt
 from executors.attempt.handles import keep_handles
+from executors.backend import Backend
 from executors.errors import MaxCostSpentError, ReplicasError, StoreError
-from executors.native import NativeExecutor
-from executors.protocol import ReplicaStatus, ServerlessExecutor
+from executors.protocol import ReplicaStatus
 from executors.settings.run_spec import RunSpec
 from executors.store import store_at
 
@@ -39,17 +39,15 @@ class LaunchStarter:
     """Starts attempts in the background. It leaves alone an attempt that another process has begun.
 
     Args:
-        executor: returns the executor of all ranks.
+        backend: the placements of the run.
         start_specs: the values that this process starts ranks with. It starts no other ranks.
         say: gets one sentence for each start that failed.
     """
 
     how = "launch"
 
-    def __init__(
-        self, executor: Callable[[], ServerlessExecutor], start_specs: Sequence[StartSpec], say: Callable[[str], None]
-    ) -> None:
-        self._executor = executor
+    def __init__(self, backend: Backend, start_specs: Sequence[StartSpec], say: Callable[[str], None]) -> None:
+        self.backend = backend
         self.free: Mapping[int, int] = {}
         """The newest attempts, by rank, whose supervisor is gone, or leaves what follows to other processes."""
         self.say = say
@@ -57,13 +55,6 @@ class LaunchStarter:
         self._busy: set[tuple[int, int]] = set()
         """The ranks and attempts that this process is starting."""
         self._again_at: dict[int, float] = {}
-
-    @property
-    def executor(self) -> NativeExecutor:
-        """The executor of all ranks."""
-        executor = self._executor()
-        assert isinstance(executor, NativeExecutor)
-        return executor
 
     def learn(self, start_specs: Sequence[StartSpec]) -> None:
         """Start the ranks of these values as well.
@@ -108,7 +99,7 @@ class LaunchStarter:
     def _start(self, start_spec: StartSpec) -> None:
         spec = start_spec.spec
         try:
-            handles = self.executor.launch_replicas(
+            handles = self.backend.launch_replicas(
                 len(spec.ranks), start_spec.entrypoint, {}, **start_spec.limits, run=spec
             )
             keep_handles(store_at(spec.store_url), spec.run_id, spec.attempt, handles)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from executors.attempt import CLAIM, Attempt, half_way
+from executors.backend import Backend, as_backend, as_executor
 from executors.errors import BackendError, LaunchError, StoreError
-from executors.native import NativeExecutor
 from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor
 from executors.restarts.decision_log import DecisionLog, blocking_order
@@ -18,13 +18,13 @@ from executors.restarts.launch_starter import StartSpec
 from executors.restarts.lease import LeaseHolder, finish_start, with_lease
 from executors.restarts.orders import order_cancel, order_resume
 from executors.run.canceller import STORE_S, end_started
-from executors.run.fleet import check_single_ranks
+from executors.run.placements import check_single_ranks
 from executors.run.removal import names_removal
 from executors.run.run_index import reference, remember_added
-from executors.run.spread import SpreadExecutor, options_to_note
 from executors.run.start_spec import (
     check_env,
     check_folder,
+    check_pickle_of,
     check_requirements,
     secrets_to_give,
     spec_of,
@@ -81,33 +81,34 @@ def add_replicas(
     """Check everything, take ranks, and start them; raises what `Run.add` does."""
     name = reference(run.run_id, run.store.url)
     check_not_removed(run.store, run.run_id, name)
-    native = check_single_ranks(get_executor(executor) if isinstance(executor, str) else check_executor(executor))
+    given = get_executor(executor) if isinstance(executor, str) else check_executor(executor)
+    backend = check_single_ranks(as_backend(given))
     task = trusted_task(run, task_digest=asked.task_digest, trust_bucket=asked.trust_bucket)
-    if task.record.code_sha256 is None or not native.ships_code:  # they get that of this folder
+    if task.record.code_sha256 is None or not backend.ships_code:  # they get that of this folder
         check_folder(run, task, f"add --n {asked.n}")
     _check_run(run)
     launched, env = task.launched_with, dict(asked.env or {})
     settings, first = launched.settings, launched.placements[0]
     check_env(run, first, env)
-    secrets = _inherited_secrets(run, native, launched) if asked.secrets is None else tuple(asked.secrets)
+    secrets = _inherited_secrets(run, backend, launched) if asked.secrets is None else tuple(asked.secrets)
     spec = replace(spec_of(run, task, detach=asked.detach), env=env, secret_names=secrets)
     spec = spec.with_settings(min_replicas=None, max_cost=None)  # an addition comes on top of the run's max_cost
-    spec = with_lease(spec, native.lease_s, detach=asked.detach)
-    timeout = asked.timeout or first.timeout_s or native.default_timeout_s
+    spec = with_lease(spec, backend.lease_s, detach=asked.detach)
+    timeout = asked.timeout or first.timeout_s or backend.default_timeout_s
     limits: Any = {"gpu": first.gpu if asked.gpu is None else asked.gpu or None, "timeout": timeout}
-    _check_start(run, native, task, asked, {**limits, "secrets": secrets})
+    _check_start(run, backend, task, asked, {**limits, "secrets": secrets})
     if task.record.code_sha256 is not None:
-        check_requirements(run, native, task)
+        check_requirements(run, backend, task)
     n_seen, is_blocked = _check_bar(run, spec.key)
     # Of a run that was launched without code for other machines, they get that of this process, now and later.
     if settings.max_cost is not None:
         limit = "" if timeout is None else f": each may run for {name_duration(timeout)}, and again after a restart"
         what = f"max_cost={settings.max_cost:g} of run {run.run_id!r}"
         print(f"replicas: {what} does not bound what is added{limit}", file=sys.stderr)
-    package = None if task.record.code_sha256 else native.package(task.record.entrypoint or len)
+    package = None if task.record.code_sha256 else backend.package(task.record.entrypoint or len)
     own_task = None if package is None else add_code(task, package)
     place = Placement(
-        **describe_executor(native),
+        **describe_executor(as_executor(backend)),
         env=tuple(sorted(env)),
         secrets=tuple(sorted(spec.secret_names)),
         gpu=limits["gpu"],
@@ -118,8 +119,8 @@ def add_replicas(
     while len(ranks) < asked.n:
         added = take_ranks(run.store, run.run_id, run.world_size, asked.n - len(ranks), place)
         with contextlib.suppress(StoreError):  # without a place for notes, a resume names these ranks
-            remember_added(run.run_id, run.store.url, added.name, options_to_note(native)[0])
-        run.fleet.add(added, native)
+            remember_added(run.run_id, run.store.url, added.name, backend.options_to_keep)
+        run.placements.add(added, backend)
         # A joiner may have claimed one just before: it has it then.
         ranks += [rank for rank in added.ranks if not Attempt(run.store, run.run_id, rank).has(CLAIM)]
     spec = with_own_task(replace(spec, ranks=tuple(ranks)), place)
@@ -130,17 +131,16 @@ def add_replicas(
         if lease.is_let_go:
             _say_that_it_goes_on(run, ranks, limits["timeout"])
     log = DecisionLog(run.store, run.run_id, key=spec.key)
-    spread = SpreadExecutor(lambda: run.fleet.sites)
     try:
         check_not_removed(run.store, run.run_id, name)  # a removal that has not seen the record of the ranks is seen
         if is_blocked and order_resume(log, dict.fromkeys(ranks, 0), n_seen) is not None:
             raise _ended_meanwhile(run)
-        handles = spread.launch_replicas(len(ranks), launched.entrypoint, {}, run=spec, tell=tell)
+        handles = run.placements.launch_replicas(len(ranks), launched.entrypoint, {}, run=spec, tell=tell)
         finish_start(lease, spec)
     except BaseException as error:
         if lease is not None:
             lease.end()
-        end_started(spread, spec, error)  # the services first, because the store may not answer
+        end_started(run.placements, spec, error)  # the services first, because the store may not answer
         cause = error
 
         def abandon() -> None:
@@ -154,14 +154,14 @@ def add_replicas(
     return Added(handles, StartSpec(spec, launched.entrypoint, limits), lease)
 
 
-def _inherited_secrets(run: Traces, executor: NativeExecutor, launched: LaunchedWith) -> tuple[str, ...]:
+def _inherited_secrets(run: Traces, backend: Backend, launched: LaunchedWith) -> tuple[str, ...]:
     """Return the secrets of the launch, which are names at its backends and say nothing at another."""
     first = launched.placements[0]
-    if executor.backend_name in (backends := [place.backend for place in launched.placements]):
+    if backend.backend_name in (backends := [place.backend for place in launched.placements]):
         return secrets_to_give(run, first, ())
     if first.secrets:
         print(
-            f"replicas: what is added on {executor.backend_name!r} gets none of the launch's secrets, which are of "
+            f"replicas: what is added on {backend.backend_name!r} gets none of the launch's secrets, which are of "
             f"{' and '.join(map(repr, backends))}: {', '.join(first.secrets)}. Name its own: --secret, or secrets=.",
             file=sys.stderr,
         )
@@ -194,12 +194,12 @@ def _say_that_it_goes_on(run: Traces, ranks: Sequence[int], timeout_s: float | N
 
 def _check_run(run: Traces) -> None:
     """Raises: BackendError, ValueError, StoreError: nothing can be added to the run."""
-    for site in run.fleet.sites:
-        executor = None
-        with contextlib.suppress(BackendError):  # it need not be to be had here
-            executor = site.executor
-        if executor is not None:
-            check_single_ranks(executor)
+    for placed in run.placements.placed:
+        backend = None
+        with contextlib.suppress(BackendError):  # the backends of other ranks need not be installed on this machine
+            backend = placed.backend
+        if backend is not None:
+            check_single_ranks(backend)
     if exists(run.store, f"{run.run_id}/abort.json"):
         raise StoreError(f"Run {run.run_id!r} was aborted, which is final. Launch a new one.", url=run.store.url)
     try:
@@ -207,7 +207,7 @@ def _check_run(run: Traces) -> None:
         ended = now.counts if now.is_terminal else ""
         has_failed = any(state.status is not ReplicaStatus.SUCCEEDED for state in now.replicas)
     except BackendError:  # of its replicas the store tells
-        attempts = (Attempt(run.store, run.run_id, rank).newest() for rank in run.fleet.ranks)
+        attempts = (Attempt(run.store, run.run_id, rank).newest() for rank in run.placements.ranks)
         has_failed, ended = True, "all have ended" if all(each.outcome() is not None for each in attempts) else ""
     if ended:
         name = reference(run.run_id, run.store.url)
@@ -217,21 +217,19 @@ def _check_run(run: Traces) -> None:
         raise ValueError(f"Run {run.run_id!r} has ended ({ended}), so no replica can join it. {how}")
 
 
-def _check_start(
-    run: Traces, executor: NativeExecutor, task: StoredTask, asked: Addition, terms: Mapping[str, Any]
-) -> None:
+def _check_start(run: Traces, backend: Backend, task: StoredTask, asked: Addition, terms: Mapping[str, Any]) -> None:
     """Refuse what cannot work, before anything is written, started or paid for."""
-    name, store = executor.backend_name, run.store
-    if executor.needs_shared_rendezvous and directory_of(store.url) is not None:
+    name, store = backend.backend_name, run.store
+    if backend.needs_shared_rendezvous and directory_of(store.url) is not None:
         raise BackendError(
             f"Run {run.run_id!r} meets in {store.url}, a directory that replicas on {name!r} do not see. Only a run "
             "that was launched with a rendezvous that all reach can have replicas there: --rendezvous s3://BUCKET/…"
         )
-    task.check_python(executor)
+    check_pickle_of(task, backend)
     entrypoint = task.record.entrypoint or len  # what was pickled is not loaded here
     args = dict(task.record.args or {}) | dict.fromkeys(task.record.arg_texts, "") if task.record.entrypoint else {}
     with _noting_what_is_inherited(asked, terms):
-        executor.check_launch(asked.n, entrypoint, args, **terms)
+        backend.check_launch(asked.n, entrypoint, args, **terms)
 
 
 def _check_bar(run: Traces, key: str | None) -> tuple[int, bool]:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from executors.backend import Backend, JobsOfRun
 from executors.errors import (
     BackendError,
     CorruptObjectError,
@@ -15,7 +16,6 @@ from executors.errors import (
     RunNotFoundError,
     StoreError,
 )
-from executors.native import EndsJobs, JobsOfRun, NativeExecutor
 from executors.protocol import BY_USER, STOPPED, ReplicaStatus
 from executors.restarts.decision_log import DecisionLog, is_blocked
 from executors.restarts.orders import order_cancel, order_stop
@@ -98,7 +98,7 @@ class Canceller:
         """End replicas at their services, and in the store."""
         self.is_store_silent = self.was_ended_without_store = False
         self.n_withdrawn = 0
-        executor, url = self._observer.executor(), self._observer.store.url
+        placements, url = self._observer.placements, self._observer.store.url
 
         def order(marks: bool) -> Sequence[ReplicaState]:
             if blocks:
@@ -109,7 +109,7 @@ class Canceller:
                 self._observer.map(lambda rank: self._observer.attempt(rank).request_cancel(why), living)
             return seen
 
-        if not isinstance(executor, EndsJobs):
+        if not placements.ends_jobs:
             self._end(order(marks=False), why)
             return
         (asked,) = in_threads(order, [True], 1)
@@ -119,7 +119,7 @@ class Canceller:
         over = frozenset(state.rank for state in seen or () if state.status.is_terminal)
         asked_for = None if ranks is None else tuple(ranks)
         jobs = JobsOfRun(self._observer.run_id, url, self._launched_at(), asked_for, over)
-        told = executor.end_jobs(jobs, self._tell)
+        told = placements.end_jobs(jobs, self._tell)
         if seen and all(state.status.is_terminal for state in seen):
             self.n_withdrawn = told.n_ended
         try:
@@ -140,7 +140,7 @@ class Canceller:
 
     def _end(self, seen: Sequence[ReplicaState], why: str, ended: Collection[tuple[int, int]] = ()) -> None:
         """End what still runs, but for attempts (a rank and a number each) whose jobs have been ended already."""
-        observer, executor = self._observer, self._observer.executor
+        observer, placements = self._observer, self._observer.placements
         states = [state for state in seen if not state.status.is_terminal and (state.rank, state.attempt) not in ended]
         alive = [state.rank for state in states if not state.is_over]
 
@@ -156,7 +156,7 @@ class Canceller:
         launched = [r for r, handle in found.items() if handle is not None and r not in unclear]
         for r in (r for r, handle in found.items() if handle is None):
             attempt = observer.attempt(r)
-            if not isinstance(executor(), NativeExecutor):
+            if not placements.knows_attempts:
                 raise RunNotFoundError(
                     f"Run {observer.run_id!r}: backend {observer.backend(r)!r} left no handle that another process can "
                     "read. Cancel it in the process that launched it."
@@ -168,7 +168,7 @@ class Canceller:
 
         def end(rank: int) -> ReplicasError | OSError | None:
             try:
-                executor().cancel(observer.handle(rank))
+                placements.cancel(observer.handle(rank))
             except (ReplicasError, OSError) as error:
                 return error
             return None
@@ -209,21 +209,21 @@ class Canceller:
         return states
 
 
-def end_started(executor: object, spec: RunSpec, error: BaseException) -> None:
+def end_started(backend: Backend, spec: RunSpec, error: BaseException) -> None:
     """End what a start has begun that fails half-way, at its services: no store is asked.
 
-    An executor that refused a replica has ended the others itself.
+    A backend that refused a replica has ended the others itself.
 
     Args:
-        executor: what started the replicas.
+        backend: what started the replicas.
         spec: the run, and which of its ranks were being started.
         error: why the start failed.
 
     Example:
-        end_started(executor, spec, KeyboardInterrupt())
+        end_started(placements, spec, KeyboardInterrupt())
     """
-    if isinstance(executor, EndsJobs) and not isinstance(error, LaunchError):
-        told = executor.end_jobs(JobsOfRun(spec.run_id, spec.store_url, spec.launched_at, spec.ranks), _say)
+    if backend.ends_jobs and not isinstance(error, LaunchError):
+        told = backend.end_jobs(JobsOfRun(spec.run_id, spec.store_url, spec.launched_at, spec.ranks), _say)
         if not told.is_complete:
             _say(told.what_is_left)
 

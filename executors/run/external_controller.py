@@ -12,17 +12,16 @@ from dataclasses import replace
 from typing import Any
 
 from executors.attempt import CLAIM, OUTCOME, TOLD_BY_SERVICES, Attempt
+from executors.backend import PendingReplica, SupervisorStatus
 from executors.errors import BackendError, StoreError
-from executors.native import Parent, Unfinished
 from executors.protocol import Outcome, ReplicaStatus
 from executors.restarts.controller import LEAVE_S, RestartContext, RestartController, RunSnapshot, spare_starter
 from executors.restarts.decision_log import Decision, DecisionLog, answer_to, is_blocked
 from executors.restarts.launch_starter import LaunchStarter
 from executors.restarts.orders import ASKED, order_cancel, stop_reason
 from executors.restarts.rules import is_own
-from executors.run.fleet import check_single_ranks, parents_of
 from executors.run.observer import Observer
-from executors.run.spread import SpreadExecutor
+from executors.run.placements import known_supervisors
 from executors.settings.policy import ONLY_PREEMPTED, Restarts
 from executors.status import ReplicaState
 
@@ -53,7 +52,7 @@ class ExternalController:
         policy, places = Restarts.of(record.settings.restarts), record.places
         context = RestartContext(policy, record.world_size, record.created_at, record.settings.min_replicas, places)
         self._controller = RestartController(log, context, starter=starter, spare=self._spare)
-        self._gone: dict[tuple[int, int], Parent] = {}
+        self._gone: dict[tuple[int, int], SupervisorStatus] = {}
         self._seen_at: dict[tuple[int, int], float] = {}
         self._problem = ""
         self._stops_seen_at: dict[str, float] = {}
@@ -101,45 +100,45 @@ class ExternalController:
         failed = [
             end for end in ends.values() if end.status is ReplicaStatus.FAILED and newest[end.rank] == end.attempt
         ]
-        parents = self._parents(failed)
+        supervisors = self._supervisors(failed)
         ours = [end for end in failed if self._may_start(end.rank)]
-        left = {end.rank: self._left_s(end, parents[end.rank]) for end in ours}
+        left = {end.rank: self._left_s(end, supervisors[end.rank]) for end in ours}
         self.starter.free = {end.rank: end.attempt for end in ours if left[end.rank] <= 0.0}
         for end in failed:
-            ends[end.rank] = self._as_its_service_says(end, parents[end.rank])
+            ends[end.rank] = self._as_its_service_says(end, supervisors[end.rank])
         wait_s = self._controller.keep(RunSnapshot(newest, ends, self._has_progress(failed, states)))
         self._finish_stop(newest.keys() - ends.keys())
         waits = [math.inf if wait_s is None else wait_s, *(left_s for left_s in left.values() if left_s > 0.0)]
         return min(waits) if min(waits) < math.inf else None
 
-    def _parents(self, failed: Sequence[Outcome]) -> Mapping[int, Parent]:
-        """Ask whether the supervisors of ranks live, but of those that are known to be gone."""
+    def _supervisors(self, failed: Sequence[Outcome]) -> Mapping[int, SupervisorStatus]:
+        """Return the state of the supervisors of ranks; one that is known to be gone is not asked for again."""
         asked = [end for end in failed if (end.rank, end.attempt) not in self._gone]
         handles = dict(zip((end.rank for end in asked), self._observer.map(self._handle_of, asked), strict=True))
-        found = {rank: handle for rank, handle in handles.items() if isinstance(handle, Parent)}
+        found = {rank: handle for rank, handle in handles.items() if isinstance(handle, SupervisorStatus)}
         ours = [end for end in asked if handles[end.rank] is not None and end.rank not in found]
-        replicas = [Unfinished(handles[end.rank], end.attempt) for end in ours]
-        told = parents_of(self.starter.executor, replicas) if ours else []
-        found.update({end.rank: parent for end, parent in zip(ours, told, strict=True)})
+        replicas = [PendingReplica(handles[end.rank], end.attempt) for end in ours]
+        told = known_supervisors(self.starter.backend, replicas) if ours else []
+        found.update({end.rank: supervisor for end, supervisor in zip(ours, told, strict=True)})
         for end in asked:
-            parent = found.setdefault(end.rank, Parent(is_alive=False))
-            if not parent.is_alive:
-                self._gone[end.rank, end.attempt] = parent
+            supervisor = found.setdefault(end.rank, SupervisorStatus(is_alive=False))
+            if not supervisor.is_alive:
+                self._gone[end.rank, end.attempt] = supervisor
         return {end.rank: self._gone.get((end.rank, end.attempt)) or found[end.rank] for end in failed}
 
     def _handle_of(self, end: Outcome) -> Any:
-        """Return a rank's handle, None: it has none; or where that cannot be found out now, a supervisor that lives."""
+        """Return a rank's handle; None if it has none; SupervisorStatus(is_alive=True) if the backend cannot say."""
         try:
             return self._observer.handle(end.rank, insists=True)
         except BackendError:
-            return Parent(is_alive=True)
+            return SupervisorStatus(is_alive=True)
 
-    def _left_s(self, end: Outcome, parent: Parent) -> float:
+    def _left_s(self, end: Outcome, supervisor: SupervisorStatus) -> float:
         """Return how long an end, or what its answer starts, is still left to somebody nearer.
 
         By this process's own clock since it saw the end, whose `finished_at` is by another.
         """
-        if not parent.is_alive:
+        if not supervisor.is_alive:
             return 0.0
         answer = answer_to(self.log.entries, end.rank, end.attempt)
         if answer is not None:
@@ -156,23 +155,22 @@ class ExternalController:
             spare, how = Attempt(log.store, log.run_id, number, is_spare=True), spare_starter(number)
             if how in used or not spare.has(CLAIM) or spare.has(OUTCOME):
                 continue
-            handle, executor = spare.handle(self._record.backend), self.starter.executor
-            if isinstance(executor, SpreadExecutor):  # ranks were added since; spares are where the run was launched
-                executor = check_single_ranks(executor.of(0))
-            if handle is not None and executor.parents([Unfinished(handle, 0)])[0].is_alive:
+            handle = spare.handle(self._record.backend)
+            backend = self._observer.placements.at(0).backend  # spares are where the run was launched
+            if handle is not None and backend.supervisors([PendingReplica(handle, 0)])[0].is_alive:
                 return how
         return None
 
-    def _as_its_service_says(self, end: Outcome, parent: Parent) -> Outcome:
+    def _as_its_service_says(self, end: Outcome, supervisor: SupervisorStatus) -> Outcome:
         """Return an end with the reason that only the service knows: a container hears no more than a signal."""
-        if not end.notice or parent.is_alive or parent.reason is None:
+        if not end.notice or supervisor.is_alive or supervisor.reason is None:
             return end
-        if parent.reason == "cancelled" and not is_blocked(self.log.entries, end.rank):
+        if supervisor.reason == "cancelled" and not is_blocked(self.log.entries, end.rank):
             order_cancel(self.log, [end.rank], f"cancelled at the backend {self._observer.backend(end.rank)!r}")
-        if parent.reason not in TOLD_BY_SERVICES:
+        if supervisor.reason not in TOLD_BY_SERVICES:
             return end
-        self._observer.attempt(end.rank).at(end.attempt).note_why(parent.reason, parent.error)
-        return replace(end, reason=parent.reason)
+        self._observer.attempt(end.rank).at(end.attempt).note_why(supervisor.reason, supervisor.error)
+        return replace(end, reason=supervisor.reason)
 
     def _has_progress(self, failed: Sequence[Outcome], states: Sequence[ReplicaState]) -> bool:
         """Return whether any replica has reported anything; it matters to ends that are nobody else's doing alone."""

@@ -30,7 +30,7 @@ from executors.run.run_index import (
     locate,
     noted_at,
 )
-from executors.run.spread import SpreadExecutor
+from executors.run.run_placements import executors_in
 from executors.store import Store
 from executors.store.parallel import at_store, in_parallel
 from executors.store.protocol import FolderStore
@@ -86,7 +86,6 @@ def attach(
             f"No run {run_id!r} is known on this machine.{did_you_mean(run_id, known_run_ids())} For a run that was "
             f"launched elsewhere give its address, as in 's3://BUCKET/PREFIX/{run_id}'."
         )
-    given: Sequence[Any] = [executor]
     if isinstance(executor, list | tuple):
         given = [check_executor(each) for each in executor]
         (backend, n), *_ = Counter(each.backend_name for each in given).most_common(1) or [("", 0)]
@@ -99,9 +98,7 @@ def attach(
     found = Run(existing_store(url), run_id, executor=executor)
     # Whoever needs the record gets the error. Both kinds of runs can be removed.
     with contextlib.suppress(CorruptObjectError, RunBeingRemovedError):
-        if isinstance(executor, SpreadExecutor):
-            given = [each for _, each in executor.parts]
-        for each in given:
+        for each in [None] if executor is None else executors_in(executor):
             placement = _placement_for(found, each)
             if each is not None:
                 check_backend_of(placement, executor_class(each) if isinstance(each, str) else each)
@@ -115,8 +112,8 @@ def _placement_for(run: Run, named: str | ServerlessExecutor | None) -> Placemen
         return launched[0]
     backend = getattr(executor_class(named) if isinstance(named, str) else named, "backend_name", None)
     if all(place.backend != backend for place in launched):
-        run.fleet.read_added()
-    places = (site.placement for site in run.fleet.sites)
+        run.placements.read_added()
+    places = (placed.placement for placed in run.placements.placed)
     return next((place for place in places if place.backend == backend), launched[0])
 
 

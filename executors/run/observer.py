@@ -14,17 +14,17 @@ from typing import Any, TypeVar
 from executors.attempt import Attempt
 from executors.attempt.handles import kept_handles
 from executors.attempt.pauses import pauses
+from executors.backend import Observation, PendingReplica, SupervisorStatus
 from executors.errors import BackendError, CorruptObjectError, StoreError, UnknownHandleError, UnwritableStoreError
-from executors.native import NativeExecutor, Observation, Parent, Unfinished
 from executors.process import has_ended
-from executors.protocol import REASONS, Outcome, ReplicaStatus, ServerlessExecutor, as_status
+from executors.protocol import REASONS, Outcome, ReplicaStatus, as_status
 from executors.restarts.decision_log import Decision, DecisionLog
 from executors.restarts.lease import has_lease_ended
 from executors.restarts.restart_view import RestartView
-from executors.run.fleet import Fleet
 from executors.run.heartbeats import Heartbeats
 from executors.run.installations import Installations
 from executors.run.run_index import reference
+from executors.run.run_placements import RunPlacements
 from executors.run.service_reasons import ServiceReasons
 from executors.status import INSTALLING, ReplicaState, RunStatus, name_ranks
 from executors.store import Store
@@ -46,8 +46,7 @@ class Observer:
     """What one process has seen of a run's replicas. A terminal status stays until a newer attempt is found.
 
     Args:
-        fleet: where the replicas are.
-        executor: returns the executor of all of them; not called while no replica needs it.
+        placements: which backend has which rank.
         handles: those of the launch, in rank order. None: they are read from the store.
     """
 
@@ -56,15 +55,13 @@ class Observer:
         store: Store,
         run_id: str,
         record: RunRecord,
-        fleet: Fleet,
-        executor: Callable[[], ServerlessExecutor],
+        placements: RunPlacements,
         handles: Sequence[Any] | None = None,
     ) -> None:
         self.store = store
         self.run_id = run_id
         self.record = record
-        self._fleet = fleet
-        self.executor = executor
+        self.placements = placements
         self._ranks: Sequence[int] = range(record.world_size)
         self.is_near = is_near(store.url)
         self._inventory = Inventory()
@@ -103,7 +100,7 @@ class Observer:
 
     def backend(self, rank: int) -> str:
         """Name the backend that a rank is on."""
-        return self._fleet.backend(rank)
+        return self.placements.name_at(rank)
 
     def pauses(self) -> Iterator[float]:
         """Yield the seconds to wait between one look and the next: a far store's requests cost."""
@@ -131,9 +128,9 @@ class Observer:
         launcher = self.record.launcher
         if self._inventory.records or launcher is None or not has_ended(launcher):
             return False
-        # Other executors have started a replica before they leave a record of it.
+        # Other backends have started a replica before a record of it exists.
         with contextlib.suppress(BackendError):
-            return isinstance(self.executor(), NativeExecutor)
+            return self.placements.knows_attempts
         return False
 
     def _never_started(self, state: ReplicaState) -> ReplicaState:
@@ -152,7 +149,7 @@ class Observer:
         record, restarts = self.record, self._restarts
         return RunStatus(
             self.run_id,
-            self._fleet.backends,
+            self.placements.backend_name,
             states,
             self.count_joined(),
             record.settings.min_replicas,
@@ -173,7 +170,7 @@ class Observer:
         if resumed := self._restarts.about_to_start({rank: self._inventory.newest(rank) for rank in self.ranks}):
             return f"{name_ranks(resumed)} being resumed"
         now = time.time()
-        for added in self._fleet.additions():
+        for added in self.placements.additions():
             is_begun = {*added.ranks} & {rank for rank, _, _ in self._inventory.records}
             if not is_begun and -ADDING_S <= now - added.added_at <= ADDING_S and not added.is_orphaned:
                 return f"{name_ranks(added.ranks)} being added"
@@ -225,8 +222,8 @@ class Observer:
 
     def has_keeper(self, rank: int) -> bool:
         """Whether the supervisor of a rank lives, as far as its executor can tell."""
-        parent = self._parent(rank)
-        return parent is not None and parent.is_alive
+        supervisor = self._supervisor(rank)
+        return supervisor is not None and supervisor.is_alive
 
     def has_ended_with_launcher(self, rank: int) -> bool:
         """Return True if the supervisor of a rank and the launcher of its attached run are known to have ended.
@@ -241,10 +238,10 @@ class Observer:
         Example:
             observer.has_ended_with_launcher(0)
         """
-        parent = None if self.is_kept_here else self._parent(rank)
-        if parent is None or parent.is_alive:
+        supervisor = None if self.is_kept_here else self._supervisor(rank)
+        if supervisor is None or supervisor.is_alive:
             return False
-        return parent.launcher_is_gone or self._has_lease_ended()
+        return supervisor.launcher_is_gone or self._has_lease_ended()
 
     def _has_lease_ended(self) -> bool:
         """Return True if no process renews the lease of an attached run. The store is asked every few seconds."""
@@ -257,12 +254,11 @@ class Observer:
             self._lease_read_at = now
         return self._lease_ended
 
-    def _parent(self, rank: int) -> Parent | None:
-        """Ask for the supervisor of a rank; None where its executor cannot tell."""
+    def _supervisor(self, rank: int) -> SupervisorStatus | None:
+        """Return the state of the supervisor of a rank. None: the backend cannot say."""
         with contextlib.suppress(BackendError, CorruptObjectError, UnknownHandleError):
-            executor, handle = self.executor(), self.handle(rank)
-            if isinstance(executor, NativeExecutor) and handle is not None:
-                return executor.parents([Unfinished(handle, self.attempt(rank).number)])[0]
+            if (handle := self.handle(rank)) is not None:
+                return self.placements.supervisors([PendingReplica(handle, self.attempt(rank).number)])[0]
         return None
 
     def _ends(self) -> dict[int, Outcome]:
@@ -283,7 +279,7 @@ class Observer:
     def _look(self, asked: Sequence[int] | None) -> list[ReplicaState]:
         ranks = self._read(asked)
         ends = [end for rank in ranks if (end := self.outcome(rank)) is not None]
-        for end in self.reasons.ask(ends, self.executor, self.handle):
+        for end in self.reasons.ask(ends, self.placements, self.handle):
             self._keep_outcome(self.attempt(end.rank).at(end.attempt))
         waiting = [rank for rank in ranks if self.outcome(rank) is None]
         handles = dict(zip(waiting, self._newest_handles(waiting), strict=True))
@@ -324,8 +320,8 @@ class Observer:
                 self._inventory |= found
                 added = self._inventory.added(self.record.world_size)
                 if added:
-                    self._fleet.learn(added)
-                    placed = {*self._fleet.ranks}
+                    self.placements.learn(added)
+                    placed = {*self.placements.ranks}
                     self._ranks = [*range(self.record.world_size), *(rank for rank in added if rank in placed)]
             self._updated_at = time.monotonic()
 
@@ -384,7 +380,7 @@ class Observer:
         missing = [rank for rank in ranks if self.outcome(rank) is None and self.problem(rank) is None]
         # A rank that was never started has no handle, and no backend knows anything of it.
         handles = {rank: handle for rank in missing if (handle := self.handle(rank)) is not None}
-        rows = self.executor().collect([*handles.values()]) if handles else []
+        rows = self.placements.collect([*handles.values()]) if handles else []
         for rank, row in zip(handles, rows, strict=True):
             if as_status(row.get("status")).is_terminal:
                 self._outcomes[rank] = self._of_row(self.attempt(rank), row)
@@ -441,9 +437,8 @@ class Observer:
             return self._handles.get(rank, (None, None))[1]
         attempt = self.attempt(rank).at(launched)
         found = self._launches.get(launched, {}).get(rank) or attempt.handle(self.backend(rank))
-        executor = self.executor() if found is None else None
-        if isinstance(executor, NativeExecutor):
-            found = executor.find_handle(attempt.announced(self.backend(rank)), insists=insists)
+        if found is None:
+            found = self.placements.find_handle(attempt.announced(self.backend(rank)), insists=insists)
             if found is None and (outcome := attempt.outcome()):  # it was found that it was never started
                 self._outcomes[rank] = outcome
         self._handles[rank] = (launched, found)
@@ -453,12 +448,9 @@ class Observer:
         self, newest: Mapping[int, Attempt], handles: Mapping[int, Any]
     ) -> dict[int, tuple[ReplicaStatus | None, str]]:
         """Return the status of each replica, where the backend says it, and in a few words what it waits for."""
-        executor = self.executor()
-        if not isinstance(executor, NativeExecutor):
-            polled = self.map(lambda rank: as_status(executor.poll(handles[rank])), newest)
-            return {rank: (status, "") for rank, status in zip(newest, polled, strict=True)}
+        replicas = [PendingReplica(handles[rank], attempt.number) for rank, attempt in newest.items()]
         try:
-            found = executor.observe([Unfinished(handles[rank], attempt.number) for rank, attempt in newest.items()])
+            found = self.placements.observe(replicas)
         except (CorruptObjectError, UnknownHandleError, UnwritableStoreError) as error:
             if len(newest) > 1:  # whose handle or end it is, is found out by asking for each
                 each_alone = (self._ask_backend({rank: attempt}, handles) for rank, attempt in newest.items())
@@ -472,7 +464,7 @@ class Observer:
 
     def _note(self, rank: int, observation: Observation) -> tuple[ReplicaStatus | None, str]:
         if observation.outcome is None:
-            return None, observation.doing
+            return observation.status, observation.doing
         self._outcomes[rank] = observation.outcome
         return observation.outcome.status, ""
 
@@ -498,8 +490,8 @@ class Observer:
         return found
 
     def _record_for(self, attempt: Attempt, reported: ReplicaStatus | None) -> Outcome:
-        """Write the outcome that a third-party executor's replica could not."""
-        (row,) = self.executor().collect([self.handle(attempt.rank)], timeout=0)
+        """Write the outcome of a replica whose backend records none."""
+        (row,) = self.placements.collect([self.handle(attempt.rank)], timeout=0)
         if reported is not ReplicaStatus.CANCELLED and row.get("reason") not in REASONS:
             return attempt.record_lost(f"{self.backend(attempt.rank)} reports it {reported}")
         return attempt.record(self._of_row(attempt, {**row, "status": reported}))

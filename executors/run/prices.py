@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+from executors.backend import Backend
 from executors.errors import BackendError
-from executors.native import KnowsPrices
-from executors.protocol import ServerlessExecutor
 
 
-def usd_per_hour(executor: ServerlessExecutor, n: int, gpu: str | None) -> float | None:
-    """Return what an hour of `n` replicas costs in US dollars; None: nobody tells."""
-    price = executor.price_per_hour(gpu) if isinstance(executor, KnowsPrices) else None
+def usd_per_hour(backend: Backend, n: int, gpu: str | None) -> float | None:
+    """Return what an hour of `n` replicas costs in US dollars. None: the backend does not say.
+
+    Args:
+        backend: the backend of all replicas.
+        n: how many replicas.
+        gpu: the GPU of each. None: no GPU.
+
+    Example:
+        usd_per_hour(backend, 8, "H100")
+    """
+    price = backend.price_per_hour(gpu)
     return None if price is None else price * n
 
 
-def affordable_s(executor: ServerlessExecutor, n: int, gpu: str | None, max_cost: float) -> float:
+def affordable_s(backend: Backend, n: int, gpu: str | None, max_cost: float) -> float:
     """Return for how many seconds `n` replicas may run.
 
+    Args:
+        backend: the backend of all replicas.
+        n: how many replicas.
+        gpu: the GPU of each. None: no GPU.
+        max_cost: US dollars that all replicas may cost together.
+
     Raises:
-        BackendError: nobody tells what they cost.
+        BackendError: the backend does not say what they cost.
+
+    Example:
+        affordable_s(backend, 8, "H100", 20.0)
     """
-    price = usd_per_hour(executor, n, gpu)
+    price = usd_per_hour(backend, n, gpu)
     if not price:
         raise BackendError(
-            f"Backend {executor.backend_name!r} tells no price for this, so it cannot keep max_cost={max_cost:g}. "
+            f"Backend {backend.backend_name!r} tells no price for this, so it cannot keep max_cost={max_cost:g}. "
             "Limit the time instead: timeout= or --timeout."
         )
     return max_cost / price * 3600

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Concatenate, ParamSpec, TypeVar
 
+from executors.backend import Backend, JobsLeft, JobsOfRun
 from executors.errors import (
     BackendError,
     CorruptObjectError,
@@ -23,13 +24,11 @@ from executors.errors import (
     UnknownHandleError,
     UnwritableStoreError,
 )
-from executors.native import EndsJobs, JobsLeft, JobsOfRun, LeavesFiles, ListsJobs, MayBeQueued
 from executors.patience import GLANCE
-from executors.protocol import ServerlessExecutor
 from executors.run.job_notes import noted_jobs
 from executors.run.run_index import folder_of_run, forget, is_state_dir, local_store, reference
 from executors.run.traces import Traces
-from executors.run.without_store import executors_of
+from executors.run.without_store import backends_of
 from executors.store import Store
 from executors.store.parallel import at_store
 from executors.store.records import exists
@@ -65,15 +64,15 @@ def remove(run: Traces, tell: Callable[[str], None]) -> None:
         StoreError: something is left, or the store does not answer.
     """
     if _is_deleting(run):
-        remove_files(run, executors_here(run))
+        remove_files(run, backends_here(run))
         remove_run(run.store, run.run_id, tell)
         return
     removal = Removal.new()
     # The record comes before the look: a resume that this look does not see will see the record.
     has_mark = _write(run.store, run.run_id, removal)
     try:
-        has_ended, executors = _check_ended(run), executors_here(run)
-        end_jobs_left(run, executors, may_end=has_ended)
+        has_ended, backends = _check_ended(run), backends_here(run)
+        end_jobs_left(run, backends, may_end=has_ended)
     except BaseException:
         _withdraw(run.store, run.run_id, removal)
         raise
@@ -87,7 +86,7 @@ def remove(run: Traces, tell: Callable[[str], None]) -> None:
             _mark_everywhere(run.store, run.run_id, removal)
             _check_ended(run)
 
-    remove_files(run, executors)
+    remove_files(run, backends)
     remove_run(run.store, run.run_id, tell, before_ends=mark_late)
 
 
@@ -198,12 +197,12 @@ def _withdraw(store: Store, run_id: str, removal: Removal) -> None:
             store.delete(removal_key(run_id))
 
 
-def end_jobs_left(run: Traces, executors: Sequence[ServerlessExecutor], *, may_end: bool) -> None:
+def end_jobs_left(run: Traces, backends: Sequence[Backend], *, may_end: bool) -> None:
     """End the jobs of an ended run that their service still lists: after the removal no record would name them.
 
     Args:
         run: the run.
-        executors: the executors to ask.
+        backends: the backends to ask.
         may_end: True if every replica is known to have ended. False: a job that is listed refuses the removal.
 
     Raises:
@@ -211,9 +210,9 @@ def end_jobs_left(run: Traces, executors: Sequence[ServerlessExecutor], *, may_e
         BackendError: a service did not end some. The message says how to end them.
 
     Example:
-        end_jobs_left(run, executors_here(run), may_end=True)
+        end_jobs_left(run, backends_here(run), may_end=True)
     """
-    for executor, left in _jobs_left(run, executors):
+    for backend, left in _jobs_left(run, backends):
         jobs = f"{left.n} job{'s' * (left.n != 1)}"
         if not may_end:
             raise RunExistsError(
@@ -221,52 +220,49 @@ def end_jobs_left(run: Traces, executors: Sequence[ServerlessExecutor], *, may_e
                 f"them first: `replicas cancel {reference(run.run_id, run.store.url)}`, or {left.commands}"
             )
         _say(f"{jobs} of run {run.run_id} had not ended at {left.service}: ending them")
-        if isinstance(executor, EndsJobs):
-            told = executor.end_jobs(_jobs_of(run), _say)
-            if not told.is_complete:
-                raise BackendError(told.what_is_left)
+        told = backend.end_jobs(_jobs_of(run), _say)
+        if not told.is_complete:
+            raise BackendError(told.what_is_left)
 
 
-def _jobs_left(run: Traces, executors: Sequence[ServerlessExecutor]) -> Iterator[tuple[ServerlessExecutor, JobsLeft]]:
-    """Yield the executors whose services still list jobs of a run; say which services cannot be asked."""
-    for executor in executors:
-        if not isinstance(executor, ListsJobs):
-            continue
+def _jobs_left(run: Traces, backends: Sequence[Backend]) -> Iterator[tuple[Backend, JobsLeft]]:
+    """Yield the backends whose services still list jobs of a run; say which services cannot be asked."""
+    for backend in backends:
         try:
-            left = executor.jobs_left(_jobs_of(run))
+            left = backend.jobs_left(_jobs_of(run))
         except BackendError as error:
             # The run is removed all the same: an account that is closed would keep it for ever. But the notes of its
             # jobs are deleted as well, so no later command can name the jobs.
-            commands = executor.commands_to_end(run.run_id) if isinstance(executor, EndsJobs) else ""
+            commands = backend.commands_to_end(run.run_id)
             look = f" Look for them yourself: {commands}" if commands else ""
-            _say(f"whether jobs of run {run.run_id} still run on {executor.backend_name!r} is not known: {error}{look}")
+            _say(f"whether jobs of run {run.run_id} still run on {backend.backend_name!r} is not known: {error}{look}")
         else:
             if left.n:
-                yield executor, left
+                yield backend, left
 
 
-def executors_here(run: Traces) -> list[ServerlessExecutor]:
-    """Return the executors of a run that are available here, by its records or else by this machine's notes.
+def backends_here(run: Traces) -> list[Backend]:
+    """Return the backends of a run that are installed here, by its records or else by this machine's notes.
 
     Args:
         run: the run.
 
     Example:
-        executors_here(attach("brave-otter-7f3a"))
+        backends_here(attach("brave-otter-7f3a"))
     """
-    found: list[ServerlessExecutor] = []
+    found: list[Backend] = []
     try:
-        run.fleet.read_added()
-        sites = run.fleet.sites
+        run.placements.read_added()
+        places = run.placements.placed
     except ReplicasError:  # the user's word, or what this machine noted of the jobs that it started
         with contextlib.suppress(BackendError, ValueError):
-            return list(run.fleet.given) or executors_of(noted_jobs(run.run_id, run.store.url))
+            return list(run.placements.given) or backends_of(noted_jobs(run.run_id, run.store.url))
         return []
-    for site in sites:
+    for placed in places:
         try:
-            found.append(site.executor)
+            found.append(placed.backend)
         except BackendError as error:
-            _say(f"jobs and files of run {run.run_id} on {site.placement.backend!r} are not looked for: {error}")
+            _say(f"jobs and files of run {run.run_id} on {placed.placement.backend!r} are not looked for: {error}")
     return list(dict.fromkeys(found))
 
 
@@ -286,23 +282,23 @@ def _say(words: str) -> None:
     print(f"replicas: {words}", file=sys.stderr)
 
 
-def remove_files(run: Traces, executors: Sequence[ServerlessExecutor]) -> None:
+def remove_files(run: Traces, backends: Sequence[Backend]) -> None:
     """Delete what replicas left outside the store. A service that cannot be asked is named on stderr.
 
     Args:
         run: the run.
-        executors: the executors to ask.
+        backends: the backends to ask.
 
     Example:
-        remove_files(run, executors_here(run))
+        remove_files(run, backends_here(run))
     """
-    launched_at = _launched_at(run)
-    for executor in executors:
-        if isinstance(executor, LeavesFiles) and launched_at is not None:
-            try:
-                executor.remove_files(run.store.url, run.run_id, launched_at)
-            except BackendError as error:
-                _say(f"jobs and files of run {run.run_id} on {executor.backend_name!r} were not deleted: {error}")
+    if (launched_at := _launched_at(run)) is None:
+        return
+    for backend in backends:
+        try:
+            backend.remove_files(run.store.url, run.run_id, launched_at)
+        except BackendError as error:
+            _say(f"jobs and files of run {run.run_id} on {backend.backend_name!r} were not deleted: {error}")
 
 
 def withdraw_jobs(run: Traces) -> int:
@@ -314,11 +310,8 @@ def withdraw_jobs(run: Traces) -> int:
     Raises:
         BackendError: a service refuses, or does not answer.
     """
-    n = 0
-    for site in run.fleet.sites:
-        if isinstance(site.executor, MayBeQueued):
-            n += site.executor.withdraw_jobs(run.store.url, run.run_id, run.record.created_at)
-    return n
+    asked = run.store.url, run.run_id, run.record.created_at
+    return sum(placed.backend.withdraw_jobs(*asked) for placed in run.placements.placed)
 
 
 def remove_run(

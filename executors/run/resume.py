@@ -15,6 +15,7 @@ from typing import Any
 
 from executors.attempt import Attempt, half_way
 from executors.attempt.handles import keep_handles
+from executors.backend import Backend
 from executors.errors import (
     AlreadyResumedError,
     BackendError,
@@ -25,7 +26,6 @@ from executors.errors import (
     RunNotFoundError,
     StoreError,
 )
-from executors.native import NativeExecutor, restarts_replicas
 from executors.process import this_process
 from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.restarts.decision_log import MAX_TOTAL, DecisionLog, extensions_of, hang_of, policy_of
@@ -33,14 +33,13 @@ from executors.restarts.launch_starter import StartSpec
 from executors.restarts.lease import finish_start, hold_lease, release_lease, with_lease
 from executors.restarts.orders import abandon_run, order_cancel, order_policy, order_resume, take_back_resume
 from executors.run.canceller import HEAD_START_S, STORE_S, end_started
-from executors.run.fleet import check_single_ranks
 from executors.run.model_of_run import load_reader
+from executors.run.placements import Placements, check_single_ranks
 from executors.run.prices import affordable_s
 from executors.run.removal import names_removal
 from executors.run.run import Run
 from executors.run.run_index import keep_key, reference, remember, settle
-from executors.run.spread import options_to_note
-from executors.run.start_spec import native_executor, spec_of, start_specs_of, trusted_task
+from executors.run.start_spec import resumable_placements, spec_of, start_specs_of, trusted_task
 from executors.settings.policy import HangLimits, Restarts
 from executors.status import ReplicaState, name_ranks
 from executors.store.parallel import answered_within, in_parallel, in_threads, within
@@ -107,7 +106,7 @@ def resume(
         ValueError: no rank can be resumed, or the run cannot be extended so. One of `ranks` still runs; from a
             snapshot, no rank may run. Or a value of the environment, a secret, an option or a key is missing here.
         UntrustedTaskError: another machine launched the run, and nobody vouches for its task.
-        BackendError: the backend cannot start single ranks, or one of several is not to be had here.
+        BackendError: the backend cannot start single ranks, or one of several is not installed on this machine.
         AlreadyResumedError: another process is resuming the same ranks. When it is some of them, the others are
             resumed, and those are named on stderr.
         LaunchError: the run was cancelled or stopped meanwhile, or a replica was refused; those already started were
@@ -121,14 +120,14 @@ def resume(
     check_not_removed(run.store, run.run_id, name)
     task = trusted_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
     launched = task.launched_with
-    run.fleet.named = frozenset(ranks or ())
+    run.placements.named = frozenset(ranks or ())
     given: Any = {"gpu": gpu, "timeout": timeout, "env": env, "secrets": secrets, "detach": detach}
     given["verb"] = "resume --from-snapshot" if from_snapshot else "resume"
     start_specs = start_specs_of(run, task, ranks=range(run.world_size) if from_snapshot else ranks, **given)
-    executor = native_executor(run)
+    placements = resumable_placements(run)
     has_new_hang = hang_timeout is not None or start_timeout is not None
     asks_for_restarts = new_restarts is not None and not new_restarts.nothing
-    if (asks_for_restarts or has_new_hang) and not restarts_replicas(executor):
+    if (asks_for_restarts or has_new_hang) and not placements.starts_single_ranks:
         raise ValueError(
             f"Backend {run.backend!r} restarts no replica. Remove restarts=, hang_timeout= and start_timeout=."
         )
@@ -152,7 +151,7 @@ def resume(
     if from_snapshot:
         extensions = [{name: total} for name, found in extensions_of(log.entries).items() for total in found]
         return _begin_from_snapshot(run, task, start_specs[0], [*extensions, *([totals] if totals else [])], tell)
-    if not executor.needs_shared_rendezvous:  # it would refuse when the log says already that ranks are resumed
+    if not placements.needs_shared_rendezvous:  # it would refuse when the log says already that ranks are resumed
         settle(run.run_id, run.store.url, task.digest)
     n_seen = len(log.read())
     startable = {rank for start_spec in start_specs for rank in start_spec.spec.ranks}
@@ -172,10 +171,10 @@ def resume(
         with contextlib.suppress(StoreError):
             take_back_resume(log, next_attempts, "the run is being removed")
         raise
-    if detach and executor.lease_s is not None:
+    if detach and placements.lease_s is not None:
         release_lease(run.store, run.run_id)
     if detach:
-        start_specs = _with_own_lease(start_specs, executor)
+        start_specs = _with_own_lease(start_specs, placements)
     lease = next(filter(None, (hold_lease(run.store, start_spec.spec) for start_spec in start_specs)), None)
     begun: dict[int, ReplicaHandle] = {}
     enough, goes_on = launched.settings.min_replicas, len(run.ranks) - len(next_attempts)
@@ -186,7 +185,7 @@ def resume(
                 continue
             needed = enough and max(1, min(enough - goes_on, len(group)))
             spec = replace(start_spec.spec, ranks=group, attempt=attempt).with_settings(min_replicas=needed)
-            handles = executor.launch_replicas(
+            handles = placements.launch_replicas(
                 len(group), launched.entrypoint, {}, **start_spec.limits, run=spec, tell=tell
             )
             begun |= {handle.rank: handle for handle in handles}
@@ -196,8 +195,8 @@ def resume(
     except BaseException as error:
         if lease is not None:
             lease.end()
-        end_started(executor, replace(start_specs[0].spec, ranks=tuple(next_attempts)), error)
-        _end_begun(executor, log, begun, error)
+        end_started(placements, replace(start_specs[0].spec, ranks=tuple(next_attempts)), error)
+        _end_begun(placements, log, begun, error)
         with contextlib.suppress(StoreError):
             why = str(error) or type(error).__name__
             within(STORE_S, lambda: take_back_resume(log, next_attempts, why), run.store.url)
@@ -209,15 +208,15 @@ def resume(
         # With `min_replicas` some may be missing that this process itself could not start, or not yet.
         if by_others := _who_resumes(run, overtaken, but=this_process() if enough else None):
             print(f"replicas: {by_others}", file=sys.stderr)
-    found = Run(run.store, run.run_id, executor=executor)
+    found = Run(run.store, run.run_id, executor=placements)
     if not detach:
         found.keep_here(start_specs, lease)
     return found
 
 
-def _with_own_lease(start_specs: Sequence[StartSpec], executor: NativeExecutor) -> list[StartSpec]:
+def _with_own_lease(start_specs: Sequence[StartSpec], backend: Backend) -> list[StartSpec]:
     """Return what starts the replicas of a detached resume, with one lease that this process holds meanwhile."""
-    leased = with_lease(start_specs[0].spec, executor.lease_s, detach=True)
+    leased = with_lease(start_specs[0].spec, backend.lease_s, detach=True)
     lease: Any = {"lease_s": leased.lease_s, "lease_name": leased.lease_name}
     return [replace(start_spec, spec=replace(start_spec.spec, **lease)) for start_spec in start_specs]
 
@@ -281,54 +280,54 @@ def _begin_from_snapshot(
     Args:
         extensions: the totals that the old run was extended to, which the new one takes over.
     """
-    executor, limits = native_executor(run, run.fleet.groups[0]), {**start_spec.limits}
+    placements, limits = Placements(run.placements.groups[0].placed), {**start_spec.limits}
     if (max_cost := task.launched_with.settings.max_cost) is not None:
-        affordable = affordable_s(executor, start_spec.spec.world_size, limits["gpu"], max_cost)
+        affordable = affordable_s(placements, start_spec.spec.world_size, limits["gpu"], max_cost)
         limits["timeout"] = affordable if limits["timeout"] is None else min(limits["timeout"], affordable)
     spec = continue_run(task, replace(start_spec.spec, run_id=new_run_id()), run.record, **limits)
     start_spec = replace(start_spec, spec=spec, limits=limits)
     lease = None
     if spec.settings.detach:
-        (start_spec,) = _with_own_lease([start_spec], executor)
+        (start_spec,) = _with_own_lease([start_spec], placements)
         spec = start_spec.spec
     try:
-        options, more = options_to_note(executor)
+        options, more = placements.options_to_note()
         remember(spec.run_id, run.store.url, spec.task_digest, options, spec.secret_names, more)
         keep_key(spec.run_id, spec.key)  # the old run's: what this one begins from is signed with it
         hold_key(run.store.url, spec.run_id, spec.key)
         for totals in extensions:
             order_policy(DecisionLog(run.store, spec.run_id, key=spec.key), totals=totals)
         lease = hold_lease(run.store, spec)
-        handles = executor.launch_replicas(spec.world_size, start_spec.entrypoint, {}, **limits, run=spec, tell=tell)
+        handles = placements.launch_replicas(spec.world_size, start_spec.entrypoint, {}, **limits, run=spec, tell=tell)
         with contextlib.suppress(StoreError):  # a copy, which saves requests
             within(STORE_S, lambda: keep_handles(run.store, spec.run_id, 0, handles), run.store.url)
         finish_start(lease, spec)
     except BaseException as error:
         if lease is not None:
             lease.end()
-        end_started(executor, spec, error)
+        end_started(placements, spec, error)
         cause = error
         with contextlib.suppress(StoreError):
             within(STORE_S, lambda: abandon_run(run.store, spec.run_id, spec.world_size, cause), run.store.url)
         raise
-    begun = Run(run.store, spec.run_id, executor=executor)
+    begun = Run(run.store, spec.run_id, executor=placements)
     if not spec.settings.detach:
         begun.keep_here([start_spec], lease)
     return begun
 
 
 def _check_backends(run: Run, chosen: Collection[int]) -> None:
-    """Ask for all executors that are to start something: were one missing, what others have started is ended again.
+    """Ask for all backends that must start replicas: were one missing, what the others started would be ended again.
 
     Raises:
-        BackendError: one is not to be had here.
+        BackendError: one is not installed on this machine.
     """
     missing: dict[int, BackendError] = {}
-    for site in {run.fleet.site(rank): None for rank in chosen} if len(run.fleet.sites) > 1 else ():
+    for placed in {run.placements.at(rank): None for rank in chosen} if len(run.placements.placed) > 1 else ():
         try:
-            check_single_ranks(site.executor)
+            check_single_ranks(placed.backend)
         except BackendError as error:
-            missing |= {rank: error for rank in chosen if rank in site.placement.ranks}
+            missing |= {rank: error for rank in chosen if rank in placed.placement.ranks}
     if not missing:
         return
     others = [rank for rank in chosen if rank not in missing]
@@ -343,10 +342,8 @@ def _check_backends(run: Run, chosen: Collection[int]) -> None:
     )
 
 
-def _end_begun(
-    executor: NativeExecutor, log: DecisionLog, begun: Mapping[int, ReplicaHandle], error: BaseException
-) -> None:
-    """End what a resume has started that fails half-way, and see that no controller continues it."""
+def _end_begun(backend: Backend, log: DecisionLog, begun: Mapping[int, ReplicaHandle], error: BaseException) -> None:
+    """End what a resume has started that fails half-way, and see that no keeper goes on with it."""
     why = half_way(error)
 
     def leave_word() -> None:
@@ -360,7 +357,7 @@ def _end_begun(
 
     def end(handle: ReplicaHandle) -> None:
         with contextlib.suppress(ReplicasError, OSError):
-            executor.cancel(handle)
+            backend.cancel(handle)
 
     in_parallel(end, list(begun.values()))
 

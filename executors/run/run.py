@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
+from executors.backend import JobsOfRun
 from executors.errors import BackendError, StoreError
-from executors.native import EndsJobs, JobsOfRun
 from executors.patience import FOLLOWER, KEEPER, PAID_KEEPER, Patience
 from executors.protocol import BY_USER, Outcome, ReplicaStatus, ServerlessExecutor
 from executors.report.root_cause import raise_root_cause
@@ -135,14 +135,13 @@ class Run(Traces):
         Example:
             print(run.end_refused(error))
         """
-        executor = self.executor
         if not self._leases or not isinstance(error, StoreError) or not error.refusal:
             return ""
-        if not isinstance(executor, EndsJobs):
+        if not self.placements.ends_jobs:
             return ""
         for lease in self._leases:
             lease.end()
-        told = executor.end_jobs(JobsOfRun(self.run_id, self.store.url, self.record.created_at), self._tell)
+        told = self.placements.end_jobs(JobsOfRun(self.run_id, self.store.url, self.record.created_at), self._tell)
         if not told.is_complete:
             return told.what_is_left
         jobs = f"{told.n_ended} job{'s' * (told.n_ended != 1)}"
@@ -278,7 +277,7 @@ class Run(Traces):
             self._controller.starter.learn(start_specs)
             return self._controller
         tell = say or (lambda words: print(f"replicas: {words}", file=sys.stderr))
-        starter = LaunchStarter(lambda: self.executor, start_specs, tell)
+        starter = LaunchStarter(self.placements, start_specs, tell)
         log = log or DecisionLog(
             self.store, self.run_id, key=next((start_spec.spec.key for start_spec in start_specs), None)
         )

@@ -20,8 +20,8 @@ from executors.errors import BackendError, CorruptObjectError, unknown_name
 from executors.logs import LIMITED, MAX_READ_BYTES, last_of
 from executors.logs.follower import Sight, begins, follow_logs
 from executors.logs.gaps import completed, completed_bytes
-from executors.logs.readers import lines_of, open_log
-from executors.native import KnowsTimes, Log
+from executors.logs.log import KnowsTimes, Log
+from executors.logs.readers import lines_of
 from executors.protocol import Outcome
 from executors.run.observer import Observer, unreadable
 
@@ -115,7 +115,7 @@ class RunLogs:
         problem = self._observer.problem(attempt.rank)
         end, cut, may_lag, note = b"", problem.error or "" if problem else "", True, ""
         if (handle := self._observer.handle_at(attempt)) is not None:
-            with contextlib.closing(open_log(self._observer.executor(), handle)) as opened:
+            with contextlib.closing(self._observer.placements.open_log(handle)) as opened:
                 for piece in opened.pieces():
                     end += piece
                     yield end[:-KEPT_BYTES]
@@ -263,7 +263,7 @@ class RunLogs:
     def _between(self, attempt: Attempt) -> Iterator[list[str]]:
         if (handle := self._observer.handle_at(attempt)) is None:
             return
-        with contextlib.closing(open_log(self._observer.executor(), handle)) as opened:
+        with contextlib.closing(self._observer.placements.open_log(handle)) as opened:
             try:
                 if not isinstance(opened, KnowsTimes):
                     raise ValueError(opened.note or "nobody keeps when its lines come")
@@ -286,7 +286,7 @@ class RunLogs:
         if problem := self._observer.problem(attempt.rank):
             self._say(attempt, problem.error or "")
         if handle is not None:
-            with contextlib.closing(open_log(self._observer.executor(), handle)) as opened:
+            with contextlib.closing(self._observer.placements.open_log(handle)) as opened:
                 text, note = opened.tail(n_lines), opened.note
             if text and note:
                 self._say(attempt, note)
@@ -345,7 +345,7 @@ class RunLogs:
         handle = self._observer.handle_at(self._observer.attempt(rank).at(attempt))
         if handle is None:
             return None
-        opened = open_log(self._observer.executor(), handle)
+        opened = self._observer.placements.open_log(handle)
         if opened.note:
             self._note(f"Rank {rank}: {opened.note}")
         return opened

@@ -13,12 +13,11 @@ from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, Pat
 from pathlib import Path
 from typing import Any
 
+from executors.backend import Backend
 from executors.errors import BackendError, StoreError, UntrustedTaskError
-from executors.native import InstallsRequirements, NativeExecutor
 from executors.restarts.launch_starter import StartSpec
-from executors.run.fleet import Site
+from executors.run.placements import PlacedBackend, Placements
 from executors.run.run_index import damage_of_note, needed_key, reference
-from executors.run.spread import SpreadExecutor, as_one
 from executors.run.traces import Traces
 from executors.settings.run_spec import RunSpec
 from executors.status import name_ranks
@@ -31,20 +30,22 @@ from executors.task.stored import StoredTask, folder_of, read_task
 MAX_SHOWN = 100  # characters of what a store says that nobody vouches for
 
 
-def native_executor(run: Traces, sites: Sequence[Site] | None = None) -> NativeExecutor:
-    """Return the executor of a run, or of some of its placements, that can start single ranks.
+def resumable_placements(run: Traces) -> Placements:
+    """Return the placements of a run, all of whose backends start later attempts of a rank.
 
-    What was added is read first: with that the launch's own backend need not be to be had here.
+    Args:
+        run: the run. Its additions are read: with these, the launch's own backend need not be installed here.
 
     Raises:
-        BackendError: it cannot.
+        BackendError: a backend starts all ranks or none; or the only one is not installed on this machine.
+
+    Example:
+        resumable_placements(run).launch_replicas(1, entrypoint, {}, run=spec)
     """
-    if sites is None:
-        run.fleet.read_added()
-    executor = run.executor if sites is None else as_one(lambda: sites)
-    if not isinstance(executor, NativeExecutor):
+    run.placements.read_added()
+    if not run.placements.knows_attempts:
         raise BackendError(f"Backend {run.backend!r} starts all ranks or none; it cannot resume some of a run.")
-    return executor
+    return run.placements
 
 
 def start_specs_of(
@@ -76,35 +77,35 @@ def start_specs_of(
         BackendError: the backend cannot start single ranks.
         UntrustedTaskError: they were added elsewhere, with code for which nobody here vouches.
     """
-    native_executor(run)
-    spec, groups = spec_of(run, task, detach=detach), list[tuple[tuple[int, ...], Sequence[Site]]]()
-    for group in run.fleet.groups:
-        kept = [site for site in group if _is_asked_for(site, ranks) or not _missing_options(run, site)]
-        its = tuple(rank for site in kept for rank in site.placement.ranks if run.fleet.may_start(rank))
-        groups += [(its, kept)] if its else []
-    places = [sites[0].placement for _, sites in groups]
+    resumable_placements(run)
+    spec, groups = spec_of(run, task, detach=detach), list[tuple[tuple[int, ...], Placements]]()
+    for group in run.placements.groups:
+        kept = [each for each in group.placed if _is_asked_for(each, ranks) or not _missing_options(run, each)]
+        its = tuple(rank for each in kept for rank in each.placement.ranks if run.placements.may_start(rank))
+        groups += [(its, run.placements.some(kept))] if its else []
+    places = [placements.placed[0].placement for _, placements in groups]
     found = []
-    for its, sites in groups:
-        place, its_executors = sites[0].placement, SpreadExecutor(lambda sites=sites: sites)  # type: ignore[misc]
+    for its, placements in groups:
+        place = placements.placed[0].placement
         its_env = {name: value for name, value in (env or {}).items() if _is_for(place, places, "env", name)}
         its_secrets = [name for name in secrets if _is_for(place, places, "secrets", name)]
         try:
             check_env(run, place, its_env)
             given = secrets_to_give(run, place, its_secrets)
-            _check_options(run, sites)
+            _check_options(run, placements.placed)
             _check_own_task(run, place)
-            for _, executor in its_executors.parts:
-                task.check_python(executor)
-                check_requirements(run, executor, task, place.own_task)
-            if not its_executors.ships_code:
+            check_pickle_of(task, placements)
+            for _, backend in placements.installed:
+                check_requirements(run, backend, task, place.own_task)
+            if not placements.ships_code:
                 check_folder(run, task, verb)
         except (ValueError, UntrustedTaskError):
             if ranks is None or {*ranks} & {*its}:
                 raise
             continue
-        lease_s = None if detach else its_executors.lease_s
+        lease_s = None if detach else placements.lease_s
         limits = {"gpu": gpu, "timeout": timeout}  # on several backends, None is what each placement says
-        if len(sites) == 1:
+        if len(placements.placed) == 1:
             limits = {"gpu": gpu or place.gpu, "timeout": place.timeout_s if timeout is None else timeout}
         its_spec = replace(with_own_task(spec, place), ranks=its, env=its_env, secret_names=given, lease_s=lease_s)
         found.append(StartSpec(its_spec, task.launched_with.entrypoint, limits))
@@ -136,25 +137,48 @@ def with_own_task(spec: RunSpec, place: Placement) -> RunSpec:
 
 
 def _check_own_task(run: Traces, place: Placement) -> None:
-    if not isinstance(place, Added) or place.own_task is None or run.fleet.trusts_store:
+    if not isinstance(place, Added) or place.own_task is None or run.placements.trusts_store:
         return
-    if not run.fleet.is_added_here(place):
+    if not run.placements.is_added_here(place):
         raise UntrustedTaskError(
             f"{_who(run, place)} with code of its own, for which only its rendezvous vouches. Resume it on the machine "
             "that added it, or trust whoever can write to that rendezvous: --trust-bucket, or trust_bucket=True."
         )
 
 
-def check_requirements(run: Traces, executor: NativeExecutor, task: StoredTask, own_task: str | None = None) -> None:
-    """Check that an executor is to install nothing but what a task names, which is all that replicas of it get.
+def check_pickle_of(task: StoredTask, backend: Backend) -> None:
+    """Check that replicas of a backend can load the callable of a task, if it is a callable.
 
     Args:
-        own_task: the digest of theirs, where they have one.
+        task: the task.
+        backend: the backend, or placements.
 
     Raises:
-        ValueError: it is.
+        ValueError: replicas run another Python than the one that pickled the callable.
+
+    Example:
+        check_pickle_of(task, run.placements)
     """
-    asked = executor.pip if isinstance(executor, InstallsRequirements) else ()
+    if task.record.entrypoint is None:
+        backend.check_pickle(task.record.python, f"The callable of run {task.run_id!r}")
+
+
+def check_requirements(run: Traces, backend: Backend, task: StoredTask, own_task: str | None = None) -> None:
+    """Check that a backend installs no requirements but those that the task names: replicas get no others.
+
+    Args:
+        run: the run.
+        backend: the backend.
+        task: the task of the launch.
+        own_task: the digest of the task of these replicas, if they have one of their own.
+
+    Raises:
+        ValueError: the user gave the backend other requirements.
+
+    Example:
+        check_requirements(run, backend, task)
+    """
+    asked = backend.pip
     if not asked:
         return
     its = task if own_task is None else read_task(run.store, run.run_id, own_task, folder_of(own_task))
@@ -243,7 +267,7 @@ def secrets_to_give(run: Traces, place: Placement, secrets: Sequence[str]) -> tu
         ValueError: one is missing.
     """
     if isinstance(place, Added):
-        noted = place.secrets if run.fleet.is_added_here(place) else None
+        noted = place.secrets if run.placements.is_added_here(place) else None
     else:
         noted = run.noted.secrets if run.noted else None
     if noted is None and (missing := sorted({*place.secrets} - {*secrets})):
@@ -264,27 +288,30 @@ def check_env(run: Traces, place: Placement, env: Mapping[str, str]) -> None:
         )
 
 
-def _is_asked_for(site: Site, ranks: Sequence[int] | None) -> bool:
-    return ranks is None or not {*ranks}.isdisjoint(site.placement.ranks)
+def _is_asked_for(placed: PlacedBackend, ranks: Sequence[int] | None) -> bool:
+    return ranks is None or not {*ranks}.isdisjoint(placed.placement.ranks)
 
 
-def _missing_options(run: Traces, site: Site) -> list[str]:
-    """Name the options that are not taken from a record, and that nobody gave; none where nothing can start anyway."""
-    if missing := sorted({*site.placement.unrecorded_options} - {*run.fleet.known_options(site)}):
-        with contextlib.suppress(BackendError):  # it is not to be had here: who starts something there is told that
-            site.executor  # noqa: B018 - made now
+def _missing_options(run: Traces, placed: PlacedBackend) -> list[str]:
+    """Return the options that are not taken from a record and that the user did not give.
+
+    If the backend is not installed on this machine, no option is missing: the start itself is refused.
+    """
+    if missing := sorted({*placed.placement.unrecorded_options} - {*run.placements.known_options(placed.placement)}):
+        with contextlib.suppress(BackendError):
+            placed.backend  # noqa: B018 - made now
             return missing
     return []
 
 
-def _check_options(run: Traces, sites: Sequence[Site]) -> None:
+def _check_options(run: Traces, places: Sequence[PlacedBackend]) -> None:
     """Raises: ValueError: an option is missing that is not taken from a record."""
-    for site in sites:
-        place = site.placement
-        if missing := _missing_options(run, site):
+    for placed in places:
+        place = placed.placement
+        if missing := _missing_options(run, placed):
             option, backend = missing[0], place.backend
             how = "--volume NAME:/path" if option == "volumes" else f"--option {option}=…"
-            how = f"--backend {backend} {how}" if len(run.fleet.sites) == 1 else f"--option {backend}.{option}=…"
+            how = f"--backend {backend} {how}" if len(run.placements.placed) == 1 else f"--option {backend}.{option}=…"
             raise ValueError(
                 f"{_who(run, place)} with the option {option!r} of backend {backend!r}, which is not taken from a "
                 f"record. Give it again: {how}, or attach(…, executor=…)."
@@ -345,7 +372,7 @@ def trusted_task(run: Traces, *, task_digest: str | None = None, trust_bucket: b
             )
     if trust_bucket:
         other = "" if kept in (None, digest) else f" This machine launched another task there: its digest is {kept}."
-        run.fleet.trusts_store = True
+        run.placements.trusts_store = True
         print(f"replicas: trusting {run.store.url}. {_what_would_run(run)}{other}", file=sys.stderr)
     return task
 

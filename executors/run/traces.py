@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from executors.attempt import Attempt, replica_prefix
+from executors.attempt.handles import page_of_job
 from executors.errors import (
     BackendError,
     CorruptObjectError,
@@ -24,13 +25,11 @@ from executors.errors import (
 )
 from executors.logs.follower import WHOLE
 from executors.metrics.metrics import Metrics, read_metrics
-from executors.native import page_of_job
 from executors.patience import BRIEF, FOLLOWER, retry
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.report.events import Event, EventReader, read_warnings
 from executors.restarts.decision_log import Decision, DecisionLog
 from executors.restarts.lease import was_start_abandoned
-from executors.run.fleet import Fleet
 from executors.run.observer import RECENT_S, Observer
 from executors.run.run_index import (
     Note,
@@ -43,7 +42,7 @@ from executors.run.run_index import (
 )
 from executors.run.run_logs import EVERYTHING, Lines, OnUnread, Ranks, RunLogs, Which
 from executors.run.run_logs import Note as LogNote
-from executors.run.spread import SpreadExecutor, as_one
+from executors.run.run_placements import GivenExecutor, RunPlacements
 from executors.status import FoundWarning, ReplicaState, RunStatus, name_ranks
 from executors.store import Store
 from executors.store.artifacts import Artifact, kept_artifacts
@@ -66,7 +65,7 @@ class Traces:
         store: Store,
         run_id: str,
         *,
-        executor: ServerlessExecutor | Sequence[ServerlessExecutor] | str | None = None,
+        executor: GivenExecutor = None,
         handles: Sequence[Any] | None = None,
     ) -> None:
         self.store = store
@@ -74,13 +73,8 @@ class Traces:
         self._launched = handles
         self._start_looked_at = -math.inf
         self._start_was_abandoned = False
-        given: Any = () if executor is None else executor
-        if isinstance(executor, SpreadExecutor):
-            given = {place.name: each for place, each in executor.parts}
-        elif not isinstance(given, list | tuple | str):
-            given = [given]
-        self.fleet = Fleet(store, run_id, lambda: self.record, given, self._noted_options)
-        """Where its replicas are."""
+        self.placements = RunPlacements(store, run_id, lambda: self.record, executor, self._noted_options)
+        """Which backend has which rank."""
 
     @cached_property
     def record(self) -> RunRecord:
@@ -120,7 +114,7 @@ class Traces:
     @property
     def backend(self) -> str:
         """The backend's name; of a run on several each with its replicas, as in `slurm:4,modal:4`."""
-        return self.fleet.backends
+        return self.placements.backend_name
 
     @property
     def world_size(self) -> int:
@@ -135,13 +129,15 @@ class Traces:
 
     @property
     def executor(self) -> ServerlessExecutor:
-        """The executor; for an attached run one of the backend that its record names; of several, all as one.
+        """The executor as it was given; for an attached run, one of the backend that its record names.
+
+        For a run on several backends, it is one executor over all of them.
 
         Raises:
             BackendError: that backend is not installed here. Nothing is imported because a record names it: give the
                 executor to `attach`.
         """
-        return as_one(lambda: self.fleet.sites)
+        return self.placements.executor
 
     @property
     def noted(self) -> Note | None:
@@ -171,7 +167,7 @@ class Traces:
 
     def __repr__(self) -> str:
         try:
-            about = f"{len(self.fleet.ranks)} replicas on {self.backend!r}"
+            about = f"{len(self.placements.ranks)} replicas on {self.backend!r}"
         except ReplicasError:  # one that cannot be read hides no other of a list that is printed
             about = "cannot be read"
         return f"<Run {self.run_id!r}: {about}, {self.store.url}>"
@@ -504,7 +500,7 @@ class Traces:
 
     @cached_property
     def _observer(self) -> Observer:
-        return Observer(self.store, self.run_id, self.record, self.fleet, lambda: self.executor, self._launched)
+        return Observer(self.store, self.run_id, self.record, self.placements, self._launched)
 
     def check_rank(self, rank: int) -> int:
         """Return a rank.

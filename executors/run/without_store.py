@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from executors.backend import Backend, EndedJobs, JobsOfRun, as_backend
 from executors.errors import BackendError, CorruptObjectError, ReplicasError, RunNotFoundError, StoreError
-from executors.native import EndedJobs, EndsJobs, JobsOfRun
 from executors.protocol import ServerlessExecutor
 from executors.registry import get_executor
 from executors.run.job_notes import NotedJob, noted_jobs
@@ -67,8 +67,8 @@ def end_without_store(
         run_id, store_url = run, str(rendezvous) if rendezvous is not None else locate(run)
     check_run_id(run_id)
     noted = noted_jobs(run_id, store_url)
-    executors = [executor] if executor is not None else executors_of(noted)
-    asked = [each for each in executors if isinstance(each, EndsJobs)]
+    backends = [as_backend(executor)] if executor is not None else backends_of(noted)
+    asked = [each for each in backends if each.ends_jobs]
     if not asked:
         raise problem if isinstance(problem, CorruptObjectError) else _unknown(run_id, problem, executor)
     launched_at = max((job.launched_at for job in noted), default=None)
@@ -84,8 +84,8 @@ def end_without_store(
     return f"Ended {jobs} of {run_id} at the service. The run's records do not say so, because {why}."
 
 
-def executors_of(noted: Sequence[NotedJob]) -> list[ServerlessExecutor]:
-    """Return the executors that started jobs, as this machine noted them. No other user could write these notes.
+def backends_of(noted: Sequence[NotedJob]) -> list[Backend]:
+    """Return the backends that started jobs, as this machine noted them. No other user could write these notes.
 
     Args:
         noted: the jobs.
@@ -94,14 +94,14 @@ def executors_of(noted: Sequence[NotedJob]) -> list[ServerlessExecutor]:
         BackendError: a backend is not installed on this machine.
 
     Example:
-        executors_of(noted_jobs("brave-otter-7f3a"))
+        backends_of(noted_jobs("brave-otter-7f3a"))
     """
-    found: dict[str, ServerlessExecutor] = {}
+    found: dict[str, Backend] = {}
     for job in noted:
         name = job.executor or job.backend
         place = f"{name} {sorted(job.options.items())}"
         if place not in found:
-            found[place] = get_executor(name, job.options)
+            found[place] = as_backend(get_executor(name, job.options))
     return list(found.values())
 
 

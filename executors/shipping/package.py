@@ -20,11 +20,11 @@ from typing import Any
 
 from executors import replica as environment
 from executors.errors import EntrypointError
-from executors.native import Package
 from executors.settings.run_spec import ATTACHED_LEASE, RunSpec
 from executors.shipping.requirements import requirements_of
 from executors.shipping.script_header import script_of
 from executors.shipping.workspace import OURS, snapshot_workspace
+from executors.task.code_package import Package
 from executors.task.entrypoint import describe, named_by, parse_entrypoint, shown
 from executors.task.pickles import is_by_value
 from executors.task.stored import installed_version

@@ -27,8 +27,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from executors.errors import EntrypointError
-from executors.native import Package
 from executors.shipping.checkout import Look, git
+from executors.task.code_package import Package
 
 WORKSPACE, PACKAGES = "workspace", "packages"  # the archive's two folders
 LIMIT_BYTES = 64 << 20  # of the user's files together

@@ -31,7 +31,6 @@ from executors.errors import (
     StoreError,
     kind_of,
 )
-from executors.native import Package
 from executors.process import identify_process
 from executors.settings.policy import supervised
 from executors.settings.run_spec import RunSpec
@@ -40,6 +39,7 @@ from executors.store.records import MAX_DEPTH, exists, find_record, is_deeper_th
 from executors.store.run_key import key_id, new_key, parse_key
 from executors.store.url import address_of, check_run_id
 from executors.task.arguments import check_call, split_rank_env
+from executors.task.code_package import Package
 from executors.task.entrypoint import describe
 from executors.task.launch_request import LaunchRequest
 from executors.task.pickles import pickle_call

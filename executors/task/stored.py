@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from executors.errors import CorruptObjectError, EntrypointError, StoreError
-from executors.native import KeepsOptions, KnowsPython
 from executors.patience import BRIEF, START, Patience, retry
-from executors.protocol import ServerlessExecutor
 from executors.store import Store
 from executors.store.records import get_at_most
 from executors.task.arguments import annotations_of, check_call, from_texts
@@ -52,28 +50,6 @@ def _in_words(versions: Mapping[str, str | None]) -> str:
     return f"Python {minor} and {'torch ' + versions['torch'] if versions['torch'] else 'no torch'}"
 
 
-def check_unpickled(executor: ServerlessExecutor, pickled_by: str, whose: str = "The callable") -> None:
-    """Check that replicas of an executor can load what was pickled, as far as it knows their Python.
-
-    Args:
-        pickled_by: the minor version of the Python that pickled it.
-
-    Raises:
-        ValueError: theirs is another.
-    """
-    found = executor.python_of_replicas if isinstance(executor, KnowsPython) else None
-    if found in (None, pickled_by):
-        return
-    options = executor.options_to_keep if isinstance(executor, KeepsOptions) else {}
-    wanted = {"image": f"python:{pickled_by}", "python_version": pickled_by}
-    name = next((name for name in wanted if options.get(name)), None)
-    advice = f"Run this with Python {pickled_by}" if name is None else f"Give --option {name}={wanted[name]}"
-    raise ValueError(
-        f"{whose} was pickled by Python {pickled_by}, and replicas on {executor.backend_name!r} would run {found}. "
-        f"{advice}, or launch an importable entrypoint."
-    )
-
-
 @dataclass(frozen=True)
 class StoredTask:
     """A task as it was read from the store: nothing of the user's was imported or unpickled yet."""
@@ -112,15 +88,6 @@ class StoredTask:
             StoreError: it is not what was launched.
         """
         return _get_checked(self.store, f"{self.run_id}/{self.folder}/{name}", digest, patience)
-
-    def check_python(self, executor: ServerlessExecutor) -> None:
-        """Check that replicas of an executor can load the callable, if it is one.
-
-        Raises:
-            ValueError: they run another Python than pickled it.
-        """
-        if self.record.entrypoint is None:
-            check_unpickled(executor, self.record.python, f"The callable of run {self.run_id!r}")
 
     def prepare(self) -> None:
         """Compile the entrypoint's file, if it is one, for this process and those it forks. Runs nothing of it."""

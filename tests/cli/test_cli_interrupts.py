@@ -132,7 +132,10 @@ def test_ctrl_c_of_add_marks_all_it_added_where_the_backend_is_silent(machines: 
     thread.start()
     done = here.replicas("add", "mine", "--n", 2, "--backend", "support.fake_jobs:FakeExecutor")
     thread.join()
-    assert (done.code, "Cancelling failed: What could not be ended may still run: " in done.stdout) == (130, True), done
+    assert (done.code, "Cancelling failed: These may still run: " in done.stdout) == (
+        130,
+        True,
+    ), done
     run = attach("mine", executor=FakeExecutor())
     assert [run.newest_attempt(rank).has("cancel.json") for rank in range(3)] == [False, True, True]
     barred = [entry.rank for entry in DecisionLog(run.store, "mine").read() if entry.kind == "cancel"]

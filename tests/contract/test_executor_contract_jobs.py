@@ -10,9 +10,9 @@ from support import fake_jobs
 from support.fake_jobs import FakeExecutor, GroupingFakeJobs, Machines
 
 from executors import ReplicaHandle, ServerlessExecutor
+from executors.backend import Backend, SupervisorStatus
 from executors.backends.jobs import sdk
 from executors.backends.jobs.job_ends import JobEnds
-from executors.native import NativeExecutor, Parent
 from executors.testing import ExecutorContract
 
 
@@ -37,7 +37,7 @@ class TestJobExecutor(ExecutorContract):
             self.machines.end(job, "preempted", gently=True)
 
     def test_it_has_all_that_the_executors_of_this_package_add(self, executor: ServerlessExecutor) -> None:
-        assert isinstance(executor, NativeExecutor)
+        assert isinstance(executor, Backend)
 
 
 class TestGroupingJobExecutor(TestJobExecutor):
@@ -72,7 +72,7 @@ def test_what_an_engine_can_do_to_an_executor_is_looked_for(
     )
     mutants: list[tuple[Any, str, Any, Test]] = [
         (GroupingFakeJobs, "find", lambda _, key: [], lost),
-        (JobEnds, "parent_of", lambda *_: Parent(is_alive=False), evicted),
+        (JobEnds, "parent_of", lambda *_: SupervisorStatus(is_alive=False), evicted),
         (sdk, "LONGEST_PAUSE_S", 0.1, contract.test_many_replicas_are_started_and_watched_by_few_requests),
     ]
     for place, name, broken, test in mutants:

@@ -157,7 +157,7 @@ def test_a_third_partys_replicas_are_cancelled_when_their_handles_cannot_be_note
 
     store = FaultyStore(FileStore(tmp_path), seed=0)
     store.fail_at("put", key="*/0001/0/handle.json", before=fail)
-    monkeypatch.setattr("executors.launcher.launch_plan.open_store", lambda url: store)
+    monkeypatch.setattr("executors.backend.store_at", lambda url: store)
     noted = NotedExecutor()
     with pytest.raises(kind):
         launch(cast(ServerlessExecutor, noted), task("hang"), 3, rendezvous=tmp_path)

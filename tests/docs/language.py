@@ -748,9 +748,7 @@ def _has_no_args_of_its_own(node: ast.FunctionDef) -> bool:
 PROTOCOLS = (
     ("executors.protocol", "ServerlessExecutor"),
     ("executors.store", "Store"),
-    ("executors.native", "NativeExecutor"),
-    ("executors.native", "LeavesFiles"),
-    ("executors.native", "MayBeQueued"),
+    ("executors.backend", "Backend"),
 )
 
 

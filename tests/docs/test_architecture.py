@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -24,8 +25,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("store",),
     ("settings",),
     ("status",),
-    ("native",),
     ("logs", "attempt", "task"),
+    ("backend",),
     ("metrics", "restarts", "registry"),
     ("report",),
     ("run", "replica"),
@@ -70,6 +71,9 @@ SYSTEMS_ALLOWED = {
 }
 TESTING = ("executors.testing", "diloco.testing")
 REPEATED = ("__init__.py", "__main__.py", "errors.py", "executor.py", "protocol.py", "settings.py")
+BORDER = ("executors.backend", "executors.run.placements", "executors.run.run_placements")
+"""The files that make a backend of what a user gives, and return it: only they know kinds of executors."""
+KINDS_OF_EXECUTORS = re.compile(r"Backend|PlacedBackend|Placements|ServerlessExecutor|\w+(Backend|Placements|Executor)")
 MAX_PRIVATE_PARAMETERS = 7  # besides self
 MAX_ENTRIES = 27  # of `ls executors`
 
@@ -195,6 +199,22 @@ def test_no_backend_imports_another() -> None:
         for other in imported
         if family(other) not in (family(name), "jobs")
     ] == []
+
+
+def test_behind_the_border_no_code_asks_for_the_kind_of_an_executor() -> None:
+    """Code asks a backend a question instead, such as `backend.starts_single_ranks`."""
+
+    offenders = []
+    for name, path in files_of("executors").items():
+        for node in ast.walk(tree_of(path)):
+            is_question = isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass")
+            if not isinstance(node, ast.Call) or not is_question or name in BORDER or is_inside(name, *TESTING):
+                continue
+            kinds = [getattr(each, "id", getattr(each, "attr", "")) for each in ast.walk(node.args[1])]
+            offenders += [
+                f"{name}:{node.lineno} asks for {kind}" for kind in kinds if KINDS_OF_EXECUTORS.fullmatch(kind)
+            ]
+    assert offenders == []
 
 
 def test_an_sdk_is_imported_by_its_own_adapter_alone_and_lazily() -> None:

@@ -155,7 +155,7 @@ def test_what_could_not_be_ended_is_named_once_and_not_what_was_refused(machines
     machines.fail("stop", "rejected", times=None)
     with pytest.raises(LaunchError) as caught:
         start(4)
-    listed = str(caught.value).partition("What could not be ended may still run: ")[2]
+    listed = str(caught.value).partition("These may still run: ")[2]
     assert listed.count("Fake: rejected") == 1
     assert [rank in listed for rank in ("r0000-a0", "r0001-a0", "r0002-a0", "r0003-a0")] == [True, True, True, False]
     machines.forgive()

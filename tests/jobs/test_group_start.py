@@ -7,10 +7,10 @@ from support.fake_jobs import FakeExecutor, Machines, attached, ends, start
 
 from executors import Run, launch
 from executors.attempt import Attempt
+from executors.backend import SupervisorStatus
 from executors.backends.jobs.gang_start import LOOKS
 from executors.backends.jobs.service import JobKey, Kind
 from executors.errors import BackendError, LaunchError
-from executors.native import Parent
 from executors.protocol import ReplicaStatus
 from executors.run.resume import resume
 from executors.run.start_spec import start_specs_of, trusted_task
@@ -164,10 +164,10 @@ def test_a_supervisor_whose_job_the_service_cannot_look_for_now_counts_as_one_th
     keeper = other.keep_here(start_specs_of(other, trusted_task(other), detach=True), None)
     machines.fail("find", "unavailable", times=None)
     other.status()
-    assert keeper._parents([end]) == {0: Parent(is_alive=True)}
+    assert keeper._supervisors([end]) == {0: SupervisorStatus(is_alive=True)}
     machines.forgive()
     machines.end(machines.jobs[0], "cancelled")
-    eventually(lambda: not keeper._parents([end])[0].is_alive)
+    eventually(lambda: not keeper._supervisors([end])[0].is_alive)
     run.cancel()
 
 

@@ -17,12 +17,12 @@ from support.hostile_scene import OwnsDirectory
 
 from executors import LocalProcessExecutor, Run, attach, launch, open_store
 from executors.attempt import Attempt
+from executors.backend import Backend, PendingReplica
 from executors.errors import BackendError, CorruptObjectError
 from executors.launcher.parts import executor_of
-from executors.native import NativeExecutor, Unfinished
 from executors.protocol import Outcome
 from executors.registry import get_executor
-from executors.run.fleet import parents_of
+from executors.run.placements import known_supervisors
 from executors.run.resume import resume
 from executors.store.records import exists
 from executors.testing import eventually
@@ -74,9 +74,9 @@ def test_a_foreign_job_of_one_rank_hides_no_other_of_its_backend_in_a_mixed_run(
     run.store.put(key, json.dumps({**handle, "metadata": {**handle["metadata"], "job": job}}).encode())
     seen = attach("otter", executor=FakeExecutor())
     states = [(str(state.status), state.is_readable) for state in seen.status().replicas]
-    asked: list[Any] = [Unfinished(seen.handle(rank), 0) for rank in range(3)]
-    assert isinstance(seen.executor, NativeExecutor)
-    parents = [(parent.is_alive, parent.reason) for parent in parents_of(seen.executor, asked)]
+    asked: list[Any] = [PendingReplica(seen.handle(rank), 0) for rank in range(3)]
+    assert isinstance(seen.executor, Backend)
+    parents = [(parent.is_alive, parent.reason) for parent in known_supervisors(seen.executor, asked)]
     run.cancel()
     assert states == [("running", True), ("running", False), ("failed", True)]
     assert parents == [(True, None), (True, None), (False, "preempted")]

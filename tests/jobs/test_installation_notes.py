@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from servers.hub.server import HubServer
 from support.cli import Folder, HereInstead
-from support.fake_jobs import FakeJobs, Machines
+from support.fake_jobs import FakeExecutor, FakeJobs, Machines
 
 from executors.backends.hf_jobs import HFJobsExecutor
 from executors.backends.jobs.service import EACH_INSTALLS, INSTALLS_ONCE, WITH_TORCH
-from executors.cli.doctor import _check_image
 
 BACKEND = "support.fake_jobs:FakeExecutor"
 
@@ -33,17 +32,15 @@ def test_containers_of_pythons_own_image_install_torch_and_of_other_images_nobod
     for requirements in (["numpy==2.2.0", "torch==2.13.0"], ["torch"], ["torch[opt]>=2"]):
         assert executor.installation_note(requirements) == said
     assert executor.installation_note(["torchvision", "./torch"]) == "", "neither is torch"
-    assert (_check_image(executor.service) is not None) == is_pythons
+    assert executor.check_image() == ((EACH_INSTALLS, WITH_TORCH) if is_pythons else None)
 
 
-def test_a_service_that_keeps_what_was_installed_says_nothing_at_a_launch(machines: Machines) -> None:
-    class Keeping(FakeJobs):
-        image = "python:3.12"
-        keeps_installed = True
-
-    found = _check_image(Keeping(machines))
-    assert found is not None
-    assert (found.state, found.found) == ("ok", INSTALLS_ONCE)
+@pytest.mark.usefixtures("machines")
+def test_a_service_that_keeps_what_was_installed_says_nothing_at_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeJobs, "image", "python:3.12", raising=False)
+    monkeypatch.setattr(FakeJobs, "keeps_installed", True)
+    assert FakeExecutor().check_image() == (INSTALLS_ONCE, "")
+    assert FakeExecutor().installation_note(["torch"]) == ""
 
 
 def test_a_launch_says_it_once(

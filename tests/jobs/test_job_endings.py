@@ -12,9 +12,9 @@ from support.cli import Folder, HereInstead
 from support.fake_jobs import FakeExecutor, Machines, attached, ends, start, wait_until_hanging
 
 from executors import Run, launch
+from executors.backend import Observation, PendingReplica
 from executors.backends.jobs.job_ends import STILL_S, JobEnds
 from executors.errors import BackendError, ReplicaLostError
-from executors.native import Observation, Unfinished
 from executors.restarts.decision_log import DecisionLog
 from executors.store.records import to_bytes
 from executors.testing import eventually
@@ -99,7 +99,7 @@ def test_a_replica_whose_job_is_unknown_is_lost_when_its_heartbeat_has_stood_sti
     machines.jobs[0].is_forgotten = True
     now, executor = 0.0, FakeExecutor()
     executor._ends = JobEnds(executor.service, executor._states, clock=lambda: now)
-    ask = [Unfinished(run.handles[0], 0)]
+    ask = [PendingReplica(run.handles[0], 0)]
     for now in (0.0, STILL_S - 1):  # noqa: B007 - it is the clock
         eventually(lambda: executor.observe(ask) == [Observation(doing="Fake does not know its job")])
     if has_started:
@@ -372,7 +372,7 @@ def test_one_answer_tells_of_all_jobs_of_a_run_and_those_that_it_lacks_are_asked
     wait_until_hanging(run)
     machines.calls.clear()
     other = attached()
-    handles = [Unfinished(handle, 0) for handle in other.handles]
+    handles = [PendingReplica(handle, 0) for handle in other.handles]
     executor = FakeExecutor()
     assert executor.observe(handles) == [Observation()] * 4
     assert machines.calls == [("states", None)]
@@ -391,6 +391,6 @@ def test_what_a_job_waits_for_is_told(machines: Machines) -> None:
     for machines.lists_jobs in (False, True):
         machines.is_held = True
         run = launch(FakeExecutor(), "job.py:main", 1, run_id=f"otter-{int(machines.lists_jobs)}")
-        (observed,) = FakeExecutor().observe([Unfinished(run.handle(0), 0)])
+        (observed,) = FakeExecutor().observe([PendingReplica(run.handle(0), 0)])
         assert observed == Observation(doing="scheduling")
         run.cancel()

@@ -18,8 +18,8 @@ from executors import HFJobsExecutor, ModalExecutor
 from executors.backends.jobs.service import Job, JobKey
 from executors.backends.jobs.timed_log import MAX_KNOWN, Entry, TimedLog
 from executors.logs.follower import Sight
+from executors.logs.log import Log
 from executors.logs.readers import FileLog
-from executors.native import Log
 from executors.run.resume import resume
 from executors.run.run_logs import RunLogs
 from executors.testing import eventually

@@ -22,9 +22,9 @@ from support.fake_jobs import FakeExecutor, FakeJob, Machines, attached, start
 
 from executors import Run, attach
 from executors.attempt import Attempt, Intent
+from executors.backend import PendingReplica
 from executors.backends.jobs.job_ends import CLOCKS_DIFFER_S
 from executors.backends.jobs.service import LONGEST_PATIENCE_S, START_LIMIT_S, Job
-from executors.native import Unfinished
 from executors.restarts.decision_log import Decision, DecisionLog
 from executors.restarts.lease import LeaseHolder, release_lease
 from executors.run.resume import resume
@@ -161,7 +161,7 @@ def test_an_end_and_the_reason_of_its_job_that_come_in_one_look_are_told_togethe
 ) -> None:
     run = waits(folder, 1, detach=True)
     machines.end(machines.job_of(run, 0), "preempted", gently=True)
-    (seen,) = FakeExecutor().observe([Unfinished(run.handles[0], 0)])
+    (seen,) = FakeExecutor().observe([PendingReplica(run.handles[0], 0)])
     assert seen.outcome is not None
     assert seen.outcome.reason == "preempted"
 

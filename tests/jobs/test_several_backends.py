@@ -233,8 +233,12 @@ def test_another_machine_adds_with_the_digest_and_starts_again_what_it_is_told_t
     come(folder, "0-1")
     forged = added_key("otter", 1)
     run.store.put(forged, bytes(run.store.get(added_key("otter", 0))).replace(b"[1]", b"[7]"))
-    third.fleet.read_added()
-    assert (there.fleet.may_start(1), third.fleet.may_start(1), third.fleet.may_start(7)) == (True, False, False)
+    third.placements.read_added()
+    assert (there.placements.may_start(1), third.placements.may_start(1), third.placements.may_start(7)) == (
+        True,
+        False,
+        False,
+    )
     run.store.delete(forged)
     with pytest.raises(UntrustedTaskError, match="came with code of its own"):
         resume(attach(run.url, executor=FakeExecutor()), ranks=[1], **known)
@@ -317,7 +321,7 @@ def test_the_command_adds_replicas_and_leaves_the_others_alone(folder: Path, mon
     none = here.replicas("add", "otter", "--n", 1, "--detach", *local, "--gpu", "", "--secret", "")
     assert (none.code, none.stdout) == (0, "Added rank 2 on local.\n"), none
     assert run.ranks == [0, 1, 2]
-    terms = [(site.placement.gpu, site.placement.secrets) for site in run.fleet.sites]
+    terms = [(each.placement.gpu, each.placement.secrets) for each in run.placements.placed]
     assert terms == [("H100", ("S",)), ("H100", ("S",)), (None, ())]
     come(folder, "2-0")
     assert here.replicas("add", "otter", "--n", 1, "-b", "nowhere").stderr.startswith("Error: No backend named 'now")

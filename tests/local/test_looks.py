@@ -17,8 +17,8 @@ from support.hostile_records import local_handle, outcome_json, run_json
 from executors import LocalProcessExecutor, Run, attach, launch, list_runs
 from executors.attempt import WARNED, Attempt, replica_key
 from executors.attempt.handles import keep_handles
+from executors.backend import Observation, PendingReplica
 from executors.errors import CorruptObjectError, ReplicaLostError
-from executors.native import Observation, Unfinished
 from executors.restarts.decision_log import Decision
 from executors.run.resume import resume
 from executors.run.run_index import remember
@@ -230,7 +230,7 @@ class CountingExecutor(LocalProcessExecutor):
         super().__init__(preload=())
         self.asked: list[list[tuple[int, int]]] = []
 
-    def observe(self, replicas: Sequence[Unfinished]) -> list[Observation]:
+    def observe(self, replicas: Sequence[PendingReplica]) -> list[Observation]:
         self.asked.append([(each.handle.rank, each.attempt) for each in replicas])
         return [Observation(doing="scheduling") for _ in replicas]
 

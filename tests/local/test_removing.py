@@ -236,7 +236,7 @@ def test_of_a_removal_and_a_resume_at_the_same_time_one_sees_the_other(ended: Sc
         others = list[str]()
         run = attach("otter") if first == "rm" else Run(ended.store, "otter", executor=StartsNothing(preload=()))
         run.store = FaultyStore(run.store, seed=0)
-        run.fleet._store = run.store
+        run.placements._store = run.store
         other = attempt_to_resume if first == "rm" else attempt_to_remove
 
         def act(other: Callable[[], str] = other, others: list[str] = others) -> None:

@@ -133,7 +133,7 @@ def test_a_record_that_was_changed_beside_its_task_is_refused(
     if trust != "kept":
         elsewhere()
     given: dict[str, Any] = {"carried": {"task_digest": run.record.task_digest}, "bucket": {"trust_bucket": True}}
-    monkeypatch.setattr("executors.run.fleet.executor_of_record", None)  # no executor is even made
+    monkeypatch.setattr("executors.run.run_placements.executor_of_record", None)  # no executor is even made
     launched = written(run)
     for name, value in ALTERED.items():
         run.store.put("otter/run.json", to_bytes(altered(launched, name, value)))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from executors import Run, attach, launch
+from executors.backend import Recordable
 from executors.backends.jobs.executor import JobExecutor
 from executors.backends.jobs.service import (
     UNKNOWN,
@@ -30,7 +31,6 @@ from executors.backends.jobs.service import (
     shortened,
 )
 from executors.errors import BackendError
-from executors.native import Recordable
 from executors.protocol import Reason
 from executors.replica import RANK
 from executors.task.record import OPTION_NAME

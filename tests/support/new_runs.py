@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from executors.native import Package
 from executors.settings import Settings
 from executors.settings.run_spec import RunSpec
 from executors.settings.settings import DEFAULTS
 from executors.store import Store
 from executors.task import create
+from executors.task.code_package import Package
 from executors.task.launch_request import LaunchRequest
 from executors.task.record import Placement
 

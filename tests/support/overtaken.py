@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from executors import LocalProcessExecutor, Run, attach
-from executors.native import Observation, Unfinished
+from executors.backend import Observation, PendingReplica
 from executors.run.resume import resume
 
 
@@ -30,7 +30,7 @@ class OvertakenWhileLooking(LocalProcessExecutor):
 
     is_fenced = False
 
-    def observe(self, replicas: Sequence[Unfinished]) -> list[Observation]:
+    def observe(self, replicas: Sequence[PendingReplica]) -> list[Observation]:
         if not self.is_fenced:
             self.is_fenced = True
             (each,) = replicas

@@ -16,11 +16,11 @@ from servers.s3.server import CREDENTIALS
 
 from executors import open_store
 from executors.attempt import Attempt
-from executors.native import Package
 from executors.protocol import Outcome
 from executors.settings.run_spec import RunSpec
 from executors.settings.settings import DEFAULTS
 from executors.shipping.package import bootstrap_command, make_package, replica_environment
+from executors.task.code_package import Package
 from support.new_runs import create_run
 from support.processes import MARK
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
+from executors.backend import EndedJobs
 from executors.backends.jobs.service import LONGEST_PATIENCE_S, JobId, JobKey, JobService, retrying
-from executors.native import EndedJobs
 from executors.store.parallel import in_threads
 
 REPORT_S = 60.0  # after this time the caller learns which jobs still run

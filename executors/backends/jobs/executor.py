@@ -15,6 +15,16 @@ from dataclasses import replace
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from executors.attempt import CLAIM, HANDLE, INTENT, Attempt, Intent, collect_rows
+from executors.backend import (
+    Backend,
+    EndedJobs,
+    JobsLeft,
+    JobsOfRun,
+    Observation,
+    PendingReplica,
+    Recordable,
+    SupervisorStatus,
+)
 from executors.backends.jobs.ending import end_jobs
 from executors.backends.jobs.gang_start import GangStart
 from executors.backends.jobs.job_ends import LOG_LINES, JobEnds, JobReplica, Standstills
@@ -24,6 +34,7 @@ from executors.backends.jobs.max_cost import limits_left
 from executors.backends.jobs.sdk import call_each
 from executors.backends.jobs.service import (
     EACH_INSTALLS,
+    INSTALLS_ONCE,
     RUN_LABEL,
     STORE_LABEL,
     WITH_TORCH,
@@ -37,8 +48,8 @@ from executors.backends.jobs.service import (
 )
 from executors.backends.jobs.spares import spares_of, start_spares
 from executors.errors import StoreError
+from executors.logs.log import Log
 from executors.logs.readers import TailedLog
-from executors.native import EndedJobs, JobsLeft, JobsOfRun, Log, Observation, Package, Parent, Recordable, Unfinished
 from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
 from executors.replica import RANK, RENDEZVOUS, SERVICE, TIMEOUT_S
@@ -49,6 +60,7 @@ from executors.store import open_store, store_at
 from executors.store.parallel import answered_within, in_threads
 from executors.store.url import default_rendezvous, new_run_id, real_url, remote_access, shared_rendezvous
 from executors.task.arguments import split_rank_env
+from executors.task.code_package import Package
 from executors.task.create import create_run
 from executors.task.entrypoint import check_entrypoint
 from executors.task.launch_request import LaunchRequest
@@ -86,7 +98,7 @@ def options_of(
     return with_options
 
 
-class JobExecutor:
+class JobExecutor(Backend):
     """The five verbs of an executor over a JobService; a subclass has a name and a constructor."""
 
     backend_name: str
@@ -94,6 +106,7 @@ class JobExecutor:
     supports_inter_replica_network: bool = False
     needs_shared_rendezvous: bool = True
     ends_with_launcher: bool = True
+    ends_jobs: bool = True
     ships_code: bool = True
     lease_s: float | None = LEASE_S
     default_timeout_s: float | None = DEFAULT_TIMEOUT_S
@@ -129,13 +142,10 @@ class JobExecutor:
 
     @property
     def pip(self) -> Sequence[str]:
-        """The requirements that the user gave; see `InstallsRequirements`."""
+        """The requirements that the user gave; see `Backend.pip`."""
         from executors.shipping.requirements import given_requirements  # a look at a run packs nothing
 
         return given_requirements(self.service.pip)
-
-    def warm_up(self) -> None:
-        """Do nothing: a service has nothing to begin early."""
 
     def check_launch(
         self,
@@ -147,7 +157,7 @@ class JobExecutor:
         timeout: float | None = None,
         secrets: Sequence[str] = (),
     ) -> None:
-        """Refuse what cannot work; see `NativeExecutor.check_launch`. None of the user's code is run."""
+        """Refuse what cannot work; see `Backend.check_launch`. None of the user's code is run."""
         if n_replicas < 1:
             raise ValueError(f"n must be at least 1, got n={n_replicas}.")
         timeout_s = self._timeout_s(timeout)
@@ -165,15 +175,21 @@ class JobExecutor:
         return self.service.price_per_hour(gpu)
 
     def tells_preemption(self, gpu: str | None) -> bool:
-        """Return whether the service reports when it takes a machine back; see `TellsPreemption`."""
+        """Return True if the service reports that it took a machine back; see `Backend.tells_preemption`."""
         return self.service.tells_preemption(gpu)
 
     def installation_note(self, requirements: Sequence[str]) -> str:
-        """Return a sentence if each container installs torch first; see `KnowsInstallation`."""
+        """Return a sentence if each container installs torch first; see `Backend`."""
         needs_torch = any(TORCH.match(each) for each in requirements)
         if not needs_torch or self.service.keeps_installed or not self.service.image_lacks_torch:
             return ""
         return f"{self.service.name}: {EACH_INSTALLS}. {WITH_TORCH}"
+
+    def check_image(self) -> tuple[str, str] | None:
+        """Return what each container installs first, and an advice on what avoids it. None: not known."""
+        if self.service.keeps_installed:
+            return INSTALLS_ONCE, ""
+        return (EACH_INSTALLS, WITH_TORCH) if self.service.image_lacks_torch else None
 
     def package(self, entrypoint: str | Callable[..., Any]) -> Package:
         """Pack what replicas need of this side: the code under the working directory, and what to install."""
@@ -274,7 +290,7 @@ class JobExecutor:
         else:
             self._states.forget(replica.key)
             if outcome.was_told_to_end and replica.attempt.place not in self._explained:
-                (parent,) = self.parents([Unfinished(handle, outcome.attempt)])
+                (parent,) = self.supervisors([PendingReplica(handle, outcome.attempt)])
                 if not parent.is_alive:
                     self._explained.add(replica.attempt.place)
                     replica.attempt.note_why(parent.reason, parent.error)
@@ -282,21 +298,21 @@ class JobExecutor:
             return outcome.status
         return ReplicaStatus.RUNNING if replica.attempt.has(CLAIM) else ReplicaStatus.PENDING
 
-    def observe(self, replicas: Sequence[Unfinished]) -> list[Observation]:
-        """Ask the service about several replicas; see `NativeExecutor.observe`."""
+    def observe(self, replicas: Sequence[PendingReplica]) -> list[Observation]:
+        """Ask the service about several replicas; see `Backend.observe`."""
         launched = [Attempt.from_handle(each.handle, self.backend_name) for each in replicas]
         newest = [attempt.at(each.attempt) for attempt, each in zip(launched, replicas, strict=True)]
         return self._observe(
             [JobReplica.of(attempt, each.handle) for attempt, each in zip(newest, replicas, strict=True)]
         )
 
-    def parents(self, replicas: Sequence[Unfinished]) -> list[Parent]:
-        """Ask the service whether the jobs of replicas run; see `NativeExecutor.parents`."""
+    def supervisors(self, replicas: Sequence[PendingReplica]) -> list[SupervisorStatus]:
+        """Ask the service whether the jobs of replicas run; see `Backend.supervisors`."""
         launched = [(Attempt.from_handle(each.handle, self.backend_name), each) for each in replicas]
         found = [JobReplica.of(attempt.at(each.attempt), each.handle) for attempt, each in launched]
         states = self._states.of({replica.key: replica.job for replica in found if replica.job is not None})
 
-        def parent(replica: JobReplica) -> Parent:
+        def parent(replica: JobReplica) -> SupervisorStatus:
             state = states.get(replica.key)
             if replica.job is None or (state is not None and (state.has_ended or state.holds)):
                 if state is not None and state.holds and state.reason == "preempted":
@@ -304,7 +320,7 @@ class JobExecutor:
                     self._ends.withdraw(replica)
                 self._states.forget(replica.key)
                 return self._ends.parent_of(replica, state)
-            return Parent(is_alive=True)
+            return SupervisorStatus(is_alive=True)
 
         return list(map(parent, found))
 
@@ -329,7 +345,7 @@ class JobExecutor:
         return "" if job_id is None else retrying()(self.service.logs, job_id, n_lines)
 
     def open_log(self, handle: ReplicaHandle) -> Log:
-        """Return the log of the job that runs one attempt; see `NativeExecutor.open_log`."""
+        """Return the log of the job that runs one attempt; see `Backend.open_log`."""
         attempt = Attempt.from_handle(handle, self.backend_name)
         job_id = retrying()(self._job_of, JobReplica.of(attempt, handle))
         if job_id is None:  # the service never had it
@@ -395,7 +411,7 @@ class JobExecutor:
         return replica, job_id
 
     def end_jobs(self, run: JobsOfRun, tell: Callable[[str], None] = lambda words: None) -> EndedJobs:
-        """End the jobs of a run at the service, asking no store; see `EndsJobs.end_jobs`."""
+        """End the jobs of a run at the service, asking no store; see `Backend.end_jobs`."""
         for gang in list(self._gangs):
             if gang.run_id == run.run_id and (run.ranks is None or {*gang.ranks} <= {*run.ranks}):
                 gang.give_up()
@@ -428,7 +444,7 @@ class JobExecutor:
         return told
 
     def jobs_left(self, run: JobsOfRun) -> JobsLeft:
-        """Return the jobs of a run that have not ended; see `ListsJobs`. The service is asked once, without retries."""
+        """Return the jobs of a run that have not ended. The service is asked once, without retries."""
         known = self._jobs_known_of(replace(run, ranks=None, over=frozenset()))
         if self.service.lists_running:
             launched_at = run.launched_at or max((key.launched_at for key in known), default=None)
@@ -442,8 +458,17 @@ class JobExecutor:
             left = [job for job, state in zip(jobs, states, strict=True) if not state.has_ended]
         return JobsLeft(len(left), self.service.name, self.service.commands_to_end(run.run_id, left))
 
+    @property
+    def log_advice(self) -> str:
+        """How the user makes the service's log files readable on this machine; empty if the service has none."""
+        return self.service.log_advice
+
+    def risks(self) -> Sequence[tuple[str, str]]:
+        """Return what may go wrong at the service although it is ready."""
+        return [*self.service.risks()]
+
     def commands_to_end(self, run_id: str) -> str:
-        """Return the service's own commands that end the jobs of a run; see `EndsJobs.commands_to_end`."""
+        """Return the service's own commands that end the jobs of a run; see `Backend.commands_to_end`."""
         return self.service.commands_to_end(run_id)
 
     def _labels_found(self, run_id: str) -> dict[str, str]:
@@ -511,7 +536,7 @@ class JobExecutor:
         return collect_rows(self.poll, self.backend_name, handles, timeout)
 
     def find_handle(self, handle: ReplicaHandle, *, insists: bool = False) -> ReplicaHandle | None:
-        """Find a replica whose launcher wrote its intent and no handle; see `NativeExecutor.find_handle`."""
+        """Find a replica whose launcher wrote its intent and no handle; see `Backend.find_handle`."""
         place = handle.metadata
         attempt = Attempt(store_at(place["store_url"]), place["run_id"], handle.rank, place["attempt"])
         if attempt.place in self._starting:

@@ -18,6 +18,7 @@ from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field, replace
 
 from executors.attempt import CLAIM, HANDLE, OUTCOME, STALE_INTENT_S, Attempt
+from executors.backend import EndedJobs
 from executors.backends.jobs.ending import end_jobs
 from executors.backends.jobs.sdk import call_each
 from executors.backends.jobs.service import (
@@ -32,7 +33,6 @@ from executors.backends.jobs.service import (
     stop_others,
 )
 from executors.errors import LaunchError, ReplicasError, StoreError
-from executors.native import EndedJobs
 from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.settings.run_spec import RunSpec
 from executors.store.parallel import answered_within, at_store, in_threads, within

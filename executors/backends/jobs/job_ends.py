@@ -10,9 +10,9 @@ from typing import Any
 
 from executors.attempt import CLAIM, INTENT, Attempt, Claim, Intent
 from executors.attempt.outcome import ENDINGS, MAX_ATTEMPTS, OUTPUT_TAIL_BYTES, OUTPUT_TAIL_LINES
+from executors.backend import SupervisorStatus
 from executors.backends.jobs.job_states import JobStates
 from executors.backends.jobs.service import JobId, JobKey, JobService, JobServiceError, JobState, retrying, stop_others
-from executors.native import Parent
 from executors.protocol import Outcome, Reason, ReplicaHandle, ReplicaStatus
 from executors.settings.settings import MAX_WORLD_SIZE
 from executors.store.records import FAR_AHEAD, LONG_AGO, Fields, integer, json_object, nullable, number
@@ -136,12 +136,12 @@ class JobEnds:
             with contextlib.suppress(JobServiceError):
                 retrying()(self._service.withdraw, self._states.verified(replica.key, replica.job))
 
-    def parent_of(self, replica: JobReplica, state: JobState | None) -> Parent:
+    def parent_of(self, replica: JobReplica, state: JobState | None) -> SupervisorStatus:
         """Return what is known of the job of a replica that ended. None if the job is gone for an unknown reason."""
         if state is None or state.reason is None:
-            return Parent(is_alive=False)
+            return SupervisorStatus(is_alive=False)
         _, error = explain(replica.attempt.title(), self._service.name, state, replica.timeout_s, True, "")
-        return Parent(is_alive=False, reason=state.reason, error=error)
+        return SupervisorStatus(is_alive=False, reason=state.reason, error=error)
 
     def _ended_without_outcome(self, replica: JobReplica, state: JobState) -> Outcome:
         attempt, service = replica.attempt, self._service

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from executors.backends.jobs.service import JobServiceError, retrying
 from executors.logs import EVERY_LINE
 from executors.logs.gaps import BREAK
-from executors.native import KnowsTimes, Log
+from executors.logs.log import KnowsTimes, Log
 
 QUIET_S = 0.5  # a stream that is silent for so long has sent what there is
 FIRST_LINE_S = 2.0  # how long the first line may take

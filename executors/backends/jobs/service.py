@@ -21,9 +21,10 @@ from typing import Any, ClassVar, Literal
 import tenacity
 
 from executors.attempt import Attempt
+from executors.backend import Recordable
 from executors.errors import BackendError, UnknownHandleError
+from executors.logs.log import Log
 from executors.logs.readers import TailedLog
-from executors.native import Log, Recordable
 from executors.protocol import Reason
 from executors.replica import RANK
 from executors.store.url import real_url

@@ -17,13 +17,14 @@ from typing import Any, ClassVar
 from executors.attempt import CLAIM, TICKS, Attempt, Claim, collect_rows
 from executors.attempt.outcome import PID
 from executors.attempt.pauses import wait_until_terminal
+from executors.backend import Backend, Observation, PendingReplica, Recordable, SupervisorStatus
 from executors.backends.local.local_log import open_local_log
 from executors.backends.local.preload import AUTO, PRELOAD, imports_at_the_top, note_imports, noted_imports
 from executors.backends.local.request import LocalLaunch, log_file, surroundings
 from executors.backends.local.zygote_client import ZygoteClient, zygote
 from executors.errors import BackendError, EntrypointArgumentsError, EntrypointImportError, LaunchError, StoreError
 from executors.logs import last_of
-from executors.native import Log, Observation, Parent, Recordable, Unfinished
+from executors.logs.log import Log
 from executors.process import CAN_SUPERVISE, is_alive, system_name, this_machine
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
@@ -44,7 +45,7 @@ LONGEST_GRACE_S = 3600.0
 CHOOSE_PRELOAD = "To fork them, take it out of the backend's option preload."
 
 
-class LocalProcessExecutor:
+class LocalProcessExecutor(Backend):
     """Runs replicas as processes on this machine.
 
     They inherit the launcher's working directory, `sys.path` and environment as they are at the launch. Runs
@@ -68,8 +69,6 @@ class LocalProcessExecutor:
     needs_shared_rendezvous = False
     ends_with_launcher = True
     ships_code = False
-    lease_s: float | None = None  # their supervisor watches the launcher itself
-    default_timeout_s: float | None = None
     recordable_options: ClassVar[Recordable] = {"max_parallel": int, "term_grace_s": float}
 
     def __init__(
@@ -137,7 +136,7 @@ class LocalProcessExecutor:
         timeout: float | None = 3600,
         secrets: Sequence[str] = (),
     ) -> None:
-        """Refuse what cannot work, before anything is written or started; see `NativeExecutor.check_launch`.
+        """Refuse what cannot work, before anything is written or started; see `Backend.check_launch`.
 
         An entrypoint given by name is imported and its arguments are bound in a throw-away process.
         """
@@ -166,9 +165,6 @@ class LocalProcessExecutor:
             raise errors[answer["kind"]](answer["error"])
         self._measured[entrypoint] = answer["measured"]
 
-    def package(self, entrypoint: str | Callable[..., Any]) -> None:
-        """Return None: the replicas see this machine's files."""
-
     def launch_replicas(
         self,
         n_replicas: int,
@@ -180,7 +176,7 @@ class LocalProcessExecutor:
         run: RunSpec | None = None,
         tell: Callable[[str], None] = lambda words: None,
     ) -> list[ReplicaHandle]:
-        """Start the replicas and return their handles in rank order; see `NativeExecutor.launch_replicas`.
+        """Start the replicas and return their handles in rank order; see `Backend.launch_replicas`.
 
         Args:
             timeout: seconds; None for no limit.
@@ -248,9 +244,6 @@ class LocalProcessExecutor:
             del request[name]
         return {"preload": AUTO if self.finds_imports else list(self.preload), **request}
 
-    def find_handle(self, handle: ReplicaHandle, *, insists: bool = False) -> None:
-        """Return None: an attempt begins with its whole handle."""
-
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
         """Return the replica's status. The first to find a replica and its supervisor gone records it as lost.
 
@@ -262,8 +255,8 @@ class LocalProcessExecutor:
             return outcome.status
         return ReplicaStatus.RUNNING if attempt.has(CLAIM) else ReplicaStatus.PENDING
 
-    def observe(self, replicas: Sequence[Unfinished]) -> list[Observation]:
-        """Look at several replicas through /proc; see `NativeExecutor.observe`."""
+    def observe(self, replicas: Sequence[PendingReplica]) -> list[Observation]:
+        """Look at several replicas through /proc; see `Backend.observe`."""
         return [
             Observation(
                 self._conclude(Attempt.from_handle(each.handle, self.backend_name).at(each.attempt), each.handle)
@@ -271,12 +264,13 @@ class LocalProcessExecutor:
             for each in replicas
         ]
 
-    def parents(self, replicas: Sequence[Unfinished]) -> list[Parent]:
-        """Look for the supervisors of replicas; see `NativeExecutor.parents`."""
+    def supervisors(self, replicas: Sequence[PendingReplica]) -> list[SupervisorStatus]:
+        """Look for the supervisors of replicas; see `Backend.supervisors`."""
         named = [(Attempt.from_handle(each.handle, self.backend_name), each.handle) for each in replicas]
         watches = [(_Watch.of(attempt, handle), attempt) for attempt, handle in named]
         return [
-            Parent(watch.is_supervised(attempt), launcher_is_gone=watch.launcher_is_gone) for watch, attempt in watches
+            SupervisorStatus(watch.is_supervised(attempt), launcher_is_gone=watch.launcher_is_gone)
+            for watch, attempt in watches
         ]
 
     def _conclude(self, attempt: Attempt, handle: ReplicaHandle) -> Outcome | None:
@@ -295,7 +289,7 @@ class LocalProcessExecutor:
         return last_of(outcome.output_tail, n_lines) if outcome else ""
 
     def open_log(self, handle: ReplicaHandle) -> Log:
-        """Return the log of one attempt; see `NativeExecutor.open_log`."""
+        """Return the log of one attempt; see `Backend.open_log`."""
         attempt = Attempt.from_handle(handle, self.backend_name)
         # The store has no say in which file is shown: there is one where this machine launched the run.
         folder = folder_of_run(attempt.run_id, attempt.store.url)

@@ -9,8 +9,8 @@ from pathlib import Path
 from executors.attempt import Attempt
 from executors.errors import StoreError
 from executors.logs import EVERY_LINE, LIMITED, MAX_READ_BYTES, last_of
+from executors.logs.log import Log
 from executors.logs.readers import FileLog, TailedLog
-from executors.native import Log
 from executors.store.protocol import Entry
 from executors.worker.log_copy import FINAL_BYTES, LIVE_BYTES, NAME
 

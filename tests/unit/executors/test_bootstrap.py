@@ -23,10 +23,10 @@ from support.standalone_replicas import Cloud, ended, outcome_of, running_cloud,
 
 from executors import open_store
 from executors.attempt import Attempt, Boot
-from executors.native import Package
 from executors.settings.run_spec import RunSpec
 from executors.shipping.package import bootstrap_command, layer_command, make_package
 from executors.store.records import to_bytes
+from executors.task.code_package import Package
 from executors.testing import eventually
 
 CANNOT_START = 78

@@ -13,8 +13,8 @@ from executors.backends.jobs.job_logs import PatientLog
 from executors.backends.jobs.service import JobServiceError
 from executors.backends.jobs.timed_log import FULL, MAX_KNOWN, Entry, SharedLog, TimedLog
 from executors.logs.follower import MAX_PARTS, MAX_THREADS, Sight, follow_logs
+from executors.logs.log import Log
 from executors.logs.readers import OffsetLog
-from executors.native import Log
 from executors.testing import eventually
 
 N = 64

@@ -48,7 +48,6 @@ from executors.backends.kubernetes import KubernetesJobs
 from executors.backends.modal import ModalExecutor, ModalJobs
 from executors.backends.slurm import SlurmJobs
 from executors.errors import MissingDependencyError
-from executors.task.stored import check_unpickled
 from executors.testing import eventually
 
 
@@ -332,8 +331,11 @@ def test_a_service_without_a_log_is_refused_when_its_executor_is_made(tmp_path: 
     class Mute(FakeJobs):
         logs, open_log = JobService.logs, JobService.open_log
 
+    class MuteExecutor(JobExecutor):
+        backend_name = "mute"
+
     with pytest.raises(TypeError, match=r"Mute has neither logs\(\) nor open_log\(\)"):
-        JobExecutor(Mute(Machines(tmp_path)))
+        MuteExecutor(Mute(Machines(tmp_path)))
 
 
 def test_a_service_knows_the_python_of_its_default_and_of_dockers_images(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,4 +369,4 @@ def test_who_has_another_python_is_told_which_option_gives_replicas_the_right_on
     executor: type[ModalExecutor | HFJobsExecutor], option: dict[str, Any], advice: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"by Python 3\.11, and .* would run 3\.99\. Give --option {advice}, or"):
-        check_unpickled(executor(**option), "3.11")
+        executor(**option).check_pickle("3.11")

@@ -17,9 +17,9 @@ from executors.backends.local.local_log import StoredLog
 from executors.logs import LIMITED, MAX_READ_BYTES, last_of, read_from, tail_lines, tail_text
 from executors.logs.follower import Sight, follow_logs
 from executors.logs.gaps import BREAK, completed
+from executors.logs.log import Log
 from executors.logs.readers import WINDOW_LINES, FileLog, TailedLog
 from executors.logs.times import PAIR, TimesWriter, times_of
-from executors.native import Log
 from executors.store import MemoryStore
 from executors.store.protocol import Entry
 from executors.worker.log_copy import FINAL_BYTES, LIVE_BYTES

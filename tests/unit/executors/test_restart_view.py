@@ -16,11 +16,11 @@ from support.new_runs import run_spec
 
 from executors import LocalProcessExecutor
 from executors.attempt import replica_key
+from executors.backend import PendingReplica, SupervisorStatus
 from executors.cli.live import PlainView, follow
 from executors.cli.output import Output
 from executors.cli.summary import exit_code
 from executors.errors import AlreadyResumedError
-from executors.native import Parent, Unfinished
 from executors.protocol import BY_USER, STOPPED, Outcome, ReplicaStatus
 from executors.report.uptime import wants_attention
 from executors.restarts.decision_log import Decision, DecisionLog
@@ -235,9 +235,9 @@ class Watched(LocalProcessExecutor):
         super().__init__(preload=())
         self.is_alive = is_alive
 
-    def parents(self, replicas: Sequence[Unfinished]) -> list[Parent]:
+    def supervisors(self, replicas: Sequence[PendingReplica]) -> list[SupervisorStatus]:
         assert [(each.handle.rank, each.attempt) for each in replicas] == [(0, 0)]
-        return [Parent(self.is_alive)]
+        return [SupervisorStatus(self.is_alive)]
 
 
 def test_who_has_a_supervisor_waits_for_nobody_else() -> None:

@@ -20,10 +20,10 @@ from support.new_runs import create_run
 from support.records import read_json
 
 from executors.errors import EntrypointError
-from executors.native import Package
 from executors.shipping.package import make_package
 from executors.shipping.workspace import snapshot_workspace
 from executors.store import MemoryStore
+from executors.task.code_package import Package
 
 NOBODY = 65534
 KEY = "-----BEGIN PRIVATE KEY-----\nAAAA\n"

@@ -181,10 +181,10 @@ def test_threads_that_look_at_once_count_each_addition_once(go: Path, monkeypatc
             both_read_if_unguarded(both_read)
         return found
 
-    monkeypatch.setattr("executors.run.fleet.read_added", slowly)
+    monkeypatch.setattr("executors.run.run_placements.read_added", slowly)
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda _: run.fleet.read_added(), range(2)))
-    assert list(run.fleet.ranks) == [0, 1, 2]
+        list(pool.map(lambda _: run.placements.read_added(), range(2)))
+    assert list(run.placements.ranks) == [0, 1, 2]
     go.touch()
     assert run.wait(60)
 

@@ -1,0 +1,790 @@
+"""The interface between the package and an executor.
+
+`Backend` is the interface, and `PlainBackend` answers for any object with five verbs.
+
+Registry, launcher and attach are the border: they make a Backend of whatever a user gives. Code behind the border never
+asks which kind of executor it has. It asks the backend a question, such as `backend.starts_single_ranks`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from executors.attempt import HANDLE, Attempt
+from executors.logs.log import Log
+from executors.logs.readers import TailedLog
+from executors.protocol import Outcome, Reason, ReplicaHandle, ReplicaStatus, ServerlessExecutor, as_status
+from executors.settings.run_spec import RunSpec
+from executors.store import Store, store_at
+from executors.store.parallel import at_store
+from executors.store.url import address_of
+from executors.task.arguments import split_rank_env
+from executors.task.code_package import Package
+from executors.task.entrypoint import check_entrypoint
+
+Recordable = Mapping[str, type | re.Pattern[str]]
+"""The options of a backend that readers take from a record, each with its type, or the pattern of its string.
+
+They say where replicas are and how large. An option that decides which code runs, or which secrets it gets, is not
+among them.
+"""
+PLAIN_TIMEOUT_S = 3600  # the protocol's default, for executors that take no "no limit"
+PLAIN_ENTRYPOINT = "executors.worker.call"  # our worker, which a five-verb executor calls
+WITHOUT_OPTIONS: Recordable = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class PendingReplica:
+    """A replica without an outcome that a backend is asked about, as the records of its run show it."""
+
+    handle: ReplicaHandle
+    """The newest handle of the replica."""
+    attempt: int
+    """Its newest attempt: the handle's, or a later one that was claimed since."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """The state of a replica that has left no outcome, as its backend sees it."""
+
+    outcome: Outcome | None = None
+    """How the replica ended. Its process or job is gone, and the backend has recorded this."""
+    doing: str = ""
+    """The reason why the entrypoint does not run yet, in a few words, as in "installing"."""
+    status: ReplicaStatus | None = None
+    """The status that the backend reports, if it records no outcomes. None: the store shows it."""
+
+
+@dataclass(frozen=True)
+class SupervisorStatus:
+    """The state of the process or job that supervises a replica and restarts it in place."""
+
+    is_alive: bool
+    reason: Reason | None = None
+    """How the job ended, where its service knows more than its exit code, as in "preempted"."""
+    error: str | None = None
+    """The same as a sentence."""
+    launcher_is_gone: bool = False
+    """True if the run is attached, and the process that it ends with is known to have ended."""
+
+
+@dataclass(frozen=True)
+class JobsOfRun:
+    """The jobs of one run that must be ended. Nothing here needs a store."""
+
+    run_id: str
+    store_url: str | None = None
+    """The run's store. None: not known, so the run's id alone finds its jobs."""
+    launched_at: float | None = None
+    """Unix time of the launch, which is part of the jobs' labels. None: not known."""
+    ranks: tuple[int, ...] | None = None
+    """Only the jobs of these ranks. None: all jobs of the run, with its spares."""
+    over: frozenset[int] = frozenset()
+    """Ranks that the caller knows to have ended. Their jobs are asked for only if the service lists them."""
+
+
+@dataclass(frozen=True)
+class EndedJobs:
+    """The answer of a service that was asked to end jobs."""
+
+    n_ended: int = 0
+    """How many jobs the service has accepted to end."""
+    attempts: frozenset[tuple[int, int]] = frozenset()
+    """Rank and attempt of each known job that the service was asked to end, whether or not it accepted that."""
+    problems: tuple[str, ...] = ()
+    """A sentence for each job, or list of jobs, that failed. Empty: no job that was asked for still runs."""
+    commands: str = ""
+    """The service's own commands that end what is left."""
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the service has accepted to end every job that was asked for."""
+        return not self.problems
+
+    @property
+    def what_is_left(self) -> str:
+        """Say what may still run and how to end it; empty if nothing does."""
+        if not self.problems:
+            return ""
+        return f"These may still run: {'; '.join(self.problems)}. End them yourself: {self.commands}"
+
+    def __add__(self, other: EndedJobs) -> EndedJobs:
+        """Join the answers of two services."""
+        commands = "   ".join(filter(None, dict.fromkeys([self.commands, other.commands])))
+        return EndedJobs(
+            self.n_ended + other.n_ended, self.attempts | other.attempts, (*self.problems, *other.problems), commands
+        )
+
+
+@dataclass(frozen=True)
+class JobsLeft:
+    """The jobs of a run that have not ended, as their service lists them."""
+
+    n: int
+    """How many there are."""
+    service: str
+    """The service's name, for users."""
+    commands: str
+    """The service's own commands that end them."""
+
+
+class Backend(ABC):
+    """The five verbs, and everything else that the package asks of an executor.
+
+    Our own executors inherit from it. Each of them implements the abstract members. The other members answer as a
+    backend that lacks the ability.
+    """
+
+    # A backend has more than 20 methods because it is the one interface between the package and a place where replicas
+    # run. In two classes, code would have to ask again which of the two an executor is.
+
+    recordable_options: ClassVar[Recordable] = WITHOUT_OPTIONS
+
+    # --- questions that each backend answers
+
+    @property
+    @abstractmethod
+    def backend_name(self) -> str:
+        """The name by which records and users call the backend."""
+
+    @property
+    @abstractmethod
+    def supports_inter_replica_network(self) -> bool:
+        """True if replicas reach each other over the network."""
+
+    @property
+    @abstractmethod
+    def needs_shared_rendezvous(self) -> bool | None:
+        """True if replicas see no directory of this machine. None: not known. Then the launch prints the directory."""
+
+    @property
+    @abstractmethod
+    def ends_with_launcher(self) -> bool:
+        """True if an attached run ends with the process that launched it, however that process ends."""
+
+    @property
+    @abstractmethod
+    def ships_code(self) -> bool:
+        """True if replicas get a package of the code. Otherwise they run the files of the folder they start in."""
+
+    # --- questions with the usual answer
+
+    @property
+    def knows_attempts(self) -> bool:
+        """True if the backend records each attempt before it starts it, and starts later attempts of a rank.
+
+        Otherwise it knows replicas only, each of which it starts once.
+        """
+        return True
+
+    @property
+    def starts_single_ranks(self) -> bool:
+        """True if the backend starts single ranks, beside other backends, and a supervisor restarts and watches them.
+
+        Otherwise it starts all ranks of a run or none.
+        """
+        return True
+
+    @property
+    def carries_environment(self) -> bool:
+        """True if environment variables, secrets and the key of a signed run reach its replicas."""
+        return True
+
+    @property
+    def is_cancelled_at_exit(self) -> bool:
+        """True if only the launching process can end an attached run: at its exit, it cancels the replicas."""
+        return False
+
+    @property
+    def has_launch_check(self) -> bool:
+        """True if `check_launch` asks the backend itself, so that a launch which passes is likely to start."""
+        return True
+
+    @property
+    def ends_jobs(self) -> bool:
+        """True if replicas are jobs of a service which `end_jobs` ends without asking the run's store."""
+        return False
+
+    @property
+    def lease_s(self) -> float | None:
+        """How long replicas of an attached run continue while no process renews its lease. None: they need none."""
+        return None
+
+    @property
+    def default_timeout_s(self) -> float | None:
+        """The time limit, in seconds, of a launch that names none. None: no limit."""
+        return None
+
+    @property
+    def options_to_keep(self) -> Mapping[str, Any]:
+        """The options with which the executor was made. This machine notes them at a launch, as far as they are JSON.
+
+        A run that is followed or resumed later gets an executor with the same options.
+        """
+        return {}
+
+    @property
+    def pip(self) -> Sequence[str]:
+        """The requirements that the user gave the executor. Empty: the workspace's files say them at the launch."""
+        return ()
+
+    @property
+    def python_of_replicas(self) -> str | None:
+        """The minor version of Python that replicas run, as in "3.12". None: not known before they run."""
+        return None
+
+    @property
+    def log_advice(self) -> str:
+        """How to make the log of a replica readable on this machine, if that depends on the user; else empty."""
+        return ""
+
+    def price_per_hour(self, gpu: str | None) -> float | None:
+        """Return what an hour of one replica costs in US dollars. None: the backend does not say.
+
+        Args:
+            gpu: the GPU of the replica. None: no GPU.
+
+        Example:
+            backend.price_per_hour("H100")  # 3.95
+        """
+        return None
+
+    def tells_preemption(self, gpu: str | None) -> bool:
+        """Return True if the service may take back the machines of replicas, and reports that it did.
+
+        Args:
+            gpu: the GPU of the replicas. None: no GPU.
+
+        Example:
+            backend.tells_preemption("H100")
+        """
+        return False
+
+    def risks(self) -> Sequence[tuple[str, str]]:
+        """Return what may go wrong at the service although it is ready: pairs of a problem and an advice.
+
+        Example:
+            for problem, advice in backend.risks(): print(problem, advice)
+        """
+        return ()
+
+    def installation_note(self, requirements: Sequence[str]) -> str:
+        """Return a sentence on a long installation in each container, and on what avoids it; empty if there is none.
+
+        Args:
+            requirements: the requirements of replicas.
+
+        Example:
+            backend.installation_note(["torch==2.13.0"])
+        """
+        return ""
+
+    def check_image(self) -> tuple[str, str] | None:
+        """Return what containers install before they run, and an advice on what avoids it. None: not known.
+
+        The advice is empty if there is no long installation to avoid.
+
+        Example:
+            backend.check_image()
+        """
+        return None
+
+    # --- before a launch
+
+    def warm_up(self) -> None:
+        """Begin what takes long and costs nothing, without waiting for it: a launch comes soon.
+
+        Example:
+            backend.warm_up()
+        """
+        return
+
+    @abstractmethod
+    def check_launch(
+        self,
+        n_replicas: int,
+        entrypoint: str | Callable[..., Any],
+        entrypoint_args: Mapping[str, Any],
+        *,
+        gpu: str | None = None,
+        timeout: float | None = None,
+        secrets: Sequence[str] = (),
+    ) -> None:
+        """Refuse a launch that cannot work, before anything is written, started or paid for.
+
+        Args:
+            n_replicas: how many replicas, at least 1.
+            entrypoint: a callable, or the name of one, as `launch` takes it.
+            entrypoint_args: keyword arguments of the entrypoint.
+            gpu: the GPU of each replica. None: no GPU.
+            timeout: seconds that each replica may run. None: `default_timeout_s`.
+            secrets: the names of secrets that replicas need.
+
+        Raises:
+            ValueError: a bad argument.
+            BackendError: the backend cannot be used.
+            EntrypointError: the entrypoint cannot be found, or called with these arguments.
+
+        Example:
+            backend.check_launch(2, "train.py:main", {"steps": 100})
+        """
+
+    def check_pickle(self, pickled_by: str, whose: str = "The callable") -> None:
+        """Check that replicas can load a pickle, as far as the backend knows their Python.
+
+        Args:
+            pickled_by: the minor version of the Python that made the pickle, as in "3.12".
+            whose: the subject of the message.
+
+        Raises:
+            ValueError: replicas run another Python. Each start would be paid for, and fail.
+
+        Example:
+            backend.check_pickle("3.12")
+        """
+        found = self.python_of_replicas
+        if found in (None, pickled_by):
+            return
+        wanted = {"image": f"python:{pickled_by}", "python_version": pickled_by}
+        name = next((name for name in wanted if self.options_to_keep.get(name)), None)
+        advice = f"Run this with Python {pickled_by}" if name is None else f"Give --option {name}={wanted[name]}"
+        raise ValueError(
+            f"{whose} was pickled by Python {pickled_by}, and replicas on {self.backend_name!r} would run {found}. "
+            f"{advice}, or launch an importable entrypoint."
+        )
+
+    def package(self, entrypoint: str | Callable[..., Any]) -> Package | None:
+        """Return what replicas need of this machine's code. None: the backend ships no code.
+
+        Args:
+            entrypoint: the entrypoint of the launch.
+
+        Example:
+            backend.package("train.py:main")
+        """
+        return None
+
+    @abstractmethod
+    def describe_launch(
+        self, run: RunSpec, *, gpu: str | None = None, timeout: float | None = None, requirements: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Return what `launch_replicas` would ask for, as JSON. Values of secrets and of the environment are masked.
+
+        Args:
+            run: the run, and which of its ranks.
+            gpu: the GPU of each replica. None: no GPU.
+            timeout: seconds that each replica may run. None: `default_timeout_s`.
+            requirements: the requirements that replicas install.
+
+        Example:
+            backend.describe_launch(spec, gpu="H100")
+        """
+
+    # --- the five verbs
+
+    @abstractmethod
+    def launch_replicas(
+        self,
+        n_replicas: int,
+        entrypoint: str | Callable[..., Any],
+        entrypoint_args: Mapping[str, Any],
+        *,
+        gpu: str | None = None,
+        timeout: float | None = None,
+        run: RunSpec | None = None,
+        tell: Callable[[str], None] = lambda words: None,
+    ) -> list[ReplicaHandle]:
+        """Start replicas as `ServerlessExecutor.launch_replicas` does.
+
+        Args:
+            n_replicas: how many replicas, at least 1.
+            entrypoint: a callable, or the name of one, as `launch` takes it.
+            entrypoint_args: keyword arguments of the entrypoint.
+            gpu: the GPU of each replica. None: no GPU.
+            timeout: seconds that each replica may run. None: `default_timeout_s`.
+            run: the run that these replicas belong to, and which of its ranks they are. Its record exists already.
+                None: a new run.
+            tell: gets a few words on the progress of the start, as in "5 of 8 started".
+
+        Returns:
+            The handles in the order of the ranks. Attempts that another process began first are left out, and left
+            alone.
+
+        Raises:
+            LaunchError: a replica could not be started. Those that were started have been ended.
+
+        Example:
+            backend.launch_replicas(2, "train.py:main", {"steps": 100}, run=spec)
+        """
+
+    @abstractmethod
+    def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
+        """Return the replica's `ReplicaStatus`, at once; see `ServerlessExecutor.poll`."""
+
+    @abstractmethod
+    def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = 200) -> str:
+        """Return the last lines of the replica's output, at once; see `ServerlessExecutor.stream_logs`."""
+
+    @abstractmethod
+    def cancel(self, handle: ReplicaHandle) -> None:
+        """End a replica and its helpers; see `ServerlessExecutor.cancel`."""
+
+    @abstractmethod
+    def collect(self, handles: list[ReplicaHandle], *, timeout: float | None = None) -> list[dict[str, Any]]:
+        """Wait until all have ended, and return how each ended; see `ServerlessExecutor.collect`."""
+
+    # --- replicas that were started
+
+    @abstractmethod
+    def observe(self, replicas: Sequence[PendingReplica]) -> list[Observation]:
+        """Return what the backend sees of several replicas, in their order.
+
+        The first process that finds a replica gone records its outcome. The caller has looked at the store, so the
+        store is asked about a replica only if that is gone.
+
+        Args:
+            replicas: those that have left no outcome.
+
+        Raises:
+            UnknownHandleError: a handle is not one of this backend.
+            BackendError: the backend refuses the credentials.
+
+        Example:
+            [observation] = backend.observe([PendingReplica(handle, attempt=0)])
+        """
+
+    @abstractmethod
+    def supervisors(self, replicas: Sequence[PendingReplica]) -> list[SupervisorStatus]:
+        """Return the state of what supervised replicas that have ended, in the order of the replicas.
+
+        A supervisor counts as alive if the backend cannot find out, or not now.
+
+        Args:
+            replicas: those that have ended.
+
+        Raises:
+            CorruptObjectError: a handle is not one of this backend.
+            UnknownHandleError: a handle names another replica's job.
+            BackendError: the backend refuses the credentials.
+
+        Example:
+            [supervisor] = backend.supervisors([PendingReplica(handle, attempt=0)])
+        """
+
+    @abstractmethod
+    def open_log(self, handle: ReplicaHandle) -> Log:
+        """Return the log of the attempt that a handle names, and of no later one.
+
+        Args:
+            handle: the handle of the attempt.
+
+        Example:
+            backend.open_log(handle).tail(200)
+        """
+
+    def find_handle(self, handle: ReplicaHandle, *, insists: bool = False) -> ReplicaHandle | None:
+        """Find a replica whose launcher announced it, and died before it wrote the whole handle.
+
+        Args:
+            handle: a handle that has nothing but `store_url`, `run_id` and `attempt`.
+            insists: True if the caller acts upon the answer: None then means that there is no such replica. A caller
+                that only looks also gets None if the backend cannot say now, or is not asked again so soon.
+
+        Raises:
+            BackendError: the backend refuses the credentials, or the caller insists and the backend cannot say.
+
+        Example:
+            backend.find_handle(attempt.announced("modal"), insists=True)
+        """
+        return None
+
+    # --- ending and removing
+
+    def end_jobs(self, run: JobsOfRun, tell: Callable[[str], None] = lambda words: None) -> EndedJobs:
+        """End the jobs of a run that this process started, that this machine noted, and that the service lists.
+
+        Starts of this run that are under way in this process are given up as well. The store is not asked.
+
+        Args:
+            run: the run, and which of its jobs.
+            tell: gets a sentence if the service takes longer than a minute: what still runs, and how to end it.
+
+        Returns:
+            How many jobs were ended, and which may still run, with the commands that end them.
+
+        Example:
+            backend.end_jobs(JobsOfRun("brave-otter-7f3a")).what_is_left
+        """
+        return EndedJobs()
+
+    def commands_to_end(self, run_id: str) -> str:
+        """Return the service's own commands that list and end the jobs of a run; empty without a service.
+
+        Example:
+            backend.commands_to_end("brave-otter-7f3a")  # "hf jobs ls --label replicas-run=brave-otter-7f3a; …"
+        """
+        return ""
+
+    def jobs_left(self, run: JobsOfRun) -> JobsLeft:
+        """Return the jobs of a run that have not ended; nothing is ended. The store is not asked.
+
+        Args:
+            run: the run. Its `ranks` and `over` do not count: all jobs are listed.
+
+        Raises:
+            BackendError: the service refuses, or does not answer.
+
+        Example:
+            backend.jobs_left(JobsOfRun("brave-otter-7f3a")).n
+        """
+        return JobsLeft(0, self.backend_name, "")
+
+    def remove_files(self, store_url: str, run_id: str, launched_at: float) -> None:
+        """Delete what an ended run left elsewhere than in its store and in the directory of runs.
+
+        Args:
+            store_url: the store of the run.
+            run_id: the id of the run.
+            launched_at: Unix time of its launch.
+
+        Example:
+            backend.remove_files(run.store.url, run.run_id, run.record.created_at)
+        """
+        return
+
+    def withdraw_jobs(self, store_url: str, run_id: str, launched_at: float) -> int:
+        """Delete the jobs of an ended run that a queue still holds and may start again; return how many.
+
+        Args:
+            store_url: the store of the run.
+            run_id: the id of the run.
+            launched_at: Unix time of its launch.
+
+        Raises:
+            BackendError: the service refuses, or does not answer.
+
+        Example:
+            backend.withdraw_jobs(run.store.url, run.run_id, run.record.created_at)
+        """
+        return 0
+
+
+class PlainBackend(Backend):
+    """The backend of an executor that has the five verbs alone.
+
+    Its replicas call our worker, which finds the run by its address. The executor may have some of a backend's
+    abilities all the same, such as `options_to_keep` or `price_per_hour`: those are asked.
+
+    Args:
+        executor: the executor, which need not import anything of this package.
+        store: the store of the run. At a bucket, several replicas are asked about at once. None: one after another.
+    """
+
+    knows_attempts = False
+    starts_single_ranks = False
+    carries_environment = False
+    has_launch_check = False
+    needs_shared_rendezvous = None
+    ends_with_launcher = False
+    is_cancelled_at_exit = True
+    ships_code = False
+    default_timeout_s = PLAIN_TIMEOUT_S
+    backend_name = ""
+    supports_inter_replica_network = False
+
+    def __init__(self, executor: ServerlessExecutor, store: Store | None = None) -> None:
+        self.executor: Any = executor
+        self._store = store
+        self.backend_name = executor.backend_name
+        self.supports_inter_replica_network = executor.supports_inter_replica_network
+        if self._has("recordable_options", "options_to_keep"):
+            self.recordable_options = self.executor.recordable_options  # type: ignore[misc, attr-defined]
+
+    def __repr__(self) -> str:
+        return f"PlainBackend({self.executor!r})"
+
+    def _has(self, *names: str) -> bool:
+        return all(hasattr(self.executor, name) for name in names)
+
+    @property
+    def options_to_keep(self) -> Mapping[str, Any]:
+        """The executor's options, if it keeps options."""
+        found: Mapping[str, Any] = {}
+        return self.executor.options_to_keep if self._has("recordable_options", "options_to_keep") else found
+
+    @property
+    def pip(self) -> Sequence[str]:
+        """The executor's requirements, if it has some."""
+        found: Sequence[str] = ()
+        return self.executor.pip if self._has("pip") else found
+
+    @property
+    def python_of_replicas(self) -> str | None:
+        """The version that the executor names, if it names one."""
+        return self.executor.python_of_replicas if self._has("python_of_replicas") else None
+
+    @property
+    def ends_jobs(self) -> bool:
+        """True if the executor has `end_jobs` and `commands_to_end`."""
+        return self._has("end_jobs", "commands_to_end")
+
+    def price_per_hour(self, gpu: str | None) -> float | None:
+        """Return the executor's price, if it knows prices."""
+        return self.executor.price_per_hour(gpu) if self._has("price_per_hour") else None
+
+    def tells_preemption(self, gpu: str | None) -> bool:
+        """Return the executor's answer. False: it has none."""
+        return self._has("tells_preemption") and bool(self.executor.tells_preemption(gpu))
+
+    def installation_note(self, requirements: Sequence[str]) -> str:
+        """Return the executor's sentence; empty if it has none."""
+        return str(self.executor.installation_note(requirements)) if self._has("installation_note") else ""
+
+    def check_launch(
+        self,
+        n_replicas: int,
+        entrypoint: str | Callable[..., Any],
+        entrypoint_args: Mapping[str, Any],
+        *,
+        gpu: str | None = None,
+        timeout: float | None = None,
+        secrets: Sequence[str] = (),
+    ) -> None:
+        """Check the entrypoint, as far as that shows without running it; the executor checks nothing."""
+        if isinstance(entrypoint, str):
+            check_entrypoint(entrypoint, split_rank_env(entrypoint_args)[0])
+
+    def describe_launch(
+        self, run: RunSpec, *, gpu: str | None = None, timeout: float | None = None, requirements: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Return the arguments of the executor's `launch_replicas`."""
+        return {
+            "n_replicas": len(run.ranks),
+            "entrypoint": PLAIN_ENTRYPOINT,
+            "entrypoint_args": {"run": address_of(run.store_url, run.run_id)},
+            "gpu": gpu,
+            "timeout": PLAIN_TIMEOUT_S if timeout is None else int(max(1, timeout)),
+        }
+
+    def launch_replicas(
+        self,
+        n_replicas: int,
+        entrypoint: str | Callable[..., Any],
+        entrypoint_args: Mapping[str, Any],
+        *,
+        gpu: str | None = None,
+        timeout: float | None = None,
+        run: RunSpec | None = None,
+        tell: Callable[[str], None] = lambda words: None,
+    ) -> list[ReplicaHandle]:
+        """Start all replicas of a run, and leave their handles in its store.
+
+        The executor returns handles of a type of its own, in rank order. They are left if they are `ReplicaHandle`.
+        """
+        if run is None:
+            limit_s = PLAIN_TIMEOUT_S if timeout is None else int(timeout)
+            started: list[Any] = self.executor.launch_replicas(
+                n_replicas, entrypoint, entrypoint_args, gpu=gpu, timeout=limit_s
+            )
+            return started
+        handles: list[Any] = self.executor.launch_replicas(**self.describe_launch(run, gpu=gpu, timeout=timeout))
+        try:
+            store = store_at(run.store_url)
+            for rank, handle in zip(run.ranks, handles, strict=False):
+                if isinstance(handle, ReplicaHandle):
+                    Attempt(store, run.run_id, rank).create(HANDLE, handle.to_json().encode(), replaces=True)
+        except BaseException:  # no other process knows of them, and each costs until its limit
+            for handle in handles:
+                with contextlib.suppress(Exception):
+                    self.executor.cancel(handle)
+            raise
+        return handles
+
+    def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
+        """Return what the executor reports. A word that is not a `ReplicaStatus` counts as running."""
+        return as_status(self.executor.poll(handle))
+
+    def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = 200) -> str:
+        """Return the last lines of the replica's output, as the executor has them."""
+        return str(self.executor.stream_logs(handle, n_lines=n_lines))
+
+    def cancel(self, handle: ReplicaHandle) -> None:
+        """Let the executor end a replica."""
+        self.executor.cancel(handle)
+
+    def collect(self, handles: list[ReplicaHandle], *, timeout: float | None = None) -> list[dict[str, Any]]:
+        """Return how replicas ended, as the executor reports it."""
+        rows: list[dict[str, Any]] = self.executor.collect(handles, timeout=timeout)
+        return rows
+
+    def observe(self, replicas: Sequence[PendingReplica]) -> list[Observation]:
+        """Return what `poll` reports of each replica. Its outcome, if it has none, is the caller's to record."""
+
+        def ask(replica: PendingReplica) -> Observation:
+            return Observation(status=as_status(self.executor.poll(replica.handle)))
+
+        return [*map(ask, replicas)] if self._store is None else at_store(self._store, ask, replicas)
+
+    def supervisors(self, replicas: Sequence[PendingReplica]) -> list[SupervisorStatus]:
+        """Return that all are alive: five verbs do not say more, and nothing restarts these replicas."""
+        return [SupervisorStatus(is_alive=True)] * len(replicas)
+
+    def open_log(self, handle: ReplicaHandle) -> Log:
+        """Return the log of the replica, which has all attempts. It asks the executor for the last lines."""
+        return TailedLog(lambda n_lines: self.stream_logs(handle, n_lines=n_lines))
+
+    def end_jobs(self, run: JobsOfRun, tell: Callable[[str], None] = lambda words: None) -> EndedJobs:
+        """End the jobs of a run, if the executor can."""
+        return self.executor.end_jobs(run, tell) if self.ends_jobs else EndedJobs()
+
+    def commands_to_end(self, run_id: str) -> str:
+        """Return the commands that end the jobs of a run, if the executor knows such."""
+        return str(self.executor.commands_to_end(run_id)) if self.ends_jobs else ""
+
+    def jobs_left(self, run: JobsOfRun) -> JobsLeft:
+        """Return the jobs that have not ended, if the executor can list them; else none."""
+        found: JobsLeft = self.executor.jobs_left(run) if self._has("jobs_left") else super().jobs_left(run)
+        return found
+
+    def remove_files(self, store_url: str, run_id: str, launched_at: float) -> None:
+        """Delete what an ended run left at the executor, if the executor can."""
+        if self._has("remove_files"):
+            self.executor.remove_files(store_url, run_id, launched_at)
+
+    def withdraw_jobs(self, store_url: str, run_id: str, launched_at: float) -> int:
+        """Delete the jobs that a queue still holds, if the executor can; return how many."""
+        return int(self.executor.withdraw_jobs(store_url, run_id, launched_at)) if self._has("withdraw_jobs") else 0
+
+
+def as_backend(executor: ServerlessExecutor, store: Store | None = None) -> Backend:
+    """Return the backend of an executor: the executor itself, or what answers for an object with five verbs.
+
+    Args:
+        executor: an executor that a user gives.
+        store: the store of the run. None: not known yet.
+
+    Example:
+        as_backend(PopenExecutor()).starts_single_ranks  # False
+    """
+    return executor if isinstance(executor, Backend) else PlainBackend(executor, store)
+
+
+def as_executor(backend: Backend) -> ServerlessExecutor:
+    """Return the executor of a backend, as the user gave it.
+
+    Args:
+        backend: a backend that `as_backend` returned.
+
+    Example:
+        as_executor(as_backend(executor)) is executor  # True
+    """
+    if isinstance(backend, PlainBackend):
+        plain: ServerlessExecutor = backend.executor
+        return plain
+    return backend

@@ -1,0 +1,555 @@
+"""The backends of a run, one or several: a question about a rank goes to the backend that has it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, TypeVar
+
+from executors.attempt import CLAIM, Attempt, collect_rows
+from executors.backend import (
+    Backend,
+    EndedJobs,
+    JobsOfRun,
+    Observation,
+    PendingReplica,
+    SupervisorStatus,
+    as_backend,
+    as_executor,
+)
+from executors.errors import BackendError, CorruptObjectError, UnknownHandleError
+from executors.logs.log import Log
+from executors.logs.readers import TailedLog
+from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
+from executors.registry import describe_executor
+from executors.run.start_together import Part, start_parts
+from executors.settings.run_spec import RunSpec
+from executors.store.parallel import in_parallel
+from executors.task.code_package import Package
+from executors.task.record import Placement
+
+T = TypeVar("T")
+
+
+class PlacedBackend:
+    """A placement of a run, and its backend, which is made when it is needed first.
+
+    Args:
+        placement: some ranks, and what their attempts are started with.
+        make: returns the backend. It raises BackendError if the backend is not installed on this machine.
+    """
+
+    def __init__(self, placement: Placement, make: Callable[[], Backend]) -> None:
+        self.placement = placement
+        self._make = make
+        self._backend: Backend | None = None
+
+    @property
+    def backend(self) -> Backend:
+        """The backend of these ranks.
+
+        Raises:
+            BackendError: it is not installed on this machine.
+        """
+        if self._backend is None:
+            self._backend = self._make()
+        return self._backend
+
+
+class Placements(Backend):
+    """Where the ranks of a run are: one backend, or several as one.
+
+    Placements are a Backend themselves. So launcher, observer, canceller and controller work in the same way for a run
+    on one backend and for a run on several. A backend that is not installed on this machine is an error if it is the
+    run's only one. If it is one of several, the store shows how its replicas are, and their supervisors count as alive.
+
+    Args:
+        places: the placements with their backends.
+        is_part: True if the run has other placements, too.
+    """
+
+    # It has more than 20 methods because it answers every question of a Backend.
+
+    def __init__(self, places: Sequence[PlacedBackend] = (), *, is_part: bool = False) -> None:
+        self._places = places
+        self._is_part = is_part
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.backend_name!r})"
+
+    # --- which backend has which rank
+
+    @property
+    def placed(self) -> Sequence[PlacedBackend]:
+        """The placements with their backends: first the launch's, then each addition."""
+        return self._places
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks of all placements that are known, in their order."""
+        return sorted(rank for placed in self.placed for rank in placed.placement.ranks)
+
+    def at(self, rank: int) -> PlacedBackend:
+        """Return the placement of a rank.
+
+        Args:
+            rank: the number of a replica.
+
+        Raises:
+            UnknownHandleError: no placement has this rank.
+
+        Example:
+            run.placements.at(3).backend
+        """
+        found = next((placed for placed in self.placed if rank in placed.placement.ranks), None)
+        if found is None:
+            raise UnknownHandleError(f"The run has no rank {rank}.")
+        return found
+
+    def name_at(self, rank: int) -> str:
+        """Return the name of the backend that has a rank.
+
+        Args:
+            rank: the number of a replica.
+
+        Example:
+            run.placements.name_at(3)  # "modal"
+        """
+        return self.at(rank).placement.backend
+
+    @property
+    def _only(self) -> PlacedBackend | None:
+        """The placement of a run that has one. None: the run has several."""
+        return self.placed[0] if len(self.placed) == 1 and not self._is_part else None
+
+    def some(self, places: Sequence[PlacedBackend]) -> Placements:
+        """Return some of these placements.
+
+        Args:
+            places: those.
+
+        Example:
+            placements.some(placements.placed[:1])
+        """
+        return Placements(places, is_part=self._only is None)
+
+    @property
+    def installed(self) -> list[tuple[Placement, Backend]]:
+        """The placements whose backends are installed on this machine.
+
+        Raises:
+            BackendError: the only backend is not installed.
+        """
+        return [(placed.placement, backend) for placed in self.placed if (backend := self._backend(placed)) is not None]
+
+    @property
+    def executor(self) -> ServerlessExecutor:
+        """The executor as the user gave it; of several backends, these placements.
+
+        Raises:
+            BackendError: the only backend is not installed on this machine.
+        """
+        return self if self._only is None else as_executor(self._only.backend)
+
+    def _backend(self, placed: PlacedBackend) -> Backend | None:
+        """Return the backend of a placement. None: it is one of several, and is not installed on this machine."""
+        if self._only is not None:
+            return placed.backend
+        with contextlib.suppress(BackendError):
+            return check_single_ranks(placed.backend)
+        return None
+
+    def _backend_of(self, handle: ReplicaHandle) -> Backend | None:
+        """Return the backend of a replica. None: it is one of several, and is not installed on this machine."""
+        # A five-verb executor has handles of its own, which need no rank.
+        return self._backend(self._only or self.at(handle.rank))
+
+    def _backends(self) -> Iterator[Backend]:
+        return (backend for _, backend in self.installed)
+
+    # --- what is true of all, or of some
+
+    @property
+    def backend_name(self) -> str:
+        """The name of the backend, or of each with the number of its ranks, as in `slurm:4,modal:4`."""
+        numbers: dict[str, int] = {}
+        for placed in self.placed:
+            place = placed.placement
+            numbers[place.backend] = numbers.get(place.backend, 0) + len(place.ranks)
+        return next(iter(numbers)) if len(numbers) == 1 else ",".join(f"{name}:{n}" for name, n in numbers.items())
+
+    @property
+    def supports_inter_replica_network(self) -> bool:
+        """True if there is one backend, whose replicas reach each other."""
+        return self._only is not None and self._only.backend.supports_inter_replica_network
+
+    @property
+    def needs_shared_rendezvous(self) -> bool | None:
+        """True if some replicas see no directory of this machine. None: not known."""
+        answers = [backend.needs_shared_rendezvous for backend in self._backends()]
+        return None if answers == [None] else any(answers)
+
+    @property
+    def ends_with_launcher(self) -> bool:
+        """True if some replicas of an attached run end with the process that launched it."""
+        return any(backend.ends_with_launcher for backend in self._backends())
+
+    @property
+    def is_cancelled_at_exit(self) -> bool:
+        """True if only the launching process can end some replicas of an attached run."""
+        return any(backend.is_cancelled_at_exit for backend in self._backends())
+
+    @property
+    def ships_code(self) -> bool:
+        """True if all replicas get a package of the code."""
+        return all(backend.ships_code for backend in self._backends())
+
+    @property
+    def knows_attempts(self) -> bool:
+        """True if all backends record attempts, and start later ones."""
+        return all(backend.knows_attempts for backend in self._backends())
+
+    @property
+    def starts_single_ranks(self) -> bool:
+        """True if all backends start single ranks, which a supervisor restarts and watches."""
+        return all(backend.starts_single_ranks for backend in self._backends())
+
+    @property
+    def carries_environment(self) -> bool:
+        """True if environment variables, secrets and the key of a signed run reach all replicas."""
+        return all(backend.carries_environment for backend in self._backends())
+
+    @property
+    def ends_jobs(self) -> bool:
+        """True if some replicas are jobs of a service which `end_jobs` ends without asking the run's store."""
+        return any(backend.ends_jobs for backend in self._backends())
+
+    @property
+    def lease_s(self) -> float | None:
+        """How long the replicas that need a lease continue while no process renews it. None: none needs one."""
+        return max((backend.lease_s for backend in self._backends() if backend.lease_s is not None), default=None)
+
+    @property
+    def default_timeout_s(self) -> float | None:
+        """The time limit of the only backend. None: no limit, or each of several has its own."""
+        return None if self._only is None else self._only.backend.default_timeout_s
+
+    def price_per_hour(self, gpu: str | None) -> float | None:
+        """Return what an hour of one replica costs at the only backend. None: not known, or there are several."""
+        return None if self._only is None else self._only.backend.price_per_hour(gpu)
+
+    def tells_preemption(self, gpu: str | None) -> bool:
+        """Return True if the service of any backend reports that it took a machine back."""
+        return any(backend.tells_preemption(gpu) for backend in self._backends())
+
+    def installation_note(self, requirements: Sequence[str]) -> str:
+        """Return the sentences of all backends, each once."""
+        notes = [backend.installation_note(requirements) for backend in self._backends()]
+        return " ".join(filter(None, dict.fromkeys(notes)))
+
+    # --- before a launch
+
+    def with_limits(
+        self, *, gpu: str | None, timeout_s: float | None, env: Sequence[str], secrets: Sequence[str]
+    ) -> Placements:
+        """Return these placements as they are launched, each with what its replicas are started with.
+
+        Args:
+            gpu: the GPU of each replica. None: no GPU.
+            timeout_s: seconds that each replica may run. None: the default of each backend.
+            env: names of environment variables. Their values are not recorded.
+            secrets: names of secrets.
+
+        Example:
+            placements.with_limits(gpu=None, timeout_s=60.0, env=[], secrets=[])
+        """
+        names: Any = {"env": tuple(sorted(env)), "secrets": tuple(sorted(secrets))}
+
+        def with_limits(place: Placement, backend: Backend) -> PlacedBackend:
+            limit_s = timeout_s or backend.default_timeout_s
+            return PlacedBackend(replace(place, gpu=gpu, timeout_s=limit_s, **names), lambda: backend)
+
+        return Placements([with_limits(place, backend) for place, backend in self.installed])
+
+    def options_to_note(self) -> tuple[Mapping[str, Any], dict[str, Mapping[str, Any]]]:
+        """Return the options of the first executor, and of each other executor by the name of its placement."""
+        (_, first), *others = self.installed
+        return first.options_to_keep, {place.name: backend.options_to_keep for place, backend in others}
+
+    def warm_up(self) -> None:
+        """Begin what takes long, at each backend."""
+        for backend in self._backends():
+            backend.warm_up()
+
+    def check_launch(
+        self,
+        n_replicas: int,
+        entrypoint: str | Callable[..., Any],
+        entrypoint_args: Mapping[str, Any],
+        *,
+        gpu: str | None = None,
+        timeout: float | None = None,
+        secrets: Sequence[str] = (),
+    ) -> None:
+        """Refuse what cannot work at any backend; see `Backend.check_launch`. Placements say how many replicas."""
+        for place, backend in self.installed:
+            limits: Any = {"gpu": gpu, "timeout": backend.default_timeout_s if timeout is None else timeout}
+            backend.check_launch(len(place.ranks), entrypoint, entrypoint_args, **limits, secrets=secrets)
+
+    def check_pickle(self, pickled_by: str, whose: str = "The callable") -> None:
+        """Check that replicas at each backend can load a pickle; see `Backend.check_pickle`."""
+        for backend in self._backends():
+            backend.check_pickle(pickled_by, whose)
+
+    def package(self, entrypoint: str | Callable[..., Any]) -> Package | None:
+        """Return what replicas on other machines need.
+
+        Args:
+            entrypoint: the entrypoint of the launch.
+
+        Raises:
+            ValueError: two backends would install different requirements.
+        """
+        made = {place.backend: package for place, each in self.installed if (package := each.package(entrypoint))}
+        for (one, its), (another, theirs) in pairwise(made.items()):
+            if differing := sorted({*its.requirements} ^ {*theirs.requirements}):
+                has, lacks = (one, another) if differing[0] in its.requirements else (another, one)
+                raise ValueError(
+                    f"Backend {has!r} installs {differing[0]!r}, and {lacks!r} does not, but replicas of one run have "
+                    "the same requirements. Give both the same pip, or use an image or environment that has them."
+                )
+        return next(iter(made.values()), None)
+
+    def describe_launch(
+        self, run: RunSpec, *, gpu: str | None = None, timeout: float | None = None, requirements: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Return what the backend would ask for; of several backends what each would, by their names."""
+        asked = {
+            place.backend: backend.describe_launch(
+                run if self._only is not None else replace(run, ranks=place.ranks),
+                gpu=gpu,
+                timeout=backend.default_timeout_s if timeout is None else timeout,
+                requirements=requirements,
+            )
+            for place, backend in self.installed
+        }
+        return asked if self._only is None else next(iter(asked.values()))
+
+    # --- the five verbs
+
+    def launch_replicas(
+        self,
+        n_replicas: int,
+        entrypoint: str | Callable[..., Any],
+        entrypoint_args: Mapping[str, Any],
+        *,
+        gpu: str | None = None,
+        timeout: float | None = None,
+        run: RunSpec | None = None,
+        tell: Callable[[str], None] = lambda words: None,
+    ) -> list[ReplicaHandle]:
+        """Start the ranks of `run` at their backends, all at the same time; see `Backend.launch_replicas`.
+
+        Args:
+            n_replicas: not read: the ranks of `run` say how many.
+            entrypoint: a callable, or the name of one, as `launch` takes it.
+            entrypoint_args: keyword arguments of the entrypoint.
+            gpu: the GPU of each replica. None: the GPU of its placement.
+            timeout: seconds that each replica may run. None: the limit of its placement.
+            run: the run, and which of its ranks are started.
+            tell: gets a few words on the progress of the start.
+
+        Raises:
+            LaunchError: too few could be started. Those that were started, at every backend, have been ended.
+            ValueError: `run` is missing.
+        """
+        if run is None:
+            raise ValueError("A run on several backends begins with executors.launch().")
+        ranks: dict[PlacedBackend, list[int]] = {}
+        for rank in run.ranks:
+            ranks.setdefault(self.at(rank), []).append(rank)
+
+        def start(placed: PlacedBackend) -> list[ReplicaHandle]:
+            place, its = placed.placement, ranks[placed]
+            backend = placed.backend if self._only is not None else check_single_ranks(placed.backend)
+            limit_s = place.timeout_s or backend.default_timeout_s if timeout is None else timeout
+            limits: Any = {"gpu": place.gpu if gpu is None else gpu, "timeout": limit_s}
+            enough = run.settings.min_replicas
+            least = None if enough is None else max(1, enough - (len(run.ranks) - len(its)))
+            spec = replace(
+                run.with_settings(
+                    min_replicas=None if least is None else min(least, len(its)),
+                    chaos=run.settings.chaos if place.backend == "local" else (),
+                ),
+                ranks=tuple(its),
+                lease_s=None if run.lease_s is None else backend.lease_s,
+            )
+            return backend.launch_replicas(
+                len(its), entrypoint, entrypoint_args, **limits, run=spec,
+                tell=lambda words: tell(f"{place.backend}: {words}" if len(ranks) > 1 else words),
+            )  # fmt: skip
+
+        parts = [Part(tuple(its), lambda placed=placed: start(placed)) for placed, its in ranks.items()]  # type: ignore[misc]
+        return start_parts(self, run, parts)
+
+    def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
+        """Return the replica's status. The store shows it if the backend is not installed on this machine."""
+        if (backend := self._backend_of(handle)) is not None:
+            return backend.poll(handle)
+        attempt = Attempt.from_handle(handle, handle.backend_name).newest()
+        if (outcome := attempt.outcome()) is not None:
+            return outcome.status
+        return ReplicaStatus.RUNNING if attempt.has(CLAIM) else ReplicaStatus.PENDING
+
+    def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = 200) -> str:
+        """Return the last lines of the replica's output, or why they are not available on this machine."""
+        if (backend := self._backend_of(handle)) is not None:
+            return backend.stream_logs(handle, n_lines=n_lines)
+        return f"replicas: {self._why_missing(handle.rank)}"
+
+    def cancel(self, handle: ReplicaHandle) -> None:
+        """End a replica. If its backend is not installed on this machine, the replica finds the cancel marker."""
+        if (backend := self._backend_of(handle)) is not None:
+            backend.cancel(handle)
+            return
+        attempt = Attempt.from_handle(handle, handle.backend_name).newest()
+        attempt.request_cancel()
+        if not attempt.has(CLAIM):  # a replica that comes up late finds the marker as well
+            attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
+
+    def collect(self, handles: list[ReplicaHandle], *, timeout: float | None = None) -> list[dict[str, Any]]:
+        """Wait for the replicas' outcomes, and return them in the order of `handles`."""
+        if self._only is not None:
+            return self._only.backend.collect(handles, timeout=timeout)
+        return collect_rows(self.poll, self.backend_name, handles, timeout)
+
+    # --- replicas that were started
+
+    def observe(self, replicas: Sequence[PendingReplica]) -> list[Observation]:
+        """Return what the backends see of several replicas. A missing one of several is named as what they wait for."""
+        return self._in_groups(
+            replicas, lambda backend, some: backend.observe(some), lambda error: Observation(doing=str(error))
+        )
+
+    def supervisors(self, replicas: Sequence[PendingReplica]) -> list[SupervisorStatus]:
+        """Return the state of supervisors. They count as alive if their backend is not installed on this machine."""
+        return self._in_groups(
+            replicas, lambda backend, some: backend.supervisors(some), lambda _: SupervisorStatus(is_alive=True)
+        )
+
+    def open_log(self, handle: ReplicaHandle) -> Log:
+        """Return the log of the attempt that a handle names, or a log that gives the reason why it is not available."""
+        if (backend := self._backend_of(handle)) is not None:
+            return backend.open_log(handle)
+        return TailedLog(lambda n_lines: self.stream_logs(handle, n_lines=n_lines))
+
+    def find_handle(self, handle: ReplicaHandle, *, insists: bool = False) -> ReplicaHandle | None:
+        """Find a replica that was announced only. None also if its backend is not installed on this machine."""
+        backend = self._backend_of(handle)
+        return None if backend is None else backend.find_handle(handle, insists=insists)
+
+    # --- ending
+
+    def end_jobs(self, run: JobsOfRun, tell: Callable[[str], None] = lambda words: None) -> EndedJobs:
+        """End the jobs of a run at every service that it is on, all at the same time; see `Backend.end_jobs`."""
+        asked = [backend for backend in self._backends() if backend.ends_jobs]
+        return sum(in_parallel(lambda backend: backend.end_jobs(run, tell), asked), EndedJobs())
+
+    def commands_to_end(self, run_id: str) -> str:
+        """Return the commands of all services that the run is on; see `Backend.commands_to_end`."""
+        asked = [backend for backend in self._backends() if backend.ends_jobs]
+        return "   ".join(dict.fromkeys(backend.commands_to_end(run_id) for backend in asked))
+
+    def _in_groups(
+        self,
+        replicas: Sequence[PendingReplica],
+        ask: Callable[[Backend, Sequence[PendingReplica]], Sequence[T]],
+        instead: Callable[[BackendError], T],
+    ) -> list[T]:
+        """Ask each backend about its replicas; return the answers in the order of the replicas.
+
+        Args:
+            replicas: the replicas, at any of the backends.
+            ask: asks one backend about its replicas.
+            instead: the answer for a replica whose backend, one of several, fails or is not installed.
+        """
+        if self._only is not None:  # its error is the run's
+            return [*ask(self._only.backend, replicas)]
+        groups: dict[PlacedBackend, list[int]] = {}
+        for index, each in enumerate(replicas):
+            groups.setdefault(self.at(each.handle.rank), []).append(index)
+        found: dict[int, T] = {}
+        for placed, indexes in groups.items():
+            try:
+                answers = list(ask(check_single_ranks(placed.backend), [replicas[index] for index in indexes]))
+            except UnknownHandleError:  # of one replica, also where it is a BackendError: the caller finds out of which
+                raise
+            except BackendError as error:
+                answers = [instead(error) for _ in indexes]
+            found |= dict(zip(indexes, answers, strict=True))
+        return [found[index] for index in range(len(replicas))]
+
+    def _why_missing(self, rank: int) -> str:
+        try:
+            check_single_ranks(self.at(rank).backend)
+        except BackendError as error:
+            return str(error)
+        return ""
+
+
+def as_placements(executor: ServerlessExecutor, n: int) -> Placements:
+    """Return where the ranks of a launch will be.
+
+    Args:
+        executor: an executor that the user gives, or placements, which are returned.
+        n: how many replicas are launched.
+
+    Example:
+        as_placements(LocalProcessExecutor(), 4).ranks  # [0, 1, 2, 3]
+    """
+    if isinstance(executor, Placements):
+        return executor
+    backend = as_backend(executor)
+    place = Placement(**describe_executor(executor), ranks=tuple(range(n)))
+    return Placements([PlacedBackend(place, lambda: backend)])
+
+
+def check_single_ranks(backend: Backend) -> Backend:
+    """Return a backend that can start single ranks.
+
+    Args:
+        backend: the backend.
+
+    Raises:
+        BackendError: it starts all ranks or none.
+
+    Example:
+        check_single_ranks(as_backend(executor))
+    """
+    if not backend.starts_single_ranks:
+        raise BackendError(
+            f"Backend {backend.backend_name!r} starts all ranks or none; it cannot be one of several in a run."
+        )
+    return backend
+
+
+def known_supervisors(backend: Backend, replicas: Sequence[PendingReplica]) -> list[SupervisorStatus]:
+    """Return the state of supervisors, as far as it is known.
+
+    A replica whose handle names another replica's job counts as supervised, and does not hide the others.
+
+    Args:
+        backend: the backend, or the placements of the run.
+        replicas: replicas that have ended.
+
+    Example:
+        known_supervisors(run.placements, [PendingReplica(handle, attempt=0)])
+    """
+    try:
+        return backend.supervisors(replicas)
+    except (CorruptObjectError, UnknownHandleError):
+        if len(replicas) > 1:  # asking for each alone finds the one whose handle is wrong
+            return [found for each in replicas for found in known_supervisors(backend, [each])]
+        return [SupervisorStatus(is_alive=True) for _ in replicas]

@@ -1,0 +1,161 @@
+"""Starting a run's ranks at several backends at the same time: all of them, or as many as the launch needs, or none."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from executors.attempt import Attempt, half_way
+from executors.backend import Backend, JobsOfRun
+from executors.errors import LaunchError, ReplicasError, StoreError
+from executors.process import this_process
+from executors.protocol import ReplicaHandle
+from executors.settings.run_spec import RunSpec
+from executors.store import store_at
+from executors.store.parallel import answered_within, in_parallel, in_threads, within
+
+HEAD_START_S = 5.0  # the store's, before the services are asked to end what was started
+STORE_S = 60.0  # how long Ctrl-C waits for the store, and for starts that end, once the services were asked
+
+
+@dataclass(frozen=True)
+class Part:
+    """The ranks of one backend that a start has."""
+
+    ranks: tuple[int, ...]
+    start: Callable[[], list[ReplicaHandle]]
+    """Starts them; raises LaunchError if it has started none of them."""
+
+
+def start_parts(backend: Backend, run: RunSpec, parts: Sequence[Part]) -> list[ReplicaHandle]:
+    """Start all parts at the same time.
+
+    If too few replicas are started, or the start is interrupted, all that was started is ended.
+
+    Args:
+        backend: ends replicas at each of the backends.
+        run: the run, and which of its ranks are started.
+        parts: the ranks by their backends.
+
+    Returns:
+        The handles, in the order of the ranks.
+
+    Raises:
+        LaunchError: too few could be started.
+
+    Example:
+        start_parts(placements, spec, [Part((0, 1), start_here), Part((2, 3), start_there)])
+    """
+    if len(parts) == 1:  # the backend itself ends what it has started
+        return parts[0].start()
+    handles: list[ReplicaHandle] = []
+    errors: list[tuple[Part, ReplicasError | OSError]] = []
+    begins = threading.Event()  # before, Ctrl-C would leave threads that start what no process knows of
+
+    def start_then(part: Part) -> list[ReplicaHandle]:
+        begins.wait()
+        return part.start()
+
+    futures = in_threads(start_then, parts, len(parts))
+    try:
+        begins.set()
+        for part, future in zip(parts, futures, strict=True):
+            try:
+                handles += future.result()
+            except (ReplicasError, OSError) as error:
+                errors.append((part, error))
+    except BaseException as interrupt:  # Ctrl-C
+        _end_all(backend, run, futures, interrupt)
+        raise
+    started = sorted(handles, key=lambda handle: handle.rank)
+    if not errors and (run.settings.min_replicas is None or len(started) >= run.settings.min_replicas):
+        return started
+    for part, problem in errors:
+        # The backend has ended its own replicas. Another process may have begun some, too: those are left alone.
+        _abandon(filter(_take, _attempts(run, part.ranks)), problem)
+    if run.settings.min_replicas is not None and len(started) >= run.settings.min_replicas:
+        for _, problem in errors:
+            _say(f"started with {len(started)} of {len(run.ranks)} replicas: {problem}")
+        return started
+    cause = errors[0][1] if errors else None
+    why = f"only {len(started)} of {len(run.ranks)} replicas could be started" if cause is None else str(cause)
+    _end(backend, run, started, LaunchError(why))
+    raise LaunchError(
+        f"{why.rstrip('.')}. Those at other backends were ended, too.",
+        rank=getattr(cause, "rank", None),
+        cancelled=getattr(cause, "cancelled", False),
+    ) from cause
+
+
+def _end_all(
+    backend: Backend, run: RunSpec, parts: Iterable[Future[list[ReplicaHandle]]], interrupt: BaseException
+) -> None:
+    """End what is being started. The outcomes are written last: a rank that has one is not ended any more."""
+    _say("ending what was begun; Ctrl-C again leaves it to end when it comes up")
+    # The services come first: a store that does not answer must not keep jobs running that are paid for.
+    told = backend.end_jobs(JobsOfRun(run.run_id, run.store_url, run.launched_at, run.ranks), _say)
+    if not told.is_complete:
+        _say(told.what_is_left)
+
+    def leave_markers() -> None:
+        ours = [attempt for attempt in _attempts(run, run.ranks) if _take(attempt) or _is_ours(attempt)]
+        for attempt in ours:
+            with contextlib.suppress(ReplicasError):
+                attempt.request_cancel(half_way(interrupt))
+        for part in parts:
+            with contextlib.suppress(Exception):
+                _end(backend, run, part.result(), interrupt)
+        _abandon(ours, interrupt)
+
+    with contextlib.suppress(StoreError):
+        within(STORE_S, leave_markers, run.store_url)
+
+
+def _abandon(attempts: Iterable[Attempt], error: BaseException) -> None:
+    for attempt in attempts:
+        with contextlib.suppress(ReplicasError):
+            attempt.abandon(error)
+
+
+def _end(backend: Backend, run: RunSpec, handles: Sequence[ReplicaHandle], error: BaseException) -> None:
+    """End replicas that were started. The store has a moment to take their markers, then the services are asked."""
+    ranks = tuple(handle.rank for handle in handles)
+    (marked,) = in_threads(lambda _: _abandon(_attempts(run, ranks), error), [None], 1)
+    with contextlib.suppress(StoreError):
+        answered_within(HEAD_START_S, marked, run.store_url)
+    told = backend.end_jobs(JobsOfRun(run.run_id, run.store_url, run.launched_at, ranks), _say)
+    if not told.is_complete:
+        _say(told.what_is_left)
+
+    def end(handle: ReplicaHandle) -> None:
+        with contextlib.suppress(ReplicasError):
+            backend.cancel(handle)
+
+    in_parallel(end, [handle for handle in handles if (handle.rank, run.attempt) not in told.attempts])
+
+
+def _attempts(run: RunSpec, ranks: Sequence[int]) -> list[Attempt]:
+    return [Attempt(store_at(run.store_url), run.run_id, rank, run.attempt) for rank in ranks]
+
+
+def _take(attempt: Attempt) -> bool:
+    """Begin an attempt that no process has begun, so that none does any more; False if one has."""
+    with contextlib.suppress(ReplicasError):
+        return attempt.started_by() is None and attempt.claim_start(secrets.token_hex(16))
+    return False
+
+
+def _is_ours(attempt: Attempt) -> bool:
+    """Return True if this process has begun an attempt."""
+    with contextlib.suppress(ReplicasError):
+        return attempt.started_by() == this_process()
+    return False
+
+
+def _say(words: str) -> None:
+    print(f"replicas: {words}", file=sys.stderr)
