@@ -26,6 +26,7 @@ from diloco.rendezvous.round import RoundReport
 from executors.replica import Replica, current_replica
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.8
+"""Given by hand: in many rounds of ten steps they gain more on average than the default of short plans."""
 INNER_LR, INNER_WARMUP_STEPS = 3e-3, 40
 MAX_BYTES = 24 << 20
 HELD_OUT = 20

@@ -31,6 +31,8 @@ UNEVEN = 1.1
 SHORT_ROUND_STEPS = 10
 MEASURED_STEPS = 1000
 """The longest runs for which outer settings were measured."""
+SHORT_PLAN_OUTER, PAPER_OUTER = (1.0, 0.5), (0.7, 0.9)
+"""The outer learning rate and momentum that `DiLoCo` has without arguments: in short plans, and in all others."""
 WORTH_IT = 0.9
 MAX_PARAMS = 10**15
 
@@ -220,14 +222,16 @@ class Plan:
     def outer(self) -> tuple[float, float]:
         """The outer learning rate and momentum for rounds of this length: short rounds and short runs need less.
 
-        The numbers are those that measured best in docs/results/outer_settings.md. Longer runs were not measured, so
-        they have the paper's momentum, unless their rounds are short.
+        Short runs and short rounds have the numbers that never measured worse than one replica alone, in
+        docs/results/outer_settings.md. Longer runs were not measured, so they have the paper's numbers, or less
+        momentum if their rounds are rather short.
         """
-        if self.choice.inner_steps < SHORT_ROUND_STEPS:
-            return 1.0, 0.5
         rounds = None if self.job.steps is None else ceil(self.job.steps / self.choice.inner_steps)
         is_short = rounds is not None and (rounds - 1) * self.choice.inner_steps < MEASURED_STEPS  # as in `DiLoCo`
-        return 0.7, 0.8 if is_short or self.choice.inner_steps < 2 * SHORT_ROUND_STEPS else 0.9
+        if is_short or self.choice.inner_steps < SHORT_ROUND_STEPS:
+            return SHORT_PLAN_OUTER
+        lr, momentum = PAPER_OUTER
+        return lr, 0.8 if self.choice.inner_steps < 2 * SHORT_ROUND_STEPS else momentum
 
     @property
     def up(self) -> float:

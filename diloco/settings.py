@@ -27,9 +27,14 @@ MEASURED_ROUNDS = 60
 """The longest runs of that table. Nothing is known from it about longer ones."""
 HIGH_MOMENTUM = 0.9
 MEASURED_STEPS = 1000
-"""The longest plans, in inner steps, for which that table compares momenta."""
-SHORT_PLAN_MOMENTUM, LONG_PLAN_MOMENTUM = 0.8, 0.9
-"""Outer momenta that are used if the user gives none: for plans of up to `MEASURED_STEPS` steps, and for all others."""
+"""The longest plans, in inner steps, of that table."""
+SHORT_PLAN_OUTER = (1.0, 0.5)
+"""The outer learning rate and momentum of plans of up to `MEASURED_STEPS` steps, if the user gives neither.
+
+No other measured momentum above 0 ended below one replica alone in all plans of that table.
+"""
+PAPER_OUTER = (0.7, 0.9)
+"""The outer learning rate and momentum of the paper (arXiv 2311.08105), for all other plans."""
 DEFAULT_INNER_STEPS = 500
 
 
@@ -41,9 +46,10 @@ class Settings:
     inner_steps: int | None
     round_seconds: float | None
     outer_optimizer: OptimizerFactory | None
-    outer_lr: float
+    outer_lr: float | None
+    """None: `outer` derives it."""
     outer_momentum: float | None
-    """None: `momentum` derives it from the plan."""
+    """None: `outer` derives it."""
     momentum_warmup: int | Literal["auto"]
     final_average: bool
     total_steps: int | None
@@ -117,7 +123,8 @@ class Settings:
                 )
         _one_of("late", self.late, ("carry", "drop"))
         _one_of("same_data", self.same_data, ("raise", "warn", "allow"))
-        _number("outer_lr", self.outer_lr)
+        if self.outer_lr is not None:
+            _number("outer_lr", self.outer_lr, also="None or ")
         if self.outer_momentum is not None:
             _number("outer_momentum", self.outer_momentum, below=1.0, also="None or ")
         _number("mix", self.mix, high=1.0)
@@ -257,25 +264,37 @@ class Settings:
         return min(MAX_WARMUP_ROUNDS, max(1, self.planned_rounds // 2))
 
     @property
-    def momentum(self) -> float:
-        """The outer momentum: the user's value, or the one that measured better for a plan of this length.
+    def is_short_plan(self) -> bool:
+        """Whether the last planned round begins before step `MEASURED_STEPS`.
 
-        The beginning of the last planned round decides, and not the total. So replicas whose totals differ and lead to
-        the same rounds have the same momentum. An extension of the run does not change it.
+        Its beginning decides, and not the total. So replicas whose totals differ and lead to the same rounds have the
+        same outer settings. An extension of the run does not change them.
         """
-        if self.outer_momentum is not None:
-            return float(self.outer_momentum)
         # By the clock, the number of steps is unknown, and no such plan was measured.
         if self.planned_rounds is None or self.round_seconds is not None:
-            return LONG_PLAN_MOMENTUM
-        is_short = (self.planned_rounds - 1) * self.steps_of_round < MEASURED_STEPS
-        return SHORT_PLAN_MOMENTUM if is_short else LONG_PLAN_MOMENTUM
+            return False
+        return (self.planned_rounds - 1) * self.steps_of_round < MEASURED_STEPS
+
+    @property
+    def outer(self) -> tuple[float, float]:
+        """The outer learning rate and momentum: the user's values, or those for a plan of this length.
+
+        The two values of a short plan were measured together. So if the user gives one of them, the other is the
+        paper's, however long the plan is.
+        """
+        if self.outer_lr is None and self.outer_momentum is None:
+            return SHORT_PLAN_OUTER if self.is_short_plan else PAPER_OUTER
+        lr, momentum = PAPER_OUTER
+        return (
+            lr if self.outer_lr is None else float(self.outer_lr),
+            momentum if self.outer_momentum is None else float(self.outer_momentum),
+        )
 
     @property
     def schedule(self) -> Schedule:
         """How far the built-in outer optimizer goes at each entry."""
         is_average = self.plan.is_final if self.final_average else never
-        return Schedule(self.outer_lr, self.momentum, self.warmup, self.n_fragments, is_average)
+        return Schedule(*self.outer, self.warmup, self.n_fragments, is_average)
 
     @property
     def entries_per_snapshot(self) -> int:
@@ -294,15 +313,20 @@ class Settings:
             return
         has_short_rounds = self.round_seconds is None and self.steps_of_round < SHORT_ROUND_STEPS
         is_short = self.planned_rounds is not None and self.planned_rounds <= MEASURED_ROUNDS
-        if has_short_rounds and is_short and self.momentum >= HIGH_MOMENTUM:
+        _, momentum = self.outer
+        if has_short_rounds and is_short and momentum >= HIGH_MOMENTUM:
+            # The user gave at least one of the two: without them, a plan as short as this has `SHORT_PLAN_OUTER`.
+            given = " and ".join(name for name in ("outer_lr", "outer_momentum") if getattr(self, name) is not None)
+            better_lr, better_momentum = SHORT_PLAN_OUTER
             warnings.warn(
-                f"inner_steps={self.steps_of_round} with outer_momentum={self.momentum:g}: many measured runs of "
-                f"up to {MEASURED_ROUNDS} rounds as short as this ended worse than one replica alone. Use outer_lr=1.0 "
-                f"and outer_momentum=0.5, or inner_steps of at least {SHORT_ROUND_STEPS}.",
+                f"inner_steps={self.steps_of_round} with outer_momentum={momentum:g}: many measured runs of "
+                f"up to {MEASURED_ROUNDS} rounds as short as this ended worse than one replica alone. Remove {given}, "
+                f"which gives outer_lr={better_lr} and outer_momentum={better_momentum}, or use inner_steps of at "
+                f"least {SHORT_ROUND_STEPS}.",
                 stacklevel=3,
             )
         has_final_average = self.final_average and self.planned_rounds is not None
-        if self.momentum and not has_final_average and (name := trained_batch_norm(model)) is not None:
+        if momentum and not has_final_average and (name := trained_batch_norm(model)) is not None:
             # Statistics are averaged, and the momentum carries parameters past their average. Only a plain average
             # brings the two together again.
             total = "total_steps" if self.round_seconds is None else "total_rounds"
@@ -363,7 +387,7 @@ class Settings:
         """
         given = self.outer_optimizer
         if given is None:
-            outer: Any = {"outer_lr": float(self.outer_lr), "outer_momentum": self.momentum}
+            outer: Any = dict(zip(("outer_lr", "outer_momentum"), self.outer, strict=True))
         else:
             outer = {"outer_optimizer": getattr(given, "__qualname__", type(given).__name__)}
         by_clock: dict[str, Any] = {}
@@ -389,7 +413,7 @@ class Settings:
         """Return the arguments, by name, that `agreed` has only in a derived form."""
         named: dict[str, Any] = {"total_steps": self.total_steps} if self.round_seconds is None else {}
         if self.outer_optimizer is None:
-            named["outer_momentum"] = self.outer_momentum
+            named |= {"outer_lr": self.outer_lr, "outer_momentum": self.outer_momentum}
         return {**named, "momentum_warmup": self.momentum_warmup, "snapshot_every": self.snapshot_every}
 
 

@@ -49,11 +49,14 @@ from diloco.settings import Settings
 Tensors = dict[str, Tensor]
 ALONE, DATA_PARALLEL = "one replica alone", "data-parallel"
 PAPER = {"outer_momentum": 0.9}
-"""Is in each setting that names no other momentum: the default of `DiLoCo` depends on the length of the plan."""
+"""Is in each setting that names no other momentum: the default of `DiLoCo` depends on the length of the plan.
+
+If only the momentum is given, the learning rate is 0.7 in all plans.
+"""
 SETTINGS: dict[str, dict[str, Any]] = {
+    "outer_lr=1.0, outer_momentum=0.5": {"outer_lr": 1.0, "outer_momentum": 0.5},
     "outer_momentum=0.8": {"outer_momentum": 0.8},
     "outer_momentum=0.9": PAPER,
-    "outer_lr=1.0, outer_momentum=0.5": {"outer_lr": 1.0, "outer_momentum": 0.5},
     "plain averaging": {"outer_lr": 1.0, "outer_momentum": 0.0},
     "no ramp, no final average": {**PAPER, "momentum_warmup": 0, "final_average": False},
 }

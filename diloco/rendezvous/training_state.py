@@ -169,6 +169,8 @@ ARGUMENTS = (
     *("outer_optimizer", "outer_lr", "outer_momentum", "momentum_warmup", "final_average", "snapshot_every"),
 )
 """Those of `DiLoCo` that all replicas share, in the order in which an error names them."""
+OUTER = ("outer_lr", "outer_momentum")
+"""If a replica was given neither, both follow from the length of its plan."""
 TOTALS = ("total_steps", "total_rounds")
 NOT_SETTINGS = ("tensors", "frozen", "given", "more")
 MAX_SHOWN = 60
@@ -213,10 +215,11 @@ def _settings_difference(derived: list[str], mine: Agreement, agreed: Agreement,
             f"{_shown(here)}. Let all replicas begin from the same checkpoint, or none of them."
         )
     ours, theirs = ({**agreement, **agreement.get("given", {})} for agreement in (mine, agreed))
-    if not all("outer_momentum" in one and one["outer_momentum"] is None for one in (ours, theirs)):
-        # One replica was given a momentum, so the error shows both numbers. If none was given one, the momenta differ
-        # because the plans differ, and the error names the plans alone.
-        ours["outer_momentum"], theirs["outer_momentum"] = (one.get("outer_momentum") for one in (mine, agreed))
+    if not all(name in one and one[name] is None for one in (ours, theirs) for name in OUTER):
+        # One replica was given outer settings, so the error shows the numbers of both. If none was given any, they
+        # differ because the plans differ, and the error names the plans alone.
+        for shown, of in ((ours, mine), (theirs, agreed)):
+            shown.update({name: of.get(name) for name in OUTER})
     # An argument that differs and changed no setting is not the reason: it may be the default, written out.
     reasons = {*derived, *(["total_steps"] if {"last_entry", "inner_steps"} & {*derived} else [])}
     names = [name for name in ARGUMENTS if name in reasons and ours.get(name) != theirs.get(name)]

@@ -32,7 +32,7 @@ GPU_COPY = 160e9  # bytes a second from and to the memory of a small GPU; others
 DEFAULT_OUTER = (0.7, 0.9)
 """The outer learning rate and momentum that `DiLoCo` has without arguments, and so without `total_steps`.
 
-The call that is printed has no `total_steps`, so it names a momentum of 0.8, which is the default of short plans only.
+The call that is printed has no `total_steps`, so it names the numbers that are the default of short plans only.
 """
 STEPS_SHOWN = 1000  # when nobody says how many there are
 

@@ -56,7 +56,7 @@ def test_a_plan_says_what_to_pass_on_and_what_it_costs(here: HereInstead) -> Non
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--inner-steps", "10", "--steps", "200"), 'wire="int8", outer_momentum=0.8)'),
+        (("--inner-steps", "10", "--steps", "200"), 'wire="int8", outer_lr=1.0, outer_momentum=0.5)'),
         (("--inner-steps", "20", "--params", "20M"), "A round misses the last 19 of 20 steps"),
         (("--store", "s3://bucket/runs"), "The link is assumed: --probe measures it"),
         (("--store", "s3://b/?endpoint_url=https://s3.example.com"), "what s3.example.com costs is not known here"),

@@ -18,6 +18,7 @@ from diloco import DiLoCo
 from diloco.errors import ContributionError, DiLoCoError
 from diloco.rendezvous.extension import check_extension
 from diloco.rendezvous.phase import Plan
+from diloco.settings import SHORT_PLAN_OUTER
 from diloco.trained_model import Source, read_model
 from executors.replica import Replica, set_current_replica
 from executors.restarts.decision_log import Decision, DecisionLog, extensions_of
@@ -67,6 +68,18 @@ class Attempt:
 
     def die(self) -> None:
         self.diloco._close(in_order=False)
+
+
+def test_an_extension_keeps_the_outer_settings_that_the_run_began_with() -> None:
+    """A plan of 1200 steps from the start would have the paper's."""
+    store = MemoryStore()
+    Attempt(store, inner_steps=100, total_steps=200).train().diloco.close()
+    extend(store, total_steps=1200)
+    again = Attempt(store, 1, inner_steps=100, total_steps=200).train()
+    assert again.diloco.inner_step == 1200
+    schedule = again.diloco._model_state.settings.schedule
+    again.diloco.close()
+    assert (schedule.lr, schedule.momentum) == SHORT_PLAN_OUTER
 
 
 @pytest.mark.parametrize("fragments", [1, 2, 4])

@@ -25,6 +25,14 @@ def warnings_of(model: nn.Module, **given: Any) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
+def outer_of(**given: Any) -> tuple[float, float]:
+    """Return the outer learning rate and momentum on which all replicas must agree."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with DiLoCo(model, **given, allow_no_rounds=True, **place()) as diloco:
+        agreement = diloco._model_state.agreement()
+    return agreement["outer_lr"], agreement["outer_momentum"]
+
+
 def linear() -> nn.Module:
     return nn.Linear(2, 2)
 
@@ -58,7 +66,27 @@ def test_a_short_run_of_short_rounds_is_warned_with_the_momentum_that_measured_b
     given = {"inner_steps": inner_steps, "total_steps": 60 * inner_steps, "outer_momentum": 0.9}
     (message,) = warnings_of(linear(), **given)
     assert message.startswith(f"inner_steps={inner_steps} with outer_momentum=0.9: ")
-    assert message.endswith("Use outer_lr=1.0 and outer_momentum=0.5, or inner_steps of at least 10.")
+    assert message.endswith(
+        "Remove outer_momentum, which gives outer_lr=1.0 and outer_momentum=0.5, or use inner_steps of at least 10."
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"outer_lr": 1.0}, "outer_lr"),
+        ({"outer_momentum": 0.95}, "outer_momentum"),
+        ({"outer_lr": 0.7, "outer_momentum": 0.9}, "outer_lr and outer_momentum"),
+    ],
+    ids=str,
+)
+def test_the_warning_of_short_rounds_names_the_arguments_to_remove_and_they_help(
+    given: dict[str, float], named: str
+) -> None:
+    plan = {"inner_steps": 5, "total_steps": 300}
+    (message,) = warnings_of(linear(), **plan, **given)
+    assert f"Remove {named}, which gives " in message
+    assert warnings_of(linear(), **plan) == []
 
 
 @pytest.mark.parametrize(
@@ -112,22 +140,36 @@ def test_statistics_that_fit_are_not_warned_of(model: Callable[[], nn.Module], g
 
 
 @pytest.mark.parametrize(
-    ("given", "momentum"),
+    ("given", "outer"),
     [
-        ({"inner_steps": 10, "total_steps": 1000}, 0.8),
-        ({"inner_steps": 10, "total_steps": 1001}, 0.9),
-        ({"inner_steps": 300, "total_steps": 1000}, 0.8),
-        ({"inner_steps": 10, "total_steps": 1000, "fragments": 2}, 0.8),
-        ({"inner_steps": 10}, 0.9),
-        ({"round_seconds": 60.0, "total_rounds": 9}, 0.9),
-        ({"inner_steps": 10, "total_steps": 1000, "outer_momentum": 0.9}, 0.9),
-        ({"inner_steps": 10, "total_steps": 1000, "outer_momentum": 0.0}, 0.0),
-        ({"inner_steps": 10, "total_steps": 5000, "outer_momentum": 0.8}, 0.8),
+        ({"inner_steps": 10, "total_steps": 1000}, (1.0, 0.5)),
+        ({"inner_steps": 10, "total_steps": 1001}, (0.7, 0.9)),
+        ({"inner_steps": 300, "total_steps": 1000}, (1.0, 0.5)),
+        ({"inner_steps": 10, "total_steps": 1000, "fragments": 2}, (1.0, 0.5)),
+        ({"inner_steps": 10}, (0.7, 0.9)),
+        ({"round_seconds": 60.0, "total_rounds": 9}, (0.7, 0.9)),
     ],
     ids=str,
 )
-def test_the_momentum_follows_the_length_of_the_plan_unless_it_is_given(given: dict[str, Any], momentum: float) -> None:
-    """All replicas must agree on the number, so it is part of what they compare."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with DiLoCo(model, **given, allow_no_rounds=True, **place()) as diloco:
-        assert diloco._model_state.agreement()["outer_momentum"] == momentum
+def test_outer_settings_follow_the_length_of_the_plan_if_neither_is_given(
+    given: dict[str, Any], outer: tuple[float, float]
+) -> None:
+    assert outer_of(**given) == outer
+
+
+@pytest.mark.parametrize("total_steps", [1000, 5000, None])
+@pytest.mark.parametrize(
+    ("given", "outer"),
+    [
+        ({"outer_lr": 1.0}, (1.0, 0.9)),
+        ({"outer_momentum": 0.8}, (0.7, 0.8)),
+        ({"outer_momentum": 0.0}, (0.7, 0.0)),
+        ({"outer_lr": 0.0}, (0.0, 0.9)),
+        ({"outer_lr": 0.3, "outer_momentum": 0.6}, (0.3, 0.6)),
+    ],
+    ids=str,
+)
+def test_a_given_outer_setting_wins_and_the_other_is_the_papers_in_plans_of_any_length(
+    given: dict[str, float], outer: tuple[float, float], total_steps: int | None
+) -> None:
+    assert outer_of(inner_steps=10, total_steps=total_steps, **given) == outer

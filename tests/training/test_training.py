@@ -321,6 +321,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mean_wire": 4}, "mean_wire must be one of 'fp32', 'bf16', 'int8', 'int4', got mean_wire=4"),
     ({"late": "never"}, "late must be one of 'carry', 'drop', got late='never'"),
     ({"outer_momentum": 1.0}, "outer_momentum must be at least 0 and below 1"),
+    ({"outer_lr": -0.5}, "outer_lr must be at least 0, got outer_lr=-0.5"),
+    ({"outer_lr": "auto"}, "outer_lr must be None or a number, got outer_lr='auto'"),
     ({"weight": 0}, "weight must be more than 0"),
     ({"weight": -1}, "weight must be more than 0, got weight=-1"),
     ({"weight": float("nan")}, "weight must be more than 0, got weight=nan"),

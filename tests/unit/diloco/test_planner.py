@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 import statistics
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco import DiLoCo, planner, processor, settings
+from diloco import planner, processor, settings
 from diloco.planner import (
     BYTES_PER_ELEMENT,
     FRAGMENTS,
@@ -161,11 +160,13 @@ def test_what_is_given_is_not_chosen() -> None:
         (5, None, (1.0, 0.5)),
         (5, 20, (1.0, 0.5)),
         (10, None, (0.7, 0.8)),
+        (5, 500, (1.0, 0.5)),
+        (10, 100, (1.0, 0.5)),
         (10, 500, (0.7, 0.8)),
         (20, None, (0.7, 0.9)),
-        (50, 20, (0.7, settings.SHORT_PLAN_MOMENTUM)),
+        (50, 20, (1.0, 0.5)),
         (50, 21, (0.7, 0.9)),
-        (500, 2, (0.7, 0.8)),
+        (500, 2, (1.0, 0.5)),
     ],
 )
 def test_short_rounds_and_short_runs_get_the_outer_settings_that_measured_best(
@@ -258,8 +259,8 @@ def test_the_numbers_are_those_of_the_wires_and_of_the_rendezvous() -> None:
     assert planner.MEAN_WIRES == DEFAULT_MEAN_WIRE
     assert (Limits().block_elements, Limits().small_bytes) == (planner.BLOCK_ELEMENTS, planner.SMALL_BYTES)
     assert planner.SHORT_ROUND_STEPS == settings.SHORT_ROUND_STEPS
-    defaults = inspect.signature(DiLoCo).parameters
-    assert (defaults["outer_lr"].default, settings.LONG_PLAN_MOMENTUM) == DEFAULT_OUTER
+    assert planner.SHORT_PLAN_OUTER == settings.SHORT_PLAN_OUTER
+    assert planner.PAPER_OUTER == settings.PAPER_OUTER == DEFAULT_OUTER
     assert planner.MEASURED_STEPS == settings.MEASURED_STEPS
     assert (planner.MAX_SHARDS, planner.SNAPSHOT_PART_BYTES) == (frames.MAX_SHARDS, snapshot.PART_BYTES)
 
