@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from executors.attempt import HANDLE, Attempt
+from executors.attempt import Attempt
 from executors.logs.log import Log
 from executors.logs.readers import TailedLog
 from executors.protocol import Outcome, Reason, ReplicaHandle, ReplicaStatus, ServerlessExecutor, as_status
 from executors.settings.run_spec import RunSpec
 from executors.store import Store, store_at
 from executors.store.parallel import at_store
+from executors.store.record_names import HANDLE
 from executors.store.url import address_of
 from executors.task.arguments import split_rank_env
 from executors.task.code_package import Package

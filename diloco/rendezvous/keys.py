@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from executors.attempt import CLAIM, OUTCOME, replica_key
+from executors.attempt import replica_key
 from executors.attempt.signed_record import signed_key
 from executors.store.added_ranks import added_key
+from executors.store.record_names import CLAIM, OUTCOME
 
 
 # More than 20 methods: each kind of object has one, so that no key is written anywhere else.

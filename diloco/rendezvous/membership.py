@@ -27,6 +27,7 @@ from executors.patience import START, retry
 from executors.replica import Replica, current_replica, find_replica, run_key
 from executors.store import MemoryStore, Store, store_at
 from executors.store.added_ranks import MAX_ADDED, AddedRanks
+from executors.store.record_names import run_record_key
 from executors.store.records import MAX_RECORD_BYTES, Fields, find_record, nullable, text
 from executors.store.run_key import KEY_ID, key_id
 
@@ -465,7 +466,7 @@ class RunLocation:
             return key
         if given is None or self.is_alone:
             return None
-        key_of_run = retry(lambda: find_record(self.store, f"{self.run_id}/run.json", _parse_key_id), START)
+        key_of_run = retry(lambda: find_record(self.store, run_record_key(self.run_id), _parse_key_id), START)
         return given if key_of_run == key_id(given) else None
 
     def identify(self, store: RetryingStore, keys: Keys, proof: Proof) -> Identity:

@@ -28,6 +28,19 @@ from executors.patience import Patience, retry
 from executors.process import this_process
 from executors.protocol import BY_USER, Outcome, Reason, ReplicaHandle, ReplicaStatus, WarningCount
 from executors.store import Store, store_at
+from executors.store.record_names import (
+    BEGINNINGS,
+    BOOT,
+    CANCEL,
+    CLAIM,
+    HANDLE,
+    HEARTBEAT,
+    INTENT,
+    OUTCOME,
+    SERVICE_WORD,
+    run_folder_was_deleted,
+    run_record_key,
+)
 from executors.store.records import (
     FAR_AHEAD,
     LONG_AGO,
@@ -47,7 +60,7 @@ from executors.store.records import (
     to_bytes,
 )
 from executors.store.run_key import KEY_ID, held_key, hold_named_key, key_id, lacks_key
-from executors.store.url import RUN_ID, was_deleted
+from executors.store.url import RUN_ID
 
 T = TypeVar("T")
 TOLD_BY_SERVICES = ("preempted", "timeout")
@@ -100,7 +113,7 @@ class Beat:
     warned: WarningCount | None = None
 
     @classmethod
-    def parse(cls, data: Any, key: str = "heartbeat.json", url: str = "") -> Beat:
+    def parse(cls, data: Any, key: str = HEARTBEAT, url: str = "") -> Beat:
         fields = Fields(data, key, url)
         at = fields.take("at", number(LONG_AGO, FAR_AHEAD))
         warned = fields.take(WARNED, nullable(warning_count), None)
@@ -144,7 +157,7 @@ class ServiceWord(Record):
     error: str = checked(text())
 
 
-def parse_handle(data: Any, key: str = "handle.json", url: str = "") -> ReplicaHandle:
+def parse_handle(data: Any, key: str = HANDLE, url: str = "") -> ReplicaHandle:
     """Read `handle.json`: what an executor needs to find a replica again.
 
     Its metadata is the executor's own, which has to check what it takes from it.
@@ -157,8 +170,6 @@ def parse_handle(data: Any, key: str = "handle.json", url: str = "") -> ReplicaH
     )
 
 
-CLAIM, HANDLE, INTENT = "started.json", "handle.json", "intent.json"
-OUTCOME, SERVICE_WORD = "outcome.json", "service.json"
 SIGNED = (CLAIM, HANDLE, INTENT, OUTCOME, SERVICE_WORD)
 """The records of an attempt that need a proof in a signed run.
 
@@ -187,7 +198,11 @@ def spare_key(run_id: str, number: int, attempt: int, name: str) -> str:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt of one rank of a run: its records in the run's store."""
+    """One attempt of one rank of a run: its records in the run's store.
+
+    It has more than 20 methods, because each record has one that reads it or that finds out whether it exists: no other
+    file needs to know a record's name.
+    """
 
     store: Store
     run_id: str
@@ -240,7 +255,7 @@ class Attempt:
         """
         launched = cls.from_handle(handle, backend)
         seen = (launched.store.url, launched.key(HANDLE))
-        if seen not in _known and not launched.has(HANDLE):
+        if seen not in _known and not launched.has_handle():
             where = f"run_id={launched.run_id!r}, rank {launched.rank} at {launched.store.url}"
             raise UnknownHandleError(f"No replica with {where}.")
         _known.add(seen)
@@ -273,7 +288,7 @@ class Attempt:
         were made with the run's key begin an attempt.
         """
         number = self.number
-        while any(map(self.at(number + 1).has, (CLAIM, HANDLE, INTENT, OUTCOME))):
+        while self.at(number + 1).has_begun():
             number += 1
             if number > MAX_ATTEMPTS:
                 raise CorruptObjectError(
@@ -351,11 +366,39 @@ class Attempt:
         if (handle := self.find(HANDLE, parse_handle)) is not None:
             by = handle.metadata.get("by")
             return by if isinstance(by, str) else ""
-        return "" if self.has(CLAIM) else None
+        return "" if self.has_started() else None
+
+    def has_started(self) -> bool:
+        """Return True if a process has claimed it."""
+        return self.has_started()
+
+    def has_handle(self) -> bool:
+        """Return True if a backend has started it, and left the handle."""
+        return self.has_handle()
+
+    def has_intent(self) -> bool:
+        """Return True if a process has begun to ask a service for its replica."""
+        return self.has_intent()
+
+    def has_outcome(self) -> bool:
+        """Return True if it has ended, and its end is recorded."""
+        return self.has_outcome()
+
+    def has_begun(self) -> bool:
+        """Return True if it has any of the records that make it the newest attempt of its rank."""
+        return any(map(self.has, BEGINNINGS))
+
+    def has_cancel_marker(self) -> bool:
+        """Return True if a process has asked it to end."""
+        return self.has(CANCEL)
+
+    def boot(self) -> Boot | None:
+        """Return how far its container is with an installation. None: it installs nothing, or has not begun to."""
+        return self.find(BOOT, Boot.parse)
 
     def beat(self) -> Beat | None:
-        """Return its last heartbeat."""
-        return self.find("heartbeat.json", Beat.parse)
+        """Return its last heartbeat. None: it has sent none."""
+        return self.find(HEARTBEAT, Beat.parse)
 
     def handle(self, backend: str) -> ReplicaHandle | None:
         """Return its handle; None when it left none.
@@ -427,7 +470,7 @@ class Attempt:
         """Leave why its service ended it, where that says more than the signal that its outcome has."""
         if lacks_key(self.store.url, self.run_id):
             return  # a restart after `preempted` is free: only a process with the run's key may say that
-        if reason in TOLD_BY_SERVICES and not was_deleted(self.store, self.run_id):
+        if reason in TOLD_BY_SERVICES and not run_folder_was_deleted(self.store, self.run_id):
             with contextlib.suppress(UnwritableStoreError):  # who looks may only read
                 self.create(SERVICE_WORD, to_bytes({"reason": reason, "error": error or ""}))
 
@@ -452,7 +495,7 @@ class Attempt:
         """
         if patience is not None:
             return retry(lambda: self.record(outcome), patience)
-        marker = self.find("cancel.json", CancelMarker.parse)
+        marker = self.find(CANCEL, CancelMarker.parse)
         if marker is not None:
             reported = None if outcome.reason == "signal" else outcome.error  # the signal was the cancellation's
             error = reported or describe_cancel(outcome.rank, marker.why)
@@ -464,7 +507,7 @@ class Attempt:
         )
         if lacks_key(self.store.url, self.run_id):
             return self.outcome() or replace(outcome, unproven=True)
-        if was_deleted(self.store, self.run_id):
+        if run_folder_was_deleted(self.store, self.run_id):
             return outcome
         try:
             self.create(OUTCOME, encode_outcome(outcome))
@@ -488,20 +531,20 @@ class Attempt:
 
     def title(self) -> str:
         """Return its name at the beginning of a sentence: `Replica 3 of 8 (attempt 1)`."""
-        n = find_record(self.store, f"{self.run_id}/run.json", _parse_world_size) or self.rank + 1
+        n = find_record(self.store, run_record_key(self.run_id), _parse_world_size) or self.rank + 1
         return f"Replica {self.rank} of {n} (attempt {self.number})"
 
     def request_cancel(self, why: str = BY_USER) -> None:
         """Leave its cancel marker, so that whatever ends it now is a cancellation. Idempotent."""
         marker = {"by": this_process(), "why": why, "at": time.time()}
-        if not was_deleted(self.store, self.run_id):
-            self.store.put_if_absent(self.key("cancel.json"), to_bytes(marker))
+        if not run_folder_was_deleted(self.store, self.run_id):
+            self.store.put_if_absent(self.key(CANCEL), to_bytes(marker))
 
     def abandon(self, error: BaseException) -> None:
         """Close an attempt whose launch failed: nobody waits for it, and its replica ends if it comes up late."""
         why = half_way(error)
         if self.outcome() is None:
-            if not self.has(HANDLE):
+            if not self.has_handle():
                 self.record(self.ended(ReplicaStatus.FAILED, "start_failed", error=why))
             self.request_cancel(why)  # also where no handle is: its starter may live on
 

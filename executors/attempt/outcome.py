@@ -11,6 +11,7 @@ from typing import Any
 
 from executors.errors import CorruptObjectError
 from executors.protocol import ENDED, REASONS, Outcome, ReplicaStatus, Standstill, WarningCount
+from executors.store.record_names import OUTCOME
 from executors.store.records import (
     FAR_AHEAD,
     LONG_AGO,
@@ -46,7 +47,7 @@ OBJECT_OF_ROUND = re.compile(
 MAX_FIRST = 200  # characters of the first warning in a heartbeat or an outcome
 
 
-def parse_outcome(data: Any, key: str = "outcome.json", url: str = "") -> Outcome:
+def parse_outcome(data: Any, key: str = OUTCOME, url: str = "") -> Outcome:
     """Read `outcome.json`.
 
     Raises:

@@ -52,7 +52,7 @@ def write_signed(store: Store, key: str, data: bytes, run_key: bytes, *, replace
         StoreError: the store did not take the record.
 
     Example:
-        write_signed(store, attempt.key("outcome.json"), encode_outcome(outcome), run_key)
+        write_signed(store, attempt.key(OUTCOME), encode_outcome(outcome), run_key)
     """
     fields = Fields(data, key, store.url).values
     signed = to_bytes({**fields, "proof": proof_of_record(run_key, key, fields)})
@@ -89,7 +89,7 @@ def find_signed(store: Store, key: str, parse: Parse[T], max_bytes: int, run_key
         StoreError: the store does not answer, or holds a proven record that `parse` refuses.
 
     Example:
-        find_signed(store, attempt.key("outcome.json"), parse_outcome, MAX_OUTCOME_BYTES, run_key)
+        find_signed(store, attempt.key(OUTCOME), parse_outcome, MAX_OUTCOME_BYTES, run_key)
     """
     for place in (signed_key(key, run_key), key):
         try:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from executors import module_search
-from executors.attempt import CLAIM, HANDLE, TICKS, Attempt, collect_rows
+from executors.attempt import TICKS, Attempt, collect_rows
 from executors.attempt.outcome import PID
 from executors.backend import Backend, Observation, PendingReplica, SupervisorStatus
 from executors.errors import BackendError, StoreError
@@ -26,6 +26,7 @@ from executors.replica import RANK, find_replica, set_current_replica
 from executors.run.run_index import local_store, remember
 from executors.settings.run_spec import RunSpec
 from executors.store import store_at
+from executors.store.record_names import HANDLE
 from executors.store.records import Record, checked, text
 from executors.store.run_key import RUN_KEY
 from executors.store.url import address_of, new_run_id
@@ -146,7 +147,7 @@ class InlineExecutor(Backend):
         attempt, handle = Attempt.of_handle(handle, self.backend_name)
         if outcome := attempt.outcome() or self._conclude(attempt, handle):
             return outcome.status
-        return ReplicaStatus.RUNNING if attempt.has(CLAIM) else ReplicaStatus.PENDING
+        return ReplicaStatus.RUNNING if attempt.has_started() else ReplicaStatus.PENDING
 
     def observe(self, replicas: Sequence[PendingReplica]) -> list[Observation]:
         """Look at replicas through /proc; see `Backend.observe`."""

@@ -49,6 +49,7 @@ from executors.protocol import ReplicaStatus
 from executors.run.run_index import find_preparation
 from executors.status import MAX_DECIDED, MAX_LINE, describe_warnings
 from executors.store.parallel import at_store, within
+from executors.store.record_names import HEARTBEAT
 from executors.store.url import is_near, split_address
 from executors.task.entrypoint import shown
 
@@ -231,7 +232,7 @@ def _words_of_spare(spare: Attempt, left: Collection[str]) -> str:
     try:
         has_ended = any(key.startswith(spare.key("outcome")) for key in left)  # in a signed run the name has more
         end = spare.outcome() if has_ended else None
-        beat = spare.beat() if end is None and spare.key("heartbeat.json") in left else None
+        beat = spare.beat() if end is None and spare.key(HEARTBEAT) in left else None
     except CorruptObjectError as error:
         return f"cannot be read: {error}"
     if end is not None:

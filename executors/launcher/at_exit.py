@@ -14,7 +14,7 @@ from executors.errors import ReplicasError
 from executors.patience import GLANCE
 from executors.protocol import ReplicaStatus
 from executors.status import name_ranks
-from executors.store.records import exists
+from executors.store.record_names import run_exists
 from executors.store.url import impatient_store
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def ends_with_this_process(run: Run, *, detach: bool) -> Run:
 def _goes_on(attempts: Sequence[Attempt]) -> bool | None:
     """Return whether replicas of a run may still run; None: its store does not tell."""
     try:
-        if not exists(attempts[0].store, f"{attempts[0].run_id}/run.json"):
+        if not run_exists(attempts[0].store, attempts[0].run_id):
             return False  # it was deleted
         # One by one: at the exit no thread can be started any more.
         return any(each.newest().outcome() is None for each in attempts)

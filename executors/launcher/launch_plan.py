@@ -38,7 +38,8 @@ from executors.shipping.checkout import Checkout, Look
 from executors.shipping.script_header import check_python, script_header, script_of
 from executors.store import open_store
 from executors.store.parallel import within
-from executors.store.records import exists, to_bytes
+from executors.store.record_names import RUN_RECORD, run_exists
+from executors.store.records import to_bytes
 from executors.store.run_key import drop_key, hold_key
 from executors.store.state_folder import state_path
 from executors.store.url import address_of, default_rendezvous, directory_of, new_run_id, shared_rendezvous
@@ -86,7 +87,7 @@ class LaunchPlan:
         request, placements, settings = self.request, self.placements, self.request.settings
         store = local_store() if request.rendezvous is None else open_store(request.rendezvous)
         known = None if request.run_id is None else locate(self.run_id)
-        if known is not None and (known != store.url or exists(store, f"{self.run_id}/run.json")):
+        if known is not None and (known != store.url or run_exists(store, self.run_id)):
             raise RunExistsError(
                 f"Run {self.run_id!r} exists at {known}. Look at it with executors.attach({self.run_id!r}) or "
                 f"`replicas status {self.run_id}`. Choose another run id, or `replicas rm {self.run_id}`."
@@ -167,7 +168,7 @@ class LaunchPlan:
             "executor": import_path(placements.executor),
             "timeout_s": settings.timeout,
             "usd_per_hour": self.usd_per_hour(),
-            "run.json": new.record,
+            RUN_RECORD: new.record,
             "task/task.json": json.loads(new.task),
             "request": asked,
         }
@@ -187,10 +188,10 @@ class LaunchPlan:
         directory = directory_of(rendezvous)
         if directory is None:
             store = open_store(rendezvous)
-            taken, url = exists(store, f"{self.run_id}/run.json"), store.url
+            taken, url = run_exists(store, self.run_id), store.url
         else:
             check_directory(directory.absolute())
-            taken, url = os.path.isfile(directory / self.run_id / "run.json"), directory.absolute().as_uri()
+            taken, url = os.path.isfile(directory / self.run_id / RUN_RECORD), directory.absolute().as_uri()
         if taken:
             raise RunExistsError(f"Run {self.run_id!r} exists at {url}. Choose another run id.")
         return url

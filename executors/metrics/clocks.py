@@ -12,11 +12,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from executors.attempt import CLAIM, Attempt, Claim
+from executors.attempt import Attempt, Claim
 from executors.errors import StoreError
 from executors.metrics.rows import Round, Row
 from executors.metrics.segments import AttemptKey
 from executors.protocol import Outcome
+from executors.store.record_names import CLAIM
 
 WRONG_S = 2.0  # a clock that is kept right by NTP differs less
 Seal = tuple[str, int]

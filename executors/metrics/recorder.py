@@ -18,6 +18,7 @@ from executors.errors import StoreError
 from executors.metrics.rows import RESERVED
 from executors.process import memory_in_use
 from executors.store import Store
+from executors.store.record_names import run_record_key
 from executors.store.records import exists
 from executors.store.url import is_near
 
@@ -50,7 +51,7 @@ class Recorder:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
-        self._run = f"{run_id}/run.json"
+        self._run = run_record_key(run_id)
         self._rank = rank
         self._prefix = f"{run_id}/metrics/{rank:04d}/{attempt}/"
         self._began = began

@@ -19,13 +19,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from executors.attempt import CLAIM, Attempt, Claim, replica_key
+from executors.attempt import Attempt, Claim, replica_key
 from executors.errors import KeyNotFoundError, ReplicasError
 from executors.metrics.recorder import Recorder
 from executors.patience import START, retry
 from executors.replica.shared_page import Atomic, Section, SharedPage, Unwatched
 from executors.replica.warning_log import WarningLog
 from executors.store import Store, store_at
+from executors.store.record_names import CLAIM
 from executors.store.run_key import RUN_KEY, hold_key, parse_key
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from executors.attempt.outcome import MAX_FIRST, MAX_WARNINGS
 from executors.attempt.warning_record import MAX_CHARACTERS, NAME, KeptWarning, KeptWarnings
 from executors.errors import StoreError
 from executors.protocol import Standstill, WarningCount
-from executors.store.url import was_deleted
+from executors.store.record_names import run_folder_was_deleted
 
 MAX_OF_PLACE = 8
 """The most texts of one place in the code, because a message with a number in it must not displace all others."""
@@ -120,7 +120,7 @@ class WarningLog:
             record = KeptWarnings(warnings=[*self._kept.values()], left_out=self._left_out)
             self._due_at = None  # before the write, so that a warning during the write is due again
         store = self._attempt.store
-        if was_deleted(store, self._attempt.run_id):  # a late write would bring the folder of the run back
+        if run_folder_was_deleted(store, self._attempt.run_id):  # a late write would bring the folder of the run back
             return True
         try:
             store.put(self._attempt.key(NAME), record.to_bytes())

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from executors.attempt import CLAIM, INTENT, Attempt, Claim, Intent
+from executors.attempt import Attempt, Claim, Intent
 from executors.attempt.outcome import says_alive
 from executors.attempt.warning_record import NAME as WARNINGS
 from executors.attempt.warning_record import KeptWarnings
@@ -24,6 +24,7 @@ from executors.restarts.decision_text import RestartTally, line_of
 from executors.settings.policy import Restarts
 from executors.status import FoundWarning, RunStatus
 from executors.store.inventory import Inventory
+from executors.store.record_names import CLAIM, INTENT
 from executors.store.records import FAR_AHEAD, find_record, get_at_most, number
 from executors.task.record import RunRecord
 

@@ -14,7 +14,7 @@ from executors.restarts.rules import LAST_CALL_S, RunFacts, decide, is_own, too_
 from executors.settings.policy import Restarts
 from executors.settings.run_spec import RunSpec
 from executors.store import Store
-from executors.store.inventory import BEGINNINGS, Inventory
+from executors.store.inventory import Inventory
 from executors.task.record import find_run_record
 
 LEAVE_S = 15.0  # how long an end is left to a supervisor that lives
@@ -311,7 +311,7 @@ class RestartController:
         """
         numbers = range(snapshot.newest[rank], number)
         before, *skipped = [Attempt(self.log.store, self.log.run_id, rank, each) for each in numbers]
-        if skipped and rank not in snapshot.ends and not any(before.has(f"{name}.json") for name in BEGINNINGS):
+        if skipped and rank not in snapshot.ends and not before.has_begun():
             return False
         for attempt in skipped:
             attempt.record(attempt.ended(ReplicaStatus.FAILED, "fenced", error=f"Attempt {number} came before it."))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from executors.attempt import INTENT, Attempt
+from executors.attempt import Attempt
 from executors.attempt.handles import keep_handles
 from executors.backend import Backend
 from executors.errors import MaxCostSpentError, ReplicasError, StoreError
@@ -118,5 +118,5 @@ class LaunchStarter:
         with contextlib.suppress(StoreError):  # then it is tried again
             for rank in error.ranks:
                 attempt = Attempt(store_at(spec.store_url), spec.run_id, rank, spec.attempt)
-                if not attempt.has(INTENT):  # another process begins it all the same
+                if not attempt.has_intent():  # another process begins it all the same
                     attempt.record(attempt.ended(ReplicaStatus.FAILED, "timeout", error=str(error)))

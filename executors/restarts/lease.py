@@ -22,6 +22,7 @@ from executors.patience import GLANCE, REQUEST, retry
 from executors.process import may_live, this_process
 from executors.settings.run_spec import ATTACHED_LEASE, LEASE_S, RunSpec
 from executors.store import Store
+from executors.store.record_names import run_was_deleted
 from executors.store.records import (
     FAR_AHEAD,
     LONG_AGO,
@@ -30,7 +31,6 @@ from executors.store.records import (
     exists,
     find_record,
     flag,
-    is_gone,
     number,
     text,
     to_bytes,
@@ -129,7 +129,7 @@ class LeaseHolder:
         Raises:
             StoreError: the store does not answer.
         """
-        if is_gone(self._store, f"{self._run_id}/run.json"):
+        if run_was_deleted(self._store, self._run_id):
             self.end()  # the run was deleted, and would begin to exist again
         elif not (self._is_second and self._others_hold()):
             lease = Lease(holder=self._holder, by=this_process(), at=time.time())

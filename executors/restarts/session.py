@@ -17,7 +17,6 @@ from executors.restarts.decision_log import Decision, DecisionLog, hang_of, poli
 from executors.settings.policy import HangLimits
 from executors.settings.run_spec import RunSpec
 from executors.store import Store
-from executors.store.inventory import BEGINNINGS
 
 LOG_LOOK_S = 10.0
 TURN_S = 1.0  # how long looks may take together, before the ranks are looked after again
@@ -181,7 +180,7 @@ class RestartSession:
             return
         attempt = Attempt(self._store, self._spec.run_id, rank, entry.start[rank])
         with contextlib.suppress(StoreError):
-            if any(attempt.has(f"{name}.json") for name in BEGINNINGS):
+            if attempt.has_begun():
                 return  # whoever has begun it ends it
             attempt.request_cancel(why)
         self._cancelled(attempt, why)

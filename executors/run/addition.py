@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from executors.attempt import CLAIM, Attempt, half_way
+from executors.attempt import Attempt, half_way
 from executors.backend import Backend, as_backend, as_executor
 from executors.errors import BackendError, LaunchError, StoreError
 from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
@@ -122,7 +122,7 @@ def add_replicas(
             remember_added(run.run_id, run.store.url, added.name, backend.options_to_keep)
         run.placements.add(added, backend)
         # A joiner may have claimed one just before: it has it then.
-        ranks += [rank for rank in added.ranks if not Attempt(run.store, run.run_id, rank).has(CLAIM)]
+        ranks += [rank for rank in added.ranks if not Attempt(run.store, run.run_id, rank).has_started()]
     spec = with_own_task(replace(spec, ranks=tuple(ranks)), place)
     lease = None
     if spec.lease_s is not None:  # beside that of the launch, if it has one

@@ -24,7 +24,7 @@ from executors.settings.policy import MAX_S
 from executors.settings.run_spec import RunSpec
 from executors.status import ReplicaState
 from executors.store.parallel import answered_within, in_parallel, in_threads
-from executors.store.url import was_deleted
+from executors.store.record_names import run_folder_was_deleted
 
 HEAD_START_S = 5.0  # the store's, before the service is asked: so the markers are usually there before
 STORE_S = 20.0  # how long the store is waited for once the service has ended the jobs
@@ -182,7 +182,7 @@ class Canceller:
         """Bar ranks, None: all, unless they have succeeded."""
         states = self._observer.recorded(ranks)
         left = [state.rank for state in states if state.status is not ReplicaStatus.SUCCEEDED]
-        if was_deleted(self._observer.store, self._observer.run_id) or not left:
+        if run_folder_was_deleted(self._observer.store, self._observer.run_id) or not left:
             return
         log = DecisionLog(self._observer.store, self._observer.run_id)
         with contextlib.suppress(CorruptObjectError):  # then nobody can read it, so nothing is started

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from executors.attempt import CLAIM, OUTCOME, TOLD_BY_SERVICES, Attempt
+from executors.attempt import TOLD_BY_SERVICES, Attempt
 from executors.backend import PendingReplica, SupervisorStatus
 from executors.errors import BackendError, StoreError
 from executors.protocol import Outcome, ReplicaStatus
@@ -153,7 +153,7 @@ class ExternalController:
         used, log = {entry.how for entry in entries}, self.log
         for number in range(self._record.settings.spares):
             spare, how = Attempt(log.store, log.run_id, number, is_spare=True), spare_starter(number)
-            if how in used or not spare.has(CLAIM) or spare.has(OUTCOME):
+            if how in used or not spare.has_started() or spare.has_outcome():
                 continue
             handle = spare.handle(self._record.backend)
             backend = self._observer.placements.at(0).backend  # spares are where the run was launched

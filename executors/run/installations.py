@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from executors.attempt import Attempt, Boot
+from executors.attempt import Attempt
 from executors.errors import CorruptObjectError
 from executors.status import INSTALLING, Installation, ReplicaState
 
@@ -44,7 +44,7 @@ class Installations:
         if state.doing != INSTALLING or state.status.is_terminal:
             return state
         try:
-            boot = attempt.find("boot.json", Boot.parse)
+            boot = attempt.boot()
         except CorruptObjectError:  # other records decide; this one is for users to read
             return state
         if boot is None:

@@ -34,6 +34,7 @@ from executors.run.run_placements import executors_in
 from executors.store import Store
 from executors.store.parallel import at_store, in_parallel
 from executors.store.protocol import FolderStore
+from executors.store.record_names import RUN_RECORD
 from executors.store.state_folder import state_path
 from executors.store.url import (
     RUN_ID,
@@ -208,7 +209,7 @@ def _run_ids(store: Store) -> Iterator[str]:
             yield from filter(RUN_ID.fullmatch, store.folders(""))
             return
         keys = (entry.key.split("/") for entry in store.list(""))
-        found_ids = (key[0] for key in keys if key[1:] in (["run.json"], [REMOVAL]) and RUN_ID.fullmatch(key[0]))
+        found_ids = (key[0] for key in keys if key[1:] in ([RUN_RECORD], [REMOVAL]) and RUN_ID.fullmatch(key[0]))
         yield from dict.fromkeys(found_ids)
         return
     try:
@@ -217,7 +218,7 @@ def _run_ids(store: Store) -> Iterator[str]:
     except OSError as error:
         raise StoreError(f"Cannot list {store.url}: {error.strerror}.", url=store.url) from error
     for name in filter(RUN_ID.fullmatch, names):
-        if any(_may_exist(directory / name / record) for record in ("run.json", REMOVAL)):
+        if any(_may_exist(directory / name / record) for record in (RUN_RECORD, REMOVAL)):
             yield name
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from executors.attempt import CLAIM, Attempt, collect_rows
+from executors.attempt import Attempt, collect_rows
 from executors.backend import (
     Backend,
     EndedJobs,
@@ -401,7 +401,7 @@ class Placements(Backend):
         attempt = Attempt.from_handle(handle, handle.backend_name).newest()
         if (outcome := attempt.outcome()) is not None:
             return outcome.status
-        return ReplicaStatus.RUNNING if attempt.has(CLAIM) else ReplicaStatus.PENDING
+        return ReplicaStatus.RUNNING if attempt.has_started() else ReplicaStatus.PENDING
 
     def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = 200) -> str:
         """Return the last lines of the replica's output, or why they are not available on this machine."""
@@ -416,7 +416,7 @@ class Placements(Backend):
             return
         attempt = Attempt.from_handle(handle, handle.backend_name).newest()
         attempt.request_cancel()
-        if not attempt.has(CLAIM):  # a replica that comes up late finds the marker as well
+        if not attempt.has_started():  # a replica that comes up late finds the marker as well
             attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
 
     def collect(self, handles: list[ReplicaHandle], *, timeout: float | None = None) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ from executors.run.traces import Traces
 from executors.run.without_store import backends_of
 from executors.store import Store
 from executors.store.parallel import at_store
-from executors.store.records import exists
+from executors.store.record_names import run_exists, run_record_key
 from executors.store.run_key import drop_key
 from executors.store.url import impatient_store
 from executors.task.removal_record import (
@@ -137,7 +137,7 @@ def _is_deleting(run: Traces) -> bool:
         removal = find_removal(run.store, run.run_id)
         if removal is not None and removal.is_deleting:
             return True
-    if not exists(run.store, f"{run.run_id}/run.json"):  # another removal may have ended since the record was read
+    if not run_exists(run.store, run.run_id):  # another removal may have ended since the record was read
         run.__dict__.pop("record", None)
     try:
         _ = run.record
@@ -335,7 +335,7 @@ def remove_run(
     Raises:
         StoreError: something is left, or the store does not answer.
     """
-    folder, record, mark = folder_of_run(run_id, store.url), f"{run_id}/run.json", removal_key(run_id)
+    folder, record, mark = folder_of_run(run_id, store.url), run_record_key(run_id), removal_key(run_id)
     left = set[str]()
     _delete_all(store, run_id, {record, mark}, left, tell, before_ends)
     # A resume that finds run.json after its last write is seen by the list that follows the deletion of run.json.

@@ -30,6 +30,7 @@ from typing import Any
 from executors.errors import CorruptObjectError, RunExistsError, StoreError
 from executors.process import is_alive, start_time
 from executors.store import Store, store_at
+from executors.store.record_names import RUN_RECORD
 from executors.store.records import (
     FAR_AHEAD,
     LONG_AGO,
@@ -55,7 +56,7 @@ from executors.task.removal_record import REMOVAL, Removal, find_removal
 NOTE = "launched.json"
 PREPARING = ".preparing"
 LOCK = ".noting.lock"
-KNOWN_BY = ("run.json", NOTE, REMOVAL)
+KNOWN_BY = (RUN_RECORD, NOTE, REMOVAL)
 """A folder that has one of these files is a run's."""
 FORGOTTEN_S = 86_400  # after which a launch that came to nothing is not told of any more
 
@@ -222,7 +223,7 @@ def locate(run_id: str) -> str | None:
 
 def _is_here(run_id: str) -> bool:
     """Return whether the state directory holds a run, or what an interrupted removal left of its folder."""
-    return any(os.path.isfile(state_dir() / run_id / name) for name in ("run.json", REMOVAL))
+    return any(os.path.isfile(state_dir() / run_id / name) for name in (RUN_RECORD, REMOVAL))
 
 
 def is_state_dir(store_url: str) -> bool:
@@ -254,7 +255,7 @@ def folder_of_run(run_id: str, store_url: str) -> Path | None:
     known = locate(run_id)
     is_its = known is not None and _is_same_place(known, store_url)
     # A removal may have left its record in the folder of a lost run, which is lost all the same.
-    has_record = os.path.isfile(state_dir() / run_id / "run.json")
+    has_record = os.path.isfile(state_dir() / run_id / RUN_RECORD)
     is_lost = not is_its and damage_of_note(run_id) is not None and not has_record
     return state_dir() / run_id if is_its or is_lost else None
 
@@ -271,7 +272,7 @@ def settle(run_id: str, store_url: str, task_digest: str) -> None:
     note = None
     if known is not None:
         directory = directory_of(known)
-        if directory is None or (directory / run_id / "run.json").exists():
+        if directory is None or (directory / run_id / RUN_RECORD).exists():
             raise RunExistsError(
                 f"This machine knows another run {run_id!r}, at {known}, and keeps its logs under that id. "
                 f"Remove it first: `replicas rm {run_id}`."

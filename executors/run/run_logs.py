@@ -24,6 +24,7 @@ from executors.logs.log import KnowsTimes, Log
 from executors.logs.readers import lines_of
 from executors.protocol import Outcome
 from executors.run.observer import Observer, unreadable
+from executors.store.record_names import OUTCOME
 
 LOOK_S, FAR_LOOK_S = 1.0, 4.0  # between two looks at a run in a directory, and in a bucket
 Which = int | Literal["all"] | None
@@ -302,7 +303,7 @@ class RunLogs:
         if text:
             return last_of(completed(text, outcome.output_tail), n_lines)
         if outcome.output_tail:
-            key = attempt.key("outcome.json")
+            key = attempt.key(OUTCOME)
             self._say(attempt, f"{self._has_none(attempt)}. This was kept by its outcome, {key!r}.")
         return last_of(outcome.output_tail or outcome.error or "", n_lines)
 

@@ -21,6 +21,7 @@ from executors.run.run_index import damage_of_note, needed_key, reference
 from executors.run.traces import Traces
 from executors.settings.run_spec import RunSpec
 from executors.status import name_ranks
+from executors.store.record_names import run_record_key
 from executors.store.records import SHA256
 from executors.task.added import Added
 from executors.task.entrypoint import parse_entrypoint
@@ -363,7 +364,7 @@ def trusted_task(run: Traces, *, task_digest: str | None = None, trust_bucket: b
     launched_with, recorded = {**_flat(task.launched_with), "task_digest": digest}, _flat(run.record)
     for name, launched in launched_with.items():
         if (said := recorded[name]) != launched:
-            key = f"{run.run_id}/run.json"
+            key = run_record_key(run.run_id)
             raise StoreError(
                 f"{key!r} in {run.store.url} is not what was launched: its {name} is {_shown(said)}, the launch's "
                 f"{_shown(launched)}.",

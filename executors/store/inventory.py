@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from executors.store import Store
+from executors.store import Store, record_names
 from executors.store.run_key import held_key, secret_name
 
 RECORD = re.compile(
@@ -17,7 +17,7 @@ SIGNED = re.compile(
 )
 STACKS = re.compile(r"([0-9]{4}|[1-9][0-9]{4,6})/(0|[1-9][0-9]{0,3})/stacks/(0|[1-9][0-9]{0,3})\.txt")
 WARNINGS = re.compile(r"([0-9]{4}|[1-9][0-9]{4,6})/(0|[1-9][0-9]{0,3})/warnings\.json")
-BEGINNINGS = ("started", "handle", "intent", "outcome")
+BEGINNINGS = tuple(name.removesuffix(".json") for name in record_names.BEGINNINGS)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ def state_path() -> Path:
         StoreError: this user has no home directory.
 
     Example:
-        state_path() / "brave-otter-7f3a" / "run.json"
+        state_path() / "brave-otter-7f3a" / RUN_RECORD
     """
     import platformdirs
 

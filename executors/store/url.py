@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import secrets
@@ -186,18 +185,6 @@ def located_url(url: str) -> str:
 def is_near(url: str) -> bool:
     """Return whether looking into a store costs next to nothing: a directory, or this process's memory."""
     return directory_of(url) is not None or url.startswith("memory:")
-
-
-def was_deleted(store: Store, run_id: str) -> bool:
-    """Return whether a run's folder is gone, which a write would make again.
-
-    A bucket gives False, because a request costs money. A directory that cannot be read now gives False as well: the
-    first write raises the error.
-    """
-    directory = directory_of(store.url)
-    with contextlib.suppress(StoreError):
-        return directory is not None and not is_directory(directory / run_id)
-    return False
 
 
 def remote_access(store: Store) -> tuple[str, dict[str, str]]:

@@ -38,7 +38,7 @@ class CancelPoller:
         while self._unseen and time.monotonic() < until:
             attempt = self._unseen.popleft()
             with contextlib.suppress(StoreError):  # asked again in a while
-                if attempt.has("cancel.json"):
+                if attempt.has_cancel_marker():
                     yield attempt
         if self._unseen:
             self.next_at = time.monotonic()

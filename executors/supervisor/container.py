@@ -22,7 +22,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from executors.attempt import OUTCOME, Attempt, Beat
+from executors.attempt import Attempt, Beat
 from executors.attempt.outcome import describe_end
 from executors.errors import StoreError
 from executors.patience import BRIEF, CONTAINER, LAST_WORDS, START, Patience, retry
@@ -38,7 +38,7 @@ from executors.replica.shared_page import SharedPage
 from executors.restarts.lease import LeaseWatch
 from executors.settings.run_spec import RunSpec
 from executors.store import store_at
-from executors.store.url import was_deleted
+from executors.store.record_names import HEARTBEAT, OUTCOME, run_folder_was_deleted
 from executors.supervisor.memory_kills import of_this_container
 from executors.supervisor.new_process import describe_threads, received, start_python
 from executors.supervisor.processes import RunningAttempt, how_started, leave_supervisor, read_task_ahead
@@ -119,12 +119,12 @@ class ContainerSupervisor(Supervisor):
         """Beat in place of a rank that holds its GIL or waits for the store, so that it looks busy and not lost."""
         self._beaten_at = time.monotonic()
         attempt = running.attempt
-        if was_deleted(attempt.store, attempt.run_id):
+        if run_folder_was_deleted(attempt.store, attempt.run_id):
             return
         with contextlib.suppress(StoreError):
-            beat = attempt.find("heartbeat.json", Beat.parse)
+            beat = attempt.beat()
             beat = Beat(0.0, {}) if beat is None else beat
-            attempt.store.put(attempt.key("heartbeat.json"), replace(beat, at=time.time()).to_bytes())
+            attempt.store.put(attempt.key(HEARTBEAT), replace(beat, at=time.time()).to_bytes())
 
     def _give_up_process(self, running: RunningAttempt) -> None:
         """Leave the container, which its service takes back: the next process would be stuck as well."""

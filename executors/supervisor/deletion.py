@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from executors.settings.run_spec import LEASE_S
 from executors.store import Store
-from executors.store.records import is_gone
+from executors.store.record_names import run_was_deleted
 from executors.store.url import is_near
 
 LOOK_S = 60.0
@@ -44,7 +44,7 @@ class DeletionWatch:
         if now < self._look_at:
             return False
         self._look_at = now + self._look_s
-        if not is_gone(self._store, f"{self._run_id}/run.json"):
+        if not run_was_deleted(self._store, self._run_id):
             self._missing_since = None
             return False
         self._missing_since = now if self._missing_since is None else self._missing_since

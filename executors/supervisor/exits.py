@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from executors.attempt import CLAIM, Attempt
+from executors.attempt import Attempt
 from executors.attempt.outcome import describe_end
 from executors.errors import CorruptObjectError, StoreError
 from executors.patience import Patience, Waits
 from executors.process import signal_name
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import SERVICE
-from executors.store.records import exists, is_gone
+from executors.store.record_names import run_exists, run_was_deleted
 from executors.supervisor.memory_kills import MemoryKills
 from executors.supervisor.processes import NEVER, RunningAttempt
 
@@ -207,7 +207,7 @@ def is_fenced(running: RunningAttempt) -> bool:
     with contextlib.suppress(StoreError):
         attempt = running.attempt
         outcome = attempt.outcome()
-        return attempt.at(attempt.number + 1).has(CLAIM) or (outcome is not None and outcome.pid != running.pid)
+        return attempt.at(attempt.number + 1).has_started() or (outcome is not None and outcome.pid != running.pid)
     return False
 
 
@@ -221,7 +221,7 @@ def mark_cancelled(why: str, attempts: Iterable[Attempt]) -> list[Attempt]:
         if time.monotonic() >= until:
             break
         with contextlib.suppress(StoreError):
-            if attempt.has("cancel.json"):
+            if attempt.has_cancel_marker():
                 had_marker.append(attempt)
             elif attempt.outcome() is None:  # else it is only tidying up
                 attempt.request_cancel(why)
@@ -234,10 +234,10 @@ def record_end(attempt: Attempt, outcome: Outcome) -> Outcome | None:
     Raises:
         StoreError: the store did not take it.
     """
-    run = f"{attempt.run_id}/run.json"
-    if not exists(attempt.store, run) and is_gone(attempt.store, run):  # it would begin to exist again
+    store, run_id = attempt.store, attempt.run_id
+    if not run_exists(store, run_id) and run_was_deleted(store, run_id):  # the outcome would bring its folder back
         return None
-    if outcome.reason == "cancelled" and attempt.has("cancel.json"):
+    if outcome.reason == "cancelled" and attempt.has_cancel_marker():
         outcome = replace(outcome, error=None)  # somebody else may have cancelled it before: its marker says why
     return attempt.record(outcome)
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from executors.attempt import HANDLE, INTENT, Attempt, Beat, parse_handle
+from executors.attempt import Attempt, Beat, parse_handle
 from executors.errors import StoreError
 from executors.patience import BRIEF, GLANCE
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
@@ -28,7 +28,8 @@ from executors.restarts.decision_log import DecisionLog, answer_to, blocking_ord
 from executors.restarts.lease import LeaseWatch
 from executors.settings.run_spec import RunSpec
 from executors.store import Store
-from executors.store.records import is_gone, to_bytes
+from executors.store.record_names import HANDLE, HEARTBEAT, run_was_deleted
+from executors.store.records import to_bytes
 from executors.store.run_key import hold_key
 from executors.store.url import impatient_store
 from executors.supervisor.container import NOTICES, preload
@@ -108,7 +109,7 @@ class Spare:
             outcome = self._me.ended(ReplicaStatus.CANCELLED, "cancelled", error=f"The spare ended: {why}.")
             print(f"replicas: spare {self._me.rank} ends: {why}", flush=True)
         try:
-            if not is_gone(self._store, f"{self._spec.run_id}/run.json"):
+            if not run_was_deleted(self._store, self._spec.run_id):
                 self._me.record(outcome, patience=BRIEF)
         except StoreError as error:
             print(f"replicas: the spare leaves no outcome: {error}", file=sys.stderr, flush=True)
@@ -141,9 +142,9 @@ class Spare:
         if len(entries) == n_known and self._rank is None and now < self._look_at:
             return None
         self._look_at = now + self._look_s
-        if is_gone(self._store, f"{self._spec.run_id}/run.json"):
+        if run_was_deleted(self._store, self._spec.run_id):
             return "the run was deleted"
-        self._store.put(self._me.key("heartbeat.json"), to_bytes({"at": time.time()}))
+        self._store.put(self._me.key(HEARTBEAT), to_bytes({"at": time.time()}))
         snapshot = RunSnapshot.of(self._store, self._spec.run_id, self._spec.world_size).of_first_world(
             self._spec.world_size
         )
@@ -169,7 +170,7 @@ class Spare:
         """Take over the attempt, unless somebody has begun it."""
         ((rank, number),) = attempts.items()
         attempt = Attempt(self._store, self._spec.run_id, rank, number)
-        if not attempt.has(INTENT):
+        if not attempt.has_intent():
             self._asked = attempt
             self._take(attempt)
 

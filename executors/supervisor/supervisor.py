@@ -26,7 +26,7 @@ from executors.restarts.orders import stop_reason
 from executors.restarts.session import RestartSession
 from executors.settings.run_spec import LEASE_S, RunSpec
 from executors.store.file import FULL
-from executors.store.records import is_gone
+from executors.store.record_names import run_was_deleted
 from executors.store.run_key import hold_key
 from executors.store.url import impatient_store
 from executors.supervisor.cancel_poller import CancelPoller
@@ -407,7 +407,7 @@ class Supervisor:
             return
         try:
             outcome = attempt.outcome()
-            if outcome is None and is_gone(attempt.store, f"{attempt.run_id}/run.json"):
+            if outcome is None and run_was_deleted(attempt.store, attempt.run_id):
                 return  # the run was deleted since: an outcome would bring its folder back
             running.keep_stacks()
             if outcome is not None:

@@ -35,6 +35,7 @@ from executors.process import identify_process
 from executors.settings.policy import supervised
 from executors.settings.run_spec import RunSpec
 from executors.store import Store
+from executors.store.record_names import RUN_RECORD, run_record_key
 from executors.store.records import MAX_DEPTH, exists, find_record, is_deeper_than, to_bytes
 from executors.store.run_key import key_id, new_key, parse_key
 from executors.store.url import address_of, check_run_id
@@ -220,7 +221,7 @@ def write_run(store: Store, run_id: str, new: NewRun) -> None:
     """Write a planned run and its task into the store, or nothing; raises as `create_run`."""
     record = to_bytes(new.record)
     try:
-        if not store.put_if_absent(f"{run_id}/run.json", record):
+        if not store.put_if_absent(run_record_key(run_id), record):
             name = address_of(store.url, run_id)  # another machine may have launched it, and this one not know its id
             raise RunExistsError(
                 f"Run {run_id!r} exists at {store.url}. Look at it with executors.attach({name!r}) or "
@@ -242,8 +243,8 @@ def write_run(store: Store, run_id: str, new: NewRun) -> None:
 
 def _take_back(store: Store, run_id: str, record: bytes) -> None:
     """Delete what was written of a run, unless the id is another launch's."""
-    if bytes(store.get(f"{run_id}/run.json")) == record:
-        for name in ("task/task.json", "task/code.tar.gz", "task/callable.pkl", "run.json"):
+    if bytes(store.get(run_record_key(run_id))) == record:
+        for name in ("task/task.json", "task/code.tar.gz", "task/callable.pkl", RUN_RECORD):
             store.delete(f"{run_id}/{name}")
 
 

@@ -15,6 +15,7 @@ from executors.settings import Settings
 from executors.settings.settings import NAMES
 from executors.store import Store
 from executors.store.added_ranks import RANKS
+from executors.store.record_names import RUN_RECORD, run_record_key
 from executors.store.records import (
     FAR_AHEAD,
     LONG_AGO,
@@ -78,7 +79,7 @@ class LaunchedWith(Record):
     """The run, in the same store, from whose newest snapshot this one continues."""
 
     @classmethod
-    def parse(cls, data: Any, key: str = "run.json", url: str = "") -> Self:
+    def parse(cls, data: Any, key: str = RUN_RECORD, url: str = "") -> Self:
         """Parse what the store holds under the key. Each rank of the launch is at one placement.
 
         Raises:
@@ -176,4 +177,4 @@ def find_run_record(store: Store, run_id: str) -> RunRecord | None:
     Raises:
         CorruptObjectError: it is not a record of a run.
     """
-    return find_record(store, f"{run_id}/run.json", RunRecord.parse)
+    return find_record(store, run_record_key(run_id), RunRecord.parse)

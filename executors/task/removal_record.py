@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass
 from executors.errors import RunBeingRemovedError
 from executors.process import IDENTITY, has_ended, identify_process, this_process
 from executors.store import Store
+from executors.store.record_names import run_exists
 from executors.store.records import (
     FAR_AHEAD,
     LONG_AGO,
     Record,
     checked,
-    exists,
     find_record,
     flag,
     nullable,
@@ -128,7 +128,7 @@ def check_not_removed(store: Store, run_id: str, reference: str) -> None:
     """
     if (removal := find_removal(store, run_id)) is not None:
         raise RunBeingRemovedError(removal.describe(run_id, reference))
-    if not exists(store, f"{run_id}/run.json"):
+    if not run_exists(store, run_id):
         raise RunBeingRemovedError(f"Run {run_id!r} was removed from {store.url} a moment ago.")
 
 
@@ -146,7 +146,7 @@ def sweep_behind_removal(store: Store, run_id: str) -> bool:
     keys = [entry.key for entry in store.list(f"{run_id}/") if entry.key != removal_key(run_id)]
     written = tuple(f"{run_id}/{name}" for name in WRITTEN)
     # Where more is left, no removal has deleted the run: its run.json was lost by other means.
-    if not all(key.startswith(written) for key in keys) or exists(store, f"{run_id}/run.json"):
+    if not all(key.startswith(written) for key in keys) or run_exists(store, run_id):
         return False
     for key in keys:
         store.delete(key)

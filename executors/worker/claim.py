@@ -9,13 +9,14 @@ import socket
 import time
 from typing import NoReturn
 
-from executors.attempt import CLAIM, Attempt, Claim
+from executors.attempt import Attempt, Claim
 from executors.errors import ReplicasError
 from executors.patience import START, retry
 from executors.process import start_time
 from executors.protocol import ReplicaStatus
 from executors.restarts.decision_log import DecisionLog, blocking_order
 from executors.restarts.orders import stop_reason
+from executors.store.record_names import CANCEL, CLAIM
 from executors.store.records import to_bytes
 
 
@@ -38,7 +39,7 @@ def claim(asked: Attempt, n_decisions: int = 0, key: str | None = None) -> tuple
     """
     nonce, claim = _new_claim()
     for attempt in map(asked.at, itertools.count(asked.number)):
-        if retry(functools.partial(attempt.has, "cancel.json"), START):
+        if retry(functools.partial(attempt.has, CANCEL), START):
             _end_before_start(attempt)
         if retry(functools.partial(_nonce_that_counts, attempt, claim), START) == nonce:
             # Behind the claim: who cancels looks for claims behind the entry, so one of the two sees the other.

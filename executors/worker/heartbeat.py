@@ -21,7 +21,7 @@ from executors.process import kill_descendants
 from executors.protocol import WarningCount
 from executors.replica import Replica
 from executors.status import STEPS_PER_S
-from executors.store.url import was_deleted
+from executors.store.record_names import HEARTBEAT, run_folder_was_deleted
 from executors.worker.log_copy import LIVE_BYTES, LogCopy
 from executors.worker.pace import Pace
 from executors.worker.sigterm import sigterm_arrived
@@ -50,7 +50,7 @@ class Heartbeat:
         self._log = log
         self._supervisor_pid = supervisor_pid
         self._grace_s = grace_s
-        self._key = replica.key("heartbeat.json")
+        self._key = replica.key(HEARTBEAT)
         self._written: dict[str, float] = {}
         self._written_count: WarningCount | None = None
         self._writing = _thread.allocate_lock()
@@ -152,7 +152,7 @@ class Heartbeat:
 
     @property
     def _run_is_gone(self) -> bool:
-        return was_deleted(self._replica.store, self._replica.run_id)
+        return run_folder_was_deleted(self._replica.store, self._replica.run_id)
 
     def _write(self) -> None:
         if self._run_is_gone:

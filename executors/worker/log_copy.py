@@ -8,7 +8,7 @@ from pathlib import Path
 
 from executors.attempt import Attempt
 from executors.errors import StoreError
-from executors.store.url import was_deleted
+from executors.store.record_names import run_folder_was_deleted
 
 NAME = "output.log"
 LIVE_BYTES = 256 << 10  # put while the replica runs
@@ -25,7 +25,7 @@ class LogCopy:
 
     def put(self, n_bytes: int) -> None:
         """Put the last bytes, unless that was done. A copy that fails is left out: the next one may succeed."""
-        if was_deleted(self._attempt.store, self._attempt.run_id):
+        if run_folder_was_deleted(self._attempt.store, self._attempt.run_id):
             return
         with contextlib.suppress(StoreError, OSError), open(self._path, "rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -32,7 +32,8 @@ from executors.replica.shared_page import SharedPage
 from executors.replica.warning_log import WarningLog
 from executors.settings.run_spec import RunSpec
 from executors.store import store_at
-from executors.store.records import is_gone, read_record
+from executors.store.record_names import run_record_key, run_was_deleted
+from executors.store.records import read_record
 from executors.store.run_key import hold_key
 from executors.store.url import split_address
 from executors.task.entrypoint import command_for
@@ -125,7 +126,7 @@ def call(run: str, digest: str | None = None) -> Any:
     Returns: what the user's entrypoint returned, as a JSON value. Its exceptions are passed on.
     """
     store_url, run_id = split_address(run)
-    record = retry(lambda: read_record(store_at(store_url), f"{run_id}/run.json", RunRecord.parse), START)
+    record = retry(lambda: read_record(store_at(store_url), run_record_key(run_id), RunRecord.parse), START)
     rank = int(os.environ[environment.RANK])
     spec = RunSpec(run_id, store_url, "", record.settings, (rank,), launched_at=record.created_at)
     worker = _Worker(Assignment(spec, rank))
@@ -339,7 +340,7 @@ class _Worker:
         return describe_end(ending, self.replica.rank, self.replica.world_size, **values)
 
     def _record(self, outcome: Outcome) -> None:
-        if is_gone(self.attempt.store, f"{self.attempt.run_id}/run.json"):  # it would be all that there is of the run
+        if run_was_deleted(self.attempt.store, self.attempt.run_id):  # it would be all that there is of the run
             return
         outcome = replace(outcome, output_tail=self._assignment.output_tail())
         self.record(outcome)

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from executors.store import record_names
+
 ROOT = Path(__file__).parents[2]
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("protocol", "process", "module_search"),
@@ -48,6 +50,7 @@ SDKS = {
     "mlflow": "executors/report/trackers/mlflow.py",
 }
 STANDS_ALONE = "executors/shipping/bootstrap.py"  # runs where our packages are not yet
+RUN_WITHOUT_US = (STANDS_ALONE, "executors/shipping/install_progress.py")
 SYSTEMS = "executors/process.py"
 """The only file that calls what one operating system has and another lacks."""
 OF_ONE_SYSTEM = (
@@ -324,6 +327,23 @@ def test_private_functions_take_seven_values_at_most() -> None:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("_") and not node.name.startswith("__"):
                 n = len(node.args.args) + len(node.args.kwonlyargs)
                 offenders += [f"{name}.{node.name} takes {n}"] if n > MAX_PRIVATE_PARAMETERS + 1 else []
+    assert offenders == []
+
+
+def test_the_name_of_a_record_is_written_in_one_file() -> None:
+    """Who needs a record asks a typed method, or takes the name from there."""
+    names = {name for name in vars(record_names).values() if isinstance(name, str) and name.endswith(".json")}
+    assert {"run.json", "started.json", "outcome.json", "heartbeat.json", "handle.json", "intent.json"} <= names
+    offenders = []
+    for name, path in files_of("executors", "diloco").items():
+        if name == record_names.__name__ or str(path.relative_to(ROOT)) in RUN_WITHOUT_US:
+            continue
+        tree = tree_of(path)
+        texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
+                written = node.value.rpartition("/")[2]
+                offenders += [f"{name}:{node.lineno} writes {written!r}"] if written in names else []
     assert offenders == []
 
 

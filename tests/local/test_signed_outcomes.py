@@ -14,10 +14,11 @@ from support.cli import Folder, Result
 from support.hostile_records import outcome_json
 
 from executors import LocalProcessExecutor, Run, attach, current_replica, launch
-from executors.attempt import CLAIM, HANDLE, INTENT, Attempt, Claim
+from executors.attempt import Attempt, Claim
 from executors.attempt.signed_record import signed_key
 from executors.protocol import ReplicaHandle
 from executors.store import Store
+from executors.store.record_names import CLAIM, HANDLE, INTENT
 from executors.store.records import to_bytes
 from executors.store.run_key import RUN_KEY, drop_key, key_file
 from executors.testing import eventually

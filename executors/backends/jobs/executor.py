@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
-from executors.attempt import CLAIM, HANDLE, INTENT, Attempt, Intent, collect_rows
+from executors.attempt import Attempt, Intent, collect_rows
 from executors.backend import (
     Backend,
     EndedJobs,
@@ -58,6 +58,7 @@ from executors.run.run_index import as_noted, local_store, remember
 from executors.settings.run_spec import LEASE_S, RunSpec
 from executors.store import open_store, store_at
 from executors.store.parallel import answered_within, in_threads
+from executors.store.record_names import HANDLE, INTENT
 from executors.store.url import default_rendezvous, new_run_id, real_url, remote_access, shared_rendezvous
 from executors.task.arguments import split_rank_env
 from executors.task.code_package import Package
@@ -296,7 +297,7 @@ class JobExecutor(Backend):
                     replica.attempt.note_why(parent.reason, parent.error)
         if outcome is not None:
             return outcome.status
-        return ReplicaStatus.RUNNING if replica.attempt.has(CLAIM) else ReplicaStatus.PENDING
+        return ReplicaStatus.RUNNING if replica.attempt.has_started() else ReplicaStatus.PENDING
 
     def observe(self, replicas: Sequence[PendingReplica]) -> list[Observation]:
         """Ask the service about several replicas; see `Backend.observe`."""
@@ -568,7 +569,7 @@ class JobExecutor(Backend):
     def _find(self, handle: ReplicaHandle) -> JobReplica:
         """Find a replica; a newer attempt whose launcher died before it wrote a handle is found at the service."""
         attempt, newest = Attempt.of_handle(handle, self.backend_name)
-        if attempt.number != newest.metadata.get("attempt") and attempt.has(INTENT):
+        if attempt.number != newest.metadata.get("attempt") and attempt.has_intent():
             announced = attempt.announced(self.backend_name)
             unheard = replace(newest, metadata={**newest.metadata, **announced.metadata, "job": None})
             newest = retrying()(self._look_for, attempt) or unheard

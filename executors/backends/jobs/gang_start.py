@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field, replace
 
-from executors.attempt import CLAIM, HANDLE, OUTCOME, STALE_INTENT_S, Attempt
+from executors.attempt import STALE_INTENT_S, Attempt
 from executors.backend import EndedJobs
 from executors.backends.jobs.ending import end_jobs
 from executors.backends.jobs.sdk import call_each
@@ -36,6 +36,7 @@ from executors.errors import LaunchError, ReplicasError, StoreError
 from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.settings.run_spec import RunSpec
 from executors.store.parallel import answered_within, at_store, in_threads, within
+from executors.store.record_names import CANCEL, HANDLE, OUTCOME
 from executors.store.url import impatient_store
 
 MAX_THREADS = 256  # a call may block until its job is scheduled, so each rank has its own
@@ -347,7 +348,7 @@ class GangStart:
 
     def _ask_for(self, batch: Sequence[_Start], *, is_again: bool) -> None:
         if is_again and self._have_all(batch, OUTCOME):
-            if self._have_all(batch, "cancel.json"):
+            if self._have_all(batch, CANCEL):
                 raise CancelledWhileStartingError
             raise JobServiceError("somebody recorded its end before it was started.", "rejected")
         with self._asking:  # after this, a caller that gives the start up waits for the answer
@@ -366,7 +367,7 @@ class GangStart:
             for start in batch:
                 start.is_unclear = start.is_unclear or error.kind == "unknown"
                 start.may_exist = start.is_unclear
-            if error.kind == "rejected" and self._have_all(batch, "cancel.json"):
+            if error.kind == "rejected" and self._have_all(batch, CANCEL):
                 raise CancelledWhileStartingError from error
             raise
         finally:
@@ -435,7 +436,7 @@ class GangStart:
             if not self._begin(start):  # no rank of this launch is to wait for ever
                 return
             if start in failed:
-                refused = start.job_id is None and not start.attempt.has(CLAIM)
+                refused = start.job_id is None and not start.attempt.has_started()
                 failure = start.attempt.ended(ReplicaStatus.FAILED, "start_failed", error=start.problem)
                 start.attempt.record(replace(failure, was_refused=refused))
             start.attempt.request_cancel(why)

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from executors.attempt import CLAIM, INTENT, Attempt, Claim, Intent
+from executors.attempt import Attempt, Claim, Intent
 from executors.attempt.outcome import ENDINGS, MAX_ATTEMPTS, OUTPUT_TAIL_BYTES, OUTPUT_TAIL_LINES
 from executors.backend import SupervisorStatus
 from executors.backends.jobs.job_states import JobStates
 from executors.backends.jobs.service import JobId, JobKey, JobService, JobServiceError, JobState, retrying, stop_others
 from executors.protocol import Outcome, Reason, ReplicaHandle, ReplicaStatus
 from executors.settings.settings import MAX_WORLD_SIZE
+from executors.store.record_names import CLAIM, INTENT
 from executors.store.records import FAR_AHEAD, LONG_AGO, Fields, integer, json_object, nullable, number
 
 LOG_LINES = OUTPUT_TAIL_LINES
@@ -96,14 +97,14 @@ class JobEnds:
         """
         attempt = replica.attempt
         if state.holds and not state.has_ended:  # a queue took it back: it has ended if it ran
-            return not attempt.has(CLAIM)
+            return not attempt.has_started()
         if not state.is_hearsay:
             self._heartbeats.forget(attempt.place)
             return not state.has_ended
         if self._heartbeats.is_new(attempt.place, STILL_S):
             return True
         is_over = self._heartbeats.is_over(attempt.place, _last_sign_of(attempt), STILL_S)
-        return not state.has_ended or (not is_over and not attempt.has("cancel.json"))
+        return not state.has_ended or (not is_over and not attempt.has_cancel_marker())
 
     def hurry(self, replica: JobReplica) -> None:
         """Let the next look read whether a replica whose end is hearsay was cancelled."""
@@ -145,7 +146,7 @@ class JobEnds:
 
     def _ended_without_outcome(self, replica: JobReplica, state: JobState) -> Outcome:
         attempt, service = replica.attempt, self._service
-        if state.reason == "lost" and not attempt.has("cancel.json"):
+        if state.reason == "lost" and not attempt.has_cancel_marker():
             said = f" ({state.message.rstrip('.')})" if state.message else ""
             return attempt.record_lost(f"{service.name} reports it gone{said}")
         output = ""
@@ -155,8 +156,8 @@ class JobEnds:
                 output = service.logs(job_id, LOG_LINES)[-OUTPUT_TAIL_BYTES:]
         reason: Reason = "cancelled"
         error_text = None  # the marker of a cancellation has the reason
-        if not attempt.has("cancel.json"):
-            who, has_started = attempt.title(), attempt.has(CLAIM)
+        if not attempt.has_cancel_marker():
+            who, has_started = attempt.title(), attempt.has_started()
             reason, error_text = explain(who, service.name, state, replica.timeout_s, has_started, output)
         return attempt.record(
             attempt.ended(

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from executors.attempt import CLAIM, HANDLE, INTENT, Attempt, Beat, Boot, Claim
+from executors.attempt import Attempt, Claim
 from executors.errors import MaxCostSpentError
 from executors.settings.run_spec import RunSpec
 from executors.status import name_ranks
 from executors.store import store_at
+from executors.store.record_names import CLAIM, HANDLE
 from executors.store.records import FAR_AHEAD, Fields, json_object, nullable, number
 from executors.task.record import LaunchedWith
 
@@ -96,8 +97,8 @@ def used_s(attempt: Attempt) -> dict[int, float]:
         claim = earlier.find(CLAIM, Claim.parse)
         if claim is None or claim.at is None:
             continue
-        if not found or earlier.has(INTENT):  # a container of its own; else another process in the same one
-            boot = earlier.find("boot.json", Boot.parse)
+        if not found or earlier.has_intent():  # a container of its own; else another process in the same one
+            boot = earlier.boot()
             container, seen_at = number_of_it, claim.at
             began_at = claim.at if boot is None else min(claim.at, boot.at)
         seen_at = max(seen_at, claim.at, _last_seen(earlier, claim))
@@ -112,6 +113,6 @@ def _parse_price(data: Any, key: str, url: str) -> float | None:
 
 def _last_seen(attempt: Attempt, claim: Claim) -> float:
     """Return when an attempt was last known to run; of one whose end others found, that is its heartbeat."""
-    beat, outcome = attempt.find("heartbeat.json", Beat.parse), attempt.outcome()
+    beat, outcome = attempt.beat(), attempt.outcome()
     is_told_there = outcome is not None and outcome.host == claim.host
     return max(beat.at if beat else 0.0, outcome.finished_at if outcome is not None and is_told_there else 0.0)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from executors.attempt import CLAIM, TICKS, Attempt, Claim, collect_rows
+from executors.attempt import TICKS, Attempt, Claim, collect_rows
 from executors.attempt.outcome import PID
 from executors.attempt.pauses import wait_until_terminal
 from executors.backend import Backend, Observation, PendingReplica, Recordable, SupervisorStatus
@@ -30,6 +30,7 @@ from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
 from executors.run.run_index import folder_of_run, local_store, remember, settle, state_dir
 from executors.settings.run_spec import RunSpec
+from executors.store.record_names import CLAIM
 from executors.store.records import Record, checked, nullable, number, text
 from executors.store.state_folder import state_path
 from executors.store.url import new_run_id
@@ -253,7 +254,7 @@ class LocalProcessExecutor(Backend):
         attempt, handle = Attempt.of_handle(handle, self.backend_name)
         if outcome := attempt.outcome() or self._conclude(attempt, handle):
             return outcome.status
-        return ReplicaStatus.RUNNING if attempt.has(CLAIM) else ReplicaStatus.PENDING
+        return ReplicaStatus.RUNNING if attempt.has_started() else ReplicaStatus.PENDING
 
     def observe(self, replicas: Sequence[PendingReplica]) -> list[Observation]:
         """Look at several replicas through /proc; see `Backend.observe`."""

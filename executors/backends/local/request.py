@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from executors.attempt import HANDLE, Attempt, parse_handle
+from executors.attempt import Attempt, parse_handle
 from executors.module_search import reserve_names, user_folders
 from executors.process import start_time, this_machine, this_process
 from executors.protocol import ReplicaHandle
 from executors.settings.run_spec import RunSpec
 from executors.store import store_at
+from executors.store.record_names import HANDLE
 from executors.store.run_key import RUN_KEY
 from executors.store.url import directory_of
 

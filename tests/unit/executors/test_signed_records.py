@@ -16,12 +16,13 @@ from diloco.errors import FencedError
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, Membership, claim
 from diloco.rendezvous.retrying_store import RetryingStore
-from executors.attempt import CLAIM, HANDLE, INTENT, OUTCOME, Attempt, Claim
+from executors.attempt import Attempt, Claim
 from executors.attempt.outcome import MAX_OUTCOME_BYTES
 from executors.attempt.signed_record import is_proven, signed_key
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
 from executors.store import MemoryStore
 from executors.store.inventory import Inventory
+from executors.store.record_names import CLAIM, HANDLE, INTENT, OUTCOME
 from executors.store.records import to_bytes
 from executors.store.run_key import drop_key, held_key, hold_key, lacks_key, note_lacking_key
 from executors.supervisor.exits import is_fenced

@@ -12,8 +12,9 @@ import pytest
 from executors.errors import RunNotFoundError, StoreError
 from executors.store import MemoryStore, open_store, store_at
 from executors.store.file import FileStore
+from executors.store.record_names import run_folder_was_deleted
 from executors.store.s3.address import S3Address
-from executors.store.url import address_of, existing_store, split_address, was_deleted
+from executors.store.url import address_of, existing_store, split_address
 
 
 def test_a_directory_is_opened_again_by_its_url(tmp_path: Path) -> None:
@@ -130,14 +131,14 @@ def test_a_directory_that_cannot_be_looked_at_is_not_said_to_be_missing(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", stat)
-        assert not was_deleted(store, "run"), "nobody can tell"
+        assert not run_folder_was_deleted(store, "run"), "nobody can tell"
         with pytest.raises(StoreError, match=r"Cannot look at .*: Permission denied\.") as caught:
             existing_store(tmp_path)
     assert not isinstance(caught.value, RunNotFoundError)
     assert caught.value.url == tmp_path.as_uri()
-    assert not was_deleted(store, "run")
+    assert not run_folder_was_deleted(store, "run")
     (tmp_path / "run").rmdir()
-    assert was_deleted(store, "run")
+    assert run_folder_was_deleted(store, "run")
     with pytest.raises(RunNotFoundError, match="there is no such directory"):
         existing_store(tmp_path / "run")
 

@@ -1,0 +1,90 @@
+"""The names of the records of a run and of its attempts, each written once, and whether a run was deleted.
+
+An attempt has typed methods for its records: see `executors.attempt.Attempt`. Two files cannot import this one, as they
+run where our packages are not installed yet: `shipping/bootstrap.py` and `shipping/install_progress.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from executors.errors import StoreError
+from executors.store.protocol import Store
+from executors.store.records import exists, is_gone
+from executors.store.url import directory_of, is_directory
+
+RUN_RECORD = "run.json"
+"""The record of a run. A run exists as long as this record does."""
+CLAIM, HANDLE, INTENT = "started.json", "handle.json", "intent.json"
+"""The records that begin an attempt; see `BEGINNINGS`."""
+OUTCOME, SERVICE_WORD = "outcome.json", "service.json"
+"""The records that end an attempt."""
+HEARTBEAT, BOOT = "heartbeat.json", "boot.json"
+"""The records that a living attempt overwrites."""
+CANCEL = "cancel.json"
+"""The marker that asks an attempt to end."""
+BEGINNINGS = (CLAIM, HANDLE, INTENT, OUTCOME)
+"""The records that make an attempt the newest one of its rank: any of them is enough."""
+
+
+def run_record_key(run_id: str) -> str:
+    """Return the key of a run's record: `<run>/run.json`.
+
+    Args:
+        run_id: the run.
+
+    Example:
+        find_record(store, run_record_key("brave-otter-7f3a"), RunRecord.parse)
+    """
+    return f"{run_id}/{RUN_RECORD}"
+
+
+def run_exists(store: Store, run_id: str) -> bool:
+    """Return True if a run has its record. This asks the store once.
+
+    Args:
+        store: the run's store.
+        run_id: the run.
+
+    Raises:
+        StoreError: the store does not answer.
+
+    Example:
+        run_exists(store, "brave-otter-7f3a")
+    """
+    return exists(store, run_record_key(run_id))
+
+
+def run_was_deleted(store: Store, run_id: str) -> bool:
+    """Return True if the record of a run that existed is gone, in three looks within two seconds.
+
+    One stale answer does not count, and a store that fails gives False: a replica must not end for either. It is for
+    decisions that end or leave something. A write that only must not bring a folder back asks `run_folder_was_deleted`.
+
+    Args:
+        store: the run's store.
+        run_id: the run.
+
+    Example:
+        run_was_deleted(store, "brave-otter-7f3a")
+    """
+    return is_gone(store, run_record_key(run_id))
+
+
+def run_folder_was_deleted(store: Store, run_id: str) -> bool:
+    """Return True if the folder of a run is gone from a directory, so that a write would make it again.
+
+    A bucket gives False, because a request costs money. A directory that cannot be read now gives False as well: the
+    first write raises the error.
+
+    Args:
+        store: the run's store.
+        run_id: the run.
+
+    Example:
+        run_folder_was_deleted(store, "brave-otter-7f3a")
+    """
+    directory = directory_of(store.url)
+    with contextlib.suppress(StoreError):
+        return directory is not None and not is_directory(directory / run_id)
+    return False
