@@ -218,7 +218,6 @@ BAD_TASK_FIELDS: dict[str, dict[str, Any]] = {
     "no entrypoint": {"entrypoint": None},
     "a digest that is none": {"entrypoint": None, "callable_sha256": "../x"},
     "modules that are none": {"modules": "train"},
-    "a seed that is none": {"seed": "one"},
     "a variable that is none": {"rank_env": 5},
     "requirements that are none": {"requirements": "torch"},
     "a launch that is none": {"launched_with": ["a"]},
