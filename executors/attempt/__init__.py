@@ -370,19 +370,19 @@ class Attempt:
 
     def has_started(self) -> bool:
         """Return True if a process has claimed it."""
-        return self.has_started()
+        return self.has(CLAIM)
 
     def has_handle(self) -> bool:
         """Return True if a backend has started it, and left the handle."""
-        return self.has_handle()
+        return self.has(HANDLE)
 
     def has_intent(self) -> bool:
         """Return True if a process has begun to ask a service for its replica."""
-        return self.has_intent()
+        return self.has(INTENT)
 
     def has_outcome(self) -> bool:
         """Return True if it has ended, and its end is recorded."""
-        return self.has_outcome()
+        return self.has(OUTCOME)
 
     def has_begun(self) -> bool:
         """Return True if it has any of the records that make it the newest attempt of its rank."""
