@@ -6,16 +6,14 @@ payload: all of it where the store does not stream or the wire loses something, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import sqrt
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from diloco.errors import DiLoCoError
 from diloco.fragments import Fragment, marks_of_frozen
 from diloco.live_work import (
     BufferPool,
@@ -28,10 +26,10 @@ from diloco.live_work import (
     pack,
     set_live,
 )
-from diloco.outer_optimizer import GivenOptimizer, NesterovSGD, OuterOptimizer
+from diloco.outer_optimizer import Anchor, GivenOptimizer, NesterovSGD, OuterOptimizer
 from diloco.own_buffers import OwnBuffers
 from diloco.rendezvous.envelope import proof_of
-from diloco.rendezvous.training_state import Agreement, Applied, Array, Arrays, Packed, Verdict
+from diloco.rendezvous.training_state import Agreement, Applied, Packed, Verdict
 from diloco.settings import Settings
 from diloco.unshared_state import UnsharedState
 from diloco.wires import wire_named
@@ -62,8 +60,6 @@ class ModelState:
         self._frozen = marks_of_frozen(model)
         self.own_buffers = OwnBuffers(model, fragments)
         self.unshared = UnsharedState(model, fragments)
-        self._is_torn = False
-        """True if an outer step was interrupted: an unknown part of an anchor was stepped."""
         self._unmoved: dict[int, int] = {}
         """By fragment, the newest entry for which no parameter had moved."""
         self.carries = settings.late == "carry"
@@ -73,6 +69,8 @@ class ModelState:
         self._mix = settings.mix
         self.wire = wire_named(settings.wire)
         self.mean_wire = wire_named(settings.wire_of_means)
+        self.leaves_no_work = self.wire.is_exact and not self.keeps_later_work and not self._mix
+        """True if a round that counted all work leaves the live parameters equal to the anchor."""
         self._proof = proof_of(settings.key)
         self._block_elements = block_elements
         self._memory = np.empty(0, np.uint8)
@@ -85,12 +83,21 @@ class ModelState:
             HeldWork(model, fragment, anchor, room)
             for fragment, anchor in zip(self.fragments, self.anchors, strict=True)
         ]
-        self.outer: list[OuterOptimizer] = [
+        outer: list[OuterOptimizer] = [
             NesterovSGD(fragment, anchor, settings.schedule)
             if settings.outer_optimizer is None
             else GivenOptimizer(fragment, anchor, settings.outer_optimizer)
             for fragment, anchor in zip(self.fragments, self.anchors, strict=True)
         ]
+        self.anchor = anchor_ = Anchor(self.fragments, self.anchors, outer)
+        # The anchor answers for itself what the rendezvous asks about it.
+        self.arrays, self.load, self.snapshot, self.digest = (
+            anchor_.arrays,
+            anchor_.load,
+            anchor_.snapshot,
+            anchor_.digest,
+        )
+        self.anchors_now = anchor_.copies
 
     def sizes(self) -> list[int]:
         return [fragment.n_elements for fragment in self.fragments]
@@ -107,27 +114,6 @@ class ModelState:
         more = {"more": self.unshared.lines()} if self.unshared.more else {}
         return {"tensors": tensors, "stepped": stepped, **self.settings.agreed(), **frozen, **more}
 
-    def arrays(self) -> Arrays:
-        arrays: dict[str, Array] = {f"anchor/{name}": values.numpy() for name, values in self.anchor_views().items()}
-        for outer in self.outer:
-            arrays |= outer.arrays()
-        return arrays
-
-    def snapshot(self) -> tuple[Arrays, tuple[str, ...]]:
-        state = tuple(outer.fresh_digest() for outer in self.outer)
-        return {name: np.array(values) for name, values in self.arrays().items()}, state
-
-    @torch.no_grad()
-    def load(self, arrays: Arrays) -> None:
-        for name, values in self.anchor_views().items():
-            values.numpy()[...] = arrays[f"anchor/{name}"]
-        for outer in self.outer:
-            outer.load_arrays(arrays)
-        self._is_torn = False
-
-    def digest(self, fragment: int) -> str:
-        return self.outer[fragment].digest()
-
     # -- the training's side -----------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -140,7 +126,7 @@ class ModelState:
 
     def _steps_in_place(self, fragment: int) -> bool:
         """Return whether what a wire loses of a fragment can be told while it is stepped, from live parameters."""
-        return self.outer[fragment].goes_by_pieces and not self._mix and self._held[fragment].is_within_reach
+        return self.anchor.outer[fragment].goes_by_pieces and not self._mix and self._held[fragment].is_within_reach
 
     @torch.no_grad()
     def prepare_merge(self) -> None:
@@ -160,17 +146,20 @@ class ModelState:
     def pack(
         self, entry: int, write: Callable[[memoryview], object] | None = None, keep: tuple[int, int] | None = None
     ) -> Packed:
-        self.check_is_whole()
+        self.anchor.check_is_whole()
         fragment, anchor, held = self._of(entry)
         *_, last = blocks_of(self.wire, fragment.n_elements, self._block_elements)
         first, end = (0, last.end) if keep is None else keep
+        is_new = keep is None and end > self._memory.nbytes
+        if not is_new:
+            self.reserve(end - first)
         live = held.values()
         if not has_moved(live, anchor):
             self._unmoved[fragment.index] = entry
         return pack(
             live,
             anchor,
-            np.empty(end, np.uint8).data if keep is None and end > self._memory.nbytes else self._room(end - first),
+            np.empty(end, np.uint8).data if is_new else self._memory[: end - first].data,
             wire=self.wire,
             proof=self._proof,
             start=first,
@@ -223,29 +212,11 @@ class ModelState:
         Args:
             around: does something before and after each piece.
         """
-        self.check_is_whole()
         fragment, _, _ = self._of(entry)
         square = _Square()
-        self._is_torn = True
         pieces = square.of(decoded(self.mean_wire, mean, fragment.n_elements, self._block_elements))
-        self.outer[fragment.index].step(entry, pieces if around is None else around(pieces))
-        self._is_torn = False
+        self.anchor.step(entry, pieces if around is None else around(pieces))
         return square.root
-
-    def check_is_whole(self) -> None:
-        """Refuse to continue with a damaged anchor.
-
-        Raises:
-            DiLoCoError: an outer step was interrupted before it had stepped the whole anchor.
-        """
-        if self._is_torn:
-            raise DiLoCoError(
-                "An outer step was interrupted, so this replica's anchor differs from the run's anchor. The live "
-                "parameters are intact. Start the replica again: it loads the run's anchor."
-            )
-
-    def anchors_now(self) -> list[Tensor]:
-        return [anchor.clone() for anchor in self.anchors]
 
     @torch.no_grad()
     def follow(self, anchors: list[Tensor], verdicts: Sequence[Verdict | None], *, partly: int | None) -> None:
@@ -268,11 +239,6 @@ class ModelState:
             out[fragment.n_stepped :] = 0.0  # statistics are averaged, and are no work to go on with
         return progress
 
-    @property
-    def leaves_no_work(self) -> bool:
-        """Whether a round that counted all work leaves the live parameters equal to the anchor."""
-        return self.wire.is_exact and not self.keeps_later_work and not self._mix
-
     def has_moved(self) -> bool:
         """Tell whether the live parameters are not the anchor."""
         return any(bool(away.any()) for away in self.progress())
@@ -290,62 +256,13 @@ class ModelState:
 
     def take_anchor(self) -> None:
         """Give the live parameters the anchor's values, unless an interrupted outer step has left no whole anchor."""
-        if not self._is_torn:
+        if not self.anchor.is_torn:
             self.resume(None)
-
-    def anchor(self) -> dict[str, Tensor]:
-        """Return a copy of the anchor, by name."""
-        self.check_is_whole()
-        return {name: values.clone() for name, values in self.anchor_views().items()}
-
-    def checkpoint(self) -> dict[str, Any]:
-        """Return copies of the anchor, by name, and of the outer optimizers' states."""
-        return {"anchor": self.anchor(), "outer": [outer.state_dict() for outer in self.outer]}
-
-    def check_checkpoint(self, state: Mapping[str, Any], first: int, rounds: int) -> None:
-        """Refuse what `load_checkpoint` could not take.
-
-        Args:
-            first, rounds: the run began after so many rounds, and has so many.
-
-        Raises: ValueError: it is of another model, or of another run, as one that had such rounds cannot have it.
-        """
-        if not first <= state["rounds"] <= rounds:
-            at = f"is at {rounds}" if not first else f"began at {first} and is at {rounds}"
-            raise ValueError(
-                f"This checkpoint is of round {state['rounds']}, the run {at}: it is of another run. To "
-                "begin a new run from a checkpoint, load the model's own state before making a DiLoCo."
-            )
-        shapes = {name: values.shape for name, values in self.anchor_views().items()}
-        if {name: values.shape for name, values in state["anchor"].items()} != shapes:
-            raise ValueError("This checkpoint is of a model with other parameters.")
-
-    @torch.no_grad()
-    def load_checkpoint(self, state: Mapping[str, Any]) -> None:
-        """Take anchor and outer state from a checkpoint. Leaves live work alone."""
-        for name, view in self.anchor_views().items():
-            view.copy_(state["anchor"][name])
-        for outer, outer_state in zip(self.outer, state["outer"], strict=True):
-            outer.load_state_dict(outer_state)
-        self._is_torn = False
-
-    def anchor_views(self) -> dict[str, Tensor]:
-        """Return the anchor by name, as views."""
-        return {
-            slot.name: anchor[slot.start : slot.end].view(slot.shape)
-            for fragment, anchor in zip(self.fragments, self.anchors, strict=True)
-            for slot in fragment.slots
-        }
 
     def reserve(self, size_bytes: int) -> None:
         """Take memory for so much of a payload now: the first use of a page costs several times a copy."""
         if self._memory.nbytes < size_bytes:
             self._memory = torch.zeros(size_bytes, dtype=torch.uint8, device="cpu").numpy()
-
-    def _room(self, size_bytes: int) -> memoryview:
-        """Return memory that is used again and again."""
-        self.reserve(size_bytes)
-        return self._memory[:size_bytes].data
 
     def _of(self, entry: int) -> tuple[Fragment, Tensor, HeldWork]:
         index = entry % len(self.fragments)

@@ -605,7 +605,7 @@ class DiLoCo:
 
         Names have no prefix of a wrapper, whether this replica's model is compiled or not.
         """
-        return self._training_side.run_in_round_thread(self._model_state.anchor)
+        return self._training_side.run_in_round_thread(self._model_state.anchor.by_name)
 
     def state_dict(self) -> dict[str, Any]:
         """Return anchor, outer state and position, to go with a checkpoint of the model in the same run.
@@ -615,7 +615,7 @@ class DiLoCo:
         self._check_opener()
         taken: list[dict[str, Any]] = []
         with RoundScope(self) as reports:
-            reports += self._training_side.at_rest(lambda: taken.append(self._model_state.checkpoint()))
+            reports += self._training_side.at_rest(lambda: taken.append(self._model_state.anchor.checkpoint()))
         return {**self._training_side.phase.place, "inner_step": self._inner_step, **taken[0]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -629,12 +629,12 @@ class DiLoCo:
         self._check_open()
         with RoundScope(self) as reports:
             reports += self._training_side.drain()
-        self._model_state.check_checkpoint(state, self._training_side.runner.replayer.first, self.rounds)
+        self._model_state.anchor.check_checkpoint(state, self._training_side.runner.replayer.first, self.rounds)
         self._attached.catch_up(self._inner_step, self._training_side.phase.n_steps)
         self._attached.step = state["inner_step"]
         self._steps_before = state["inner_step"] - self._training_side.phase.n_steps
         with RoundScope(self) as reports:
-            reports += self._training_side.go_back(state, partial(self._model_state.load_checkpoint, state))
+            reports += self._training_side.go_back(state, partial(self._model_state.anchor.load_checkpoint, state))
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from diloco.attached_state import from_arrays, to_arrays
+from diloco.errors import DiLoCoError
 from diloco.fragments import Fragment, Slot
-from diloco.rendezvous.training_state import Array
+from diloco.rendezvous.training_state import Array, Arrays
 from diloco.wires.wire import PIECE, Floats, Pieces
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -255,3 +256,119 @@ def _digest_state(digest: Any, value: Any) -> None:
             _digest_state(digest, item)
     else:
         digest.update(repr(value).encode())
+
+
+class Anchor:
+    """The shared parameters of a model, in float32 on the CPU, with the outer optimizers that step them.
+
+    Args:
+        fragments: the fragments of the model.
+        values: by fragment, (n_elements,) float32: the first values.
+        outer: by fragment, the optimizer that steps them in place.
+
+    Example:
+        anchor = Anchor(fragments, values, [NesterovSGD(f, v, schedule) for f, v in zip(fragments, values)])
+        anchor.step(0, pieces)
+    """
+
+    def __init__(self, fragments: Sequence[Fragment], values: list[Tensor], outer: list[OuterOptimizer]) -> None:
+        self._fragments = tuple(fragments)
+        self.values = values
+        self.outer = outer
+        self.is_torn = False
+        """True if an outer step was interrupted, so that an unknown part of a fragment was stepped."""
+
+    def arrays(self) -> Arrays:
+        arrays: dict[str, Array] = {f"anchor/{name}": values.numpy() for name, values in self.views().items()}
+        for outer in self.outer:
+            arrays |= outer.arrays()
+        return arrays
+
+    def snapshot(self) -> tuple[Arrays, tuple[str, ...]]:
+        state = tuple(outer.fresh_digest() for outer in self.outer)
+        return {name: np.array(values) for name, values in self.arrays().items()}, state
+
+    @torch.no_grad()
+    def load(self, arrays: Arrays) -> None:
+        for name, values in self.views().items():
+            values.numpy()[...] = arrays[f"anchor/{name}"]
+        for outer in self.outer:
+            outer.load_arrays(arrays)
+        self.is_torn = False
+
+    def digest(self, fragment: int) -> str:
+        return self.outer[fragment].digest()
+
+    def check_is_whole(self) -> None:
+        """Refuse to continue with a damaged anchor.
+
+        Raises:
+            DiLoCoError: an outer step was interrupted before it had stepped the whole anchor.
+        """
+        if self.is_torn:
+            raise DiLoCoError(
+                "An outer step was interrupted, so this replica's anchor differs from the run's anchor. The live "
+                "parameters are intact. Start the replica again: it loads the run's anchor."
+            )
+
+    def copies(self) -> list[Tensor]:
+        return [anchor.clone() for anchor in self.values]
+
+    def by_name(self) -> dict[str, Tensor]:
+        """Return a copy of the anchor, by name."""
+        self.check_is_whole()
+        return {name: values.clone() for name, values in self.views().items()}
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Return copies of the anchor, by name, and of the outer optimizers' states."""
+        return {"anchor": self.by_name(), "outer": [outer.state_dict() for outer in self.outer]}
+
+    def check_checkpoint(self, state: Mapping[str, Any], first: int, rounds: int) -> None:
+        """Refuse what `load_checkpoint` could not take.
+
+        Args:
+            first, rounds: the run began after so many rounds, and has so many.
+
+        Raises: ValueError: it is of another model, or of another run, as one that had such rounds cannot have it.
+        """
+        if not first <= state["rounds"] <= rounds:
+            at = f"is at {rounds}" if not first else f"began at {first} and is at {rounds}"
+            raise ValueError(
+                f"This checkpoint is of round {state['rounds']}, the run {at}: it is of another run. To "
+                "begin a new run from a checkpoint, load the model's own state before making a DiLoCo."
+            )
+        shapes = {name: values.shape for name, values in self.views().items()}
+        if {name: values.shape for name, values in state["anchor"].items()} != shapes:
+            raise ValueError("This checkpoint is of a model with other parameters.")
+
+    @torch.no_grad()
+    def load_checkpoint(self, state: Mapping[str, Any]) -> None:
+        """Take anchor and outer state from a checkpoint. Leaves live work alone."""
+        for name, view in self.views().items():
+            view.copy_(state["anchor"][name])
+        for outer, outer_state in zip(self.outer, state["outer"], strict=True):
+            outer.load_state_dict(outer_state)
+        self.is_torn = False
+
+    def views(self) -> dict[str, Tensor]:
+        """Return the anchor by name, as views."""
+        return {
+            slot.name: anchor[slot.start : slot.end].view(slot.shape)
+            for fragment, anchor in zip(self._fragments, self.values, strict=True)
+            for slot in fragment.slots
+        }
+
+    def step(self, entry: int, pieces: Pieces) -> None:
+        """Step a fragment by a mean.
+
+        Args:
+            entry: the entry of the mean. It belongs to fragment entry % P.
+            pieces: the decoded mean.
+
+        Raises:
+            DiLoCoError: an earlier step was interrupted.
+        """
+        self.check_is_whole()
+        self.is_torn = True
+        self.outer[entry % len(self.outer)].step(entry, pieces)
+        self.is_torn = False

@@ -77,6 +77,7 @@ REPEATED = ("__init__.py", "__main__.py", "errors.py", "executor.py", "protocol.
 BORDER = ("executors.backend", "executors.run.placements", "executors.run.run_placements")
 """The files that make a backend of what a user gives, and return it: only they know kinds of executors."""
 KINDS_OF_EXECUTORS = re.compile(r"Backend|PlacedBackend|Placements|ServerlessExecutor|\w+(Backend|Placements|Executor)")
+MAX_METHODS = 20
 MAX_PRIVATE_PARAMETERS = 7  # besides self
 MAX_ENTRIES = 27  # of `ls executors`
 
@@ -344,6 +345,20 @@ def test_the_name_of_a_record_is_written_in_one_file() -> None:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
                 written = node.value.rpartition("/")[2]
                 offenders += [f"{name}:{node.lineno} writes {written!r}"] if written in names else []
+    assert offenders == []
+
+
+def test_a_class_of_diloco_has_20_methods_at_most_or_the_reason_beside_it() -> None:
+    offenders = []
+    for name, path in files_of("diloco").items():
+        lines = path.read_text().splitlines()
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef):
+                n = sum(isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) for each in node.body)
+                first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+                above = "".join(lines[max(0, first - 4) : first - 1])
+                if n > MAX_METHODS and f"# More than {MAX_METHODS} methods: " not in above:
+                    offenders.append(f"{name}.{node.name} has {n}")
     assert offenders == []
 
 

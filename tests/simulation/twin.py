@@ -41,13 +41,13 @@ class LiveState(ModelState):
     """A model state whose anchor somebody else steps."""
 
     def step_by(self, step_anchor: Callable[[], object]) -> None:
-        for outer in self.outer:
+        for outer in self.anchor.outer:
             assert isinstance(outer, Stepping)
             outer.step_anchor = step_anchor
 
     def replay(self, entry: int, mean: Sequence[memoryview]) -> float | None:
         if not mean:
-            self.outer[0].step(entry, iter(()))
+            self.anchor.outer[0].step(entry, iter(()))
         return super().replay(entry, mean)
 
 
@@ -76,7 +76,9 @@ class Twin(Toy):
         settings = Settings.of(given, n_fragments=len(fragments), world_size=1, rank=0)
         self.real = LiveState(model, fragments, settings, block_elements=BLOCK_ELEMENTS)
         self.real.wire, self.real.mean_wire, self.real._is_final = self.wire, self.mean_wire, is_final  # type: ignore[assignment]
-        self.real.outer = [Stepping(f, a, settings.schedule) for f, a in zip(fragments, self.real.anchors, strict=True)]
+        self.real.anchor.outer = [
+            Stepping(f, a, settings.schedule) for f, a in zip(fragments, self.real.anchors, strict=True)
+        ]
 
     def _follow_the_anchor(self) -> None:
         for mine, anchor in zip(self.real.anchors, self.anchor, strict=True):

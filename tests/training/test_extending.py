@@ -116,8 +116,8 @@ def test_a_replica_that_trains_learns_of_it_at_its_old_end_and_makes_the_same_an
     running.train()
     assert running.diloco.rounds == before.diloco.rounds == 10
     assert running.replica.reported["total_steps"] == 40
-    assert [outer.digest() for outer in running.diloco._model_state.outer] == [
-        outer.digest() for outer in before.diloco._model_state.outer
+    assert [outer.digest() for outer in running.diloco._model_state.anchor.outer] == [
+        outer.digest() for outer in before.diloco._model_state.anchor.outer
     ]
 
 

@@ -70,13 +70,13 @@ def test_it_begins_at_the_snapshot_with_its_anchor_its_momentum_and_what_was_att
     store = MemoryStore("going on")
     at_nine = Training(store, "old").train_until(9)
     anchor, moment = at_nine.diloco.anchor(), at_nine.inner_moment
-    outer = [outer.digest() for outer in at_nine.diloco._model_state.outer]
+    outer = [outer.digest() for outer in at_nine.diloco._model_state.anchor.outer]
     at_nine.train_until(11).die()
 
     new = Training(store, "new", continues="old")
     assert (new.diloco.rounds, new.diloco.inner_step, new.schedule.last_epoch) == (9, 9, 9)
     assert all(torch.equal(values, anchor[name]) for name, values in new.diloco.anchor().items())
-    assert [outer.digest() for outer in new.diloco._model_state.outer] == outer
+    assert [outer.digest() for outer in new.diloco._model_state.anchor.outer] == outer
     assert new.inner_moment == moment
     assert not [entry.key for entry in store.list("new/diloco/main/seal/")]
     new.train_until(10).die()

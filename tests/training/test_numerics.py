@@ -252,7 +252,7 @@ def test_the_anchor_is_float32_on_the_cpu_whatever_torch_makes_by_default(
                 diloco.step()
             leave(diloco)
             diloco._workers.uploads.finish()
-        return {**diloco.anchor(), "momentum": diloco._model_state.outer[0].state_dict()["momentum"]}
+        return {**diloco.anchor(), "momentum": diloco._model_state.anchor.outer[0].state_dict()["momentum"]}
 
     models = [ThreeLayers(0).to(torch.bfloat16) for _ in range(4)]
     for model in models:

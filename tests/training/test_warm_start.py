@@ -75,7 +75,7 @@ def test_it_begins_with_the_newest_anchor_and_momentum_at_its_own_step_0() -> No
     store, model = stored("newest"), model_of(3, 2, 1)
     old = train(begin(store, "old", model), model, 14)
     anchor = old.anchor()
-    momentum = [outer.state_dict()["momentum"] for outer in old._model_state.outer]
+    momentum = [outer.state_dict()["momentum"] for outer in old._model_state.anchor.outer]
     old._close(in_order=False)
 
     other = model_of(3, 2, 1)
@@ -83,7 +83,7 @@ def test_it_begins_with_the_newest_anchor_and_momentum_at_its_own_step_0() -> No
     assert (new.rounds, new.inner_step) == (0, 0)
     assert all(torch.equal(values, anchor[name]) for name, values in new.anchor().items())
     assert all(torch.equal(values, anchor[name]) for name, values in other.state_dict().items())
-    for outer, before in zip(new._model_state.outer, momentum, strict=True):
+    for outer, before in zip(new._model_state.anchor.outer, momentum, strict=True):
         assert torch.equal(outer.state_dict()["momentum"], before)
     assert new._settings.warmup == 0, "a ramp would take the momentum out in the first round"
     train(new, other, 8).close()
@@ -183,11 +183,11 @@ def test_an_ema_is_inherited_if_the_other_run_has_one_and_otherwise_begins_again
 def test_the_state_of_an_outer_optimizer_is_inherited_if_both_runs_have_it() -> None:
     store, old_model = stored("given"), model_of(3, 1)
     old = train(begin(store, "old", old_model, outer_optimizer=adam), old_model, 9)
-    digests = [outer.digest() for outer in old._model_state.outer]
+    digests = [outer.digest() for outer in old._model_state.anchor.outer]
     old._close(in_order=False)
     new = begin(store, "new", model_of(3, 1), source="old", outer_optimizer=adam)
-    assert [outer.digest() for outer in new._model_state.outer] == digests
+    assert [outer.digest() for outer in new._model_state.anchor.outer] == digests
     new._close(in_order=False)
     plain = begin(store, "plain", model_of(3, 1), source="old")
-    assert not any(outer.state_dict()["momentum"].any() for outer in plain._model_state.outer)
+    assert not any(outer.state_dict()["momentum"].any() for outer in plain._model_state.anchor.outer)
     plain._close(in_order=False)
