@@ -324,12 +324,15 @@ class Anchor:
         return {"anchor": self.by_name(), "outer": [outer.state_dict() for outer in self.outer]}
 
     def check_checkpoint(self, state: Mapping[str, Any], first: int, rounds: int) -> None:
-        """Refuse what `load_checkpoint` could not take.
+        """Refuse a checkpoint that `load_checkpoint` could not take.
 
         Args:
-            first, rounds: the run began after so many rounds, and has so many.
+            state: the checkpoint.
+            first: the number of rounds after which the run began.
+            rounds: the number of rounds of the run.
 
-        Raises: ValueError: it is of another model, or of another run, as one that had such rounds cannot have it.
+        Raises:
+            ValueError: the checkpoint belongs to another model, or its rounds show that it belongs to another run.
         """
         if not first <= state["rounds"] <= rounds:
             at = f"is at {rounds}" if not first else f"began at {first} and is at {rounds}"
