@@ -49,6 +49,7 @@ from executors.backends.kubernetes_pods import (
 )
 from executors.errors import BackendError
 from executors.store import store_at
+from executors.store.staleness import StalenessTracker
 from executors.task.create import MASK
 
 ID = ("job", "namespace", "index", "uid", "server")
@@ -77,7 +78,7 @@ class KubernetesJobs(PodOptions, JobService):
         self._owed: dict[str, dict[str, str]] = {}  # the data of Secrets that Jobs of this process lack yet
         self._stopped: dict[str, set[int]] = {}
         self._unmade: dict[str, tuple[float, str]] = {}  # when it was asked why a Job has no pod, and why
-        self._stuck: dict[str, float] = {}  # since when a pod is seen to be
+        self._stuck = StalenessTracker()  # for how long each Pod is seen to be stuck
         self._disrupted: dict[tuple[str, int], str] = {}  # why a pod is being deleted: soon no object shows it
         self._warned: list[str] = []  # the server's warnings in the last dry run
         self._told_warnings: set[str] = set()
@@ -239,9 +240,9 @@ class KubernetesJobs(PodOptions, JobService):
     def _told(self, pod: Any, job: Any, name: str, index: int) -> JobState:
         stuck_s = 0.0
         if pod is not None and is_stuck(pod):
-            stuck_s = time.monotonic() - self._stuck.setdefault(pod.metadata.uid, time.monotonic())
+            stuck_s = self._stuck.note(pod.metadata.uid)
         elif pod is not None:
-            self._stuck.pop(pod.metadata.uid, None)
+            self._stuck.forget(pod.metadata.uid)
         state = state_of(pod, job, index, stuck_s)
         if pod is None and not state.has_ended and not state.message:
             return replace(state, message=self._why_no_pod(job))

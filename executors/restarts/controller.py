@@ -15,6 +15,7 @@ from executors.settings.policy import Restarts
 from executors.settings.run_spec import RunSpec
 from executors.store import Store
 from executors.store.inventory import Inventory
+from executors.store.staleness import StalenessTracker
 from executors.task.record import find_run_record
 
 LEAVE_S = 15.0  # how long an end is left to a supervisor that lives
@@ -131,7 +132,8 @@ class RestartController:
         self._monotonic = monotonic
         self._answered: dict[int, int] = {}
         """The last attempt of each rank whose end is known to be answered."""
-        self._seen_at: dict[tuple[int, int], float] = {}
+        self._known_ends = StalenessTracker(monotonic)
+        """For how long this controller has known of each end."""
         self._starts: dict[int, Decision] = {}
         """The last entry that starts an attempt of each rank, of those folded in."""
         self._n_folded = 0
@@ -258,8 +260,8 @@ class RestartController:
         if self.blocking_order(end.rank) is not None:
             return None
         if is_own(end) and not snapshot.has_progress and not end.marks:
-            seen_at = self._seen_at.setdefault((end.rank, end.attempt), self._monotonic())
-            if (wait_s := seen_at + LAST_CALL_S - self._monotonic()) > 0:
+            wait_s = LAST_CALL_S - self._known_ends.note((end.rank, end.attempt))
+            if wait_s > 0:
                 return wait_s
         self.answer(end, snapshot)
         return None

@@ -35,6 +35,7 @@ from executors.store.records import (
     text,
     to_bytes,
 )
+from executors.store.staleness import StalenessTracker
 from executors.store.url import impatient_store
 
 RENEW_S = 60.0
@@ -82,7 +83,8 @@ class LeaseHolder:
         self._renew_s = renew_s
         self._holder = os.urandom(8).hex()
         self._others: Lease | None = None
-        self._others_since = 0.0
+        self._renewals = StalenessTracker()
+        """For how long no other process has renewed the lease."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._hold, name="replicas-lease", daemon=True)
 
@@ -140,11 +142,10 @@ class LeaseHolder:
         found = find_record(self._store, self._key, Lease.parse)
         if found is None or found.holder == self._holder:
             self._others = None
+            self._renewals.forget(self._key)
             return False
-        now = time.monotonic()
-        if found != self._others:
-            self._others, self._others_since = found, now
-        return found.detached or now - self._others_since < LATE * self._renew_s
+        self._others = found
+        return self._renewals.note(self._key, found) < LATE * self._renew_s or found.detached
 
     def _hold(self) -> None:
         was_renewed = True
@@ -196,9 +197,12 @@ class LeaseWatch:
         self._clock = clock
         self._look_s = min(RENEW_S, limit_s / 5)
         self._seen: Lease | None = None
-        self._same_s = self._refused_s = 0.0
+        # An outage counts as one look: the process that renews it was without the store, too, and may be later.
+        self._renewals = StalenessTracker(clock, longest_gap_s=self._look_s)
+        self._same_s = self._renewals.note(name, None)
+        self._refused_s = 0.0
         self._refusal = ""
-        self._read_at = self._tried_at = self._look_at = clock()
+        self._tried_at = self._look_at = clock()
 
     @property
     def is_held(self) -> bool:
@@ -235,11 +239,10 @@ class LeaseWatch:
             self._tried_at = now
             return self._refused_s >= self.limit_s and not self.is_released
         self._refused_s = 0.0
-        if found != self._seen or (found is not None and found.detached):
-            self._seen, self._same_s = found, 0.0
-        else:  # after an outage this is one look: whoever renews it was without the store, too, and may come later
-            self._same_s += min(now - self._read_at, self._look_s)
-        self._read_at = self._tried_at = now
+        if found is not None and found.detached:
+            self._renewals.forget(self._name)
+        self._seen, self._same_s = found, self._renewals.note(self._name, found)
+        self._tried_at = now
         return self._same_s >= self.limit_s
 
 

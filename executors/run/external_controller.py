@@ -6,7 +6,6 @@ It lies above `restarts/`, since it reads a run through its observer and asks th
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,6 +23,7 @@ from executors.run.observer import Observer
 from executors.run.placements import known_supervisors
 from executors.settings.policy import ONLY_PREEMPTED, Restarts
 from executors.status import ReplicaState
+from executors.store.staleness import StalenessTracker
 
 
 class ExternalController:
@@ -53,10 +53,11 @@ class ExternalController:
         context = RestartContext(policy, record.world_size, record.created_at, record.settings.min_replicas, places)
         self._controller = RestartController(log, context, starter=starter, spare=self._spare)
         self._gone: dict[tuple[int, int], SupervisorStatus] = {}
-        self._seen_at: dict[tuple[int, int], float] = {}
+        self._known_ends = StalenessTracker()
+        """For how long this process has known of each end, by rank and attempt."""
         self._problem = ""
-        self._stops_seen_at: dict[str, float] = {}
-        """When each stop was seen first, by its nonce."""
+        self._known_stops = StalenessTracker()
+        """For how long this process has known of each stop, by its nonce."""
         self._ended_by: set[str] = set()
 
     @property
@@ -145,8 +146,7 @@ class ExternalController:
             return math.inf if answer.how in (None, "fork") else 0.0
         if is_blocked(self.log.entries, end.rank):
             return math.inf
-        seen_at = self._seen_at.setdefault((end.rank, end.attempt), time.monotonic())
-        return max(0.0, seen_at + LEAVE_S - time.monotonic())
+        return max(0.0, LEAVE_S - self._known_ends.note((end.rank, end.attempt)))
 
     def _spare(self, entries: Sequence[Decision]) -> str | None:
         """Return the name, as a starter, of a spare that is alive and that no entry names. None: there is none."""
@@ -196,8 +196,7 @@ class ExternalController:
         """
         if stop.why != ASKED:
             return True
-        seen_at = self._stops_seen_at.setdefault(stop.nonce, time.monotonic())
-        return time.monotonic() > seen_at + (stop.within_s or 0.0) + LEAVE_S
+        return self._known_stops.note(stop.nonce) > (stop.within_s or 0.0) + LEAVE_S
 
 
 def _may_be_preempted(end: Outcome) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from executors.settings.run_spec import LEASE_S
 from executors.store import Store
 from executors.store.record_names import run_was_deleted
+from executors.store.staleness import StalenessTracker
 from executors.store.url import is_near
 
 LOOK_S = 60.0
@@ -36,7 +37,7 @@ class DeletionWatch:
         self._look_s = min(LOOK_S, limit_s / 5)
         self._gone_s = limit_s if is_near(store.url) else self._look_s
         self._look_at = clock() + self._look_s
-        self._missing_since: float | None = None
+        self._record = StalenessTracker(clock)
 
     def is_gone(self) -> bool:
         """Look for the run's record when it is time to; return whether the run was deleted."""
@@ -44,8 +45,5 @@ class DeletionWatch:
         if now < self._look_at:
             return False
         self._look_at = now + self._look_s
-        if not run_was_deleted(self._store, self._run_id):
-            self._missing_since = None
-            return False
-        self._missing_since = now if self._missing_since is None else self._missing_since
-        return now - self._missing_since >= self._gone_s
+        is_missing = run_was_deleted(self._store, self._run_id)
+        return self._record.note(self._run_id, is_missing) >= self._gone_s and is_missing

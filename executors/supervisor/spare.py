@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from executors.attempt import Attempt, Beat, parse_handle
+from executors.attempt import Attempt, parse_handle
 from executors.errors import StoreError
 from executors.patience import BRIEF, GLANCE
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
@@ -31,6 +31,7 @@ from executors.store import Store
 from executors.store.record_names import HANDLE, HEARTBEAT, run_was_deleted
 from executors.store.records import to_bytes
 from executors.store.run_key import hold_key
+from executors.store.staleness import StalenessTracker
 from executors.store.url import impatient_store
 from executors.supervisor.container import NOTICES, preload
 from executors.supervisor.processes import read_task_ahead
@@ -78,9 +79,10 @@ class Spare:
         """The rank that it may start now."""
         self._asked: Attempt | None = None
         """The attempt that it is about to take, and does not know yet whether it has."""
-        self._look_at = self._judged_at = 0.0
-        self._beats: dict[int, tuple[int, Beat, float]] = {}
-        """The last heartbeat of each rank, with its attempt, and for how long it has stood still."""
+        self._look_at = 0.0
+        # An outage counts as one look: the ranks were without the store, too, and may come to it later than this.
+        self._beats = StalenessTracker(clock, longest_gap_s=self._look_s + FOLLOW_S)
+        """For how long the last heartbeat of each rank has not changed."""
         self._lost: set[tuple[int, int]] = set()
         self._free_at: dict[tuple[int, int, str], float] = {}
         """Until when an end is left to others, by what answers it; by this process's clock since it saw that."""
@@ -154,7 +156,7 @@ class Spare:
         if self._handle is None:  # its launcher is about to write it
             return None
         if not self._is_watched:
-            snapshot = replace(snapshot, ends={**snapshot.ends, **self._find_lost(snapshot, now)})
+            snapshot = replace(snapshot, ends={**snapshot.ends, **self._find_lost(snapshot)})
         self._rank = self._choose(snapshot, now)
         if self._rank is not None:
             self._controller_of_run().keep(snapshot)
@@ -207,21 +209,15 @@ class Spare:
         answer = answer_to(self._log.entries, rank, end.attempt)
         return answer is not None and not answer.start
 
-    def _find_lost(self, snapshot: RunSnapshot, now: float) -> dict[int, Outcome]:
+    def _find_lost(self, snapshot: RunSnapshot) -> dict[int, Outcome]:
         """Record the end of ranks whose heartbeats stand still, and return it."""
         lost: dict[int, Outcome] = {}
-        # An outage counts as one look: the ranks were without the store, too, and may come to it later than this.
-        passed_s = min(now - self._judged_at, self._look_s + FOLLOW_S)
-        self._judged_at = now
         for rank in snapshot.newest.keys() - snapshot.ends.keys():
             attempt = Attempt(self._store, self._spec.run_id, rank, snapshot.newest[rank])
             beat = attempt.beat()
-            number, last, still_s = self._beats.pop(rank, (None, None, 0.0))
             if beat is None:
-                continue
-            still_s = still_s + passed_s if (number, last) == (attempt.number, beat) else 0.0
-            self._beats[rank] = (attempt.number, beat, still_s)
-            if still_s >= self._lost_after_s:
+                self._beats.forget(rank)
+            elif self._beats.note(rank, (attempt.number, beat)) >= self._lost_after_s:
                 lost[rank] = attempt.record_lost(f"its heartbeat has stood still for {self._lost_after_s:g} s")
                 self._lost.add((rank, attempt.number))
         return lost

@@ -15,7 +15,6 @@ from support.fake_jobs import FakeExecutor, FakeJobs, Machines, attached, launch
 from executors import Run, attach, launch
 from executors.attempt import STALE_INTENT_S, Attempt
 from executors.backends.jobs.gang_start import LOOKS
-from executors.backends.jobs.job_ends import Standstills
 from executors.backends.jobs.service import Kind
 from executors.errors import BackendError, LaunchError, RunNotFoundError, StoreError
 from executors.launcher import plan_launch
@@ -23,6 +22,7 @@ from executors.protocol import ReplicaStatus
 from executors.run.resume import resume
 from executors.run.run_index import find_preparation, local_store
 from executors.store.file import FileStore
+from executors.store.staleness import StalenessTracker
 from executors.task.launch_request import LaunchRequest
 from executors.testing import eventually
 
@@ -329,7 +329,7 @@ def test_an_intent_is_old_by_the_clock_of_who_looks(machines: Machines) -> None:
     run.cancel()
     abandon_intent(run, age_s=STALE_INTENT_S + 600)  # as written by a clock that is late, or read by one ahead
     now, executor = 0.0, FakeExecutor()
-    executor._intents = Standstills(lambda: now)
+    executor._intents = StalenessTracker(lambda: now)
     other = attach("otter", executor=executor)
     for now in (0.0, STALE_INTENT_S - 1):  # noqa: B007 - it is the clock
         n_asked = machines.count("find")

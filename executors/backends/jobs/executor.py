@@ -27,7 +27,7 @@ from executors.backend import (
 )
 from executors.backends.jobs.ending import end_jobs
 from executors.backends.jobs.gang_start import GangStart
-from executors.backends.jobs.job_ends import LOG_LINES, JobEnds, JobReplica, Standstills
+from executors.backends.jobs.job_ends import LOG_LINES, JobEnds, JobReplica, is_stale
 from executors.backends.jobs.job_logs import PatientLog
 from executors.backends.jobs.job_states import MAX_THREADS, JobStates
 from executors.backends.jobs.max_cost import limits_left
@@ -59,6 +59,7 @@ from executors.settings.run_spec import LEASE_S, RunSpec
 from executors.store import open_store, store_at
 from executors.store.parallel import answered_within, in_threads
 from executors.store.record_names import HANDLE, INTENT
+from executors.store.staleness import StalenessTracker
 from executors.store.url import default_rendezvous, new_run_id, real_url, remote_access, shared_rendezvous
 from executors.task.arguments import split_rank_env
 from executors.task.code_package import Package
@@ -118,7 +119,7 @@ class JobExecutor(Backend):
         self.service = service
         self._states = JobStates(service)
         self._ends = JobEnds(service, self._states)
-        self._intents = Standstills()
+        self._intents = StalenessTracker()
         self._starting: set[str] = set()
         """The places of attempts that this process is starting: it need not look for their jobs."""
         self._known_jobs: dict[JobKey, JobId] = {}
@@ -556,7 +557,7 @@ class JobExecutor(Backend):
         jobs = self.service.find(JobKey.of(attempt, launched_at))
         if not jobs:
             intent = attempt.find(INTENT, Intent.parse)
-            if intent is not None and self._intents.is_over(attempt.place, intent.at, intent.takes_s):
+            if intent is not None and is_stale(self._intents, attempt.place, intent.at, intent.takes_s):
                 rank, service = attempt.rank, self.service.name
                 error = f"Replica {rank} was never started: {service} knows no job of it. Did {intent.by} die?"
                 attempt.record(attempt.ended(ReplicaStatus.FAILED, "start_failed", error=error))

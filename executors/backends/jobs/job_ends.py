@@ -17,6 +17,7 @@ from executors.protocol import Outcome, Reason, ReplicaHandle, ReplicaStatus
 from executors.settings.settings import MAX_WORLD_SIZE
 from executors.store.record_names import CLAIM, INTENT
 from executors.store.records import FAR_AHEAD, LONG_AGO, Fields, integer, json_object, nullable, number
+from executors.store.staleness import StalenessTracker
 
 LOG_LINES = OUTPUT_TAIL_LINES
 STILL_S = 90.0  # of a heartbeat that comes every 10 s
@@ -46,38 +47,22 @@ class JobReplica:
         return cls(attempt, JobKey.of(runs_it, launched_at), job, timeout_s)
 
 
-class Standstills:
-    """Measures by this process's own clock how long records stand still. Clocks of other machines may be wrong.
+def is_stale(records: StalenessTracker, place: str, written_at: float | None, limit_s: float) -> bool:
+    """Note a look at a record, and return True if the record has not changed for `limit_s` seconds.
 
-    The first look, which may be the only one, goes by the time that is in the record, with a margin for what clocks may
-    differ by.
+    The first look, which may be the only one, goes by the time in the record. Its margin is what clocks may differ by.
+
+    Args:
+        records: measures the records of a service.
+        place: the place of the attempt that the record is of.
+        written_at: when the record was written, by its writer's clock. None: it was never written.
+        limit_s: the limit, in seconds.
     """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._seen: dict[str, tuple[float | None, float]] = {}
-        """When the record of a place was written, by its writer's clock, and since when it is seen here as it is."""
-
-    def is_new(self, place: str, limit_s: float) -> bool:
-        """Whether a record was first seen as it is less than `limit_s` ago: then there is no need to read it again."""
-        return place in self._seen and self._clock() - self._seen[place][1] < limit_s
-
-    def is_over(self, place: str, written_at: float | None, limit_s: float) -> bool:
-        """Note when a record was written, None: never, and tell whether it has stood still for `limit_s`."""
-        now, seen = self._clock(), self._seen.get(place)
-        since = now if seen is None or seen[0] != written_at else seen[1]
-        self._seen[place] = (written_at, since)
-        if seen is None and written_at is not None and time.time() - written_at > limit_s + CLOCKS_DIFFER_S:
-            return True
-        return now - since >= limit_s
-
-    def places_below(self, prefix: str) -> list[str]:
-        """Return the places that are measured, and are below a prefix of their store."""
-        return [place for place in list(self._seen) if f" {prefix}" in place]
-
-    def forget(self, place: str) -> None:
-        """Begin again with a place, after another sign of life."""
-        self._seen.pop(place, None)
+    is_first_look = place not in records
+    unchanged_s = records.note(place, written_at)
+    if is_first_look and written_at is not None and time.time() - written_at > limit_s + CLOCKS_DIFFER_S:
+        return True
+    return unchanged_s >= limit_s
 
 
 class JobEnds:
@@ -86,7 +71,7 @@ class JobEnds:
     def __init__(self, service: JobService, states: JobStates, clock: Callable[[], float] = time.monotonic) -> None:
         self._service = service
         self._states = states
-        self._heartbeats = Standstills(clock)
+        self._heartbeats = StalenessTracker(clock)
 
     def may_live(self, replica: JobReplica, state: JobState) -> bool:
         """Whether a replica may live on: its job runs, or its end is hearsay, and the replica beats.
@@ -101,9 +86,9 @@ class JobEnds:
         if not state.is_hearsay:
             self._heartbeats.forget(attempt.place)
             return not state.has_ended
-        if self._heartbeats.is_new(attempt.place, STILL_S):
+        if attempt.place in self._heartbeats and self._heartbeats.unchanged_s(attempt.place) < STILL_S:
             return True
-        is_over = self._heartbeats.is_over(attempt.place, _last_sign_of(attempt), STILL_S)
+        is_over = is_stale(self._heartbeats, attempt.place, _last_sign_of(attempt), STILL_S)
         return not state.has_ended or (not is_over and not attempt.has_cancel_marker())
 
     def hurry(self, replica: JobReplica) -> None:
@@ -112,7 +97,7 @@ class JobEnds:
 
     def hurry_all(self, prefix: str) -> None:
         """Let the next look read whether replicas were cancelled whose records are below a prefix of their store."""
-        for place in self._heartbeats.places_below(prefix):
+        for place in [each for each in self._heartbeats if f" {prefix}" in each]:
             self._heartbeats.forget(place)
 
     def conclude(self, replica: JobReplica, state: JobState) -> Outcome:

@@ -19,7 +19,7 @@ from support.fake_jobs import FakeJobs, Machines
 from executors.backends.hf_jobs import HFJobs, HFJobsExecutor
 from executors.backends.jobs import sdk
 from executors.backends.jobs.executor import JobExecutor
-from executors.backends.jobs.job_ends import STILL_S, Standstills, explain
+from executors.backends.jobs.job_ends import STILL_S, explain, is_stale
 from executors.backends.jobs.job_states import JobStates
 from executors.backends.jobs.sdk import (
     FIRST_PAUSE_S,
@@ -48,6 +48,7 @@ from executors.backends.kubernetes import KubernetesJobs
 from executors.backends.modal import ModalExecutor, ModalJobs
 from executors.backends.slurm import SlurmJobs
 from executors.errors import MissingDependencyError
+from executors.store.staleness import StalenessTracker
 from executors.testing import eventually
 
 
@@ -262,17 +263,17 @@ def test_calls_that_never_return_do_not_pile_up(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_beat_of_a_clock_that_is_half_an_hour_behind_is_not_taken_for_an_old_one() -> None:
-    assert not Standstills().is_over("0000/0", time.time() - 1800, STILL_S)
+    assert not is_stale(StalenessTracker(), "0000/0", time.time() - 1800, STILL_S)
 
 
 def test_a_beat_that_another_follows_is_not_old_whatever_the_clock_of_its_replica_says() -> None:
     now = 0.0
-    beats = Standstills(lambda: now)
-    assert not beats.is_over("0000/0", None, STILL_S)
+    beats = StalenessTracker(lambda: now)
+    assert not is_stale(beats, "0000/0", None, STILL_S)
     for now in (10.0, 20.0):
-        assert not beats.is_over("0000/0", now, STILL_S), "it is of 1970, and new"
+        assert not is_stale(beats, "0000/0", now, STILL_S), "it is of 1970, and new"
     now += STILL_S
-    assert beats.is_over("0000/0", 20.0, STILL_S)
+    assert is_stale(beats, "0000/0", 20.0, STILL_S)
 
 
 def test_every_end_without_an_outcome_has_a_reason_and_a_sentence() -> None:
