@@ -19,6 +19,7 @@ from support.processes import MARK, end, left_over, marked_pids
 
 from executors import LocalProcessExecutor
 from executors.patience import Waits, waits
+from executors.restarts.lease import LeaseHolder
 from executors.store import run_key
 
 if TYPE_CHECKING:
@@ -129,6 +130,23 @@ def _no_wait_of_the_test_before(monkeypatch: pytest.MonkeyPatch) -> None:
 def _no_key_of_the_test_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a process hold no key at first: tests use the same bucket and run ids, and a held key makes a run signed."""
     monkeypatch.setattr(run_key, "_held", {})
+
+
+@pytest.fixture(autouse=True)
+def _leases_end_with_their_test() -> Iterator[None]:
+    """End the threads that renew leases: they would write into the bucket of a later test."""
+    started: list[LeaseHolder] = []
+    start = LeaseHolder.start
+
+    def noted(holder: LeaseHolder) -> None:
+        started.append(holder)
+        start(holder)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LeaseHolder, "start", noted)
+        yield
+    for holder in started:
+        holder.end()
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from executors.backend import as_executor
 from executors.errors import BackendError, RunExistsError, StoreError
 from executors.launcher.checks import (
     check_chaos,
@@ -28,7 +29,7 @@ from executors.launcher.checks import (
 from executors.launcher.source_run import check_source
 from executors.module_search import describe_hidden
 from executors.protocol import ServerlessExecutor
-from executors.registry import check_executor, get_executor, import_path
+from executors.registry import check_executor, describe_executor, get_executor, import_path
 from executors.restarts.orders import abandon_run
 from executors.run.placements import Placements, as_placements
 from executors.run.prices import affordable_s, usd_per_hour
@@ -175,7 +176,10 @@ class LaunchPlan:
 
     def _planned(self, store_url: str) -> NewRun:
         """Compose the run and its task."""
-        places = [each.placement for each in self.placements.placed]
+        # A backend may have completed its options while it checked the launch, such as the user's namespace.
+        places = [
+            replace(each.placement, **describe_executor(as_executor(each.backend))) for each in self.placements.placed
+        ]
         about = self.checkout.about
         return plan_run(self.request, self.run_id, store_url, places, self.package, code=about, key=self.key)
 
