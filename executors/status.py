@@ -6,7 +6,7 @@ import html
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from executors.store.standstill import standstill_lines
 INSTALLING = "installing"
 """The state of a replica whose container installs packages."""
 FAILED_EARLY = "failed before the first round"
+MAX_WHY = 2000  # characters of a reason that is passed on
 STEPS_PER_S, TOTAL_STEPS = "steps_per_s", "total_steps"
 COLUMNS = (
     "rank",
@@ -356,6 +357,31 @@ def describe_warnings(found: Sequence[FoundWarning], n: int, reference: str) -> 
     return f"{begin}{whose}{text}; replicas events {reference}"
 
 
+def fails_early(failed: Outcome | None, min_replicas: int | None, reports: Iterable[Collection[str]]) -> bool:
+    """Return True if a replica failed before any replica of its run had a round: the rule of `fail_fast`.
+
+    A supervisor asks it of records, and a process that watches the run asks it of states.
+
+    Args:
+        failed: the end of the replica. None: it failed, and its outcome cannot be read.
+        min_replicas: the least number of replicas that the launch asked for. None: all.
+        reports: the names of the numbers that each replica has reported last. They are read only if they matter.
+    """
+    is_one = failed is None or is_failure(failed, min_replicas)
+    return is_one and not any("round" in reported for reported in reports)
+
+
+def describe_early_failure(rank: int, failed: Outcome | None) -> str:
+    """Return why a run ends early: `rank 3 failed before the first round: ValueError: boom`.
+
+    Args:
+        rank: the rank that failed.
+        failed: its end. None: its outcome cannot be read.
+    """
+    first = f"rank {rank} {FAILED_EARLY}"
+    return first if failed is None else f"{first}: {failed.headline[:MAX_WHY]}"
+
+
 def is_failure(outcome: Outcome, min_replicas: int | None) -> bool:
     """Return whether a replica failed. A replica that was replaced has not, and neither has one that is not needed."""
     without = ("fenced",) if min_replicas is None else ("fenced", "start_failed")
@@ -401,8 +427,10 @@ class RunStatus:
     def failed_early(self) -> list[int]:
         """The ranks that failed while others continue, before any replica has reported a round."""
         ended = [r for r in self.replicas if r.status is ReplicaStatus.FAILED and r.is_readable]
-        failed = [r.rank for r in ended if r.outcome is None or is_failure(r.outcome, self.min_replicas)]
-        return [] if self.is_terminal or any("round" in r.reported for r in self.replicas) else failed
+        # One report of a round decides. A run may have thousands of ranks, and each that failed asks.
+        reports = [replica.reported for replica in self.replicas if "round" in replica.reported][:1]
+        failed = [r.rank for r in ended if fails_early(r.outcome, self.min_replicas, reports)]
+        return [] if self.is_terminal else failed
 
     @property
     def status(self) -> ReplicaStatus:

@@ -196,13 +196,11 @@ def spare_key(run_id: str, number: int, attempt: int, name: str) -> str:
     return f"{run_id}/spares/{number:04d}/{attempt}/{name}"
 
 
+# More than 20 methods: each record has one that reads it or finds out whether it exists, so that no other file needs to
+# know the name of a record.
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt of one rank of a run: its records in the run's store.
-
-    It has more than 20 methods, because each record has one that reads it or that finds out whether it exists: no other
-    file needs to know a record's name.
-    """
+    """One attempt of one rank of a run: its records in the run's store."""
 
     store: Store
     run_id: str

@@ -1,4 +1,9 @@
-"""The first failure ends a run, as long as nobody has had a round: what others would train, they would train alone."""
+"""`fail_fast`: the first failure ends a run before its first round, as the other replicas would train alone.
+
+It is an order and not a part of `decide`. `decide` follows ends under a policy of restarts; `fail_fast` also holds for
+runs without one, and reads heartbeats, which change. The rule itself is `executors.status.fails_early`, which the
+process that waits for a run asks as well.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +11,20 @@ from executors.attempt import Attempt
 from executors.protocol import Outcome, ReplicaStatus
 from executors.restarts.decision_log import DecisionLog, is_blocked
 from executors.restarts.orders import order_cancel
-from executors.status import FAILED_EARLY, is_failure
+from executors.status import describe_early_failure, fails_early
 from executors.store.inventory import Inventory
 from executors.task.record import find_run_record
 
-MAX_WHY = 2000  # characters
-
 
 def end_others(failed: Attempt, outcome: Outcome, world_size: int) -> bool:
-    """Bar the run, and leave the cancel markers of a failed rank's peers, unless a replica has reported a round.
+    """Block the run, and leave the cancel markers of a failed rank's peers, unless a replica has reported a round.
 
-    Returns: whether it did.
+    Args:
+        failed: the attempt that failed.
+        outcome: its end.
+        world_size: the number of ranks of the launch.
+
+    Returns: True if it did.
 
     Raises:
         StoreError: the store does not answer; some peers may have a marker.
@@ -24,13 +32,13 @@ def end_others(failed: Attempt, outcome: Outcome, world_size: int) -> bool:
     if outcome.status is not ReplicaStatus.FAILED:
         return False
     record = find_run_record(failed.store, failed.run_id)
-    if not is_failure(outcome, None if record is None else record.settings.min_replicas):
-        return False
     found = Inventory.of(failed.store, failed.run_id)
     living = [Attempt(failed.store, failed.run_id, *each[:2]) for each in found.records if each[2] == "heartbeat"]
-    if any("round" in beat.reported for beat in (attempt.beat() for attempt in living) if beat is not None):
+    beats = (attempt.beat() for attempt in living)
+    min_replicas = None if record is None else record.settings.min_replicas
+    if not fails_early(outcome, min_replicas, (beat.reported for beat in beats if beat is not None)):
         return False
-    why = f"rank {failed.rank} {FAILED_EARLY}: {outcome.headline[:MAX_WHY]}"
+    why = describe_early_failure(failed.rank, outcome)
     log, ranks = DecisionLog(failed.store, failed.run_id), found.ranks(world_size)
     entries = log.read()
     if not all(is_blocked(entries, rank) for rank in ranks):  # another that failed has not done it

@@ -24,6 +24,8 @@ TRY_AGAIN_S = 1.0
 NEVER = float("inf")
 
 
+# More than 20 methods: the supervisor notes ends and claims here and asks what is due, and the controller of this
+# session has it as its starter. Both sides need the newest attempts and their ends, which are this object's only data.
 class RestartSession:
     """Decides what follows each end of a supervisor's ranks, and starts it: the starter "fork" of a controller.
 

@@ -15,9 +15,8 @@ from executors.patience import waits as process_waits
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run.observer import Observer
 from executors.run.progress import View
-from executors.status import FAILED_EARLY, ReplicaState, RunStatus, name_ranks
+from executors.status import FAILED_EARLY, ReplicaState, RunStatus, describe_early_failure, name_ranks
 
-MAX_WHY = 2000  # characters
 OTHERS_FAIL_S = 2.0  # what fails everywhere does so within this: then nobody trains on
 UNSEEN_S = 60.0  # without a look: longer than any pause between two looks of one wait
 
@@ -167,7 +166,7 @@ class Waiter:
         first = f"rank {now.failed_early[0]} {FAILED_EARLY}"
         failed = next(state.outcome for state in now.replicas if state.rank == now.failed_early[0])
         alive = [state.rank for state in now.replicas if not state.status.is_terminal]
-        why = f"{first}: {failed.headline[:MAX_WHY]}" if failed else first
+        why = describe_early_failure(now.failed_early[0], failed)
         told = f"{first}, which ends the run."
         try:
             self._observer.map(lambda rank: self._observer.attempt(rank).request_cancel(why), alive)

@@ -43,6 +43,8 @@ NO_LAUNCHER = "the launcher of this attached run ended"
 DELETED = "the run was deleted from its store"
 
 
+# More than 20 methods: one thread looks at signals, ends, markers, the log, progress and deadlines in turn, with a
+# method for each. They share the running attempts, and to divide these would hide the order of a turn, which matters.
 class Supervisor:
     """Runs the ranks of one launch to their end.
 
