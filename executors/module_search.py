@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from _thread import allocate_lock
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -43,6 +44,8 @@ del sys.argv[1 : 2 + n]
 """The code that a new Python runs first. It imports nothing, because PYTHONPATH may name the user's folder."""
 
 _user_folders: set[str] = set()
+PARSING = allocate_lock()
+"""Held while a file is parsed: CPython counts the depth of the syntax trees of all threads together."""
 
 
 class ReservedNames:
@@ -176,7 +179,10 @@ def _imports_of(file: Path) -> list[str]:
     with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
         if file.stat().st_size > MAX_BYTES:
             return []
-        for node in ast.walk(ast.parse(file.read_bytes())):
+        data = file.read_bytes()
+        with PARSING:
+            tree = ast.parse(data)
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 found |= dict.fromkeys(alias.name.partition(".")[0] for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

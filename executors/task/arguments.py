@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, Optional, Union
 
 from executors.errors import EntrypointArgumentsError
+from executors.module_search import PARSING
 from executors.task.entrypoint import runs_nothing
 
 REST = "**"  # the name under which the annotation of **kwargs is kept
@@ -209,7 +210,9 @@ def _read(node: ast.AST, named: Mapping[str, ast.AST]) -> Any:
         case ast.Constant(value=value) if value is ...:
             return ...
         case ast.Constant(value=str() as text):
-            return _read(ast.parse(text, mode="eval").body, named)
+            with PARSING:
+                parsed = ast.parse(text, mode="eval")
+            return _read(parsed.body, named)
         case ast.Name(id=name) if name in named:
             definition = named[name]
             return _read_enum(definition) if isinstance(definition, ast.ClassDef) else _read(definition, named)

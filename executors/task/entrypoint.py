@@ -17,7 +17,6 @@ part. Both are functions of `argv`.
 
 from __future__ import annotations
 
-import _thread
 import ast
 import contextlib
 import functools
@@ -39,11 +38,10 @@ from executors.errors import (
     did_you_mean,
     kind_of,
 )
-from executors.module_search import RESERVED, search_first
+from executors.module_search import PARSING, RESERVED, search_first
 
 SCRIPT = "__main__"
 MAX_CHOICES = 3
-_PARSING = _thread.allocate_lock()  # else, now and then: "AST constructor recursion depth mismatch"
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,7 @@ def find_definition(text: str) -> tuple[ast.Module, str] | None:
     if found is None:
         return None
     try:
-        with _PARSING:
+        with PARSING:
             tree = ast.parse(found[0].read_bytes(), str(found[0]))
     except SyntaxError as error:
         raise EntrypointImportError(f"Entrypoint {text!r}: {found[0]}, line {error.lineno}: {error.msg}.") from error
