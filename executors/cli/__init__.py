@@ -26,8 +26,8 @@ from executors.module_search import reserve_names
 from executors.patience import waits
 
 VERBS = {
-    "launch": "launch", "ls": "runs", "status": "runs", "logs": "logs", "events": "happened", "wait": "runs",
-    "watch": "keep", "collect": "collect", "model": "model", "report": "report", "export": "export", "stop": "keep",
+    "launch": "launch", "ls": "runs", "status": "runs", "logs": "logs", "events": "events", "wait": "runs",
+    "watch": "watch", "collect": "collect", "model": "model", "report": "report", "export": "export", "stop": "watch",
     "cancel": "runs", "resume": "launch", "add": "add", "rm": "runs", "plan": "plan", "doctor": "doctor",
     "backends": "backends", "config": "config",
 }  # fmt: skip

@@ -15,7 +15,7 @@ from typer import Option
 
 from executors.cli.options import parse_duration
 from executors.cli.output import JsonOption, Output, UsageProblem, name_age, refuse, usage_errors
-from executors.cli.planned import MeasuredLink, describe_link, find_link, load_planner, note_link
+from executors.cli.plan_check import MeasuredLink, describe_link, find_link, load_planner, note_link
 from executors.report.words import name_number, name_share, name_size
 from executors.store.url import check_scheme, directory_of, is_near
 

@@ -137,7 +137,7 @@ def status(
 ) -> int:
     """Show the status of each replica of a run."""
     from executors.cli.live import note_unknown_columns
-    from executors.cli.planned import compare
+    from executors.cli.plan_check import compare
     from executors.cli.summary import Summary, code_of, heading, reference
     from executors.cli.table import replica_table, title
     from executors.report.uptime import uptime_document, wants_attention

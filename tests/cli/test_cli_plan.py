@@ -18,7 +18,7 @@ from executors import LocalProcessExecutor, launch
 from executors.cli import planned
 from executors.cli.output import UsageProblem
 from executors.cli.plan import _rate
-from executors.cli.planned import MeasuredLink, link_key, note_link
+from executors.cli.plan_check import MeasuredLink, link_key, note_link
 from executors.run.run_index import state_dir
 from executors.store import Entry, MemoryStore
 from executors.store.inventory import Inventory

@@ -14,7 +14,7 @@ from support.new_runs import run_json
 
 from executors.attempt import Attempt
 from executors.attempt.outcome import encode_outcome
-from executors.cli.happened import line_of_event
+from executors.cli.events import line_of_event
 from executors.protocol import Outcome, ReplicaStatus
 from executors.report.events import MORE, Event, EventReader
 from executors.report.uptime import uptime_document, wants_attention

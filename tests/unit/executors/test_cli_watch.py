@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from typer import BadParameter
 
-from executors.cli.keep import _settings
+from executors.cli.watch import _settings
 from executors.settings.policy import Restarts
 
 
