@@ -540,16 +540,16 @@ class Attempt:
 
     def abandon(self, error: BaseException) -> None:
         """Close an attempt whose launch failed: nobody waits for it, and its replica ends if it comes up late."""
-        why = half_way(error)
+        why = launch_failed_message(error)
         if self.outcome() is None:
             if not self.has_handle():
                 self.record(self.ended(ReplicaStatus.FAILED, "start_failed", error=why))
             self.request_cancel(why)  # also where no handle is: its starter may live on
 
 
-def half_way(error: BaseException) -> str:
-    """Say that a launch ended before everything was started."""
-    return f"The launch ended half-way: {str(error) or type(error).__name__}"
+def launch_failed_message(error: BaseException) -> str:
+    """Return the sentence that records a launch which failed before all its replicas were started."""
+    return f"The launch failed before all replicas were started: {str(error) or type(error).__name__}"
 
 
 def _parse_world_size(data: Any, key: str, url: str) -> int:

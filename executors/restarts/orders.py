@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 
-from executors.attempt import Attempt, half_way
+from executors.attempt import Attempt, launch_failed_message
 from executors.errors import StoreError
 from executors.process import identify_process, this_process
 from executors.protocol import BY_USER, STOPPED
@@ -38,7 +38,7 @@ def abandon_run(store: Store, run_id: str, world_size: int, error: BaseException
     with contextlib.suppress(StoreError):
         for rank in range(world_size):
             Attempt(store, run_id, rank).abandon(error)
-        order_cancel(DecisionLog(store, run_id), None, half_way(error))  # no controller continues it
+        order_cancel(DecisionLog(store, run_id), None, launch_failed_message(error))  # no controller continues it
 
 
 def order_stop(log: DecisionLog, within_s: float) -> Decision:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from executors.attempt import Attempt, half_way
+from executors.attempt import Attempt, launch_failed_message
 from executors.backend import Backend, as_backend, as_executor
 from executors.errors import BackendError, LaunchError, StoreError
 from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
@@ -144,7 +144,7 @@ def add_replicas(
         cause = error
 
         def abandon() -> None:
-            order_cancel(log, ranks, half_way(cause))  # no keeper goes on with it
+            order_cancel(log, ranks, launch_failed_message(cause))  # no keeper goes on with it
             for rank in ranks:
                 Attempt(run.store, run.run_id, rank).abandon(cause)
 

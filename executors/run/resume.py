@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from executors.attempt import Attempt, half_way
+from executors.attempt import Attempt, launch_failed_message
 from executors.attempt.handles import keep_handles
 from executors.backend import Backend
 from executors.errors import (
@@ -344,7 +344,7 @@ def _check_backends(run: Run, chosen: Collection[int]) -> None:
 
 def _end_begun(backend: Backend, log: DecisionLog, begun: Mapping[int, ReplicaHandle], error: BaseException) -> None:
     """End what a resume has started that fails half-way, and see that no keeper goes on with it."""
-    why = half_way(error)
+    why = launch_failed_message(error)
 
     def leave_word() -> None:
         order_cancel(log, list(begun), why)

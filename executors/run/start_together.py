@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from executors.attempt import Attempt, half_way
+from executors.attempt import Attempt, launch_failed_message
 from executors.backend import Backend, JobsOfRun
 from executors.errors import LaunchError, ReplicasError, StoreError
 from executors.process import this_process
@@ -106,7 +106,7 @@ def _end_all(
         ours = [attempt for attempt in _attempts(run, run.ranks) if _take(attempt) or _is_ours(attempt)]
         for attempt in ours:
             with contextlib.suppress(ReplicasError):
-                attempt.request_cancel(half_way(interrupt))
+                attempt.request_cancel(launch_failed_message(interrupt))
         for part in parts:
             with contextlib.suppress(Exception):
                 _end(backend, run, part.result(), interrupt)

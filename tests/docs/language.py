@@ -351,7 +351,7 @@ OLD_NAMES: Mapping[str, str] = {
     "Keeper": "RestartController", "OutsideKeeper": "ExternalController", "Unfinished": "PendingReplica",
     "Parent": "SupervisorStatus", "Answers": "RestartSession", "ServiceWord": "ServiceReason",
     "note_why": "record_service_reason", "Site": "PlacedBackend", "Fleet": "Placements", "NativeExecutor": "Backend",
-    "SpreadExecutor": "Placements", "as_one": "Placements", "half_way": "launch_failed_message", "Recipe": "StartSpec",
+    "SpreadExecutor": "Placements", "as_one": "Placements", "Recipe": "StartSpec",
     "Ends": "ExitClassifier", "EndRecords": "OutcomeWriter", "vouched_task": "trusted_task",
     "is_overtaken": "is_fenced", "barred_by": "blocking_order", "is_barred": "is_blocked",
     "CancelLooks": "CancelPoller", "words_of_bar": "stop_reason", "Ranks": "ProcessStarter",

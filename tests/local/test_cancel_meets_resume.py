@@ -115,7 +115,7 @@ def orders_of(run_id: str) -> list[tuple[str, int | None, str]]:
     return [(entry.kind, entry.rank, entry.words) for entry in DecisionLog(attach(run_id).store, run_id).read()]
 
 
-BARRED = [("cancel", None, "The launch ended half-way: no process can be started")]
+BARRED = [("cancel", None, "The launch failed before all replicas were started: no process can be started")]
 
 
 @pytest.mark.usefixtures("nothing_starts")
