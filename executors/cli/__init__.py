@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from executors.cli.output import CANCELLED, CLOSED_PIPE, FAILED, USAGE, call, inert
+from executors.cli.output import CANCELLED, CLOSED_PIPE, FAILED, USAGE, inert, json_guard
 from executors.errors import NO_DIRECTORY, LaunchError, ReplicasError, StoreError
 from executors.module_search import reserve_names
 from executors.patience import waits
@@ -64,7 +64,7 @@ HINTS = {
     "-o": ". An option of the backend is --option; -o is the folder of `replicas collect`.",
 }
 """What is said of options that a verb does not have."""
-SELDOM = 20_000
+GC_THRESHOLD = 20_000
 """Objects between two collections of garbage, of which imports make none: a tenth of the time of a short command."""
 
 
@@ -92,7 +92,7 @@ class _Verbs(TyperGroup):
 
 def _without_types_of_flags(options: list[Any]) -> list[Any]:
     for option in options:
-        if getattr(option, "is_flag", False):
+        if getattr(option, "was_given", False):
             option.metavar = ""  # the help would show <bool>
     return options
 
@@ -135,7 +135,7 @@ def command_of(arguments: Sequence[str] = ()) -> Any:
 
 def main() -> int:
     """Run the command line and return its exit code. A user's mistake is one line on stderr, never a traceback."""
-    call.begin(as_json="--json" in _split_argv(sys.argv[1:])[0])
+    json_guard.begin(as_json="--json" in _split_argv(sys.argv[1:])[0])
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # its caller has closed it
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115 - until the end
@@ -161,7 +161,7 @@ def main() -> int:
             with contextlib.suppress(OSError):  # it may be stderr that cannot be written
                 print(f"Error: {error}", file=sys.stderr)
             with contextlib.suppress(OSError):  # or stdout
-                call.document_of_failure({"error": str(error), "kind": type(error).__name__})
+                json_guard.print_failure({"error": str(error), "kind": type(error).__name__})
                 sys.stdout.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails as well
         return CLOSED_PIPE if is_pipe else FAILED
@@ -178,7 +178,7 @@ def _call() -> int:
     try:
         arguments, argv = _split_argv(sys.argv[1:])
         if not {*arguments[:1]} & {"launch", "resume", "add"}:  # which may train in this process
-            gc.set_threshold(SELDOM)
+            gc.set_threshold(GC_THRESHOLD)
             atexit.register(gc.freeze)  # else all that was imported is looked through once more: a fifth of `status`
         with waits.told_by_thread():  # of a store that does not answer, the first line comes after 5 s
             returned = command_of(arguments).main(arguments, prog_name="replicas", standalone_mode=False, obj=argv)
@@ -196,7 +196,7 @@ def _call() -> int:
             raise
         return _fail(error, error.format_message() + _hint(error, arguments))
     if returned == CANCELLED:
-        call.document_of_failure({"exit_code": CANCELLED, "error": "interrupted"})
+        json_guard.print_failure({"exit_code": CANCELLED, "error": "interrupted"})
     return returned if isinstance(returned, int) else 0
 
 
@@ -234,7 +234,7 @@ def _fail(error: Exception, message: str | None = None) -> int:
         print(inert(f"Error: {text}"), file=sys.stderr)
         if (context := getattr(error, "ctx", None)) is not None:
             print(f"Try: {context.command_path} --help", file=sys.stderr)
-    call.document_of_failure({"error": text, "kind": type(error).__name__})
+    json_guard.print_failure({"error": text, "kind": type(error).__name__})
     return USAGE
 
 

@@ -8,7 +8,7 @@ from typer import Option
 
 from executors.backend import as_backend
 from executors.cli.backends import make_executor
-from executors.cli.launch import TASK_DIGEST, TRUST_BUCKET, cancelled_early, lost_from_sight
+from executors.cli.launch import TASK_DIGEST, TRUST_BUCKET, report_cancelled_early, report_unreadable_run
 from executors.cli.options import (
     BackendOptions,
     EnvOption,
@@ -20,7 +20,7 @@ from executors.cli.options import (
     parse_duration,
     parse_texts,
 )
-from executors.cli.output import CANCELLED, JsonOption, Output, going_on, name_ranks, usage_errors
+from executors.cli.output import CANCELLED, JsonOption, Output, name_ranks, usage_errors, without_unwritable_lines
 from executors.errors import BackendError, ReplicasError, StoreError
 from executors.settings.durations import DURATIONS
 
@@ -65,7 +65,7 @@ def add(
     with Interrupts():
         try:
             text = f"Adding {n} replica{'s' * (n > 1)} to {found.run_id}"
-            with usage_errors(), output.busy(text) as tell:
+            with usage_errors(), output.busy(text) as on_progress:
                 ranks = found.add(
                     executor,
                     n,
@@ -76,27 +76,27 @@ def add(
                     detach=detach,
                     task_digest=task_digest,
                     trust_bucket=trust_bucket,
-                    tell=tell,
+                    tell=on_progress,
                 )
         except KeyboardInterrupt:
-            return cancelled_early(output)
+            return report_cancelled_early(output)
         if detach:
-            output.say(f"Added {name_ranks(ranks)} on {executor.backend_name}.")
+            output.print(f"Added {name_ranks(ranks)} on {executor.backend_name}.")
             if as_json:
                 output.document({"run_id": found.run_id, "added": ranks, "backend": executor.backend_name})
             return 0
         try:
-            with going_on():
-                output.say(f"Added {name_ranks(ranks)} on {executor.backend_name}.")
-                output.say(heading(found), "bold")
+            with without_unwritable_lines():
+                output.print(f"Added {name_ranks(ranks)} on {executor.backend_name}.")
+                output.print(heading(found), "bold")
             watch(found, output, interrupt_ends=f"{name_ranks(ranks)}; the others continue")
         except KeyboardInterrupt:
-            output.say(f"Cancelling {name_ranks(ranks)}; the others continue.", "yellow")
+            output.print(f"Cancelling {name_ranks(ranks)}; the others continue.", "yellow")
             try:
                 found.cancel(ranks)
             except ReplicasError as error:
-                output.say(f"Cancelling failed: {error}", "red")
+                output.print(f"Cancelling failed: {error}", "red")
             return CANCELLED
         except (StoreError, BackendError) as error:
-            return lost_from_sight(found, output, error, as_backend(executor), who="What was added")
+            return report_unreadable_run(found, output, error, as_backend(executor), who="What was added")
     return Summary.of(found).finish(output)

@@ -45,8 +45,8 @@ def backends(
         return 0
     for backend in found:
         _print_backend(output, backend)
-        output.say()
-    output.say("An executor of your own: --backend pkg.mod:Class. Give options as --option NAME=VALUE.", "dim")
+        output.print()
+    output.print("An executor of your own: --backend pkg.mod:Class. Give options as --option NAME=VALUE.", "dim")
     return 0
 
 
@@ -72,15 +72,15 @@ def _print_backend(output: Output, backend: dict[str, Any]) -> None:
     from rich.text import Text
 
     state = ("ready", "green") if backend["ready"] else (f"not ready: {backend['problem']}", "red")
-    output.say(Text.assemble((backend["name"], "bold"), "  ", state, (f"  {backend['executor']}", "dim")))
+    output.print(Text.assemble((backend["name"], "bold"), "  ", state, (f"  {backend['executor']}", "dim")))
     if backend["about"]:
-        output.say(f"  {backend['about']}")
+        output.print(f"  {backend['about']}")
     for option in backend["options"]:
         kind = f" {option['type']}" if option["type"] else ""
         default = "required" if option["required"] else f"default {json.dumps(option['default'])}"
-        output.say(Text.assemble((f"  {option['name']}", "cyan"), kind, (f", {default}", "dim")))
+        output.print(Text.assemble((f"  {option['name']}", "cyan"), kind, (f", {default}", "dim")))
         if option["help"]:
-            output.say(Padding(Text(option["help"]), (0, 0, 0, 6), expand=False))
+            output.print(Padding(Text(option["help"]), (0, 0, 0, 6), expand=False))
 
 
 def make_executor(backend: str, options: Mapping[str, Any]) -> ServerlessExecutor:

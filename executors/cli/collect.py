@@ -78,23 +78,23 @@ def collect(
             if as_json:
                 output.document({**document, "out": None, "skipped": [], "error": why})
             return FAILED
-        output.say(f"Wrote {len(sizes)} files, {sum(sizes):,} bytes, to {out}")
+        output.print(f"Wrote {len(sizes)} files, {sum(sizes):,} bytes, to {out}")
         for artifact in artifacts[:MAX_NAMED]:
-            output.say(f"  {one_line(artifact)}", "dim")
+            output.print(f"  {one_line(artifact)}", "dim")
         if len(artifacts) > MAX_NAMED:
-            output.say(f"  … and {len(artifacts) - MAX_NAMED} more artifacts", "dim")
+            output.print(f"  … and {len(artifacts) - MAX_NAMED} more artifacts", "dim")
         for left in skipped:
             what = f"the artifact {left['artifact']!r}" if "artifact" in left else f"the log {left['log']!r}"
-            output.say(one_line(f"Skipped {what} of rank {left['rank']}: {left['problem']}"), "yellow")
+            output.print(one_line(f"Skipped {what} of rank {left['rank']}: {left['problem']}"), "yellow")
             code = code or (FAILED if left["is_unreadable"] else 0)
     if as_json:
         place = None if out is None else str(out.absolute())
         output.document({**document, "out": place, "artifacts": artifacts, "skipped": skipped})
         return code
-    output.tell_notes(document)
+    output.print_notes(document)
     if out is None:
         for row in document["replicas"]:
-            output.say(output.line(row))
+            output.print(output.line(row))
     summary.print_failures(output)
     summary.print_model(output)
     summary.print_warnings(output)

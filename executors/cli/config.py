@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Context, Option
 
 from executors.cli.backends import check_options, describe_options
-from executors.cli.output import JsonOption, Output, UsageProblem, call, refuse, usage_errors
+from executors.cli.output import JsonOption, Output, UsageProblem, json_guard, refuse, usage_errors
 from executors.errors import BackendError, ReplicasError
 from executors.settings.declaration import Duration, key_of
 from executors.settings.settings import OPTIONS
@@ -54,7 +54,7 @@ def use_settings(command: Any, context: Any, arguments: list[str]) -> None:
     from executors.task.arguments import convert
 
     with contextlib.suppress(ValueError):  # until files are read; what it says wrongly is refused then
-        call.as_json = call.as_json or bool(convert(os.environ.get("REPLICAS_JSON") or "false", bool))
+        json_guard.as_json = json_guard.as_json or bool(convert(os.environ.get("REPLICAS_JSON") or "false", bool))
     given, _, _ = command.make_parser(context).parse_args(args=list(arguments))
     if "help" in given or context.resilient_parsing:
         return
@@ -68,7 +68,7 @@ def use_settings(command: Any, context: Any, arguments: list[str]) -> None:
             backend=given.get("backend"),
         )
     context.default_map = {keys[key][0]: value for key, value in settings.values.items()}
-    call.as_json = {**context.default_map, **given}.get("as_json", False)
+    json_guard.as_json = {**context.default_map, **given}.get("as_json", False)
     flags = {option.name: option.opts[0] for option in command.get_params(context) if option.opts[0] != option.name}
     context.meta[GIVEN] = {
         _key(flags.get(name, name)): flags.get(name, "the command line") for name, value in given.items() if value
@@ -80,7 +80,7 @@ def settings_of(context: Context) -> FoundSettings:
     return context.meta[__name__]  # type: ignore[no-any-return]
 
 
-def is_flag(context: Context, key: str) -> bool:
+def was_given(context: Context, key: str) -> bool:
     """Return whether a flag says it, and no setting."""
     return key in context.meta[GIVEN]
 
@@ -154,7 +154,7 @@ def config(
         if Path(FILE).exists():
             refuse(f"{FILE} exists here. Move it away first.")
         Path(FILE).write_text(_template(command, parent), encoding="utf-8")
-        output.say(f"Wrote {FILE}. `replicas config` prints what holds.")
+        output.print(f"Wrote {FILE}. `replicas config` prints what holds.")
         return 0
     keys = {key: kind for key, (_, kind) in keys_of(command).items()}
     with usage_errors():
@@ -176,9 +176,9 @@ def config(
         lines.append((f"{_toml_key(place[-1])} = {_toml(setting.value)}", f"# {setting.origin}"))
     width = max((len(text) for text, _ in lines), default=0)
     for text, origin in lines:
-        output.say(f"{text:<{width}}  {origin}".rstrip())
+        output.print(f"{text:<{width}}  {origin}".rstrip())
     if not lines:
-        output.say(f"No settings: no {FILE} here or above. `replicas config --template` writes one.")
+        output.print(f"No settings: no {FILE} here or above. `replicas config --template` writes one.")
     return 0
 
 

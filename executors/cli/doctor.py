@@ -36,7 +36,7 @@ WITHOUT_INOTIFY = (
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One thing that was checked."""
 
     what: str
@@ -64,33 +64,33 @@ def doctor(
     output = Output(as_json)
     options = parse_values("--option", option)
     facts = describe_environment()
-    findings: list[Finding] = []
+    findings: list[CheckResult] = []
     if not as_json:
         for name, value in facts.items():
-            output.say(f"{'':5}  {name:<16}  {value}", "dim")
+            output.print(f"{'':5}  {name:<16}  {value}", "dim")
     for finding in itertools.chain(
         _check_machine(is_local=backend == "local"), _check_backend(backend, options, rendezvous, gpu, probe)
     ):
         findings.append(finding)
         if not as_json:
             mark = (f"{finding.state:<5}", STYLES[finding.state])
-            output.say(Text.assemble(mark, f"  {finding.what:<16}  {finding.found}"))
+            output.print(Text.assemble(mark, f"  {finding.what:<16}  {finding.found}"))
             if finding.advice:
-                output.say(f"{'':25}{finding.advice}", STYLES[finding.state])
+                output.print(f"{'':25}{finding.advice}", STYLES[finding.state])
     is_wrong = any(finding.state == "wrong" for finding in findings)
     if as_json:
         output.document({"ok": not is_wrong, "facts": facts, "findings": [asdict(finding) for finding in findings]})
     return FAILED if is_wrong else 0
 
 
-def _check_machine(is_local: bool) -> Iterator[Finding]:
+def _check_machine(is_local: bool) -> Iterator[CheckResult]:
     from executors.run.run_index import state_dir
     from executors.store.state_folder import state_path
 
     try:
         path = state_path()
     except StoreError as error:
-        yield Finding("runs", "wrong", str(error))
+        yield CheckResult("runs", "wrong", str(error))
     else:
         advice = f"Runs of this user live in {path}. Set XDG_STATE_HOME to a directory you can write."
         yield check("runs", lambda: _check_store(str(state_dir())), advice)
@@ -99,26 +99,26 @@ def _check_machine(is_local: bool) -> Iterator[Finding]:
         yield _check_inotify()
 
 
-def _check_disk(path: Path) -> Finding:
+def _check_disk(path: Path) -> CheckResult:
     existing = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
     free_bytes = shutil.disk_usage(existing).free
     is_low = free_bytes < LOW_DISK_BYTES
     advice = "Delete old runs: replicas ls, replicas rm RUN…" if is_low else ""
-    return Finding("disk", "note" if is_low else "ok", f"{free_bytes / 1e9:.1f} GB free for {path}", advice)
+    return CheckResult("disk", "note" if is_low else "ok", f"{free_bytes / 1e9:.1f} GB free for {path}", advice)
 
 
-def _check_inotify() -> Finding:
+def _check_inotify() -> CheckResult:
     try:
         with contextlib.closing(open_inotify()):
             limit = inotify_limit()
     except OSError as error:
-        return Finding("inotify", "note", str(error), WITHOUT_INOTIFY)
-    return Finding("inotify", "ok", f"{limit} watches")
+        return CheckResult("inotify", "note", str(error), WITHOUT_INOTIFY)
+    return CheckResult("inotify", "ok", f"{limit} watches")
 
 
 def _check_backend(
     name: str, options: Mapping[str, Any], rendezvous: str | None, gpu: str | None, probe: bool
-) -> Iterator[Finding]:
+) -> Iterator[CheckResult]:
     """Check a backend; stop where later checks could only repeat the first failure."""
     from executors.registry import get_executor
     from executors.store.url import shared_rendezvous
@@ -126,7 +126,7 @@ def _check_backend(
     try:
         executor = get_executor(name, options)
     except (ReplicasError, ValueError, TypeError) as error:
-        yield Finding("backend", "wrong", str(error), "See: replicas backends")
+        yield CheckResult("backend", "wrong", str(error), "See: replicas backends")
         return
     url, backend = rendezvous, as_backend(executor)
     if backend.has_launch_check:
@@ -140,16 +140,16 @@ def _check_backend(
         yield ready
         if (image := backend.check_image()) is not None:
             what, advice = image
-            yield Finding("image", "note" if advice else "ok", what, advice)
+            yield CheckResult("image", "note" if advice else "ok", what, advice)
         if ready.state == "ok":
             with contextlib.suppress(ReplicasError):
                 for problem, advice in backend.risks():
-                    yield Finding("service", "note", problem, advice)
+                    yield CheckResult("service", "note", problem, advice)
     if backend.needs_shared_rendezvous:
         try:
             url = shared_rendezvous(name, rendezvous, "train.py:main", 2)
         except (BackendError, ValueError) as error:
-            yield Finding("rendezvous", "wrong", str(error), "Both sides meet there; any S3 bucket will do.")
+            yield CheckResult("rendezvous", "wrong", str(error), "Both sides meet there; any S3 bucket will do.")
             return
     if url is not None:
         found = check("rendezvous", lambda: _check_store(url), "Replicas that cannot write there cannot meet there.")
@@ -175,7 +175,7 @@ def _check_store(url: str) -> str:
     return f"{store.url}: creates exclusively, writes, reads its writes"
 
 
-def _check_bucket(url: str) -> Iterator[Finding]:
+def _check_bucket(url: str) -> Iterator[CheckResult]:
     """Check the settings of a bucket and its credentials. Settings that may not be read are left out."""
     from executors.store import open_store
     from executors.store.url import remote_access
@@ -184,16 +184,16 @@ def _check_bucket(url: str) -> Iterator[Finding]:
         store: Any = open_store(url)
         _, credentials = remote_access(store)
     except ReplicasError as error:
-        yield Finding("credentials", "wrong", str(error), "Replicas get them as a secret of the backend.")
+        yield CheckResult("credentials", "wrong", str(error), "Replicas get them as a secret of the backend.")
         return
     if "AWS_SESSION_TOKEN" in credentials:
         advice = "Replicas get these: a run that outlives them cannot continue. Use lasting ones for long runs."
-        yield Finding("credentials", "note", "temporary", advice)
+        yield CheckResult("credentials", "note", "temporary", advice)
     else:
-        yield Finding("credentials", "ok", "lasting")
+        yield CheckResult("credentials", "ok", "lasting")
     with contextlib.suppress(ReplicasError, ValueError):
         for what, problem, advice in store.risky_settings():
-            yield Finding(what, "note", problem, advice)
+            yield CheckResult(what, "note", problem, advice)
 
 
 def _probe(executor: ServerlessExecutor, rendezvous: str | None, gpu: str | None) -> str:
@@ -232,9 +232,9 @@ def _check_log(backend: Backend, run: Run) -> None:
             time.sleep(0.2)
 
 
-def check(what: str, attempt: Callable[[], str], advice: str) -> Finding:
+def check(what: str, attempt: Callable[[], str], advice: str) -> CheckResult:
     """Return what a check found; if it failed, why, and the advice."""
     try:
-        return Finding(what, "ok", attempt())
+        return CheckResult(what, "ok", attempt())
     except (ReplicasError, OSError, ValueError) as error:
-        return Finding(what, "wrong", str(error), advice)
+        return CheckResult(what, "wrong", str(error), advice)

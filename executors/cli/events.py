@@ -7,7 +7,7 @@ from typing import Annotated
 from typer import Option
 
 from executors.cli.options import BackendOptions, ExecutorOption, RendezvousOption, RunArgument, find_run
-from executors.cli.output import Output, call, name_duration, note, one_line
+from executors.cli.output import Output, json_guard, name_duration, note, one_line
 from executors.report.events import Event
 
 AS_JSON = "Print a JSON object on a line for each."
@@ -15,7 +15,7 @@ STYLES = {
     "ended": "red", "hang_suspected": "yellow", "notice": "yellow", "works_again": "green", "warning": "yellow",
     "cancelled": "yellow", "gave_up": "bold red", "stopped": "bold red", "decided": "cyan",
 }  # fmt: skip
-TOLD = ("decided", "works_again", "cancelled", "gave_up", "stopped")  # whose text is complete
+WITH_FULL_TEXT = ("decided", "works_again", "cancelled", "gave_up", "stopped")  # whose text is complete
 
 
 def events(
@@ -29,13 +29,13 @@ def events(
     """Show what happened in a run: launches, first progress, warnings, hangs, ends, and decisions on them."""
     found = find_run(run, rendezvous, backend, option)
     output, began_at = Output(), found.record.created_at
-    call.has_document = as_json  # many, a line each
+    json_guard.has_document = as_json  # many, a line each
     for event in found.events(follow, note):
         if as_json:
             print(output.line(event.to_json()), flush=follow)
             continue
         is_well = event.reason == "succeeded"
-        output.say(line_of_event(event, began_at), "green" if is_well else STYLES.get(event.kind))
+        output.print(line_of_event(event, began_at), "green" if is_well else STYLES.get(event.kind))
         if follow:
             output.console.file.flush()
     return 0
@@ -44,7 +44,7 @@ def events(
 def line_of_event(event: Event, began_at: float) -> str:
     """Return an event as a line: `[  0:42] rank 3 ended after 38 s (attempt 1): signal: was ended by signal 9`."""
     elapsed = f"[{name_duration(max(0.0, event.at - began_at)):>7}]"
-    if event.kind in TOLD:
+    if event.kind in WITH_FULL_TEXT:
         return f"{elapsed} {one_line(event.why)}"
     who = "the run" if event.rank is None else f"rank {event.rank}"
     took = "" if event.duration_s is None else f" after {name_duration(event.duration_s)}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from executors.cli.options import BackendOptions, ExecutorOption, RendezvousOption, RunArgument, find_run, parse_path
-from executors.cli.output import JsonOption, Output, cannot_write, one_line, refuse
+from executors.cli.output import JsonOption, Output, one_line, raise_write_error, refuse
 
 if TYPE_CHECKING:
     from executors.run.run import Run
@@ -54,14 +54,14 @@ def export(
     try:
         made |= _export(found, tensorboard, csv, jsonl, follow, output)
     except OSError as error:
-        cannot_write(error.filename or ", ".join(made.values()), error)
+        raise_write_error(error.filename or ", ".join(made.values()), error)
     if as_json:
         output.document({"run_id": found.run_id, **made})
     places = ", ".join(str(path) for path in files.values() if path is not None)
     events = "" if tensorboard is None else f" ({made['events']} new events)"
-    output.say(f"Wrote {made['rows']} rows of {found.run_id} to {places}{events}.")
+    output.print(f"Wrote {made['rows']} rows of {found.run_id} to {places}{events}.")
     for problem in made["problems"]:
-        output.say(one_line(problem), "yellow")
+        output.print(one_line(problem), "yellow")
     return 0
 
 
@@ -80,7 +80,7 @@ def _export(
             from executors.report.tensorboard import open_event_files
 
             events = stack.enter_context(open_event_files(tensorboard, run.run_id, run.record.created_at))
-        tell = stack.enter_context(output.busy(f"{'Following' if follow else 'Reading'} {run.run_id}"))
+        on_progress = stack.enter_context(output.busy(f"{'Following' if follow else 'Reading'} {run.run_id}"))
         for pause_s in run.pauses():
             began = time.monotonic()
             is_over = run.status(reports=False).is_terminal  # asked first: nothing comes after that
@@ -94,7 +94,7 @@ def _export(
                     n_events += events.write(metrics, is_over=is_over)
             if is_over or not follow:
                 break
-            tell(f"{len(metrics)} rows")
+            on_progress(f"{len(metrics)} rows")
             run.wait(max(pause_s, LEAST_PAUSE_S, (time.monotonic() - began) / SHARE))
     assert metrics is not None
     return {"rows": len(metrics), "events": n_events, "is_over": is_over, "problems": list(metrics.problems)}

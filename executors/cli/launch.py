@@ -12,7 +12,7 @@ from typer import Argument, Context, Option
 
 from executors.backend import Backend
 from executors.cli.backends import make_executor
-from executors.cli.config import ConfigOption, ProfileOption, is_flag, origins_of, settings_of, with_origins
+from executors.cli.config import ConfigOption, ProfileOption, origins_of, settings_of, was_given, with_origins
 from executors.cli.options import (
     BackendOptions,
     ColumnsOption,
@@ -26,12 +26,12 @@ from executors.cli.options import (
     VolumeOption,
     add_settings,
     find_run,
-    note_python_words,
     options_of,
     parse_texts,
     setting_option,
+    warn_of_python_words,
 )
-from executors.cli.output import CANCELLED, FAILED, JsonOption, Output, going_on, refuse, usage_errors
+from executors.cli.output import CANCELLED, FAILED, JsonOption, Output, refuse, usage_errors, without_unwritable_lines
 from executors.errors import BackendError, LaunchError, ReplicasError, StoreError
 from executors.settings.durations import DURATIONS
 
@@ -102,7 +102,7 @@ def launch(
         try:
             with with_origins(context, backend), usage_errors():
                 n = settings["n"]
-                if (total := total_of(backend, n if is_flag(context, "n") else None) or n) is None:
+                if (total := total_of(backend, n if was_given(context, "n") else None) or n) is None:
                     refuse("Missing option '--n'.")
                 if wrong := next((rank for rank in tee or () if rank >= total), None):
                     refuse(f"--tee {wrong}: the ranks are 0 to {total - 1}.")
@@ -134,7 +134,7 @@ def launch(
                 with known:
                     with output.busy(f"Preparing {request.run_id}"):  # importing torch takes a second
                         plan = plan_launch(request, executor_of(backend, make))
-                    note_python_words("--arg", plan.request.args or {})
+                    warn_of_python_words("--arg", plan.request.args or {})
                     if dry_run:
                         output.document(plan.dry_run())
                         return 0
@@ -145,7 +145,9 @@ def launch(
         except KeyboardInterrupt:
             _cancel_all(started)
             has_begun = request is not None and locate(str(request.run_id)) is not None
-            return cancelled_early(output, "Cancelled." if has_begun else "Cancelled before the run had started.")
+            return report_cancelled_early(
+                output, "Cancelled." if has_begun else "Cancelled before the run had started."
+            )
         return _finish(
             started[0], output, interrupts, detach=settings["detach"], columns=columns, tee=tee or (), is_new=True
         )
@@ -168,16 +170,16 @@ launch.epilog = (  # type: ignore[attr-defined]
 def _starting(backend: str, text: str, output: Output) -> Iterator[Callable[[str], None]]:
     """Show within the block how far the start is, but where the screen is the entrypoint's."""
     if backend != "inline":
-        with output.busy(text) as tell:
-            yield tell
+        with output.busy(text) as on_progress:
+            yield on_progress
         return
     with contextlib.redirect_stdout(sys.stderr) if output.as_json else contextlib.nullcontext():
         yield lambda words: None
 
 
-def cancelled_early(output: Output, said: str = "Cancelled before the replicas had started.") -> int:
+def report_cancelled_early(output: Output, said: str = "Cancelled before the replicas had started.") -> int:
     """Say that Ctrl-C was heard while replicas were being started; return the exit code."""
-    output.say(said, "yellow")
+    output.print(said, "yellow")
     if output.as_json:
         output.document({"exit_code": CANCELLED, "error": said})
     return CANCELLED
@@ -196,8 +198,8 @@ def _start(plan: LaunchPlan, output: Output, started: list[Run]) -> None:
     """Start a run, and note it among those that were started before anything else can happen."""
     text = f"Starting {plan.request.settings.n} replicas of {plan.run_id}"
     try:
-        with _starting(plan.placements.backend_name, text, output) as tell:
-            started.append(plan.start(tell))
+        with _starting(plan.placements.backend_name, text, output) as on_progress:
+            started.append(plan.start(on_progress))
     except LaunchError as error:
         message = f"{error} See: replicas status {plan.run_id}"
         raise LaunchError(message, rank=error.rank, cancelled=error.cancelled) from error
@@ -250,7 +252,7 @@ def resume(
     with Interrupts() as interrupts:
         try:
             text = f"Starting replicas of {found.run_id} again"
-            with usage_errors(), _starting(found.backend, text, output) as tell:
+            with usage_errors(), _starting(found.backend, text, output) as on_progress:
                 resumed = start_again(
                     found,
                     ranks=rank or None,
@@ -268,19 +270,19 @@ def resume(
                     from_snapshot=from_snapshot,
                     total_steps=total_steps,
                     total_rounds=total_rounds,
-                    tell=tell,
+                    tell=on_progress,
                 )
                 started += [] if resumed is found or detach else [resumed]
         except KeyboardInterrupt:
             _cancel_all(started)
-            return cancelled_early(output)
+            return report_cancelled_early(output)
         if resumed is found:  # extended, and every rank still runs
-            output.say(f"Extended {found.run_id}. Its replicas continue when they reach their old total.")
+            output.print(f"Extended {found.run_id}. Its replicas continue when they reach their old total.")
             if as_json:
                 output.document(found.status().to_json())
             return 0
         if from_snapshot:
-            output.say(f"{found.run_id} goes on as {resumed.run_id}, from its newest whole snapshot.")
+            output.print(f"{found.run_id} goes on as {resumed.run_id}, from its newest whole snapshot.")
         return _finish(resumed, output, interrupts, detach=detach, timeout_s=timeout)
 
 
@@ -304,24 +306,24 @@ def _finish(
         if output.as_json:
             output.document(Summary(run, run.outcomes(), None).document())
             return 0
-        output.say(run.run_id)
-        output.say(f"{heading(run, timeout_s)}, detached.", "dim")
-        output.say(f"Follow it: replicas logs {name} -f   replicas wait {name}   replicas cancel {name}", "dim")
+        output.print(run.run_id)
+        output.print(f"{heading(run, timeout_s)}, detached.", "dim")
+        output.print(f"Follow it: replicas logs {name} -f   replicas wait {name}   replicas cancel {name}", "dim")
         return 0
     interrupts.count_on(run.run_id)
-    with going_on():
+    with without_unwritable_lines():
         # The store is not asked before `watch`: it may be silent, and Ctrl-C would wait for it.
-        output.say(heading(run, timeout_s, n=run.world_size if is_new else None), "bold")
+        output.print(heading(run, timeout_s, n=run.world_size if is_new else None), "bold")
         lease = _lease_of(run.placements)
         if lease:
-            output.say(f"It ends when nobody watches it for {lease}: --detach lets it go on alone.", "dim")
+            output.print(f"It ends when nobody watches it for {lease}: --detach lets it go on alone.", "dim")
         try:
             watch(run, output, interrupts=interrupts, columns=columns, tee=tee)
             summary = Summary.of(run, interrupted=interrupts.count > 0)
         except EndedWithoutStore:
             return ended_without_store(run, output)
         except (StoreError, BackendError) as error:
-            return lost_from_sight(run, output, error, run.placements, is_cancelled=interrupts.count > 0)
+            return report_unreadable_run(run, output, error, run.placements, is_cancelled=interrupts.count > 0)
     return summary.finish(output)
 
 
@@ -334,13 +336,13 @@ def ended_without_store(run: Run, output: Output) -> int:
     said = f"Cancelled {run.run_id}: its jobs were ended at their service. Its store does not answer."
     if not run.was_ended_without_store:
         said = f"{run.run_id} was not ended as a whole, see above, and its store does not answer."
-    output.say(said, "yellow")
+    output.print(said, "yellow")
     if output.as_json:
         output.document({"run_id": run.run_id, "url": run.url, "exit_code": CANCELLED, "error": said})
     return CANCELLED
 
 
-def lost_from_sight(
+def report_unreadable_run(
     run: Run,
     output: Output,
     error: ReplicasError,
@@ -369,8 +371,8 @@ def lost_from_sight(
     else:
         then = f"{who} continues without this command: replicas wait {name}"
     code = CANCELLED if is_cancelled else FAILED
-    output.say(f"The status of the run cannot be read any more: {error}", "red")
-    output.say(then, "red")
+    output.print(f"The status of the run cannot be read any more: {error}", "red")
+    output.print(then, "red")
     if output.as_json:
         output.document({"run_id": run.run_id, "url": run.url, "exit_code": code, "error": f"{error} {then}"})
     return code

@@ -22,12 +22,12 @@ from executors.cli.output import (
     CANCELLED,
     PROGRESS_EVERY_S,
     Output,
-    going_on,
     inert,
     name_duration,
     name_ranks,
     note,
     one_line,
+    without_unwritable_lines,
 )
 from executors.cli.summary import reference
 from executors.cli.tee import Tee
@@ -61,7 +61,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.count = 0
-        self.news: SimpleQueue[str] = SimpleQueue()
+        self.events: SimpleQueue[str] = SimpleQueue()
         """Gets "interrupt" with each Ctrl-C that is counted. A signal handler may put into such a queue at any time."""
         self.on_exit: Callable[[], str] = str
         """Returns what becomes of the replicas if the second Ctrl-C ends this process now."""
@@ -93,7 +93,7 @@ class Interrupts:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._reader, 4096)
 
-    def next_news(self) -> str:
+    def next_event(self) -> str:
         """Wait for the next news, and return it.
 
         A signal that arrives just before a wait begins does not end the wait, and its handler runs when that is over.
@@ -101,13 +101,13 @@ class Interrupts:
         """
         while True:
             with contextlib.suppress(Empty):
-                return self.news.get(timeout=WAKE_S)
+                return self.events.get(timeout=WAKE_S)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
         if self._run_id is None:
             raise KeyboardInterrupt
-        self.news.put("interrupt")
+        self.events.put("interrupt")
         if self.count > 1:
             text = f"\nExiting now. {self.on_exit()}\n".encode()
             with contextlib.suppress(OSError):
@@ -115,7 +115,7 @@ class Interrupts:
             os._exit(CANCELLED)
 
 
-@going_on()
+@without_unwritable_lines()
 def watch(
     run: Run,
     output: Output,
@@ -138,7 +138,7 @@ def watch(
     hint = f"Ctrl-C ends {interrupt_ends}." if interrupt_ends else hint
     view = LiveView(output, run, hint, columns) if output.is_live else PlainView(output, run, columns=columns)
     note = ""
-    shown = Tee(run, tee, view.take) if tee else None
+    shown = Tee(run, tee, view.print_output) if tee else None
     try:
         if interrupts is not None:
             _follow_and_cancel(run, view, interrupts)
@@ -152,13 +152,13 @@ def watch(
     finally:
         view.close()
         if note:
-            output.say(f"{note} The run continues: replicas wait {reference(run)}", "yellow")
+            output.print(f"{note} The run continues: replicas wait {reference(run)}", "yellow")
     if columns:
-        note_unknown_columns(columns, run.status())
+        warn_of_unknown_columns(columns, run.status())
     return not note
 
 
-def note_unknown_columns(columns: Sequence[str], status: RunStatus) -> None:
+def warn_of_unknown_columns(columns: Sequence[str], status: RunStatus) -> None:
     """Say on stderr which columns that were asked for no replica has reported."""
     known = {*COLUMNS, *(name for replica in status.replicas for name in replica.reported)}
     for name in columns:
@@ -173,12 +173,12 @@ def _follow_and_cancel(run: Run, view: PlainView, interrupts: Interrupts) -> Non
     and what is paid for has to end meanwhile.
     """
     problems: list[BaseException] = []
-    is_cancelling, was_told = threading.Event(), threading.Event()
+    is_cancelling, was_announced = threading.Event(), threading.Event()
 
     def has_begun_to_cancel() -> bool:
-        is_first = is_cancelling.is_set() and not was_told.is_set()
+        is_first = is_cancelling.is_set() and not was_announced.is_set()
         if is_first:
-            was_told.set()
+            was_announced.set()
         return is_first
 
     def look() -> None:
@@ -186,7 +186,7 @@ def _follow_and_cancel(run: Run, view: PlainView, interrupts: Interrupts) -> Non
             follow(run, view, sleep=interrupts.sleep, after_each=has_begun_to_cancel)
         except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
             problems.append(error)
-        interrupts.news.put("looked")
+        interrupts.events.put("looked")
 
     def cancel(is_requested: bool) -> None:
         try:
@@ -195,22 +195,22 @@ def _follow_and_cancel(run: Run, view: PlainView, interrupts: Interrupts) -> Non
             else:
                 run.cancel()
         except ReplicasError as error:
-            view.say(f"Cancelling failed: {error} Press Ctrl-C again to exit now.", "red")
+            view.print_line(f"Cancelling failed: {error} Press Ctrl-C again to exit now.", "red")
         except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
             problems.append(error)
-        interrupts.news.put("cancelled")
+        interrupts.events.put("cancelled")
 
     is_of_service = _service_of(run) is not None
-    interrupts.on_exit = lambda: what_happens_next(run)
+    interrupts.on_exit = lambda: describe_exit(run)
     threading.Thread(target=look, name="replicas-look", daemon=True).start()
     has_looked = has_cancelled = False
     while not has_looked or (is_cancelling.is_set() and not has_cancelled):
-        news = interrupts.next_news()
+        news = interrupts.next_event()
         has_looked, has_cancelled = has_looked or news == "looked", has_cancelled or news == "cancelled"
         # An interrupt that came with the last look counts, too: what cannot be watched can be cancelled.
         if interrupts.count and not is_cancelling.is_set() and (not has_looked or problems):
             is_requested = not is_of_service and _request_cancel(run)
-            view.say("Cancelling; waiting for the replicas to end. Press Ctrl-C again to exit now.", "yellow")
+            view.print_line("Cancelling; waiting for the replicas to end. Press Ctrl-C again to exit now.", "yellow")
             is_cancelling.set()
             threading.Thread(target=cancel, args=(is_requested,), name="replicas-cancel", daemon=True).start()
         if has_cancelled and run.is_store_silent:  # a look would wait for a store that does not answer
@@ -219,14 +219,14 @@ def _follow_and_cancel(run: Run, view: PlainView, interrupts: Interrupts) -> Non
         raise error
 
 
-def what_happens_next(run: Run) -> str:
+def describe_exit(run: Run) -> str:
     """Say what becomes of the replicas of an attached run whose launching process exits while it cancels the run.
 
     Args:
         run: the run.
 
     Example:
-        what_happens_next(attach("brave-otter-7f3a"))
+        describe_exit(attach("brave-otter-7f3a"))
     """
     service = _service_of(run)
     if service is None:
@@ -290,13 +290,13 @@ def follow(
             status = run.status()
         view.update(status)
         if status.failed_early and (told := run.end_early(status, "--fail-fast")):
-            view.say(told[:1].upper() + told[1:], "yellow")
+            view.print_line(told[:1].upper() + told[1:], "yellow")
         return status.is_terminal
 
     end = math.inf if timeout_s is None else clock() + timeout_s
     tolerance = OutageTolerance(lambda: run.patience, waits)
     is_over, between = tolerance.tolerant(has_ended), run.pauses()
-    with waits.saying(lambda words: view.say(f"{words[:1].upper()}{words[1:]}", "yellow")):
+    with waits.saying(lambda words: view.print_line(f"{words[:1].upper()}{words[1:]}", "yellow")):
         try:
             while not is_over():
                 if after_each():
@@ -329,7 +329,7 @@ class PlainView:
         self._seen: dict[int, ReplicaStatus] = {}
         self._waits: dict[int, str] = {}
         """By rank, the words on what it waits for, as of the last look."""
-        self._told: set[str] = set()
+        self._printed_notes: set[str] = set()
         self._n_decided = 0
         self._standstills: set[str] = set()
         """The lines on rounds that stand still, as of the last look."""
@@ -339,7 +339,7 @@ class PlainView:
     def update(self, status: RunStatus) -> None:
         last_at = max(status.last_at, *(each.at for each in status.decided[-1:]), 0.0)
         elapsed = self._elapsed(last_at)
-        self._tell_decided(status)
+        self._print_decisions(status)
         changed: dict[tuple[ReplicaStatus, str], list[int]] = {}
         for replica in status.replicas:
             # Words that come late say why nothing happens: a quota, an image, a node that does not answer.
@@ -352,13 +352,13 @@ class PlainView:
                 note = "" if replica.restart.decision else self._note(replace(replica, installation=None))
                 changed.setdefault((replica.status, note), []).append(replica.rank)
         for (state, note), ranks in changed.items():
-            self._told.add(note)
-            self.say(f"{elapsed} {name_ranks(ranks)} {state}" + (f" ({note})" if note else ""))
+            self._printed_notes.add(note)
+            self.print_line(f"{elapsed} {name_ranks(ranks)} {state}" + (f" ({note})" if note else ""))
         progress = status.describe_progress(self._columns or ())
         is_due = self._clock() - self._progress_at >= PROGRESS_EVERY_S
         if not changed and is_due and progress != self._progress:
             self._progress, self._progress_at = progress, self._clock()
-            self.say(f"{elapsed} {progress}")
+            self.print_line(f"{elapsed} {progress}")
 
     def _elapsed(self, at: float) -> str:
         return f"[{name_duration(self._elapsed_s(at)):>6}]"
@@ -368,7 +368,7 @@ class PlainView:
         by_wall_s, since_s = at - self._created_at, self._clock() - self._shown_from
         return by_wall_s if 0.0 <= by_wall_s <= since_s + CLOCKS_APART_S else since_s
 
-    def _tell_decided(self, status: RunStatus) -> None:
+    def _print_decisions(self, status: RunStatus) -> None:
         """Print what was decided since the last look, and which rounds stand still since then."""
         standstills = status.standstills
         for line in standstills:
@@ -379,7 +379,7 @@ class PlainView:
         for each in new[-MAX_DECIDED:]:
             self._print(f"{self._elapsed(each.at)} {one_line(each.line, MAX_LINE)}", "yellow")
 
-    def take(self, line: str) -> None:
+    def print_output(self, line: str) -> None:
         """Show a line that a replica printed."""
         self._print(line, None)
 
@@ -387,13 +387,13 @@ class PlainView:
         """Return a failure's words, once."""
         note = one_line(replica.note)
         reason = replica.outcome and replica.outcome.reason
-        return reason if reason and replica.status is ReplicaStatus.FAILED and note in self._told else note
+        return reason if reason and replica.status is ReplicaStatus.FAILED and note in self._printed_notes else note
 
-    def say(self, text: str, style: str | None = None) -> None:
+    def print_line(self, text: str, style: str | None = None) -> None:
         self._print(text, style)
 
     def _print(self, text: str, style: str | None) -> None:
-        self._output.say(text, style)
+        self._output.print(text, style)
         self._output.console.file.flush()
 
     def close(self) -> None:
@@ -421,7 +421,7 @@ class LiveView(PlainView):
         from executors.run.progress import bars
 
         console, bar = self._output.console, bars(status)
-        self._tell_decided(status)
+        self._print_decisions(status)
         room = console.height - LINES_AROUND - bool(bar)
         n_rows = max(1, room - min(len(self._lines), max(room // 3, room - len(status.replicas))))
         max_rows = None if status.is_terminal else n_rows
@@ -438,10 +438,10 @@ class LiveView(PlainView):
         self._draw = draw
         draw()
 
-    def take(self, line: str) -> None:
+    def print_output(self, line: str) -> None:
         self._lines.append(line)
 
-    def say(self, text: str, style: str | None = None) -> None:
+    def print_line(self, text: str, style: str | None = None) -> None:
         self._hint = ""
         self._print(text, style)
 

@@ -152,8 +152,10 @@ def _show_stacks(run: Run, ranks: Sequence[int], which: Any, output: Output) -> 
     if output.as_json:
         output.document({"run_id": run.run_id, "stacks": rows})
     for row in rows if not output.as_json else ():
-        output.say(one_line(f"=== rank {row['rank']}, attempt {row['attempt']}, {name_moment(row['at'])} ==="), "bold")
-        output.say(row["text"])
+        output.print(
+            one_line(f"=== rank {row['rank']}, attempt {row['attempt']}, {name_moment(row['at'])} ==="), "bold"
+        )
+        output.print(row["text"])
     if not rows:
         note(f"no stacks were dumped of {name_ranks(ranks)}.")
     return 0

@@ -8,7 +8,7 @@ from typing import Annotated
 from typer import Option
 
 from executors.cli.options import BackendOptions, ExecutorOption, RendezvousOption, RunArgument, find_run, parse_path
-from executors.cli.output import JsonOption, Output, cannot_write, one_line, refuse, usage_errors
+from executors.cli.output import JsonOption, Output, one_line, raise_write_error, refuse, usage_errors
 from executors.errors import ReplicasError
 
 OUT = "The file to write, in the safetensors format."
@@ -47,13 +47,13 @@ def model(
     except OSError as error:
         if isinstance(error, ReplicasError):  # a key that the store does not have is one of both
             raise
-        cannot_write(out, error)
+        raise_write_error(out, error)
     n_values = sum(values.numel() for values in written.tensors.values())
     where = f"round {written.rounds}" + (f", step {written.step}" if written.step is not None else "")
     about = f"{len(written.tensors)} tensors, {name_number(n_values)} values, {name_size(out.stat().st_size)}"
-    output.say(f"Wrote {out}: {about}. It is the model of {found.run_id} after {where}.")
+    output.print(f"Wrote {out}: {about}. It is the model of {found.run_id} after {where}.")
     for note in written.notes:
-        output.say(one_line(note), "yellow")
+        output.print(one_line(note), "yellow")
     if as_json:
         output.document(
             {

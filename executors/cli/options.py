@@ -222,11 +222,11 @@ def parse_values(option: str, texts: Sequence[str] | None) -> dict[str, Any]:
         texts: what the user gave, each as NAME=VALUE.
     """
     values = {name: OptionText(text) for name, text in parse_texts(option, texts).items()}
-    note_python_words(option, values)
+    warn_of_python_words(option, values)
     return dict(values)
 
 
-def note_python_words(option: str, values: Mapping[str, Any]) -> None:
+def warn_of_python_words(option: str, values: Mapping[str, Any]) -> None:
     """Say on stderr which values are strings that look like constants of Python."""
     for name, value in values.items():
         if isinstance(value, str) and value in FROM_PYTHON:

@@ -43,7 +43,7 @@ WIDE = 10_000  # columns: what another program reads is never cut
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document; progress goes to stderr.")]
 
 
-class Call:
+class JsonGuard:
     """What one call of the command owes who reads its stdout, also where its verb does not come to its end."""
 
     as_json = False
@@ -53,14 +53,14 @@ class Call:
         """Forget the call before: tests make several in one process."""
         self.as_json, self.has_document = as_json, False
 
-    def document_of_failure(self, value: dict[str, Any]) -> None:
+    def print_failure(self, value: dict[str, Any]) -> None:
         """Print the JSON document of a call that failed, if one is owed: there is exactly one."""
         if self.as_json and not self.has_document:
             self.has_document = True
             print(json.dumps(value))
 
 
-call = Call()
+json_guard = JsonGuard()
 
 
 class Output:
@@ -82,7 +82,7 @@ class Output:
         """Whether the output is a terminal that can redraw."""
         return self.console.file.isatty() and self.console.is_terminal and not self.console.is_dumb_terminal
 
-    def say(self, text: RenderableType = "", style: str | None = None, *, wrap: bool = False) -> None:
+    def print(self, text: RenderableType = "", style: str | None = None, *, wrap: bool = False) -> None:
         """Print text or a table; long lines are broken only with `wrap`, so that they can be copied whole."""
         if isinstance(text, str):
             text = inert(text)
@@ -126,29 +126,29 @@ class Output:
 
     def document(self, value: Any) -> None:
         """Print the JSON document."""
-        call.has_document = True
+        json_guard.has_document = True
         if isinstance(value, dict):
             value = finite(value)
-            self.tell_notes(value)
+            self.print_notes(value)
         print(strict_json(value, encoding=sys.stdout.encoding))
 
     def line(self, value: Any) -> str:
         """Return a JSON value on one line, for this output."""
         return strict_json(value, indent=None, encoding=self.console.encoding)
 
-    def tell_notes(self, document: Mapping[str, Any]) -> None:
+    def print_notes(self, document: Mapping[str, Any]) -> None:
         """Say on stderr, in one line, what `finite` had to change in a document."""
         if notes := document.get("notes"):
             more = f" And {len(notes) - 1} more." if len(notes) > 1 else ""
             note(f"{notes[0]}{more}")
 
 
-class _Dropping:
+class _LossyStream:
     """A stream that leaves out what cannot be written; its reader's end passes through."""
 
-    def __init__(self, stream: TextIO, tell: Callable[[OSError], None]) -> None:
+    def __init__(self, stream: TextIO, on_error: Callable[[OSError], None]) -> None:
         self._stream = stream
-        self._tell = tell
+        self._on_error = on_error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -165,24 +165,24 @@ class _Dropping:
         except BrokenPipeError:
             raise
         except OSError as error:
-            self._tell(error)
+            self._on_error(error)
             return otherwise
 
 
 @contextlib.contextmanager
-def going_on() -> Iterator[None]:
+def without_unwritable_lines() -> Iterator[None]:
     """Leave out within the block what cannot be written, as on a full disk: some runs end with who watches them.
 
     It is told once, on stderr. What is printed after the block fails as usual.
     """
-    told: list[OSError] = []
+    errors: list[OSError] = []
 
-    def tell(error: OSError) -> None:
-        if not told:  # stderr may be on the same disk
-            told.append(error)
+    def on_error(error: OSError) -> None:
+        if not errors:  # stderr may be on the same disk
+            errors.append(error)
             note(f"Lines of output are left out: they cannot be written ({error.strerror}). The run continues.")
 
-    dropping: list[Any] = [_Dropping(stream, tell) for stream in (sys.stdout, sys.stderr)]
+    dropping: list[Any] = [_LossyStream(stream, on_error) for stream in (sys.stdout, sys.stderr)]
     with contextlib.redirect_stdout(dropping[0]), contextlib.redirect_stderr(dropping[1]):
         yield
 
@@ -242,7 +242,7 @@ def refuse(error: Exception | str) -> NoReturn:
     raise UsageProblem(str(error))
 
 
-def cannot_write(path: Path | str, error: OSError) -> NoReturn:
+def raise_write_error(path: Path | str, error: OSError) -> NoReturn:
     """End because a file could not be written: a usage error if its path is to blame, else one of this machine.
 
     Raises:

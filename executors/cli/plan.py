@@ -15,7 +15,7 @@ from typer import Option
 
 from executors.cli.options import parse_duration
 from executors.cli.output import JsonOption, Output, UsageProblem, name_age, refuse, usage_errors
-from executors.cli.plan_check import MeasuredLink, describe_link, find_link, load_planner, note_link
+from executors.cli.plan_check import MeasuredLink, describe_link, find_link, load_planner, save_link
 from executors.report.words import name_number, name_share, name_size
 from executors.store.url import check_scheme, directory_of, is_near
 
@@ -141,7 +141,7 @@ def plan(
     if n < 1:
         refuse(f"--n must be at least 1, got {n}.")
     with usage_errors():
-        place = _Place.of(store)
+        place = _StoreTraits.of(store)
         link, source = _link(output, place.url, n, probe, up, down, latency)
         job = planner.Job(
             params=params,
@@ -166,15 +166,15 @@ def plan(
         output.document(document)
         return 0
     where = "" if place.url is None else f", {place.url}"
-    output.say(f"{_short(params)} parameters, {n} replica{'s' * (n > 1)}, {step:g} s a step{where} "
+    output.print(f"{_short(params)} parameters, {n} replica{'s' * (n > 1)}, {step:g} s a step{where} "
                f"({source}: {describe_link(link)})", "bold", wrap=True)  # fmt: skip
     for line in (*_lines(found), _sums(found, document["sums"], place)):
-        output.say(line, wrap=True)
+        output.print(line, wrap=True)
     for line in _advice(found, free, source):
-        output.say(line, "yellow", wrap=True)
-    output.say(f"pass it on:  DiLoCo(model, {_settings(found)})")
+        output.print(line, "yellow", wrap=True)
+    output.print(f"pass it on:  DiLoCo(model, {_settings(found)})")
     if n > 1:
-        output.say(f"machines of unlike speeds:  DiLoCo(model, {_settings(found, by_clock=True)})")
+        output.print(f"machines of unlike speeds:  DiLoCo(model, {_settings(found, by_clock=True)})")
     return 0
 
 
@@ -186,7 +186,7 @@ plan.epilog = (  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
-class _Place:
+class _StoreTraits:
     """Where the replicas meet, as far as sizes and prices go."""
 
     url: str | None = None
@@ -197,7 +197,7 @@ class _Place:
     """Of an object that it takes."""
 
     @classmethod
-    def of(cls, store: str | None) -> _Place:
+    def of(cls, store: str | None) -> _StoreTraits:
         """Return what is known of a store without opening it."""
         if store is None:
             return cls()
@@ -252,7 +252,7 @@ def _probe(output: Output, url: str, n: int) -> MeasuredLink:
         speed = measure_link(url, n)
         processor = load_planner("processor")()
     measured = MeasuredLink(url=url, n=n, at=time.time(), processor=processor, **speed)
-    note_link(measured)
+    save_link(measured)
     return measured.shared_by(n)
 
 
@@ -302,7 +302,7 @@ def _lines(plan: Any) -> list[str]:
     return [_settings(plan), f"{which}: {cost.seconds * unit:.1f} {name} ({parts}), {hidden}"]
 
 
-def _sums(plan: Any, sums: Mapping[str, Any], place: _Place) -> str:
+def _sums(plan: Any, sums: Mapping[str, Any], place: _StoreTraits) -> str:
     """Say what is moved, and what that costs."""
     moved = f"{name_size(plan.up)} up, {name_size(plan.down)} down"
     over = f"{STEPS_SHOWN} steps" if plan.rounds is None else f"{plan.rounds} rounds"

@@ -84,7 +84,7 @@ def load_planner(name: str = "default") -> Any:
     return found[0].load()
 
 
-def note_link(measured: MeasuredLink) -> None:
+def save_link(measured: MeasuredLink) -> None:
     """Keep a measurement, for plans without a probe and for `replicas status`."""
     local_store().put(link_key(measured.url), to_bytes(asdict(measured)))
 
@@ -103,7 +103,7 @@ def link_key(url: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared:
+class PlanComparison:
     """The rounds of a run, and the plan for the same rounds at the measured link."""
 
     round_s: float
@@ -123,7 +123,7 @@ class Compared:
         return f"rounds take {self.ratio:.1f}x the plan: {self.round_s:.3g} s, planned {self.planned_s:.3g} s ({how})"
 
 
-def compare(run: Run) -> Compared | None:
+def compare_with_plan(run: Run) -> PlanComparison | None:
     """Return how the newest rounds of a run compare with the plan; None: no link was measured here, or no round was."""
     from executors.metrics.segments import newest_rounds
 
@@ -144,7 +144,7 @@ def compare(run: Run) -> Compared | None:
     except (ReplicasError, ValueError, TypeError):  # a wire that this version does not know; a segment that is away
         return None
     took = [row.busy_s for row in rounds if row.busy_s]
-    return Compared(round_s=statistics.median(took), planned_s=statistics.median(planned), link=link)
+    return PlanComparison(round_s=statistics.median(took), planned_s=statistics.median(planned), link=link)
 
 
 def _measured(inventory: Inventory) -> list[tuple[int, int]]:

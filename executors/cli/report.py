@@ -8,7 +8,7 @@ from typing import Annotated
 from typer import Option
 
 from executors.cli.options import BackendOptions, ExecutorOption, RendezvousOption, RunArgument, find_run, parse_path
-from executors.cli.output import JsonOption, Output, cannot_write
+from executors.cli.output import JsonOption, Output, raise_write_error
 
 OUT = "The file to write. Default: RUN_ID.html in this folder."
 
@@ -42,10 +42,10 @@ def report(
         try:
             write_page(document, path)
         except OSError as error:
-            cannot_write(path, error)
-        output.say(f"Wrote {path} ({name_size(path.stat().st_size)}).")
+            raise_write_error(path, error)
+        output.print(f"Wrote {path} ({name_size(path.stat().st_size)}).")
     if as_json:
         output.document(document)
     if open_it and not webbrowser.open(path.absolute().as_uri()):
-        output.say(f"No browser was found here. Open it elsewhere: {path.absolute()}", "yellow")
+        output.print(f"No browser was found here. Open it elsewhere: {path.absolute()}", "yellow")
     return 0

@@ -82,14 +82,14 @@ def ls(
         output.document(rows)
         return 0
     if not rows:
-        output.say("No runs. Start one: replicas launch --n 4")
+        output.print("No runs. Start one: replicas launch --n 4")
         return 0
     from rich.text import Text
 
     from executors.cli.table import STYLES, cut, plain_table
 
     if n_runs > n_rows:
-        output.say(f"… {n_runs - n_rows} older: replicas ls --last 0", "dim")
+        output.print(f"… {n_runs - n_rows} older: replicas ls --last 0", "dim")
     table = plain_table(
         "run", "backend", "n", "entrypoint", "status", "age", right=("n", "age"), gives_way="entrypoint"
     )
@@ -97,10 +97,10 @@ def ls(
         status = Text(row["status"], style=STYLES.get(row["status"], "dim"))
         age = name_age(time.time() - row["created_at"]) if row["created_at"] else ""
         table.add_row(row["run_id"], row["backend"], str(row["n"]), cut(shown(row["entrypoint"])), status, age)
-    output.say(table)
+    output.print(table)
     for row in rows:
         if row["problem"] is not None:
-            output.say(f"{row['run_id']}: {one_line(row['problem'])}", "dim")
+            output.print(f"{row['run_id']}: {one_line(row['problem'])}", "dim")
     return 0
 
 
@@ -136,8 +136,8 @@ def status(
     as_json: JsonOption = False,
 ) -> int:
     """Show the status of each replica of a run."""
-    from executors.cli.live import note_unknown_columns
-    from executors.cli.plan_check import compare
+    from executors.cli.live import warn_of_unknown_columns
+    from executors.cli.plan_check import compare_with_plan
     from executors.cli.summary import Summary, code_of, heading, reference
     from executors.cli.table import replica_table, title
     from executors.report.uptime import uptime_document, wants_attention
@@ -150,7 +150,7 @@ def status(
     except RunBeingRemovedError as error:
         run_id = split_address(run)[1] if "/" in run else run
         shown_as = {"run_id": run_id, "status": BEING_REMOVED, "problem": str(error)}
-        output.document(shown_as) if as_json else output.say(str(error))
+        output.document(shown_as) if as_json else output.print(str(error))
         return 0
     except RunNotFoundError:
         named = run.rstrip("/")
@@ -158,7 +158,7 @@ def status(
         if is_elsewhere or (preparation := find_preparation(named)) is None:
             raise
         text, state = preparation.describe(run), "preparing" if preparation.is_going_on else "never started"
-        output.document({"run_id": run, "status": state, "problem": text}) if as_json else output.say(text)
+        output.document({"run_id": run, "status": state, "problem": text}) if as_json else output.print(text)
         return 0
     refusal: BackendError | None = None
     try:
@@ -173,9 +173,9 @@ def status(
     attention = wants_attention(now, found.inventory, found.newest_attempt) if as_json or check else {}
     if check and not as_json:
         for rank, why in attention.items():
-            output.say(f"rank {rank} {one_line(why)}", "red")
+            output.print(f"rank {rank} {one_line(why)}", "red")
         return FAILED if attention else 0
-    compared, spares = compare(found), _words_of_spares(found)
+    compared, spares = compare_with_plan(found), _describe_spares(found)
     if as_json:
         up = uptime_document(now, record.created_at, found.newest_attempt)
         document = {**summary.document(), **now.to_json(), "availability": up["availability"]}
@@ -187,47 +187,47 @@ def status(
         pages = [{"page": page_of_job(handles.get(row["rank"]))} for row in rows]
         output.document({**document, "replicas": [{**row, **page} for row, page in zip(rows, pages, strict=True)]})
         return FAILED if check and attention else 0
-    output.say(heading(found, n=len(now.replicas)), "bold")
-    output.say(
+    output.print(heading(found, n=len(now.replicas)), "bold")
+    output.print(
         f"launched {name_age(time.time() - record.created_at)} ago by {one_line(record.created_by)}"
         f"{', detached' if record.settings.detach else ''}, in {found.store.url}",
         "dim",
     )
     if refusal is not None:
-        output.say(one_line(f"Only the store was asked: {refusal}", MAX_LINE), "yellow", wrap=True)
-    output.say(title(now, now.last_at - record.created_at))
+        output.print(one_line(f"Only the store was asked: {refusal}", MAX_LINE), "yellow", wrap=True)
+    output.print(title(now, now.last_at - record.created_at))
     if bar := bars(now):
-        output.say(bar)
-    output.say(replica_table(now, width=output.console.width, more=columns, brief=True))
+        output.print(bar)
+    output.print(replica_table(now, width=output.console.width, more=columns, brief=True))
     for number, words in enumerate(spares):
-        output.say(f"spare {number} {one_line(words)}", "dim")
+        output.print(f"spare {number} {one_line(words)}", "dim")
     if compared is not None:
-        output.say(compared.describe(), "yellow" if compared.ratio >= SLOW else "dim")
+        output.print(compared.describe(), "yellow" if compared.ratio >= SLOW else "dim")
     for each in now.decided[-MAX_DECIDED:]:
-        output.say(f"[{name_duration(each.at - record.created_at):>6}] {one_line(each.line, MAX_LINE)}", "yellow")
+        output.print(f"[{name_duration(each.at - record.created_at):>6}] {one_line(each.line, MAX_LINE)}", "yellow")
     for doubt in now.doubts:
-        output.say(one_line(doubt, MAX_LINE), "yellow", wrap=True)
+        output.print(one_line(doubt, MAX_LINE), "yellow", wrap=True)
     if found_warnings := now.warnings:
         line = describe_warnings(found_warnings, now.n_warnings, reference(found))
-        output.say(one_line(line, MAX_LINE), "yellow", wrap=True)
-    note_unknown_columns(columns or (), now)
+        output.print(one_line(line, MAX_LINE), "yellow", wrap=True)
+    warn_of_unknown_columns(columns or (), now)
     for replica in now.replicas:
         if (job := name_of_job(handles.get(replica.rank))) is not None:
-            output.say(f"rank {replica.rank}: {one_line(job)}", "dim")
+            output.print(f"rank {replica.rank}: {one_line(job)}", "dim")
     summary.print_failures(output)
     return 0
 
 
-def _words_of_spares(run: Run) -> list[str]:
+def _describe_spares(run: Run) -> list[str]:
     """Say of each spare what it does, or what became of it. Records that a list does not name are not asked for."""
     if not run.record.settings.spares:
         return []
     left = {entry.key for entry in run.store.list(f"{run.run_id}/spares/")}
     spares = [Attempt(run.store, run.run_id, number, is_spare=True) for number in range(run.record.settings.spares)]
-    return at_store(run.store, lambda spare: _words_of_spare(spare, left), spares)
+    return at_store(run.store, lambda spare: _describe_spare(spare, left), spares)
 
 
-def _words_of_spare(spare: Attempt, left: Collection[str]) -> str:
+def _describe_spare(spare: Attempt, left: Collection[str]) -> str:
     """Say what a spare does, or what became of it, from those of its records that are among the keys."""
     try:
         has_ended = any(key.startswith(spare.key("outcome")) for key in left)  # in a signed run the name has more
@@ -263,7 +263,7 @@ def wait(
     output = Output(as_json)
     found = find_run(run, rendezvous, backend, option)
     found.check_not_removed()
-    output.say(heading(found), "bold")
+    output.print(heading(found), "bold")
     in_time = watch(found, output, timeout_s=timeout, columns=columns)
     return Summary.of(found, in_time=in_time).finish(output)
 
@@ -288,12 +288,14 @@ def cancel(
     try:
         # The store has a few seconds. Then the jobs are ended by what this machine and the service know of them.
         found = within(FIND_S, lambda: find_run(run, rendezvous, backend, option), where_is(run, rendezvous))
-        with _noted_in(problems):
+        with _collect_errors(problems):
             before = within(FIND_S, lambda: found.status(reports=False), found.store.url)
     except (RunNotFoundError, StoreError) as error:
         given = None if backend is None else make_executor(backend, options_of(backend, option, None))
-        told = end_without_store(run, rendezvous, given, rank or None, error, lambda words: output.say(words, "yellow"))
-        output.say(told, "yellow")
+        told = end_without_store(
+            run, rendezvous, given, rank or None, error, lambda words: output.print(words, "yellow")
+        )
+        output.print(told, "yellow")
         if as_json:
             output.document({"run_id": run, "cancelled": None, "still_ending": None, "problem": f"{told} {error}"})
         return 0
@@ -301,18 +303,18 @@ def cancel(
         for one in rank or ():
             found.check_rank(one)
     failed: list[BackendError] = []
-    with _noted_in(failed):
+    with _collect_errors(failed):
         found.cancel(rank or None)
     if found.was_ended_without_store:
         if as_json:
             said = "Its jobs were ended at their service. Its store does not answer."
             output.document({"run_id": run, "cancelled": None, "still_ending": None, "problem": said})
         return 0
-    with _noted_in(problems):
+    with _collect_errors(problems):
         after = found.status(reports=False)
     if problems or failed:
         what = f"{name_ranks(rank)} of {found.run_id}" if rank else found.run_id
-        output.say(f"Cancelled {what} in its store, where replicas look. Its backend did not answer all:", "yellow")
+        output.print(f"Cancelled {what} in its store, where replicas look. Its backend did not answer all:", "yellow")
         raise (failed or problems)[-1]  # that of the cancel says what still runs, and how to end it
     alive = {r.rank for r in before.replicas if not r.status.is_terminal and (not rank or r.rank in rank)}
     chosen = [replica for replica in after.replicas if replica.rank in alive]
@@ -322,19 +324,19 @@ def cancel(
     names = [name_ranks(ended)] if ended else []
     names += [f"{name_ranks(ending)} (still ending)"] if ending else []
     if names:
-        output.say(f"Cancelled {found.run_id}: {' and '.join(names)}. Now {after.counts}.")
+        output.print(f"Cancelled {found.run_id}: {' and '.join(names)}. Now {after.counts}.")
     elif not found.n_withdrawn:
-        output.say(f"Nothing to cancel in {found.run_id}: {after.counts}.")
+        output.print(f"Nothing to cancel in {found.run_id}: {after.counts}.")
     if found.n_withdrawn:
         jobs = "1 job" if found.n_withdrawn == 1 else f"{found.n_withdrawn} jobs"
-        output.say(f"Deleted {jobs} of {found.run_id} that a queue would have started again.")
+        output.print(f"Deleted {jobs} of {found.run_id} that a queue would have started again.")
     if as_json:
         output.document({**after.to_json(), "cancelled": ended, "still_ending": ending})
     return 0
 
 
 @contextlib.contextmanager
-def _noted_in(problems: list[BackendError]) -> Iterator[None]:
+def _collect_errors(problems: list[BackendError]) -> Iterator[None]:
     """Go on where a backend does not answer: a cancel goes by the store, too."""
     try:
         yield
@@ -342,7 +344,7 @@ def _noted_in(problems: list[BackendError]) -> Iterator[None]:
         problems.append(error)
 
 
-def _whether_it_costs(run: str, error: Exception) -> str:
+def _hint_on_running_jobs(run: str, error: Exception) -> str:
     """Say how to end the jobs of a run whose store does not tell whether they run; empty if this machine has none."""
     from executors.run.job_notes import noted_jobs
 
@@ -371,12 +373,12 @@ def rm(
     for run in runs:
         try:
             found = find_run(run, rendezvous, backend, option)
-            with output.busy(f"Removing {found.run_id}") as tell:
-                found.remove(tell)
-            output.say(f"Removed {found.run_id} from {found.store.url}")
+            with output.busy(f"Removing {found.run_id}") as on_progress:
+                found.remove(on_progress)
+            output.print(f"Removed {found.run_id} from {found.store.url}")
             problems[run] = None
         except (ReplicasError, BadParameter) as error:
-            text = f"{error}{_whether_it_costs(run, error)}"
+            text = f"{error}{_hint_on_running_jobs(run, error)}"
             print(inert(f"Error: {text}"), file=sys.stderr)
             problems[run] = text
     if as_json:

@@ -167,31 +167,31 @@ class Summary:
         if all(outcome.status.is_terminal for outcome in self.outcomes):
             summary = find_summary(self.outcomes)
             if summary is not None:
-                output.say()
-                output.say(summary, wrap=True)
+                output.print()
+                output.print(summary, wrap=True)
                 if any(outcome.unproven for outcome in self.outcomes):
-                    output.say(f"({UNPROVEN})", "yellow", wrap=True)
+                    output.print(f"({UNPROVEN})", "yellow", wrap=True)
             else:
                 self._print_results(output, document)
             self.print_failures(output)
             n_done = sum(outcome.status is ReplicaStatus.SUCCEEDED for outcome in self.outcomes)
             enough = self.run.record.settings.min_replicas
             if enough is not None and n_done < len(self.outcomes):
-                output.say()
+                output.print()
                 asked = f"at least {enough} were asked for"
-                output.say(f"{n_done} of {len(self.outcomes)} replicas succeeded; {asked}.{self._others()}", "yellow")
+                output.print(f"{n_done} of {len(self.outcomes)} replicas succeeded; {asked}.{self._others()}", "yellow")
             removed = self._removed()
             if removed:
-                output.say()
-                output.say(f"{removed}, which leaves the result of the others as it is.", "yellow")
+                output.print()
+                output.print(f"{removed}, which leaves the result of the others as it is.", "yellow")
             self.print_standstills(output)
             self.print_warnings(output)
             if self.code == HOPELESS:
-                output.say()
-                output.say("Starting the run again unchanged does not help (exit code 93).", "yellow")
-            output.say()
+                output.print()
+                output.print("Starting the run again unchanged does not help (exit code 93).", "yellow")
+            output.print()
             self.print_model(output)
-            output.say(f"More: replicas status {reference(self.run)} (or: logs, collect)", "dim")
+            output.print(f"More: replicas status {reference(self.run)} (or: logs, collect)", "dim")
         else:
             self.print_standstills(output)
         if output.as_json:
@@ -210,7 +210,7 @@ class Summary:
     def print_model(self, output: Output) -> None:
         """Name the command that writes the trained model, if the run has one."""
         if has_model(self.run.store, self.run.run_id, self.outcomes):
-            output.say(f"The model: replicas model {reference(self.run)} --out model.safetensors", "dim")
+            output.print(f"The model: replicas model {reference(self.run)} --out model.safetensors", "dim")
 
     def _others(self) -> str:
         """Name those that did not succeed."""
@@ -221,26 +221,26 @@ class Summary:
         done = (row for row in document["replicas"] if row["status"] == "succeeded" and row["result"] is not None)
         groups = _by_key((output.line(row["result"]) + " (unproven)" * row["unproven"], row["rank"]) for row in done)
         if groups and not output.as_json:
-            output.tell_notes(document)
+            output.print_notes(document)
         if groups:
-            output.say()
+            output.print()
         for text, ranks in groups[:MAX_LINES]:
-            output.say(f"{name_ranks(ranks)}: {one_line(text)}")
+            output.print(f"{name_ranks(ranks)}: {one_line(text)}")
         if len(groups) > MAX_LINES:
-            output.say(f"… and {len(groups) - MAX_LINES} more: replicas collect {reference(self.run)}", "dim")
+            output.print(f"… and {len(groups) - MAX_LINES} more: replicas collect {reference(self.run)}", "dim")
 
     def print_standstills(self, output: Output) -> None:
         """Print a line on each round that stands still, with what to delete."""
         for line in self.standstills:
-            output.say()
-            output.say(one_line(line, MAX_LINE), "red", wrap=True)
+            output.print()
+            output.print(one_line(line, MAX_LINE), "red", wrap=True)
 
     def print_warnings(self, output: Output) -> None:
         """Print one line on the warnings of the run, if it has any."""
         if self.warnings:
-            output.say()
+            output.print()
             line = describe_warnings(self.warnings, len(self.warnings), reference(self.run))
-            output.say(one_line(line, MAX_LINE), "yellow", wrap=True)
+            output.print(one_line(line, MAX_LINE), "yellow", wrap=True)
 
     def print_failures(self, output: Output) -> None:
         """Print each distinct failure once: what happened, in which ranks, where their logs are; the earliest first."""
@@ -248,18 +248,18 @@ class Summary:
         shown: list[list[str]] = []
         for outcomes in groups[:MAX_LINES]:
             ranks, frames = [outcome.rank for outcome in outcomes], last_frames(outcomes[0])
-            output.say()
+            output.print()
             if outcomes[0].error_line is not None:
-                output.say(headline(outcomes[0], ranks, len(self.outcomes)), "red")
+                output.print(headline(outcomes[0], ranks, len(self.outcomes)), "red")
             else:
                 what = f"{name_ranks(ranks).capitalize()} failed ({outcomes[0].reason})"
-                output.say(f"{what}: {words_of(outcomes[0])}", "red")
+                output.print(f"{what}: {words_of(outcomes[0])}", "red")
             for line in frames if frames not in shown else ():
-                output.say(line[:MAX_CHARACTERS])
+                output.print(line[:MAX_CHARACTERS])
             shown.append(frames)
-            output.say(f"  Log: replicas logs {reference(self.run)} --rank {min(ranks)}")
+            output.print(f"  Log: replicas logs {reference(self.run)} --rank {min(ranks)}")
         if len(groups) > MAX_LINES:
-            output.say(f"… and {len(groups) - MAX_LINES} more: replicas status {reference(self.run)}", "dim")
+            output.print(f"… and {len(groups) - MAX_LINES} more: replicas status {reference(self.run)}", "dim")
 
 
 def _by_key(pairs: Iterable[tuple[K, V]]) -> list[tuple[K, list[V]]]:

@@ -89,7 +89,7 @@ def replica_table(
     if max_rows is not None:
         by_interest = sorted(shown, key=lambda replica: (list(STYLES).index(replica.status), replica.rank))
         shown = sorted(by_interest[: max(1, max_rows)], key=lambda replica: replica.rank)
-    columns = _that_fit(status.used_columns(more), shown, width, more or ())
+    columns = _fitting_columns(status.used_columns(more), shown, width, more or ())
     table = plain_table(*columns, right={*columns} - {"status", "note"}, gives_way="note")
     told: set[str] = set()
     for replica in shown:
@@ -100,7 +100,7 @@ def replica_table(
     return Group(table, Text(f"… and {hidden} more", style="dim")) if hidden else table
 
 
-def _that_fit(columns: list[str], shown: Sequence[ReplicaState], width: int, wanted: Sequence[str]) -> list[str]:
+def _fitting_columns(columns: list[str], shown: Sequence[ReplicaState], width: int, wanted: Sequence[str]) -> list[str]:
     """Leave out of the columns what is too much: the rate, the time in rounds, and the last of those nobody wanted."""
 
     def width_of(name: str) -> int:

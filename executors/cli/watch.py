@@ -84,14 +84,14 @@ def watch(
             limits = hang_of(log.read(), start_specs[0].spec.settings.hang_limits).changed(hang, start)
         order_policy(log, new_restarts, limits)
     log.read()
-    output.say(heading(found), "bold")
+    output.print(heading(found), "bold")
     lease = None
     if needs_lease:
         lease = LeaseHolder(found.store, found.run_id, is_second=True)
         lease.start()
-    controller = found.keep_here(start_specs, lease, lambda words: output.say(words, "yellow"), log=log)
+    controller = found.keep_here(start_specs, lease, lambda words: output.print(words, "yellow"), log=log)
     if once:
-        now = _keep_once(found, controller, output)
+        now = _make_one_pass(found, controller, output)
         if as_json:
             output.document(now.to_json())
         return 0
@@ -125,16 +125,16 @@ def stop(
     found = find_run(run, rendezvous, backend, option)
     now = found.status(reports=False)
     if now.is_terminal:
-        output.say(f"Nothing to stop in {found.run_id}: {now.counts}.")
+        output.print(f"Nothing to stop in {found.run_id}: {now.counts}.")
         if as_json:
             output.document(now.to_json())
         return 0
-    output.say(f"Stopping {found.run_id}: what has not ended in {name_duration(within)} is cancelled.", "bold")
+    output.print(f"Stopping {found.run_id}: what has not ended in {name_duration(within)} is cancelled.", "bold")
     view = PlainView(output, found)
     with usage_errors():
         found.stop(within, lambda within_s: follow(found, view, timeout_s=within_s))
     view.update(found.status())
-    output.say(f"Go on from there: replicas resume {reference(found)}", "dim")
+    output.print(f"Go on from there: replicas resume {reference(found)}", "dim")
     return Summary.of(found).finish(output)
 
 
@@ -183,7 +183,7 @@ def _check_policy(run: Run, log: DecisionLog, restarts: Restarts | None) -> None
         )
 
 
-def _keep_once(run: Run, controller: ExternalController, output: Output) -> RunStatus:
+def _make_one_pass(run: Run, controller: ExternalController, output: Output) -> RunStatus:
     """Answer what has ended, and start what follows, also where that is to wait for a moment; return what is then."""
     from executors.cli.live import PlainView
 

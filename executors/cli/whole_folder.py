@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 
-from executors.cli.output import cannot_write
+from executors.cli.output import raise_write_error
 from executors.process import is_alive, start_time, this_machine
 from executors.report.words import name_moment
 
@@ -57,7 +57,7 @@ def whole_folder(out: Path, run_id: str, *, last: str) -> Iterator[Path]:
         # In the folder if there is one: it may be another disk than the folder above it.
         scratch = tempfile.mkdtemp(prefix=_own_prefix(), dir=out if out.exists() else out.parent)
     except OSError as error:
-        cannot_write(named, error)
+        raise_write_error(named, error)
     try:
         new = Path(scratch, "new")
         new.mkdir()

@@ -15,10 +15,10 @@ from servers.s3.server import S3Server
 from support.cli import Folder, HereInstead
 
 from executors import LocalProcessExecutor, launch
-from executors.cli import planned
+from executors.cli import plan_check
 from executors.cli.output import UsageProblem
 from executors.cli.plan import _rate
-from executors.cli.plan_check import MeasuredLink, link_key, note_link
+from executors.cli.plan_check import MeasuredLink, link_key, save_link
 from executors.run.run_index import state_dir
 from executors.store import Entry, MemoryStore
 from executors.store.inventory import Inventory
@@ -77,7 +77,7 @@ def test_a_plan_for_an_endpoint_of_the_environment_is_priced_as_that_endpoint(
         "[profile theirs]\nregion = eu-north-1\n"
     )
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    note_link(MeasuredLink(url="s3://bucket/runs", n=2, at=1.795e9, up=210e6, down=260e6, latency_s=0.048))
+    save_link(MeasuredLink(url="s3://bucket/runs", n=2, at=1.795e9, up=210e6, down=260e6, latency_s=0.048))
 
     def planned(store: str) -> str:
         return here.replicas("plan", *EXAMPLE, "--store", store).stdout
@@ -219,7 +219,7 @@ def test_status_compares_the_rounds_of_a_run_with_the_plan(here: HereInstead, lo
         ):
             run.store.put("mine/metrics/0000/0/000000.jsonl", json.dumps({**ROUND, **changed}).encode())
             assert "the plan" not in here.replicas("status", "mine").stdout
-            note_link(MeasuredLink(url=run.store.url, n=1, at=1.795e9, up=210e6, down=260e6, latency_s=0.048))
+            save_link(MeasuredLink(url=run.store.url, n=1, at=1.795e9, up=210e6, down=260e6, latency_s=0.048))
             shown = here.replicas("status", "mine").stdout
             assert (said in shown, "the plan" in shown) == (True, bool(said))
             assert (here.replicas("status", "mine", "--json").json["plan"] is not None) == bool(said)
@@ -240,8 +240,8 @@ def test_status_of_a_long_run_lists_the_measurements_of_four_ranks_alone(monkeyp
     inventory = Inventory.of(store, "mine")
     run: Any = SimpleNamespace(store=store, run_id="mine", record=SimpleNamespace(world_size=8), inventory=inventory)
     link = MeasuredLink(url="memory://", n=8, at=1.795e9, up=210e6, down=260e6, latency_s=0.048)
-    monkeypatch.setattr(planned, "find_link", lambda url, n: link)
-    monkeypatch.setattr(planned, "LAST_ROUNDS", 1)
+    monkeypatch.setattr(plan_check, "find_link", lambda url, n: link)
+    monkeypatch.setattr(plan_check, "LAST_ROUNDS", 1)
     everything = store.list
 
     def listing(prefix: str) -> Iterator[Entry]:
@@ -250,7 +250,7 @@ def test_status_of_a_long_run_lists_the_measurements_of_four_ranks_alone(monkeyp
             yield entry
 
     monkeypatch.setattr(store, "list", listing)
-    compared = planned.compare(run)
+    compared = plan_check.compare_with_plan(run)
     assert compared is not None
     assert compared.round_s == 230.0, "the median of the newest"
     assert sorted(listed) == ["0000/2", "0002/2", "0003/1", "0003/2", "0004/2"], "of four that run"

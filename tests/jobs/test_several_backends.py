@@ -13,7 +13,7 @@ from support.cli import Folder
 from support.fake_jobs import FakeExecutor, Machines
 
 from executors import LocalProcessExecutor, Run, attach, launch
-from executors.cli.launch import lost_from_sight
+from executors.cli.launch import report_unreadable_run
 from executors.cli.options import options_of
 from executors.cli.output import Output, UsageProblem
 from executors.errors import BackendError, LaunchError, RunNotFoundError, StoreError, UntrustedTaskError
@@ -188,14 +188,14 @@ def test_what_is_added_to_a_run_that_was_let_go_is_said_to_go_on(
     found = attach("otter", executor=FakeExecutor())
     assert found.add(FakeExecutor(), 1) == [1]
     assert note not in capsys.readouterr().err, "its launcher renews the lease"
-    lost_from_sight(found, Output(), StoreError("gone"), FakeExecutor(), who="What was added")
+    report_unreadable_run(found, Output(), StoreError("gone"), FakeExecutor(), who="What was added")
     told = "What was added continues while the store does not answer, and 15 min longer. End it: replicas cancel otter"
     assert told in capsys.readouterr().out
     release_lease(run.store, "otter")
     found = attach("otter", executor=FakeExecutor())
     assert found.add(FakeExecutor(), 2) == [2, 3]
     assert f"{note}. End it: replicas cancel otter --rank 2-3\n" in capsys.readouterr().err
-    lost_from_sight(found, Output(), StoreError("gone"), FakeExecutor(), who="What was added")
+    report_unreadable_run(found, Output(), StoreError("gone"), FakeExecutor(), who="What was added")
     assert "What was added continues without this command: replicas wait otter" in capsys.readouterr().out
     (folder / "go").touch()
     assert run.wait(60)

@@ -15,7 +15,7 @@ from support.new_runs import run_json
 
 from executors.attempt.pauses import pauses
 from executors.cli.live import PlainView, follow
-from executors.cli.output import Output, going_on, note
+from executors.cli.output import Output, note, without_unwritable_lines
 from executors.cli.table import replica_table
 from executors.errors import BackendError, ReplicasError, StoreError
 from executors.patience import AGAIN_S, FIRST_WORD_S, FOLLOWER, KEEPER, ROUND, Patience, Waits
@@ -125,7 +125,7 @@ def test_what_cannot_be_printed_while_a_run_is_watched_is_left_out_and_that_is_t
 ) -> None:
     disk, output = FullDisk(), Output()
     monkeypatch.setattr("sys.stdout", disk)
-    with going_on():
+    with without_unwritable_lines():
         for word, error in (
             ("one", None),
             ("two", OSError(28, "full")),
@@ -133,7 +133,7 @@ def test_what_cannot_be_printed_while_a_run_is_watched_is_left_out_and_that_is_t
             ("four", None),
         ):
             disk.error = error
-            output.say(word)
+            output.print(word)
     assert disk.getvalue() == "one\nfour\n"
     told = "Note: Lines of output are left out: they cannot be written (full). The run continues.\n"
     assert capsys.readouterr().err == told
@@ -147,8 +147,8 @@ def test_a_full_disk_under_stdout_and_stderr_ends_no_watching(monkeypatch: pytes
     disk.error = OSError(28, "full")
     monkeypatch.setattr("sys.stdout", disk)
     monkeypatch.setattr("sys.stderr", disk)
-    with going_on():
-        Output().say("progress")
+    with without_unwritable_lines():
+        Output().print("progress")
         note("a warning of a backend")
 
 
@@ -156,7 +156,7 @@ def test_a_closed_pipe_ends_the_watching(monkeypatch: pytest.MonkeyPatch) -> Non
     disk = FullDisk()
     monkeypatch.setattr("sys.stdout", disk)
     disk.error = BrokenPipeError()
-    with going_on(), pytest.raises(BrokenPipeError):
+    with without_unwritable_lines(), pytest.raises(BrokenPipeError):
         print("to nobody")
 
 
