@@ -21,6 +21,7 @@ from executors.run.canceller import STORE_S, end_started
 from executors.run.placements import check_single_ranks
 from executors.run.removal import names_removal
 from executors.run.run_index import reference, remember_added
+from executors.run.run_view import RunView
 from executors.run.start_spec import (
     check_env,
     check_folder,
@@ -31,7 +32,6 @@ from executors.run.start_spec import (
     trusted_task,
     with_own_task,
 )
-from executors.run.traces import Traces
 from executors.settings.durations import name_duration
 from executors.settings.settings import MAX_WORLD_SIZE
 from executors.status import name_ranks
@@ -76,7 +76,7 @@ class Added:
 
 @names_removal
 def add_replicas(
-    run: Traces, executor: str | ServerlessExecutor, asked: Addition, tell: Callable[[str], None]
+    run: RunView, executor: str | ServerlessExecutor, asked: Addition, tell: Callable[[str], None]
 ) -> Added:
     """Check everything, take ranks, and start them; raises what `Run.add` does."""
     name = reference(run.run_id, run.store.url)
@@ -154,7 +154,7 @@ def add_replicas(
     return Added(handles, StartSpec(spec, launched.entrypoint, limits), lease)
 
 
-def _inherited_secrets(run: Traces, backend: Backend, launched: LaunchedWith) -> tuple[str, ...]:
+def _inherited_secrets(run: RunView, backend: Backend, launched: LaunchedWith) -> tuple[str, ...]:
     """Return the secrets of the launch, which are names at its backends and say nothing at another."""
     first = launched.placements[0]
     if backend.backend_name in (backends := [place.backend for place in launched.placements]):
@@ -182,7 +182,7 @@ def _noting_what_is_inherited(asked: Addition, terms: Mapping[str, Any]) -> Iter
         raise
 
 
-def _say_that_it_goes_on(run: Traces, ranks: Sequence[int], timeout_s: float | None) -> None:
+def _say_that_it_goes_on(run: RunView, ranks: Sequence[int], timeout_s: float | None) -> None:
     until = "" if timeout_s is None else ", to its time limit"
     option = name_ranks(ranks).partition(" ")[2].replace(" ", "")
     print(
@@ -192,7 +192,7 @@ def _say_that_it_goes_on(run: Traces, ranks: Sequence[int], timeout_s: float | N
     )
 
 
-def _check_run(run: Traces) -> None:
+def _check_run(run: RunView) -> None:
     """Raises: BackendError, ValueError, StoreError: nothing can be added to the run."""
     for placed in run.placements.placed:
         backend = None
@@ -217,7 +217,7 @@ def _check_run(run: Traces) -> None:
         raise ValueError(f"Run {run.run_id!r} has ended ({ended}), so no replica can join it. {how}")
 
 
-def _check_start(run: Traces, backend: Backend, task: StoredTask, asked: Addition, terms: Mapping[str, Any]) -> None:
+def _check_start(run: RunView, backend: Backend, task: StoredTask, asked: Addition, terms: Mapping[str, Any]) -> None:
     """Refuse what cannot work, before anything is written, started or paid for."""
     name, store = backend.backend_name, run.store
     if backend.needs_shared_rendezvous and directory_of(store.url) is not None:
@@ -232,7 +232,7 @@ def _check_start(run: Traces, backend: Backend, task: StoredTask, asked: Additio
         backend.check_launch(asked.n, entrypoint, args, **terms)
 
 
-def _check_bar(run: Traces, key: str | None) -> tuple[int, bool]:
+def _check_bar(run: RunView, key: str | None) -> tuple[int, bool]:
     """Return how long the log of decisions is, and whether a cancel or stop of all ranks stands against new ones.
 
     Raises:
@@ -245,5 +245,5 @@ def _check_bar(run: Traces, key: str | None) -> tuple[int, bool]:
     return len(entries), order is not None
 
 
-def _ended_meanwhile(run: Traces) -> LaunchError:
+def _ended_meanwhile(run: RunView) -> LaunchError:
     return LaunchError(f"Run {run.run_id!r} was ended meanwhile: nothing is added to it.", cancelled=True)

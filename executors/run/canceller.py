@@ -19,7 +19,7 @@ from executors.errors import (
 from executors.protocol import BY_USER, STOPPED, ReplicaStatus
 from executors.restarts.decision_log import DecisionLog, is_blocked
 from executors.restarts.orders import order_cancel, order_stop
-from executors.run.observer import Observer
+from executors.run.run_state_reader import RunStateReader
 from executors.settings.policy import MAX_S
 from executors.settings.run_spec import RunSpec
 from executors.status import ReplicaState
@@ -38,19 +38,19 @@ class Canceller:
     seconds, then the service is asked to end the jobs, and then the store gets some more time.
 
     Args:
-        observer: looks at the run.
+        reader: looks at the run.
         launched_at: returns the Unix time of the run's launch. None: what the run's record says.
         tell: gets a sentence if a service takes longer than a minute, and one if the store does not answer.
     """
 
     def __init__(
         self,
-        observer: Observer,
+        reader: RunStateReader,
         launched_at: Callable[[], float] | None = None,
         tell: Callable[[str], None] = lambda words: None,
     ) -> None:
-        self._observer = observer
-        self._launched_at = launched_at or (lambda: observer.record.created_at)
+        self._reader = reader
+        self._launched_at = launched_at or (lambda: reader.record.created_at)
         self._tell = tell
         self.is_store_silent = False
         """Whether the store did not answer the last cancel."""
@@ -86,7 +86,7 @@ class Canceller:
         """
         if not 0 <= within_s <= MAX_S:
             raise ValueError(f"within_s is from 0 to {MAX_S:g} seconds, got {within_s!r}.")
-        stop = order_stop(DecisionLog(self._observer.store, self._observer.run_id), within_s)
+        stop = order_stop(DecisionLog(self._reader.store, self._reader.run_id), within_s)
         if not wait(stop.within_s or 0.0):  # not until a time of the log's, which may be by a clock that is ahead
             self.end(STOPPED)
 
@@ -98,7 +98,7 @@ class Canceller:
         """End replicas at their services, and in the store."""
         self.is_store_silent = self.was_ended_without_store = False
         self.n_withdrawn = 0
-        placements, url = self._observer.placements, self._observer.store.url
+        placements, url = self._reader.placements, self._reader.store.url
 
         def order(marks: bool) -> Sequence[ReplicaState]:
             if blocks:
@@ -106,7 +106,7 @@ class Canceller:
             seen = self._look(ranks, why)
             if marks:
                 living = [state.rank for state in seen if not state.status.is_terminal and not state.is_over]
-                self._observer.map(lambda rank: self._observer.attempt(rank).request_cancel(why), living)
+                self._reader.map(lambda rank: self._reader.attempt(rank).request_cancel(why), living)
             return seen
 
         if not placements.ends_jobs:
@@ -118,7 +118,7 @@ class Canceller:
             seen = answered_within(HEAD_START_S, asked, url)
         over = frozenset(state.rank for state in seen or () if state.status.is_terminal)
         asked_for = None if ranks is None else tuple(ranks)
-        jobs = JobsOfRun(self._observer.run_id, url, self._launched_at(), asked_for, over)
+        jobs = JobsOfRun(self._reader.run_id, url, self._launched_at(), asked_for, over)
         told = placements.end_jobs(jobs, self._tell)
         if seen and all(state.status.is_terminal for state in seen):
             self.n_withdrawn = told.n_ended
@@ -131,7 +131,7 @@ class Canceller:
             self.was_ended_without_store = True
             n = f"{told.n_ended} job{'s' * (told.n_ended != 1)}"
             self._tell(
-                f"{n} of run {self._observer.run_id} ended at the service. The run's records do not say so: {error}"
+                f"{n} of run {self._reader.run_id} ended at the service. The run's records do not say so: {error}"
             )
             return
         self._end(seen, why, told.attempts)
@@ -140,35 +140,35 @@ class Canceller:
 
     def _end(self, seen: Sequence[ReplicaState], why: str, ended: Collection[tuple[int, int]] = ()) -> None:
         """End what still runs, but for attempts (a rank and a number each) whose jobs have been ended already."""
-        observer, placements = self._observer, self._observer.placements
+        reader, placements = self._reader, self._reader.placements
         states = [state for state in seen if not state.status.is_terminal and (state.rank, state.attempt) not in ended]
         alive = [state.rank for state in states if not state.is_over]
 
         def find(rank: int) -> Any:
             try:
-                return observer.handle(rank, insists=True)
+                return reader.handle(rank, insists=True)
             except BackendError as error:  # the store can be reached all the same, and the replica looks there
-                observer.attempt(rank).request_cancel(why)
+                reader.attempt(rank).request_cancel(why)
                 return error
 
-        found = dict(zip(alive, observer.map(find, alive), strict=True))
+        found = dict(zip(alive, reader.map(find, alive), strict=True))
         unclear = {r: handle for r, handle in found.items() if isinstance(handle, BackendError)}
         launched = [r for r, handle in found.items() if handle is not None and r not in unclear]
         for r in (r for r, handle in found.items() if handle is None):
-            attempt = observer.attempt(r)
+            attempt = reader.attempt(r)
             if not placements.knows_attempts:
                 raise RunNotFoundError(
-                    f"Run {observer.run_id!r}: backend {observer.backend(r)!r} left no handle that another process can "
+                    f"Run {reader.run_id!r}: backend {reader.backend(r)!r} left no handle that another process can "
                     "read. Cancel it in the process that launched it."
                 )
             attempt.request_cancel(why)  # its launcher died, or has not come to it; one that comes up late ends, too
             attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
         if why != BY_USER:  # the executor's own marker would say that
-            observer.map(lambda r: observer.attempt(r).request_cancel(why), launched)
+            reader.map(lambda r: reader.attempt(r).request_cancel(why), launched)
 
         def end(rank: int) -> ReplicasError | OSError | None:
             try:
-                placements.cancel(observer.handle(rank))
+                placements.cancel(reader.handle(rank))
             except (ReplicasError, OSError) as error:
                 return error
             return None
@@ -180,11 +180,11 @@ class Canceller:
 
     def _bar(self, ranks: Sequence[int] | None, why: str) -> None:
         """Bar ranks, None: all, unless they have succeeded."""
-        states = self._observer.recorded(ranks)
+        states = self._reader.recorded(ranks)
         left = [state.rank for state in states if state.status is not ReplicaStatus.SUCCEEDED]
-        if run_folder_was_deleted(self._observer.store, self._observer.run_id) or not left:
+        if run_folder_was_deleted(self._reader.store, self._reader.run_id) or not left:
             return
-        log = DecisionLog(self._observer.store, self._observer.run_id)
+        log = DecisionLog(self._reader.store, self._reader.run_id)
         with contextlib.suppress(CorruptObjectError):  # then nobody can read it, so nothing is started
             # A person's order is always added: a resume may have come since that this process has not seen.
             entries = log.read()  # once: each reading asks the store
@@ -197,15 +197,15 @@ class Canceller:
         A backend that does not tell how they are may end them all the same, and what it leaves finds its marker.
         """
         try:
-            return self._observer.look(ranks)
+            return self._reader.look(ranks)
         except BackendError:
             return self._mark(ranks, why)
 
     def _mark(self, ranks: Sequence[int] | None, why: str) -> Sequence[ReplicaState]:
         """Leave the cancel markers of ranks that have not ended, None: all; return the states of these ranks."""
-        states = self._observer.recorded(ranks)
-        alive = [self._observer.attempt(state.rank) for state in states if not state.status.is_terminal]
-        self._observer.map(lambda attempt: attempt.request_cancel(why), alive)
+        states = self._reader.recorded(ranks)
+        alive = [self._reader.attempt(state.rank) for state in states if not state.status.is_terminal]
+        self._reader.map(lambda attempt: attempt.request_cancel(why), alive)
         return states
 
 

@@ -1,6 +1,6 @@
 """Restart decisions from outside of a run's machines: for ends whose supervisors are gone.
 
-It lies above `restarts/`, since it reads a run through its observer and asks the backends for supervisors.
+It lies above `restarts/`, since it reads a run through its reader and asks the backends for supervisors.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from executors.restarts.decision_log import Decision, DecisionLog, answer_to, is
 from executors.restarts.launch_starter import LaunchStarter
 from executors.restarts.orders import ASKED, order_cancel, stop_reason
 from executors.restarts.rules import is_own
-from executors.run.observer import Observer
 from executors.run.placements import known_supervisors
+from executors.run.run_state_reader import RunStateReader
 from executors.settings.policy import ONLY_PREEMPTED, Restarts
 from executors.status import ReplicaState
 from executors.store.staleness import StalenessTracker
@@ -38,15 +38,15 @@ class ExternalController:
     def __init__(
         self,
         log: DecisionLog,
-        observer: Observer,
+        reader: RunStateReader,
         starter: LaunchStarter,
         end: Callable[[str], None],
         may_start: Callable[[int], bool],
     ) -> None:
         self.log = log
         self.starter = starter
-        self._record = record = observer.record
-        self._observer = observer
+        self._record = record = reader.record
+        self._reader = reader
         self._end = end
         self._may_start = may_start
         policy, places = Restarts.of(record.settings.restarts), record.places
@@ -69,7 +69,7 @@ class ExternalController:
         """Make one pass; return in how many seconds there is something to do again. What fails is told once.
 
         Args:
-            states: of all replicas, as the observer has just seen them.
+            states: of all replicas, as the reader has just seen them.
         """
         try:
             wait_s = self._pass(states)
@@ -82,11 +82,11 @@ class ExternalController:
         return wait_s
 
     def _pass(self, states: Sequence[ReplicaState]) -> float | None:
-        observer, log = self._observer, self.log
-        observer.share_log(log)
+        reader, log = self._reader, self.log
+        reader.share_log(log)
         if self._record.settings.restarts is None and not log.entries:
             return None  # to look whether somebody has set a policy since costs a request each time
-        ends = {rank: end for rank in observer.ranks if (end := observer.outcome(rank)) is not None}
+        ends = {rank: end for rank in reader.ranks if (end := reader.outcome(rank)) is not None}
         if (
             self._record.settings.restarts == ONLY_PREEMPTED
             and not log.entries
@@ -96,8 +96,8 @@ class ExternalController:
         log.read()
         if self.policy is None:
             return None
-        ends = {rank: end for rank in observer.ranks if (end := observer.outcome(rank)) is not None}
-        newest = {rank: observer.attempt(rank).number for rank in observer.ranks}
+        ends = {rank: end for rank in reader.ranks if (end := reader.outcome(rank)) is not None}
+        newest = {rank: reader.attempt(rank).number for rank in reader.ranks}
         failed = [
             end for end in ends.values() if end.status is ReplicaStatus.FAILED and newest[end.rank] == end.attempt
         ]
@@ -115,7 +115,7 @@ class ExternalController:
     def _supervisors(self, failed: Sequence[Outcome]) -> Mapping[int, SupervisorStatus]:
         """Return the state of the supervisors of ranks; one that is known to be gone is not asked for again."""
         asked = [end for end in failed if (end.rank, end.attempt) not in self._gone]
-        handles = dict(zip((end.rank for end in asked), self._observer.map(self._handle_of, asked), strict=True))
+        handles = dict(zip((end.rank for end in asked), self._reader.map(self._handle_of, asked), strict=True))
         found = {rank: handle for rank, handle in handles.items() if isinstance(handle, SupervisorStatus)}
         ours = [end for end in asked if handles[end.rank] is not None and end.rank not in found]
         replicas = [PendingReplica(handles[end.rank], end.attempt) for end in ours]
@@ -130,7 +130,7 @@ class ExternalController:
     def _handle_of(self, end: Outcome) -> Any:
         """Return a rank's handle; None if it has none; SupervisorStatus(is_alive=True) if the backend cannot say."""
         try:
-            return self._observer.handle(end.rank, insists=True)
+            return self._reader.handle(end.rank, insists=True)
         except BackendError:
             return SupervisorStatus(is_alive=True)
 
@@ -156,7 +156,7 @@ class ExternalController:
             if how in used or not spare.has_started() or spare.has_outcome():
                 continue
             handle = spare.handle(self._record.backend)
-            backend = self._observer.placements.at(0).backend  # spares are where the run was launched
+            backend = self._reader.placements.at(0).backend  # spares are where the run was launched
             if handle is not None and backend.supervisors([PendingReplica(handle, 0)])[0].is_alive:
                 return how
         return None
@@ -166,10 +166,10 @@ class ExternalController:
         if not end.notice or supervisor.is_alive or supervisor.reason is None:
             return end
         if supervisor.reason == "cancelled" and not is_blocked(self.log.entries, end.rank):
-            order_cancel(self.log, [end.rank], f"cancelled at the backend {self._observer.backend(end.rank)!r}")
+            order_cancel(self.log, [end.rank], f"cancelled at the backend {self._reader.backend(end.rank)!r}")
         if supervisor.reason not in TOLD_BY_SERVICES:
             return end
-        self._observer.attempt(end.rank).at(end.attempt).note_why(supervisor.reason, supervisor.error)
+        self._reader.attempt(end.rank).at(end.attempt).note_why(supervisor.reason, supervisor.error)
         return replace(end, reason=supervisor.reason)
 
     def _has_progress(self, failed: Sequence[Outcome], states: Sequence[ReplicaState]) -> bool:
@@ -177,7 +177,7 @@ class ExternalController:
         unanswered = [end for end in failed if answer_to(self.log.entries, end.rank, end.attempt) is None]
         if not any(is_own(end) for end in unanswered):
             return True
-        return any(end.marks for end in failed) or any(state.reported for state in self._observer.with_reports(states))
+        return any(end.marks for end in failed) or any(state.reported for state in self._reader.with_reports(states))
 
     def _finish_stop(self, running: set[int]) -> None:
         """End what lives on after a stop."""

@@ -15,7 +15,7 @@ from executors.errors import ReplicasError
 from executors.metrics.metrics import Metrics
 from executors.patience import FOLLOWER, Outage, Waits
 from executors.report.words import inert
-from executors.run.traces import Traces
+from executors.run.run_view import RunView
 from executors.status import MAX_STEPS, RunStatus
 
 EVERY_S = 1.0  # between two looks; at a bucket they are rarer
@@ -93,7 +93,7 @@ def _kit() -> Any:
 class Display:
     """Renews the cells that show a run, in a thread that ends with the run."""
 
-    def __init__(self, run: Traces, view: NotebookView | None = None) -> None:
+    def __init__(self, run: RunView, view: NotebookView | None = None) -> None:
         self._run = run
         self._view = view or NotebookView()
         self._has_begun = False

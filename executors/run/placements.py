@@ -61,7 +61,7 @@ class PlacedBackend:
 class Placements(Backend):
     """Where the ranks of a run are: one backend, or several as one.
 
-    Placements are a Backend themselves. So launcher, observer, canceller and controller work in the same way for a run
+    Placements are a Backend themselves. So launcher, reader, canceller and controller work in the same way for a run
     on one backend and for a run on several. A backend that is not installed on this machine is an error if it is the
     run's only one. If it is one of several, the store shows how its replicas are, and their supervisors count as alive.
 

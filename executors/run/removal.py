@@ -27,7 +27,7 @@ from executors.errors import (
 from executors.patience import GLANCE
 from executors.run.job_notes import noted_jobs
 from executors.run.run_index import folder_of_run, forget, is_state_dir, local_store, reference
-from executors.run.traces import Traces
+from executors.run.run_view import RunView
 from executors.run.without_store import backends_of
 from executors.store import Store
 from executors.store.parallel import at_store
@@ -47,11 +47,11 @@ ENDS = ("replicas", "decisions", "added", "handles")  # these show that a run ha
 MANY = 4096  # objects whose deletion is begun together
 P = ParamSpec("P")
 T = TypeVar("T")
-R = TypeVar("R", bound=Traces)
+R = TypeVar("R", bound=RunView)
 MAX_PASSES = 20  # a list may be older than a deletion, or a process may continue to write
 
 
-def remove(run: Traces, tell: Callable[[str], None]) -> None:
+def remove(run: RunView, tell: Callable[[str], None]) -> None:
     """Delete a run that has ended, or finish a removal that was interrupted.
 
     Args:
@@ -114,7 +114,7 @@ def names_removal(act: Callable[Concatenate[R, P], T]) -> Callable[Concatenate[R
     return act_and_explain
 
 
-def _removal_behind(run: Traces) -> RunBeingRemovedError | None:
+def _removal_behind(run: RunView) -> RunBeingRemovedError | None:
     """Return the error for a run that is being removed, or was. None if it is not, or if that is not known."""
     try:
         # The function may have failed because of the store: its error must not wait for minutes behind this question.
@@ -127,7 +127,7 @@ def _removal_behind(run: Traces) -> RunBeingRemovedError | None:
     return None
 
 
-def _is_deleting(run: Traces) -> bool:
+def _is_deleting(run: RunView) -> bool:
     """Return whether a removal of the run has deleted something, or could have.
 
     Raises:
@@ -148,7 +148,7 @@ def _is_deleting(run: Traces) -> bool:
     return False
 
 
-def _check_ended(run: Traces) -> bool:
+def _check_ended(run: RunView) -> bool:
     """Check that every replica has ended; return False if the run's records do not say how its replicas are.
 
     Raises:
@@ -197,7 +197,7 @@ def _withdraw(store: Store, run_id: str, removal: Removal) -> None:
             store.delete(removal_key(run_id))
 
 
-def end_jobs_left(run: Traces, backends: Sequence[Backend], *, may_end: bool) -> None:
+def end_jobs_left(run: RunView, backends: Sequence[Backend], *, may_end: bool) -> None:
     """End the jobs of an ended run that their service still lists: after the removal no record would name them.
 
     Args:
@@ -225,7 +225,7 @@ def end_jobs_left(run: Traces, backends: Sequence[Backend], *, may_end: bool) ->
             raise BackendError(told.what_is_left)
 
 
-def _jobs_left(run: Traces, backends: Sequence[Backend]) -> Iterator[tuple[Backend, JobsLeft]]:
+def _jobs_left(run: RunView, backends: Sequence[Backend]) -> Iterator[tuple[Backend, JobsLeft]]:
     """Yield the backends whose services still list jobs of a run; say which services cannot be asked."""
     for backend in backends:
         try:
@@ -241,7 +241,7 @@ def _jobs_left(run: Traces, backends: Sequence[Backend]) -> Iterator[tuple[Backe
                 yield backend, left
 
 
-def backends_here(run: Traces) -> list[Backend]:
+def backends_here(run: RunView) -> list[Backend]:
     """Return the backends of a run that are installed here, by its records or else by this machine's notes.
 
     Args:
@@ -266,12 +266,12 @@ def backends_here(run: Traces) -> list[Backend]:
     return list(dict.fromkeys(found))
 
 
-def _jobs_of(run: Traces) -> JobsOfRun:
+def _jobs_of(run: RunView) -> JobsOfRun:
     """Return what finds the jobs of a run at a service."""
     return JobsOfRun(run.run_id, run.store.url, _launched_at(run))
 
 
-def _launched_at(run: Traces) -> float | None:
+def _launched_at(run: RunView) -> float | None:
     """Return when a run was launched, by its record or by this machine's notes of its jobs. None if not known."""
     with contextlib.suppress(ReplicasError):
         return run.record.created_at
@@ -282,7 +282,7 @@ def _say(words: str) -> None:
     print(f"replicas: {words}", file=sys.stderr)
 
 
-def remove_files(run: Traces, backends: Sequence[Backend]) -> None:
+def remove_files(run: RunView, backends: Sequence[Backend]) -> None:
     """Delete what replicas left outside the store. A service that cannot be asked is named on stderr.
 
     Args:
@@ -301,7 +301,7 @@ def remove_files(run: Traces, backends: Sequence[Backend]) -> None:
             _say(f"jobs and files of run {run.run_id} on {backend.backend_name!r} were not deleted: {error}")
 
 
-def withdraw_jobs(run: Traces) -> int:
+def withdraw_jobs(run: RunView) -> int:
     """Delete the jobs of an ended run that a queue still holds, on all its backends; return how many.
 
     Args:

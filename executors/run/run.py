@@ -24,7 +24,7 @@ from executors.run.notebook import Display, in_notebook
 from executors.run.progress import View, open_view
 from executors.run.removal import remove, withdraw_jobs
 from executors.run.run_logs import Ranks
-from executors.run.traces import Traces
+from executors.run.run_view import RunView
 from executors.run.waiter import Waiter
 from executors.status import ReplicaState, RunStatus
 from executors.store.parallel import within
@@ -32,7 +32,7 @@ from executors.store.parallel import within
 UPDATE_S = 10.0  # how long `add` waits for the store once its replicas are started
 
 
-class Run(Traces):
+class Run(RunView):
     """One run: follow it, read its logs, cancel it, collect its results.
 
     A context manager: leaving it cancels what still runs.
@@ -66,7 +66,7 @@ class Run(Traces):
             if words := self.end_refused(error):
                 error.add_note(words)
             raise
-        if is_over and n in (None, len(self._observer.ranks)):
+        if is_over and n in (None, len(self._reader.ranks)):
             self._settle()
         return is_over
 
@@ -248,7 +248,7 @@ class Run(Traces):
             if not added.start_spec.spec.settings.detach:
                 self.keep_here([added.start_spec], added.lease)
             with contextlib.suppress(StoreError):  # what was seen a moment ago has none of them
-                within(UPDATE_S, self._observer.update, self.store.url)
+                within(UPDATE_S, self._reader.update, self.store.url)
         except KeyboardInterrupt:  # the caller never hears of these ranks
             self.cancel(ranks)
             raise
@@ -281,9 +281,9 @@ class Run(Traces):
         log = log or DecisionLog(
             self.store, self.run_id, key=next((start_spec.spec.key for start_spec in start_specs), None)
         )
-        self._observer.share_log(log)
-        self._observer.is_kept_here = True
-        self._controller = ExternalController(log, self._observer, starter, self._canceller.end, starter.knows)
+        self._reader.share_log(log)
+        self._reader.is_kept_here = True
+        self._controller = ExternalController(log, self._reader, starter, self._canceller.end, starter.knows)
         return self._controller
 
     @property
@@ -325,11 +325,11 @@ class Run(Traces):
 
     @cached_property
     def _waiter(self) -> Waiter:
-        return Waiter(self._observer, self.cancel, self.keep, lambda: self.patience)
+        return Waiter(self._reader, self.cancel, self.keep, lambda: self.patience)
 
     @cached_property
     def _canceller(self) -> Canceller:
-        return Canceller(self._observer, lambda: self.record.created_at, self._tell)
+        return Canceller(self._reader, lambda: self.record.created_at, self._tell)
 
     @staticmethod
     def _tell(words: str) -> None:

@@ -23,7 +23,7 @@ from executors.logs.gaps import completed, completed_bytes
 from executors.logs.log import KnowsTimes, Log
 from executors.logs.readers import lines_of
 from executors.protocol import Outcome
-from executors.run.observer import Observer, unreadable
+from executors.run.run_state_reader import RunStateReader, unreadable
 from executors.store.record_names import OUTCOME
 
 LOOK_S, FAR_LOOK_S = 1.0, 4.0  # between two looks at a run in a directory, and in a bucket
@@ -99,8 +99,8 @@ class RunLogs:
         is_one: one rank was asked for, so that lines need not say whose they are.
     """
 
-    def __init__(self, observer: Observer, which: Which, chosen: Lines, note: Note, *, is_one: bool) -> None:
-        self._observer = observer
+    def __init__(self, reader: RunStateReader, which: Which, chosen: Lines, note: Note, *, is_one: bool) -> None:
+        self._reader = reader
         self._which = which
         self._chosen = chosen
         self._note = note
@@ -113,10 +113,10 @@ class RunLogs:
         Args:
             tell: is told why, if that is not all.
         """
-        problem = self._observer.problem(attempt.rank)
+        problem = self._reader.problem(attempt.rank)
         end, cut, may_lag, note = b"", problem.error or "" if problem else "", True, ""
-        if (handle := self._observer.handle_at(attempt)) is not None:
-            with contextlib.closing(self._observer.placements.open_log(handle)) as opened:
+        if (handle := self._reader.handle_at(attempt)) is not None:
+            with contextlib.closing(self._reader.placements.open_log(handle)) as opened:
                 for piece in opened.pieces():
                     end += piece
                     yield end[:-KEPT_BYTES]
@@ -154,7 +154,7 @@ class RunLogs:
         Raises:
             BackendError: no rank could be read; the error of the first.
         """
-        self._observer.look(ranks)
+        self._reader.look(ranks)
         chosen, unread = self._that_have_it(ranks), dict[int, BackendError]()
 
         def read(rank: int) -> Iterator[str]:
@@ -182,12 +182,12 @@ class RunLogs:
         """
         if self._chosen.since is not None or self._chosen.until is not None:
             raise ValueError("Lines that are followed begin with the last ones: leave since and until away.")
-        self._observer.update()
+        self._reader.update()
         lines = self._follow(self._that_have_it(ranks), n_lines, grows=grows and not isinstance(self._which, int))
         return (text for rank, number, line in lines if (text := self._shown(rank, number, line)))
 
     def _shown(self, rank: int, number: int, line: str) -> str:
-        attempt = self._observer.attempt(rank).at(number)
+        attempt = self._reader.attempt(rank).at(number)
         if line == begins(number):  # led by the rank, and nothing else
             return "" if self._chosen.grep else EVERYTHING.shown(attempt, line, is_one=self._is_one)
         return self._chosen.shown(attempt, line, is_one=self._is_one)
@@ -200,7 +200,7 @@ class RunLogs:
         """
         if not isinstance(self._which, int) or not ranks:
             return ranks
-        newest = {rank: self._observer.attempt(rank).number for rank in ranks}
+        newest = {rank: self._reader.attempt(rank).number for rank in ranks}
         if found := [rank for rank in ranks if 0 <= self._which <= newest[rank]]:
             return found
         most = max(newest.values())
@@ -209,8 +209,8 @@ class RunLogs:
     def _attempts(self, rank: int) -> list[Attempt]:
         """Return the attempts to read of a rank, oldest first."""
         if isinstance(self._which, int):
-            return [self._observer.attempt(rank).at(self._which)]
-        launched = self._observer.launched(rank)
+            return [self._reader.attempt(rank).at(self._which)]
+        launched = self._reader.launched(rank)
         return launched if self._which == "all" else launched[-1:]
 
     def _tails(self, rank: int, n_lines: int | None) -> Iterator[str]:
@@ -262,9 +262,9 @@ class RunLogs:
             yield _split(self._tail(attempt, n_lines))
 
     def _between(self, attempt: Attempt) -> Iterator[list[str]]:
-        if (handle := self._observer.handle_at(attempt)) is None:
+        if (handle := self._reader.handle_at(attempt)) is None:
             return
-        with contextlib.closing(self._observer.placements.open_log(handle)) as opened:
+        with contextlib.closing(self._reader.placements.open_log(handle)) as opened:
             try:
                 if not isinstance(opened, KnowsTimes):
                     raise ValueError(opened.note or "nobody keeps when its lines come")
@@ -280,14 +280,14 @@ class RunLogs:
             self._note(f"Rank {attempt.rank}: {words}")
 
     def _has_none(self, attempt: Attempt) -> str:
-        return f"{self._observer.backend(attempt.rank)} has no log of it"
+        return f"{self._reader.backend(attempt.rank)} has no log of it"
 
     def _tail(self, attempt: Attempt, n_lines: int) -> str:
-        text, note, handle = "", "", self._observer.handle_at(attempt)
-        if problem := self._observer.problem(attempt.rank):
+        text, note, handle = "", "", self._reader.handle_at(attempt)
+        if problem := self._reader.problem(attempt.rank):
             self._say(attempt, problem.error or "")
         if handle is not None:
-            with contextlib.closing(self._observer.placements.open_log(handle)) as opened:
+            with contextlib.closing(self._reader.placements.open_log(handle)) as opened:
                 text, note = opened.tail(n_lines), opened.note
             if text and note:
                 self._say(attempt, note)
@@ -308,7 +308,7 @@ class RunLogs:
         return last_of(outcome.output_tail or outcome.error or "", n_lines)
 
     def _outcome(self, attempt: Attempt) -> Outcome | None:
-        known = self._observer.outcome(attempt.rank)
+        known = self._reader.outcome(attempt.rank)
         if known is not None and known.attempt == attempt.number:
             return known
         try:
@@ -327,7 +327,7 @@ class RunLogs:
                     yield from ((rank, attempt.number, line.removesuffix("\n") + "\n") for line in lines)
                 yield rank, newest.number, begins(newest.number)
                 first[rank] = newest.number
-        look_s = LOOK_S if self._observer.is_near else FAR_LOOK_S
+        look_s = LOOK_S if self._reader.is_near else FAR_LOOK_S
         yield from follow_logs(self, None if grows else ranks, n_lines, first=first, look_s=look_s)
 
     # What a follower needs
@@ -335,25 +335,25 @@ class RunLogs:
     def look(self, ranks: Sequence[int] | None) -> dict[int, Sight]:
         """Return the newest attempt of each rank that has a log; where one attempt is asked for, that."""
         sights = {}
-        for state in self._observer.look(ranks):
-            *earlier, newest = (attempt.number for attempt in self._observer.launched(state.rank))
+        for state in self._reader.look(ranks):
+            *earlier, newest = (attempt.number for attempt in self._reader.launched(state.rank))
             number = self._which if isinstance(self._which, int) else newest
             sights[state.rank] = Sight(number, state.is_over or number < newest, tuple(earlier))
         return sights
 
     def open(self, rank: int, attempt: int) -> Log | None:
         """Return the log of an attempt; None while it has none."""
-        handle = self._observer.handle_at(self._observer.attempt(rank).at(attempt))
+        handle = self._reader.handle_at(self._reader.attempt(rank).at(attempt))
         if handle is None:
             return None
-        opened = self._observer.placements.open_log(handle)
+        opened = self._reader.placements.open_log(handle)
         if opened.note:
             self._note(f"Rank {rank}: {opened.note}")
         return opened
 
     def kept(self, rank: int, attempt: int) -> str:
         """Return the end of what an attempt printed, as its outcome keeps it."""
-        outcome = self._outcome(self._observer.attempt(rank).at(attempt))
+        outcome = self._outcome(self._reader.attempt(rank).at(attempt))
         return outcome.output_tail if outcome else ""
 
 

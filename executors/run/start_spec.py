@@ -18,7 +18,7 @@ from executors.errors import BackendError, StoreError, UntrustedTaskError
 from executors.restarts.launch_starter import StartSpec
 from executors.run.placements import PlacedBackend, Placements
 from executors.run.run_index import damage_of_note, needed_key, reference
-from executors.run.traces import Traces
+from executors.run.run_view import RunView
 from executors.settings.run_spec import RunSpec
 from executors.status import name_ranks
 from executors.store.record_names import run_record_key
@@ -31,7 +31,7 @@ from executors.task.stored import StoredTask, folder_of, read_task
 MAX_SHOWN = 100  # characters of what a store says that nobody vouches for
 
 
-def resumable_placements(run: Traces) -> Placements:
+def resumable_placements(run: RunView) -> Placements:
     """Return the placements of a run, all of whose backends start later attempts of a rank.
 
     Args:
@@ -50,7 +50,7 @@ def resumable_placements(run: Traces) -> Placements:
 
 
 def start_specs_of(
-    run: Traces,
+    run: RunView,
     task: StoredTask,
     *,
     ranks: Sequence[int] | None = None,
@@ -113,7 +113,7 @@ def start_specs_of(
     return found
 
 
-def spec_of(run: Traces, task: StoredTask, *, detach: bool) -> RunSpec:
+def spec_of(run: RunView, task: StoredTask, *, detach: bool) -> RunSpec:
     """Return what all attempts of a run have in common.
 
     Raises:
@@ -137,7 +137,7 @@ def with_own_task(spec: RunSpec, place: Placement) -> RunSpec:
     return spec if own is None else replace(spec, task_digest=own, task_folder=folder_of(own))
 
 
-def _check_own_task(run: Traces, place: Placement) -> None:
+def _check_own_task(run: RunView, place: Placement) -> None:
     if not isinstance(place, Added) or place.own_task is None or run.placements.trusts_store:
         return
     if not run.placements.is_added_here(place):
@@ -164,7 +164,7 @@ def check_pickle_of(task: StoredTask, backend: Backend) -> None:
         backend.check_pickle(task.record.python, f"The callable of run {task.run_id!r}")
 
 
-def check_requirements(run: Traces, backend: Backend, task: StoredTask, own_task: str | None = None) -> None:
+def check_requirements(run: RunView, backend: Backend, task: StoredTask, own_task: str | None = None) -> None:
     """Check that a backend installs no requirements but those that the task names: replicas get no others.
 
     Args:
@@ -190,7 +190,7 @@ def check_requirements(run: Traces, backend: Backend, task: StoredTask, own_task
         )
 
 
-def check_folder(run: Traces, task: StoredTask, verb: str) -> None:
+def check_folder(run: RunView, task: StoredTask, verb: str) -> None:
     """Check that the run's code is that of this process's folder, for replicas that get it from there.
 
     If the folder of the launch does not have it, or not any more, nobody can go there: a line on stderr says so.
@@ -258,7 +258,7 @@ def _is_for(place: Placement, places: Sequence[Placement], kind: str, name: str)
     return name in getattr(place, kind) or all(name not in getattr(each, kind) for each in places)
 
 
-def secrets_to_give(run: Traces, place: Placement, secrets: Sequence[str]) -> tuple[str, ...]:
+def secrets_to_give(run: RunView, place: Placement, secrets: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the secrets that replicas get, after checking that a person named them here.
 
     The machine that launched this very task, or added these very ranks, has noted them: the hash of what was added is
@@ -280,7 +280,7 @@ def secrets_to_give(run: Traces, place: Placement, secrets: Sequence[str]) -> tu
     return tuple(dict.fromkeys([*(noted or ()), *secrets]))
 
 
-def check_env(run: Traces, place: Placement, env: Mapping[str, str]) -> None:
+def check_env(run: RunView, place: Placement, env: Mapping[str, str]) -> None:
     """Raises: ValueError: the value of a variable is missing."""
     if missing := sorted({*place.env} - {*env}):
         raise ValueError(
@@ -293,7 +293,7 @@ def _is_asked_for(placed: PlacedBackend, ranks: Sequence[int] | None) -> bool:
     return ranks is None or not {*ranks}.isdisjoint(placed.placement.ranks)
 
 
-def _missing_options(run: Traces, placed: PlacedBackend) -> list[str]:
+def _missing_options(run: RunView, placed: PlacedBackend) -> list[str]:
     """Return the options that are not taken from a record and that the user did not give.
 
     If the backend is not installed on this machine, no option is missing: the start itself is refused.
@@ -305,7 +305,7 @@ def _missing_options(run: Traces, placed: PlacedBackend) -> list[str]:
     return []
 
 
-def _check_options(run: Traces, places: Sequence[PlacedBackend]) -> None:
+def _check_options(run: RunView, places: Sequence[PlacedBackend]) -> None:
     """Raises: ValueError: an option is missing that is not taken from a record."""
     for placed in places:
         place = placed.placement
@@ -319,18 +319,18 @@ def _check_options(run: Traces, places: Sequence[PlacedBackend]) -> None:
             )
 
 
-def _who(run: Traces, place: Placement) -> str:
+def _who(run: RunView, place: Placement) -> str:
     if isinstance(place, Added):
         return f"{name_ranks(place.ranks).capitalize()} of run {run.run_id!r} came"
     return f"Run {run.run_id!r} was launched"
 
 
-def _key_of(run: Traces, launched: LaunchedWith) -> str | None:
+def _key_of(run: RunView, launched: LaunchedWith) -> str | None:
     """Return the key of a signed run, which this machine keeps since it launched the run, or is told."""
     return None if launched.key_id is None else needed_key(run.run_id, launched.key_id)
 
 
-def trusted_task(run: Traces, *, task_digest: str | None = None, trust_bucket: bool = False) -> StoredTask:
+def trusted_task(run: RunView, *, task_digest: str | None = None, trust_bucket: bool = False) -> StoredTask:
     """Read the task that a resumed run starts again, after somebody vouched for it. Writes and starts nothing.
 
     Args:
@@ -389,7 +389,7 @@ def _check_digest(text: str) -> str:
     return text.lower()
 
 
-def _what_would_run(run: Traces) -> str:
+def _what_would_run(run: RunView) -> str:
     """Say what the store says of a run: nobody vouches for any of it."""
     record = run.record
     entrypoint, by, digest = (_shown(value) for value in (record.entrypoint, record.created_by, record.task_digest))

@@ -13,8 +13,8 @@ from executors.errors import BackendError, CorruptObjectError, RunNotFoundError,
 from executors.patience import FOLLOWER, Outage, Patience, Waits
 from executors.patience import waits as process_waits
 from executors.protocol import Outcome, ReplicaStatus
-from executors.run.observer import Observer
 from executors.run.progress import View
+from executors.run.run_state_reader import RunStateReader
 from executors.status import FAILED_EARLY, ReplicaState, RunStatus, describe_early_failure, name_ranks
 
 OTHERS_FAIL_S = 2.0  # what fails everywhere does so within this: then nobody trains on
@@ -97,12 +97,12 @@ class Waiter:
 
     def __init__(
         self,
-        observer: Observer,
+        reader: RunStateReader,
         cancel: Callable[[], None],
         keep: Callable[[Sequence[ReplicaState]], bool],
         patience: Callable[[], Patience] = lambda: FOLLOWER,
     ) -> None:
-        self._observer = observer
+        self._reader = reader
         self._cancel = cancel
         self._keep = keep
         self._watches_for_failures = True
@@ -114,27 +114,27 @@ class Waiter:
 
         def is_over() -> bool:
             n_ended = len(self._ended(view))
-            return n_ended >= (len(self._observer.ranks) if n is None else n)
+            return n_ended >= (len(self._reader.ranks) if n is None else n)
 
         with showing(view):
             try:
-                return wait_until(self._tolerance.tolerant(is_over), timeout_s, self._observer.pauses())
+                return wait_until(self._tolerance.tolerant(is_over), timeout_s, self._reader.pauses())
             finally:
                 self._tolerance.rest()
 
     def as_completed(self, view: View | None) -> Iterator[Outcome]:
         """Yield how each replica ended when it has, until all have; once more where one was resumed meanwhile."""
-        observer, told = self._observer, set[tuple[int, int]]()
-        pauses = observer.pauses()  # which go on where they were: to look often after each end costs
+        reader, told = self._reader, set[tuple[int, int]]()
+        pauses = reader.pauses()  # which go on where they were: to look often after each end costs
         new: list[Outcome] = []
         is_over = False
 
         def has_news() -> bool:
             nonlocal is_over
             ended = self._ended(view)
-            is_over = len(ended) == len(observer.ranks)
-            observer.collect_missing([state.rank for state in ended])
-            outcomes = list(map(observer.ending, ended))
+            is_over = len(ended) == len(reader.ranks)
+            reader.collect_missing([state.rank for state in ended])
+            outcomes = list(map(reader.ending, ended))
             new[:] = [outcome for outcome in outcomes if (outcome.rank, outcome.attempt) not in told]
             told.update((outcome.rank, outcome.attempt) for outcome in new)
             return is_over or bool(new)
@@ -156,9 +156,9 @@ class Waiter:
             return None
         if self._failing_since is None:
             self._failing_since = time.monotonic()
-        if not self._observer.record.settings.fail_fast and time.monotonic() - self._failing_since < OTHERS_FAIL_S:
+        if not self._reader.record.settings.fail_fast and time.monotonic() - self._failing_since < OTHERS_FAIL_S:
             return None
-        if not self._observer.record.settings.fail_fast:
+        if not self._reader.record.settings.fail_fast:
             self._watches_for_failures = False
             them = "them" if len(now.failed_early) > 1 else "it"
             ranks = f"{name_ranks(now.failed_early)} {FAILED_EARLY}"
@@ -169,7 +169,7 @@ class Waiter:
         why = describe_early_failure(now.failed_early[0], failed)
         told = f"{first}, which ends the run."
         try:
-            self._observer.map(lambda rank: self._observer.attempt(rank).request_cancel(why), alive)
+            self._reader.map(lambda rank: self._reader.attempt(rank).request_cancel(why), alive)
             self._cancel()
         except RunNotFoundError:
             pass  # only the process that launched it has its handles
@@ -182,22 +182,22 @@ class Waiter:
 
     def _ended(self, view: View | None) -> list[ReplicaState]:
         """Look at the run once, show it, and return the replicas that have ended."""
-        observer = self._observer
-        states = observer.look()
+        reader = self._reader
+        states = reader.look()
         while self._keep(states):  # the look after may find other ends
-            states = observer.look()
+            states = reader.look()
         has_failed = self._watches_for_failures and any(state.status is ReplicaStatus.FAILED for state in states)
         if view is not None or has_failed:
-            reported = observer.with_reports(states)
-            now = observer.status(reported)
+            reported = reader.with_reports(states)
+            now = reader.status(reported)
             if view is not None:
                 view.update(now)
             if has_failed and (told := self.end_early(now, "fail_fast=True")):
-                print(f"replicas: {observer.run_id}: {told}", file=sys.stderr)
+                print(f"replicas: {reader.run_id}: {told}", file=sys.stderr)
             if has_failed:
                 self._watches_for_failures = self._watches_for_failures and bool(now.failed_early)
         return [
-            state for state in states if state.is_over and not observer.reasons.is_awaited(observer.outcome(state.rank))
+            state for state in states if state.is_over and not reader.reasons.is_awaited(reader.outcome(state.rank))
         ]
 
 

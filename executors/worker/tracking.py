@@ -164,10 +164,10 @@ def tracked(task: StoredTask, replica: Replica, launched_at: float) -> Tracked:
 
 def write_page(replica: Replica, path: Path) -> None:
     """Write the page of a replica's run, as it is now and the rendezvous shows it."""
-    from executors.run.traces import Traces
+    from executors.run.run_view import RunView
 
     store_alone: Any = _StoreAlone()
-    Traces(replica.store, replica.run_id, executor=store_alone).report(path)
+    RunView(replica.store, replica.run_id, executor=store_alone).report(path)
 
 
 class _StoreAlone:

@@ -12,8 +12,8 @@ from support.cli import Folder, HereInstead, Terminal
 
 from executors import LocalProcessExecutor, Run, attach, launch
 from executors.logs.times import PAIR, times_of
-from executors.run.observer import Observer
 from executors.run.resume import resume
+from executors.run.run_state_reader import RunStateReader
 from executors.status import ReplicaState
 from executors.testing import eventually
 
@@ -137,13 +137,13 @@ def test_as_json_a_rank_that_lacks_the_attempt_is_left_out_and_one_look_is_of_al
     bars: HereInstead, local: LocalProcessExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resumed(local)
-    looks, look = list[Sequence[int] | None](), Observer.look
+    looks, look = list[Sequence[int] | None](), RunStateReader.look
 
-    def counted(self: Observer, ranks: Sequence[int] | None = None) -> list[ReplicaState]:
+    def counted(self: RunStateReader, ranks: Sequence[int] | None = None) -> list[ReplicaState]:
         looks.append(ranks)
         return look(self, ranks)
 
-    monkeypatch.setattr(Observer, "look", counted)
+    monkeypatch.setattr(RunStateReader, "look", counted)
     for arguments, rows in (
         (("--attempt", 1), [(1, "attempt 1 of rank 1\n")]),
         ((), [(0, "attempt 0 of rank 0\n"), (1, "attempt 1 of rank 1\n")]),

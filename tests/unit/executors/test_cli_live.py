@@ -20,8 +20,8 @@ from executors.cli.table import replica_table
 from executors.errors import BackendError, ReplicasError, StoreError
 from executors.patience import AGAIN_S, FIRST_WORD_S, FOLLOWER, KEEPER, ROUND, Patience, Waits
 from executors.protocol import Outcome, ReplicaStatus
-from executors.run.observer import Observer
 from executors.run.run import Run
+from executors.run.run_state_reader import RunStateReader
 from executors.run.waiter import OutageTolerance, Waiter
 from executors.status import Decided, Installation, ReplicaState, RestartState, RunStatus
 from executors.task.record import RunRecord
@@ -352,7 +352,7 @@ class FailingObserver:
 @pytest.mark.parametrize("error", [StoreError("no answer"), BackendError("no answer")])
 def test_what_failed_before_a_pause_between_two_waits_does_not_count_to_the_patience(error: ReplicasError) -> None:
     observer, clock = FailingObserver(), Clock()
-    waiter = Waiter(cast(Observer, observer), lambda: None, lambda states: False)
+    waiter = Waiter(cast(RunStateReader, observer), lambda: None, lambda states: False)
     waiter._tolerance = OutageTolerance(lambda: FOLLOWER, Waits(lambda words: None, clock))
     limit_s = FOLLOWER.limit_for(error)
     assert not waiter.wait(None, 0, None)

@@ -30,7 +30,6 @@ from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
 from executors.report.events import Event, EventReader, read_warnings
 from executors.restarts.decision_log import Decision, DecisionLog
 from executors.restarts.lease import was_start_abandoned
-from executors.run.observer import RECENT_S, Observer
 from executors.run.run_index import (
     Note,
     check_is_located,
@@ -43,6 +42,7 @@ from executors.run.run_index import (
 from executors.run.run_logs import EVERYTHING, Lines, OnUnread, Ranks, RunLogs, Which
 from executors.run.run_logs import Note as LogNote
 from executors.run.run_placements import GivenExecutor, RunPlacements
+from executors.run.run_state_reader import RECENT_S, RunStateReader
 from executors.status import FoundWarning, ReplicaState, RunStatus, name_ranks
 from executors.store import Store
 from executors.store.artifacts import Artifact, kept_artifacts
@@ -57,7 +57,7 @@ ABANDONED = "its launcher ended before all replicas were started"
 log = logging.getLogger(__name__)
 
 
-class Traces:
+class RunView:
     """A run as its records and its backend show it."""
 
     def __init__(
@@ -104,7 +104,7 @@ class Traces:
 
     def about_to_start(self) -> str | None:
         """Return in a few words which replicas another process is about to start; None: no process is."""
-        return self._observer.about_to_start()
+        return self._reader.about_to_start()
 
     @property
     def url(self) -> str:
@@ -124,8 +124,8 @@ class Traces:
     @property
     def ranks(self) -> list[int]:
         """The ranks that were launched, and those that were added since."""
-        self._observer.update(RECENT_S)
-        return list(self._observer.ranks)
+        self._reader.update(RECENT_S)
+        return list(self._reader.ranks)
 
     @property
     def executor(self) -> ServerlessExecutor:
@@ -159,11 +159,11 @@ class Traces:
     @property
     def handles(self) -> list[Any]:
         """The replicas' handles in rank order; None for one that left none that this process can read."""
-        return self._observer.handles()
+        return self._reader.handles()
 
     def handle(self, rank: int) -> Any:
         """The handle of one replica; None while it has left none that this process can read."""
-        return self._observer.handle(rank)
+        return self._reader.handle(rank)
 
     def __repr__(self) -> str:
         try:
@@ -177,10 +177,10 @@ class Traces:
 
     def outcomes(self) -> list[Outcome]:
         """Return how each replica ended, in rank order, without waiting; those that have not are pending or running."""
-        states = self._observer.look()
+        states = self._reader.look()
         if all(state.is_over for state in states):
-            self._observer.collect_missing(self._observer.ranks)
-        return list(map(self._observer.ending, states))
+            self._reader.collect_missing(self._reader.ranks)
+        return list(map(self._reader.ending, states))
 
     def status(self, *, reports: bool = True) -> RunStatus:
         """Return the state of every replica: status, and what it reported last.
@@ -188,9 +188,9 @@ class Traces:
         Args:
             reports: False leaves out what they reported: at a bucket that saves a request for each.
         """
-        states = self._with_abandoned(self._observer.look())
-        replicas = self._observer.with_reports(states) if reports else states
-        return self._observer.status(replicas)
+        states = self._with_abandoned(self._reader.look())
+        replicas = self._reader.with_reports(states) if reports else states
+        return self._reader.status(replicas)
 
     def recorded_status(self) -> RunStatus:
         """Return the state of every replica from the store alone: the backend is not asked.
@@ -206,11 +206,11 @@ class Traces:
             except BackendError:
                 now = run.recorded_status()
         """
-        return self._observer.status(self._observer.with_reports(self._observer.recorded()))
+        return self._reader.status(self._reader.with_reports(self._reader.recorded()))
 
     def _with_abandoned(self, states: Sequence[ReplicaState]) -> Sequence[ReplicaState]:
         """Say of replicas that nobody starts any more that their launcher is gone; asked for once in half a minute."""
-        inventory = self._observer.inventory
+        inventory = self._reader.inventory
         waiting = {
             state.rank
             for state in states
@@ -231,16 +231,16 @@ class Traces:
     @property
     def decisions(self) -> Sequence[Decision]:
         """What was decided on the run, as far as a look at it needed to know, oldest first."""
-        return self._observer.decisions
+        return self._reader.decisions
 
     @property
     def is_hopeless(self) -> bool:
         """Whether, as of the last look, it was stopped or a rank given up for what comes again if nothing changes."""
-        return self._observer.is_hopeless
+        return self._reader.is_hopeless
 
     def pauses(self) -> Iterator[float]:
         """Yield the seconds to wait between one look at the run and the next: at a bucket, requests cost."""
-        return self._observer.pauses()
+        return self._reader.pauses()
 
     @overload
     def logs(
@@ -303,7 +303,7 @@ class Traces:
             lines: which ones, and how they are shown.
             note: is given a line about each log that is not read where its replica writes to.
         """
-        logs = RunLogs(self._observer, attempt, lines, note, is_one=isinstance(rank, int))
+        logs = RunLogs(self._reader, attempt, lines, note, is_one=isinstance(rank, int))
         chosen = self.ranks if rank is None else [rank] if isinstance(rank, int) else rank
         ranks = [self.check_rank(r) for r in chosen]
         if follow:
@@ -320,7 +320,7 @@ class Traces:
         on_unread: OnUnread | None = None,
     ) -> dict[int, str]:
         """Return the lines of each rank that has the attempt, led by nothing; see `log_pieces`."""
-        logs = RunLogs(self._observer, attempt, lines, note, is_one=True)
+        logs = RunLogs(self._reader, attempt, lines, note, is_one=True)
         texts: dict[int, list[str]] = {}
         for rank, text in logs.tails([self.check_rank(rank) for rank in ranks], tail, on_unread):
             texts.setdefault(rank, []).append(text)
@@ -332,7 +332,7 @@ class Traces:
         Args:
             tell: is told why, if that is not all.
         """
-        logs = RunLogs(self._observer, attempt.number, EVERYTHING, lambda words: None, is_one=True)
+        logs = RunLogs(self._reader, attempt.number, EVERYTHING, lambda words: None, is_one=True)
         return logs.whole(attempt, tell)
 
     def events(self, follow: bool = False, note: LogNote = log.warning) -> Iterator[Event]:
@@ -344,11 +344,11 @@ class Traces:
         """
         key = self.record.key_id and find_key(self.run_id, self.record.key_id)
         decisions = DecisionLog(self.store, self.run_id, key=key)
-        reader = EventReader(decisions, self.record, map_over=self._observer.map, note=note)
+        reader = EventReader(decisions, self.record, map_over=self._reader.map, note=note)
         for pause_s in self.pauses():
             now = retry(lambda: self.status(reports=False), FOLLOWER if follow else BRIEF, "the rendezvous")
-            self._observer.share_log(decisions)
-            yield from reader.new(self._observer.inventory, now)
+            self._reader.share_log(decisions)
+            yield from reader.new(self._reader.inventory, now)
             if not follow or now.is_terminal:
                 return
             time.sleep(pause_s)
@@ -379,14 +379,14 @@ class Traces:
                 note(str(error))
                 return []
 
-        found = [each for some in self._observer.map(read, attempts) for each in some]
+        found = [each for some in self._reader.map(read, attempts) for each in some]
         found += [each for each in now.warnings if each.rank is None]
         return sorted(found, key=lambda each: each.at)
 
     @property
     def inventory(self) -> Inventory:
         """What the replicas have left, as of the last look."""
-        return self._observer.inventory
+        return self._reader.inventory
 
     def metrics(self) -> Metrics:
         """Return what the replicas measured over time, on one time line, and what became of their work."""
@@ -490,17 +490,17 @@ class Traces:
 
     def newest_attempt(self, rank: int) -> Attempt:
         """Return a rank's newest attempt: its number is 0 until it was resumed, or its process started twice."""
-        self._observer.update(RECENT_S)
-        return self._observer.attempt(rank)
+        self._reader.update(RECENT_S)
+        return self._reader.attempt(rank)
 
     def launched(self, rank: int) -> list[Attempt]:
         """Return a rank's attempts that were launched, oldest first: each has a log of its own."""
-        self._observer.update(RECENT_S)
-        return self._observer.launched(rank)
+        self._reader.update(RECENT_S)
+        return self._reader.launched(rank)
 
     @cached_property
-    def _observer(self) -> Observer:
-        return Observer(self.store, self.run_id, self.record, self.placements, self._launched)
+    def _reader(self) -> RunStateReader:
+        return RunStateReader(self.store, self.run_id, self.record, self.placements, self._launched)
 
     def check_rank(self, rank: int) -> int:
         """Return a rank.

@@ -42,7 +42,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Observer:
+class RunStateReader:
     """What one process has seen of a run's replicas. A terminal status stays until a newer attempt is found.
 
     Args:
@@ -236,7 +236,7 @@ class Observer:
             rank: the rank.
 
         Example:
-            observer.has_ended_with_launcher(0)
+            reader.has_ended_with_launcher(0)
         """
         supervisor = None if self.is_kept_here else self._supervisor(rank)
         if supervisor is None or supervisor.is_alive:
