@@ -125,7 +125,7 @@ class RestartState:
     note: str = ""
     is_awaited: bool = False
     """Whether another attempt is to follow the one that ended."""
-    is_hopeless: bool = False
+    is_permanent: bool = False
     """Whether it was given up, or the run stopped, because starting it again unchanged does not help."""
 
     def to_json(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from executors.store.record_names import (
     HEARTBEAT,
     INTENT,
     OUTCOME,
-    SERVICE_WORD,
+    SERVICE_REASON,
     run_folder_was_deleted,
     run_record_key,
 )
@@ -63,7 +63,7 @@ from executors.store.run_key import KEY_ID, held_key, hold_named_key, key_id, la
 from executors.store.url import RUN_ID
 
 T = TypeVar("T")
-TOLD_BY_SERVICES = ("preempted", "timeout")
+SERVICE_REASONS = ("preempted", "timeout")
 TICKS = integer(0, 2**63)
 MAX_INSTALLED = 1 << 50  # bytes
 PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?=$|[\s\[=<>!~;@(])")  # the name that a requirement begins with
@@ -150,10 +150,10 @@ class Intent(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServiceWord(Record):
+class ServiceReason(Record):
     """`service.json`: why a service ended an attempt whose outcome knows no more than a signal."""
 
-    reason: str = checked(one_of(*TOLD_BY_SERVICES))
+    reason: str = checked(one_of(*SERVICE_REASONS))
     error: str = checked(text())
 
 
@@ -170,7 +170,7 @@ def parse_handle(data: Any, key: str = HANDLE, url: str = "") -> ReplicaHandle:
     )
 
 
-SIGNED = (CLAIM, HANDLE, INTENT, OUTCOME, SERVICE_WORD)
+SIGNED = (CLAIM, HANDLE, INTENT, OUTCOME, SERVICE_REASON)
 """The records of an attempt that need a proof in a signed run.
 
 The first three begin an attempt: any of them makes it the newest one of its rank, which fences the attempt before. A
@@ -446,7 +446,7 @@ class Attempt:
             whose = f"rank {found.rank}, attempt {found.attempt}"
             raise CorruptObjectError(f"{key!r} in {url} is the outcome of {whose}.", key=key, url=url)
         if found is not None and found.was_told_to_end:
-            word = self.find(SERVICE_WORD, ServiceWord.parse)
+            word = self.find(SERVICE_REASON, ServiceReason.parse)
             if word is not None:
                 reason: Any = word.reason
                 return replace(found, reason=reason, error=word.error, error_line=None)
@@ -464,13 +464,13 @@ class Attempt:
             return True
         return data is not None and not is_proven(data, key, run_key)
 
-    def note_why(self, reason: Reason | None, error: str | None) -> None:
+    def record_service_reason(self, reason: Reason | None, error: str | None) -> None:
         """Leave why its service ended it, where that says more than the signal that its outcome has."""
         if lacks_key(self.store.url, self.run_id):
             return  # a restart after `preempted` is free: only a process with the run's key may say that
-        if reason in TOLD_BY_SERVICES and not run_folder_was_deleted(self.store, self.run_id):
+        if reason in SERVICE_REASONS and not run_folder_was_deleted(self.store, self.run_id):
             with contextlib.suppress(UnwritableStoreError):  # who looks may only read
-                self.create(SERVICE_WORD, to_bytes({"reason": reason, "error": error or ""}))
+                self.create(SERVICE_REASON, to_bytes({"reason": reason, "error": error or ""}))
 
     def ended(self, status: ReplicaStatus, reason: Reason | None = None, **more: Any) -> Outcome:
         """Return an outcome of this attempt, not yet recorded."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 T = TypeVar("T")
-FAILED, USAGE, HOPELESS, TIMED_OUT, CANCELLED = 1, 2, 93, 124, 130  # exit codes
+FAILED, USAGE, PERMANENT, TIMED_OUT, CANCELLED = 1, 2, 93, 124, 130  # exit codes
 CLOSED_PIPE = 141  # as of a program that SIGPIPE ended
 WRONG_PATH = (
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS),

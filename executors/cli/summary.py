@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from executors.cli.output import (
     CANCELLED,
     FAILED,
-    HOPELESS,
     MAX_CHARACTERS,
+    PERMANENT,
     TIMED_OUT,
     Output,
     finite,
@@ -68,14 +68,14 @@ def exit_code(
     interrupted: bool = False,
     enough: int | None = None,
     decisions: Sequence[Decision] = (),
-    is_hopeless: bool = False,
+    is_permanent: bool = False,
 ) -> int:
     """Return the command's exit code for a run that has ended: the first that applies of 130, 93, 1, 124 and 0.
 
     Args:
         enough: how many that succeed make it 0. None: all.
         decisions: what was decided on the run.
-        is_hopeless: starting it again unchanged does not help.
+        is_permanent: starting it again unchanged does not help.
     """
     n_done = sum(outcome.status is ReplicaStatus.SUCCEEDED for outcome in outcomes)
     if enough is not None and n_done >= enough and not interrupted:
@@ -85,8 +85,8 @@ def exit_code(
     cancelled = [outcome for outcome in outcomes if outcome.status is ReplicaStatus.CANCELLED]
     if interrupted or not all(FAILED_EARLY in (end.error or "") or was_stopped(decisions, end) for end in cancelled):
         return CANCELLED
-    if is_hopeless:
-        return HOPELESS
+    if is_permanent:
+        return PERMANENT
     reasons = {group[0].reason for group in group_failures(outcomes)}
     if reasons - {"timeout"}:
         return FAILED
@@ -100,7 +100,7 @@ def code_of(run: Run, outcomes: Sequence[Outcome], *, interrupted: bool = False)
         interrupted=interrupted,
         enough=run.record.settings.min_replicas,
         decisions=run.decisions,
-        is_hopeless=run.is_hopeless,
+        is_permanent=run.is_permanent,
     )
 
 
@@ -186,7 +186,7 @@ class Summary:
                 output.print(f"{removed}, which leaves the result of the others as it is.", "yellow")
             self.print_standstills(output)
             self.print_warnings(output)
-            if self.code == HOPELESS:
+            if self.code == PERMANENT:
                 output.print()
                 output.print("Starting the run again unchanged does not help (exit code 93).", "yellow")
             output.print()

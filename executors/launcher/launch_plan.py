@@ -35,7 +35,7 @@ from executors.run.placements import Placements, as_placements
 from executors.run.prices import affordable_s, usd_per_hour
 from executors.run.run_index import KNOWN_BY, keep_key, local_store, locate, remember
 from executors.settings import GATHER_S
-from executors.shipping.checkout import Checkout, Look
+from executors.shipping.checkout import Checkout, GitQuery
 from executors.shipping.script_header import check_python, script_header, script_of
 from executors.store import open_store
 from executors.store.parallel import within
@@ -234,7 +234,7 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
     names: Any = {"env": list(request.env or ()), "secrets": settings.secrets}
     placements = placements.with_limits(gpu=settings.gpu, timeout_s=timeout, **names)
     args = request.args or {}
-    with contextlib.closing(Look(Path.cwd())) as look:
+    with contextlib.closing(GitQuery(Path.cwd())) as look:
         placements.warm_up()
         for module in NEEDED_SOON:  # meanwhile other processes warm up, and ask git
             importlib.import_module(module)

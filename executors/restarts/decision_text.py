@@ -12,7 +12,7 @@ from executors.restarts.rules import MOST_REFUSED
 from executors.settings.policy import Restarts
 from executors.status import name_ranks
 
-HOPELESS = ("deterministic", "no_progress")
+PERMANENT = ("deterministic", "no_progress")
 """Why a rank was given up, or the run stopped, so that starting it again unchanged does not help."""
 MAX_ERROR = 160  # characters of a message that is quoted within a line
 

@@ -13,7 +13,7 @@ from executors.errors import CorruptObjectError
 from executors.process import may_live
 from executors.protocol import BY_USER, STOPPED, Outcome, ReplicaStatus
 from executors.restarts.decision_log import Decision, DecisionLog, answer_to, blocking_order, is_blocked, policy_of
-from executors.restarts.decision_text import HOPELESS, RestartTally, line_of, note_of
+from executors.restarts.decision_text import PERMANENT, RestartTally, line_of, note_of
 from executors.restarts.orders import stop_reason
 from executors.restarts.rules import RunFacts, decide
 from executors.settings.policy import Restarts
@@ -172,14 +172,14 @@ class RestartView:
             known = replace(known, decision={name: getattr(answer, name) for name in SHOWN})
         if answer is not None and answer.kind in ("give_up", "stop"):
             note = note_of(log, log.index(answer), self._launched, now)
-            return replace(state, restart=replace(known, note=note, is_hopeless=answer.why in HOPELESS))
+            return replace(state, restart=replace(known, note=note, is_permanent=answer.why in PERMANENT))
         if order is not None and answer is not None:  # as whoever was to begin it records, if that lives
             number, error = answer.start[state.rank], f"Replica {state.rank} was ended: {stop_reason(order)}."
             gone = Outcome(state.rank, number, ReplicaStatus.CANCELLED, "cancelled", error=error, finished_at=order.at)
             return replace(state, attempt=number, status=gone.status, outcome=gone, restart=known)
         if order is not None or self._problem:
-            is_hopeless = order is not None and order.kind == "stop" and order.why in HOPELESS
-            return replace(state, restart=replace(known, note=self._problem, is_hopeless=is_hopeless))
+            is_permanent = order is not None and order.kind == "stop" and order.why in PERMANENT
+            return replace(state, restart=replace(known, note=self._problem, is_permanent=is_permanent))
         if answer is not None and answer.kind == "resume":
             is_awaited = is_under_way(answer, now)
             return _awaiting(state, known, "resuming") if is_awaited else replace(state, restart=known)
@@ -195,7 +195,7 @@ class RestartView:
             return replace(state, restart=known)
         if expected.kind == "give_up" and expected.why != "no_progress":
             note = note_of([*log, expected], len(log), self._launched, now)
-            return replace(state, restart=replace(known, note=note, is_hopeless=expected.why in HOPELESS))
+            return replace(state, restart=replace(known, note=note, is_permanent=expected.why in PERMANENT))
         # A rank of a run that goes on alone is lost with its supervisor: nobody is left who could still answer its end.
         if self._is_left(end.rank):  # also at the first look: nothing that follows could begin any more
             return replace(state, restart=replace(known, note=self._note_of_end))

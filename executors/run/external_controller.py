@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from executors.attempt import TOLD_BY_SERVICES, Attempt
+from executors.attempt import SERVICE_REASONS, Attempt
 from executors.backend import PendingReplica, SupervisorStatus
 from executors.errors import BackendError, StoreError
 from executors.protocol import Outcome, ReplicaStatus
@@ -167,9 +167,9 @@ class ExternalController:
             return end
         if supervisor.reason == "cancelled" and not is_blocked(self.log.entries, end.rank):
             order_cancel(self.log, [end.rank], f"cancelled at the backend {self._reader.backend(end.rank)!r}")
-        if supervisor.reason not in TOLD_BY_SERVICES:
+        if supervisor.reason not in SERVICE_REASONS:
             return end
-        self._reader.attempt(end.rank).at(end.attempt).note_why(supervisor.reason, supervisor.error)
+        self._reader.attempt(end.rank).at(end.attempt).record_service_reason(supervisor.reason, supervisor.error)
         return replace(end, reason=supervisor.reason)
 
     def _has_progress(self, failed: Sequence[Outcome], states: Sequence[ReplicaState]) -> bool:

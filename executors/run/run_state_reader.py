@@ -79,7 +79,7 @@ class RunStateReader:
         self.is_kept_here = False
         """Whether this process answers ends whose supervisors are gone."""
         self._restarts = RestartView(store, run_id, record, self.has_keeper, self.has_ended_with_launcher, reference)
-        self._hopeless: set[int] = set()
+        self._permanent: set[int] = set()
         self._judged: dict[tuple[int, int, int], bool] = {}
         """Of each `outcome.json` that is not a copy of a signed one whether it is forged, by rank, attempt and size."""
         self._judged_starts: set[tuple[int, int, str]] = set()
@@ -119,8 +119,8 @@ class RunStateReader:
             self._outcomes.pop(self._unrecorded.pop(), None)
         seen = [replace(state, backend=self.backend(state.rank)) for state in self._look(ranks)]
         states = self._restarts.over(seen, self._ends())
-        hopeless = {state.rank for state in states if state.restart.is_hopeless}
-        self._hopeless = hopeless | self._hopeless - {state.rank for state in states}
+        permanent = {state.rank for state in states if state.restart.is_permanent}
+        self._permanent = permanent | self._permanent - {state.rank for state in states}
         return [self._never_started(state) for state in states] if self._has_no_launcher() else states
 
     def _has_no_launcher(self) -> bool:
@@ -216,9 +216,9 @@ class RunStateReader:
         self._restarts.share(log)
 
     @property
-    def is_hopeless(self) -> bool:
+    def is_permanent(self) -> bool:
         """Whether, as of the last look, starting some rank again unchanged does not help."""
-        return bool(self._hopeless)
+        return bool(self._permanent)
 
     def has_keeper(self, rank: int) -> bool:
         """Whether the supervisor of a rank lives, as far as its executor can tell."""

@@ -234,9 +234,9 @@ class RunView:
         return self._reader.decisions
 
     @property
-    def is_hopeless(self) -> bool:
+    def is_permanent(self) -> bool:
         """Whether, as of the last look, it was stopped or a rank given up for what comes again if nothing changes."""
-        return self._reader.is_hopeless
+        return self._reader.is_permanent
 
     def pauses(self) -> Iterator[float]:
         """Yield the seconds to wait between one look at the run and the next: at a bucket, requests cost."""

@@ -47,7 +47,7 @@ class ServiceReasons:
                 if not supervisor.is_alive:
                     self._waited_until[end.rank, end.attempt] = 0.0
                     attempt = Attempt.from_handle(handle, placements.name_at(end.rank)).at(end.attempt)
-                    attempt.note_why(supervisor.reason, supervisor.error)
+                    attempt.record_service_reason(supervisor.reason, supervisor.error)
                     explained.append(end)
                 elif placements.lease_s is not None:  # replicas run as jobs, which have reasons to end
                     self._waited_until.setdefault((end.rank, end.attempt), time.monotonic() + ANSWERS_IN_S)

@@ -35,7 +35,7 @@ class Checkout:
         return asdict(self) if self.commit else None
 
 
-class Look:
+class GitQuery:
     """A look at a folder, in processes beside this one."""
 
     def __init__(self, root: Path) -> None:

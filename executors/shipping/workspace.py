@@ -27,7 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from executors.errors import EntrypointError
-from executors.shipping.checkout import Look, git
+from executors.shipping.checkout import GitQuery, git
 from executors.task.code_package import Package
 
 WORKSPACE, PACKAGES = "workspace", "packages"  # the archive's two folders
@@ -63,7 +63,7 @@ def snapshot_workspace(root: Path) -> Package:
         raise EntrypointError(
             f"The workspace {str(root)!r} cannot be packed: {error}. Make the file readable, or name it in .gitignore."
         ) from error
-    with contextlib.closing(Look(root)) as look:
+    with contextlib.closing(GitQuery(root)) as look:
         checkout = look.result(patience_s=None)
     return Package(
         archive,

@@ -351,14 +351,14 @@ OLD_NAMES: Mapping[str, str] = {
     "Keeper": "RestartController", "OutsideKeeper": "ExternalController", "Unfinished": "PendingReplica",
     "Parent": "SupervisorStatus", "Answers": "RestartSession", "ServiceWord": "ServiceReason",
     "note_why": "record_service_reason", "Site": "PlacedBackend", "Fleet": "Placements", "NativeExecutor": "Backend",
-    "SpreadExecutor": "Placements", "as_one": "Placements", "Recipe": "StartSpec",
+    "SpreadExecutor": "Placements", "as_one": "Placements", "half_way": "launch_failed_message", "Recipe": "StartSpec",
     "Ends": "ExitClassifier", "EndRecords": "OutcomeWriter", "vouched_task": "trusted_task",
     "is_overtaken": "is_fenced", "barred_by": "blocking_order", "is_barred": "is_blocked",
     "CancelLooks": "CancelPoller", "words_of_bar": "stop_reason", "Ranks": "ProcessStarter",
     "Running": "RunningAttempt", "leave_behind": "give_up_process", "Participant": "TrainingSide",
     "Rounds": "RoundRunner", "Turns": "Scheduler", "InTurn": "Inline", "Cursor": "LogReplayer", "Send": "PendingWork",
     "Landing": "RoundResult", "Settlement": "StepAccount", "Shadow": "HeldWork", "Room": "BufferPool",
-    "Lost": "WireError", "lone_s": "unobserved_wait_s", "insist_on_seal": "read_seal_or_none", "Look": "GitQuery",
+    "Lost": "WireError", "lone_s": "unobserved_wait_s", "insist_on_seal": "read_seal_or_none", "Look": "Look",
     "Earlier": "RestartTally", "is_hopeless": "is_permanent", "begun_by": "started_by", "total_of": "total_replicas",
 }  # fmt: skip
 """The old names of classes and functions that mean one thing, with their new ones."""

@@ -295,7 +295,7 @@ class JobExecutor(Backend):
                 (parent,) = self.supervisors([PendingReplica(handle, outcome.attempt)])
                 if not parent.is_alive:
                     self._explained.add(replica.attempt.place)
-                    replica.attempt.note_why(parent.reason, parent.error)
+                    replica.attempt.record_service_reason(parent.reason, parent.error)
         if outcome is not None:
             return outcome.status
         return ReplicaStatus.RUNNING if replica.attempt.has_started() else ReplicaStatus.PENDING

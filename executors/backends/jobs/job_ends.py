@@ -106,7 +106,7 @@ class JobEnds:
         outcome = attempt.outcome() or self._ended_without_outcome(replica, state)  # perhaps written just before
         if outcome.was_told_to_end:
             parent = self.parent_of(replica, state)
-            attempt.note_why(parent.reason, parent.error)
+            attempt.record_service_reason(parent.reason, parent.error)
             outcome = attempt.outcome() or outcome
         if state.holds and replica.job is not None:
             self.withdraw(replica)

@@ -10,7 +10,7 @@ import pytest
 from support.git import git, repository
 
 from executors import launch
-from executors.shipping.checkout import Checkout, Look
+from executors.shipping.checkout import Checkout, GitQuery
 from executors.testing import eventually
 
 
@@ -18,7 +18,7 @@ def test_the_commit_is_told_and_whether_the_files_differ_from_it(tmp_path: Path)
     root = repository(tmp_path / "work", {"train.py": "x = 1"})
     commit = git(root, "rev-parse", "HEAD")
     for is_dirty in (False, True):
-        with closing(Look(root)) as look:
+        with closing(GitQuery(root)) as look:
             assert look.result() == Checkout(commit, is_dirty)
         (root / "train.py").write_text("x = 2")
 
@@ -27,14 +27,14 @@ def test_of_a_folder_that_the_repository_ignores_its_commit_is_not_told(tmp_path
     root = repository(tmp_path / "work", {"a.py": "", ".gitignore": "scratch/"})
     (root / "scratch" / "inner").mkdir(parents=True)
     for folder in (root / "scratch", root / "scratch" / "inner"):
-        with closing(Look(folder)) as look:
+        with closing(GitQuery(folder)) as look:
             assert look.result() == Checkout()
 
 
 def test_outside_a_repository_and_without_git_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in (os.environ["PATH"], str(tmp_path)):
         monkeypatch.setenv("PATH", path)
-        with closing(Look(tmp_path)) as look:
+        with closing(GitQuery(tmp_path)) as look:
             assert look.result().about is None
 
 
@@ -51,7 +51,7 @@ def test_a_git_that_takes_long_is_not_waited_for_and_leaves_no_process(
     slow.chmod(0o755)
     pids.touch()
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with closing(Look(tmp_path)) as look:
+    with closing(GitQuery(tmp_path)) as look:
         eventually(lambda: [state_of(pid) for pid in pids.read_text().split()].count("Z") == 2, "two have answered")
         assert look.result() == Checkout("abc", None)
     for pid in pids.read_text().split():

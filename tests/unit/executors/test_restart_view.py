@@ -203,7 +203,7 @@ def test_what_failed_twice_alike_is_given_up_also_before_anybody_writes_it() -> 
     write(run.store, 0, "outcome", outcome_json(0, **end), attempt=1)
     assert run.wait(timeout=0)
     assert run.status().replicas[0].note == "given up: failed twice alike at step 7 (ValueError: no)"
-    assert run.is_hopeless
+    assert run.is_permanent
 
 
 @pytest.mark.parametrize(
@@ -345,5 +345,5 @@ def test_the_exit_code_says_whether_starting_again_helps(
         for rank, end in enumerate(ends)
     ]
     run.status()
-    assert exit_code(outcomes, decisions=run.decisions, is_hopeless=run.is_hopeless) == code
-    assert exit_code(outcomes, decisions=run.decisions, is_hopeless=run.is_hopeless, interrupted=True) == 130
+    assert exit_code(outcomes, decisions=run.decisions, is_permanent=run.is_permanent) == code
+    assert exit_code(outcomes, decisions=run.decisions, is_permanent=run.is_permanent, interrupted=True) == 130

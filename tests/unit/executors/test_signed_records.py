@@ -143,7 +143,7 @@ def test_the_word_of_a_service_needs_the_key_as_well(store: MemoryStore) -> None
     store.put(attempt.key("service.json"), to_bytes({"reason": "preempted", "error": "forged"}))
     told = attempt.record(attempt.ended(ReplicaStatus.FAILED, "signal", notice="SIGTERM", error="it was told to"))
     assert (told.reason, told.error) == ("signal", "it was told to")
-    attempt.note_why("preempted", "its machine was taken")
+    attempt.record_service_reason("preempted", "its machine was taken")
     explained = attempt.outcome()
     assert explained is not None
     assert (explained.reason, explained.error) == ("preempted", "its machine was taken")
@@ -235,7 +235,7 @@ def test_a_process_without_the_key_reads_what_is_there_as_unproven_and_writes_no
     found = Attempt(store, "otter", 0).outcome()
     assert found is not None
     assert (found.result, found.unproven) == ("forged", True)
-    Attempt(store, "otter", 0).note_why("preempted", "so it says")
+    Attempt(store, "otter", 0).record_service_reason("preempted", "so it says")
     assert [entry.key for entry in store.list("otter/")] == [PLAIN]
 
 
