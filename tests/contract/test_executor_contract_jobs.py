@@ -12,7 +12,7 @@ from support.fake_jobs import FakeExecutor, GroupingFakeJobs, Machines
 from executors import ReplicaHandle, ServerlessExecutor
 from executors.backend import Backend, SupervisorStatus
 from executors.backends.jobs import sdk
-from executors.backends.jobs.job_ends import JobEnds
+from executors.backends.jobs.job_outcomes import JobOutcomeRecorder
 from executors.testing import ExecutorContract
 
 
@@ -72,7 +72,7 @@ def test_what_an_engine_can_do_to_an_executor_is_looked_for(
     )
     mutants: list[tuple[Any, str, Any, Test]] = [
         (GroupingFakeJobs, "find", lambda _, key: [], lost),
-        (JobEnds, "parent_of", lambda *_: SupervisorStatus(is_alive=False), evicted),
+        (JobOutcomeRecorder, "supervisor_of", lambda *_: SupervisorStatus(is_alive=False), evicted),
         (sdk, "LONGEST_PAUSE_S", 0.1, contract.test_many_replicas_are_started_and_watched_by_few_requests),
     ]
     for place, name, broken, test in mutants:

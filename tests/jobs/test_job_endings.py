@@ -13,7 +13,7 @@ from support.fake_jobs import FakeExecutor, Machines, attached, ends, start, wai
 
 from executors import Run, launch
 from executors.backend import Observation, PendingReplica
-from executors.backends.jobs.job_ends import STILL_S, JobEnds
+from executors.backends.jobs.job_outcomes import STILL_S, JobOutcomeRecorder
 from executors.errors import BackendError, ReplicaLostError
 from executors.restarts.decision_log import DecisionLog
 from executors.store.records import to_bytes
@@ -98,7 +98,7 @@ def test_a_replica_whose_job_is_unknown_is_lost_when_its_heartbeat_has_stood_sti
     machines.end(machines.job_of(run, 0))
     machines.jobs[0].is_forgotten = True
     now, executor = 0.0, FakeExecutor()
-    executor._ends = JobEnds(executor.service, executor._states, clock=lambda: now)
+    executor._recorder = JobOutcomeRecorder(executor.service, executor._states, clock=lambda: now)
     ask = [PendingReplica(run.handles[0], 0)]
     for now in (0.0, STILL_S - 1):  # noqa: B007 - it is the clock
         eventually(lambda: executor.observe(ask) == [Observation(doing="Fake does not know its job")])

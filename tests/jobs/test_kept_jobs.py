@@ -23,7 +23,7 @@ from support.fake_jobs import FakeExecutor, FakeJob, Machines, attached, start
 from executors import Run, attach
 from executors.attempt import Attempt, Intent
 from executors.backend import PendingReplica
-from executors.backends.jobs.job_ends import CLOCKS_DIFFER_S
+from executors.backends.jobs.job_outcomes import CLOCKS_DIFFER_S
 from executors.backends.jobs.service import LONGEST_PATIENCE_S, START_LIMIT_S, Job
 from executors.restarts.decision_log import Decision, DecisionLog
 from executors.restarts.lease import LeaseHolder, release_lease

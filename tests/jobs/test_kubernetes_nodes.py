@@ -96,8 +96,8 @@ def test_the_standstill_of_a_heartbeat_counts_from_when_its_node_ceased_to_answe
     k8s: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The taint manager deletes its pods minutes later: then the replica has ended at once."""
-    from executors.backends.jobs.job_ends import JobEnds, JobReplica
-    from executors.backends.jobs.job_states import JobStates
+    from executors.backends.jobs.job_outcomes import JobOutcomeRecorder, JobReplica
+    from executors.backends.jobs.job_state_poller import JobStatePoller
 
     run = launch("k8s", "job.py:hang", 1, args={"deaf": True})
     eventually(lambda: "hanging" in run.logs(0))
@@ -106,7 +106,7 @@ def test_the_standstill_of_a_heartbeat_counts_from_when_its_node_ceased_to_answe
     beat = run.newest_attempt(0).beat()
     monkeypatch.setattr("executors.attempt.Attempt.beat", lambda self: beat)  # its node is dead: it beats no more
     service, now = KubernetesJobs(), [0.0]
-    ends = JobEnds(service, JobStates(service), clock=lambda: now[0])
+    ends = JobOutcomeRecorder(service, JobStatePoller(service), clock=lambda: now[0])
     handle = run.handle(0)
     replica, job_id = JobReplica.of(run.newest_attempt(0), handle), handle.metadata["job"]
     k8s.cluster.lose_node(pod.name)
@@ -116,7 +116,8 @@ def test_the_standstill_of_a_heartbeat_counts_from_when_its_node_ceased_to_answe
     k8s.cluster.taint(pod.name)
     assert service.state(job_id).is_hearsay
     assert not ends.may_live(replica, service.state(job_id))
-    assert JobEnds(service, JobStates(service), clock=lambda: now[0]).may_live(replica, service.state(job_id))
+    fresh = JobOutcomeRecorder(service, JobStatePoller(service), clock=lambda: now[0])
+    assert fresh.may_live(replica, service.state(job_id))
     k8s.cluster.kubelet.unreachable.clear()
     run.cancel()
 

@@ -27,9 +27,9 @@ from executors.backend import (
 )
 from executors.backends.jobs.ending import end_jobs
 from executors.backends.jobs.gang_start import GangStart
-from executors.backends.jobs.job_ends import LOG_LINES, JobEnds, JobReplica, is_stale
 from executors.backends.jobs.job_logs import PatientLog
-from executors.backends.jobs.job_states import MAX_THREADS, JobStates
+from executors.backends.jobs.job_outcomes import LOG_LINES, JobOutcomeRecorder, JobReplica, is_stale
+from executors.backends.jobs.job_state_poller import MAX_THREADS, JobStatePoller
 from executors.backends.jobs.max_cost import limits_left
 from executors.backends.jobs.sdk import call_each
 from executors.backends.jobs.service import (
@@ -117,8 +117,8 @@ class JobExecutor(Backend):
         if type(service).logs is JobService.logs and type(service).open_log is JobService.open_log:
             raise TypeError(f"{type(service).__name__} has neither logs() nor open_log(): one of them is its own.")
         self.service = service
-        self._states = JobStates(service)
-        self._ends = JobEnds(service, self._states)
+        self._states = JobStatePoller(service)
+        self._recorder = JobOutcomeRecorder(service, self._states)
         self._intents = StalenessTracker()
         self._starting: set[str] = set()
         """The places of attempts that this process is starting: it need not look for their jobs."""
@@ -292,10 +292,10 @@ class JobExecutor(Backend):
         else:
             self._states.forget(replica.key)
             if outcome.was_told_to_end and replica.attempt.place not in self._explained:
-                (parent,) = self.supervisors([PendingReplica(handle, outcome.attempt)])
-                if not parent.is_alive:
+                (supervisor,) = self.supervisors([PendingReplica(handle, outcome.attempt)])
+                if not supervisor.is_alive:
                     self._explained.add(replica.attempt.place)
-                    replica.attempt.record_service_reason(parent.reason, parent.error)
+                    replica.attempt.record_service_reason(supervisor.reason, supervisor.error)
         if outcome is not None:
             return outcome.status
         return ReplicaStatus.RUNNING if replica.attempt.has_started() else ReplicaStatus.PENDING
@@ -314,17 +314,17 @@ class JobExecutor(Backend):
         found = [JobReplica.of(attempt.at(each.attempt), each.handle) for attempt, each in launched]
         states = self._states.of({replica.key: replica.job for replica in found if replica.job is not None})
 
-        def parent(replica: JobReplica) -> SupervisorStatus:
+        def supervisor(replica: JobReplica) -> SupervisorStatus:
             state = states.get(replica.key)
             if replica.job is None or (state is not None and (state.has_ended or state.holds)):
                 if state is not None and state.holds and state.reason == "preempted":
                     # Nothing else would: an ended replica is not looked at again.
-                    self._ends.withdraw(replica)
+                    self._recorder.withdraw(replica)
                 self._states.forget(replica.key)
-                return self._ends.parent_of(replica, state)
+                return self._recorder.supervisor_of(replica, state)
             return SupervisorStatus(is_alive=True)
 
-        return list(map(parent, found))
+        return list(map(supervisor, found))
 
     def _observe(self, replicas: Sequence[JobReplica]) -> list[Observation]:
         states = self._states.of({replica.key: replica.job for replica in replicas if replica.job is not None})
@@ -332,10 +332,10 @@ class JobExecutor(Backend):
         def observation(replica: JobReplica) -> Observation:
             if (state := states.get(replica.key)) is None:
                 return Observation()
-            if self._ends.may_live(replica, state):
+            if self._recorder.may_live(replica, state):
                 unknown = f"{self.service.name} does not know its job" if state.is_hearsay else ""
                 return Observation(doing=state.message or unknown)
-            return Observation(self._ends.conclude(replica, state))
+            return Observation(self._recorder.conclude(replica, state))
 
         if sum(state.has_ended for state in states.values()) < 2:
             return list(map(observation, replicas))
@@ -378,7 +378,7 @@ class JobExecutor(Backend):
             job_id = self._known_jobs.get(replica.key) or retrying()(self._job_of, replica)
         told = end_jobs(self.service, [(replica.key, job_id)])
         self._states.hurry(replica.key)
-        self._ends.hurry(replica)
+        self._recorder.hurry(replica)
         if not told.is_complete:
             raise JobServiceError(told.what_is_left, "unavailable") from problem
         if problem is not None:
@@ -442,7 +442,7 @@ class JobExecutor(Backend):
         told = end_jobs(self.service, jobs, run_labels=labels, tell=tell)
         for key in newest.values():
             self._states.hurry(key)
-        self._ends.hurry_all(f"{run.run_id}/")
+        self._recorder.hurry_all(f"{run.run_id}/")
         return told
 
     def jobs_left(self, run: JobsOfRun) -> JobsLeft:

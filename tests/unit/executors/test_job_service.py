@@ -19,8 +19,8 @@ from support.fake_jobs import FakeJobs, Machines
 from executors.backends.hf_jobs import HFJobs, HFJobsExecutor
 from executors.backends.jobs import sdk
 from executors.backends.jobs.executor import JobExecutor
-from executors.backends.jobs.job_ends import STILL_S, explain, is_stale
-from executors.backends.jobs.job_states import JobStates
+from executors.backends.jobs.job_outcomes import STILL_S, explain, is_stale
+from executors.backends.jobs.job_state_poller import JobStatePoller
 from executors.backends.jobs.sdk import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
@@ -127,7 +127,7 @@ def watched(service_class: type[Service], n: int, limit_s: float, *, together: b
     """Return when the service got a request from somebody who looks at n jobs all the time."""
     clock = Clock()
     service = service_class(clock)
-    states = JobStates(service, clock)
+    states = JobStatePoller(service, clock)
     while clock.now < limit_s:
         for jobs in [keys(n)] if together else [{key: job} for key, job in keys(n).items()]:
             states.of(jobs)
@@ -153,7 +153,7 @@ def test_a_service_that_lists_no_jobs_gets_fewer_requests_than_a_free_account_ma
 
 def test_what_is_not_asked_for_in_a_look_keeps_the_answer_of_the_last() -> None:
     clock = Clock()
-    states = JobStates(ListingService(clock), clock)
+    states = JobStatePoller(ListingService(clock), clock)
     for _ in range(10):
         known = states.of(keys(4))
         clock.now += 0.01
@@ -165,7 +165,7 @@ def test_what_is_not_asked_for_in_a_look_keeps_the_answer_of_the_last() -> None:
 def test_a_job_that_a_list_shows_needs_no_request_of_its_own() -> None:
     clock = Clock()
     service = ListingService(clock)
-    states = JobStates(service, clock)
+    states = JobStatePoller(service, clock)
     listed = {key: job for key, job in keys(64).items() if key.rank % 2 == 0}
     assert len(states.of(listed)) == 32
     for key, job in listed.items():
@@ -176,7 +176,7 @@ def test_a_job_that_a_list_shows_needs_no_request_of_its_own() -> None:
 def test_another_job_than_the_one_that_was_asked_for_is_asked_for_at_once() -> None:
     clock = Clock()
     service = Service(clock)
-    states = JobStates(service, clock)
+    states = JobStatePoller(service, clock)
     (key,) = keys(1)
     for job_id in ("first", "second"):
         before = len(service.requests)

@@ -1,4 +1,4 @@
-"""JobStates: what a service reports of the jobs of runs, asked for at a rate that every account may have."""
+"""Asks a service for the states of jobs, at a rate that every account may have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Place = tuple[str, str, float]
 """The store and the id of a run, and when it was launched."""
 
 
-class JobStates:
+class JobStatePoller:
     """Asks a service about jobs: about all of a run in one request where the service lists jobs, else one by one.
 
     A job that is not asked for in a look keeps its last answer. Safe for threads.

@@ -1,4 +1,4 @@
-"""JobEnds records how replicas ended whose jobs are gone, as their service reports it to the first process."""
+"""Records the outcome of a replica whose job ended without one, from what its service reports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from executors.attempt import Attempt, Claim, Intent
 from executors.attempt.outcome import ENDINGS, MAX_ATTEMPTS, OUTPUT_TAIL_BYTES, OUTPUT_TAIL_LINES
 from executors.backend import SupervisorStatus
-from executors.backends.jobs.job_states import JobStates
+from executors.backends.jobs.job_state_poller import JobStatePoller
 from executors.backends.jobs.service import JobId, JobKey, JobService, JobServiceError, JobState, retrying, stop_others
 from executors.protocol import Outcome, Reason, ReplicaHandle, ReplicaStatus
 from executors.settings.settings import MAX_WORLD_SIZE
@@ -65,10 +65,12 @@ def is_stale(records: StalenessTracker, place: str, written_at: float | None, li
     return unchanged_s >= limit_s
 
 
-class JobEnds:
+class JobOutcomeRecorder:
     """Concludes from the states of jobs how their replicas ended."""
 
-    def __init__(self, service: JobService, states: JobStates, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, service: JobService, states: JobStatePoller, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._service = service
         self._states = states
         self._heartbeats = StalenessTracker(clock)
@@ -105,8 +107,8 @@ class JobEnds:
         attempt = replica.attempt
         outcome = attempt.outcome() or self._ended_without_outcome(replica, state)  # perhaps written just before
         if outcome.was_told_to_end:
-            parent = self.parent_of(replica, state)
-            attempt.record_service_reason(parent.reason, parent.error)
+            supervisor = self.supervisor_of(replica, state)
+            attempt.record_service_reason(supervisor.reason, supervisor.error)
             outcome = attempt.outcome() or outcome
         if state.holds and replica.job is not None:
             self.withdraw(replica)
@@ -122,7 +124,7 @@ class JobEnds:
             with contextlib.suppress(JobServiceError):
                 retrying()(self._service.withdraw, self._states.verified(replica.key, replica.job))
 
-    def parent_of(self, replica: JobReplica, state: JobState | None) -> SupervisorStatus:
+    def supervisor_of(self, replica: JobReplica, state: JobState | None) -> SupervisorStatus:
         """Return what is known of the job of a replica that ended. None if the job is gone for an unknown reason."""
         if state is None or state.reason is None:
             return SupervisorStatus(is_alive=False)
