@@ -33,11 +33,11 @@ from executors.backends.jobs.service import (
     RUN_LABEL,
     UNKNOWN,
     ForeignJobError,
-    Job,
     JobId,
     JobKey,
     JobService,
     JobServiceError,
+    JobSpec,
     JobState,
     RunningJob,
     masked,
@@ -113,7 +113,7 @@ class HFJobs(JobService):
         units = None if found is None else UNITS_PER_HOUR.get(found.unit_label)
         return None if found is None or units is None else found.unit_cost_usd * units
 
-    def start(self, job: Job) -> JobId:  # the SDK does not repeat this request, so a lost answer is "unknown"
+    def start(self, job: JobSpec) -> JobId:  # the SDK does not repeat this request, so a lost answer is "unknown"
         request = self._request(job)
         info = ask(lambda: self.api.run_job(**request), may_have_acted=True)
         return self._job_id(info.id, request["namespace"])
@@ -189,7 +189,7 @@ class HFJobs(JobService):
                     return
             raise
 
-    def describe(self, job: Job) -> dict[str, Any]:
+    def describe(self, job: JobSpec) -> dict[str, Any]:
         request = self._request(job)
         secrets = dict.fromkeys(request["secrets"], "***")
         shown = {"command": shortened(request["command"]), "env": masked(request["env"]), "secrets": secrets}
@@ -204,7 +204,7 @@ class HFJobs(JobService):
             return ask(lambda: self.api.inspect_job(job_id=job_id["id"], namespace=job_id["namespace"]))
         return None
 
-    def _request(self, job: Job) -> dict[str, Any]:
+    def _request(self, job: JobSpec) -> dict[str, Any]:
         return {
             "image": self.image,
             "command": list(job.command),

@@ -20,11 +20,11 @@ from executors.backends.jobs.executor import JobExecutor, options_of
 from executors.backends.jobs.service import (
     RUN_LABEL,
     ForeignJobError,
-    Job,
     JobId,
     JobKey,
     JobService,
     JobServiceError,
+    JobSpec,
     JobState,
     RunningJob,
     option,
@@ -56,7 +56,7 @@ ID = ("job", "namespace", "index", "uid", "server")
 SERVER = re.compile(r"https?://[A-Za-z0-9.:_/\[\]-]{1,300}")
 FRESH_S = 1.0  # how long a list of Jobs answers for all ranks of a group
 UNMADE_S = 30.0  # after which a Job without a pod is asked about, again and again
-CHECK = Job(JobKey("", "check", 0, 0), ("true",), (), {}, {})
+CHECK = JobSpec(JobKey("", "check", 0, 0), ("true",), (), {}, {})
 
 
 @dataclass(eq=False, kw_only=True)
@@ -118,7 +118,7 @@ class KubernetesJobs(PodOptions, JobService):
             return "Pods like these are refused there. Name a user: --option run_as_user=1000."
         return "The administrators of the namespace know what it enforces."
 
-    def start_jobs(self, jobs: Sequence[Job]) -> list[JobId]:
+    def start_jobs(self, jobs: Sequence[JobSpec]) -> list[JobId]:
         body, name, data = self.job(jobs), name_of(jobs), secret_data(jobs)
         self._cluster.prepare()
         self._withdraw_earlier(jobs)
@@ -149,7 +149,7 @@ class KubernetesJobs(PodOptions, JobService):
                 self._told_warnings.add(words)
                 print(f"replicas: Kubernetes warns: {words}. {self._advice_on(words)}", file=sys.stderr)
 
-    def _withdraw_earlier(self, jobs: Sequence[Job]) -> None:
+    def _withdraw_earlier(self, jobs: Sequence[JobSpec]) -> None:
         """Delete the Jobs of earlier attempts of these ranks that wait in a queue again.
 
         A queue would admit such a Job once more, and its pods would take their GPUs only to find that a later attempt
@@ -320,7 +320,7 @@ class KubernetesJobs(PodOptions, JobService):
             self._cluster.delete_job(job.metadata.name)
         return len(chosen)
 
-    def describe(self, job: Job) -> dict[str, Any]:
+    def describe(self, job: JobSpec) -> dict[str, Any]:
         body = self.job([job])
         body["spec"]["template"]["spec"]["containers"][0]["command"] = shortened(job.command)
         return {"name": job.key.name, "job": body, "secret": dict.fromkeys(secret_data([job]), MASK)}

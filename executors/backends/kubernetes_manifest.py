@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from executors.backends.jobs.service import Job, JobKey, JobServiceError, common_env, option
+from executors.backends.jobs.service import JobKey, JobServiceError, JobSpec, common_env, option
 from executors.task.record import OPTION_NAME
 
 CONTAINER = "replica"  # sidecars may come beside it
@@ -72,7 +72,7 @@ class PodOptions:
         if ours := [name for name in self.labels or {} if name.startswith(OUR_LABELS) or name == QUEUE]:
             raise ValueError(f"The label {ours[0]!r} is set by `replicas` itself. Choose another name, or queue=.")
 
-    def job(self, jobs: Sequence[Job]) -> dict[str, Any]:
+    def job(self, jobs: Sequence[JobSpec]) -> dict[str, Any]:
         """Return the manifest of the Job that runs jobs of one group.
 
         Args:
@@ -156,7 +156,7 @@ class PodOptions:
         )
 
 
-def name_of(jobs: Sequence[Job]) -> str:
+def name_of(jobs: Sequence[JobSpec]) -> str:
     """Return the name of a group's Job and of its Secret: one rank is in one group of an attempt number alone."""
     return f"{jobs[0].key.group}-r{min(job.key.rank for job in jobs)}"
 
@@ -170,7 +170,7 @@ def selector_of(labels: Mapping[str, str]) -> str:
     return ",".join(f"{name}={value}" for name, value in labels.items())
 
 
-def secret_data(jobs: Sequence[Job]) -> dict[str, str]:
+def secret_data(jobs: Sequence[JobSpec]) -> dict[str, str]:
     """Return the variables that only the pods may see: those that the user gave as `env`, and credentials.
 
     Raises:

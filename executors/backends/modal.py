@@ -24,10 +24,10 @@ from executors.backends.jobs.service import (
     STORE_LABEL,
     UNKNOWN,
     ForeignJobError,
-    Job,
     JobId,
     JobKey,
     JobService,
+    JobSpec,
     JobState,
     RunningJob,
     masked,
@@ -137,7 +137,7 @@ class ModalJobs(JobService):
 
         return ask()
 
-    def start(self, job: Job) -> JobId:  # not `in_thread`: with a GPU this waits for a machine, up to 21 minutes
+    def start(self, job: JobSpec) -> JobId:  # not `in_thread`: with a GPU this waits for a machine, up to 21 minutes
         secrets = [modal.Secret.from_name(name, environment_name=self.environment) for name in self._names(job)]
         if job.credentials:
             secrets.append(modal.Secret.from_dict(dict(job.credentials)))
@@ -158,10 +158,10 @@ class ModalJobs(JobService):
             self._keys[sandbox.object_id] = job.key
             return self._job_id(sandbox.object_id, app.app_id)
 
-    def start_waits(self, job: Job) -> bool:
+    def start_waits(self, job: JobSpec) -> bool:
         return job.gpu is not None
 
-    def start_limit_s(self, job: Job) -> float:
+    def start_limit_s(self, job: JobSpec) -> float:
         return (BUILD_S if job.requirements else 0.0) + (GPU_START_S if job.gpu else super().start_limit_s(job))
 
     def interrupt_starts(self) -> None:
@@ -271,7 +271,7 @@ class ModalJobs(JobService):
         with contextlib.suppress(modal.exception.NotFoundError):
             modal.Sandbox.from_id(job_id["sandbox_id"]).terminate()
 
-    def describe(self, job: Job) -> dict[str, Any]:
+    def describe(self, job: JobSpec) -> dict[str, Any]:
         return {
             "command": shortened(job.command),
             "app": self.app_name,
@@ -293,7 +293,7 @@ class ModalJobs(JobService):
 
         return SharedLog(fetch)
 
-    def _request(self, job: Job) -> dict[str, Any]:
+    def _request(self, job: JobSpec) -> dict[str, Any]:
         return {
             "name": job.key.name,
             "tags": job.key.labels,
@@ -305,7 +305,7 @@ class ModalJobs(JobService):
             "cloud": self.cloud,
         }
 
-    def _names(self, job: Job) -> list[str]:
+    def _names(self, job: JobSpec) -> list[str]:
         return list(dict.fromkeys((*self.secrets, *job.secret_names)))
 
     def _job_id(self, sandbox_id: str, app_id: object) -> JobId:

@@ -20,11 +20,11 @@ from executors.backends.jobs.service import (
     MAX_COMMANDS,
     UNKNOWN,
     ForeignJobError,
-    Job,
     JobId,
     JobKey,
     JobService,
     JobServiceError,
+    JobSpec,
     JobState,
     RunningJob,
     masked,
@@ -96,7 +96,7 @@ class RayJobs(JobService):
         _gpus(gpu)
         self._client.check()
 
-    def start(self, job: Job) -> JobId:
+    def start(self, job: JobSpec) -> JobId:
         request = self._request(job)
         if seen := {name for name in job.env if not name.startswith("REPLICA_")} - self._told:
             self._told |= seen
@@ -156,7 +156,7 @@ class RayJobs(JobService):
         self._client.stop(job_id["id"])
         self._stopped.add(job_id["id"])
 
-    def describe(self, job: Job) -> dict[str, Any]:
+    def describe(self, job: JobSpec) -> dict[str, Any]:
         request = self._request(job)
         runtime_env = request["runtime_env"]
         return {**request, "runtime_env": {**runtime_env, "env_vars": masked(runtime_env["env_vars"])}}
@@ -169,7 +169,7 @@ class RayJobs(JobService):
             return JobState(True, "cancelled")  # once there is room it starts, finds that out, and ends
         return job.state
 
-    def _request(self, job: Job) -> dict[str, Any]:
+    def _request(self, job: JobSpec) -> dict[str, Any]:
         n_gpus, resources = _gpus(job.gpu)
         words = [word for word in job.command[:-1] if word != "-c"]
         place = {"env_vars": self._env_vars(job), "working_dir": f"gcs://{package_of(job.command[-1])[0]}"}
@@ -184,7 +184,7 @@ class RayJobs(JobService):
             "runtime_env": {**(self.runtime_env or {}), **place},
         }
 
-    def _env_vars(self, job: Job) -> dict[str, str]:
+    def _env_vars(self, job: JobSpec) -> dict[str, str]:
         """Return the environment that Ray, which replaces `${NAME}` in values, makes into the job's."""
         if self.credentials == "nodes" and RUN_KEY in job.credentials:
             raise JobServiceError(

@@ -30,11 +30,11 @@ from executors.backends.jobs.service import (
     STORE_LABEL,
     UNKNOWN,
     ForeignJobError,
-    Job,
     JobId,
     JobKey,
     JobService,
     JobServiceError,
+    JobSpec,
     JobState,
     RunningJob,
     common_env,
@@ -101,7 +101,7 @@ class SlurmJobs(JobService):
         commands.check_clusters(self._cluster)
         self._fit(gpu, None if timeout_s is None else int(timeout_s + INSTALL_S), INSTALL_S)
 
-    def start_jobs(self, jobs: Sequence[Job]) -> list[JobId]:
+    def start_jobs(self, jobs: Sequence[JobSpec]) -> list[JobId]:
         self._cluster  # noqa: B018 - asked for now: a controller that is silent after `sbatch` is not one that did nothing
         for job in jobs:
             self._log_of(job.key).parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ class SlurmJobs(JobService):
                 self._found.pop(_array_name(each.key), None)
         return [self._noted(arrays[_array_name(job.key)], job.key) for job in jobs]
 
-    def _submit(self, jobs: Sequence[Job], env: Mapping[str, str]) -> str:
+    def _submit(self, jobs: Sequence[JobSpec], env: Mapping[str, str]) -> str:
         """Start jobs as one array, and return its id."""
         script = commands.script_of(jobs[0].command, first_rank=jobs[0].key.rank - _task(jobs[0].key))
         try:
@@ -215,7 +215,7 @@ class SlurmJobs(JobService):
         self._check_cluster(job_id)
         commands.cancel(job_id["id"], job_id["task"])
 
-    def describe(self, job: Job) -> dict[str, Any]:
+    def describe(self, job: JobSpec) -> dict[str, Any]:
         secrets = dict.fromkeys((*job.secret_names, *job.credentials), MASK)
         command = shlex.join(shortened(job.command))
         env = {**masked(job.env), **secrets}
@@ -253,7 +253,7 @@ class SlurmJobs(JobService):
         place = Path("spares" if key.is_spare else "replicas", f"{key.rank:04d}", str(key.attempt))
         return self.folder_of(key) / place / "output.log"
 
-    def _request(self, jobs: Sequence[Job]) -> list[str]:
+    def _request(self, jobs: Sequence[JobSpec]) -> list[str]:
         job, tasks = jobs[0], commands.ranges(sorted(_task(job.key) for job in jobs))
         log, limit_s = self._log_of(job.key), self._granted.get((job.gpu, job.limit_s), job.limit_s)
         folder = f"{log.parents[1].name[:-DIGITS]}%{DIGITS}a"  # the rank, as `_log_of` has it
@@ -365,8 +365,8 @@ def _array_name(key: JobKey) -> str:
     return f"{key.group}-{number}" if number else key.group
 
 
-def _by_array(jobs: Sequence[Job]) -> dict[str, list[Job]]:
-    found: dict[str, list[Job]] = {}
+def _by_array(jobs: Sequence[JobSpec]) -> dict[str, list[JobSpec]]:
+    found: dict[str, list[JobSpec]] = {}
     for job in jobs:
         found.setdefault(_array_name(job.key), []).append(job)
     return found

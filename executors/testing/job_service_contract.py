@@ -31,11 +31,11 @@ from executors.backends.jobs.service import (
     STORE_LABEL,
     UNKNOWN,
     ForeignJobError,
-    Job,
     JobId,
     JobKey,
     JobService,
     JobServiceError,
+    JobSpec,
     JobState,
 )
 from executors.errors import BackendError
@@ -102,18 +102,18 @@ class JobServiceContract(KnownGaps, EndsWhatItStarts):
         """
         return True
 
-    def job(self, code: str, **changes: Any) -> Job:
+    def job(self, code: str, **changes: Any) -> JobSpec:
         """Return a job that runs Python code.
 
         Args:
             code: the code.
-            changes: other values of the fields of `Job`.
+            changes: other values of the fields of `JobSpec`.
         """
         key = JobKey("s3://bucket/contract", f"contract-{secrets.token_hex(4)}", 3, 1)
-        made = Job(key, ("python", "-u", "-c", code), (), {}, {}, gpu=self.gpu, limit_s=300)
+        made = JobSpec(key, ("python", "-u", "-c", code), (), {}, {}, gpu=self.gpu, limit_s=300)
         return replace(made, **changes)
 
-    def begun(self, service: JobService, job: Job) -> JobId:
+    def begun(self, service: JobService, job: JobSpec) -> JobId:
         """Start a job, which is stopped when the test ends in any way, and return its id.
 
         Args:
@@ -124,7 +124,7 @@ class JobServiceContract(KnownGaps, EndsWhatItStarts):
         self.at_the_end(partial(service.stop, job_id))
         return job_id
 
-    def begun_together(self, service: JobService, jobs: Sequence[Job]) -> list[JobId]:
+    def begun_together(self, service: JobService, jobs: Sequence[JobSpec]) -> list[JobId]:
         """Start jobs in one call, which are stopped when the test ends in any way, and return their ids.
 
         Args:
@@ -140,7 +140,7 @@ class JobServiceContract(KnownGaps, EndsWhatItStarts):
         eventually(lambda: service.state(job_id).has_ended, "the job has ended", within_s=self.patience_s)
         return service.state(job_id)
 
-    def started(self, service: JobService, job: Job, line: str = "hanging") -> JobId:
+    def started(self, service: JobService, job: JobSpec, line: str = "hanging") -> JobId:
         """Start a job, wait until it prints a line, and return its id.
 
         Args:

@@ -10,7 +10,7 @@ from servers.kubernetes.server import ApiServer
 from support.kubernetes_live import PATIENCE_S, LiveCluster
 
 from executors import KubernetesExecutor
-from executors.backends.jobs.service import Job, JobId, JobService
+from executors.backends.jobs.service import JobId, JobService, JobSpec
 from executors.testing import JobServiceContract
 
 
@@ -58,5 +58,5 @@ class TestKubernetesJobsLive(JobServiceContract):
     def checks_secrets(self, service: JobService) -> bool:
         return self.cluster.may("get", "secrets")
 
-    def job(self, code: str, **changes: Any) -> Job:
+    def job(self, code: str, **changes: Any) -> JobSpec:
         return super().job(code, **{"limit_s": int(PATIENCE_S), **changes})

@@ -16,7 +16,7 @@ from servers.s3.server import CREDENTIALS, S3Server
 from support.processes import environment_of, parent_of
 
 from executors import RayExecutor, ReplicaHandle, ServerlessExecutor, launch, list_runs
-from executors.backends.jobs.service import Job, JobId, JobKey, JobService, JobServiceError
+from executors.backends.jobs.service import JobId, JobKey, JobService, JobServiceError, JobSpec
 from executors.backends.ray_client import package_of
 from executors.errors import BackendError
 from executors.testing import ExecutorContract, JobServiceContract, eventually
@@ -32,8 +32,8 @@ PATIENCE_S = 180.0  # a job takes 2 s, and half a minute on a busy machine
 MORE_THAN_THERE_IS = 1000.0  # CPUs: such a job waits
 
 
-def job(run_id: str, rank: int = 0) -> Job:
-    return Job(JobKey("s3://bucket/runs", run_id, rank, 0), ("python", "-c", SCRIPT), (), {}, {})
+def job(run_id: str, rank: int = 0) -> JobSpec:
+    return JobSpec(JobKey("s3://bucket/runs", run_id, rank, 0), ("python", "-c", SCRIPT), (), {}, {})
 
 
 @pytest.fixture(scope="module")

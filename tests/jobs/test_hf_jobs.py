@@ -12,13 +12,13 @@ from servers.hub.faults import Misconduct, Request
 from servers.hub.server import HubServer, Reply
 
 from executors import HFJobsExecutor, Run, attach, launch
-from executors.backends.jobs.service import UNKNOWN, Job, JobId, JobKey, JobService, JobServiceError, JobState
+from executors.backends.jobs.service import UNKNOWN, JobId, JobKey, JobService, JobServiceError, JobSpec, JobState
 from executors.errors import BackendError, MissingDependencyError
 from executors.testing import eventually
 
 CPU = "cpu-basic"
 KEY = JobKey("s3://bucket/runs", "otter", 0, 0)
-JOB = Job(KEY, ("python", "-c", "import time; print('hanging', flush=True); time.sleep(600)"), (), {}, {})
+JOB = JobSpec(KEY, ("python", "-c", "import time; print('hanging', flush=True); time.sleep(600)"), (), {}, {})
 LOGIN = r" Log in with: hf auth login \(or set HF_TOKEN"
 
 pytestmark = pytest.mark.usefixtures("hf")

@@ -15,7 +15,7 @@ from support.cli import HereInstead
 from support.fake_jobs import FakeJobs, Machines, start, wait_until_hanging
 
 from executors import HFJobsExecutor, ModalExecutor
-from executors.backends.jobs.service import Job, JobKey
+from executors.backends.jobs.service import JobKey, JobSpec
 from executors.backends.jobs.timed_log import MAX_KNOWN, Entry, TimedLog
 from executors.logs.follower import Sight
 from executors.logs.log import Log
@@ -24,7 +24,7 @@ from executors.run.resume import resume
 from executors.run.run_logs import RunLogs
 from executors.testing import eventually
 
-JOB = Job(JobKey("s3://bucket/runs", "otter", 0, 0), ("python", "-c", "for n in range(5): print(n)"), (), {}, {})
+JOB = JobSpec(JobKey("s3://bucket/runs", "otter", 0, 0), ("python", "-c", "for n in range(5): print(n)"), (), {}, {})
 N = 4
 
 
@@ -32,7 +32,7 @@ def new_lines(log: Log) -> list[str]:
     return [line for part in log.lines(200) for line in part]
 
 
-def of_ranks(job: Job) -> list[Job]:
+def of_ranks(job: JobSpec) -> list[JobSpec]:
     return [replace(job, key=replace(job.key, rank=rank)) for rank in range(N)]
 
 

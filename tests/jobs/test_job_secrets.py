@@ -17,7 +17,7 @@ from servers.s3.server import CREDENTIALS
 from support.cli import Folder
 
 from executors import HFJobsExecutor, attach, launch
-from executors.backends.jobs.service import Job, JobKey
+from executors.backends.jobs.service import JobKey, JobSpec
 from executors.errors import ReplicasError
 from executors.launcher import plan_launch
 from executors.store.run_key import RUN_KEY, key_file
@@ -81,7 +81,7 @@ def test_a_secret_is_seen_by_the_replica_and_by_nobody_else(
 
 def test_a_job_to_be_asked_for_shows_neither_secrets_nor_environment(secrets: dict[str, str]) -> None:
     key = JobKey("s3://bucket/runs", "otter", 0, 0)
-    job = Job(key, ("python", "-c", "pass"), (), env={"A": MINE["BY_LAUNCH"]}, credentials=CREDENTIALS)
+    job = JobSpec(key, ("python", "-c", "pass"), (), env={"A": MINE["BY_LAUNCH"]}, credentials=CREDENTIALS)
     assert_nothing_of(secrets, repr(job), "the repr of a job")
     assert_nothing_of(secrets, repr(HFJobsExecutor().service.describe(job)), "the description of a job")
 

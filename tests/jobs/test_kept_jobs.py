@@ -24,7 +24,7 @@ from executors import Run, attach
 from executors.attempt import Attempt, Intent
 from executors.backend import PendingReplica
 from executors.backends.jobs.job_outcomes import CLOCKS_DIFFER_S
-from executors.backends.jobs.service import LONGEST_PATIENCE_S, START_LIMIT_S, Job
+from executors.backends.jobs.service import LONGEST_PATIENCE_S, START_LIMIT_S, JobSpec
 from executors.restarts.decision_log import Decision, DecisionLog
 from executors.restarts.lease import LeaseHolder, release_lease
 from executors.run.resume import resume
@@ -91,7 +91,7 @@ def _time_after_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_jobs, "TERM_GRACE_S", 20.0)
     add = Machines.add
 
-    def add_hurried(self: Machines, job: Job) -> FakeJob:
+    def add_hurried(self: Machines, job: JobSpec) -> FakeJob:
         return add(self, replace(job, env={**job.env, "REPLICA_NOTICE_S": "0.01"}))  # its replica ends at once
 
     monkeypatch.setattr(Machines, "add", add_hurried)

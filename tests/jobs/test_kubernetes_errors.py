@@ -228,7 +228,7 @@ def test_nothing_is_imported_between_a_job_and_its_secret(k8s: ApiServer, tmp_pa
 
 STARTS = """
 import sys
-from executors.backends.jobs.service import Job, JobKey
+from executors.backends.jobs.service import JobSpec, JobKey
 from executors.backends.kubernetes import KubernetesJobs
 from executors.backends.kubernetes_client import Cluster
 
@@ -239,7 +239,7 @@ def create_job(self, *args, **more):
     return made
 
 create, Cluster.create_job = Cluster.create_job, create_job
-job = Job(JobKey("s3://bucket/runs", "otter", 0, 0), ("true",), (), {"MINE": "x"}, {})
+job = JobSpec(JobKey("s3://bucket/runs", "otter", 0, 0), ("true",), (), {"MINE": "x"}, {})
 KubernetesJobs().start_jobs([job])
 print(sorted(name for name in set(sys.modules) - before if name.startswith("kubernetes")))
 """

@@ -26,7 +26,7 @@ from support.modal import alive, create_of, of_backend
 from support.sandboxes import gpu
 
 from executors import ModalExecutor, attach, launch, open_store
-from executors.backends.jobs.service import UNKNOWN, Job, JobKey, JobService, JobServiceError, JobState
+from executors.backends.jobs.service import UNKNOWN, JobKey, JobService, JobServiceError, JobSpec, JobState
 from executors.errors import BackendError, LaunchError, MissingDependencyError
 from executors.launcher import plan_launch
 from executors.task.launch_request import LaunchRequest
@@ -45,8 +45,8 @@ def service(modal_runs: ModalServer) -> JobService:
 
 
 @pytest.fixture
-def job(gpu: str | None) -> Job:
-    return Job(KEY, HANG, (), {}, {}, gpu=gpu)
+def job(gpu: str | None) -> JobSpec:
+    return JobSpec(KEY, HANG, (), {}, {}, gpu=gpu)
 
 
 # What is asked for
@@ -199,7 +199,7 @@ def test_what_is_missing_is_said_with_what_to_do_and_nothing_is_written(
 # What its answers mean
 
 
-def test_each_way_to_end_has_its_state(modal_runs: ModalServer, service: JobService, job: Job) -> None:
+def test_each_way_to_end_has_its_state(modal_runs: ModalServer, service: JobService, job: JobSpec) -> None:
     jobs = [replace(job, key=replace(KEY, rank=rank)) for rank in range(5)]
     ids = [service.start(each) for each in jobs]
     for each in ids:
@@ -223,7 +223,7 @@ def test_each_way_to_end_has_its_state(modal_runs: ModalServer, service: JobServ
     assert alive(modal_runs) == []
 
 
-def test_the_states_of_those_that_run_are_one_list(modal_runs: ModalServer, service: JobService, job: Job) -> None:
+def test_the_states_of_those_that_run_are_one_list(modal_runs: ModalServer, service: JobService, job: JobSpec) -> None:
     keys = [replace(KEY, rank=rank) for rank in range(5)]
     jobs = {key: service.start(replace(job, key=key)) for key in keys}
     service.start(replace(job, key=replace(KEY, run_id="another")))
@@ -244,7 +244,7 @@ def test_the_states_of_those_that_run_are_one_list(modal_runs: ModalServer, serv
 
 
 def test_a_process_that_looks_for_the_first_time_asks_for_a_list_and_nothing_else(
-    modal_runs: ModalServer, service: JobService, job: Job
+    modal_runs: ModalServer, service: JobService, job: JobSpec
 ) -> None:
     jobs = {key: service.start(replace(job, key=key)) for key in (KEY, replace(KEY, rank=1))}
     n_calls = len(modal_runs.calls_of())
@@ -257,7 +257,7 @@ def test_a_process_that_looks_for_the_first_time_asks_for_a_list_and_nothing_els
 
 @pytest.mark.parametrize("app_id", ["ap-another", "../x", 5, None, ["ap-another"], {}])
 def test_a_handle_that_names_another_app_hides_the_state_of_no_other(
-    modal_runs: ModalServer, service: JobService, job: Job, app_id: object
+    modal_runs: ModalServer, service: JobService, job: JobSpec, app_id: object
 ) -> None:
     jobs = {key: service.start(replace(job, key=key)) for key in (KEY, replace(KEY, rank=1))}
     for wrong in jobs:
@@ -272,7 +272,7 @@ def test_a_handle_that_names_another_app_hides_the_state_of_no_other(
 
 
 def test_a_look_at_a_sandbox_is_one_call_and_its_log_asks_for_nothing_else(
-    modal_runs: ModalServer, service: JobService, job: Job
+    modal_runs: ModalServer, service: JobService, job: JobSpec
 ) -> None:
     job_id = service.start(job)
     eventually(lambda: service.logs(job_id, 9) == "hanging\n")
@@ -285,14 +285,14 @@ def test_a_look_at_a_sandbox_is_one_call_and_its_log_asks_for_nothing_else(
     service.stop(job_id)
 
 
-def test_each_job_has_its_page(service: JobService, job: Job) -> None:
+def test_each_job_has_its_page(service: JobService, job: JobSpec) -> None:
     job_id = service.start(job)
     assert job_id["url"] == f"https://modal.com/id/{job_id['sandbox_id']}"
     assert service.verify({**job_id, "url": "https://evil.example.com"}, job.key) == job_id
     service.stop(job_id)
 
 
-def test_a_job_whose_command_is_not_there_has_an_exit_code(service: JobService, job: Job) -> None:
+def test_a_job_whose_command_is_not_there_has_an_exit_code(service: JobService, job: JobSpec) -> None:
     job_id = service.start(replace(job, env={"PATH": "/nowhere"}))
     eventually(lambda: service.state(job_id).has_ended)
     assert service.state(job_id) == JobState(True, None, 128)
@@ -308,7 +308,7 @@ TRANSLATED: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-def test_a_failure_of_the_service_is_translated(modal_runs: ModalServer, service: JobService, job: Job) -> None:
+def test_a_failure_of_the_service_is_translated(modal_runs: ModalServer, service: JobService, job: JobSpec) -> None:
     hanging = service.start(replace(job, key=replace(KEY, rank=1)))
     calls: dict[str, Callable[[], object]] = {
         create_of(job.gpu): lambda: service.start(job),
@@ -372,7 +372,8 @@ def test_a_start_that_waits_for_a_gpu_can_be_interrupted_and_leaves_nothing(
     modal_runs.fail("SandboxGetFromName", Status.NOT_FOUND, times=99)  # the vendor promises to find those that run
     with ThreadPoolExecutor(2) as pool:
         starting = [
-            pool.submit(service.start, Job(replace(KEY, rank=rank), HANG, (), {}, {}, gpu="H100")) for rank in (0, 1)
+            pool.submit(service.start, JobSpec(replace(KEY, rank=rank), HANG, (), {}, {}, gpu="H100"))
+            for rank in (0, 1)
         ]
         modal_runs.wait_for("SandboxGetTaskId", 2)
         service.interrupt_starts()

@@ -13,7 +13,7 @@ from support.modal import create_of
 from support.sandboxes import gpu
 
 from executors import ModalExecutor, attach, launch
-from executors.backends.jobs.service import START_LIMIT_S, Job, JobKey, JobServiceError
+from executors.backends.jobs.service import START_LIMIT_S, JobKey, JobServiceError, JobSpec
 from executors.backends.modal import BUILD_S, GPU_START_S
 from executors.errors import BackendError
 from executors.run.resume import resume
@@ -52,7 +52,7 @@ def test_modal_installs_the_requirements_in_the_default_image_and_in_a_layer_on_
 
 @pytest.mark.usefixtures("modal_runs")
 def test_a_start_may_build_an_image_and_then_wait_for_a_machine(gpu: str | None) -> None:
-    job = Job(JobKey("s3://bucket/runs", "otter", 0, 0), (), ("einops",), {}, {}, gpu=gpu)
+    job = JobSpec(JobKey("s3://bucket/runs", "otter", 0, 0), (), ("einops",), {}, {}, gpu=gpu)
     assert ModalExecutor().service.start_limit_s(job) == BUILD_S + (GPU_START_S if gpu else START_LIMIT_S)
 
 
@@ -130,7 +130,7 @@ def test_what_others_print_while_an_image_is_built_stays_on_stdout(
     modal_runs.account.builder_says, modal_runs.account.builder_is_slow = ["Step 7: uv pip install"], True
     service = ModalExecutor().service
     with ThreadPoolExecutor(1) as pool:
-        starting = pool.submit(service.start, Job(JobKey("s3://bucket/runs", "otter", 0, 0), ("true",), (), {}, {}))
+        starting = pool.submit(service.start, JobSpec(JobKey("s3://bucket/runs", "otter", 0, 0), ("true",), (), {}, {}))
         modal_runs.wait_for("ImageJoinStreaming")
         print("a thread of the user's", flush=True)
         modal_runs.account.builder_is_slow = False
@@ -143,7 +143,7 @@ def test_what_others_print_while_an_image_is_built_stays_on_stdout(
 def test_while_an_image_is_built_a_launch_can_be_interrupted(modal_runs: ModalServer) -> None:
     modal_runs.account.builder_says, modal_runs.account.builder_is_slow = ["Step 7: uv pip install"], True
     service = ModalExecutor().service
-    jobs = [Job(JobKey("s3://bucket/runs", "otter", rank, 0), ("true",), (), {}, {}) for rank in range(3)]
+    jobs = [JobSpec(JobKey("s3://bucket/runs", "otter", rank, 0), ("true",), (), {}, {}) for rank in range(3)]
     with ThreadPoolExecutor(3) as pool:
         starting = [pool.submit(service.start, job) for job in jobs]
         modal_runs.wait_for("ImageJoinStreaming")

@@ -16,13 +16,13 @@ from servers.s3.radosgw import free_port
 
 from executors import RayExecutor
 from executors.backends import ray_client
-from executors.backends.jobs.service import Job, JobKey, JobService, JobServiceError, JobState
+from executors.backends.jobs.service import JobKey, JobService, JobServiceError, JobSpec, JobState
 from executors.backends.ray_client import RayJob
 from executors.registry import describe_executor
 
 TOKEN = "a-token-that-is-never-shown"
 KEY = JobKey("s3://bucket/runs", "otter", 0, 0)
-JOB = Job(KEY, ("python", "-c", "print(1)"), (), {"REPLICA_RANK": "0"}, {"AWS_SECRET_ACCESS_KEY": "hush"})
+JOB = JobSpec(KEY, ("python", "-c", "print(1)"), (), {"REPLICA_RANK": "0"}, {"AWS_SECRET_ACCESS_KEY": "hush"})
 RUNNING = {"submission_id": KEY.name, "status": "RUNNING", "metadata": KEY.labels}
 WAITS = "waiting for room, or for its environment"
 DEEP = "[" * 5000 + "]" * 5000

@@ -19,7 +19,7 @@ from support.cli import HereInstead
 
 from executors import Run, SlurmExecutor, attach, launch
 from executors.attempt import Attempt
-from executors.backends.jobs.service import Job, JobId, JobKey, JobServiceError
+from executors.backends.jobs.service import JobId, JobKey, JobServiceError, JobSpec
 from executors.backends.slurm import SlurmJobs
 from executors.errors import BackendError, LaunchError, RunNotFoundError
 from executors.run.resume import resume
@@ -51,12 +51,12 @@ def states(slurm: Cluster, *which: str) -> list[str]:
     return slurm.run("squeue", "--noheader", "--array", "--states=all", *which, "--format=%T").split()
 
 
-def recorded_starts(monkeypatch: pytest.MonkeyPatch) -> list[list[Job]]:
+def recorded_starts(monkeypatch: pytest.MonkeyPatch) -> list[list[JobSpec]]:
     """Return the groups of jobs that are asked for from now on."""
-    asked: list[list[Job]] = []
+    asked: list[list[JobSpec]] = []
     start_jobs = SlurmJobs.start_jobs
 
-    def recording(self: SlurmJobs, jobs: list[Job]) -> list[JobId]:
+    def recording(self: SlurmJobs, jobs: list[JobSpec]) -> list[JobId]:
         asked.append(list(jobs))
         return start_jobs(self, jobs)
 
@@ -83,7 +83,7 @@ def test_what_a_stopped_controller_was_asked_for_is_started_once(
 ) -> None:
     start_jobs, kinds = SlurmJobs.start_jobs, []
 
-    def at_a_stopped_controller(self: SlurmJobs, jobs: list[Job]) -> list[JobId]:
+    def at_a_stopped_controller(self: SlurmJobs, jobs: list[JobSpec]) -> list[JobId]:
         try:
             with slurm.stopped_controller():
                 return start_jobs(self, jobs)
@@ -111,7 +111,7 @@ def test_no_controller_is_one_that_is_asked_again(
     slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = SlurmExecutor().service
-    job = Job(JobKey("s3://bucket/runs", "otter", 0, 0), ("true",), (), {}, {})
+    job = JobSpec(JobKey("s3://bucket/runs", "otter", 0, 0), ("true",), (), {}, {})
     job_id = service.start(job)
     nobody = tmp_path / "slurm.conf"
     lines = (slurm.folder / "slurm.conf").read_text().splitlines()
@@ -216,7 +216,7 @@ def test_gpus_are_told_to_the_job(slurm: Cluster) -> None:
     service = SlurmExecutor().service
     code = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
     for gpu, visible in (("H100:2", "0,1"), ("h100", "0"), ("1", "0")):
-        job = Job(JobKey("s3://bucket/runs", "otter", 0, 0), (sys.executable, "-c", code), (), {}, {}, gpu=gpu)
+        job = JobSpec(JobKey("s3://bucket/runs", "otter", 0, 0), (sys.executable, "-c", code), (), {}, {}, gpu=gpu)
         job_id = service.start(job)
         eventually(lambda job_id=job_id: service.state(job_id).has_ended)  # type: ignore[misc]
         assert service.logs(job_id, 1) == f"{visible}\n"
@@ -398,7 +398,7 @@ def test_an_array_that_is_refused_takes_the_earlier_ones_with_it(
     monkeypatch.setattr("executors.backends.slurm.DIGITS", 1)
     submit, submitted = SlurmJobs._submit, list[str]()
 
-    def second_is_refused(self: SlurmJobs, jobs: list[Job], env: dict[str, str]) -> str:
+    def second_is_refused(self: SlurmJobs, jobs: list[JobSpec], env: dict[str, str]) -> str:
         if submitted:
             raise JobServiceError("Slurm: Job violates accounting/QOS policy.", "rejected")
         submitted.append(submit(self, jobs, env))
@@ -418,7 +418,7 @@ def test_a_record_chooses_neither_the_file_that_is_read_nor_a_job_of_another_clu
 ) -> None:
     service = SlurmExecutor().service
     key = JobKey("s3://bucket/runs", "otter", 0, 0)
-    job_id = service.start(Job(key, (sys.executable, "-c", "print('mine')"), (), {}, {}))
+    job_id = service.start(JobSpec(key, (sys.executable, "-c", "print('mine')"), (), {}, {}))
     eventually(lambda: service.logs(job_id, 5) == "mine\n")
     assert SlurmExecutor().service.logs(job_id, 5) == "", "of a job that nobody has verified"
     elsewhere = {**job_id, "cluster": "another"}

@@ -19,11 +19,11 @@ from executors.backends.jobs.executor import JobExecutor
 from executors.backends.jobs.service import (
     UNKNOWN,
     ForeignJobError,
-    Job,
     JobId,
     JobKey,
     JobService,
     JobServiceError,
+    JobSpec,
     JobState,
     Kind,
     common_env,
@@ -47,7 +47,7 @@ class FakeJob:
     """A job as the service has it."""
 
     id: str
-    job: Job
+    job: JobSpec
     log: Path
     process: subprocess.Popen[bytes] | None = None
     """None while it waits for a machine."""
@@ -154,7 +154,7 @@ class Machines:
                 self._faults[call].remove(fault)
         return fault
 
-    def add(self, job: Job) -> FakeJob:
+    def add(self, job: JobSpec) -> FakeJob:
         with self.lock:
             self.folder.mkdir(exist_ok=True)
             made = FakeJob(f"job-{len(self.jobs)}", job, self.folder / f"log-{len(self.jobs)}")
@@ -236,7 +236,7 @@ class FakeJobs(JobService):
 
         self._call("check_account", None, check)
 
-    def start(self, job: Job) -> JobId:
+    def start(self, job: JobSpec) -> JobId:
         return self._call("start", job.key.rank, lambda: _job_id(self.machines.add(job).id))
 
     def find(self, key: JobKey) -> list[JobId]:
@@ -278,7 +278,7 @@ class FakeJobs(JobService):
 
         self._call("stop", self._rank(job_id), stop)
 
-    def describe(self, job: Job) -> dict[str, Any]:
+    def describe(self, job: JobSpec) -> dict[str, Any]:
         names = [*job.secret_names, *job.credentials]
         more = {"name": job.key.name, "timeout": job.limit_s, "secrets": names}
         return {"command": shortened(job.command), "env": masked(job.env), **more}
@@ -322,10 +322,10 @@ class GroupingFakeJobs(ListingFakeJobs):
 
     starts_together: ClassVar[bool] = True
 
-    def start(self, job: Job) -> JobId:
+    def start(self, job: JobSpec) -> JobId:
         return self.start_jobs([job])[0]
 
-    def start_jobs(self, jobs: Sequence[Job]) -> list[JobId]:
+    def start_jobs(self, jobs: Sequence[JobSpec]) -> list[JobId]:
         assert len({job.key.group for job in jobs}) == 1
 
         def start() -> list[JobId]:

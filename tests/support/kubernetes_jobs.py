@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from executors.backends.jobs.service import Job, JobKey, JobState
+from executors.backends.jobs.service import JobKey, JobSpec, JobState
 from executors.backends.kubernetes import KubernetesJobs
 from executors.testing import eventually
 
 SLEEP = "echo hanging; exec sleep 600"
 
 
-def job(script: str = "true", rank: int = 0, **more: Any) -> Job:
+def job(script: str = "true", rank: int = 0, **more: Any) -> JobSpec:
     usual: dict[str, Any] = {"env": {"MINE": "my-own-value"}, "credentials": {"KEY": "hush"}, "limit_s": 300, **more}
-    return Job(JobKey("s3://bucket/runs", "otter", rank, 1), ("sh", "-c", script), (), **usual)
+    return JobSpec(JobKey("s3://bucket/runs", "otter", rank, 1), ("sh", "-c", script), (), **usual)
 
 
 def state(service: KubernetesJobs, job_id: dict[str, Any]) -> JobState:
@@ -22,7 +22,7 @@ def state(service: KubernetesJobs, job_id: dict[str, Any]) -> JobState:
     return service.state(job_id)
 
 
-def started(service: KubernetesJobs, *jobs: Job) -> list[dict[str, Any]]:
+def started(service: KubernetesJobs, *jobs: JobSpec) -> list[dict[str, Any]]:
     """Start a group, and wait until each says a line."""
     ids = service.start_jobs(jobs)
     for job_id in ids:

@@ -39,11 +39,11 @@ from executors.backends.jobs.service import (
     STORE_LABEL,
     WITH_TORCH,
     ForeignJobError,
-    Job,
     JobId,
     JobKey,
     JobService,
     JobServiceError,
+    JobSpec,
     retrying,
 )
 from executors.backends.jobs.spares import spares_of, start_spares
@@ -596,7 +596,7 @@ class JobExecutor(Backend):
         limits: Mapping[int, float | None],
         requirements: Sequence[str],
         pins: Sequence[str] = (),
-    ) -> list[tuple[Attempt, Job]]:
+    ) -> list[tuple[Attempt, JobSpec]]:
         from executors.shipping.package import replica_environment
 
         store = store_at(run.store_url)
@@ -610,7 +610,7 @@ class JobExecutor(Backend):
         for rank in run.ranks:
             timeout_s = limits[rank]
             attempt = Attempt(store, run.run_id, rank, run.attempt, run.is_of_spares)
-            job = Job(
+            job = JobSpec(
                 JobKey.of(attempt, run.launched_at),
                 command,
                 tuple(requirements),

@@ -24,11 +24,11 @@ from executors.backends.jobs.sdk import call_each
 from executors.backends.jobs.service import (
     LONGEST_PATIENCE_S,
     CancelledWhileStartingError,
-    Job,
     JobId,
     JobKey,
     JobService,
     JobServiceError,
+    JobSpec,
     retrying,
     stop_others,
 )
@@ -58,7 +58,7 @@ class _Start:
     """One rank on its way."""
 
     attempt: Attempt
-    job: Job
+    job: JobSpec
     given_up: threading.Event = field(default_factory=threading.Event)
     is_begun: bool | None = None
     """True if this launch began the attempt, False if another one did. None if it is not known yet."""
@@ -108,7 +108,7 @@ class GangStart:
         service: JobService,
         backend: str,
         run: RunSpec,
-        jobs: Sequence[tuple[Attempt, Job]],
+        jobs: Sequence[tuple[Attempt, JobSpec]],
         *,
         handle_of: Callable[[Attempt, JobId], ReplicaHandle],
         started: Callable[[Sequence[tuple[JobKey, JobId]], str], None],

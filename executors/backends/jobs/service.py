@@ -104,7 +104,7 @@ class JobKey:
 
 
 @dataclass(frozen=True)
-class Job:
+class JobSpec:
     """One replica as a job: the same command at every service, in an image with Python."""
 
     key: JobKey
@@ -274,22 +274,22 @@ class JobService(abc.ABC):
 
         return bootstrap_command()
 
-    def start(self, job: Job) -> JobId:
+    def start(self, job: JobSpec) -> JobId:
         """Start a job, and return its id; may block until the job is scheduled."""
         return self.start_jobs([job])[0]
 
-    def start_jobs(self, jobs: Sequence[Job]) -> list[JobId]:
+    def start_jobs(self, jobs: Sequence[JobSpec]) -> list[JobId]:
         """Start jobs of one group in one call, all or none; return their ids in the order given.
 
         Called where `starts_together`. The jobs differ in their ranks alone; see `common_env`.
         """
         raise NotImplementedError(f"{type(self).__name__} needs start(), or start_jobs() where it starts_together.")
 
-    def start_waits(self, job: Job) -> bool:
+    def start_waits(self, job: JobSpec) -> bool:
         """Return whether `start` waits until the job has its GPU: what has started then has one."""
         return False
 
-    def start_limit_s(self, job: Job) -> float:
+    def start_limit_s(self, job: JobSpec) -> float:
         """Return how long a start may take, besides what the service asks to wait: then its keeper counts as dead."""
         return START_LIMIT_S
 
@@ -383,7 +383,7 @@ class JobService(abc.ABC):
         return iter(())
 
     @abc.abstractmethod
-    def describe(self, job: Job) -> dict[str, Any]:
+    def describe(self, job: JobSpec) -> dict[str, Any]:
         """Return the request that `start` would make as plain JSON, values of secrets and environment masked."""
 
 
@@ -393,7 +393,7 @@ def python_of_image(image: object) -> str | None:
     return None if found is None else found[1]
 
 
-def common_env(jobs: Sequence[Job]) -> dict[str, str]:
+def common_env(jobs: Sequence[JobSpec]) -> dict[str, str]:
     """Return the variables that jobs of one group have in common: all of them but `REPLICA_RANK`.
 
     Raises:

@@ -34,11 +34,11 @@ from executors.backends.jobs.service import (
     LONGEST_PATIENCE_S,
     PATIENCE_S,
     TRIES,
-    Job,
     JobId,
     JobKey,
     JobService,
     JobServiceError,
+    JobSpec,
     JobState,
     common_env,
     retrying,
@@ -319,8 +319,8 @@ def test_the_ranks_of_an_attempt_are_a_group_whose_name_fits_everywhere() -> Non
 
 
 def test_what_jobs_of_a_group_have_in_common_is_all_but_the_rank() -> None:
-    def job(rank: int, **env: str) -> Job:
-        return Job(JobKey("s3://b/p", "otter", rank, 0), (), (), {"REPLICA_RANK": str(rank), **env}, {})
+    def job(rank: int, **env: str) -> JobSpec:
+        return JobSpec(JobKey("s3://b/p", "otter", rank, 0), (), (), {"REPLICA_RANK": str(rank), **env}, {})
 
     assert common_env([job(0, X="1"), job(3, X="1")]) == {"X": "1"}
     for other in (job(1), job(1, X="2"), job(1, X="1", Y="2")):

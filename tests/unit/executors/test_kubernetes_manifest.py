@@ -11,7 +11,7 @@ from servers.kubernetes.pods import expanded
 from servers.kubernetes.rules import violations, wrong_with_job
 from servers.kubernetes.schema import problems
 
-from executors.backends.jobs.service import UNKNOWN, Job, JobKey, JobServiceError, JobState
+from executors.backends.jobs.service import UNKNOWN, JobKey, JobServiceError, JobSpec, JobState
 from executors.backends.kubernetes import KubernetesJobs
 from executors.backends.kubernetes_manifest import name_of, secret_data
 from executors.backends.kubernetes_pods import DELETED_EARLY, TAKEN_BACK, index_of, indexes, ranks_of, state_of
@@ -24,10 +24,10 @@ BEING_DELETED = JobState(True, "lost", None, "its pod is being deleted", is_hear
 UNSCHEDULED = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "Insufficient cpu"}
 
 
-def jobs(*ranks: int, **more: Any) -> list[Job]:
+def jobs(*ranks: int, **more: Any) -> list[JobSpec]:
     usual = {"gpu": None, "limit_s": 300, **more}
     return [
-        Job(
+        JobSpec(
             JobKey("s3://bucket/runs", "brave-otter", rank, 2),
             ("python", "-c", "print('$(HOME) $$')"),
             (),
@@ -234,7 +234,7 @@ def test_nothing_that_kubernetes_would_replace_is_replaced_and_no_value_of_the_u
     assert secret_data(jobs(0)) == {"MINE": "secret", "AWS_SECRET_ACCESS_KEY": "hush"}
     assert not any(value in str(made) for value in ("secret'", "hush"))
     with pytest.raises(JobServiceError, match=r"takes no variable 'my\.own'"):
-        secret_data([Job(jobs(0)[0].key, ("true",), (), {"my.own": "x"}, {})])
+        secret_data([JobSpec(jobs(0)[0].key, ("true",), (), {"my.own": "x"}, {})])
 
 
 def test_pods_have_the_least_rights_that_a_replica_needs_and_root_stays_root() -> None:
@@ -246,7 +246,7 @@ def test_pods_have_the_least_rights_that_a_replica_needs_and_root_stays_root() -
 
 
 def test_variables_that_no_secret_can_hold_are_refused_by_size_and_name() -> None:
-    large = [Job(jobs(0)[0].key, ("true",), (), {"SMALL": "x", "LARGE": "ä" * (1 << 19)}, {})]
+    large = [JobSpec(jobs(0)[0].key, ("true",), (), {"SMALL": "x", "LARGE": "ä" * (1 << 19)}, {})]
     with pytest.raises(JobServiceError, match=r"have 1,048,577 bytes, the largest is 'LARGE'\. .* holds 1,048,576"):
         secret_data(large)
 

@@ -11,7 +11,7 @@ from support.new_runs import create_run
 from executors import ReplicaStatus, SlurmExecutor, attach
 from executors.attempt import Attempt
 from executors.backends.jobs.executor import INSTALL_S
-from executors.backends.jobs.service import UNKNOWN, Job, JobKey, JobServiceError, JobState, retrying
+from executors.backends.jobs.service import UNKNOWN, JobKey, JobServiceError, JobSpec, JobState, retrying
 from executors.backends.slurm import SlurmJobs
 from executors.backends.slurm_commands import (
     Row,
@@ -194,7 +194,7 @@ def test_a_controller_that_falls_silent_after_sbatch_starts_no_second_array(answ
         (answer / name).chmod(0o755)
     service = SlurmJobs()
     start = retrying(lambda pause_s: None)
-    (job_id,) = start(service.start_jobs, [Job(JobKey("s3://bucket/runs", "otter", 0, 1), ("true",), (), {}, {})])
+    (job_id,) = start(service.start_jobs, [JobSpec(JobKey("s3://bucket/runs", "otter", 0, 1), ("true",), (), {}, {})])
     assert job_id == {"id": "184", "task": 0, "cluster": "here"}
     assert (answer / "asked").read_text().count("\n") == 1
 
@@ -206,7 +206,7 @@ def test_slurm_is_checked_with_the_time_that_is_asked_for(answer: Path, monkeypa
     for refused, tested, asked in (("none", ["45"], "45"), ("45", ["45", "30"], "30")):
         (answer / "asked").unlink(missing_ok=True)
         (answer / "sbatch").write_text("#!/bin/sh\n" + refuses.format(refused))
-        job = Job(
+        job = JobSpec(
             JobKey("file:///r", "otter", 0, 0), ("true",), (), {}, {}, limit_s=1800 + INSTALL_S, margin_s=INSTALL_S
         )
         checking = SlurmJobs(log_dir=str(answer))
@@ -224,7 +224,7 @@ def test_logs_are_found_from_another_folder_than_that_of_the_launch(
 ) -> None:
     monkeypatch.setattr(SlurmJobs, "_cluster", "here")
     monkeypatch.setenv("HOME", str(answer))
-    job = Job(JobKey("file:///r", "otter", 0, 0), ("true",), (), {}, {})
+    job = JobSpec(JobKey("file:///r", "otter", 0, 0), ("true",), (), {}, {})
     (answer / "sbatch").write_text("#!/bin/sh\necho 184\n")
     for named in ("logs", "~/logs"):
         monkeypatch.chdir(answer)
@@ -247,7 +247,7 @@ def test_a_run_that_is_removed_leaves_no_log_in_its_log_dir(
     spec = create_run(store, "otter", "job:main", {}, 1, backend="slurm")
     attempt = Attempt(store, "otter", 0)
     for launched_at in (spec.launched_at, 1.0):  # and of a run of this id at another time
-        executor.service.start_jobs([Job(JobKey.of(attempt, launched_at), ("true",), (), {}, {})])
+        executor.service.start_jobs([JobSpec(JobKey.of(attempt, launched_at), ("true",), (), {}, {})])
     attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
     assert len([*(tmp_path / "logs" / "otter").iterdir()]) == 2
     attach(f"{tmp_path}/runs/otter", executor=executor).remove()
@@ -260,7 +260,7 @@ def test_a_silent_controller_is_found_out_before_anything_is_asked_for(answer: P
     (answer / "scontrol").chmod(0o755)
     (answer / "sbatch").write_text(f"#!/bin/sh\ntouch {answer}/asked\necho 184\n")
     with pytest.raises(JobServiceError) as caught:
-        SlurmJobs().start_jobs([Job(JobKey("s3://bucket/runs", "otter", 0, 1), ("true",), (), {}, {})])
+        SlurmJobs().start_jobs([JobSpec(JobKey("s3://bucket/runs", "otter", 0, 1), ("true",), (), {}, {})])
     assert (caught.value.kind, (answer / "asked").exists()) == ("unavailable", False)
 
 
