@@ -228,9 +228,9 @@ class Outcome:
     """The last report of the replica. None: its last heartbeat has it."""
     reached: Mapping[str, float] | None = None
     """The `round` and `step` that it reported last."""
-    marks: int = 0
+    progress_marks: int = 0
     """How often it made progress."""
-    kept: int = 0
+    saved_marks: int = 0
     """How often it left something that its next attempt need not do again."""
     fingerprint: str | None = None
     """The same for two ends by the same error at the same place."""

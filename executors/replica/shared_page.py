@@ -24,10 +24,10 @@ STEPS = "steps"
 """The section that a rank is in when it is in none."""
 OTHERS = "others"
 """The section of all names for which there was no room."""
-# Where what is in the page, in doubles.
+# The slot of each value in the page, in doubles.
 (
-    READY, BEAT, TICK, MARK, MARKS, KEPT, SINCE, ROW, LIMIT, UNWATCHED, ATOMIC_SINCE, ATOMIC_LEFT, ENDING_AT, NOTICE,
-    STEP, ROUND, MAIN_THREAD, STACKS_FILE, N_STACKS, WRITTEN, HANG_RAISED_AT, CLAIMED,
+    READY, BEAT, TICK, MARK, PROGRESS_MARKS, SAVED_MARKS, SINCE, ROW, LIMIT, UNWATCHED, ATOMIC_SINCE, ATOMIC_LEFT,
+    ENDING_AT, NOTICE, STEP, ROUND, MAIN_THREAD, STACKS_FILE, N_STACKS, WRITTEN, HANG_RAISED_AT, CLAIMED,
     N_DECISIONS, BEATEN, LEFT_AT, LEFT_WITH, HAS_RESULT, STORE_FAILED,
     OPENED_AT, FINISHED_AFTER, BEAT_THREAD, HEARTBEAT_THREAD,
 ) = range(32)  # fmt: skip
@@ -72,8 +72,8 @@ class SharedPage:
     """The step that the rank has reached; nan if it has reported none."""
     mark = _Number(MARK)
     """When the rank last made progress, or 0 if it never did."""
-    marks = _Number(MARKS)
-    kept = _Number(KEPT)
+    progress_marks = _Number(PROGRESS_MARKS)
+    saved_marks = _Number(SAVED_MARKS)
     """How often it left something that its next attempt need not do again."""
     since = _Number(SINCE)
     """Since when it has made no progress in this section: from the last mark on, without the sections between."""
@@ -160,17 +160,18 @@ class SharedPage:
 
     # -- progress, by the rank ---------------------------------------------------------------------------------------
 
-    def progress(self, kept: int = 0, *, step: float | None = None, round_: float | None = None) -> None:
+    def progress(self, saved: int = 0, *, step: float | None = None, round_: float | None = None) -> None:
         """Note that the rank made progress, how far it is, and what of it the next attempt need not do again."""
         numbers, now, row = self._numbers, monotonic(), self._row
         gap = now - numbers[SINCE]
-        if gap > numbers[row] and (numbers[MARKS] or row != FIRST_ROW):  # the time before the first mark does not count
+        is_start = row == FIRST_ROW and not numbers[PROGRESS_MARKS]
+        if gap > numbers[row] and not is_start:  # the time before the first mark does not count
             numbers[row] = gap
         numbers[row + 1] += 1
-        numbers[MARKS] += 1
+        numbers[PROGRESS_MARKS] += 1
         numbers[MARK] = numbers[SINCE] = now
-        if kept:
-            numbers[KEPT] += kept
+        if saved:
+            numbers[SAVED_MARKS] += saved
         if step is not None:
             numbers[STEP] = step
         if round_ is not None:
@@ -183,7 +184,7 @@ class SharedPage:
 
     def finish_training(self) -> None:
         """Note that every DiLoCo of the rank has ended. It owes no more marks; the next mark undoes this."""
-        self._numbers[FINISHED_AFTER] = self._numbers[MARKS] + 1
+        self._numbers[FINISHED_AFTER] = self._numbers[PROGRESS_MARKS] + 1
 
     def enter(self, name: str, limit_s: float | None = None) -> None:
         """Begin a section, in which its limit counts instead of the steps' limit.
@@ -257,7 +258,7 @@ class SharedPage:
     @property
     def is_finished(self) -> bool:
         """True if every DiLoCo of the rank has ended, and the rank has made no mark since."""
-        return self._numbers[FINISHED_AFTER] == self._numbers[MARKS] + 1
+        return self._numbers[FINISHED_AFTER] == self._numbers[PROGRESS_MARKS] + 1
 
     @property
     def longest_idle_s(self) -> float:
@@ -282,10 +283,10 @@ class SharedPage:
         return {name: value for name, value in found.items() if not math.isnan(value)} or None
 
     def told(self) -> dict[str, Any]:
-        """Return what an outcome has from the page: `marks`, `kept`, `reached`, `notice` and `stacks`."""
+        """Return the fields of an outcome that the page has, as in `progress_marks` and `reached`."""
         return {
-            "marks": int(self.marks),
-            "kept": int(self.kept),
+            "progress_marks": int(self.progress_marks),
+            "saved_marks": int(self.saved_marks),
             "reached": self.reached,
             "notice": self.notice,
             "stacks": tuple(f"stacks/{number}.txt" for number in range(int(self.n_stacks))),

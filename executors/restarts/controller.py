@@ -63,7 +63,9 @@ class RunSnapshot:
         outcomes = [each.outcome() for each in attempts if found.has(each.rank, each.number, "outcome")]
         ends = {end.rank: end for end in outcomes if end is not None}
         beating = (each.beat() for each in attempts if found.has(each.rank, each.number, "heartbeat"))
-        has_progress = any(end.marks for end in ends.values()) or any(beat and beat.reported for beat in beating)
+        has_progress = any(end.progress_marks for end in ends.values()) or any(
+            beat and beat.reported for beat in beating
+        )
         return cls(newest, ends, has_progress)
 
     def of_first_world(self, world_size: int) -> RunSnapshot:
@@ -259,7 +261,7 @@ class RestartController:
             return None
         if self.blocking_order(end.rank) is not None:
             return None
-        if is_own(end) and not snapshot.has_progress and not end.marks:
+        if is_own(end) and not snapshot.has_progress and not end.progress_marks:
             wait_s = LAST_CALL_S - self._known_ends.note((end.rank, end.attempt))
             if wait_s > 0:
                 return wait_s

@@ -92,7 +92,7 @@ class Decision(Record):
     fingerprint: str | None = checked(nullable(text(100)), None)
     reached: dict[str, float] = checked(_numbers, {})
     """How far that attempt came: `round` and `step`."""
-    kept: bool = checked(flag, False)
+    has_saved_marks: bool = checked(flag, False)
     """Whether it left something that its successor need not do again."""
     why: str = checked(text(MAX_WORDS), "")
     """Of give_up and stop: `deterministic`, `no_progress`, `budget`, `refused`, `min_replicas`, `asked`,

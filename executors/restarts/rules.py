@@ -74,7 +74,7 @@ def decide(
         exit_code=end.exit_code,
         fingerprint=end.fingerprint,
         reached=_reached(end),
-        kept=bool(end.kept),
+        has_saved_marks=end.saved_marks > 0,
         words=_words(end),
     )
     if is_own(end) and end.fingerprint is not None and not is_free:
@@ -114,9 +114,9 @@ def made_progress(log: Sequence[Decision], end: Outcome, ends: Sequence[Outcome]
 
     Where nobody in the run ever said so, that its last step is further than every earlier attempt's.
     """
-    if end.kept:
+    if end.saved_marks:
         return True
-    if any(other.kept for other in ends) or any(entry.kept for entry in log):
+    if any(other.saved_marks for other in ends) or any(entry.has_saved_marks for entry in log):
         return False
     step = _reached(end).get("step")
     earlier = [entry.reached.get("step", 0.0) for entry in log if entry.rank == end.rank]
@@ -149,7 +149,7 @@ def _is_everybodys(log: Sequence[Decision], end: Outcome, ends: Sequence[Outcome
 
     What two ranks lack on one machine, those of another backend may have.
     """
-    if facts.has_progress or end.marks or any(entry.reached or entry.kept for entry in log):
+    if facts.has_progress or end.progress_marks or any(entry.reached or entry.has_saved_marks for entry in log):
         return False
     before = {(entry.rank, entry.fingerprint) for entry in _resumed(log) if entry.kind == "restart"}
     known = {(other.rank, other.fingerprint) for other in ends} | before

@@ -121,7 +121,7 @@ class RestartSession:
         """Note how an attempt ended."""
         if outcome.rank in self._newest and outcome.attempt >= self._newest[outcome.rank]:
             self._newest[outcome.rank], self._ends[outcome.rank] = outcome.attempt, outcome
-        self._has_progress |= outcome.marks > 0
+        self._has_progress |= outcome.progress_marks > 0
         if outcome.status is not ReplicaStatus.SUCCEEDED:
             self._keep_at = 0.0
 

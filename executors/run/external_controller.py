@@ -177,7 +177,9 @@ class ExternalController:
         unanswered = [end for end in failed if answer_to(self.log.entries, end.rank, end.attempt) is None]
         if not any(is_own(end) for end in unanswered):
             return True
-        return any(end.marks for end in failed) or any(state.reported for state in self._reader.with_reports(states))
+        return any(end.progress_marks for end in failed) or any(
+            state.reported for state in self._reader.with_reports(states)
+        )
 
     def _finish_stop(self, running: set[int]) -> None:
         """End what lives on after a stop."""

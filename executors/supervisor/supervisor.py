@@ -324,7 +324,7 @@ class Supervisor:
 
     def _keep_log(self) -> None:
         """Decide what follows each end, and end ranks that an order blocks or that another process took over."""
-        has_progress = any(running.page.marks for running in self._running.values())
+        has_progress = any(running.page.progress_marks for running in self._running.values())
         for running in self._running.values():
             self._session.claimed(running.attempt)
         if not self._session.keep(has_progress=has_progress, is_busy=self._is_busy):

@@ -253,7 +253,7 @@ class Watchdog:
         """Yield the limits of the state that the rank is in: the table of ADR 0043, from the most special state on."""
         page, limits, least = self._page, self.limits, self._defaults
         ends = self.ends or limits.are_explicit
-        if page.unwatched or (limits.is_off and (limits.start_s is None or page.marks)):
+        if page.unwatched or (limits.is_off and (limits.start_s is None or page.progress_marks)):
             return
         if page.limit_s == math.inf:  # it waits for others: their limits count, and a tick is enough
             if not limits.is_off:
@@ -266,7 +266,7 @@ class Watchdog:
                 yield Limit("section", self._since, page.limit_s, 1.5 * page.limit_s, True, source)
         elif page.is_finished:  # before the start: a restart behind the last step has no mark, and only evaluates
             yield self._idle_limit(least.unknown_idle_s, "after the last round", ends=ends)
-        elif not page.marks:
+        elif not page.progress_marks:
             yield from self._limits_of_start(ends=ends)
         elif limits.soft_s is not None and limits.hard_s is not None:
             yield Limit("given", self._since, limits.soft_s, limits.hard_s, True, "--hang-timeout")

@@ -139,7 +139,7 @@ def test_a_hang_is_ended_and_the_replica_comes_back_in_its_container(site: Site)
     code, out, _ = ended(process)
     first, second = (outcome_of(replace(spec, attempt=number)) for number in (0, 1))
     assert (code, second.result) == (0, "came back")
-    assert (first.reason, first.reached, first.marks) == ("hang", {"step": 7}, 1)
+    assert (first.reason, first.reached, first.progress_marks) == ("hang", {"step": 7}, 1)
     assert "made no progress for" in str(first.error)
     assert "the GIL is held by a call" in str(first.error)
     assert "in holds_the_gil" in out, "the stacks"

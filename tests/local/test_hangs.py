@@ -340,7 +340,7 @@ def test_a_helper_that_a_rank_forks_is_nobody_that_is_watched() -> None:
 
     rank = start(fork_a_helper, "off")
     watch([rank])
-    assert (rank.exit_code, rank.page.marks, rank.page.kept) == (0, 1, 0)
+    assert (rank.exit_code, rank.page.progress_marks, rank.page.saved_marks) == (0, 1, 0)
 
 
 @pytest.mark.skipif(shutil.which("gdb") is None, reason="needs gdb")
@@ -385,7 +385,10 @@ def test_an_outcome_says_how_far_its_attempt_came_and_what_another_alike_has_in_
 
     runs = [launch(local, fail_at_a_step, 1, args={"step": step}) for step in (3, 4)]
     ends = [run.outcomes()[0] for run in runs if run.wait()]
-    assert [(end.marks, end.kept, end.reached) for end in ends] == [(2, 1, {"step": 3}), (2, 1, {"step": 4})]
+    assert [(end.progress_marks, end.saved_marks, end.reached) for end in ends] == [
+        (2, 1, {"step": 3}),
+        (2, 1, {"step": 4}),
+    ]
     assert ends[0].fingerprint == ends[1].fingerprint
     assert ends[0].fingerprint
 
@@ -414,7 +417,7 @@ def test_a_start_that_never_ends_is_ended_at_its_limit_with_its_stacks_kept(
     run = launch(local, task, 1, start_timeout="1s")
     assert run.wait(60)
     (end,) = run.outcomes()
-    assert (end.status, end.reason, end.marks) == ("failed", "hang", 0)
+    assert (end.status, end.reason, end.progress_marks) == ("failed", "hang", 0)
     assert "made no first progress" in str(end.error)
     assert "(limit 1 s, --start-timeout)" in str(end.error)
     assert end.stacks

@@ -106,7 +106,7 @@ def test_a_replica_that_died_is_brought_back_and_its_claim_and_progress_are_seen
     assert run.logs(rank=0).splitlines()[-1] == "rank 0 attempt 1"
     outcome = run.status().replicas[0].outcome
     assert outcome is not None
-    assert (outcome.marks, outcome.how) == (3, "fork")
+    assert (outcome.progress_marks, outcome.how) == (3, "fork")
 
 
 def test_a_cancelled_replica_has_its_grace(threaded: Path) -> None:
@@ -147,12 +147,12 @@ def test_a_page_that_was_moved_into_a_file_is_the_same_on_both_sides() -> None:
     other.progress(step=5)
     other.enter("evaluate")
     other.write_tail(b"words")
-    assert (page.marks, page.step, page.section, page.tail()) == (1, 5, "evaluate", "words")
+    assert (page.progress_marks, page.step, page.section, page.tail()) == (1, 5, "evaluate", "words")
     page.announce(7.0, signal.SIGTERM)
     assert (other.ending_at, other.notice) == (7.0, "SIGTERM")
     other.detach()
-    other.marks = 9
-    assert page.marks == 1
+    other.progress_marks = 9
+    assert page.progress_marks == 1
 
 
 def test_native_threads_are_counted_and_those_that_a_fork_ends_are_not() -> None:

@@ -285,7 +285,7 @@ def test_a_rank_that_hangs_is_ended_says_where_and_starts_anew(local: LocalProce
     for rank in range(2):
         end, attempt = ends(run, rank)[0], Attempt(run.store, run.run_id, rank, 0)
         assert f"Replica {rank} of 3 made no progress for" in str(end.error)
-        assert (end.marks, len(end.stacks)) == (1, 2)
+        assert (end.progress_marks, len(end.stacks)) == (1, 2)
         stacks = bytes(run.store.get(attempt.key(end.stacks[0]))).decode()
         assert "in hang_first" in stacks
         assert stacks.rstrip() in (state_home / "replicas" / attempt.key("output.log")).read_text()

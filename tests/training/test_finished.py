@@ -104,5 +104,5 @@ def test_an_attempt_that_begins_behind_the_planned_end_owes_nothing(replica: Rep
     set_current_replica(again)
     _, diloco = diloco_of(total_steps=4)
     assert page_of(again).is_finished
-    assert page_of(again).marks == 0
+    assert page_of(again).progress_marks == 0
     diloco.close()

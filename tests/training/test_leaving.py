@@ -54,15 +54,17 @@ def test_each_step_is_a_mark_and_a_round_that_counts_its_work_is_kept() -> None:
     store = MemoryStore("marks")
     training = Training(store)
     page = training.page
-    assert (page.marks, page.kept, page.section) == (0, 0, STEPS)
+    assert (page.progress_marks, page.saved_marks, page.section) == (0, 0, STEPS)
     for _ in range(9):
         training.step()
-    assert (page.marks, page.kept, page.section) == (9 + 2, 2, STEPS)
+    assert (page.progress_marks, page.saved_marks, page.section) == (9 + 2, 2, STEPS)
     assert page.reached == {"round": 2.0, "step": 9.0}, "DiLoCo reports the step if the script does not"
     assert set(page._rows) == {STEPS, "first anchor", "round"}
     training.diloco._close(in_order=False)
     again = Training(store, attempt=1)
-    assert (again.diloco.rounds, again.page.marks, again.page.kept) == (2, 0, 0), "to catch up is nothing of its own"
+    assert (again.diloco.rounds, again.page.progress_marks, again.page.saved_marks) == (2, 0, 0), (
+        "to catch up is nothing of its own"
+    )
     again.diloco._close(in_order=False)
 
 

@@ -263,7 +263,7 @@ def test_a_long_validation_is_progress(tmp_path: Path) -> None:
         accelerator="cpu", callbacks=[DiLoCoCallback()], logger=False, default_root_dir=tmp_path
     )
     trainer.validate(Module(), plain_loader(), verbose=False)
-    assert page.marks == N_ITEMS // 2
+    assert page.progress_marks == N_ITEMS // 2
 
 
 class Stops(lightning.Callback):  # type: ignore[misc, name-defined]

@@ -103,7 +103,7 @@ class Checked:
             self.ranks[each].answered = max(self.ranks[each].answered, number - 1)
         name = str(end.exit_code) if str(end.exit_code) in policy.reasons else str(end.reason)
         is_free = math.isinf(cap := {**DEFAULT_CAPS, **policy.reasons}.get(name, 10**6))
-        strikes = 0 if is_free or end.kept else rank.strikes + 1
+        strikes = 0 if is_free or end.saved_marks else rank.strikes + 1
         recent = [ended for at_s, ended in rank.charged if policy.per_s is None or at_s > entry.at - policy.per_s]
         n_alike = sum(name in (str(ended.exit_code), ended.reason) for ended in recent)
         has_budget = len(recent) < policy.per_replica and (policy.run is None or self.n_of_run < policy.run)

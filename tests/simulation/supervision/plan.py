@@ -50,9 +50,9 @@ class Plan:
     """Whether one supervisor has all ranks, as on one machine."""
     ends: tuple[str, ...] = tuple(ENDS)
     life_s: tuple[float, float] = (1.0, 30.0)
-    kept: float = 0.3
+    saves: float = 0.3
     """How often an attempt leaves something that its successor need not do again."""
-    marks: float = 0.7
+    progresses: float = 0.7
     """How often it makes a mark."""
     copies: float = 0.05
     """How often the service starts a second copy."""
@@ -96,8 +96,8 @@ class Plan:
             is_shared=dice.random() < 0.3,
             ends=tuple(dice.sample([*ENDS], dice.randint(1, 4))) + ("succeeded",) * dice.randint(0, 2),
             life_s=(0.5, dice.choice([1.0, 10.0, 40.0])),
-            kept=dice.choice([0.0, 0.3, 1.0]),
-            marks=dice.choice([0.0, 0.7, 1.0]),
+            saves=dice.choice([0.0, 0.3, 1.0]),
+            progresses=dice.choice([0.0, 0.7, 1.0]),
             copies=dice.choice([0.0, 0.0, 0.1]),
             lies=dice.choice([0.0, 0.0, 0.02]),
             has_wider=dice.random() < 0.3,

@@ -71,14 +71,16 @@ class Worker:
         end = ENDS[kind := dice.choice(plan.ends)]
         if world.now > plan.faults.until_s + (0.0 if kind == "free" else CALM_S):
             end = ENDS[kind := "succeeded"]  # else it might never end, as where a window frees budgets
-        marks = int(dice.random() < plan.marks)
+        marks = int(dice.random() < plan.progresses)
         self.simulation.has_progress |= bool(marks)
         world.sleep(dice.uniform(*plan.life_s))
-        kept = int(bool(marks) and dice.random() < plan.kept)
+        saved = int(bool(marks) and dice.random() < plan.saves)
         reached = {"round": float(dice.choice([1, 1, 2]))} if marks else {}
         status = ReplicaStatus.SUCCEEDED if kind == "succeeded" else ReplicaStatus.FAILED
-        self.outcome = Outcome(self.rank, self.number, status, marks=marks, kept=kept, reached=reached, **end)
-        world.note(f"ends: {kind}, kept {kept}")
+        self.outcome = Outcome(
+            self.rank, self.number, status, progress_marks=marks, saved_marks=saved, reached=reached, **end
+        )
+        world.note(f"ends: {kind}, saved {saved}")
         if kind in ("succeeded", "raises", "raises otherwise"):
             self.simulation.store.record(self.outcome)
 

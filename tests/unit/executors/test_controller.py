@@ -93,7 +93,7 @@ def end(rank: int = 0, attempt: int = 0, reason: str = "signal", **more: Any) ->
 
 def test_what_made_progress_is_started_again_in_the_same_pass(scene: Scene) -> None:
     controller = scene.controller(starter := FakeStarter())
-    assert controller.keep(snapshot(end(kept=1))) is None
+    assert controller.keep(snapshot(end(saved_marks=1))) is None
     assert starter.started == [{0: 1}]
     assert [(entry.kind, entry.how) for entry in scene.told] == [("restart", "fork")]
 
@@ -129,11 +129,11 @@ def test_a_cancel_that_came_after_the_decision_is_seen_before_the_start(scene: S
 
 
 def test_what_another_keeper_decided_is_carried_out_a_minute_after_it_was_seen(scene: Scene) -> None:
-    scene.controller(FakeStarter("launch")).keep(snapshot(end(kept=1)))
+    scene.controller(FakeStarter("launch")).keep(snapshot(end(saved_marks=1)))
     controller = scene.controller(starter := FakeStarter("launch"))
-    assert controller.keep(snapshot(end(kept=1))) == CARRY_S
+    assert controller.keep(snapshot(end(saved_marks=1))) == CARRY_S
     scene.now += CARRY_S
-    controller.keep(snapshot(end(kept=1)))
+    controller.keep(snapshot(end(saved_marks=1)))
     assert starter.started == [{0: 1}]
     assert controller.keep(snapshot(replace(end(), rank=0, attempt=1, status=ReplicaStatus.SUCCEEDED))) is None
 
@@ -160,9 +160,9 @@ def test_a_clock_that_is_ahead_makes_nobody_wait_longer(scene: Scene) -> None:
 
 def test_without_a_policy_nothing_is_answered_until_the_log_has_one(scene: Scene) -> None:
     controller = scene.controller(starter := FakeStarter(), policy=None)
-    assert controller.keep(snapshot(end(kept=1))) is None
+    assert controller.keep(snapshot(end(saved_marks=1))) is None
     scene.add(Decision(kind="policy", restarts="1"))
-    controller.keep(snapshot(end(kept=1)))
+    controller.keep(snapshot(end(saved_marks=1)))
     assert starter.started == [{0: 1}]
 
 
@@ -172,7 +172,7 @@ def test_without_a_policy_nothing_is_answered_until_the_log_has_one(scene: Scene
         (end(reason="start_failed"), "3"),
         (end(reason="lost"), "3"),
         (end(reason="preempted"), "3"),
-        (end(kept=1), "3,how=launch"),
+        (end(saved_marks=1), "3,how=launch"),
     ],
 )
 def test_a_fork_leaves_to_wider_hands_what_it_cannot_do(scene: Scene, found: Outcome, policy: str) -> None:
@@ -198,12 +198,12 @@ def test_after_two_strikes_a_fork_leaves_its_machine_if_somebody_can_start_anoth
 
 def test_a_rank_of_another_supervisor_is_left_to_it(scene: Scene) -> None:
     controller = scene.controller(starter := FakeStarter(ranks=range(2)), policy=Restarts.parse("3,together"))
-    controller.keep(snapshot(end(3, kept=1)))
+    controller.keep(snapshot(end(3, saved_marks=1)))
     assert scene.told == []
-    controller.keep(snapshot(end(0, kept=1)))
+    controller.keep(snapshot(end(0, saved_marks=1)))
     assert starter.started == [{0: 1, 1: 1}]
     other = scene.controller(its := FakeStarter(ranks=range(2, 4)), policy=Restarts.parse("3,together"))
-    other.keep(snapshot(end(0, kept=1)))
+    other.keep(snapshot(end(0, saved_marks=1)))
     assert its.started == [{2: 1, 3: 1}]
 
 
@@ -216,9 +216,9 @@ def test_a_fork_leaves_what_a_person_resumes_to_the_persons_process(scene: Scene
 def test_an_end_is_answered_anew_behind_a_resume_that_came_late(scene: Scene) -> None:
     """A person looked, slept, and resumed as attempt 1 what had ended as attempt 1 meanwhile, and was decided."""
     controller = scene.controller(starter := FakeStarter())
-    controller.keep(snapshot(end(attempt=1, kept=1)))
+    controller.keep(snapshot(end(attempt=1, saved_marks=1)))
     scene.add(Decision(kind="resume", start={0: 1}))
-    controller.keep(snapshot(end(attempt=1, kept=1)))
+    controller.keep(snapshot(end(attempt=1, saved_marks=1)))
     assert [entry.kind for entry in DecisionLog(scene.store, "run").read()] == ["restart", "resume", "restart"]
     assert starter.started == [{0: 2}, {0: 2}]
 
@@ -253,7 +253,7 @@ def test_what_nobody_could_read_is_not_added(scene: Scene) -> None:
     """It would be the end of the log."""
     controller = scene.controller(FakeStarter())
     with pytest.raises(CorruptObjectError, match="'start' is an object"):
-        controller.keep(snapshot(end(attempt=10_000, kept=1)))
+        controller.keep(snapshot(end(attempt=10_000, saved_marks=1)))
     controller.keep(snapshot(end(1, reached={"x" * 1000: 1.0, "step": math.inf, "round": 2.0})))
     assert [entry.reached for entry in DecisionLog(scene.store, "run").read()] == [{"round": 2.0}]
 
@@ -367,7 +367,7 @@ def test_a_keeper_outside_knows_which_ranks_are_at_which_backend(
 def test_an_end_is_left_to_its_supervisor_for_15_s_whatever_the_clock_of_the_keeper_says(
     ahead_s: float, scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended = replace(end(kept=1), finished_at=time.time() - ahead_s)
+    ended = replace(end(saved_marks=1), finished_at=time.time() - ahead_s)
     starter: Any = SimpleNamespace(how="launch", free={}, may_start=lambda rank: rank in starter.free, start=dict)
     log = DecisionLog(scene.store, "run")
     controller = ExternalController(log, observer(scene.store, ended), starter, list[str]().append, lambda rank: True)

@@ -33,9 +33,9 @@ def end(reason: Any, attempt: int = 0, **more: Any) -> Outcome:
     return Outcome(3, attempt, ReplicaStatus.FAILED, reason, **more)
 
 
-KILLED = [end("signal", number, signal="SIGKILL", reached={"round": 41.0}, kept=1) for number in range(3)]
+KILLED = [end("signal", number, signal="SIGKILL", reached={"round": 41.0}, saved_marks=1) for number in range(3)]
 RAISED = [
-    end("exception", number, error=f"…\n{ERROR}", error_line=ERROR, fingerprint="f", reached=REACHED, kept=1)
+    end("exception", number, error=f"…\n{ERROR}", error_line=ERROR, fingerprint="f", reached=REACHED, saved_marks=1)
     for number in range(2)
 ]
 STUCK = [end("hang", number) for number in range(4)]
@@ -63,7 +63,7 @@ STUCK = [end("hang", number) for number in range(4)]
         ([end("no_result", exit_code=42)], "3,42=0",
          f"rank 3 given up: the policy restarts nothing after exit code 42: no_result. {AGAIN}",
          "given up: the policy restarts nothing after exit code 42: no_result"),
-        ([end("oom", number, kept=1) for number in range(2)], "3",
+        ([end("oom", number, saved_marks=1) for number in range(2)], "3",
          f"rank 3 given up: 1 of 1 restarts after oom are used: oom. {AGAIN}",
          "given up: 1 of 1 restarts after oom are used: oom"),
         (KILLED[:1], "3,within=5s", "rank 3 given up: the time for restarts is over: signal, SIGKILL, after round 41. "

@@ -60,7 +60,8 @@ def told(log: Sequence[Decision | None]) -> list[str]:
 
 
 REFUSED: dict[str, Any] = {"reason": "start_failed", "was_refused": True}
-KEPT = [end(attempt=number, kept=1) for number in range(4)]
+KEPT = [end(attempt=number, saved_marks=1) for number in range(4)]
+OUT_OF_MEMORY = [end(attempt=number, reason="oom", saved_marks=1) for number in range(3)]
 POINTLESS = [end(attempt=number) for number in range(6)]
 FREE = [end(attempt=number, exit_code=75) for number in range(4)]
 RESTARTS_AND = ["restart"] * 3
@@ -72,20 +73,20 @@ RESTARTS_AND = ["restart"] * 3
         ("3", KEPT, (), [*RESTARTS_AND, "budget"]),
         ("0", KEPT[:1], (), ["budget"]),
         ("1/10s", KEPT, (0.0, 20.0, 40.0, 45.0), [*RESTARTS_AND, "budget"]),
-        ("3,run=1", [KEPT[0], end(1, kept=1)], (), ["restart", "budget"]),
+        ("3,run=1", [KEPT[0], end(1, saved_marks=1)], (), ["restart", "budget"]),
         ("3,within=10s", KEPT[:2], (10.0, 10.5), ["restart", "budget"]),
         ("0,preempted=inf,within=10s", [end(reason="preempted")], (11.0,), ["budget"]),
         ("0,75=inf", FREE, (), ["restart"] * 4),
         ("3,75=1", FREE[:2], (), ["restart", "budget"]),
         ("3,75=1", [FREE[0], KEPT[1]], (), ["restart", "restart"]),
         ("3,signal=0,75=2", FREE[:1], (), ["restart"]),
-        ("3,oom=2", [end(attempt=n, reason="oom", kept=1) for n in range(3)], (), ["restart", "restart", "budget"]),
-        ("3/10s,oom=1", [end(attempt=n, reason="oom", kept=1) for n in range(2)], (0.0, 20.0), ["restart", "restart"]),
+        ("3,oom=2", OUT_OF_MEMORY, (), ["restart", "restart", "budget"]),
+        ("3/10s,oom=1", OUT_OF_MEMORY[:2], (0.0, 20.0), ["restart", "restart"]),
         ("3", [end(reason="timeout")], (), ["budget"]),
         ("3", [end(reason="result_not_serializable", fingerprint="x")], (), ["budget"]),
         ("9", POINTLESS, (), [*RESTARTS_AND, "no_progress", "no_progress", "no_progress"]),
         ("9,no_progress=1", POINTLESS[:2], (), ["restart", "no_progress"]),
-        ("9,no_progress=1", [end(), end(attempt=1, kept=1), end(attempt=2)], (), RESTARTS_AND),
+        ("9,no_progress=1", [end(), end(attempt=1, saved_marks=1), end(attempt=2)], (), RESTARTS_AND),
         ("9,no_progress=1,75=inf", [POINTLESS[0], FREE[1], POINTLESS[2]], (), ["restart", "restart", "no_progress"]),
         ("9", [end(**BY_ITSELF), end(attempt=1, **BY_ITSELF)], (), ["restart", "deterministic"]),
         ("9", [end(**BY_ITSELF), end(attempt=1, reached={"step": 3}, **BY_ITSELF)], (), ["restart", "restart"]),
@@ -285,7 +286,7 @@ def test_where_nobody_keeps_anything_a_step_further_than_ever_is_progress() -> N
     log = answers("9", end(reached={"step": 5.0}), end(attempt=1, reached={"step": 5.0}))
     assert [entry.strikes for entry in log] == [0, 1]
     assert made_progress(log, end(attempt=2, reached={"step": 6.0}), [])
-    assert not made_progress(log, end(attempt=2, reached={"step": 6.0}), [end(1, kept=1)]), "somebody else does"
+    assert not made_progress(log, end(attempt=2, reached={"step": 6.0}), [end(1, saved_marks=1)]), "somebody else does"
 
 
 def test_together_restarts_every_rank_that_is_not_over() -> None:

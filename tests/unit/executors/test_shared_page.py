@@ -41,7 +41,7 @@ def in_a_child(act: Callable[[], None]) -> None:
 def test_what_a_rank_writes_its_supervisor_reads() -> None:
     page = SharedPage()
     page.announce(5.0)
-    assert page.told() == {"marks": 0, "kept": 0, "reached": None, "notice": None, "stacks": ()}
+    assert page.told() == {"progress_marks": 0, "saved_marks": 0, "reached": None, "notice": None, "stacks": ()}
 
     def rank() -> None:
         replica = replica_with(page)
@@ -52,7 +52,13 @@ def test_what_a_rank_writes_its_supervisor_reads() -> None:
         page.write_tail(b"the last line\n")
 
     in_a_child(rank)
-    assert page.told() == {"marks": 2, "kept": 1, "reached": {"step": 812.0}, "notice": None, "stacks": ()}
+    assert page.told() == {
+        "progress_marks": 2,
+        "saved_marks": 1,
+        "reached": {"step": 812.0},
+        "notice": None,
+        "stacks": (),
+    }
     assert (page.section, page.limit_s, page.tail()) == ("evaluate", 600.0, "the last line\n")
 
 
@@ -74,7 +80,7 @@ def test_a_round_counts_as_kept_when_its_seal_took_this_attempts_work() -> None:
     replica = replica_with(page := SharedPage())
     for entry, verdict in enumerate(["carried", "dropped", "counted"]):
         replica.record_round(0.0, entry=entry, verdict=verdict)
-    assert (page.marks, page.kept, page.reached) == (3, 1, {"round": 3.0})
+    assert (page.progress_marks, page.saved_marks, page.reached) == (3, 1, {"round": 3.0})
 
 
 def test_intervals_are_learned_by_section_and_sections_are_no_part_of_those_around(clock: Clock) -> None:
@@ -94,7 +100,7 @@ def test_intervals_are_learned_by_section_and_sections_are_no_part_of_those_arou
     page.enter("evaluate")
     assert page.intervals == (6, 30.0)
     following = SharedPage(after=page)
-    assert (following.section, following.intervals, following.marks) == (STEPS, (7, 2.0), 0)
+    assert (following.section, following.intervals, following.progress_marks) == (STEPS, (7, 2.0), 0)
     clock.now += 100
     following.progress()
     assert following.intervals == (8, 2.0), "what is before the first mark of an attempt is no interval"
@@ -184,10 +190,10 @@ def test_a_page_that_is_detached_shares_nothing_more() -> None:
         page.detach()
         page.progress()
         page.write_tail(b"of a helper")
-        assert page.marks == 2
+        assert page.progress_marks == 2
 
     in_a_child(helper)
-    assert (page.marks, page.tail()) == (1, "")
+    assert (page.progress_marks, page.tail()) == (1, "")
 
 
 def test_a_diagnosis_of_any_length_is_kept_as_far_as_there_is_room() -> None:

@@ -317,7 +317,7 @@ def test_a_rank_that_makes_progress_within_half_its_limit_is_never_suspected(see
     for _ in range(2000):
         now += rng.choice([0.01, 0.5, 3.0])
         if now - mark > rng.uniform(0, 10):
-            page.marks += 1
+            page.progress_marks += 1
             page.since = mark = now
         assert watchdog.look(now) is None
         assert watchdog.next_look_at <= now + 1.0
