@@ -256,14 +256,14 @@ class Backend(ABC):
         """
         return None
 
-    def tells_preemption(self, gpu: str | None) -> bool:
+    def reports_preemption(self, gpu: str | None) -> bool:
         """Return True if the service may take back the machines of replicas, and reports that it did.
 
         Args:
             gpu: the GPU of the replicas. None: no GPU.
 
         Example:
-            backend.tells_preemption("H100")
+            backend.reports_preemption("H100")
         """
         return False
 
@@ -639,9 +639,9 @@ class PlainBackend(Backend):
         """Return the executor's price, if it knows prices."""
         return self.executor.price_per_hour(gpu) if self._has("price_per_hour") else None
 
-    def tells_preemption(self, gpu: str | None) -> bool:
+    def reports_preemption(self, gpu: str | None) -> bool:
         """Return the executor's answer. False: it has none."""
-        return self._has("tells_preemption") and bool(self.executor.tells_preemption(gpu))
+        return self._has("reports_preemption") and bool(self.executor.reports_preemption(gpu))
 
     def installation_note(self, requirements: Sequence[str]) -> str:
         """Return the executor's sentence; empty if it has none."""

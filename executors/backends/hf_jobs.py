@@ -166,7 +166,7 @@ class HFJobs(JobService):
         found = [info for info in found if labels.items() <= (info.labels or {}).items() and _stage(info) not in ENDED]
         return [RunningJob(self._job_id(info.id, namespace), dict(info.labels or {})) for info in found]
 
-    def tells_preemption(self, gpu: str | None) -> bool:
+    def reports_preemption(self, gpu: str | None) -> bool:
         return True
 
     def commands_to_end(self, run_id: str, job_ids: Sequence[JobId] = ()) -> str:

@@ -228,7 +228,7 @@ class KubernetesJobs(PodOptions, JobService):
                 found += [RunningJob(self._job_id(job, index), its) for index in range(job.spec.completions or 0)]
         return found
 
-    def tells_preemption(self, gpu: str | None) -> bool:
+    def reports_preemption(self, gpu: str | None) -> bool:
         return True
 
     def commands_to_end(self, run_id: str, job_ids: Sequence[JobId] = ()) -> str:
@@ -247,7 +247,11 @@ class KubernetesJobs(PodOptions, JobService):
         if pod is None and not state.has_ended and not state.message:
             return replace(state, message=self._why_no_pod(job))
         is_seen = pod is not None and pod.status.phase == "Running"
-        if is_seen and state.message and (state.reason == "preempted" or (not state.is_hearsay and not state.reason)):
+        if (
+            is_seen
+            and state.message
+            and (state.reason == "preempted" or (not state.is_unconfirmed and not state.reason))
+        ):
             self._disrupted[name, index] = state.message
         never_ran = pod is None or (pod.status.phase != "Running" and pod.spec.node_name is None)
         if never_ran and state.reason == "lost" and index in self._stopped.get(name, ()):

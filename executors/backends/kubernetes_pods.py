@@ -93,22 +93,22 @@ def state_of(pod: Any, job: Any, index: int, stuck_s: float = 0.0) -> JobState:
     is_deleted = pod.metadata.deletion_timestamp is not None
     if is_deleted and not disrupted and job is not None and is_taken_back(job):
         if status.phase == "Running":  # in its grace: the replica may be saving
-            return JobState(True, "preempted", message=TAKEN_BACK, holds=True, is_hearsay=True)
+            return JobState(True, "preempted", message=TAKEN_BACK, holds_place=True, is_unconfirmed=True)
         return _without_a_pod(job, index)
     ended = _container(status, "terminated")
     if status.phase == "Failed":
         return _end(status, ended, disrupted, is_deleted=is_deleted)
     if ended is not None and _container_beside_runs(status):  # a sidecar, which may run for ever
-        return replace(_end(status, ended, disrupted, is_deleted=is_deleted), holds=True)
+        return replace(_end(status, ended, disrupted, is_deleted=is_deleted), holds_place=True)
     if is_deleted:
         # The pod is in its grace, or its node is cut off or dead: then the pod stays for ever.
         words = _said(disrupted) or "its pod is being deleted"
-        return JobState(True, "preempted" if disrupted else "lost", message=words, is_hearsay=True)
+        return JobState(True, "preempted" if disrupted else "lost", message=words, is_unconfirmed=True)
     if status.phase == "Pending":
         return _pending(pod, stuck_s)
     # A container that has ended is not the pod's end: its kubelet reports later why the container ended.
     if ended is None and _is_cut_off(status):
-        return JobState(False, message=CUT_OFF, is_hearsay=True)
+        return JobState(False, message=CUT_OFF, is_unconfirmed=True)
     return JobState(False, message=_said(disrupted))
 
 
@@ -151,7 +151,7 @@ def _without_a_pod(job: Any, index: int) -> JobState:
     if is_taken_back(job):
         # A queue also takes back pods that never ran, as when not all pods became ready in time. So only a process
         # that knows that the replica ran can conclude that it was preempted.
-        return JobState(False, "preempted", message=TAKEN_BACK, holds=True)
+        return JobState(False, "preempted", message=TAKEN_BACK, holds_place=True)
     return JobState(False, message=QUEUED if job.spec.suspend else "")
 
 
@@ -163,7 +163,7 @@ def _pending(pod: Any, stuck_s: float) -> JobState:
         return JobState(False, message=_said(unscheduled) if has_no_node else "")
     is_old = since is not None and time.time() - since.timestamp() > STUCK_AT_AGE_S
     if is_stuck(pod) and (is_old or stuck_s > STUCK_S):
-        return JobState(True, "start_failed", message=_said(waiting), holds=True)
+        return JobState(True, "start_failed", message=_said(waiting), holds_place=True)
     return JobState(False, message=_said(waiting))
 
 

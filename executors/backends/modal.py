@@ -233,7 +233,7 @@ class ModalJobs(JobService):
                     found.append(RunningJob(self._job_id(sandbox.object_id, app_id), tags))
         return found
 
-    def tells_preemption(self, gpu: str | None) -> bool:
+    def reports_preemption(self, gpu: str | None) -> bool:
         return bool(gpu or self.region or self.cloud)  # without one of these Modal takes no machine back
 
     def commands_to_end(self, run_id: str, job_ids: Sequence[JobId] = ()) -> str:

@@ -192,7 +192,7 @@ class SlurmJobs(JobService):
                 found.append(RunningJob(job_id, {RUN_LABEL: labels[RUN_LABEL], STORE_LABEL: name[1]}))
         return found
 
-    def tells_preemption(self, gpu: str | None) -> bool:
+    def reports_preemption(self, gpu: str | None) -> bool:
         return True
 
     def commands_to_end(self, run_id: str, job_ids: Sequence[JobId] = ()) -> str:

@@ -240,9 +240,9 @@ class Placements(Backend):
         """Return what an hour of one replica costs at the only backend. None: not known, or there are several."""
         return None if self._only is None else self._only.backend.price_per_hour(gpu)
 
-    def tells_preemption(self, gpu: str | None) -> bool:
+    def reports_preemption(self, gpu: str | None) -> bool:
         """Return True if the service of any backend reports that it took a machine back."""
-        return any(backend.tells_preemption(gpu) for backend in self._backends())
+        return any(backend.reports_preemption(gpu) for backend in self._backends())
 
     def installation_note(self, requirements: Sequence[str]) -> str:
         """Return the sentences of all backends, each once."""

@@ -23,7 +23,7 @@ import pytest
 from executors.errors import UnknownHandleError
 from executors.launcher import launch
 from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
-from executors.testing.helpers import EndsWhatItStarts, KnownGaps, eventually
+from executors.testing.helpers import JobCleanup, KnownGaps, eventually
 
 ROW = {"rank", "status", "exit_code", "error", "result", "reason"}
 MANY, WATCHED_S, MOST_LOOKS = 64, 10.0, 12  # which is less than 30 looks in a minute
@@ -44,7 +44,7 @@ def _skip_without_json(handles: Sequence[Any]) -> None:
         pytest.skip("its handles are objects of its own")
 
 
-class ExecutorContract(KnownGaps, EndsWhatItStarts):
+class ExecutorContract(KnownGaps, JobCleanup):
     """Tests what users of an executor see while all goes well, and when replicas fail, hang or are cancelled.
 
     Example:
@@ -69,7 +69,7 @@ class ExecutorContract(KnownGaps, EndsWhatItStarts):
     @pytest.fixture(autouse=True)
     def _leaves_nothing(self, executor: ServerlessExecutor) -> Iterator[None]:
         yield
-        self.end_all()
+        self.run_cleanups()
 
     def launched(self, executor: ServerlessExecutor, n: int, *asked: Any, **more: Any) -> list[Any]:
         """Launch replicas, which are cancelled when the test ends in any way.
@@ -82,7 +82,7 @@ class ExecutorContract(KnownGaps, EndsWhatItStarts):
         """
         handles: list[Any] = executor.launch_replicas(n, *asked, **more)
         for handle in handles:
-            self.at_the_end(partial(executor.cancel, handle))
+            self.add_cleanup(partial(executor.cancel, handle))
         return handles
 
     def another(self, executor: ServerlessExecutor) -> ServerlessExecutor:
@@ -343,9 +343,9 @@ class ExecutorContract(KnownGaps, EndsWhatItStarts):
             self.evict(executor, None)  # skips, before anything is started
         hurried = {"REPLICA_NOTICE_S": "0.1"}  # else a replica has nearly all the time that its engine leaves
         over = launch(executor, task("hang"), 1, env=hurried)
-        self.at_the_end(over.cancel)
+        self.add_cleanup(over.cancel)
         kept = launch(executor, task("hang"), 1, env=hurried, restarts="0,backoff=0s")
-        self.at_the_end(kept.cancel)
+        self.add_cleanup(kept.cancel)
         for run in (over, kept):
             self.hanging(executor, run.handles)
             self.evict(executor, run.handles[0])
@@ -450,6 +450,6 @@ class ExecutorContract(KnownGaps, EndsWhatItStarts):
         if not self.reaches_local_store:
             pytest.skip("its replicas do not see this machine's files")
         run = launch(executor, task("echo"), 2, args={"a": [1, "ä"]})
-        self.at_the_end(run.cancel)
+        self.add_cleanup(run.cancel)
         assert run.results() == [{"rank": rank, "args": {"a": [1, "ä"]}} for rank in range(2)]
         assert [outcome.status for outcome in run.outcomes()] == ["succeeded", "succeeded"]

@@ -60,14 +60,14 @@ class KnownGaps:
             setattr(cls, name, pytest.mark.xfail(reason=reason, strict=True)(functools.update_wrapper(copy, test)))
 
 
-class EndsWhatItStarts:
+class JobCleanup:
     """A contract suite that ends the jobs of its tests, also of failed tests: at a service they would run, and cost."""
 
-    def at_the_end(self, act: Callable[[], object]) -> None:
+    def add_cleanup(self, act: Callable[[], object]) -> None:
         """Call this when the test has ended, before what it tests is gone."""
         self.__dict__.setdefault("_acts", []).append(act)
 
-    def end_all(self) -> None:
+    def run_cleanups(self) -> None:
         """Call the functions for the end of a test. Their errors are ignored, because the test shows the cause."""
         for act in self.__dict__.pop("_acts", []):
             with contextlib.suppress(Exception):

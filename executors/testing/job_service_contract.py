@@ -40,7 +40,7 @@ from executors.backends.jobs.service import (
 )
 from executors.errors import BackendError
 from executors.replica import RANK
-from executors.testing.helpers import EndsWhatItStarts, KnownGaps, eventually
+from executors.testing.helpers import JobCleanup, KnownGaps, eventually
 
 OTHERS: list[dict[str, Any]] = [
     *({"rank": 4}, {"attempt": 2}, {"run_id": "another"}, {"store_url": "s3://bucket/other"}),
@@ -53,7 +53,7 @@ SAY_RANK = (  # as the bootstrap finds it
 HANG = "print('hanging', flush=True); import time; time.sleep(600)"
 
 
-class JobServiceContract(KnownGaps, EndsWhatItStarts):
+class JobServiceContract(KnownGaps, JobCleanup):
     """Tests each call against a service that works. The tests of each adapter cover the translation of its errors.
 
     Example:
@@ -76,7 +76,7 @@ class JobServiceContract(KnownGaps, EndsWhatItStarts):
     @pytest.fixture(autouse=True)
     def _leaves_nothing(self, service: JobService) -> Iterator[None]:
         yield
-        self.end_all()
+        self.run_cleanups()
 
     def another(self, service: JobService) -> JobService:
         """Return the service as another process would make it.
@@ -121,7 +121,7 @@ class JobServiceContract(KnownGaps, EndsWhatItStarts):
             job: the job to start.
         """
         job_id = service.start(job)
-        self.at_the_end(partial(service.stop, job_id))
+        self.add_cleanup(partial(service.stop, job_id))
         return job_id
 
     def begun_together(self, service: JobService, jobs: Sequence[JobSpec]) -> list[JobId]:
@@ -133,7 +133,7 @@ class JobServiceContract(KnownGaps, EndsWhatItStarts):
         """
         ids = list(service.start_jobs(jobs))
         for job_id in ids:
-            self.at_the_end(partial(service.stop, job_id))
+            self.add_cleanup(partial(service.stop, job_id))
         return ids
 
     def ended(self, service: JobService, job_id: JobId) -> JobState:

@@ -22,7 +22,7 @@ from executors.testing import eventually
 
 @pytest.fixture(autouse=True)
 def _tells_preemption(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeJobs, "tells_preemption", lambda self, gpu: True)
+    monkeypatch.setattr(FakeJobs, "reports_preemption", lambda self, gpu: True)
 
 
 @contextmanager

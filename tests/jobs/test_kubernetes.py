@@ -195,7 +195,7 @@ def test_a_pod_that_was_seen_being_evicted_was_preempted(k8s: ApiServer, service
     k8s.cluster.drain(pod.name)
     told = {job().key: job_id}
     preempted = JobState(True, "preempted", None, "EvictionByEvictionAPI: Eviction API: evicting")
-    assert service.states(told) == {job().key: replace(preempted, is_hearsay=True)}, "it may be saving"
+    assert service.states(told) == {job().key: replace(preempted, is_unconfirmed=True)}, "it may be saving"
     k8s.cluster.kill(pod.name)
     k8s.until(lambda: not k8s.cluster.pods)
     assert service.states(told) == {job().key: preempted}
@@ -275,7 +275,7 @@ def test_a_queue_takes_pods_back_and_lets_them_come_again(k8s: ApiServer) -> Non
     service = KubernetesJobs(queue="team")
     (job_id,) = service.start_jobs([job(SLEEP)])
     assert service.state(job_id) == JobState(False, message="suspended, as in a queue")
-    waits = JobState(False, "preempted", message=TAKEN_BACK, holds=True)
+    waits = JobState(False, "preempted", message=TAKEN_BACK, holds_place=True)
     for _ in range(2):
         k8s.cluster.suspend(job_id["job"], is_suspended=False)
         eventually(lambda: service.logs(job_id, 1) == "hanging\n")

@@ -114,7 +114,7 @@ def test_the_standstill_of_a_heartbeat_counts_from_when_its_node_ceased_to_answe
     now[0] = 300.0
     assert ends.may_live(replica, service.state(job_id)), "nobody has given it up"
     k8s.cluster.taint(pod.name)
-    assert service.state(job_id).is_hearsay
+    assert service.state(job_id).is_unconfirmed
     assert not ends.may_live(replica, service.state(job_id))
     fresh = JobOutcomeRecorder(service, JobStatePoller(service), clock=lambda: now[0])
     assert fresh.may_live(replica, service.state(job_id))

@@ -66,7 +66,7 @@ class LiveCluster:
 
         def is_gone() -> bool:
             state = self._service.state(job_id)
-            return state.has_ended and not state.is_hearsay
+            return state.has_ended and not state.is_unconfirmed
 
         eventually(is_gone, "the evicted pod is gone", within_s=PATIENCE_S)
 

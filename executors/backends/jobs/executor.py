@@ -27,7 +27,7 @@ from executors.backend import (
 )
 from executors.backends.jobs.ending import end_jobs
 from executors.backends.jobs.gang_start import GangStart
-from executors.backends.jobs.job_logs import PatientLog
+from executors.backends.jobs.job_logs import RetryingLog
 from executors.backends.jobs.job_outcomes import LOG_LINES, JobOutcomeRecorder, JobReplica, is_stale
 from executors.backends.jobs.job_state_poller import MAX_THREADS, JobStatePoller
 from executors.backends.jobs.max_cost import limits_left
@@ -176,9 +176,9 @@ class JobExecutor(Backend):
         """Return the price of an hour of one replica in US dollars. None if the service does not publish it."""
         return self.service.price_per_hour(gpu)
 
-    def tells_preemption(self, gpu: str | None) -> bool:
-        """Return True if the service reports that it took a machine back; see `Backend.tells_preemption`."""
-        return self.service.tells_preemption(gpu)
+    def reports_preemption(self, gpu: str | None) -> bool:
+        """Return True if the service reports that it took a machine back; see `Backend.reports_preemption`."""
+        return self.service.reports_preemption(gpu)
 
     def installation_note(self, requirements: Sequence[str]) -> str:
         """Return a sentence if each container installs torch first; see `Backend`."""
@@ -316,8 +316,8 @@ class JobExecutor(Backend):
 
         def supervisor(replica: JobReplica) -> SupervisorStatus:
             state = states.get(replica.key)
-            if replica.job is None or (state is not None and (state.has_ended or state.holds)):
-                if state is not None and state.holds and state.reason == "preempted":
+            if replica.job is None or (state is not None and (state.has_ended or state.holds_place)):
+                if state is not None and state.holds_place and state.reason == "preempted":
                     # Nothing else would: an ended replica is not looked at again.
                     self._recorder.withdraw(replica)
                 self._states.forget(replica.key)
@@ -333,7 +333,7 @@ class JobExecutor(Backend):
             if (state := states.get(replica.key)) is None:
                 return Observation()
             if self._recorder.may_live(replica, state):
-                unknown = f"{self.service.name} does not know its job" if state.is_hearsay else ""
+                unknown = f"{self.service.name} does not know its job" if state.is_unconfirmed else ""
                 return Observation(doing=state.message or unknown)
             return Observation(self._recorder.conclude(replica, state))
 
@@ -352,7 +352,7 @@ class JobExecutor(Backend):
         job_id = retrying()(self._job_of, JobReplica.of(attempt, handle))
         if job_id is None:  # the service never had it
             return TailedLog(lambda n_lines: "")
-        return PatientLog(self.service.open_log(job_id), f"rank {attempt.rank}")
+        return RetryingLog(self.service.open_log(job_id), f"rank {attempt.rank}")
 
     def cancel(self, handle: ReplicaHandle) -> None:
         """End a replica; returns when the service has accepted to end its job.
@@ -377,8 +377,8 @@ class JobExecutor(Backend):
             problem, replica = error, JobReplica.of(named, handle)
             job_id = self._known_jobs.get(replica.key) or retrying()(self._job_of, replica)
         told = end_jobs(self.service, [(replica.key, job_id)])
-        self._states.hurry(replica.key)
-        self._recorder.hurry(replica)
+        self._states.expire(replica.key)
+        self._recorder.expire(replica)
         if not told.is_complete:
             raise JobServiceError(told.what_is_left, "unavailable") from problem
         if problem is not None:
@@ -441,8 +441,8 @@ class JobExecutor(Backend):
                 return EndedJobs(problems=(said,), commands=self.commands_to_end(run.run_id))
         told = end_jobs(self.service, jobs, run_labels=labels, tell=tell)
         for key in newest.values():
-            self._states.hurry(key)
-        self._recorder.hurry_all(f"{run.run_id}/")
+            self._states.expire(key)
+        self._recorder.expire_all(f"{run.run_id}/")
         return told
 
     def jobs_left(self, run: JobsOfRun) -> JobsLeft:
@@ -546,7 +546,7 @@ class JobExecutor(Backend):
         if insists:
             return retrying()(self._look_for, attempt)
         try:
-            return self._look_for(attempt) if self._states.may_look_for(attempt.place) else None
+            return self._look_for(attempt) if self._states.may_search(attempt.place) else None
         except JobServiceError as error:
             self._states.warn(error, f"rank {attempt.rank}")
             return None

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class PatientLog:
+class RetryingLog:
     """A log of a service that may fail for a while: then there is nothing new, and it is asked again.
 
     Args:

@@ -76,16 +76,16 @@ class JobOutcomeRecorder:
         self._heartbeats = StalenessTracker(clock)
 
     def may_live(self, replica: JobReplica, state: JobState) -> bool:
-        """Whether a replica may live on: its job runs, or its end is hearsay, and the replica beats.
+        """Whether a replica may live on: its job runs, or its end is unconfirmed and heartbeats continue.
 
         The answer that a job is unknown may be stale, or come from a proxy, or belong to another account. A node that
         is only cut off still runs jobs that its cluster has removed. So such a replica has ended once its last sign of
         life has stood still. It is read once in that time.
         """
         attempt = replica.attempt
-        if state.holds and not state.has_ended:  # a queue took it back: it has ended if it ran
+        if state.holds_place and not state.has_ended:  # a queue took it back: it has ended if it ran
             return not attempt.has_started()
-        if not state.is_hearsay:
+        if not state.is_unconfirmed:
             self._heartbeats.forget(attempt.place)
             return not state.has_ended
         if attempt.place in self._heartbeats and self._heartbeats.unchanged_s(attempt.place) < STILL_S:
@@ -93,11 +93,11 @@ class JobOutcomeRecorder:
         is_over = is_stale(self._heartbeats, attempt.place, _last_sign_of(attempt), STILL_S)
         return not state.has_ended or (not is_over and not attempt.has_cancel_marker())
 
-    def hurry(self, replica: JobReplica) -> None:
-        """Let the next look read whether a replica whose end is hearsay was cancelled."""
+    def expire(self, replica: JobReplica) -> None:
+        """Let the next look read whether a replica whose end is unconfirmed was cancelled."""
         self._heartbeats.forget(replica.attempt.place)
 
-    def hurry_all(self, prefix: str) -> None:
+    def expire_all(self, prefix: str) -> None:
         """Let the next look read whether replicas were cancelled whose records are below a prefix of their store."""
         for place in [each for each in self._heartbeats if f" {prefix}" in each]:
             self._heartbeats.forget(place)
@@ -110,7 +110,7 @@ class JobOutcomeRecorder:
             supervisor = self.supervisor_of(replica, state)
             attempt.record_service_reason(supervisor.reason, supervisor.error)
             outcome = attempt.outcome() or outcome
-        if state.holds and replica.job is not None:
+        if state.holds_place and replica.job is not None:
             self.withdraw(replica)
         with contextlib.suppress(JobServiceError):
             stop_others(self._service, replica.key, replica.job)

@@ -80,12 +80,12 @@ class JobStatePoller:
         with self._lock:
             self._forget(key)
 
-    def hurry(self, key: JobKey) -> None:
+    def expire(self, key: JobKey) -> None:
         """Ask for a job at the next look: something was done to it."""
         self.forget(key)
         self._runs.forget(_place(key))
 
-    def may_look_for(self, place: str) -> bool:
+    def may_search(self, place: str) -> bool:
         """Whether to ask now for the jobs of an attempt whose launcher left no handle. A caller that gets True asks."""
         return bool(self._searches.due([place], lambda _: self._budget.take()))
 

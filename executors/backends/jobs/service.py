@@ -43,7 +43,7 @@ START_LIMIT_S = 180.0
 MAX_GROUP = 53
 RUN_LABEL, STORE_LABEL = "replicas-run", "replicas-store"
 MAX_COMMANDS = 8  # that one message names
-TOLD_FROM_S = 10.0  # a pause of this length is reported
+REPORTED_PAUSE_S = 10.0  # a pause of this length is reported
 OFFICIAL = re.compile(r"(?:docker\.io/)?(?:library/)?python:(3\.\d{1,2})\b")  # Docker's own
 # Measured with torch 2.13.0 for CUDA 13, uv 0.13 and a fast mirror: 46 s on two cores that had other work as well.
 _INSTALLING = "installs torch{}, which takes a minute with a fast network (2.7 GB to download, 4.8 GB on disk)"
@@ -134,15 +134,15 @@ class JobState:
     """Why the job ended, as far as the service knows. None: by itself, with `exit_code`.
 
     If the job has not ended, it is why the service ended its replica, as when a queue took the job back. Such a job
-    `holds` a place in the queue, and its replica has ended if it ran.
+    `holds_place` in the queue, and its replica has ended if it ran.
     """
     exit_code: int | None = None
     message: str = ""
     """The service's own words. For a job that has not ended, the reason of its wait, as in "scheduling"."""
-    holds: bool = False
+    holds_place: bool = False
     """Whether a replica that has ended still holds its place at the service: who concludes the end withdraws it."""
 
-    is_hearsay: bool = False
+    is_unconfirmed: bool = False
     """Whether no process saw the job end. The replica has ended once its heartbeat has stood still as well.
 
     If the job has not ended, it is whether the service has lost contact with the job's machine. The standstill of the
@@ -159,7 +159,7 @@ class RunningJob:
     """Its labels, as far as the service tells them; `replicas-store` is always among them."""
 
 
-UNKNOWN = JobState(True, "lost", is_hearsay=True)
+UNKNOWN = JobState(True, "lost", is_unconfirmed=True)
 """The state of a job that the service does not know: gone, or another account's."""
 
 
@@ -264,7 +264,7 @@ class JobService(abc.ABC):
         """Return the price of an hour of one replica in US dollars. None if the service does not publish it."""
         return None
 
-    def tells_preemption(self, gpu: str | None) -> bool:
+    def reports_preemption(self, gpu: str | None) -> bool:
         """Return whether jobs with such a GPU may lose their machine, and `state` then reports "preempted"."""
         return False
 
@@ -345,7 +345,7 @@ class JobService(abc.ABC):
         """End a job. One that has ended, or is unknown, is not an error."""
 
     def withdraw(self, job_id: JobId) -> None:
-        """Free the place of a job whose replica has ended, where its state `holds` it. By default this is `stop`.
+        """Free the place of a job whose replica has ended, where its state `holds_place`. By default this is `stop`.
 
         Args:
             job_id: the job.
@@ -437,7 +437,7 @@ def retrying(sleep: Callable[[float], Any] = time.sleep, *, patience_s: float = 
         # Exponential pauses, each at least as long as the service asked for.
         wait=lambda state: max(usual(state), _asked_s(state)) + more(state),
         stop=lambda state: state.attempt_number >= TRIES or state.idle_for + _asked_s(state) > patience_s,
-        before_sleep=_tell_of_a_long_pause,
+        before_sleep=_report_long_pause,
         sleep=sleep,
         reraise=True,
     )
@@ -448,15 +448,15 @@ def _asked_s(state: tenacity.RetryCallState) -> float:
     return error.retry_after_s if isinstance(error, JobServiceError) else 0.0
 
 
-_telling, _told_until = threading.Lock(), 0.0
+_reporting, _reported_until = threading.Lock(), 0.0
 
 
-def _tell_of_a_long_pause(state: tenacity.RetryCallState) -> None:
+def _report_long_pause(state: tenacity.RetryCallState) -> None:
     """Print once, and not for each job, that the service asks for a pause."""
-    global _told_until
+    global _reported_until
     error, pause_s = state.outcome and state.outcome.exception(), state.upcoming_sleep
     log.info("asking again in %.1f s: %s", pause_s, error)
-    with _telling:
-        if pause_s >= TOLD_FROM_S and time.monotonic() >= _told_until:
-            _told_until = time.monotonic() + pause_s
+    with _reporting:
+        if pause_s >= REPORTED_PAUSE_S and time.monotonic() >= _reported_until:
+            _reported_until = time.monotonic() + pause_s
             print(f"replicas: {error} Asking again in {pause_s:.0f} s.", file=sys.stderr)

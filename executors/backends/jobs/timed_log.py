@@ -38,7 +38,7 @@ class Entry(NamedTuple):
     """The container of the job."""
 
 
-class _Once:
+class _Deduplicator:
     """Gives each entry once, though it is asked for again: entries may come late."""
 
     def __init__(self, since: datetime) -> None:
@@ -82,7 +82,7 @@ class SharedLog:
 
     def __init__(self, fetch: Callable[[datetime], Sequence[Entry]]) -> None:
         self._fetch = fetch
-        self._once = _Once(datetime.now(UTC) - timedelta(seconds=LATE_S))
+        self._new_entries = _Deduplicator(datetime.now(UTC) - timedelta(seconds=LATE_S))
         self._boxes: dict[str, list[Entry]] = {}
         self._unclaimed: deque[Entry] = deque(maxlen=MAX_KNOWN)
         """The lines of containers that have not joined yet."""
@@ -127,7 +127,7 @@ class SharedLog:
             return
         try:
             self._asked_at = now
-            entries = self._once.new_of(self._fetch(self._once.since))
+            entries = self._new_entries.new_of(self._fetch(self._new_entries.since))
             with self._lock:
                 for entry in entries:
                     if (box := self._boxes.get(entry.container)) is not None:
@@ -156,7 +156,7 @@ class TimedLog:
     def __init__(self, fetch: Callable[[datetime | None, int], Sequence[Entry]], shared: SharedLog | None) -> None:
         self._fetch = fetch
         self._shared = shared or SharedLog(lambda since: ())
-        self._once: _Once | None = None
+        self._new_entries: _Deduplicator | None = None
         self._oldest = OLDEST
         """Earlier lines are not wanted."""
         self._container = ""
@@ -180,13 +180,13 @@ class TimedLog:
         yield self._text(MAX_KNOWN).encode()
 
     def lines(self, n_first: int, *, has_ended: bool = False) -> Iterator[list[str]]:
-        if self._once is None:
+        if self._new_entries is None:
             self._shared.ask()  # so that it misses nothing of what comes after the first entries
-            self._once = _Once(datetime.now(UTC) - SKEW)
-            new = self._once.new_of(self._last(n_first))
-            self._met(new, self._once)
+            self._new_entries = _Deduplicator(datetime.now(UTC) - SKEW)
+            new = self._new_entries.new_of(self._last(n_first))
+            self._met(new, self._new_entries)
         else:
-            new = self._new(self._once, has_ended)
+            new = self._new(self._new_entries, has_ended)
         yield [line for entry in new for line in self._lines.add(entry.text)]
         if has_ended:
             yield self._lines.last()
@@ -203,7 +203,7 @@ class TimedLog:
     def close(self) -> None:
         self._shared.leave(self._container)
 
-    def _new(self, once: _Once, has_ended: bool) -> list[Entry]:
+    def _new(self, once: _Deduplicator, has_ended: bool) -> list[Entry]:
         new = once.new_of(self._shared.take(self._container)) if self._container else []
         was_shared, is_trusted, now = self._is_shared, self._shared.is_trusted, time.monotonic()
         if was_shared and is_trusted and not has_ended and now < self._checked_at + CHECK_EVERY_S:
@@ -215,7 +215,7 @@ class TimedLog:
         self._met(missed, once)
         return new + missed
 
-    def _met(self, entries: Sequence[Entry], once: _Once) -> None:
+    def _met(self, entries: Sequence[Entry], once: _Deduplicator) -> None:
         """Note that the job was asked for itself."""
         if not self._container and entries:
             self._container = entries[-1].container

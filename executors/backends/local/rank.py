@@ -69,7 +69,7 @@ def become_supervisor(launch: LocalLaunch, launcher_pidfd: int, reply: int) -> N
             supervisor = Supervisor(
                 launch.spec,
                 ranks,
-                max_parallel=launch.places,
+                max_parallel=launch.n_parallel,
                 timeout_s=launch.timeout_s,
                 term_grace_s=launch.term_grace_s,
                 launcher_pidfd=None if launch.spec.settings.detach else launcher_pidfd,

@@ -88,7 +88,7 @@ class LocalLaunch:
         return cls(**{**record, "spec": RunSpec.from_json(record["spec"])})
 
     @property
-    def places(self) -> int:
+    def n_parallel(self) -> int:
         """How many replicas of this launch run at the same time."""
         return min(self.max_parallel or len(self.spec.ranks), len(self.spec.ranks))
 

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from executors.backends.jobs.job_logs import PatientLog
+from executors.backends.jobs.job_logs import RetryingLog
 from executors.backends.jobs.service import JobServiceError
 from executors.backends.jobs.timed_log import FULL, MAX_KNOWN, Entry, SharedLog, TimedLog
 from executors.logs.follower import MAX_PARTS, MAX_THREADS, Sight, follow_logs
@@ -271,7 +271,7 @@ def test_a_span_of_time_is_asked_of_a_service_that_keeps_times() -> None:
     began = service.start.timestamp()
     for number in range(10):
         service.write(f"{number}\n", number)
-    log = PatientLog(TimedLog(service.of("a"), None), "rank 0")
+    log = RetryingLog(TimedLog(service.of("a"), None), "rank 0")
     for since, until, found in ((3.0, None, range(3, 10)), (2.0, 5.5, range(2, 6)), (None, 1.5, range(2))):
         span = (None if since is None else began + since, None if until is None else began + until)
         assert [line for part in log.between(*span) for line in part] == [f"{number}\n" for number in found]

@@ -241,7 +241,7 @@ def test_a_service_is_left_alone_as_long_as_it_says_and_given_up_when_it_asks_fo
 
 
 def test_a_long_pause_is_told_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("executors.backends.jobs.service._told_until", 0.0)
+    monkeypatch.setattr("executors.backends.jobs.service._reported_until", 0.0)
     error = JobServiceError("Cloud: too many requests (HTTP 429).", "unavailable", retry_after_s=187.0)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: pauses_before_giving_up(error, LONGEST_PATIENCE_S), range(8)))

@@ -19,8 +19,8 @@ from executors.backends.kubernetes_pods import DELETED_EARLY, TAKEN_BACK, index_
 LONG_AGO = datetime.now(UTC) - timedelta(seconds=3700)
 JUST_NOW = datetime.now(UTC) + timedelta(hours=1)  # when this module is loaded: its tests may run long after
 DISRUPTED = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI", "message": "evicting"}
-AWAY = JobState(False, message="its node does not answer", is_hearsay=True)
-BEING_DELETED = JobState(True, "lost", None, "its pod is being deleted", is_hearsay=True)
+AWAY = JobState(False, message="its node does not answer", is_unconfirmed=True)
+BEING_DELETED = JobState(True, "lost", None, "its pod is being deleted", is_unconfirmed=True)
 UNSCHEDULED = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "Insufficient cpu"}
 
 
@@ -88,22 +88,25 @@ PODS: list[tuple[dict[str, Any], JobState]] = [
     (waiting("ErrImagePull", "no such image", JUST_NOW), JobState(False, message="ErrImagePull: no such image")),
     (
         waiting("ErrImagePull", "no such image", LONG_AGO),
-        JobState(True, "start_failed", None, "ErrImagePull: no such image", holds=True),
+        JobState(True, "start_failed", None, "ErrImagePull: no such image", holds_place=True),
     ),
     (
         waiting("ImagePullBackOff", "again", LONG_AGO),
-        JobState(True, "start_failed", None, "ImagePullBackOff: again", holds=True),
+        JobState(True, "start_failed", None, "ImagePullBackOff: again", holds_place=True),
     ),
     (
         waiting("InvalidImageName", "what", LONG_AGO),
-        JobState(True, "start_failed", None, "InvalidImageName: what", holds=True),
+        JobState(True, "start_failed", None, "InvalidImageName: what", holds_place=True),
     ),
-    (waiting("ErrImageNeverPull", "", LONG_AGO), JobState(True, "start_failed", None, "ErrImageNeverPull", holds=True)),
+    (
+        waiting("ErrImageNeverPull", "", LONG_AGO),
+        JobState(True, "start_failed", None, "ErrImageNeverPull", holds_place=True),
+    ),
     ({"phase": "Running", **container({"running": {}}, terminated(0))}, JobState(False)),
-    ({"phase": "Running", **container(terminated(3), {"running": {}})}, JobState(True, None, 3, holds=True)),
+    ({"phase": "Running", **container(terminated(3), {"running": {}})}, JobState(True, None, 3, holds_place=True)),
     (
         waiting("CreateContainerConfigError", 'secret "x" not found', LONG_AGO),
-        JobState(True, "start_failed", None, 'CreateContainerConfigError: secret "x" not found', holds=True),
+        JobState(True, "start_failed", None, 'CreateContainerConfigError: secret "x" not found', holds_place=True),
     ),
     ({"phase": "Running"}, JobState(False)),
     ({"phase": "Running", "conditions": [DISRUPTED]}, JobState(False, message="EvictionByEvictionAPI: evicting")),
@@ -113,7 +116,7 @@ PODS: list[tuple[dict[str, Any], JobState]] = [
     ({"phase": "Pending", "gone_by": LONG_AGO}, BEING_DELETED),
     (
         {"phase": "Running", "conditions": [DISRUPTED], "gone_by": LONG_AGO},
-        JobState(True, "preempted", None, "EvictionByEvictionAPI: evicting", is_hearsay=True),
+        JobState(True, "preempted", None, "EvictionByEvictionAPI: evicting", is_unconfirmed=True),
     ),
     ({"phase": "Running", "gone_by": LONG_AGO, **ended(3)}, BEING_DELETED),
     ({"phase": "Running", **ended(137)}, JobState(False)),  # its kubelet has not said why
@@ -154,7 +157,7 @@ WITHOUT_A_POD: list[tuple[Any, JobState]] = [
     (None, UNKNOWN),
     (job(), JobState(False)),
     (job(suspend=True), JobState(False, message="suspended, as in a queue")),
-    (job(suspend=True, generation=3), JobState(False, "preempted", message=TAKEN_BACK, holds=True)),
+    (job(suspend=True, generation=3), JobState(False, "preempted", message=TAKEN_BACK, holds_place=True)),
     (job(is_deleted=True), UNKNOWN),
     (job(failedIndexes="0,3-5"), JobState(True, "lost", None, "its pod was deleted")),
     (job(failedIndexes="0,2-3"), JobState(False)),
@@ -178,9 +181,9 @@ def test_without_a_pod_its_job_tells(of: Any, expected: JobState) -> None:
 
 def test_the_pod_of_a_job_that_was_taken_back_is_told_by_its_job() -> None:
     taken = job(suspend=True, generation=3)
-    saving = JobState(True, "preempted", message=TAKEN_BACK, holds=True, is_hearsay=True)
+    saving = JobState(True, "preempted", message=TAKEN_BACK, holds_place=True, is_unconfirmed=True)
     assert state_of(pod(phase="Running", gone_by=JUST_NOW), taken, 4) == saving
-    waits = JobState(False, "preempted", message=TAKEN_BACK, holds=True)
+    waits = JobState(False, "preempted", message=TAKEN_BACK, holds_place=True)
     for phase in ("Pending", "Failed"):
         assert state_of(pod(phase=phase, gone_by=JUST_NOW), taken, 4) == waits
     assert state_of(pod(phase="Failed", **ended(3)), taken, 4) == JobState(True, None, 3), "it ended by itself, before"
@@ -191,7 +194,9 @@ def test_the_pod_of_a_job_that_was_taken_back_is_told_by_its_job() -> None:
 def test_a_pod_is_stuck_from_when_it_was_seen_to_be() -> None:
     of = pod(**waiting("ImagePullBackOff", "again", datetime.now(UTC) - timedelta(seconds=400)))
     assert not state_of(of, None, 4, 200.0).has_ended, "its first image may have taken long to pull"
-    assert state_of(of, None, 4, 301.0) == JobState(True, "start_failed", None, "ImagePullBackOff: again", holds=True)
+    assert state_of(of, None, 4, 301.0) == JobState(
+        True, "start_failed", None, "ImagePullBackOff: again", holds_place=True
+    )
 
 
 def test_the_indexes_that_failed_are_read_as_kubernetes_writes_them() -> None:

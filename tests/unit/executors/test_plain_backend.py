@@ -41,7 +41,11 @@ def test_five_verbs_alone_answer_every_question_without_an_ability() -> None:
     assert backend.needs_shared_rendezvous is None
     assert (backend.lease_s, backend.default_timeout_s) == (None, 3600)
     assert (backend.options_to_keep, backend.pip, backend.python_of_replicas) == ({}, (), None)
-    assert (backend.price_per_hour("H100"), backend.tells_preemption("H100"), backend.ends_jobs) == (None, False, False)
+    assert (backend.price_per_hour("H100"), backend.reports_preemption("H100"), backend.ends_jobs) == (
+        None,
+        False,
+        False,
+    )
     assert backend.end_jobs(JobsOfRun("otter")) == EndedJobs()
     assert (backend.commands_to_end("otter"), backend.withdraw_jobs("file:///x", "otter", 0.0)) == ("", 0)
     assert backend.find_handle(HANDLE, insists=True) is None
@@ -52,7 +56,7 @@ def test_five_verbs_alone_answer_every_question_without_an_ability() -> None:
     ("abilities", "ask", "answer"),
     [
         ({"price_per_hour": lambda gpu: 2.5}, lambda it: it.price_per_hour("H100"), 2.5),
-        ({"tells_preemption": lambda gpu: gpu == "H100"}, lambda it: it.tells_preemption("H100"), True),
+        ({"reports_preemption": lambda gpu: gpu == "H100"}, lambda it: it.reports_preemption("H100"), True),
         ({"python_of_replicas": "3.12"}, lambda it: it.python_of_replicas, "3.12"),
         ({"pip": ["einops"]}, lambda it: it.pip, ["einops"]),
         ({"withdraw_jobs": lambda *_: 3}, lambda it: it.withdraw_jobs("file:///x", "otter", 0.0), 3),
