@@ -399,7 +399,7 @@ class Backend(ABC):
         gpu: str | None = None,
         timeout: float | None = None,
         run: RunSpec | None = None,
-        tell: Callable[[str], None] = lambda words: None,
+        on_progress: Callable[[str], None] = lambda words: None,
     ) -> list[ReplicaHandle]:
         """Start replicas as `ServerlessExecutor.launch_replicas` does.
 
@@ -411,7 +411,7 @@ class Backend(ABC):
             timeout: seconds that each replica may run. None: `default_timeout_s`.
             run: the run that these replicas belong to, and which of its ranks they are. Its record exists already.
                 None: a new run.
-            tell: gets a few words on the progress of the start, as in "5 of 8 started".
+            on_progress: gets a few words on the progress of the start, as in "5 of 8 started".
 
         Returns:
             The handles in the order of the ranks. Attempts that another process began first are left out, and left
@@ -507,14 +507,14 @@ class Backend(ABC):
 
     # --- ending and removing
 
-    def end_jobs(self, run: JobsOfRun, tell: Callable[[str], None] = lambda words: None) -> EndedJobs:
+    def end_jobs(self, run: JobsOfRun, on_progress: Callable[[str], None] = lambda words: None) -> EndedJobs:
         """End the jobs of a run that this process started, that this machine noted, and that the service lists.
 
         Starts of this run that are under way in this process are given up as well. The store is not asked.
 
         Args:
             run: the run, and which of its jobs.
-            tell: gets a sentence if the service takes longer than a minute: what still runs, and how to end it.
+            on_progress: gets a sentence if the service takes longer than a minute: what still runs, and how to end it.
 
         Returns:
             How many jobs were ended, and which may still run, with the commands that end them.
@@ -682,7 +682,7 @@ class PlainBackend(Backend):
         gpu: str | None = None,
         timeout: float | None = None,
         run: RunSpec | None = None,
-        tell: Callable[[str], None] = lambda words: None,
+        on_progress: Callable[[str], None] = lambda words: None,
     ) -> list[ReplicaHandle]:
         """Start all replicas of a run, and leave their handles in its store.
 
@@ -740,9 +740,9 @@ class PlainBackend(Backend):
         """Return the log of the replica, which has all attempts. It asks the executor for the last lines."""
         return TailedLog(lambda n_lines: self.stream_logs(handle, n_lines=n_lines))
 
-    def end_jobs(self, run: JobsOfRun, tell: Callable[[str], None] = lambda words: None) -> EndedJobs:
+    def end_jobs(self, run: JobsOfRun, on_progress: Callable[[str], None] = lambda words: None) -> EndedJobs:
         """End the jobs of a run, if the executor can."""
-        return self.executor.end_jobs(run, tell) if self.ends_jobs else EndedJobs()
+        return self.executor.end_jobs(run, on_progress) if self.ends_jobs else EndedJobs()
 
     def commands_to_end(self, run_id: str) -> str:
         """Return the commands that end the jobs of a run, if the executor knows such."""

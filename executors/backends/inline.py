@@ -103,7 +103,7 @@ class InlineExecutor(Backend):
         gpu: str | None = None,
         timeout: float | None = None,
         run: RunSpec | None = None,
-        tell: Callable[[str], None] = lambda words: None,
+        on_progress: Callable[[str], None] = lambda words: None,
     ) -> list[ReplicaHandle]:
         """Call the entrypoint, and return its replica's handle; see `Backend.launch_replicas`.
 

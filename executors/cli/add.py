@@ -76,7 +76,7 @@ def add(
                     detach=detach,
                     task_digest=task_digest,
                     trust_bucket=trust_bucket,
-                    tell=on_progress,
+                    on_progress=on_progress,
                 )
         except KeyboardInterrupt:
             return report_cancelled_early(output)

@@ -270,7 +270,7 @@ def resume(
                     from_snapshot=from_snapshot,
                     total_steps=total_steps,
                     total_rounds=total_rounds,
-                    tell=on_progress,
+                    on_progress=on_progress,
                 )
                 started += [] if resumed is found or detach else [resumed]
         except KeyboardInterrupt:

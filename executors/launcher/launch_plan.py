@@ -71,13 +71,13 @@ class LaunchPlan:
     key: str | None = field(default=None, repr=False)
     """The key of the signed run that this one starts from, which is its own, too."""
 
-    def start(self, tell: Callable[[str], None] = lambda words: None) -> Run:
+    def start(self, on_progress: Callable[[str], None] = lambda words: None) -> Run:
         """Write the run and start its replicas. If that fails half-way, the run is left cancelled, not waiting.
 
         Of one whose task could not be written nothing is left.
 
         Args:
-            tell: gets a few words on how far the start is, where it takes long.
+            on_progress: gets a few words on how far the start is, where it takes long.
         """
         from executors.attempt.handles import keep_handles
         from executors.restarts.launch_starter import StartSpec
@@ -114,7 +114,9 @@ class LaunchPlan:
                 name = placements.backend_name
                 print(f"replicas: the replicas of backend {name!r} must see {store.url}", file=sys.stderr)
             is_asked = True
-            started = placements.launch_replicas(settings.n, request.entrypoint, args, **limits, run=spec, tell=tell)
+            started = placements.launch_replicas(
+                settings.n, request.entrypoint, args, **limits, run=spec, on_progress=on_progress
+            )
             # The handles of a five-verb executor may be objects of any type. They come in the order of the ranks.
             of_ranks = {h.rank: h for h in started} if placements.knows_attempts else dict(enumerate(started))
             handles = [of_ranks.get(rank) for rank in range(settings.n)]

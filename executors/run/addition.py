@@ -76,7 +76,7 @@ class Added:
 
 @names_removal
 def add_replicas(
-    run: RunView, executor: str | ServerlessExecutor, asked: Addition, tell: Callable[[str], None]
+    run: RunView, executor: str | ServerlessExecutor, asked: Addition, on_progress: Callable[[str], None]
 ) -> Added:
     """Check everything, take ranks, and start them; raises what `Run.add` does."""
     name = reference(run.run_id, run.store.url)
@@ -135,7 +135,7 @@ def add_replicas(
         check_not_removed(run.store, run.run_id, name)  # a removal that has not seen the record of the ranks is seen
         if is_blocked and order_resume(log, dict.fromkeys(ranks, 0), n_seen) is not None:
             raise _ended_meanwhile(run)
-        handles = run.placements.launch_replicas(len(ranks), launched.entrypoint, {}, run=spec, tell=tell)
+        handles = run.placements.launch_replicas(len(ranks), launched.entrypoint, {}, run=spec, on_progress=on_progress)
         finish_start(lease, spec)
     except BaseException as error:
         if lease is not None:

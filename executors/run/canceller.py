@@ -40,18 +40,18 @@ class Canceller:
     Args:
         reader: looks at the run.
         launched_at: returns the Unix time of the run's launch. None: what the run's record says.
-        tell: gets a sentence if a service takes longer than a minute, and one if the store does not answer.
+        on_progress: gets a sentence if a service takes longer than a minute, and one if the store does not answer.
     """
 
     def __init__(
         self,
         reader: RunStateReader,
         launched_at: Callable[[], float] | None = None,
-        tell: Callable[[str], None] = lambda words: None,
+        on_progress: Callable[[str], None] = lambda words: None,
     ) -> None:
         self._reader = reader
         self._launched_at = launched_at or (lambda: reader.record.created_at)
-        self._tell = tell
+        self._tell = on_progress
         self.is_store_silent = False
         """Whether the store did not answer the last cancel."""
         self.was_ended_without_store = False

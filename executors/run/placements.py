@@ -348,7 +348,7 @@ class Placements(Backend):
         gpu: str | None = None,
         timeout: float | None = None,
         run: RunSpec | None = None,
-        tell: Callable[[str], None] = lambda words: None,
+        on_progress: Callable[[str], None] = lambda words: None,
     ) -> list[ReplicaHandle]:
         """Start the ranks of `run` at their backends, all at the same time; see `Backend.launch_replicas`.
 
@@ -359,7 +359,7 @@ class Placements(Backend):
             gpu: the GPU of each replica. None: the GPU of its placement.
             timeout: seconds that each replica may run. None: the limit of its placement.
             run: the run, and which of its ranks are started.
-            tell: gets a few words on the progress of the start.
+            on_progress: gets a few words on the progress of the start.
 
         Raises:
             LaunchError: too few could be started. Those that were started, at every backend, have been ended.
@@ -388,7 +388,7 @@ class Placements(Backend):
             )
             return backend.launch_replicas(
                 len(its), entrypoint, entrypoint_args, **limits, run=spec,
-                tell=lambda words: tell(f"{place.backend}: {words}" if len(ranks) > 1 else words),
+                on_progress=lambda words: on_progress(f"{place.backend}: {words}" if len(ranks) > 1 else words),
             )  # fmt: skip
 
         parts = [Part(tuple(its), lambda placed=placed: start(placed)) for placed, its in ranks.items()]  # type: ignore[misc]
@@ -452,10 +452,10 @@ class Placements(Backend):
 
     # --- ending
 
-    def end_jobs(self, run: JobsOfRun, tell: Callable[[str], None] = lambda words: None) -> EndedJobs:
+    def end_jobs(self, run: JobsOfRun, on_progress: Callable[[str], None] = lambda words: None) -> EndedJobs:
         """End the jobs of a run at every service that it is on, all at the same time; see `Backend.end_jobs`."""
         asked = [backend for backend in self._backends() if backend.ends_jobs]
-        return sum(in_parallel(lambda backend: backend.end_jobs(run, tell), asked), EndedJobs())
+        return sum(in_parallel(lambda backend: backend.end_jobs(run, on_progress), asked), EndedJobs())
 
     def commands_to_end(self, run_id: str) -> str:
         """Return the commands of all services that the run is on; see `Backend.commands_to_end`."""

@@ -51,12 +51,12 @@ R = TypeVar("R", bound=RunView)
 MAX_PASSES = 20  # a list may be older than a deletion, or a process may continue to write
 
 
-def remove(run: RunView, tell: Callable[[str], None]) -> None:
+def remove(run: RunView, on_progress: Callable[[str], None]) -> None:
     """Delete a run that has ended, or finish a removal that was interrupted.
 
     Args:
         run: the run.
-        tell: gets a few words on the progress.
+        on_progress: gets a few words on the progress.
 
     Raises:
         RunExistsError: a replica still runs, or is about to be started.
@@ -65,7 +65,7 @@ def remove(run: RunView, tell: Callable[[str], None]) -> None:
     """
     if _is_deleting(run):
         remove_files(run, backends_here(run))
-        remove_run(run.store, run.run_id, tell)
+        remove_run(run.store, run.run_id, on_progress)
         return
     removal = Removal.new()
     # The record comes before the look: a resume that this look does not see will see the record.
@@ -87,7 +87,7 @@ def remove(run: RunView, tell: Callable[[str], None]) -> None:
             _check_ended(run)
 
     remove_files(run, backends)
-    remove_run(run.store, run.run_id, tell, before_ends=mark_late)
+    remove_run(run.store, run.run_id, on_progress, before_ends=mark_late)
 
 
 def names_removal(act: Callable[Concatenate[R, P], T]) -> Callable[Concatenate[R, P], T]:
@@ -317,7 +317,7 @@ def withdraw_jobs(run: RunView) -> int:
 def remove_run(
     store: Store,
     run_id: str,
-    tell: Callable[[str], None] = lambda words: None,
+    on_progress: Callable[[str], None] = lambda words: None,
     *,
     before_ends: Callable[[], None] = lambda: None,
 ) -> None:
@@ -329,7 +329,7 @@ def remove_run(
     Args:
         store: the store of the run.
         run_id: the run.
-        tell: gets a few words on the progress.
+        on_progress: gets a few words on the progress.
         before_ends: called before the first record that shows the end of the run is deleted.
 
     Raises:
@@ -337,9 +337,9 @@ def remove_run(
     """
     folder, record, mark = folder_of_run(run_id, store.url), run_record_key(run_id), removal_key(run_id)
     left = set[str]()
-    _delete_all(store, run_id, {record, mark}, left, tell, before_ends)
+    _delete_all(store, run_id, {record, mark}, left, on_progress, before_ends)
     # A resume that finds run.json after its last write is seen by the list that follows the deletion of run.json.
-    _delete_all(store, run_id, {mark}, left, tell)
+    _delete_all(store, run_id, {mark}, left, on_progress)
     if folder is None or not is_state_dir(store.url):  # else the record is a file of the folder, and its last one
         store.delete(mark)
     forget(folder)
@@ -357,7 +357,7 @@ def _delete_all(
     run_id: str,
     keep: Collection[str],
     left: set[str],
-    tell: Callable[[str], None],
+    on_progress: Callable[[str], None],
     before_ends: Callable[[], None] = lambda: None,
 ) -> None:
     """Delete the objects of a run, and list again until nothing is left but what is kept.
@@ -367,7 +367,7 @@ def _delete_all(
         run_id: the run.
         keep: keys that stay.
         left: gets the names that cannot be deleted.
-        tell: gets a few words on the progress.
+        on_progress: gets a few words on the progress.
         before_ends: called once, before the first record that shows the end of the run is deleted.
     """
 
@@ -387,7 +387,7 @@ def _delete_all(
             if is_end and number == 0:
                 before_ends()
             for start in range(0, len(keys), MANY):
-                tell(f"{n_done:,} of {len(found):,} objects")
+                on_progress(f"{n_done:,} of {len(found):,} objects")
                 batch = keys[start : start + MANY]
                 left.update(key for key in at_store(store, delete, batch) if key is not None)
                 n_done += len(batch)

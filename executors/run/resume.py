@@ -72,7 +72,7 @@ def resume(
     from_snapshot: bool = False,
     total_steps: int | None = None,
     total_rounds: int | None = None,
-    tell: Callable[[str], None] = lambda words: None,
+    on_progress: Callable[[str], None] = lambda words: None,
 ) -> Run:
     """Start a new attempt of every rank that ended without succeeding.
 
@@ -97,7 +97,7 @@ def resume(
             again, too. Replicas that still run continue to the new total when they reach the old one. The script need
             not change: `DiLoCo` reads the extension, and a loop over `diloco.steps()` continues.
         total_rounds: the new number of rounds of a run whose rounds go by the clock.
-        tell: gets a few words on how far the start is, where it takes long.
+        on_progress: gets a few words on how far the start is, where it takes long.
 
     Returns: the run, with the handles of the new attempts; from a snapshot, the new run. `run` itself if it was
         extended and every rank still runs.
@@ -150,7 +150,9 @@ def resume(
         _check_extension(run, log, start_specs[0].spec.key, totals)
     if from_snapshot:
         extensions = [{name: total} for name, found in extensions_of(log.entries).items() for total in found]
-        return _begin_from_snapshot(run, task, start_specs[0], [*extensions, *([totals] if totals else [])], tell)
+        return _begin_from_snapshot(
+            run, task, start_specs[0], [*extensions, *([totals] if totals else [])], on_progress
+        )
     if not placements.needs_shared_rendezvous:  # it would refuse when the log says already that ranks are resumed
         settle(run.run_id, run.store.url, task.digest)
     n_seen = len(log.read())
@@ -186,7 +188,7 @@ def resume(
             needed = enough and max(1, min(enough - goes_on, len(group)))
             spec = replace(start_spec.spec, ranks=group, attempt=attempt).with_settings(min_replicas=needed)
             handles = placements.launch_replicas(
-                len(group), launched.entrypoint, {}, **start_spec.limits, run=spec, tell=tell
+                len(group), launched.entrypoint, {}, **start_spec.limits, run=spec, on_progress=on_progress
             )
             begun |= {handle.rank: handle for handle in handles}
             with contextlib.suppress(StoreError):  # a copy, which saves requests
@@ -273,7 +275,7 @@ def _begin_from_snapshot(
     task: StoredTask,
     start_spec: StartSpec,
     extensions: Sequence[Mapping[str, int]],
-    tell: Callable[[str], None],
+    on_progress: Callable[[str], None],
 ) -> Run:
     """Write and start a new run of the task, as `launch` does.
 
@@ -298,7 +300,9 @@ def _begin_from_snapshot(
         for totals in extensions:
             order_policy(DecisionLog(run.store, spec.run_id, key=spec.key), totals=totals)
         lease = hold_lease(run.store, spec)
-        handles = placements.launch_replicas(spec.world_size, start_spec.entrypoint, {}, **limits, run=spec, tell=tell)
+        handles = placements.launch_replicas(
+            spec.world_size, start_spec.entrypoint, {}, **limits, run=spec, on_progress=on_progress
+        )
         with contextlib.suppress(StoreError):  # a copy, which saves requests
             within(STORE_S, lambda: keep_handles(run.store, spec.run_id, 0, handles), run.store.url)
         finish_start(lease, spec)

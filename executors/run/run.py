@@ -213,7 +213,7 @@ class Run(RunView):
         executor: str | ServerlessExecutor,
         n: int,
         *,
-        tell: Callable[[str], None] = lambda words: None,
+        on_progress: Callable[[str], None] = lambda words: None,
         **asked: Any,
     ) -> list[int]:
         """Start `n` more replicas of the run, anywhere its rendezvous can be reached; return their ranks.
@@ -226,7 +226,7 @@ class Run(RunView):
         Args:
             executor: a backend's name, or an executor. What it starts on other machines gets the code of this folder,
                 if the run was launched without any.
-            tell: gets a few words on how far the start is, where it takes long.
+            on_progress: gets a few words on how far the start is, where it takes long.
             asked: any of these. `gpu`, `timeout`: None: as launched; "" is no GPU. `secrets`: None: as launched, on a
                 backend of the launch; else these alone. `env`: values are not recorded, so those of the launch have to
                 be given again. `detach`: let them go on when this process ends, as they do
@@ -242,7 +242,7 @@ class Run(RunView):
         """
         from executors.run.addition import Addition, add_replicas
 
-        added = add_replicas(self, executor, Addition(n=n, **asked), tell)
+        added = add_replicas(self, executor, Addition(n=n, **asked), on_progress)
         ranks = list(added.start_spec.spec.ranks)
         try:
             if not added.start_spec.spec.settings.detach:
@@ -276,8 +276,8 @@ class Run(RunView):
         if self._controller is not None:
             self._controller.starter.learn(start_specs)
             return self._controller
-        tell = say or (lambda words: print(f"replicas: {words}", file=sys.stderr))
-        starter = LaunchStarter(self.placements, start_specs, tell)
+        on_progress = say or (lambda words: print(f"replicas: {words}", file=sys.stderr))
+        starter = LaunchStarter(self.placements, start_specs, on_progress)
         log = log or DecisionLog(
             self.store, self.run_id, key=next((start_spec.spec.key for start_spec in start_specs), None)
         )
@@ -306,13 +306,13 @@ class Run(RunView):
         self._controller.keep(states)
         return len(self._controller.log.entries) > n_known
 
-    def remove(self, tell: Callable[[str], None] = lambda words: None) -> None:
+    def remove(self, on_progress: Callable[[str], None] = lambda words: None) -> None:
         """Delete everything the run left, here and in its store.
 
         If an earlier removal was interrupted, this one finishes it.
 
         Args:
-            tell: gets a few words on the progress, if the removal takes long. Default: nothing is reported.
+            on_progress: gets a few words on the progress, if the removal takes long. Default: nothing is reported.
 
         Raises:
             RunExistsError: a replica still runs, or is about to be started.
@@ -321,7 +321,7 @@ class Run(RunView):
         Example:
             attach("first-try").remove()
         """
-        remove(self, tell)
+        remove(self, on_progress)
 
     @cached_property
     def _waiter(self) -> Waiter:

@@ -326,14 +326,14 @@ class RunView:
             texts.setdefault(rank, []).append(text)
         return {rank: "".join(pieces) for rank, pieces in texts.items()}
 
-    def whole_log(self, attempt: Attempt, tell: LogNote) -> Iterator[bytes]:
+    def whole_log(self, attempt: Attempt, on_progress: LogNote) -> Iterator[bytes]:
         """Yield all that can be had of what an attempt printed, as it was written, in pieces.
 
         Args:
             tell: is told why, if that is not all.
         """
         logs = RunLogs(self._reader, attempt.number, EVERYTHING, lambda words: None, is_one=True)
-        return logs.whole(attempt, tell)
+        return logs.whole(attempt, on_progress)
 
     def events(self, follow: bool = False, note: LogNote = log.warning) -> Iterator[Event]:
         """Yield what happened in the run so far, in the order of time: launches, ends, hangs, decisions.

@@ -36,7 +36,7 @@ def end_without_store(
     executor: ServerlessExecutor | None,
     ranks: Sequence[int] | None,
     problem: StoreError | RunNotFoundError,
-    tell: Callable[[str], None],
+    on_progress: Callable[[str], None],
 ) -> str:
     """End the jobs of a run at its services; return a sentence on what was ended.
 
@@ -49,7 +49,7 @@ def end_without_store(
         executor: what the user names. None: what this machine noted.
         ranks: only these. None: all.
         problem: why the store does not tell.
-        tell: gets a sentence if a service takes longer than a minute.
+        on_progress: gets a sentence if a service takes longer than a minute.
 
     Raises:
         StoreError, RunNotFoundError: this machine knows no job of the run, and the user names no backend. A
@@ -74,7 +74,9 @@ def end_without_store(
     launched_at = max((job.launched_at for job in noted), default=None)
     told = EndedJobs()
     for each in asked:
-        told += each.end_jobs(JobsOfRun(run_id, store_url, launched_at, None if ranks is None else tuple(ranks)), tell)
+        told += each.end_jobs(
+            JobsOfRun(run_id, store_url, launched_at, None if ranks is None else tuple(ranks)), on_progress
+        )
     if not told.is_complete:
         raise BackendError(f"{told.what_is_left} The store does not tell either: {problem}") from problem
     if not told.n_ended and isinstance(problem, RunNotFoundError):

@@ -34,10 +34,16 @@ class WithGpus(ModalExecutor):
         gpu: str | None = None,
         timeout: float | None = 3600,
         run: RunSpec | None = None,
-        tell: Callable[[str], None] = lambda words: None,
+        on_progress: Callable[[str], None] = lambda words: None,
     ) -> list[ReplicaHandle]:
         return super().launch_replicas(
-            n_replicas, entrypoint, entrypoint_args, gpu=gpu or "H100", timeout=timeout, run=run, tell=tell
+            n_replicas,
+            entrypoint,
+            entrypoint_args,
+            gpu=gpu or "H100",
+            timeout=timeout,
+            run=run,
+            on_progress=on_progress,
         )
 
 

@@ -39,7 +39,7 @@ def end_jobs(
     jobs: Sequence[tuple[JobKey, JobId | None]],
     *,
     run_labels: Mapping[str, str] | None = None,
-    tell: Callable[[str], None] = lambda words: None,
+    on_progress: Callable[[str], None] = lambda words: None,
 ) -> EndedJobs:
     """End jobs at their service, and whatever else the service lists of them.
 
@@ -48,7 +48,7 @@ def end_jobs(
         jobs: the jobs, each with its id. None as an id: the service finds the job by its labels.
         run_labels: labels of a run. All jobs that have them and have not ended are ended, too. None: of each key in
             `jobs` the service is asked whether it has other jobs, which an answer that was lost may have left.
-        tell: gets a sentence after a minute, if the service has not ended everything by then.
+        on_progress: gets a sentence after a minute, if the service has not ended everything by then.
 
     Returns: what the service has accepted to end, and what may still run. Nothing is raised for a job that fails.
 
@@ -96,7 +96,7 @@ def end_jobs(
     wait(asked.values(), REPORT_S)
     if not all(future.done() for future in asked.values()):
         told = _told(service, asked, labels, found_left)
-        tell(f"{service.name} has not ended everything yet; trying again. {told.what_is_left}")
+        on_progress(f"{service.name} has not ended everything yet; trying again. {told.what_is_left}")
         wait(asked.values(), END_S - REPORT_S)
     return _told(service, asked, labels, found_left)
 

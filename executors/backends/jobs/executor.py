@@ -208,7 +208,7 @@ class JobExecutor(Backend):
         gpu: str | None = None,
         timeout: float | None = None,
         run: RunSpec | None = None,
-        tell: Callable[[str], None] = lambda words: None,
+        on_progress: Callable[[str], None] = lambda words: None,
     ) -> list[ReplicaHandle]:
         """Start the replicas at the same time; see `ServerlessExecutor.launch_replicas`.
 
@@ -216,7 +216,7 @@ class JobExecutor(Backend):
             timeout: seconds; None for `default_timeout_s`.
             run: the run these replicas belong to, written already. None: a new one in `$REPLICAS_RENDEZVOUS`, or
                 where replicas can see it in the state directory.
-            tell: gets a few words on how far the start is, as in "5 of 8 started".
+            on_progress: gets a few words on how far the start is, as in "5 of 8 started".
 
         Raises:
             LaunchError: a replica could not be started; the others were ended.
@@ -253,7 +253,7 @@ class JobExecutor(Backend):
             handle_of=handle_of,
             started=self._keep_jobs,
             starting=self._starting,
-            tell=tell,
+            on_progress=on_progress,
         )
         self._gangs.add(gang)
         try:
@@ -412,7 +412,7 @@ class JobExecutor(Backend):
             return None
         return replica, job_id
 
-    def end_jobs(self, run: JobsOfRun, tell: Callable[[str], None] = lambda words: None) -> EndedJobs:
+    def end_jobs(self, run: JobsOfRun, on_progress: Callable[[str], None] = lambda words: None) -> EndedJobs:
         """End the jobs of a run at the service, asking no store; see `Backend.end_jobs`."""
         for gang in list(self._gangs):
             if gang.run_id == run.run_id and (run.ranks is None or {*gang.ranks} <= {*run.ranks}):
@@ -439,7 +439,7 @@ class JobExecutor(Backend):
             except JobServiceError as error:
                 said = f"jobs of run {run.run_id!r} ({str(error).rstrip('.')})"
                 return EndedJobs(problems=(said,), commands=self.commands_to_end(run.run_id))
-        told = end_jobs(self.service, jobs, run_labels=labels, tell=tell)
+        told = end_jobs(self.service, jobs, run_labels=labels, on_progress=on_progress)
         for key in newest.values():
             self._states.expire(key)
         self._recorder.expire_all(f"{run.run_id}/")

@@ -100,7 +100,7 @@ class GangStart:
         started: gets the jobs that the service has started and the url of the run's store, before anything else is done
             with them.
         starting: gets the places of these attempts, each for as long as this launch may be starting it.
-        tell: gets a few words whenever one more is started.
+        on_progress: gets a few words whenever one more is started.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class GangStart:
         handle_of: Callable[[Attempt, JobId], ReplicaHandle],
         started: Callable[[Sequence[tuple[JobKey, JobId]], str], None],
         starting: set[str],
-        tell: Callable[[str], None],
+        on_progress: Callable[[str], None],
     ) -> None:
         self._service = service
         self._backend = backend
@@ -126,7 +126,7 @@ class GangStart:
         self._asking = threading.Lock()
         """Held while a start is given up, and while a thread makes sure that its start is not: then it asks."""
         self._starting = starting
-        self._tell = tell
+        self._tell = on_progress
         self._nonce = secrets.token_hex(16)
 
     @property
@@ -469,7 +469,9 @@ class GangStart:
             if asking := [start for start in starts if start.is_asking]:  # before: these are swept once more
                 self._interrupt()  # calls that have begun to wait since the last time
             ended = end_jobs(
-                self._service, [(start.job.key, start.job_id) for start in starts if start not in asking], tell=_say
+                self._service,
+                [(start.job.key, start.job_id) for start in starts if start not in asking],
+                on_progress=_say,
             )
             told = told if ended.is_complete else told + ended
             self._wait_for(asking, pause_s)

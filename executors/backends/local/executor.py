@@ -175,7 +175,7 @@ class LocalProcessExecutor(Backend):
         gpu: str | None = None,
         timeout: float | None = 3600,
         run: RunSpec | None = None,
-        tell: Callable[[str], None] = lambda words: None,
+        on_progress: Callable[[str], None] = lambda words: None,
     ) -> list[ReplicaHandle]:
         """Start the replicas and return their handles in rank order; see `Backend.launch_replicas`.
 

@@ -66,7 +66,7 @@ def test_five_verbs_alone_answer_every_question_without_an_ability() -> None:
             ({"site": str}, {"site": "north"}),
         ),
         (
-            {"end_jobs": lambda run, tell: EndedJobs(2), "commands_to_end": "end {}".format},
+            {"end_jobs": lambda run, on_progress: EndedJobs(2), "commands_to_end": "end {}".format},
             lambda it: (it.ends_jobs, it.end_jobs(JobsOfRun("otter")).n_ended, it.commands_to_end("otter")),
             (True, 2, "end otter"),
         ),
