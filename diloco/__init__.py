@@ -1,7 +1,7 @@
 """DiLoCo through a store: replicas that train one model together and meet only in a directory or a bucket.
 
 Read `outer.py` first: `DiLoCo` is what a training loop calls. Live parameters enter through `model_state.py` and
-`live_work.py`, which know torch. `rendezvous/` runs the rounds and knows no torch. A round leaves its mean in the
+`live_parameters.py`, which know torch. `rendezvous/` runs the rounds and knows no torch. A round leaves its mean in the
 live parameters, a `RoundReport` for the caller, and records in the store. `stale_copies/` finds optimizers that undo
 a round.
 """

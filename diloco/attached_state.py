@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diloco.keep_schedule import KeepSchedule
+from diloco.lr_schedules import check_can_follow, last_count_of, steps_counted, unwrapped
 from diloco.rendezvous.envelope import BadRecordError, Proof, frame, reading, typed, unframe
 from diloco.rendezvous.frames import READ_TRIES
 from diloco.rendezvous.keys import Keys
@@ -32,7 +32,7 @@ from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Background
 from diloco.rendezvous.snapshot import DTYPES, decode_part, digest_of, encode_part, parts_of
 from diloco.rendezvous.training_state import Array, Arrays
-from diloco.schedules import check_can_follow, last_count_of, steps_counted, unwrapped
+from diloco.save_schedule import SaveSchedule
 from executors.errors import StoreError, kind_of
 
 log = logging.getLogger(__name__)
@@ -123,14 +123,14 @@ class AttachedState:
         self._left_out: set[str] = set()
         """The names of what has a state by now that cannot be kept."""
 
-        self.schedule = KeepSchedule(1, 1, 0)
+        self.schedule = SaveSchedule(1, 1, 0)
         """When to keep what is attached."""
         self._room: dict[str, Array] = {}
         """The copies that were kept last: the next ones are written into the same memory, whose pages exist already."""
         self._written: list[tuple[int, int, bool]] = []
         """The states that this process has stored: position, number of parts, and True for the first of a period."""
 
-    def begin(self, schedule: KeepSchedule) -> None:
+    def begin(self, schedule: SaveSchedule) -> None:
         """Begin to keep states by a schedule."""
         self.schedule = schedule
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.fragments import Fragment, marks_of_frozen
-from diloco.live_work import (
+from diloco.live_parameters import (
     BufferPool,
     HeldWork,
     WireError,
@@ -26,8 +26,8 @@ from diloco.live_work import (
     pack,
     set_live,
 )
+from diloco.local_buffers import LocalBuffers
 from diloco.outer_optimizer import Anchor, GivenOptimizer, NesterovSGD, OuterOptimizer
-from diloco.own_buffers import OwnBuffers
 from diloco.rendezvous.envelope import proof_of
 from diloco.rendezvous.training_state import Agreement, Applied, Packed, Verdict
 from diloco.settings import Settings
@@ -58,7 +58,7 @@ class ModelState:
         self.is_back = False
         """Whether this is a later attempt of its rank, whose own buffers may have changed since the run began."""
         self._frozen = marks_of_frozen(model)
-        self.own_buffers = OwnBuffers(model, fragments)
+        self.local_buffers = LocalBuffers(model, fragments)
         self.unshared = UnsharedState(model, fragments)
         self._unmoved: dict[int, int] = {}
         """By fragment, the newest entry for which no parameter had moved."""
@@ -108,7 +108,7 @@ class ModelState:
             for fragment in self.fragments
             for slot in fragment.slots
         }
-        marks = self._frozen if self.is_back else self._frozen | self.own_buffers.marks
+        marks = self._frozen if self.is_back else self._frozen | self.local_buffers.marks
         frozen = {"frozen": marks} if marks else {}
         stepped = [fragment.n_stepped for fragment in self.fragments]  # before the buffers
         more = {"more": self.unshared.lines()} if self.unshared.more else {}

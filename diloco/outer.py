@@ -22,16 +22,16 @@ from typing import Any, Literal, Self
 
 from torch import Tensor, nn
 
-from diloco.also import AlsoAveraged, TensorsAsModule, addresses_of
 from diloco.attached_state import AttachedState
+from diloco.duplicate_work import DuplicateWorkCheck, SameDataMode
 from diloco.errors import DiLoCoError
+from diloco.extra_tensors import ExtraTensors, ExtraTensorsModule, addresses_of
+from diloco.final_model_check import FinalModelCheck, forget
 from diloco.fragments import FragmentSpec, check_sizes, plan_fragments
-from diloco.keep_schedule import KeepSchedule
-from diloco.model_at_end import ModelAtEnd, forget
 from diloco.model_state import ModelState
-from diloco.one_process import check_is_one_process, not_the_opener
 from diloco.optimizer_history import OptimizerHistory
 from diloco.outer_optimizer import OptimizerFactory
+from diloco.process_check import check_is_one_process, not_the_opener
 from diloco.rendezvous.envelope import proof_of
 from diloco.rendezvous.extension import Extension, total_of_start
 from diloco.rendezvous.keys import Keys
@@ -40,11 +40,11 @@ from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Context, Limits, RoundReport
 from diloco.rendezvous.training_side import TrainingSide
 from diloco.replica_link import ReplicaLink, check_is_free, is_open, leave_all
-from diloco.same_data import SameData, SameDataMode
+from diloco.save_schedule import SaveSchedule
 from diloco.settings import Settings, check_wires
 from diloco.stale_copies.comparison import StaleCopies
 from diloco.stale_copies.early_copies import EarlyCopies, warn_of_own_averages
-from diloco.state_keeper import StateKeeper
+from diloco.state_saver import StateSaver
 from diloco.tensor_names import find_tensor
 from diloco.training_loop import TrainingLoop
 from diloco.unshared_state import FIRST_BYTES, RestWriter
@@ -58,7 +58,7 @@ from executors.store.watch import open_watch
 log = logging.getLogger(__name__)
 
 
-# More than 20 methods: 17 are the interface for users. `RoundScope` and `StateKeeper` do what surrounds a round.
+# More than 20 methods: 17 are the interface for users. `RoundScope` and `StateSaver` do what surrounds a round.
 class DiLoCo:
     """Keeps a model in step with those of the other replicas of a run.
 
@@ -237,7 +237,7 @@ class DiLoCo:
             self._model_state.reserve(layout.kept_bytes(place.world_size, streams=patient.streams))
         self._attached = AttachedState(patient, keys, me, workers.uploads, settings.plan, context.proof, _begun_at)
         self._rest = None if place.is_alone else RestWriter(patient, keys, me.rank, proof, workers.uploads)
-        self._same_data = SameData(same_data, me.rank, place.replica, self._model_state.had_moved)
+        self._same_data = DuplicateWorkCheck(same_data, me.rank, place.replica, self._model_state.had_moved)
         self._extension = Extension(
             place.replica if place.is_of_replica else None, settings.plan, unit=settings.unit_of_total,
             per_total=settings.plan_steps_per_total, is_trainers=_is_trainers,
@@ -247,8 +247,8 @@ class DiLoCo:
         self._members = context.members
         self._training_side = TrainingSide(context, workers.scheduler)
         self._round_s, self._closed, kept = 0.0, False, self._attached.kept
-        self._find_averaged = partial(addresses_of, also := list[tuple[DiLoCo, TensorsAsModule]]())
-        self._is_also, self._also = isinstance(model, TensorsAsModule), also
+        self._find_averaged = partial(addresses_of, also := list[tuple[DiLoCo, ExtraTensorsModule]]())
+        self._is_also, self._also = isinstance(model, ExtraTensorsModule), also
         forget(model)
         self._stale = StaleCopies(model, fragments_)
         self._history = OptimizerHistory(model)
@@ -263,10 +263,10 @@ class DiLoCo:
             self._attached.take_over(context.origin, self.rounds)
         if self._rest is not None and self._training_side.runner.replayer.is_author:
             self._rest.keep(0, self._model_state.unshared.first(), FIRST_BYTES)
-        self._model_state.own_buffers.give(self._attached.kept_buffers())
+        self._model_state.local_buffers.give(self._attached.kept_buffers())
         self._steps_before = self._attached.step
-        self._attached.begin(KeepSchedule(settings.n_fragments, settings.entries_per_snapshot, self.rounds))
-        self._keeper = StateKeeper(
+        self._attached.begin(SaveSchedule(settings.n_fragments, settings.entries_per_snapshot, self.rounds))
+        self._keeper = StateSaver(
             self._attached, self._rest, self._training_side, self._model_state, self._members, lambda: self._inner_step
         )
         self._loop = TrainingLoop(self._settings, begins_at=self._inner_step)
@@ -443,7 +443,7 @@ class DiLoCo:
         self._model_state.before_hold = self._keeper.keep_if_due
         self._stale.warn_of_copies(thing, self._find_averaged())
 
-    def average_also(self, thing: AlsoAveraged) -> None:
+    def average_also(self, thing: ExtraTensors) -> None:
         """Average tensors outside the model in each round, too: an EMA of the weights, or an optimizer's copies.
 
             ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
@@ -467,7 +467,7 @@ class DiLoCo:
         self._check_open()
         if self._training_side.phase.n_steps:
             raise DiLoCoError("average_also() must be called before the first step(): the others have none of it yet.")
-        tensors = TensorsAsModule(thing)
+        tensors = ExtraTensorsModule(thing)
         self._early.take_anchor(tensors.tensors().values())
         names = (
             "inner_steps", "round_seconds", "total_steps", "total_rounds", "wire", "mean_wire", "late", "carry_rounds",
@@ -540,7 +540,7 @@ class DiLoCo:
     def _look_at_end(self) -> None:
         """Let the replica look once more at the model when the script has ended: it may have changed it by then."""
         model = self._model_state.model
-        owner = model.module_of_copies if isinstance(model, TensorsAsModule) else model
+        owner = model.module_of_copies if isinstance(model, ExtraTensorsModule) else model
         if owner is None or self._members.is_alone or not self._link.is_of_replica:
             return
         tensors = {
@@ -548,9 +548,9 @@ class DiLoCo:
             for fragment in self._model_state.fragments
             for slot in fragment.slots
         }
-        if isinstance(model, TensorsAsModule):  # its parameters share their memory with the module's, and are its own
+        if isinstance(model, ExtraTensorsModule):  # its parameters are other objects than the tensors of the owner
             tensors = model.tensors()
-        self._link.look_at_end(ModelAtEnd(owner, tensors, self._link.note_own_model).look)
+        self._link.look_at_end(FinalModelCheck(owner, tensors, self._link.note_own_model).look)
 
     def __enter__(self) -> Self:
         return self

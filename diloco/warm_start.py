@@ -6,8 +6,8 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from diloco.also import TensorsAsModule
 from diloco.errors import ContributionError
+from diloco.extra_tensors import ExtraTensorsModule
 from diloco.model_state import ModelState
 from diloco.outer_optimizer import OptimizerFactory
 from diloco.rendezvous.keys import Keys
@@ -155,7 +155,7 @@ def find_warm_start(location: RunLocation, store: RetryingStore, keys: Keys, sta
     key = state.settings.key
     source = Source(store=found.store, run_id=found.run_id, name=keys.name, key=key, extensions=found.extensions)
     warm_start = WarmStart(source, found.step, state, state.rank)
-    if isinstance(state.model, TensorsAsModule) and not warm_start.has_source:
+    if isinstance(state.model, ExtraTensorsModule) and not warm_start.has_source:
         return None  # that run averaged only its model, so this copy begins with the script's values
     warm_start.check()
     return warm_start

@@ -42,7 +42,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from diloco import DiLoCo
 from diloco.demo import ByteTransformer, load_text
 from diloco.fragments import Fragment, plan_fragments
-from diloco.live_work import difference, set_live
+from diloco.live_parameters import difference, set_live
 from diloco.outer_optimizer import NesterovSGD
 from diloco.settings import Settings
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from diloco.errors import ContributionError
+from diloco.lr_schedules import counts_steps, steps_counted, unwrapped
 from diloco.outer import DiLoCo
 from diloco.rendezvous.envelope import BadRecordError, proof_of, reading, typed
 from diloco.rendezvous.extension import total_of_start
@@ -24,7 +25,6 @@ from diloco.rendezvous.membership import RunLocation, find_location
 from diloco.rendezvous.retrying_store import RetryingStore, backoff
 from diloco.rendezvous.round import Limits, RoundReport
 from diloco.rendezvous.snapshot import Pointer
-from diloco.schedules import counts_steps, steps_counted, unwrapped
 from diloco.tensor_names import by_clean_name
 from executors.errors import StoreError
 from executors.patience import ROUND

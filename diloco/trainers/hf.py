@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from diloco.duplicate_work import ADVICE
 from diloco.errors import DuplicateWorkError
-from diloco.same_data import ADVICE
 from diloco.trainers.companion import Companion, check_options, extended_total
 from diloco.trainers.data_position import DataPosition
 from executors.errors import kind_of

@@ -13,7 +13,7 @@ from torch import nn
 
 from diloco import DiLoCo
 from diloco.fragments import plan_fragments
-from diloco.live_work import live_tensors, pack
+from diloco.live_parameters import live_tensors, pack
 from diloco.rendezvous.envelope import UNSIGNED
 from diloco.rendezvous.round import Limits
 from diloco.testing import run_replicas

@@ -12,8 +12,8 @@ import torch
 from support.training import leave, next_process, nudge, place
 from torch import Tensor, nn
 
-from diloco import DiLoCo, own_buffers
-from diloco.own_buffers import LARGE
+from diloco import DiLoCo, local_buffers
+from diloco.local_buffers import LARGE
 from diloco.testing import run_replicas
 from diloco.wires import WIRES
 from executors.store import MemoryStore
@@ -190,23 +190,23 @@ def test_a_table_that_never_changes_is_not_kept_again_and_again() -> None:
     diloco._workers.uploads.finish()
     sizes = [entry.size_bytes for entry in store.list("test/diloco/main/own/")]
     assert 0 < max(sizes) < 4 * 65 * 64 + 1000  # what was done since the last round, at most
-    assert diloco._model_state.own_buffers.changed().keys() == {"seen"}
+    assert diloco._model_state.local_buffers.changed().keys() == {"seen"}
 
 
 def test_a_large_table_of_whole_numbers_is_not_read_again_at_each_keep(monkeypatch: pytest.MonkeyPatch) -> None:
-    read, digest = [], own_buffers._digest
+    read, digest = [], local_buffers._digest
 
     def noted(values: Tensor) -> bytes:
         read.append(values.numel())
         return digest(values)
 
-    monkeypatch.setattr(own_buffers, "_digest", noted)
+    monkeypatch.setattr(local_buffers, "_digest", noted)
     model = nn.Linear(2, 2)
     model.register_buffer("packed", torch.zeros(LARGE + 1, dtype=torch.int32))
     model.register_buffer("small", torch.zeros(8, dtype=torch.int32))
     model.register_buffer("means", torch.zeros(LARGE + 2))  # batch normalisation writes, and torch notes nothing
     with DiLoCo(model, inner_steps=1, sync_buffers=False, allow_no_rounds=True) as diloco:
-        new_buffers = diloco._model_state.own_buffers.changed
+        new_buffers = diloco._model_state.local_buffers.changed
         assert sorted(read) == [8, LARGE + 1, LARGE + 2]
         for _ in range(3):
             read.clear()
@@ -218,7 +218,7 @@ def test_a_write_to_a_large_table_of_whole_numbers_is_kept() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("packed", torch.zeros(LARGE + 1, dtype=torch.int32))
     with DiLoCo(model, inner_steps=1, allow_no_rounds=True) as diloco:
-        new_buffers, first = diloco._model_state.own_buffers.changed, model.get_buffer("packed")
+        new_buffers, first = diloco._model_state.local_buffers.changed, model.get_buffer("packed")
         first[7] = 1
         assert new_buffers().keys() == {"packed"}
         first[7] = 0

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from diloco.fragments import plan_fragments
-from diloco.live_work import BufferPool, HeldWork
+from diloco.live_parameters import BufferPool, HeldWork
 
 pytestmark = [
     pytest.mark.cuda,

@@ -14,8 +14,8 @@ from support.hf_trainers import INNER, ITEMS, STEPS, WARNINGS, Killed, Model, St
 from support.training import next_process, place
 
 from diloco import DiLoCo
+from diloco.duplicate_work import ADVICE, DuplicateWorkCheck
 from diloco.errors import DuplicateWorkError
-from diloco.same_data import ADVICE, SameData
 from executors.replica import Replica, set_current_replica
 from executors.replica.shared_page import SharedPage
 from executors.report.root_cause import MAX_CHARACTERS
@@ -258,7 +258,7 @@ def test_who_trains_on_the_same_data_is_told_what_would_help_where_a_table_shows
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_own: bool, data: Any, advice: str
 ) -> None:
     report: Any = SimpleNamespace(round=10, counted=True, norm=1.0, same=tuple(range(4, 64)))
-    check = SameData("raise", 4, None, lambda entry: True).check
+    check = DuplicateWorkCheck("raise", 4, None, lambda entry: True).check
     monkeypatch.setattr(Companion, "step", lambda self: check([report] * 3))
     one = trainer(tmp_path, MemoryStore(), data=data)
     one.args.of_replica = 0 if has_own else None

@@ -38,8 +38,8 @@ def train(store: MemoryStore, steps: int, *, keeps: Any = None, **options: Any) 
 
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every state be cheap, also on a busy machine."""
-    monkeypatch.setattr("diloco.keep_schedule.MOST_SHARE", float("inf"))
-    monkeypatch.setattr("diloco.keep_schedule.MOST_UPLOAD_SHARE", float("inf"))
+    monkeypatch.setattr("diloco.save_schedule.MOST_SHARE", float("inf"))
+    monkeypatch.setattr("diloco.save_schedule.MOST_UPLOAD_SHARE", float("inf"))
 
 
 def test_the_state_is_kept_after_the_first_round() -> None:

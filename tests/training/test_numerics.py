@@ -314,7 +314,7 @@ import os, sys, numpy as np, torch
 from torch import nn
 from diloco.fragments import plan_fragments
 from diloco.outer_optimizer import NesterovSGD, Schedule
-from diloco.live_work import live_tensors, pack
+from diloco.live_parameters import live_tensors, pack
 from diloco.rendezvous.reduction import Blocks, Input, weighted_mean
 from diloco.rendezvous.envelope import UNSIGNED
 from diloco.wires import DEFAULT_MEAN_WIRE, WIRES

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from diloco import DiLoCo
 from diloco.errors import ContributionError
 from diloco.fragments import Fragment, plan_fragments
-from diloco.live_work import has_moved, live_tensors, pack
+from diloco.live_parameters import has_moved, live_tensors, pack
 from diloco.rendezvous.envelope import UNSIGNED
 from diloco.rendezvous.frames import digests_of
 from diloco.rendezvous.retrying_store import THREADS, ParallelMap

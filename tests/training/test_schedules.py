@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from diloco import DiLoCo
-from diloco.schedules import steps_counted, unwrapped
+from diloco.lr_schedules import steps_counted, unwrapped
 from diloco.trainers.companion import Companion
 from executors.store import MemoryStore
 

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from diloco import DiLoCo
 from diloco.errors import DiLoCoError
-from diloco.one_process import check_is_one_process
+from diloco.process_check import check_is_one_process
 from diloco.rendezvous.envelope import UNSIGNED, Proof, frame, proof_of
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, Opener, RunLocation, claim_process

@@ -24,7 +24,7 @@ MOST_NAMED = 4
 ADVICE = "Give each its own: replica.shard(dataset), or a seed that depends on current_replica().rank."
 
 
-class SameData:
+class DuplicateWorkCheck:
     """What this replica knows of others that send the same work as it does.
 
     Args:

@@ -11,7 +11,7 @@ from diloco.rendezvous.training_side import TrainingSide
 from diloco.unshared_state import LATER_BYTES, RestWriter
 
 
-class StateKeeper:
+class StateSaver:
     """Keeps the attached state of a replica and the buffers that only this replica has.
 
     Args:
@@ -23,7 +23,7 @@ class StateKeeper:
         inner_step: returns the run's step.
 
     Example:
-        keeper = StateKeeper(attached, rest, training_side, model_state, members, lambda: 100)
+        keeper = StateSaver(attached, rest, training_side, model_state, members, lambda: 100)
         keeper.keep_if_due()
     """
 
@@ -63,7 +63,7 @@ class StateKeeper:
             is_anchor = side.phase.has_no_work and state.leaves_no_work
             progress = [] if is_anchor else side.run_in_round_thread(state.progress)
             since = side.runner.account.uncounted_since
-            self._attached.keep(side.position, progress, since, state.own_buffers.changed())
+            self._attached.keep(side.position, progress, since, state.local_buffers.changed())
 
     def begin_period(self) -> None:
         """Keep the buffers in a new period."""
@@ -73,4 +73,4 @@ class StateKeeper:
     def keep_rest(self) -> None:
         """Keep the buffers that only this replica has, for readers of the run, if this replica is the one to do so."""
         if self._rest is not None and self._members.is_first_member:
-            self._rest.keep(self._training_side.position, self._model_state.own_buffers.changed(), LATER_BYTES)
+            self._rest.keep(self._training_side.position, self._model_state.local_buffers.changed(), LATER_BYTES)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
-from diloco.model_at_end import ModelAtEnd, forget
+from diloco.final_model_check import FinalModelCheck, forget
 from diloco.stale_copies.optimizer_hook import _watchers
 
 
@@ -35,7 +35,7 @@ def batches(seed: int) -> list[Tensor]:
 def mark_after(change: Callable[[nn.Module], object]) -> float | None:
     """Return the number that is noted at the end if a script changes the model so; None: none is noted."""
     model, noted = make(), list[float]()
-    at_end = ModelAtEnd(model, common(model), noted.append)
+    at_end = FinalModelCheck(model, common(model), noted.append)
     change(model)
     at_end.look()
     at_end.look()
@@ -47,7 +47,7 @@ def mark_after(change: Callable[[nn.Module], object]) -> float | None:
 def _nothing_is_watched_in_the_end() -> Iterator[None]:
     yield
     watched = [callback for callbacks in _watchers.values() for callback in callbacks]
-    assert not [each for each in watched if isinstance(getattr(each, "__self__", None), ModelAtEnd)]
+    assert not [each for each in watched if isinstance(getattr(each, "__self__", None), FinalModelCheck)]
 
 
 def evaluate(model: nn.Module) -> None:
@@ -117,7 +117,7 @@ def test_a_model_that_is_deleted_at_the_end_of_a_function_is_looked_at_before() 
 
     def main(*, is_changed: bool) -> None:
         model = make()
-        ModelAtEnd(model, common(model), noted.append)
+        FinalModelCheck(model, common(model), noted.append)
         if is_changed:
             update_bn(batches(1), model)
 
@@ -131,7 +131,7 @@ def test_a_model_that_the_garbage_collector_deletes_is_looked_at_before() -> Non
     noted = list[float]()
     model: Any = make()
     model.cycle = [model]
-    ModelAtEnd(model, common(model), noted.append)
+    FinalModelCheck(model, common(model), noted.append)
     update_bn(batches(1), model)
     del model
     gc.collect()
@@ -143,7 +143,7 @@ def test_only_small_tensors_are_kept_in_memory_until_the_model_is_deleted() -> N
     for name, tensor in common(model).items():
         finalize(tensor, freed.append, name)
     del tensor
-    at_end = ModelAtEnd(model, common(model), lambda _: None)
+    at_end = FinalModelCheck(model, common(model), lambda _: None)
     model[0] = model[1] = nn.Identity()
     assert freed == ["0.weight"]
     del model
@@ -160,7 +160,7 @@ def test_nothing_keeps_the_model_in_memory() -> None:
             freed.append(None)
 
     model = Model(2, 2)
-    at_end = ModelAtEnd(model, common(model), lambda _: None)
+    at_end = FinalModelCheck(model, common(model), lambda _: None)
     del model
     gc.collect()
     assert len(freed) == 1

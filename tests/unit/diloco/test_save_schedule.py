@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.keep_schedule import MOST_SHARE, MOST_UPLOAD_SHARE, KeepSchedule
+from diloco.save_schedule import MOST_SHARE, MOST_UPLOAD_SHARE, SaveSchedule
 
 
 class Time:
@@ -19,8 +19,8 @@ class Time:
         self.worked += seconds
 
 
-def schedule_of(time: Time, *, per_round: int = 1, per_period: int = 10, position: int = 0) -> KeepSchedule:
-    return KeepSchedule(per_round, per_period, position, clock=lambda: time.now, work_time=lambda: time.worked)
+def schedule_of(time: Time, *, per_round: int = 1, per_period: int = 10, position: int = 0) -> SaveSchedule:
+    return SaveSchedule(per_round, per_period, position, clock=lambda: time.now, work_time=lambda: time.worked)
 
 
 def play(round_s: float, copy_s: float, upload_s: float, rounds: int) -> list[int]:

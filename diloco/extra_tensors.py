@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from executors.errors import kind_of
 
-AlsoAveraged: TypeAlias = nn.Module | Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
+ExtraTensors: TypeAlias = nn.Module | Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
 """A module, tensors by name, or a function that returns these: of an optimizer that replaces its tensors."""
 
 
-class TensorsAsModule(nn.Module):
+class ExtraTensorsModule(nn.Module):
     """A module whose parameters share their memory with given tensors, so that these can be averaged.
 
     Args:
@@ -26,10 +26,10 @@ class TensorsAsModule(nn.Module):
         ValueError: it has no tensor of floating point numbers.
 
     Example:
-        TensorsAsModule({"z": z})
+        ExtraTensorsModule({"z": z})
     """
 
-    def __init__(self, thing: AlsoAveraged) -> None:
+    def __init__(self, thing: ExtraTensors) -> None:
         super().__init__()
         self._thing = thing if not isinstance(thing, nn.Module) else None
         self._module = (thing,) if isinstance(thing, nn.Module) else ()  # in a tuple: it is not a submodule
@@ -77,13 +77,13 @@ class TensorsAsModule(nn.Module):
                 parameter.data = tensors[name].detach()
 
 
-def addresses_of(averaged: Iterable[tuple[object, TensorsAsModule]]) -> set[int]:
-    """Return the memory addresses of all tensors of some `TensorsAsModule`.
+def addresses_of(averaged: Iterable[tuple[object, ExtraTensorsModule]]) -> set[int]:
+    """Return the memory addresses of all tensors of some `ExtraTensorsModule`.
 
     Args:
         averaged: pairs of the DiLoCo that averages the tensors, and the tensors.
 
     Example:
-        addresses_of([(diloco, TensorsAsModule(ema))])
+        addresses_of([(diloco, ExtraTensorsModule(ema))])
     """
     return {tensor.data_ptr() for _, tensors in averaged for tensor in tensors.tensors().values()}

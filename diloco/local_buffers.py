@@ -18,7 +18,7 @@ LARGE = 1 << 20
 """Values of a table, as quantised weights, that takes too long to read whenever state is kept."""
 
 
-class OwnBuffers:
+class LocalBuffers:
     """A model's own buffers, and what has become of them since.
 
     A `LARGE` table of whole numbers is read again only where it is another tensor, or torch has noted a write to it.

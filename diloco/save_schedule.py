@@ -12,7 +12,7 @@ MOST_UPLOAD_SHARE = 0.25
 """The largest share of the time for uploads, because they share a link with the rounds."""
 
 
-class KeepSchedule:
+class SaveSchedule:
     """Decides after which rounds a replica keeps its attached state.
 
     State is kept after the first round, and then once in every period at any cost. In between, state is kept if the
@@ -27,7 +27,7 @@ class KeepSchedule:
         work_time: seconds that this thread has worked. By the clock, a loaded machine would make copies look expensive.
 
     Example:
-        schedule = KeepSchedule(1, 10, position=0)
+        schedule = SaveSchedule(1, 10, position=0)
         if schedule.is_due(position):
             with schedule.keeping(position):
                 copy()

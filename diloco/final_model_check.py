@@ -25,7 +25,7 @@ MOST_VALUES = 256
 """Values of each tensor that are compared. All of them would take as long as another round."""
 
 
-class ModelAtEnd:
+class FinalModelCheck:
     """Looks once more at a model that a DiLoCo has left, when the model is deleted or the script has ended.
 
     The model is not kept in memory. Only its smallest tensors are, such as biases, weights of norms and running
@@ -39,7 +39,7 @@ class ModelAtEnd:
             replicas that have changed their models in the same way.
 
     Example:
-        at_end = ModelAtEnd(model, dict(model.named_parameters()), print)
+        at_end = FinalModelCheck(model, dict(model.named_parameters()), print)
         model.load_state_dict(torch.load("best.pt"))
         at_end.look()  # prints a number
     """
@@ -84,7 +84,7 @@ class ModelAtEnd:
             self.drop()
 
 
-_all: WeakSet[ModelAtEnd] = WeakSet()
+_all: WeakSet[FinalModelCheck] = WeakSet()
 
 
 def forget(model: nn.Module) -> None:
