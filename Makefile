@@ -6,7 +6,7 @@ BIN := .venv/bin
 PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 SCHEDULES ?=
 
-.PHONY: help install demo compiled test test-all test-browser test-radosgw test-slurm test-ray test-kubernetes package picture lint bench simulate simulate-supervision clean
+.PHONY: help install demo compiled test test-all test-browser test-radosgw test-slurm test-ray test-kubernetes package picture lint bench docs docs-links surface simulate simulate-supervision clean
 
 help:
 	@echo "make demo      train a small model with four local replicas"
@@ -19,6 +19,9 @@ help:
 	@echo "make test-kubernetes  the contracts and the table of answers at the cluster of KUBECONFIG (its current context)"
 	@echo "make package   wheel and sdist into dist/, installed and tried in empty environments (part of make test-all)"
 	@echo "make picture   examples/report.png: the page of a run with a kill in it, in chromium"
+	@echo "make docs      the site in docs/_build/html, without network (part of make test)"
+	@echo "make docs-links  the same, and whether each link to another site answers"
+	@echo "make surface   docs/surface.txt: the public names, options, settings and exit codes"
 	@echo "make bench     the benchmarks, each beside its peer"
 	@echo "make simulate  the rendezvous under 250,000 random schedules (SCHEDULES=n: as many)"
 	@echo "make simulate-supervision  the same of decisions and keepers: 1,000,000 schedules"
@@ -78,6 +81,16 @@ test-kubernetes: install
 		REPLICAS_LIVE_RENDEZVOUS=s3://BUCKET/PREFIX as well."; exit 1; }
 	$(BIN)/python -m pytest -m 'live and k8s'
 
+docs: install
+	$(BIN)/python -m sphinx -b html -W --keep-going -n -q docs docs/_build/html
+	@echo "Open docs/_build/html/index.html"
+
+docs-links: install
+	$(BIN)/python -m sphinx -b linkcheck -q docs docs/_build/links
+
+surface: install
+	$(BIN)/python -m docs.generate.surface
+
 package: install
 	REPLICAS_DIST=$(CURDIR)/dist $(BIN)/python -m pytest tests/docs/test_package.py
 
@@ -94,4 +107,4 @@ simulate-supervision: install
 	$(BIN)/python -m tests.simulation --supervision $(or $(SCHEDULES),1000000)
 
 clean:
-	rm -rf .venv .venv-ray .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-ray docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis

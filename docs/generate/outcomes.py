@@ -1,0 +1,147 @@
+"""Makes the pages of errors, outcomes and exit codes: what each means, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import griffe
+
+from docs.generate.api import definition_of, docstring_of
+from docs.generate.markdown import code, table
+
+REASONS: Mapping[str, tuple[str, str, str]] = {
+    "exception": (
+        "failed",
+        "The user's function raised an exception. The outcome holds its traceback.",
+        "Read the traceback: `replicas logs RUN --rank R`. `--restarts` starts the rank again.",
+    ),
+    "hang": (
+        "failed",
+        "The replica made no progress within its limit. Its log has the stacks of all threads.",
+        "Mark long work with `replica.section(…)` or `replica.progress()`, or give a longer `--hang-timeout`.",
+    ),
+    "timeout": (
+        "failed",
+        "The replica reached the time limit of its launch.",
+        "Give a longer `--timeout`, then `replicas resume RUN`. It continues from the newest snapshot.",
+    ),
+    "signal": (
+        "failed",
+        "A signal that `replicas` did not send ended the process, such as SIGSEGV or SIGKILL.",
+        "Look at the end of the log, and at the memory that the replica used: `replicas report RUN`.",
+    ),
+    "oom": (
+        "failed",
+        "The kernel ended the process because memory was full.",
+        "Use a smaller batch, or ask the backend for more memory.",
+    ),
+    "lost": (
+        "failed",
+        "The replica and its supervisor vanished together, without a record.",
+        "Look at the machine or at the service's own log. `replicas resume RUN` starts the rank again.",
+    ),
+    "preempted": (
+        "failed",
+        "The service took the machine back.",
+        "With `--restarts`, the rank starts again, and this restart is not counted.",
+    ),
+    "fenced": (
+        "cancelled",
+        "A newer attempt of this rank has taken over. This attempt stopped, and nothing is lost.",
+        "Nothing: the newer attempt continues.",
+    ),
+    "no_result": (
+        "failed",
+        "The process ended by itself before the user's function returned, for example by `os._exit`.",
+        "Return from the function instead, and look at the end of the log.",
+    ),
+    "result_not_serializable": (
+        "failed",
+        "The function returned a value that is not JSON.",
+        "Return numbers, texts, lists and dicts. Save everything else with `replica.save_artifact(…)`.",
+    ),
+    "cancelled": (
+        "cancelled",
+        "The run, or this rank, was cancelled.",
+        "`replicas resume RUN` starts it again from the newest snapshot.",
+    ),
+    "stopped": (
+        "cancelled",
+        "A stop order ended the replica at its next round. It kept everything up to that round.",
+        "`replicas resume RUN` continues.",
+    ),
+    "start_failed": (
+        "failed",
+        "The backend could not start the replica, or a health check failed.",
+        "The outcome has the service's own words. `replicas doctor --backend NAME` checks the usual causes.",
+    ),
+}
+"""For each reason: the status that goes with it, its cause, and what to do."""
+
+EXIT_CODES: Mapping[int, tuple[str, str]] = {
+    0: ("All replicas succeeded, or the command did what it was asked for.", ""),
+    1: ("A replica failed, or the command could not do what it was asked for.", "Read the last lines of the output."),
+    2: ("The command was not understood: an unknown option, or a value that is not possible.", "Read the message."),
+    93: (
+        "The run was given up or stopped, and starting it again unchanged does not help.",
+        "Mend the cause before you start the run again.",
+    ),
+    124: ("Only time limits were reached.", "Give a longer `--timeout`, then `replicas resume RUN`."),
+    130: ("The run was cancelled, or Ctrl-C ended the command.", "`replicas resume RUN` starts it again."),
+}
+"""For each exit code of the command: what it means, and what to do."""
+
+
+def outcomes_page() -> str:
+    """Return the page of the reasons in outcomes."""
+    rows = [[code(reason), status, cause, remedy] for reason, (status, cause, remedy) in REASONS.items()]
+    return (
+        "# Outcomes\n\nAn attempt that ended has an *outcome*: its status, and for an end that is not a success its "
+        "reason. `replicas status RUN` shows both, and `replicas events RUN` shows when and why.\n\n"
+        + table(("reason", "status", "cause", "what to do"), rows)
+        + "\n"
+    )
+
+
+def exit_codes_page() -> str:
+    """Return the page of the command's exit codes."""
+    rows = [[code(str(number)), meaning, remedy] for number, (meaning, remedy) in EXIT_CODES.items()]
+    return (
+        "# Exit codes\n\nThe exit code of `replicas launch`, `wait`, `watch`, `resume` and `collect` tells how the run "
+        "ended. If several lines apply, 130 comes first, then 93, 1 and 124.\n\n"
+        + table(("code", "meaning", "what to do"), rows)
+        + "\n"
+    )
+
+
+def errors_page() -> str:
+    """Return the page of the errors that the two packages raise."""
+    blocks = [
+        "# Errors",
+        "Every error is a `ReplicasError`. Import the errors from `executors.errors` and `diloco.errors`. "
+        "A message names the value that is wrong and what to do.",
+    ]
+    for module in ("executors.errors", "diloco.errors"):
+        blocks.append(f"## `{module}`")
+        for each in _errors_of(module):
+            blocks += [f"({each.path})=\n### `{each.name}`", *_text_of(each)]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _errors_of(module: str) -> Iterator[griffe.Class]:
+    for each in definition_of(module).members.values():
+        if isinstance(each, griffe.Class) and each.name.endswith(("Error", "Warning")):
+            yield each
+
+
+def _text_of(error: griffe.Class) -> Iterator[str]:
+    bases = ", ".join(code(str(base).rpartition(".")[2]) for base in error.bases)
+    for section in docstring_of(error):
+        if section.kind.value == "text":
+            yield section.value
+        elif section.kind.value == "admonition" and section.value.kind in ("example", "examples"):
+            yield f"```python\n{section.value.contents.strip()}\n```"
+        elif section.kind.value == "attributes":
+            rows = [[code(each.name), " ".join(each.description.split())] for each in section.value]
+            yield table(("attribute", "meaning"), rows)
+    yield f"It is also: {bases}."

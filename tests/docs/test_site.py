@@ -1,0 +1,91 @@
+"""The site builds without a warning and without network, and the reference lists everything that is public."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from docs.generate.outcomes import EXIT_CODES, REASONS
+from docs.generate.surface import SURFACE, surface
+from executors.cli import output
+from executors.protocol import REASONS as ALL_REASONS
+
+ROOT = Path(__file__).parents[2]
+FROM_THE_CODE = ("FAILED", "USAGE", "HOPELESS", "TIMED_OUT", "CANCELLED")
+LOADED = {"img": "src", "script": "src", "link": "href", "iframe": "src", "source": "src"}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the site, built as `make docs` builds it."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-n", "-q", "docs"]
+    # An address that refuses each connection: a build that asks another host fails.
+    closed = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9", "PATH": ""}
+    done = subprocess.run(
+        [*command, "-d", str(folder / "doctrees"), str(folder / "html")],
+        cwd=ROOT,
+        env=closed,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "html"
+
+
+class Loads(HTMLParser):
+    """Collects the addresses that a browser loads to show a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag in LOADED and given.get("rel") not in ("canonical", "alternate") and (value := given.get(LOADED[tag])):
+            self.addresses.append(value)
+
+
+def test_no_page_loads_anything_from_another_host(site: Path) -> None:
+    found = []
+    for page in site.rglob("*.html"):
+        loads = Loads()
+        loads.feed(page.read_text(encoding="utf-8"))
+        found += [f"{page.name}: {each}" for each in loads.addresses if re.match(r"(https?:)?//", each)]
+    assert not found, "\n".join(found)
+
+
+def test_no_style_sheet_loads_anything_from_another_host(site: Path) -> None:
+    sheets = [path.read_text(encoding="utf-8", errors="replace") for path in site.rglob("*.css")]
+    assert not [each for text in sheets for each in re.findall(r"url\(['\"]?(https?://[^)]*)", text)]
+
+
+def test_each_page_can_be_reached_from_the_index(site: Path) -> None:
+    reached, waiting = set[Path](), [site / "index.html"]
+    while waiting:
+        page = waiting.pop()
+        if page in reached or not page.is_file():
+            continue
+        reached.add(page)
+        links = re.findall(r'<a [^>]*href="([^"#]+\.html)', page.read_text(encoding="utf-8"))
+        waiting += [(page.parent / link).resolve() for link in links if "//" not in link]
+    pages = {path.resolve() for path in site.rglob("*.html")}
+    assert {path.name for path in pages - reached} <= {"genindex.html", "search.html", "webpack-macros.html"}
+
+
+def test_the_surface_file_lists_exactly_what_is_public() -> None:
+    assert SURFACE.read_text(encoding="utf-8") == surface(), "To write it again: make surface"
+
+
+def test_each_reason_of_an_outcome_is_explained() -> None:
+    assert tuple(sorted(REASONS)) == tuple(sorted(ALL_REASONS))
+
+
+def test_each_exit_code_is_explained() -> None:
+    assert sorted(EXIT_CODES) == sorted({0, *(getattr(output, name) for name in FROM_THE_CODE)})
