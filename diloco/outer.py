@@ -47,7 +47,7 @@ from diloco.stale_copies.early_copies import EarlyCopies, warn_of_own_averages
 from diloco.state_saver import StateSaver
 from diloco.tensor_names import find_tensor
 from diloco.training_loop import TrainingLoop
-from diloco.unshared_state import FIRST_BYTES, RestWriter
+from diloco.unshared_state import FIRST_BYTES, UnsharedStateWriter
 from diloco.warm_start import find_warm_start
 from diloco.workers import Workers
 from executors.errors import ReplicasError
@@ -236,7 +236,7 @@ class DiLoCo:
         for layout in context.layouts:
             self._model_state.reserve(layout.kept_bytes(place.world_size, streams=patient.streams))
         self._attached = AttachedState(patient, keys, me, workers.uploads, settings.plan, context.proof, _begun_at)
-        self._rest = None if place.is_alone else RestWriter(patient, keys, me.rank, proof, workers.uploads)
+        self._rest = None if place.is_alone else UnsharedStateWriter(patient, keys, me.rank, proof, workers.uploads)
         self._same_data = DuplicateWorkCheck(same_data, me.rank, place.replica, self._model_state.had_moved)
         self._extension = Extension(
             place.replica if place.is_of_replica else None, settings.plan, unit=settings.unit_of_total,
@@ -343,7 +343,7 @@ class DiLoCo:
                 iterating: the loop does not call `step()`.
         """
         self._check_open()
-        trust_loops(self._name[0])
+        note_loop_follows_run(self._name[0])
         if self._plan.total_steps is None:
             total = "total_steps" if self._settings.round_seconds is None else "total_rounds"
             raise DiLoCoError(
@@ -575,7 +575,7 @@ class DiLoCo:
 
         With `round_seconds` they are this replica's own, with those of its earlier attempts that were kept.
         """
-        trust_loops(self._name[0])
+        note_loop_follows_run(self._name[0])
         return self._inner_step
 
     @property
@@ -584,7 +584,7 @@ class DiLoCo:
 
         The training loop ends here; `steps()` ends by itself. False if no end is planned.
         """
-        trust_loops(self._name[0])
+        note_loop_follows_run(self._name[0])
         return self._is_over
 
     @property
@@ -595,7 +595,7 @@ class DiLoCo:
         """
         if (total := self._plan.total_steps) is None:
             raise DiLoCoError("progress is a share of what is planned. Tell DiLoCo total_steps=…, or total_rounds=….")
-        trust_loops(self._name[0])
+        note_loop_follows_run(self._name[0])
         return min(1.0, self._training_side.phase.run_step / total)
 
     def anchor(self) -> dict[str, Tensor]:
@@ -733,7 +733,7 @@ class RoundScope:
             diloco._attached.is_behind = True
 
 
-def trust_loops(nonce: str) -> None:
+def note_loop_follows_run(nonce: str) -> None:
     """Note that the training loop of a replica knows where the run is: it asks for that, or uses `steps()`.
 
     One loop calls `step()` of all DiLoCos of a replica, for example if a GAN trains two models.
@@ -742,7 +742,7 @@ def trust_loops(nonce: str) -> None:
         nonce: the nonce of the replica's claim.
 
     Example:
-        trust_loops(replica.nonce)
+        note_loop_follows_run(replica.nonce)
     """
     for (other, _), each in is_open.items():
         if other == nonce and isinstance(each, DiLoCo):

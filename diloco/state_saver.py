@@ -8,7 +8,7 @@ from diloco.attached_state import AttachedState
 from diloco.model_state import ModelState
 from diloco.rendezvous.membership import Membership
 from diloco.rendezvous.training_side import TrainingSide
-from diloco.unshared_state import LATER_BYTES, RestWriter
+from diloco.unshared_state import LATER_BYTES, UnsharedStateWriter
 
 
 class StateSaver:
@@ -30,7 +30,7 @@ class StateSaver:
     def __init__(
         self,
         attached: AttachedState,
-        rest: RestWriter | None,
+        rest: UnsharedStateWriter | None,
         training_side: TrainingSide,
         model_state: ModelState,
         members: Membership,

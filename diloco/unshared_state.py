@@ -82,7 +82,7 @@ class UnsharedState:
         return {}
 
 
-class RestWriter:
+class UnsharedStateWriter:
     """Keeps the rest of one replica's model with the run. An object that cannot be kept is a line in the log."""
 
     def __init__(self, store: RetryingStore, keys: Keys, rank: int, proof: Proof, background: Background) -> None:

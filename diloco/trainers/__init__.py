@@ -1,6 +1,6 @@
-"""Other people's trainers, each with a DiLoCo beside its optimizer: `hf` and `lightning`.
+"""Callbacks for the trainers of other libraries: transformers (`hf`) and Lightning (`lightning`).
 
-Read `companion.py` first: it has what both trainers need, such as the totals and the schedules that follow the run. A
-trainer calls the callback of its own file, and the callback calls `DiLoCo.step()`. The model of the trainer is changed
-in place.
+Read `trainer_link.py` first. It has the parts that both callbacks need, such as the totals of steps and the learning
+rate schedules that follow the run. The trainer calls the callback of its file, and the callback calls `DiLoCo.step()`.
+A round changes the trainer's model in place.
 """

@@ -25,8 +25,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from diloco.duplicate_work import ADVICE
 from diloco.errors import DuplicateWorkError
-from diloco.trainers.companion import Companion, check_options, extended_total
 from diloco.trainers.data_position import DataPosition
+from diloco.trainers.trainer_link import TrainerLink, check_options, extended_total
 from executors.errors import kind_of
 from executors.replica import Replica, current_replica, find_replica
 
@@ -115,7 +115,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, inner_steps: int = 500, **options: Any) -> None:
         self._options = check_options(inner_steps, options)
-        self._companion: Companion | None = None
+        self._link: TrainerLink | None = None
         self._data = DataPosition()
         self._folder: OwnFolder | None = None
         self._advice = ADVICE
@@ -130,7 +130,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
     @property
     def diloco(self) -> Any:
         """The `DiLoCo`, once training has begun."""
-        return None if self._companion is None else self._companion.diloco
+        return None if self._link is None else self._link.diloco
 
     # -- begin -------------------------------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **with_: Any
     ) -> None:
         replica = current_replica()
-        if self._companion is not None:
+        if self._link is not None:
             raise ValueError(
                 "A DiLoCoCallback goes with one call of train(): give the next Trainer its own, of another name=…."
             )
@@ -158,18 +158,18 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         if args.load_best_model_at_end:
             self._warn_of_own_best(args, state, with_["train_dataloader"])
         self._begun_at = self._logged_at = state.global_step
-        companion = Companion(with_["model"], state.max_steps, self._options, begun_at=state.global_step)
+        link = TrainerLink(with_["model"], state.max_steps, self._options, begun_at=state.global_step)
         optimizer = with_["optimizer"]
-        companion.diloco.attach_state("optimizer", getattr(optimizer, "optimizer", optimizer))
-        companion.attach_schedule("schedule", with_["lr_scheduler"])
+        link.diloco.attach_state("optimizer", getattr(optimizer, "optimizer", optimizer))
+        link.attach_schedule("schedule", with_["lr_scheduler"])
         if (scaler := getattr(optimizer, "scaler", None)) is not None:
-            companion.diloco.attach_state("scaler", scaler)
+            link.diloco.attach_state("scaler", scaler)
         self._data.begin_at(*_begin_of_data(args, state, with_["train_dataloader"]))
-        companion.diloco.attach_state("data", self._data)
+        link.diloco.attach_state("data", self._data)
         args.ignore_data_skip |= self._data.is_loaded
         self._data.go_to(with_["train_dataloader"])
-        state.global_step = companion.trainer_step
-        self._companion = companion
+        state.global_step = link.trainer_step
+        self._link = link
         self._ends_together(control)
         self._folder.check()
         if args.enable_jit_checkpoint:
@@ -186,10 +186,10 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
 
         def get(control: Any) -> bool:
             is_asked = bool(control.__dict__[name])
-            companion = ours._companion
-            if not is_asked or companion is None or companion.is_over or ours._was_terminated:
+            link = ours._link
+            if not is_asked or link is None or link.is_over or ours._was_terminated:
                 return is_asked
-            return not companion.stop()
+            return not link.stop()
 
         def put(control: Any, value: bool) -> None:
             control.__dict__[name] = value
@@ -229,21 +229,21 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         self._data.batch_seen()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **with_: Any) -> None:
-        companion, folder = self._companion, self._folder
-        assert companion is not None
+        link, folder = self._link, self._folder
+        assert link is not None
         assert folder is not None
         self._data.batch_seen()
         self._n_steps, self._n_unlogged = self._n_steps + 1, self._n_unlogged + 1
-        before = companion.last
+        before = link.last
         try:
-            companion.step()
+            link.step()
         except DuplicateWorkError as error:
             raise DuplicateWorkError(str(error).replace(ADVICE, self._advice)) from None
-        if before is None or before is not companion.last:  # a replica that came later may have it, too
+        if before is None or before is not link.last:  # a replica that came later may have it, too
             folder.check()
-        state.global_step = companion.trainer_step
+        state.global_step = link.trainer_step
         state.epoch = self._data.epochs(state.epoch)
-        if companion.is_over:
+        if link.is_over:
             control.should_training_stop = True
 
     def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **with_: Any) -> None:
@@ -259,7 +259,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **with_: Any
     ) -> None:
         self._mend_means(logs, state.global_step)
-        if self._companion is not None and (last := self._companion.last) is not None:
+        if self._link is not None and (last := self._link.last) is not None:
             logs.update({"diloco/round": last.round, "diloco/wait_s": round(last.wait_s, 3)})
         if state.log_history:
             state.log_history[-1].update(logs)
@@ -278,14 +278,14 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
                 logs[name] /= factor
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **with_: Any) -> None:
-        assert self._companion is not None
+        assert self._link is not None
         if self._was_terminated and find_replica() is not None:  # the trainer has saved, and put the handler back
             os.kill(os.getpid(), signal.SIGTERM)
         if self._control is not None:
             changed, kind = self._control
             changed.__class__ = kind
         is_best = bool(args.load_best_model_at_end and state.best_model_checkpoint)
-        self._companion.finish(is_asked_for=control.should_training_stop, keep_model=is_best)
+        self._link.finish(is_asked_for=control.should_training_stop, keep_model=is_best)
         if self._folder is not None:
             self._folder.leave()
 

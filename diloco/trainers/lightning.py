@@ -21,8 +21,8 @@ from lightning.pytorch.callbacks import Checkpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from diloco.trainers.companion import Companion, check_options, extended_total
 from diloco.trainers.data_position import DataPosition
+from diloco.trainers.trainer_link import TrainerLink, check_options, extended_total
 from executors.replica import current_replica, find_replica
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
 
     def __init__(self, inner_steps: int = 500, **options: Any) -> None:
         self._options = check_options(inner_steps, options)
-        self._companion: Companion | None = None
+        self._link: TrainerLink | None = None
         self._data = DataPosition()
         self._step = 0
         """The trainer's, after the newest batch."""
@@ -64,7 +64,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
     @property
     def diloco(self) -> Any:
         """The `DiLoCo`, once training has begun."""
-        return None if self._companion is None else self._companion.diloco
+        return None if self._link is None else self._link.diloco
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._folders is None and (replica := find_replica()) is not None:
@@ -90,7 +90,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
             )
         is_simple = pl_module.automatic_optimization  # else a batch may have any number of steps
         planned = trainer.estimated_stepping_batches if is_simple else math.inf
-        self._companion = companion = Companion(
+        self._link = link = TrainerLink(
             pl_module,
             None if planned == math.inf else int(planned),
             self._options,
@@ -98,12 +98,12 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
             may_grow=is_simple,
         )
         for number, optimizer in enumerate(trainer.optimizers):
-            companion.diloco.attach_state(f"optimizer {number}", optimizer)
+            link.diloco.attach_state(f"optimizer {number}", optimizer)
         for number, each in enumerate(trainer.lr_scheduler_configs):
             if each.interval == "step" and each.frequency == 1:
-                companion.attach_schedule(f"schedule {number}", each.scheduler)
+                link.attach_schedule(f"schedule {number}", each.scheduler)
             else:
-                companion.diloco.attach_state(f"schedule {number}", each.scheduler)
+                link.diloco.attach_state(f"schedule {number}", each.scheduler)
         self._average_averages(trainer)
         self._min_steps = trainer.fit_loop.epoch_loop.min_steps
         trainer.fit_loop.epoch_loop.min_steps = math.inf
@@ -138,9 +138,9 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
             iter(trainer.fit_loop._data_fetcher)
 
     def _set_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._companion is not None and pl_module.automatic_optimization:
+        if self._link is not None and pl_module.automatic_optimization:
             progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
-            progress.total.completed = progress.total.ready = self._companion.trainer_step
+            progress.total.completed = progress.total.ready = self._link.trainer_step
         self._step = trainer.global_step
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -157,16 +157,16 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        companion = self._companion
-        assert companion is not None
+        link = self._link
+        assert link is not None
         self._data.batch_seen()
         if trainer.global_step == self._step:
             return  # gradients are being accumulated
-        before = companion.last
-        companion.step()
+        before = link.last
+        link.step()
         self._set_step(trainer, pl_module)
         numbers: dict[str, Any] = {}
-        if companion.last is not None and companion.last is not before:
+        if link.last is not None and link.last is not before:
             numbers = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
         if numbers:
             current_replica().report(**numbers)  # with the step that DiLoCo counts, which is the trainer's
@@ -178,16 +178,16 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         An EarlyStopping sets `trainer.should_stop` on this replica alone. Lightning does not stop before `min_steps`,
         so these are infinite until the run is over.
         """
-        companion, loop = self._companion, trainer.fit_loop.epoch_loop
-        assert companion is not None
-        if companion.has_grown:
-            _train_until(trainer, companion.begun_at + (companion.total_steps or 0))
-        if companion.is_over:
+        link, loop = self._link, trainer.fit_loop.epoch_loop
+        assert link is not None
+        if link.has_grown:
+            _train_until(trainer, link.begun_at + (link.total_steps or 0))
+        if link.is_over:
             loop.min_steps, trainer.should_stop = self._min_steps, True
             return
         loop.min_steps = self._min_steps
         is_asked = trainer.should_stop and trainer.fit_loop._can_stop_early  # the script may have a least of its own
-        if not (is_asked and not companion.stop()):
+        if not (is_asked and not link.stop()):
             loop.min_steps = math.inf
             trainer.should_stop = trainer.should_stop and not is_asked  # else it logs each step
 
@@ -195,20 +195,20 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         current_replica().progress()  # a validation may take longer than any step
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._companion is not None:
+        if self._link is not None:
             trainer.fit_loop.epoch_loop.min_steps = self._min_steps
-            self._companion.finish(is_asked_for=trainer.should_stop)
+            self._link.finish(is_asked_for=trainer.should_stop)
             # Lightning leaves the average in the module. It may have done so before, and the anchor is there now.
             for each in _weight_averages(trainer):
                 each.on_train_end(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if self._companion is not None:
-            self._companion.diloco.__exit__(type(exception), exception, exception.__traceback__)
+        if self._link is not None:
+            self._link.diloco.__exit__(type(exception), exception, exception.__traceback__)
 
     def state_dict(self) -> dict[str, Any]:
         """Return anchor, outer state and position, for whoever reads a checkpoint: a training begins with its model."""
-        return {} if self._companion is None else {"diloco": self._companion.diloco.state_dict()}
+        return {} if self._link is None else {"diloco": self._link.diloco.state_dict()}
 
 
 def _weight_averages(trainer: Trainer) -> list[Any]:

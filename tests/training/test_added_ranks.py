@@ -19,7 +19,7 @@ from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, Membership, claim
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.testing import run_replicas
-from diloco.trainers.companion import Companion, place_of, step_of_begin
+from diloco.trainers.trainer_link import TrainerLink, location_of, step_of_begin
 from executors.attempt import replica_key
 from executors.store import MemoryStore
 from executors.store.added_ranks import added_key
@@ -112,8 +112,8 @@ def test_a_rank_that_was_added_joins_a_run_that_began_from_a_checkpoint(rank: An
     store = MemoryStore()
     add(store, 0, 1)
     options: dict[str, Any] = {"inner_steps": 4, "allow_no_rounds": True, **PLAIN}
-    first = Companion(nn.Linear(2, 2), 40, {**options, **place(store)}, begun_at=8)
-    added = Companion(nn.Linear(2, 2), 40, {**options, **place(store), "rank": rank})
+    first = TrainerLink(nn.Linear(2, 2), 40, {**options, **place(store)}, begun_at=8)
+    added = TrainerLink(nn.Linear(2, 2), 40, {**options, **place(store), "rank": rank})
     assert (added.begun_at, added.total_steps, added.trainer_step) == (8, 32, 8)
     for each in (added, first):
         each.diloco.close()
@@ -129,7 +129,7 @@ def test_a_rank_that_was_added_before_the_run_began_waits_to_be_told_where_that_
         if where["rank"] == 0:
             threading.Event().wait(0.5)  # it loads a checkpoint
         place_ = {**where, "world_size": 1, "rank": rank if where["rank"] else 0}
-        each = Companion(nn.Linear(2, 2), 40, {**options, **place_}, begun_at=0 if where["rank"] else 8)
+        each = TrainerLink(nn.Linear(2, 2), 40, {**options, **place_}, begun_at=0 if where["rank"] else 8)
         each.diloco.close()
         return each.begun_at
 
@@ -142,7 +142,7 @@ def test_a_rank_that_was_added_to_a_run_that_never_begins_does_not_wait_for_ever
     if is_aborted:
         store.put(KEYS.abort(), b"rank 0: it is over")
     options = {"inner_steps": 4, "round_timeout_s": 1800.0 if is_aborted else 0.1, **place(store), "rank": 1}
-    assert step_of_begin(place_of(options), options, waits=True) is None
+    assert step_of_begin(location_of(options), options, waits=True) is None
 
 
 def test_only_who_plans_another_number_of_steps_is_told_of_shares() -> None:
@@ -151,8 +151,8 @@ def test_only_who_plans_another_number_of_steps_is_told_of_shares() -> None:
         next_process()
         store = MemoryStore()
         options: dict[str, Any] = {"inner_steps": 4, "allow_no_rounds": True, **PLAIN}
-        first = Companion(nn.Linear(2, 2), planned, {**options, **place(store, 0, 2)}, begun_at=8)
+        first = TrainerLink(nn.Linear(2, 2), planned, {**options, **place(store, 0, 2)}, begun_at=8)
         with pytest.raises(ContributionError) as caught:
-            Companion(nn.Linear(2, 2), total, {**options, **place(store, 1, 2)}, begun_at=begun_at)
+            TrainerLink(nn.Linear(2, 2), total, {**options, **place(store, 1, 2)}, begun_at=begun_at)
         assert bool(getattr(caught.value, "__notes__", [])) is is_told, caught.value
         first.diloco.close()

@@ -23,8 +23,8 @@ from executors.store import MemoryStore
 
 transformers = pytest.importorskip("transformers", reason="pip install 'serverless-replicas[hf-trainer]'")
 from diloco.trainers import hf  # noqa: E402
-from diloco.trainers.companion import Companion  # noqa: E402
 from diloco.trainers.hf import OWN_ORDER, DiLoCoCallback, replica_arguments  # noqa: E402
+from diloco.trainers.trainer_link import TrainerLink  # noqa: E402
 
 pytestmark = WARNINGS
 
@@ -259,7 +259,7 @@ def test_who_trains_on_the_same_data_is_told_what_would_help_where_a_table_shows
 ) -> None:
     report: Any = SimpleNamespace(round=10, counted=True, norm=1.0, same=tuple(range(4, 64)))
     check = DuplicateWorkCheck("raise", 4, None, lambda entry: True).check
-    monkeypatch.setattr(Companion, "step", lambda self: check([report] * 3))
+    monkeypatch.setattr(TrainerLink, "step", lambda self: check([report] * 3))
     one = trainer(tmp_path, MemoryStore(), data=data)
     one.args.of_replica = 0 if has_own else None
     with pytest.raises(DuplicateWorkError) as error:

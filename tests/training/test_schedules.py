@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import (
 
 from diloco import DiLoCo
 from diloco.lr_schedules import steps_counted, unwrapped
-from diloco.trainers.companion import Companion
+from diloco.trainers.trainer_link import TrainerLink
 from executors.store import MemoryStore
 
 STEPS = 80
@@ -148,15 +148,15 @@ def test_a_schedule_that_has_counted_before_the_trainer_goes_on_from_there() -> 
     for _ in range(10):
         optimizer.step()
         schedule.step()
-    companion = Companion(model, 40, {"inner_steps": 4, **PLAIN, **place(MemoryStore())})
-    companion.attach_schedule("schedule", schedule)
+    link = TrainerLink(model, 40, {"inner_steps": 4, **PLAIN, **place(MemoryStore())})
+    link.attach_schedule("schedule", schedule)
     for _ in range(20):
         nudge(model, 0.1)
         optimizer.step()
         schedule.step()
-        companion.step()
+        link.step()
     assert schedule.last_epoch == 30
-    leave(companion.diloco)
+    leave(link.diloco)
 
 
 def test_what_does_not_follow_is_named_once_with_the_steps_it_lags(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from diloco import DiLoCo
 from diloco.errors import ContributionError
 from diloco.rendezvous.training_state import check_agreement
-from diloco.trainers.companion import Companion
+from diloco.trainers.trainer_link import TrainerLink
 from executors.store import MemoryStore
 
 
@@ -114,7 +114,7 @@ def test_a_trainers_plan_is_named_by_the_trainers_own_argument_too() -> None:
     options = {name: value for name, value in PLANNED.items() if name != "total_steps"}
     diloco = DiLoCo(two_layers(), **{**options, "total_steps": 400}, **place(store, 0, 2))
     with pytest.raises(ContributionError, match="use shard") as caught:
-        Companion(two_layers(), 395, {**options, **place(store, 1, 2)})
+        TrainerLink(two_layers(), 395, {**options, **place(store, 1, 2)})
     assert caught.value.__notes__ == [
         "total_steps is what this trainer plans: 395 steps, from step 0. Give all replicas the same max_steps, or "
         "shares of one length: shard(dataset, equal=True)."

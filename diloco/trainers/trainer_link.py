@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 ROUNDS_PER_SNAPSHOT, MOST_ROUNDS = 20, 10
 
 
-class Companion:
+class TrainerLink:
     """Goes with one training from its begin to its end.
 
     Args:
@@ -48,7 +48,7 @@ class Companion:
         may_grow: whether the trainer can follow an extension that is ordered while it trains.
 
     Example:
-        companion = Companion(module, 4000, {"inner_steps": 100})
+        link = TrainerLink(module, 4000, {"inner_steps": 100})
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Companion:
         may_grow: bool = False,
     ) -> None:
         self.model = model
-        place = place_of(options)
+        place = location_of(options)
         is_added = place.rank is None or place.rank >= place.world_size
         known = step_of_begin(place, options, waits=is_added) if is_added or current_replica().attempt else None
         self.begun_at = begun_at if known is None else known
@@ -190,7 +190,7 @@ class Companion:
             live[name].copy_(values)
 
 
-def place_of(options: Mapping[str, Any]) -> RunLocation:
+def location_of(options: Mapping[str, Any]) -> RunLocation:
     return find_location(*(options.get(name) for name in ("store", "run_id", "rank", "world_size")))
 
 
@@ -229,7 +229,7 @@ def extended_total(options: Mapping[str, Any]) -> int | None:
     Example:
         extended_total({"inner_steps": 100})   # 800, after `replicas resume RUN --total-steps 800`
     """
-    place = place_of(options)
+    place = location_of(options)
     totals = totals_of(place)
     if not totals:
         return None
