@@ -26,7 +26,7 @@ from diloco.rendezvous.envelope import BadRecordError, Proof, frame, reading, ty
 from diloco.rendezvous.frames import READ_TRIES
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity
-from diloco.rendezvous.phase import Plan
+from diloco.rendezvous.phase import RoundPlan
 from diloco.rendezvous.restore import Restored
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Background
@@ -85,7 +85,7 @@ class AttachedState:
     """
 
     def __init__(
-        self, store: RetryingStore, keys: Keys, me: Identity, background: Background, plan: Plan, proof: Proof,
+        self, store: RetryingStore, keys: Keys, me: Identity, background: Background, plan: RoundPlan, proof: Proof,
         begun_at: int = 0,
     ) -> None:  # fmt: skip
         self._store = store

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from diloco.errors import DiLoCoError
 from diloco.outer_optimizer import OptimizerFactory, Schedule, never
 from diloco.rendezvous.frames import MAX_WEIGHT
-from diloco.rendezvous.phase import Plan
+from diloco.rendezvous.phase import RoundPlan
 from diloco.wires import DEFAULT_MEAN_WIRE, WIRES
 from executors.errors import kind_of
 from executors.store.run_key import key_id
@@ -78,7 +78,7 @@ class Settings:
     begins_warm: bool = False
     """Whether the run begins with another run's momentum, which a ramp would take out again."""
     key: bytes | None = field(default=None, repr=False)
-    _plan: Plan | None = field(default=None, init=False, repr=False, compare=False)
+    _plan: RoundPlan | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, given: Mapping[str, Any], **found: Any) -> Self:
@@ -199,7 +199,7 @@ class Settings:
         return check_wires(self.wire, self.mean_wire)[1]
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> RoundPlan:
         """How the inner steps, or the time, are divided into rounds.
 
         It is always the same object, which everything else shares: an extension of the run changes it.
@@ -210,14 +210,14 @@ class Settings:
         return self._plan
 
     @property
-    def first_plan(self) -> Plan:
+    def first_plan(self) -> RoundPlan:
         """The plan of the arguments alone, without any extension of the run: all replicas agree on this one."""
         n, overlap = self.n_fragments, None if self.overlap_steps == "auto" else self.overlap_steps
         if self.round_seconds is None:
-            return Plan(self.steps_of_round // n, n, overlap, self.total_steps)
+            return RoundPlan(self.steps_of_round // n, n, overlap, self.total_steps)
         entry_s, total = self.round_seconds / n, None if self.total_rounds is None else n * self.total_rounds
         share = None if self.overlap_seconds == "auto" else self.overlap_seconds / entry_s
-        return Plan(1, n, share, total, entry_s)
+        return RoundPlan(1, n, share, total, entry_s)
 
     @property
     def unit_of_total(self) -> str:

@@ -33,7 +33,7 @@ from diloco.outer_optimizer import (
 )
 from diloco.rendezvous.envelope import BadRecordError, proof_of, reading
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.phase import Plan
+from diloco.rendezvous.phase import RoundPlan
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Limits
 from diloco.rendezvous.snapshot import Pointer
@@ -236,7 +236,7 @@ def names_in(store: Store, run_id: str) -> list[str]:
     return sorted({entry.key.removeprefix(prefix).partition("/")[0] for entry in store.list(prefix)})
 
 
-def _most_rounds(source: Source, agreed: Agreed, plan: Plan, step: int | None, rounds: int | None) -> int | None:
+def _most_rounds(source: Source, agreed: Agreed, plan: RoundPlan, step: int | None, rounds: int | None) -> int | None:
     """Return the round that is asked for at most. None: the newest."""
     for name, value in (("step", step), ("rounds", rounds)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
@@ -268,7 +268,7 @@ class State:
         outer_optimizer: the run's own. None if it is built in, or unknown. Without it no mean can be applied.
     """
 
-    def __init__(self, agreed: Agreed, plan: Plan, outer_optimizer: OptimizerFactory | None) -> None:
+    def __init__(self, agreed: Agreed, plan: RoundPlan, outer_optimizer: OptimizerFactory | None) -> None:
         self.position = 0
         """The next entry."""
         self.fragments = _fragments_of(agreed)
@@ -371,7 +371,7 @@ def _fragments_of(agreed: Agreed) -> list[Fragment]:
 
 
 def _newest(
-    source: Source, log: StoredLog, plan: Plan, most: int | None, outer_optimizer: OptimizerFactory | None
+    source: Source, log: StoredLog, plan: RoundPlan, most: int | None, outer_optimizer: OptimizerFactory | None
 ) -> tuple[State, list[str]]:
     """Return the state after the newest round up to a number, with notes for the user.
 
@@ -438,7 +438,7 @@ def _what_is_asked(source: Source, most: int | None, step: int | None) -> str:
     return f"{run} no longer has the state of {asked}: rounds older than the second newest snapshot are deleted."
 
 
-def _what_is_left(log: StoredLog, plan: Plan) -> str:
+def _what_is_left(log: StoredLog, plan: RoundPlan) -> str:
     """Return a sentence with the rounds that the store still has."""
     kept = sorted(entry for entry in log.snapshots() if log.has_parts(entry))
     if not kept:

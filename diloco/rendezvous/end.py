@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from diloco.rendezvous.envelope import BadRecordError, Proof, frame, reading, typed, unframe
 from diloco.rendezvous.frames import MAX_RANK, READ_TRIES, Seal
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.phase import Plan
+from diloco.rendezvous.phase import RoundPlan
 from diloco.rendezvous.retrying_store import RetryingStore
 from executors.store import Buffer
 
@@ -65,13 +65,13 @@ def find_end(store: RetryingStore, keys: Keys, proof: Proof) -> End | None:
     return None
 
 
-def follow_end(plan: Plan, store: RetryingStore, keys: Keys, proof: Proof) -> None:
+def follow_end(plan: RoundPlan, store: RetryingStore, keys: Keys, proof: Proof) -> None:
     """End a plan where the record of the run's end says; without a record, leave it as it is."""
     if (end := find_end(store, keys, proof)) is not None:
         plan.end_after(end.entry, end.ranks)
 
 
-def end_with(seal: Seal, entry: int, plan: Plan, store: RetryingStore, keys: Keys, proof: Proof) -> None:
+def end_with(seal: Seal, entry: int, plan: RoundPlan, store: RetryingStore, keys: Keys, proof: Proof) -> None:
     """End a plan with the entry whose seal says that a replica wants to stop, and record it.
 
     Call it before the entry is applied: the outer step of a last round is a plain average.

@@ -2,7 +2,7 @@
 
 An extension is an entry in the run's log of decisions, so it belongs to the run and reaches every attempt on every
 machine. The script keeps the total that it gives to DiLoCo. Up to that total all replicas agree on every entry, whether
-they know of the extension or not (`Plan`), so a replica may learn of it at any time before it leaves.
+they know of the extension or not (`RoundPlan`), so a replica may learn of it at any time before it leaves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Protocol
 from diloco.errors import DiLoCoError
 from diloco.rendezvous.envelope import BadRecordError, proof_of
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.phase import Plan
+from diloco.rendezvous.phase import RoundPlan
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.stored_log import Agreed, StoredLog
 from executors.errors import CorruptObjectError, StoreError
@@ -47,7 +47,7 @@ class Extension:
     """
 
     def __init__(
-        self, orders: Orders | None, plan: Plan, *, unit: str, per_total: int, is_trainers: bool = False
+        self, orders: Orders | None, plan: RoundPlan, *, unit: str, per_total: int, is_trainers: bool = False
     ) -> None:
         self._orders = orders
         self._plan = plan

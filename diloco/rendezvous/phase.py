@@ -17,7 +17,7 @@ left before it, and in that of another the next round is due."""
 
 
 @dataclass(slots=True)
-class Plan:
+class RoundPlan:
     """How the inner steps of a run are divided into entries of the log, or its time.
 
     With a known total every fragment has its last round at the last step: the last entries, one for each fragment, are
@@ -166,7 +166,7 @@ class Phase:
     The training counts; the rounds, which may go on beside it, only read what it counted, one value at a time.
     """
 
-    def __init__(self, plan: Plan, clock: Callable[[], float]) -> None:
+    def __init__(self, plan: RoundPlan, clock: Callable[[], float]) -> None:
         self.base: float = 0
         """The run's step when the newest entry was adopted."""
         self.position = 0

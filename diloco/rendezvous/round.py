@@ -17,7 +17,7 @@ from diloco.rendezvous.envelope import Proof
 from diloco.rendezvous.frames import MAX_SHARDS, READ_TRIES, Contribution, hash_order, head_bytes
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, Membership
-from diloco.rendezvous.phase import Phase, Plan
+from diloco.rendezvous.phase import Phase, RoundPlan
 from diloco.rendezvous.reduction import Blocks, Reduce, weighted_mean
 from diloco.rendezvous.retrying_store import Ask, Map, RetryingStore, at_once, backoff
 from diloco.rendezvous.standstill_watch import STANDS_AFTER_S, StandstillWatch
@@ -191,7 +191,7 @@ class Context:
     keys: Keys
     me: Identity
     training: TrainingState
-    plan: Plan
+    plan: RoundPlan
     proof: Proof
     wait: Wait
     in_background: bool = False

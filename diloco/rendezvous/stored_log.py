@@ -29,7 +29,7 @@ from diloco.rendezvous.envelope import (
 )
 from diloco.rendezvous.frames import READ_TRIES, MeanHead, Seal, head_bytes
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.phase import Plan
+from diloco.rendezvous.phase import RoundPlan
 from diloco.rendezvous.reduction import Blocks, is_mean
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Layout, Limits
@@ -147,7 +147,7 @@ class Agreed:
             sizes[fragment] += prod(shape)
         return tuple(sizes)
 
-    def plan(self, extensions: Mapping[str, Sequence[int]] | None = None) -> Plan:
+    def plan(self, extensions: Mapping[str, Sequence[int]] | None = None) -> RoundPlan:
         """Return how the run is divided into entries.
 
         Args:
@@ -156,7 +156,7 @@ class Agreed:
         n, by_clock = self.n_fragments, self.inner_steps is None
         unit = n if by_clock else 1
         steps_per_entry = 1 if self.inner_steps is None else self.inner_steps // n
-        plan = Plan(max(1, steps_per_entry), n, 0, None if self.total_steps is None else unit * self.total_steps)
+        plan = RoundPlan(max(1, steps_per_entry), n, 0, None if self.total_steps is None else unit * self.total_steps)
         for total in (extensions or {}).get("total_rounds" if by_clock else "total_steps", ()):
             plan.extend(unit * total)
         return plan
@@ -178,7 +178,7 @@ class StoredLog:
         self._proof = proof
         self._limits = limits or Limits()
 
-    def plan(self, extensions: Mapping[str, Sequence[int]] | None = None) -> Plan:
+    def plan(self, extensions: Mapping[str, Sequence[int]] | None = None) -> RoundPlan:
         """Return how the run is divided into entries, up to the end that a replica has set, if one has.
 
         Args:

@@ -41,7 +41,7 @@ class Process:
     rank: int | None
     slot: int
     toy: Toy
-    steps: rounds.Plan
+    steps: rounds.RoundPlan
     """Its own plan, which ends where it has learned that the run was stopped."""
     here_s: float | None = None
     """When it had loaded the run, and presented itself where it was out of phase."""
@@ -79,7 +79,7 @@ class Invariants:
     world: World = field(init=False)
     store: SimulatedStore = field(init=False)
     keys: Keys = field(init=False)
-    steps: rounds.Plan = field(init=False)
+    steps: rounds.RoundPlan = field(init=False)
 
     @property
     def layout(self) -> Layout:

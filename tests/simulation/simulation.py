@@ -57,7 +57,7 @@ class Simulation(Invariants):
         self.keys = Keys(RUN, "main")
         spe = plan.steps_per_entry if plan.entry_s is None else 1
         total = max(plan.entries) * spe if plan.is_planned else None
-        self.steps = rounds.Plan(spe, plan.n_fragments, plan.overlap_steps, total, plan.entry_s)
+        self.steps = rounds.RoundPlan(spe, plan.n_fragments, plan.overlap_steps, total, plan.entry_s)
 
     def run(self) -> None:
         plan, rng = self.plan, self.world.rng

@@ -17,8 +17,7 @@ from diloco.rendezvous.envelope import UNSIGNED
 from diloco.rendezvous.frames import READ_TRIES, Contribution, Member, Seal, hash_order
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, Membership, claim
-from diloco.rendezvous.phase import Phase
-from diloco.rendezvous.phase import Plan as StepPlan
+from diloco.rendezvous.phase import Phase, RoundPlan
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Context, EntryState, Limits, PendingWork
 from diloco.rendezvous.round_runner import RoundRunner
@@ -177,7 +176,7 @@ def stepped(phase: Phase, n: int) -> Phase:
 
 
 def test_steps_count_from_the_last_look_that_saw_no_seal_less_the_overlap() -> None:
-    phase = stepped(Phase(StepPlan(steps_per_entry=10, overlap_steps=2), lambda: 0.0), 3)
+    phase = stepped(Phase(RoundPlan(steps_per_entry=10, overlap_steps=2), lambda: 0.0), 3)
     looked_step = phase.n_steps
     stepped(phase, 5)
     phase.caught_up(1, looked_step, 0.0)
@@ -201,7 +200,7 @@ def test_a_head_start_counts_for_one_round() -> None:
 
 
 def test_the_runs_step_is_that_of_its_newest_entry_and_at_most_a_phase_more() -> None:
-    phase = stepped(Phase(StepPlan(steps_per_entry=10, total_steps=25), lambda: 0.0), 14)
+    phase = stepped(Phase(RoundPlan(steps_per_entry=10, total_steps=25), lambda: 0.0), 14)
     assert phase.run_step == 10, "others may be in the midst of their phase still"
     phase.caught_up(1, 0, 0.0)
     assert 10 <= phase.run_step <= 20
@@ -214,7 +213,7 @@ def test_the_runs_step_is_that_of_its_newest_entry_and_at_most_a_phase_more() ->
 
 
 def test_a_last_round_does_not_overlap_with_training() -> None:
-    plan = StepPlan(steps_per_entry=10, n_fragments=2, overlap_steps=3, total_steps=40)
+    plan = RoundPlan(steps_per_entry=10, n_fragments=2, overlap_steps=3, total_steps=40)
     phase = stepped(Phase(plan, lambda: 0.0), 7)
     assert plan.last_entry == 4
     assert [phase.is_time_to_send(entry) for entry in range(5)] == [True, True, True, False, False]
@@ -225,7 +224,7 @@ def test_a_last_round_does_not_overlap_with_training() -> None:
 
 def context(me: Identity, now: list[float], store: Store | None = None) -> Context:
     return Context(
-        store=retrying_store(store or MemoryStore()), keys=KEYS, me=me, training=Toy(1, 0, 0), plan=StepPlan(),
+        store=retrying_store(store or MemoryStore()), keys=KEYS, me=me, training=Toy(1, 0, 0), plan=RoundPlan(),
         wait=lambda seconds, prefixes: None, clock=lambda: now[0], proof=UNSIGNED,
     )  # fmt: skip
 

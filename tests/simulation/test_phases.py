@@ -11,8 +11,7 @@ import pytest
 
 from diloco.rendezvous.frames import Seal, hash_order
 from diloco.rendezvous.membership import Identity
-from diloco.rendezvous.phase import Phase
-from diloco.rendezvous.phase import Plan as StepPlan
+from diloco.rendezvous.phase import Phase, RoundPlan
 from diloco.rendezvous.training_side import TrainingSide
 from simulation.invariants import Process, Violation
 from simulation.plan import CALM, Absence, Plan
@@ -169,7 +168,7 @@ def a_quorum_that_cannot_be_reached_ends_a_replica_out_of_phase() -> None:
 
 def three_of_ten_steps_tell_how_long_ten_take() -> None:
     now, phase_s = [0.0], 20.0
-    phase = Phase(StepPlan(steps_per_entry=10), lambda: now[0])
+    phase = Phase(RoundPlan(steps_per_entry=10), lambda: now[0])
     for _ in range(3):
         now[0] += phase_s / 10
         phase.step_made()

@@ -20,7 +20,7 @@ from diloco.errors import DiLoCoError
 from diloco.rendezvous.envelope import proof_of
 from diloco.rendezvous.frames import Seal
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.phase import Phase, Plan
+from diloco.rendezvous.phase import Phase, RoundPlan
 from diloco.testing import run_replicas
 from executors import current_replica, launch
 from executors.store import MemoryStore, Store
@@ -175,7 +175,7 @@ class Clocked:
 
     def __init__(self, **plan: Any) -> None:
         self.now = 100.0
-        self.phase = Phase(Plan(**{"entry_s": 10.0, **plan}), lambda: self.now)
+        self.phase = Phase(RoundPlan(**{"entry_s": 10.0, **plan}), lambda: self.now)
 
     def step(self, seconds: float) -> Phase:
         self.now += seconds
@@ -222,7 +222,7 @@ def test_replicas_are_waited_for_as_long_as_two_of_the_slowest_ones_steps_unless
     one.step(2.0)
     assert one.phase.seconds == 12.0
     assert [one.phase.apart_s(phase_s) for phase_s in (0.0, 12.0, 14.0, 40.0)] == [0.0, 4.0, 8.0, 10.0]
-    assert Phase(Plan(), lambda: 0.0).apart_s(40.0) == 0.0
+    assert Phase(RoundPlan(), lambda: 0.0).apart_s(40.0) == 0.0
 
 
 # -- real processes ----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import nn
 from diloco import DiLoCo
 from diloco.errors import ContributionError, DiLoCoError
 from diloco.rendezvous.extension import check_extension
-from diloco.rendezvous.phase import Plan
+from diloco.rendezvous.phase import RoundPlan
 from diloco.settings import SHORT_PLAN_OUTER
 from diloco.trained_model import Source, read_model
 from executors.replica import Replica, set_current_replica
@@ -94,7 +94,7 @@ def test_a_run_that_ended_or_died_continues_to_the_new_total(fragments: int, tot
     assert second.diloco.inner_step == 37
     assert second.diloco.is_over
     second.diloco.close()
-    plan = Plan(4 // fragments, fragments, total_steps=total)
+    plan = RoundPlan(4 // fragments, fragments, total_steps=total)
     at_old_end = plan.n_entries
     plan.extend(37)
     assert second.diloco.rounds == plan.n_entries
@@ -127,7 +127,7 @@ def test_rounds_during_training_are_extended_too(options: dict[str, Any]) -> Non
     running = Attempt(store, fragments=2, total_steps=18, **options).train(until=7)
     extend(store, total_steps=31)
     running.train().diloco.close()
-    plan = Plan(2, 2, total_steps=18)
+    plan = RoundPlan(2, 2, total_steps=18)
     plan.extend(31)
     assert (running.diloco.rounds, running.diloco.inner_step) == (plan.n_entries, 31)
     found = read_model(Source(store=store, run_id="run", extensions={"total_steps": [31]}))
@@ -246,7 +246,7 @@ def test_a_signed_run_is_not_extended_without_its_key() -> None:
 
 
 def test_a_plan_divides_steps_before_and_after_an_extension_alike() -> None:
-    plan = Plan(steps_per_entry=5, n_fragments=4, total_steps=102)
+    plan = RoundPlan(steps_per_entry=5, n_fragments=4, total_steps=102)
     assert (plan.n_entries, plan.last_entries) == (24, (23,))
     assert not plan.extend(102)
     assert plan.extend(150)

@@ -15,7 +15,7 @@ from diloco import DiLoCo
 from diloco.rendezvous.end import End
 from diloco.rendezvous.envelope import UNSIGNED, BadRecordError
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.phase import Plan
+from diloco.rendezvous.phase import RoundPlan
 from diloco.testing import run_replicas
 from executors.replica import Replica, set_current_replica
 from executors.store import MemoryStore
@@ -124,7 +124,7 @@ def test_stopping_in_the_last_planned_round_changes_nothing() -> None:
 
 def test_a_wish_at_the_end_of_a_stage_means_the_same_whether_a_replica_knows_of_the_extension_or_not() -> None:
     """Otherwise the replicas that know of it would end there, and the others would train on without them."""
-    knowing, unknowing = (Plan(steps_per_entry=2, n_fragments=2, total_steps=8) for _ in range(2))
+    knowing, unknowing = (RoundPlan(steps_per_entry=2, n_fragments=2, total_steps=8) for _ in range(2))
     knowing.extend(20)
     assert [plan.end_after(3, (1,)) for plan in (knowing, unknowing)] == [False, False]
     unknowing.extend(20)

@@ -18,7 +18,7 @@ from diloco.attached_state import AttachedState
 from diloco.rendezvous.envelope import UNSIGNED
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, claim
-from diloco.rendezvous.phase import Plan
+from diloco.rendezvous.phase import RoundPlan
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Limits
 from executors.errors import UnwritableStoreError
@@ -82,7 +82,7 @@ class Unfolding(State):
 
 def attached(store: MemoryStore, attempt: int) -> AttachedState:
     patient = RetryingStore(store, clock=monotonic, patience=lasting(15.0))
-    return AttachedState(patient, KEYS, Identity(0, 1, attempt, "n"), lambda job: job(), Plan(), UNSIGNED)
+    return AttachedState(patient, KEYS, Identity(0, 1, attempt, "n"), lambda job: job(), RoundPlan(), UNSIGNED)
 
 
 def test_what_is_attached_and_large_is_kept_in_parts_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

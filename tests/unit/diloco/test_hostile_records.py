@@ -23,7 +23,7 @@ from diloco.rendezvous.frames import Contribution, MeanHead, Member, Seal, diges
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.mean import Reducer
 from diloco.rendezvous.membership import Identity, _claimed, claim
-from diloco.rendezvous.phase import Plan
+from diloco.rendezvous.phase import RoundPlan
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Context, EntryState, Limits
 from diloco.rendezvous.snapshot import Pointer, decode_part, encode_part, get_parts
@@ -308,7 +308,7 @@ def test_what_a_rank_kept_and_cannot_be_read_means_what_it_kept_before(caplog: p
     for stray in ("x/0", "-1/0", "102", "102/0/0"):
         kept_by(store, stray, b"")
     patient = RetryingStore(store, clock=lambda: 0.0, patience=ENDLESS)
-    attachments = AttachedState(patient, KEYS, Identity(0, 1, 1, "n"), lambda job: job(), Plan(), UNSIGNED)
+    attachments = AttachedState(patient, KEYS, Identity(0, 1, 1, "n"), lambda job: job(), RoundPlan(), UNSIGNED)
     assert attachments.kept is not None
     assert attachments.kept.position == 1
     assert [part.tolist() for part in attachments.kept.progress([4])] == [[0.0] * 4]
@@ -335,7 +335,7 @@ def test_an_input_whose_head_is_of_another_payload_is_left_out(n_blocks: int, we
     me, limits = Identity(2, 3, 0, "c"), Limits(small_bytes=0, block_elements=4, takeover_after_s=0.0)
     state: Any = SimpleNamespace(sizes=lambda: [8], wire=FP32, mean_wire=FP32)
     context = Context(
-        store=patient, keys=KEYS, me=me, training=state, plan=Plan(), limits=limits, clock=lambda: 0.0,
+        store=patient, keys=KEYS, me=me, training=state, plan=RoundPlan(), limits=limits, clock=lambda: 0.0,
         wait=lambda *_: None, proof=UNSIGNED,
     )  # fmt: skip
     proofs = [unframe(data, "", UNSIGNED)[1] for data in (head, good)]
