@@ -36,7 +36,7 @@ from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.phase import RoundPlan
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Limits
-from diloco.rendezvous.snapshot import Pointer
+from diloco.rendezvous.snapshot import SnapshotPointer
 from diloco.rendezvous.stored_log import Agreed, More, StoredLog
 from diloco.rendezvous.training_state import Array, Arrays
 from diloco.unshared_state import restored
@@ -285,7 +285,7 @@ class State:
             elif outer_optimizer is not None:
                 self._outer.append(GivenOptimizer(fragment, anchor, outer_optimizer))
 
-    def load(self, position: int, pointer: Pointer, arrays: Arrays) -> None:
+    def load(self, position: int, pointer: SnapshotPointer, arrays: Arrays) -> None:
         """Take a snapshot.
 
         Raises:

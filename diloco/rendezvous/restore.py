@@ -22,7 +22,7 @@ from diloco.rendezvous.mean import Reducer
 from diloco.rendezvous.retrying_store import backoff
 from diloco.rendezvous.round import Context, EntryState
 from diloco.rendezvous.seal import Sealer, SealLog
-from diloco.rendezvous.snapshot import Pointer, get_parts, put_parts
+from diloco.rendezvous.snapshot import SnapshotPointer, get_parts, put_parts
 from diloco.rendezvous.training_state import Arrays, check_agreement, unlike_frozen
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class SnapshotReader:
         self._training = context.training
         self._may_offer = may_offer
         """False once a snapshot was loaded: uploading parts of a different state would corrupt the first anchor."""
-        self._start: Pointer | None = None
+        self._start: SnapshotPointer | None = None
         """The pointer of the first state of the log, whose agreement this replica shares."""
         self._taken_over: int | None = None
         """The entry before which another run's state is, if it was loaded to begin this run with."""
@@ -106,7 +106,7 @@ class SnapshotReader:
             context.members.check_abort()
             context.wait(next(pauses), [folder_of(self._keys.snapshot(0))])
 
-    def _took(self, entry: int, pointer: Pointer, arrays: Arrays) -> bool:
+    def _took(self, entry: int, pointer: SnapshotPointer, arrays: Arrays) -> bool:
         """Load arrays, and return whether they are the state that their pointer promises."""
         try:
             with reading("snapshot of this model"):
@@ -137,14 +137,14 @@ class SnapshotReader:
                 sealed += step
         return sealed + 1
 
-    def _pointer(self, entry: int) -> Pointer | None:
+    def _pointer(self, entry: int) -> SnapshotPointer | None:
         key = self._keys.snapshot(entry)
         for _ in range(READ_TRIES):
             data = self._store.peek(key)
             if data is None:
                 return None
             with suppress(BadRecordError):
-                return Pointer.parse(data, key, self._context.proof)
+                return SnapshotPointer.parse(data, key, self._context.proof)
             self._store.note_bad(key, data)
         return None
 
@@ -215,7 +215,7 @@ class SnapshotReader:
         digests = put_parts(self._store, self._keys, 0, self._me.nonce, self._training.arrays(), proof)
         if digests is not None:
             agreement, first = self._training.agreement(), self._taken_over or 0
-            pointer = Pointer(self._me.nonce, self._me.rank, digests, self._digests(), agreement, first)
+            pointer = SnapshotPointer(self._me.nonce, self._me.rank, digests, self._digests(), agreement, first)
             self._store.create(key, pointer.data(key, proof))
 
 

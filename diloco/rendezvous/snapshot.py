@@ -42,7 +42,7 @@ _OWN = re.compile(r"(\d+)/(\d{1,15})/(\d{1,15})/[^/]+$")
 
 
 @dataclass(frozen=True, slots=True)
-class Pointer:
+class SnapshotPointer:
     """The content of `snapshot/<entry>`."""
 
     nonce: str
@@ -60,7 +60,7 @@ class Pointer:
         return frame({**fields, "contract": self.agreement, "first": self.first}, key, proof)
 
     @classmethod
-    def parse(cls, data: Buffer, key: str, proof: Proof) -> Pointer:
+    def parse(cls, data: Buffer, key: str, proof: Proof) -> SnapshotPointer:
         """Raises: BadRecordError: these bytes are not a pointer."""
         fields, _, _ = unframe(data, key, proof)
         with reading("snapshot pointer"):
@@ -89,7 +89,9 @@ def put_parts(
     return tuple(digests)
 
 
-def get_parts(store: RetryingStore, keys: Keys, entry: int, pointer: Pointer, proof: Proof) -> dict[str, Array] | None:
+def get_parts(
+    store: RetryingStore, keys: Keys, entry: int, pointer: SnapshotPointer, proof: Proof
+) -> dict[str, Array] | None:
     """Read a snapshot's arrays; None when a part is missing, rotten after re-reads, or was never a part."""
     arrays: dict[str, Array] = {}
     for index, digest in enumerate(pointer.parts):
@@ -225,7 +227,7 @@ class SnapshotWriter:
             for _ in range(PUT_TRIES):
                 digests = put_parts(store, keys, copy.entry, self._me.nonce, copy.arrays, proof)
                 if digests is not None:
-                    pointer = Pointer(self._me.nonce, self._me.rank, digests, tuple(copy.state), {})
+                    pointer = SnapshotPointer(self._me.nonce, self._me.rank, digests, tuple(copy.state), {})
                     key = keys.snapshot(copy.entry)
                     store.create(key, pointer.data(key, proof))
                     collect_garbage(store, keys, copy.entry, context.snapshot_every, proof)
@@ -267,11 +269,11 @@ def collect_garbage(store: RetryingStore, keys: Keys, newest: int, snapshot_ever
     _collect_own(store, keys, horizon)
 
 
-def _pointer(store: RetryingStore, keys: Keys, entry: int, proof: Proof) -> Pointer | None:
+def _pointer(store: RetryingStore, keys: Keys, entry: int, proof: Proof) -> SnapshotPointer | None:
     key = keys.snapshot(entry)
     data = store.peek(key)
     with suppress(BadRecordError):
-        return None if data is None else Pointer.parse(data, key, proof)
+        return None if data is None else SnapshotPointer.parse(data, key, proof)
     return None
 
 

@@ -33,7 +33,7 @@ from diloco.rendezvous.phase import RoundPlan
 from diloco.rendezvous.reduction import Blocks, is_mean
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Layout, Limits
-from diloco.rendezvous.snapshot import Pointer, decode_part, digest_of, encode_part, get_parts
+from diloco.rendezvous.snapshot import SnapshotPointer, decode_part, digest_of, encode_part, get_parts
 from diloco.rendezvous.training_state import Agreement, Array, Arrays
 from diloco.wires import wire_named
 from executors.errors import CorruptObjectError
@@ -192,7 +192,7 @@ class StoredLog:
         return plan
 
     @cached_property
-    def start(self) -> Pointer | None:
+    def start(self) -> SnapshotPointer | None:
         """The pointer of the first state, which has the agreement. None: no replica has begun under this name.
 
         Raises:
@@ -204,7 +204,7 @@ class StoredLog:
             if (data := self._store.peek(key)) is None:
                 return None
             with suppress(BadRecordError):
-                return Pointer.parse(data, key, self._proof)
+                return SnapshotPointer.parse(data, key, self._proof)
         assert data is not None
         signed: Any = None
         with suppress(BadRecordError), reading("agreement"):
@@ -237,7 +237,7 @@ class StoredLog:
         """Return the entries before which a whole state is kept, according to a list; the newest first."""
         return sorted({self.first, *self._entries_below(self._keys.snapshots()) - {0}}, reverse=True)
 
-    def load(self, entry: int) -> tuple[Pointer, dict[str, Array]] | None:
+    def load(self, entry: int) -> tuple[SnapshotPointer, dict[str, Array]] | None:
         """Read the state before an entry. None: some of it was deleted, or is not what was written."""
         pointer = self.start if entry == self.first else self._pointer(entry)
         if pointer is None:
@@ -298,13 +298,13 @@ class StoredLog:
         names = (key.removeprefix(prefix) for key in self._store.found(prefix))
         return {int(name) for name in names if re.fullmatch(r"\d{1,15}", name, re.ASCII)}
 
-    def _pointer(self, entry: int) -> Pointer | None:
+    def _pointer(self, entry: int) -> SnapshotPointer | None:
         key = self._keys.snapshot(entry)
         for _ in range(READ_TRIES):
             if (data := self._store.peek(key)) is None:
                 return None
             with suppress(BadRecordError):
-                return Pointer.parse(data, key, self._proof)
+                return SnapshotPointer.parse(data, key, self._proof)
             self._store.note_bad(key, data)
         return None
 

@@ -18,7 +18,7 @@ from support.runs import pid_of
 
 from diloco.fault_points import FAULT_POINTS
 from diloco.rendezvous.envelope import UNSIGNED
-from diloco.rendezvous.snapshot import Pointer
+from diloco.rendezvous.snapshot import SnapshotPointer
 from executors import LocalProcessExecutor, Run, launch
 from executors.attempt import Attempt, replica_key
 from executors.protocol import Outcome
@@ -130,7 +130,7 @@ def test_the_first_to_publish_an_anchor_is_killed_and_another_does_it(tmp_path: 
     run = resume(run, ranks=[0])
     is_unharmed(run, 2, ROUNDS)
     dead = read_json(run.store, replica_key(run.run_id, 0, 0, "started.json"))["nonce"]
-    first = Pointer.parse(run.store.get(f"{run.run_id}/diloco/main/snapshot/0"), "", UNSIGNED)
+    first = SnapshotPointer.parse(run.store.get(f"{run.run_id}/diloco/main/snapshot/0"), "", UNSIGNED)
     assert (first.nonce == dead) == (point == "pointer")  # parts without a pointer are nobody's anchor
 
 

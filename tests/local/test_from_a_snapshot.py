@@ -13,7 +13,7 @@ from support.chaos_tasks import closed_gates, train
 from support.cli import HereInstead
 
 from diloco.rendezvous.envelope import UNSIGNED
-from diloco.rendezvous.snapshot import Pointer
+from diloco.rendezvous.snapshot import SnapshotPointer
 from executors import LocalProcessExecutor, Run, attach, current_replica, launch
 from executors.errors import ReplicaFailedError
 from executors.run.resume import resume
@@ -69,8 +69,8 @@ def test_a_rotten_newest_round_is_named_within_the_grace_and_a_new_run_goes_on(
     assert [result["rounds"] for result in results] == [ROUNDS] * 2
     assert results[0]["anchor"] == results[1]["anchor"]
     assert results[0]["loss"] < 0.4, "0.25 is the noise alone"
-    first = Pointer.parse(new.store.get(f"{new.run_id}/diloco/main/snapshot/0"), "", UNSIGNED)
-    old = Pointer.parse(run.store.get(f"{run.run_id}/diloco/main/snapshot/{SNAPSHOT}"), "", UNSIGNED)
+    first = SnapshotPointer.parse(new.store.get(f"{new.run_id}/diloco/main/snapshot/0"), "", UNSIGNED)
+    old = SnapshotPointer.parse(run.store.get(f"{run.run_id}/diloco/main/snapshot/{SNAPSHOT}"), "", UNSIGNED)
     assert (first.first, first.state, first.agreement["last_entry"]) == (SNAPSHOT, old.state, ROUNDS - 1)
     assert f"goes on from round {SNAPSHOT} of run {run.run_id}" in new.logs(rank=0) + new.logs(rank=1)
     assert new.record.continues == run.run_id

@@ -22,7 +22,7 @@ from diloco.rendezvous.frames import Contribution, MeanHead, Seal, head_bytes
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity
 from diloco.rendezvous.round import MOST_PAUSE_S, Layout, Limits, RoundReport
-from diloco.rendezvous.snapshot import Pointer, decode_part
+from diloco.rendezvous.snapshot import SnapshotPointer, decode_part
 from diloco.wires.wire import Floats
 from simulation.plan import Plan
 from simulation.work import BLOCK_ELEMENTS, MOST_LEFT, SLOTS, WIRES, Toy, step, values_of
@@ -173,7 +173,7 @@ class Invariants:
         whole = 0
         for pointed in [k for k in self.store.objects if "/snapshot/" in k]:
             later = int(pointed.rpartition("/")[2])
-            pointer = Pointer.parse(self.store.objects[pointed], pointed, self.proof)
+            pointer = SnapshotPointer.parse(self.store.objects[pointed], pointed, self.proof)
             whole += later > entry and self.keys.part(later, pointer.nonce, 0) in self.store.objects
         if whole < 2:
             self.failures.append(f"I13: {key} is deleted while there are {whole} later snapshots")
@@ -349,10 +349,10 @@ class Invariants:
         key = self.keys.seal(entry)
         return Seal.parse(self.store.ever[key][0], key, self.proof)
 
-    def pointer_of(self, entry: int) -> Pointer:
+    def pointer_of(self, entry: int) -> SnapshotPointer:
         """Return the pointer of a snapshot, as it was created."""
         key = self.keys.snapshot(entry)
-        return Pointer.parse(self.store.ever[key][0], key, self.proof)
+        return SnapshotPointer.parse(self.store.ever[key][0], key, self.proof)
 
     def seals(self) -> list[Seal]:
         """Return the seals in their order, as they were created."""

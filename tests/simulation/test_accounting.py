@@ -18,7 +18,7 @@ from diloco.rendezvous.restore import LogReplayer, Restored
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import owners
 from diloco.rendezvous.round_runner import RoundRunner
-from diloco.rendezvous.snapshot import Pointer, collect_garbage, get_parts
+from diloco.rendezvous.snapshot import SnapshotPointer, collect_garbage, get_parts
 from diloco.rendezvous.training_side import TrainingSide
 from diloco.rendezvous.training_state import Applied
 from simulation.invariants import Process
@@ -151,7 +151,8 @@ def whole_snapshots(store: RetryingStore, keys: Keys, most: int) -> list[int]:
     return [
         entry
         for entry, data in pointers.items()
-        if data is not None and get_parts(store, keys, entry, Pointer.parse(data, "", UNSIGNED), UNSIGNED) is not None
+        if data is not None
+        and get_parts(store, keys, entry, SnapshotPointer.parse(data, "", UNSIGNED), UNSIGNED) is not None
     ]
 
 

@@ -33,7 +33,7 @@ from diloco.rendezvous.reduction import BadInputError, Blocks, Input, weighted_m
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import EntryState, Layout, Limits, PendingWork, owners, shards_of
 from diloco.rendezvous.round_runner import RoundRunner
-from diloco.rendezvous.snapshot import Pointer, collect_garbage, decode_part, encode_part, put_parts
+from diloco.rendezvous.snapshot import SnapshotPointer, collect_garbage, decode_part, encode_part, put_parts
 from diloco.wires import FP32
 from diloco.wires.wire import Floats
 from executors.store import MemoryStore
@@ -72,7 +72,7 @@ def test_no_flipped_bit_of_a_head_goes_unnoticed() -> None:
         Contribution.parse: HEAD.head("", UNSIGNED),
         Seal.parse: b"".join(Seal({0: Member("x", 0, 1.0, "d" * 32)}, "f" * 32, 0, b"mean").data("", UNSIGNED)),
         MeanHead.parse: MeanHead(("b" * 32,), (2,)).head("", UNSIGNED),
-        Pointer.parse: Pointer("n", 0, ("p",), ("s",), {"tensors": {}}).data("", UNSIGNED),
+        SnapshotPointer.parse: SnapshotPointer("n", 0, ("p",), ("s",), {"tensors": {}}).data("", UNSIGNED),
     }
     for parse_under, whole in heads.items():
         parse = partial(parse_under, key="", proof=UNSIGNED)
@@ -103,7 +103,7 @@ def test_after_each_collection_the_two_newest_snapshots_are_whole() -> None:
     for entry, whole in {0: [0], 3: [0, 3], 9: [3, 9], 12: [9, 12]}.items():  # the writer of 6 died
         digests = put_parts(store, KEYS, entry, "nonce", {"a": np.full(3, entry, np.float32)}, UNSIGNED)
         assert digests is not None
-        store.create(KEYS.snapshot(entry), Pointer("nonce", 0, digests, ("s",), {}).data("", UNSIGNED))
+        store.create(KEYS.snapshot(entry), SnapshotPointer("nonce", 0, digests, ("s",), {}).data("", UNSIGNED))
         collect_garbage(store, KEYS, entry, 3, UNSIGNED)
         assert whole_snapshots(store, KEYS, 12) == whole
 

@@ -22,7 +22,7 @@ import pytest
 from diloco.rendezvous.envelope import UNSIGNED, BadRecordError, Proof, Signatures, frame, proof_of, unproven
 from diloco.rendezvous.frames import Seal
 from diloco.rendezvous.restore import SnapshotReader
-from diloco.rendezvous.snapshot import Pointer
+from diloco.rendezvous.snapshot import SnapshotPointer
 from diloco.rendezvous.training_state import Arrays
 from diloco.wires.wire import Floats
 from simulation.invariants import Process, Violation
@@ -189,10 +189,10 @@ def _snapshots_are_checked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
     caplog.set_level(logging.ERROR, "diloco")
     took = SnapshotReader._took
 
-    def checked(self: SnapshotReader, entry: int, pointer: Pointer, arrays: Arrays) -> bool:
+    def checked(self: SnapshotReader, entry: int, pointer: SnapshotPointer, arrays: Arrays) -> bool:
         key, store = self._keys.snapshot(entry), self._store.store
         assert isinstance(store, SimulatedStore)
-        if pointer not in [Pointer.parse(value, key, self._context.proof) for value in store.ever.get(key, ())]:
+        if pointer not in [SnapshotPointer.parse(value, key, self._context.proof) for value in store.ever.get(key, ())]:
             raise Violation(f"V8: nobody has written the pointer that rank {self._me.rank} read from {key}")
         return took(self, entry, pointer, arrays)
 

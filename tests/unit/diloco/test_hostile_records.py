@@ -26,7 +26,7 @@ from diloco.rendezvous.membership import Identity, _claimed, claim
 from diloco.rendezvous.phase import RoundPlan
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Context, EntryState, Limits
-from diloco.rendezvous.snapshot import Pointer, decode_part, encode_part, get_parts
+from diloco.rendezvous.snapshot import SnapshotPointer, decode_part, encode_part, get_parts
 from diloco.testing import run_replicas
 from diloco.wires import FP32
 from executors.errors import CorruptObjectError
@@ -77,7 +77,7 @@ def test_the_records_that_are_spoilt_below_are_fine_as_they_are() -> None:
     assert parse_seal(record(SEAL, MEAN)).members[0].nonce == "nonce"
     assert Contribution.parse(record(CONTRIBUTION), "", UNSIGNED)[0].weight == 1.0
     assert MeanHead.parse(record(MEAN_HEAD), "", UNSIGNED).left_out == (1,)
-    assert Pointer.parse(record(POINTER), "", UNSIGNED).rank == 0
+    assert SnapshotPointer.parse(record(POINTER), "", UNSIGNED).rank == 0
 
 
 NUMBERS = [-1, -0.5, 10**400, 2.5, NAN, INF, -INF, True, None, "1", [1], {"1": 1}]
@@ -149,7 +149,7 @@ TABLES: list[tuple[str, Parse, dict[str, Any], list[dict[str, Any]]]] = [
     ("seal", parse_seal, SEAL, HOSTILE_SEALS),
     ("contribution", partial(Contribution.parse, key="", proof=UNSIGNED), CONTRIBUTION, HOSTILE_CONTRIBUTIONS),
     ("mean", partial(MeanHead.parse, key="", proof=UNSIGNED), MEAN_HEAD, HOSTILE_MEANS),
-    ("pointer", partial(Pointer.parse, key="", proof=UNSIGNED), POINTER, HOSTILE_POINTERS),
+    ("pointer", partial(SnapshotPointer.parse, key="", proof=UNSIGNED), POINTER, HOSTILE_POINTERS),
 ]
 BY_NAME = {name: (parse, fields) for name, parse, fields, _ in TABLES}
 
@@ -224,7 +224,7 @@ HOSTILE_PARTS = [
 ]  # fmt: skip
 
 
-def put_snapshot(store: MemoryStore, data: bytes, *, state: list[str], contract: Mapping[str, Any]) -> Pointer:
+def put_snapshot(store: MemoryStore, data: bytes, *, state: list[str], contract: Mapping[str, Any]) -> SnapshotPointer:
     store.put(KEYS.part(0, "evil", 0), data)
     fields = {
         "nonce": "evil",
@@ -235,7 +235,7 @@ def put_snapshot(store: MemoryStore, data: bytes, *, state: list[str], contract:
         "first": 0,
     }
     store.put(KEYS.snapshot(0), frame(fields, "", UNSIGNED))
-    return Pointer.parse(store.get(KEYS.snapshot(0)), "", UNSIGNED)
+    return SnapshotPointer.parse(store.get(KEYS.snapshot(0)), "", UNSIGNED)
 
 
 def test_a_part_that_is_no_safetensors_file_counts_as_unreadable() -> None:

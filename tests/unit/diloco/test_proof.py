@@ -24,7 +24,7 @@ from diloco.rendezvous.frames import Contribution, MeanHead, Member, Seal
 from diloco.rendezvous.reduction import Blocks, Input, weighted_mean
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Limits
-from diloco.rendezvous.snapshot import Pointer
+from diloco.rendezvous.snapshot import SnapshotPointer
 from diloco.wires import FP32, WIRES
 from diloco.wires.wire import Wire
 from executors.replica import Replica, set_current_replica
@@ -64,7 +64,9 @@ def test_a_record_is_believed_under_its_own_key_alone_and_only_with_the_run_s() 
         Seal.parse: b"".join(seal.data("run/diloco/main/seal/1", SIGNED)),
         Contribution.parse: sent.head("run/diloco/main/seal/1", SIGNED),
         MeanHead.parse: MeanHead((D,), ()).head("run/diloco/main/seal/1", SIGNED),
-        Pointer.parse: Pointer("n", 0, (D,), (D,), {"tensors": {}}).data("run/diloco/main/seal/1", SIGNED),
+        SnapshotPointer.parse: SnapshotPointer("n", 0, (D,), (D,), {"tensors": {}}).data(
+            "run/diloco/main/seal/1", SIGNED
+        ),
         unframe: frame({"digest": D}, "run/diloco/main/seal/1", SIGNED),
     }
     for parse, data in records.items():
