@@ -27,7 +27,7 @@ from diloco.rendezvous.frames import READ_TRIES
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity
 from diloco.rendezvous.phase import RoundPlan
-from diloco.rendezvous.restore import Restored
+from diloco.rendezvous.restore import RestoredWork
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Background
 from diloco.rendezvous.snapshot import DTYPES, decode_part, digest_of, encode_part, parts_of
@@ -56,10 +56,10 @@ class Kept:
     steps: int = 0
     """How many steps its attempts had made, by the clock."""
 
-    def restored(self, sizes: Sequence[int]) -> Restored:
+    def restored(self, sizes: Sequence[int]) -> RestoredWork:
         """Return where it was, and the live work it had."""
         since = [*self.uncounted_since, *[self.position] * len(sizes)][: len(sizes)]
-        return Restored(self.position, self.progress(sizes), since)
+        return RestoredWork(self.position, self.progress(sizes), since)
 
     def names(self) -> set[str]:
         """Return under which names something was attached."""

@@ -32,7 +32,7 @@ AGREEMENT_TRIES = 3 * READ_TRIES
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class RestoredWork:
     """What an earlier copy of this rank had."""
 
     position: int
@@ -264,7 +264,7 @@ class LogReplayer:
         """True if the log begins with the model of this process."""
         return self._reader.is_author
 
-    def begin(self, restored: Restored | None = None) -> None:
+    def begin(self, restored: RestoredWork | None = None) -> None:
         """Load the newest snapshot, or agree on the first anchor, and set the live parameters by it.
 
         Args:

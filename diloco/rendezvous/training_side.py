@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from diloco.rendezvous.contribution import WorkScale
-from diloco.rendezvous.restore import Restored
+from diloco.rendezvous.restore import RestoredWork
 from diloco.rendezvous.round import Context, PendingWork, RoundReport, RoundResult, Wait
 from diloco.rendezvous.round_runner import RoundRunner
 
@@ -150,7 +150,7 @@ class TrainingSide:
 
     # -- beginning and leaving ---------------------------------------------------------------------------------------
 
-    def start(self, restored: Restored | None = None) -> None:
+    def start(self, restored: RestoredWork | None = None) -> None:
         """Take the state from the log, or agree on the first anchor, and catch up.
 
         Args:

@@ -23,7 +23,7 @@ from diloco.rendezvous.frames import digests_of
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, claim
 from diloco.rendezvous.reduction import Blocks, Input, Write, weighted_mean
-from diloco.rendezvous.restore import Restored
+from diloco.rendezvous.restore import RestoredWork
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Context, Limits, RoundResult
 from diloco.rendezvous.training_side import Inline, Scheduler, TrainingSide
@@ -80,7 +80,7 @@ class Simulation(Invariants):
 
     # -- processes ---------------------------------------------------------------------------------------------------
 
-    def _spawn(self, rank: int | None, delay_s: float, checkpoint: Restored | None = None) -> None:
+    def _spawn(self, rank: int | None, delay_s: float, checkpoint: RestoredWork | None = None) -> None:
         slot = len(self.processes)
         if slot >= SLOTS and self.plan.until_s is None:
             return  # with an end in time, work is counted, and not whose it is
@@ -111,7 +111,7 @@ class Simulation(Invariants):
         if absence.leaves_outcome:
             self._record_end(absence.rank, process.slot)
 
-    def _process(self, process: Process, checkpoint: Restored | None) -> None:
+    def _process(self, process: Process, checkpoint: RestoredWork | None) -> None:
         self.live.add(process.name)
         try:
             self._train(process, checkpoint)
@@ -153,7 +153,7 @@ class Simulation(Invariants):
         is_sealed = f"{RUN}/diloco/main/seal/{entry}" in self.store.objects  # then a rotten input is left out
         return not is_sealed and any(f"/r{entry}/contribution/" in key for key in rotten)
 
-    def _train(self, process: Process, checkpoint: Restored | None) -> None:
+    def _train(self, process: Process, checkpoint: RestoredWork | None) -> None:
         world, plan, toy = self.world, self.plan, process.toy
         store = RetryingStore(self.store, clock=world.clock, patience=ENDLESS)
         nonce = f"nonce{process.slot}"
@@ -281,8 +281,8 @@ class Simulation(Invariants):
         self.world.note(f"{key}: {self.store._create(key, b'{}')}")
 
 
-def restored_from(side: TrainingSide, toy: Toy) -> Restored:
-    return Restored(side.position, toy.progress(), list(side.runner.account.uncounted_since))
+def restored_from(side: TrainingSide, toy: Toy) -> RestoredWork:
+    return RestoredWork(side.position, toy.progress(), list(side.runner.account.uncounted_since))
 
 
 def _until_death(job: Callable[[], None]) -> None:

@@ -14,7 +14,7 @@ from diloco.rendezvous.envelope import UNSIGNED, Proof
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity
 from diloco.rendezvous.reduction import weighted_mean
-from diloco.rendezvous.restore import LogReplayer, Restored
+from diloco.rendezvous.restore import LogReplayer, RestoredWork
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import owners
 from diloco.rendezvous.round_runner import RoundRunner
@@ -88,7 +88,7 @@ def test_work_that_was_made_from_another_anchor_is_not_counted(
 
 def test_work_counted_since_a_checkpoint_is_not_counted_again_by_a_copy_that_starts_from_it() -> None:
     simulation = calm(world_size=2, entries=[30, 30], steps_per_entry=2, snapshot_every=2)
-    checkpoints: list[Restored] = []
+    checkpoints: list[RestoredWork] = []
 
     def training(me: Identity, side: TrainingSide, toy: Toy) -> None:
         if (me.rank, me.attempt) != (0, 0):

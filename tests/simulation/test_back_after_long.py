@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.rendezvous.restore import Restored
+from diloco.rendezvous.restore import RestoredWork
 from simulation.simulation import Simulation, calm, restored_from
 from simulation.test_accounting import counted_units
 from simulation.world import Died
@@ -52,7 +52,7 @@ def test_a_returner_that_brought_no_work_loses_none_of_its_new_steps(carry_round
         world_size=3, entries=[30] * 3, steps_per_entry=4, snapshot_every=2, step_s=(0.9, 1.1), grace_s=3.0,
         carry_rounds=carry_rounds,
     )  # fmt: skip
-    kept: list[Restored] = []
+    kept: list[RestoredWork] = []
 
     def dies_behind_its_record(me: object, side: object, toy: object) -> None:
         if (me.rank, me.attempt) != (0, 0) or side.position != 4:  # type: ignore[attr-defined]
