@@ -33,7 +33,7 @@ from diloco.device_copies import DeviceCopies
 from diloco.errors import ContributionError
 from diloco.fragments import Fragment, Values
 from diloco.rendezvous.envelope import Proof
-from diloco.rendezvous.training_state import Packed, shape_difference
+from diloco.rendezvous.training_state import PackedWork, shape_difference
 from diloco.tensor_names import by_clean_name, find_tensor
 from diloco.wires.wire import (
     BLOCK_ELEMENTS,
@@ -351,7 +351,7 @@ def pack(
     write: Callable[[memoryview], object] | None = None,
     who: str,
     block_elements: int = BLOCK_ELEMENTS,
-) -> Packed:
+) -> PackedWork:
     """Encode anchor - live in pieces that stay in the cache while each is digested and checked; write it by blocks.
 
     Args:
@@ -386,7 +386,7 @@ def pack(
         norms.append(sqrt(writer.square))
         if write is not None:
             write(block)
-    return Packed(tuple(blocks), tuple(norms), kept, start)
+    return PackedWork(tuple(blocks), tuple(norms), kept, start)
 
 
 def has_moved(live: Values, anchor: Tensor) -> bool:

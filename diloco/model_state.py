@@ -29,7 +29,7 @@ from diloco.live_parameters import (
 from diloco.local_buffers import LocalBuffers
 from diloco.outer_optimizer import Anchor, GivenOptimizer, NesterovSGD, OuterOptimizer
 from diloco.rendezvous.envelope import proof_of
-from diloco.rendezvous.training_state import Agreement, Applied, Packed, Verdict
+from diloco.rendezvous.training_state import Agreement, Applied, PackedWork, Verdict
 from diloco.settings import Settings
 from diloco.unshared_state import UnsharedState
 from diloco.wires import wire_named
@@ -145,7 +145,7 @@ class ModelState:
     @torch.no_grad()
     def pack(
         self, entry: int, write: Callable[[memoryview], object] | None = None, keep: tuple[int, int] | None = None
-    ) -> Packed:
+    ) -> PackedWork:
         self.anchor.check_is_whole()
         fragment, anchor, held = self._of(entry)
         *_, last = blocks_of(self.wire, fragment.n_elements, self._block_elements)
@@ -174,7 +174,7 @@ class ModelState:
 
     @torch.no_grad()
     def apply(
-        self, entry: int, mean: Sequence[memoryview], verdict: Verdict, packed: Packed | None, *, partly: bool
+        self, entry: int, mean: Sequence[memoryview], verdict: Verdict, packed: PackedWork | None, *, partly: bool
     ) -> Applied:
         fragment, _, held = self._of(entry)
         lost, keeps = None, self._keeps(verdict) or (partly and verdict is Verdict.KEPT)

@@ -17,7 +17,7 @@ from diloco.rendezvous.envelope import unframe
 from diloco.rendezvous.frames import MAX_WEIGHT, Contribution, Seal
 from diloco.rendezvous.round import Context, EntryState, PendingWork, ResolvedSteps, shards_of
 from diloco.rendezvous.seal import Sealer, SealLog
-from diloco.rendezvous.training_state import Packed, Verdict
+from diloco.rendezvous.training_state import PackedWork, Verdict
 from executors.store import Buffer
 
 log = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ def send_contribution(context: Context, entry: EntryState, pending: PendingWork,
     layout, training = entry.layout, context.training
     key = context.keys.contribution(entry.index, me.rank)
 
-    def head(packed: Packed | None) -> bytes:
+    def head(packed: PackedWork | None) -> bytes:
         head = Contribution(
             rank=me.rank,
             attempt=me.attempt,

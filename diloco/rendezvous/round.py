@@ -21,7 +21,7 @@ from diloco.rendezvous.phase import Phase, RoundPlan
 from diloco.rendezvous.reduction import Blocks, Reduce, weighted_mean
 from diloco.rendezvous.retrying_store import Ask, Map, RetryingStore, at_once, backoff
 from diloco.rendezvous.standstill_watch import STANDS_AFTER_S, StandstillWatch
-from diloco.rendezvous.training_state import Arrays, Packed, TrainingState
+from diloco.rendezvous.training_state import Arrays, PackedWork, TrainingState
 from diloco.wires.wire import BLOCK_ELEMENTS, Wire
 from executors.patience import ROUND
 from executors.store.standstill import Standstill
@@ -296,7 +296,7 @@ class EntryState:
     layout: Layout
     started_s: float
     sealed_s: float | None = None
-    packed: Packed | None = None
+    packed: PackedWork | None = None
     published: bool = False
     published_s: float | None = None
     """When this replica's contribution was in the store."""

@@ -38,7 +38,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedWork:
     """A payload as it is sent, or as it was: encoded."""
 
     blocks: tuple[str, ...]
@@ -114,7 +114,7 @@ class TrainingState(Protocol):
 
     def pack(
         self, entry: int, write: Callable[[memoryview], object] | None = None, keep: tuple[int, int] | None = None
-    ) -> Packed:
+    ) -> PackedWork:
         """Encode the pseudo-gradient of the entry's fragment, anchor - held: work that is not yet in any mean.
 
         Args:
@@ -125,7 +125,7 @@ class TrainingState(Protocol):
         """
 
     def apply(
-        self, entry: int, mean: Sequence[memoryview], verdict: Verdict, packed: Packed | None, *, partly: bool
+        self, entry: int, mean: Sequence[memoryview], verdict: Verdict, packed: PackedWork | None, *, partly: bool
     ) -> Applied:
         """Step the anchor by a mean, and leave what that means for the live parameters to `merge`.
 

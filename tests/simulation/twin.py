@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from diloco.fragments import plan_fragments
 from diloco.model_state import ModelState
 from diloco.outer_optimizer import NesterovSGD
-from diloco.rendezvous.training_state import Applied, Packed, Verdict
+from diloco.rendezvous.training_state import Applied, PackedWork, Verdict
 from diloco.settings import Settings
 from diloco.wires.wire import Pieces
 from simulation.work import BLOCK_ELEMENTS, Toy, values_of
@@ -114,7 +114,7 @@ class Twin(Toy):
 
     def pack(
         self, entry: int, write: Callable[[memoryview], object] | None = None, keep: tuple[int, int] | None = None
-    ) -> Packed:
+    ) -> PackedWork:
         mine = self.real.pack(entry)
         packed = super().pack(entry)
         found, expected = (values_of(self.wire, [each.kept]) for each in (mine, packed))
@@ -122,7 +122,7 @@ class Twin(Toy):
         return super().pack(entry, write, keep)
 
     def apply(
-        self, entry: int, mean: Sequence[memoryview], verdict: Verdict, packed: Packed | None, *, partly: bool
+        self, entry: int, mean: Sequence[memoryview], verdict: Verdict, packed: PackedWork | None, *, partly: bool
     ) -> Applied:
         self.real.step_by(partial(super().apply, entry, mean, verdict, packed, partly=partly))  # in the midst of it
         return self.real.apply(entry, mean, verdict, packed, partly=partly)

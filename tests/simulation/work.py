@@ -13,7 +13,7 @@ from xxhash import xxh3_128_hexdigest
 
 from diloco.rendezvous.envelope import UNSIGNED, Proof
 from diloco.rendezvous.frames import digests_of
-from diloco.rendezvous.training_state import Applied, Packed, Verdict
+from diloco.rendezvous.training_state import Applied, PackedWork, Verdict
 from diloco.wires import FP32
 from diloco.wires.wire import Floats, Wire, blocks_of, decoded
 
@@ -168,7 +168,7 @@ class Toy:
 
     def pack(
         self, entry: int, write: Callable[[memoryview], object] | None = None, keep: tuple[int, int] | None = None
-    ) -> Packed:
+    ) -> PackedWork:
         held = self.held[entry % len(self.anchor)].of("the rounds")
         work = self.undone[entry % len(self.anchor)] if held.values is None else held.values
         payload, work = self._payload, work.copy()
@@ -182,10 +182,10 @@ class Toy:
             write(payload)
             for at in [*range(first), *range(end, len(payload))]:
                 payload[at] = 0xFF  # what is not to be kept is no longer there
-        return Packed(digests, norms, payload[first:end], first)
+        return PackedWork(digests, norms, payload[first:end], first)
 
     def apply(
-        self, entry: int, mean: Sequence[memoryview], verdict: Verdict, packed: Packed | None, *, partly: bool
+        self, entry: int, mean: Sequence[memoryview], verdict: Verdict, packed: PackedWork | None, *, partly: bool
     ) -> Applied:
         f = entry % len(self.anchor)
         held = self.held[f]
