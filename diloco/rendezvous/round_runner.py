@@ -24,7 +24,7 @@ from diloco.rendezvous.keys import folder_of
 from diloco.rendezvous.mean import Reducer
 from diloco.rendezvous.restore import LogReplayer
 from diloco.rendezvous.round import MOST_PAUSE_S, Context, EntryState, PendingWork, RoundReport, RoundResult
-from diloco.rendezvous.seal import Sealer, Sealing, SealLog
+from diloco.rendezvous.seal import Sealer, SealingResult, SealLog
 from diloco.rendezvous.snapshot import SnapshotWriter
 from diloco.rendezvous.training_state import Applied, Verdict
 
@@ -179,9 +179,9 @@ class RoundRunner:
         waited_s = 0.0 if entry.published_s is None else found.asked_s - entry.published_s
         if entry.published_s is not None and waited_s >= self.sealer.unobserved_wait_s:
             sealing = self.sealer.try_seal(entry, self.reducer.takeover_after_s)
-            if sealing is Sealing.OUTVOTED:
+            if sealing is SealingResult.OUTVOTED:
                 self.replayer.reload()
-            if sealing is not Sealing.OPEN:
+            if sealing is not SealingResult.OPEN:
                 return self.catch_up()
             self.sealer.check_time(entry)
         return False
@@ -211,9 +211,9 @@ class RoundRunner:
             if seal is None:
                 self._members.check_abort()
                 sealing = self.sealer.try_seal(entry, self.reducer.takeover_after_s)
-                if sealing is Sealing.OUTVOTED:
+                if sealing is SealingResult.OUTVOTED:
                     self.replayer.reload()
-                if sealing is not Sealing.OPEN:  # another replica's seal may have been first, so it is read
+                if sealing is not SealingResult.OPEN:  # another replica's seal may have been first, so it is read
                     seal = self.seals.seal(entry.index)
             if seal is not None and self.position == entry.index:
                 # A small mean is in the seal. The parts of a large one are collected.

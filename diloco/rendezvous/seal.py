@@ -112,7 +112,7 @@ class SealLog:
         return verdicts
 
 
-class Sealing(Enum):
+class SealingResult(Enum):
     """What an attempt to decide an entry has led to."""
 
     OPEN = "open"
@@ -137,7 +137,7 @@ class Sealer:
         self._spread_s = 0.0
         self._rounds_learned = 0
 
-    def try_seal(self, entry: EntryState, takeover_after_s: float) -> Sealing:
+    def try_seal(self, entry: EntryState, takeover_after_s: float) -> SealingResult:
         """Create the seal if the entry may be decided now.
 
         Args:
@@ -145,15 +145,15 @@ class Sealer:
             takeover_after_s: seconds until this replica looks for contributions, although it is the turn of another.
 
         Returns:
-            `Sealing.OUTVOTED` at most once for an entry: the caller then takes the state from the log again.
+            `SealingResult.OUTVOTED` at most once for an entry: the caller then takes the state from the log again.
         """
         now = self._context.clock()
         if entry.began_s is not None and now - entry.began_s < min(takeover_after_s, self._most_grace_s / 2):
             if now < entry.turn_s:
-                return Sealing.OPEN
+                return SealingResult.OPEN
             if not self._is_my_turn(entry):
                 entry.turn_s = now + self._context.ask_again_s
-                return Sealing.OPEN
+                return SealingResult.OPEN
         if entry.looks % LOOKS_PER_FRONTIER == 0:
             self._members.look_for_joiners()
         entry.looks += 1
@@ -165,7 +165,7 @@ class Sealer:
         ours, theirs = votes.pop(anchor, 0), max(votes.values(), default=0)
         if theirs and theirs >= ours and not entry.reloaded:
             entry.reloaded = True
-            return Sealing.OUTVOTED
+            return SealingResult.OUTVOTED
         unreadable = entry.unreadable_ranks
         good = {r: head for r, (head, _) in entry.seen.items() if head.anchor == anchor and r not in unreadable}
         expected = self._members.still_expected(good) - unreadable
@@ -175,8 +175,8 @@ class Sealer:
         if not is_enough and is_over:
             entry.misread.clear()  # perhaps it was the reading, after all: there is nothing left to lose
         if not is_enough or not (expected <= good.keys() or is_over):
-            return Sealing.OPEN
-        return Sealing.TRIED if self._seal_with(entry, set(good), anchor) else Sealing.OPEN
+            return SealingResult.OPEN
+        return SealingResult.TRIED if self._seal_with(entry, set(good), anchor) else SealingResult.OPEN
 
     def _is_over(self, entry: EntryState, good: Mapping[int, Contribution], now: float, *, grace_factor: int) -> bool:
         """Return whether the wait for absent replicas is over.
