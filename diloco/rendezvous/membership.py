@@ -149,7 +149,7 @@ def process_nonce(url: str, run_id: str, rank: int | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Opener:
+class ProcessRecord:
     """The content of `process/<rank>/<attempt>`: the process of an attempt that opened a DiLoCo of a name."""
 
     nonce: str
@@ -193,13 +193,13 @@ def claim_process(store: RetryingStore, keys: Keys, me: Identity, proof: Proof, 
     """
     key, mine = keys.process(me.rank, me.attempt), process_nonce(store.store.url, keys.run_id, me.rank)
     while True:
-        store.create(key, Opener(mine, os.getpid(), socket.gethostname()).data(key, proof))
+        store.create(key, ProcessRecord(mine, os.getpid(), socket.gethostname()).data(key, proof))
         data = store.peek(key, size=MAX_RECORD_BYTES)
         if data is None:
             pause()
             continue
         try:
-            opener = Opener.parse(data, key, proof)
+            opener = ProcessRecord.parse(data, key, proof)
         except BadRecordError as error:
             store.note_bad(key, data)
             if store.bad_readings(key) >= MISREAD:  # better several processes unseen than a replica kept out

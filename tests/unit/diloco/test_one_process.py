@@ -17,7 +17,7 @@ from diloco.errors import DiLoCoError
 from diloco.process_check import check_is_one_process
 from diloco.rendezvous.envelope import UNSIGNED, Proof, frame, proof_of
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.membership import Identity, Opener, RunLocation, claim_process
+from diloco.rendezvous.membership import Identity, ProcessRecord, RunLocation, claim_process
 from diloco.rendezvous.retrying_store import RetryingStore
 from executors.replica import Replica
 from executors.store import MemoryStore
@@ -69,7 +69,7 @@ def test_a_damaged_record_of_a_process_keeps_no_replica_out(
 
 def test_a_forged_record_of_a_process_keeps_no_replica_out_of_a_signed_run() -> None:
     store = MemoryStore()
-    store.put(KEY, Opener("another", 7, "elsewhere").data(KEY, UNSIGNED))
+    store.put(KEY, ProcessRecord("another", 7, "elsewhere").data(KEY, UNSIGNED))
     claim(store, proof_of(b"k" * 32))
     with pytest.raises(DiLoCoError, match="7 on 'elsewhere'"):
         claim(store)
