@@ -66,7 +66,7 @@ def claim(
     joins = rank is None
     rank, attempt = world_size if rank is None else rank, 0
     misread: dict[str, int] = {}
-    added = AddedSoFar(store, keys)
+    added = KnownAddedRanks(store, keys)
     if joins:
         added.look()
     while True:
@@ -102,7 +102,7 @@ def claim(
             attempt += 1
 
 
-class AddedSoFar:
+class KnownAddedRanks:
     """The ranks that were added to a run after its launch, as far as one process has read of them."""
 
     def __init__(self, store: RetryingStore, keys: Keys) -> None:
@@ -240,7 +240,7 @@ class Membership:
         self._dead: set[tuple[int, int]] = set()
         self.frontier = me.world_size
         """The first rank beyond the first world that nobody has claimed and nobody was given, as far as was looked."""
-        self._added = AddedSoFar(store, keys)
+        self._added = KnownAddedRanks(store, keys)
         self._missing: set[int] = set()
         """The ranks below it that were added, and have not been claimed."""
         self.seal: Seal | None = None
