@@ -389,7 +389,7 @@ class AttachedState:
                         raise ValueError("a part of other bytes")
                     arrays |= decode_part(part)
                 return Kept(position, _joined(arrays), since, steps)
-        self._store.note_bad(key, record)
+        self._store.record_misread(key, record)
         return None
 
 

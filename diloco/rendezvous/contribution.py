@@ -261,7 +261,7 @@ class ContributionSender:
         good = {each: head for each, (head, _) in entry.seen.items()}
         context.standstill.look(entry.index, began_s, good, entry.blocked)
         key, pending = context.keys.contribution(entry.index, rank), entry.pending
-        is_spoilt = rank not in entry.seen and store.bad_readings(key) > 0
+        is_spoilt = rank not in entry.seen and store.count_misreads(key) > 0
         if seal is None and pending is not None and entry.published and is_spoilt and store.is_missing(key):
             # The user has deleted the forgery. Creating the object again is safe: the first one that exists counts.
             entry.misread.pop(rank, None)

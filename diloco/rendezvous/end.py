@@ -61,7 +61,7 @@ def find_end(store: RetryingStore, keys: Keys, proof: Proof) -> End | None:
             return None
         with suppress(BadRecordError):
             return End.parse(data, key, proof)
-        store.note_bad(key, data)
+        store.record_misread(key, data)
     return None
 
 

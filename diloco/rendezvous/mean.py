@@ -146,7 +146,7 @@ class Reducer:
                 if is_mean(payload, layout.blocks(part.n_elements, self._proof), head.blocks):
                     entry.left_out.update(head.left_out)
                     return payload
-            self._store.note_bad(key, data)
+            self._store.record_misread(key, data)
         return self._recover(entry, seal, shard, head)
 
     def _recover(self, entry: EntryState, seal: Seal, shard: int, stored: MeanHead | None) -> memoryview | None:

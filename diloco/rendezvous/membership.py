@@ -201,8 +201,8 @@ def claim_process(store: RetryingStore, keys: Keys, me: Identity, proof: Proof, 
         try:
             opener = ProcessRecord.parse(data, key, proof)
         except BadRecordError as error:
-            store.note_bad(key, data)
-            if store.bad_readings(key) >= MISREAD:  # better several processes unseen than a replica kept out
+            store.record_misread(key, data)
+            if store.count_misreads(key) >= MISREAD:  # better several processes unseen than a replica kept out
                 log.warning("Whether other processes of rank %s take part is not known: %s (%s)", me.rank, error, key)
                 return
             pause()

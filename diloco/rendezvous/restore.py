@@ -101,7 +101,7 @@ class SnapshotReader:
                     f"Rank {self._me.rank} found no snapshot of run {self._keys.run_id!r} that can be read in "
                     f"{limits.round_timeout_s:g} s."
                 )
-            if context.proof.is_signed and self._store.bad_readings(self._keys.snapshot(0)) >= READ_TRIES:
+            if context.proof.is_signed and self._store.count_misreads(self._keys.snapshot(0)) >= READ_TRIES:
                 context.standstill.look_at_start(began)
             context.members.check_abort()
             context.wait(next(pauses), [folder_of(self._keys.snapshot(0))])
@@ -145,7 +145,7 @@ class SnapshotReader:
                 return None
             with suppress(BadRecordError):
                 return SnapshotPointer.parse(data, key, self._context.proof)
-            self._store.note_bad(key, data)
+            self._store.record_misread(key, data)
         return None
 
     @property
@@ -176,9 +176,9 @@ class SnapshotReader:
                     "Load the same weights, or seed all replicas alike; what is trained is sent.",
                     self._me.rank, unlike[0], start.rank, len(unlike),
                 )  # fmt: skip
-        if self._start is None and self._store.bad_readings(self._keys.snapshot(0)) >= READ_TRIES:
+        if self._start is None and self._store.count_misreads(self._keys.snapshot(0)) >= READ_TRIES:
             self._check_key(is_alone=False)
-        return self._start is not None or self._store.bad_readings(self._keys.snapshot(0)) >= AGREEMENT_TRIES
+        return self._start is not None or self._store.count_misreads(self._keys.snapshot(0)) >= AGREEMENT_TRIES
 
     def _check_key(self, *, is_alone: bool) -> None:
         """Distinguish a replica without the run's key from a damaged agreement. Nothing else depends on that record.

@@ -131,7 +131,7 @@ class RetryingStore:
                 self.read_bytes += len(data)
         return data
 
-    def note_bad(self, key: str, data: Buffer) -> None:
+    def record_misread(self, key: str, data: Buffer) -> None:
         """Note a reading that is not what was written: the reading may be wrong, or the object."""
         found, now = xxh3_128_digest(data), self._clock()
         before = self._bad.get(key, _Misread(0, now, now, found))
@@ -139,12 +139,12 @@ class RetryingStore:
         if before.n + 1 == READ_TRIES:
             log.warning("%s in %s is not what was written, in %s readings.", key, self.store.url, READ_TRIES)
 
-    def bad_readings(self, key: str) -> int:
+    def count_misreads(self, key: str) -> int:
         """Return how many readings of an object were not what was written."""
         found = self._bad.get(key)
         return 0 if found is None else found.n
 
-    def is_rotten(self, key: str, for_s: float) -> bool:
+    def is_damaged(self, key: str, for_s: float) -> bool:
         """Return whether an object was read as the same wrong bytes for so long, again and again."""
         found = self._bad.get(key)
         return found is not None and found.n >= READ_TRIES and found.last_s - found.since_s >= for_s

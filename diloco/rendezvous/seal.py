@@ -56,13 +56,13 @@ class SealLog:
         with suppress(BadRecordError):
             layout = context.layouts[entry % len(context.layouts)]
             size_bytes, wire = layout.mean_bytes, layout.mean_wire.name
-            whole = not self.is_rotten(entry)
+            whole = not self.is_damaged(entry)
             seal = Seal.parse(data, key, context.proof, size_bytes=size_bytes, wire=wire, whole=whole)
             blocks = layout.blocks(layout.n_elements, context.proof)
             if seal.mean and not is_mean(memoryview(seal.mean), blocks, None):
                 seal = None
         if seal is None or seal.lost_mean is not None:
-            context.store.note_bad(key, data)
+            context.store.record_misread(key, data)
         else:
             self._newest = entry, seal
             context.members.read_seal = context.members.read_seal or key
@@ -74,9 +74,9 @@ class SealLog:
 
     def misread(self, entry: int) -> int:
         """Return how many readings of the seal were not what was written."""
-        return self._context.store.bad_readings(self._context.keys.seal(entry))
+        return self._context.store.count_misreads(self._context.keys.seal(entry))
 
-    def is_rotten(self, entry: int) -> bool:
+    def is_damaged(self, entry: int) -> bool:
         """Return whether the stored seal is not what was written, whatever a later reading says."""
         return self.misread(entry) >= READ_TRIES
 
@@ -85,7 +85,7 @@ class SealLog:
         context = self._context
         began, pauses = context.clock(), backoff(context.rng)
         while (seal := self.seal(entry)) is None:
-            if self.is_rotten(entry) and (seal := self.seal(entry)) is None:
+            if self.is_damaged(entry) and (seal := self.seal(entry)) is None:
                 return None
             if context.clock() - began > context.limits.round_timeout_s:
                 return None
@@ -254,7 +254,7 @@ class Sealer:
                 entry.seen[rank], entry.payloads[rank] = (head, digest), payload
                 return True
         entry.misread[rank] = entry.misread.get(rank, 0) + 1
-        self._store.note_bad(key, data)
+        self._store.record_misread(key, data)
         return True
 
     def _is_my_turn(self, entry: EntryState) -> bool:
@@ -283,7 +283,7 @@ class Sealer:
             entry: the open entry.
             seal: its seal; None: it has none, or none that can be read just now.
         """
-        is_blocked = entry.blocked is not None or self._seals.is_rotten(entry.index)
+        is_blocked = entry.blocked is not None or self._seals.is_damaged(entry.index)
         return is_blocked or (seal is not None and self.is_late(entry))
 
     def check_time(self, entry: EntryState) -> None:
@@ -295,7 +295,7 @@ class Sealer:
         """
         keys, number = self._context.keys, entry.index + 1
         rotten, looks = entry.blocked or keys.seal(entry.index), [keys.seal(entry.index + 1)] * READ_TRIES
-        if self._store.is_rotten(rotten, self._limits.grace_s) and all(map(self._store.is_missing, looks)):
+        if self._store.is_damaged(rotten, self._limits.grace_s) and all(map(self._store.is_missing, looks)):
             if self._context.proof.is_signed:
                 what = describe_standstill(Standstill(number, rotten), self._store.store.url, has_ended=True)
                 raise CorruptObjectError(
@@ -324,7 +324,7 @@ class Sealer:
         spoilt = [
             rank
             for rank in ranks
-            if rank not in entry.seen and self._store.bad_readings(keys.contribution(entry.index, rank))
+            if rank not in entry.seen and self._store.count_misreads(keys.contribution(entry.index, rank))
         ]
         missing = [rank for rank in ranks if rank not in entry.seen and rank not in spoilt]
         raise QuorumTimeoutError(

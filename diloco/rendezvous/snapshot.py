@@ -101,7 +101,7 @@ def get_parts(
             if data is not None and proof.digest(data) == digest:
                 break
             if data is not None:
-                store.note_bad(key, data)
+                store.record_misread(key, data)
         else:
             return None
         try:

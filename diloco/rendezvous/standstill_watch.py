@@ -116,4 +116,4 @@ class StandstillWatch:
         return list(dict.fromkeys(found))
 
     def _is_bad(self, key: str) -> bool:
-        return self._store.bad_readings(key) >= READ_TRIES
+        return self._store.count_misreads(key) >= READ_TRIES

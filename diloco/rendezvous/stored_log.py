@@ -276,7 +276,7 @@ class StoredLog:
                     return (found, whole) if len(whole) == found.shards else None
                 if is_mean(memoryview(found.mean), self._blocks(layout, layout.n_elements), None):
                     return found, [memoryview(found.mean)]
-            self._store.note_bad(key, data)
+            self._store.record_misread(key, data)
         return None
 
     def rests(self) -> list[int]:
@@ -291,7 +291,7 @@ class StoredLog:
                 return None
             with suppress(BadRecordError):
                 return Rest.parse(data, key, self._proof)
-            self._store.note_bad(key, data)
+            self._store.record_misread(key, data)
         return None
 
     def _entries_below(self, prefix: str) -> set[int]:
@@ -305,7 +305,7 @@ class StoredLog:
                 return None
             with suppress(BadRecordError):
                 return SnapshotPointer.parse(data, key, self._proof)
-            self._store.note_bad(key, data)
+            self._store.record_misread(key, data)
         return None
 
     @cached_property
@@ -327,7 +327,7 @@ class StoredLog:
                 payload = data[head_bytes(part.end_block - part.first_block) :]
                 if is_mean(payload, self._blocks(layout, part.n_elements), head.blocks):
                     return payload
-            self._store.note_bad(key, data)
+            self._store.record_misread(key, data)
         return None
 
 

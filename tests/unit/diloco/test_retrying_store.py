@@ -24,7 +24,7 @@ class Scene:
     def misread(self, data: bytes, *, n: int = 1, every_s: float = 0.0) -> None:
         for _ in range(n):
             self.now += every_s
-            self.store.note_bad("seal/0", data)
+            self.store.record_misread("seal/0", data)
 
     def delete(self, *, is_refused: bool) -> None:
         """Delete something after a round of ten minutes."""
@@ -38,21 +38,21 @@ def test_an_object_that_was_misread_in_a_moment_has_not_rotted_however_long_nobo
     scene = Scene()
     scene.misread(b"x", n=READ_TRIES)
     scene.now += 3600.0  # a laptop's lid
-    assert not scene.store.is_rotten("seal/0", for_s=10.0)
+    assert not scene.store.is_damaged("seal/0", for_s=10.0)
     scene.misread(b"x")
-    assert scene.store.is_rotten("seal/0", for_s=10.0)
+    assert scene.store.is_damaged("seal/0", for_s=10.0)
 
 
 def test_an_object_has_rotted_that_is_the_same_wrong_bytes_for_so_long() -> None:
     scene = Scene()
     scene.misread(b"x", n=4, every_s=3.0)
-    assert not scene.store.is_rotten("seal/0", for_s=10.0)
+    assert not scene.store.is_damaged("seal/0", for_s=10.0)
     scene.misread(b"y", n=4, every_s=3.0)
-    assert not scene.store.is_rotten("seal/0", for_s=10.0), "other bytes each time are a reader's fault"
+    assert not scene.store.is_damaged("seal/0", for_s=10.0), "other bytes each time are a reader's fault"
     scene.misread(b"y", every_s=3.0)
-    assert scene.store.is_rotten("seal/0", for_s=10.0)
-    assert scene.store.bad_readings("seal/0") == 9
-    assert scene.store.bad_readings("seal/1") == 0
+    assert scene.store.is_damaged("seal/0", for_s=10.0)
+    assert scene.store.count_misreads("seal/0") == 9
+    assert scene.store.count_misreads("seal/1") == 0
 
 
 def test_deletes_that_fail_now_and_then_between_long_rounds_end_nobody() -> None:

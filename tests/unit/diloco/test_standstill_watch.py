@@ -33,7 +33,7 @@ class Scene:
     def forge(self, key: str) -> None:
         self.store.put(key, FORGED)
         for _ in range(READ_TRIES):
-            self.patient.note_bad(key, FORGED)
+            self.patient.record_misread(key, FORGED)
 
     def look(self, now: float, good: tuple[int, ...] = (), blocked: str | None = None) -> list[Standstill | None]:
         self.now = now
