@@ -360,7 +360,7 @@ class AttachedState:
         """Return the newest record that can be read, of at most so many rounds."""
         prefix = keys.own(self._me.rank)
         for _ in range(READ_TRIES):  # a listing that fails lists nothing
-            if listed := self._store.found(prefix):
+            if listed := self._store.list_keys(prefix):
                 break
         matches = (re.fullmatch(r"(\d+)/(\d+)/record", key.removeprefix(prefix)) for key in listed)
         found = [(int(match[1]), int(match[2])) for match in matches if match]

@@ -189,7 +189,7 @@ class RetryingStore:
         """Delete an object, perhaps: what is left over is tidied up later."""
         self._did("delete", lambda: self.store.delete(key))
 
-    def found(self, prefix: str) -> list[str]:
+    def list_keys(self, prefix: str) -> list[str]:
         """List the keys below a prefix; some may be missing, and some gone already."""
         try:
             return [entry.key for entry in self.store.list(prefix)]

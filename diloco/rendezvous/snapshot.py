@@ -254,8 +254,8 @@ def collect_garbage(store: RetryingStore, keys: Keys, newest: int, snapshot_ever
     else:
         return
     numbered = re.compile(rf"{re.escape(keys.rounds())}(\d+)/|{re.escape(keys.parts())}(\d+)/")
-    listed = store.found(keys.rounds())  # what is kept beside the anchor is below the same prefix
-    for key in [*listed, *store.found(keys.parts())]:
+    listed = store.list_keys(keys.rounds())  # what is kept beside the anchor is below the same prefix
+    for key in [*listed, *store.list_keys(keys.parts())]:
         found = numbered.match(key)
         if found and int(found[1] or found[2]) < horizon:
             store.remove(key)
@@ -281,7 +281,7 @@ def _collect_own(store: RetryingStore, keys: Keys, horizon: int) -> None:
     """Delete what ranks kept before the horizon, but for the newest of each: a rank may come back after long."""
     prefix = keys.own()
     kept: dict[str, dict[tuple[int, int], list[str]]] = {}
-    for key in store.found(prefix):
+    for key in store.list_keys(prefix):
         if own := _OWN.match(key.removeprefix(prefix)):
             kept.setdefault(own[1], {}).setdefault((int(own[2]), int(own[3])), []).append(key)
     for records in kept.values():

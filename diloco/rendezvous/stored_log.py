@@ -295,7 +295,7 @@ class StoredLog:
         return None
 
     def _entries_below(self, prefix: str) -> set[int]:
-        names = (key.removeprefix(prefix) for key in self._store.found(prefix))
+        names = (key.removeprefix(prefix) for key in self._store.list_keys(prefix))
         return {int(name) for name in names if re.fullmatch(r"\d{1,15}", name, re.ASCII)}
 
     def _pointer(self, entry: int) -> SnapshotPointer | None:

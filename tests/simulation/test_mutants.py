@@ -171,7 +171,7 @@ MUTANTS: dict[str, Patch] = {
         SealLog, "verdicts", lambda self, first, end: [None] * len(self._context.layouts)
     ),
     "what a wire leaves out is lost": wrapped(Toy, "apply", take_all_that_was_held_for_what_was_sent),
-    "all parts are collected": collecting(lambda store, keys, end: store.found(keys.parts())),
+    "all parts are collected": collecting(lambda store, keys, end: store.list_keys(keys.parts())),
 }
 
 
