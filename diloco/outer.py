@@ -713,7 +713,7 @@ class RoundScope:
                 diloco._keeper.keep_if_due()
             if side.position // diloco._keeper.entries_per_period != diloco._keeper.period:
                 diloco._keeper.begin_period()
-            side.phase.left()
+            side.phase.start_training_clock()
             log.debug("rank %s: %s", diloco._settings.rank, RoundReport.sum_of(reports))
         diloco._round_s += monotonic() - self._began_s
         if reports:

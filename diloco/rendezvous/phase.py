@@ -262,9 +262,9 @@ class Phase:
         ahead = 0 if plan.overlap_steps is None else plan.overlap_steps
         return plan.overlaps and self.since >= plan.steps_per_entry - ahead and not plan.is_final(position)
 
-    def step_made(self) -> None:
+    def count_step(self) -> None:
         """Count a step; called when the training calls the rendezvous."""
-        self._trained_s += self.called()
+        self._trained_s += self.stop_training_clock()
         self._steps += 1
         self.n_steps += 1
         self.made = [steps + 1 for steps in self.made]
@@ -277,22 +277,22 @@ class Phase:
             self.seconds = entry_s + step_s  # the step in whose midst the round is due is made to its end
         self.has_trained = True
 
-    def held(self) -> None:
+    def note_held(self) -> None:
         """Note that work is held, to be sent for the open entry."""
         self._held_ahead_s = max(0.0, 1 - self.since) * (self._plan.entry_s or 0.0)
 
-    def called(self) -> float:
+    def stop_training_clock(self) -> float:
         """Note that the training calls the rendezvous; return how long it has gone on since the last call."""
         trained_s = self._clock() - self._left_s
         self._untold_s += trained_s
         return trained_s
 
-    def tell_trained_s(self) -> float:
+    def take_trained_s(self) -> float:
         """Return how long the training has gone on since this was asked."""
         told, self._untold_s = self._untold_s, 0.0
         return told
 
-    def left(self) -> None:
+    def start_training_clock(self) -> None:
         """Note that training goes on from here: the time of the rendezvous is not part of it."""
         self._left_s = self._clock()
 
@@ -313,7 +313,7 @@ class Phase:
         self.since = since
         self._counts_from_s = self._clock() - since * (self._plan.entry_s or 0.0)
 
-    def met(self, n_entries: int, ready_s: float) -> None:
+    def advance_in_phase(self, n_entries: int, ready_s: float) -> None:
         """Continue after the rounds of a boundary, from which all replicas continue together.
 
         By the clock, the next phase begins at the time of the result, or when the last round was due if that is later.
@@ -331,7 +331,7 @@ class Phase:
         else:
             self._count_from(max(ready_s, self._counts_from_s + entry_s))
 
-    def caught_up(self, n_entries: int, looked_step: int, looked_s: float) -> None:
+    def advance_after_catch_up(self, n_entries: int, looked_step: int, looked_s: float) -> None:
         """Go on after seals that were seen in the midst of a phase, which began after the last look without them."""
         self._advance(n_entries)
         if self._plan.entry_s is None:
@@ -350,7 +350,7 @@ class Phase:
         self._counts_from_s = from_s if end is None or self.base < end else min(from_s, now)
         self.since = min(0.0, (now - self._counts_from_s) / (self._plan.entry_s or 1.0))
 
-    def synchronised(self, step: float, base: float) -> None:
+    def advance_after_sync(self, step: float, base: float) -> None:
         """Go on after rounds outside their time: they are worth the steps that were made, not an entry's."""
         self.base = _capped(base, self._end)
         self.go_on(_capped(step, self._end) - self.base)
@@ -365,7 +365,7 @@ class Phase:
 
     # -- what the rounds know ------------------------------------------------------------------------------------------
 
-    def looked(self, at_s: float, at_step: int, *, in_background: bool = False) -> None:
+    def note_unsealed(self, at_s: float, at_step: int, *, in_background: bool = False) -> None:
         """Note that the open entry had no seal.
 
         Args:

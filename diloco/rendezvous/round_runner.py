@@ -429,7 +429,7 @@ class SealPoll:
 
     def note(self, at_s: float, at_step: int) -> None:
         """Note that the open entry had no seal at a time and at a step."""
-        self._phase.looked(at_s, at_step, in_background=self._context.in_background)
+        self._phase.note_unsealed(at_s, at_step, in_background=self._context.in_background)
 
     def ask(self, question: Callable[[], tuple[bool, bool]]) -> SealLook | None:
         """Begin a look if it is time to, and return what it has found. None: it is not time, or there is no answer yet.

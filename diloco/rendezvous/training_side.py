@@ -199,7 +199,7 @@ class TrainingSide:
         )
         if may_be_sent and self.run_in_round_thread(self.runner.has_predecessor):
             self.runner.current().pending = self._hold(is_early=True)  # the runner has no job until then
-        self.phase.left()
+        self.phase.start_training_clock()
 
     def leave(self, *, in_order: bool = True) -> list[RoundReport]:
         """Merge the last results, and tell the others that this replica sends nothing more.
@@ -247,7 +247,7 @@ class TrainingSide:
             QuorumTimeoutError, ContributionError, DivergenceError, FencedError, AbortedError: see `DiLoCo.step`.
         """
         phase, plan = self.phase, self._plan
-        phase.step_made()
+        phase.count_step()
         self._scheduler.check()
         reports: list[RoundReport] = []
         if (result := self._result) is not None and (result.is_urgent or plan.overlap_steps is None):
@@ -271,7 +271,7 @@ class TrainingSide:
                 reports += self._send_if_due()
         while phase.is_at_the_end and not plan.is_over(self.position):
             reports += self._meet()  # all planned steps are made, so the rest of the plan has no steps
-        phase.left()
+        phase.start_training_clock()
         return reports
 
     def _send_if_due(self) -> list[RoundReport]:
@@ -292,7 +292,7 @@ class TrainingSide:
     def sync(self) -> list[RoundReport]:
         """Run a round of every fragment now, and return the reports."""
         self._scheduler.check()
-        self.phase.called()
+        self.phase.stop_training_clock()
         reports: list[RoundReport] = []
         plan, step, before = self._plan, self.phase.run_step, self.position
         for _ in range(self._n_fragments):
@@ -301,8 +301,8 @@ class TrainingSide:
         step += missed * plan.steps_per_entry
         if plan.entry_s is not None:
             step = plan.step_before(self.position)
-        self.phase.synchronised(step, step if plan.total_steps is None else plan.step_before(self.position))
-        self.phase.left()
+        self.phase.advance_after_sync(step, step if plan.total_steps is None else plan.step_before(self.position))
+        self.phase.start_training_clock()
         return reports
 
     def _meet(self) -> list[RoundReport]:
@@ -413,7 +413,7 @@ class TrainingSide:
         self._scheduler.check()  # a runner that has failed does not give the memory back
         pending = self.scale.weigh(self.position, is_early=is_early)
         self._training.hold(self.position % self._n_fragments, is_early=is_early)
-        self.phase.held()
+        self.phase.note_held()
         self._pending = pending
         return pending
 
@@ -435,11 +435,11 @@ class TrainingSide:
             self.position += result.n_entries
             self._pending = None
             if result.has_met:
-                phase.met(result.n_entries, result.ready_s)
+                phase.advance_in_phase(result.n_entries, result.ready_s)
             else:
-                phase.caught_up(result.n_entries, result.looked_step, result.looked_s)
+                phase.advance_after_catch_up(result.n_entries, result.looked_step, result.looked_s)
         self.is_out_of_phase = result.is_out_of_phase
-        trained_s = phase.tell_trained_s() if result.reports else 0.0
+        trained_s = phase.take_trained_s() if result.reports else 0.0
         reports = []
         for report in result.reports:
             is_mine = pending is not None and report.round == pending.entry + 1

@@ -15,8 +15,8 @@ from simulation.simulation import Simulation
 from simulation.test_mutants import BROKEN, Patch, replaced, wrapped
 
 
-def count_steps(step_made: Any, self: Phase) -> None:
-    step_made(self)
+def count_steps(count_step: Any, self: Phase) -> None:
+    count_step(self)
     self.since = self._steps / 4
 
 
@@ -31,12 +31,15 @@ def count_time_at_the_end_of_a_plan(self: Phase, from_s: float) -> None:
 
 
 MUTANTS: dict[str, tuple[Patch, int]] = {
-    "rounds are due by steps": (wrapped(Phase, "step_made", count_steps), 1),
+    "rounds are due by steps": (wrapped(Phase, "count_step", count_steps), 1),
     "all work weighs the same": (
         replaced(WorkScale, "_weight_of", lambda self, entry, fragment: self._weight(entry)),
         0,
     ),
-    "steps since a look count as entries": (replaced(Phase, "caught_up", count_the_steps_since_the_look), 9),
+    "steps since a look count as entries": (
+        replaced(Phase, "advance_after_catch_up", count_the_steps_since_the_look),
+        9,
+    ),
     "a last round waits for its time": (replaced(Phase, "_count_from", count_time_at_the_end_of_a_plan), 10),
     "nobody waits for the slowest one's step": (replaced(Phase, "apart_s", lambda self, phase_s: 0.0), 1),
     "an overlap is told whole": (

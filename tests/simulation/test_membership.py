@@ -170,8 +170,8 @@ def test_before_the_first_seal_the_first_attempts_of_the_launch_are_expected_pro
 
 def stepped(phase: Phase, n: int) -> Phase:
     for _ in range(n):
-        phase.step_made()
-        phase.left()
+        phase.count_step()
+        phase.start_training_clock()
     return phase
 
 
@@ -179,11 +179,11 @@ def test_steps_count_from_the_last_look_that_saw_no_seal_less_the_overlap() -> N
     phase = stepped(Phase(RoundPlan(steps_per_entry=10, overlap_steps=2), lambda: 0.0), 3)
     looked_step = phase.n_steps
     stepped(phase, 5)
-    phase.caught_up(1, looked_step, 0.0)
+    phase.advance_after_catch_up(1, looked_step, 0.0)
     assert (phase.base, phase.since) == (10, 3)
     looked_step = phase.n_steps
     stepped(phase, 1)
-    phase.caught_up(2, looked_step, 0.0)
+    phase.advance_after_catch_up(2, looked_step, 0.0)
     assert (phase.base, phase.since) == (30, 0)
 
 
@@ -191,7 +191,7 @@ def test_a_head_start_counts_for_one_round() -> None:
     now = [0.0]
     here = context(Identity(0, 2, 0, "me"), now)
     runner = RoundRunner(here, lambda result: None)
-    here.phase.looked(0.0, 0)
+    here.phase.note_unsealed(0.0, 0)
     now[0] = 7.0
     runner._prepare_result([], 1, is_out_of_phase=False)
     assert here.phase.head_start_s == 7.0
@@ -202,13 +202,13 @@ def test_a_head_start_counts_for_one_round() -> None:
 def test_the_runs_step_is_that_of_its_newest_entry_and_at_most_a_phase_more() -> None:
     phase = stepped(Phase(RoundPlan(steps_per_entry=10, total_steps=25), lambda: 0.0), 14)
     assert phase.run_step == 10, "others may be in the midst of their phase still"
-    phase.caught_up(1, 0, 0.0)
+    phase.advance_after_catch_up(1, 0, 0.0)
     assert 10 <= phase.run_step <= 20
-    phase.met(1, 0.0)
+    phase.advance_in_phase(1, 0.0)
     assert stepped(phase, 9).run_step == 25
     assert phase.is_at_the_end
     for n_entries in (1, 5):
-        phase.met(n_entries, 0.0)
+        phase.advance_in_phase(n_entries, 0.0)
         assert phase.run_step == 25
 
 
@@ -244,7 +244,7 @@ def test_the_bound_of_a_replica_that_sees_no_expected_process() -> None:
         here = context(Identity(0, 2, 0, "me"), now)
         assert here.phase.seconds == 0.0
         now[0] = own_s
-        here.phase.step_made()
+        here.phase.count_step()
         here.members.seal = sealed_by((1, 0), phase_s=told_s)
         assert sealer(here).unobserved_wait_s == pytest.approx(unobserved_wait_s), (told_s, own_s)
 
@@ -264,7 +264,7 @@ def test_a_replica_without_a_step_decides_nothing_alone_before_the_first_seal() 
     entry.began_s = entry.published_s = 0.0
     assert not one._is_over(entry, {}, 1e6, grace_factor=1)
     now[0] = 10.0
-    here.phase.step_made()
+    here.phase.count_step()
     assert [one._is_over(entry, {}, at_s, grace_factor=1) for at_s in (49.0, 51.0)] == [False, True]
 
 

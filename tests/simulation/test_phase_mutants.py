@@ -120,8 +120,8 @@ def count_the_steps_that_were_made(self: Phase, n_entries: int) -> None:
     self._steps, self._trained_s = 0, 0.0
 
 
-def take_what_was_trained_for_a_phase(step_made: Any, self: Phase) -> None:
-    step_made(self)
+def take_what_was_trained_for_a_phase(count_step: Any, self: Phase) -> None:
+    count_step(self)
     self.seconds = self._trained_s
 
 
@@ -212,7 +212,7 @@ MUTANTS: dict[str, tuple[Patch, Callable[[], object]]] = {
         schedule(5),
     ),
     "a phase lasts as long as was trained so far": (
-        wrapped(Phase, "step_made", take_what_was_trained_for_a_phase),
+        wrapped(Phase, "count_step", take_what_was_trained_for_a_phase),
         scenes.three_of_ten_steps_tell_how_long_ten_take,
     ),
     "a learned grace is short": (learn_a_short_grace, schedule(98)),

@@ -171,11 +171,11 @@ def three_of_ten_steps_tell_how_long_ten_take() -> None:
     phase = Phase(RoundPlan(steps_per_entry=10), lambda: now[0])
     for _ in range(3):
         now[0] += phase_s / 10
-        phase.step_made()
+        phase.count_step()
         now[0] += 5.0  # the rendezvous' own time is not counted
-        phase.left()
+        phase.start_training_clock()
     assert phase.seconds == pytest.approx(phase_s)
-    phase.met(1, 0.0)
+    phase.advance_in_phase(1, 0.0)
     assert phase.seconds == pytest.approx(phase_s), "what it knew last"
 
 

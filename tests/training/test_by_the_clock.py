@@ -179,8 +179,8 @@ class Clocked:
 
     def step(self, seconds: float) -> Phase:
         self.now += seconds
-        self.phase.step_made()
-        self.phase.left()
+        self.phase.count_step()
+        self.phase.start_training_clock()
         return self.phase
 
 
@@ -188,11 +188,11 @@ def test_a_round_is_due_at_the_first_step_so_long_after_the_last_was_had() -> No
     one = Clocked()
     assert [one.step(4.0).is_due for _ in range(3)] == [False, False, True]
     one.now += 3.0  # the round
-    one.phase.met(1, one.now)
+    one.phase.advance_in_phase(1, one.now)
     assert [one.step(4.0).is_due for _ in range(3)] == [False, False, True]
-    one.phase.met(1, one.now - 2.0)  # the others had it before
+    one.phase.advance_in_phase(1, one.now - 2.0)  # the others had it before
     assert [one.step(4.0).is_due for _ in range(2)] == [False, True]
-    one.phase.met(1, one.now)
+    one.phase.advance_in_phase(1, one.now)
     one.now += 30.0
     assert not one.phase.is_due, "not before a step was made"
     assert one.step(1.0).is_due
@@ -201,18 +201,18 @@ def test_a_round_is_due_at_the_first_step_so_long_after_the_last_was_had() -> No
 def test_what_is_sent_before_it_is_due_says_for_how_long_training_goes_on() -> None:
     one = Clocked(overlap_steps=0.5)
     assert [one.step(3.0).is_time_to_send(0) for _ in range(2)] == [False, True]
-    one.phase.held()
+    one.phase.note_held()
     assert one.phase.ahead_s(0) == pytest.approx(4.0)
     one.step(5.0)
     assert one.phase.is_due
-    one.phase.met(1, one.now - 4.0)  # had in time: what is due next is so ten seconds after this was due
+    one.phase.advance_in_phase(1, one.now - 4.0)  # had in time: what is due next is so ten seconds after this was due
     assert [one.step(3.0).is_due for _ in range(3)] == [False, False, True]
 
 
 def test_who_saw_a_seal_in_the_midst_of_a_phase_counts_from_the_last_look_without_it() -> None:
     one = Clocked(overlap_steps=0.2)
     one.step(25.0)
-    one.phase.caught_up(1, 0, one.now - 5.0)
+    one.phase.advance_after_catch_up(1, 0, one.now - 5.0)
     assert not one.phase.is_due
     assert [one.step(3.0).is_due for _ in range(3)] == [False, False, True]
 
