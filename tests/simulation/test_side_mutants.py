@@ -59,7 +59,7 @@ MUTANTS: dict[str, tuple[Patch, int]] = {
     "a job is done although something else has landed": (do_each_round_and_look, 11156),
     "the rounds look on after they have landed": (wrapped(RoundRunner, "_prepare_result", look_on_after_a_result), 1),
     "a sender that overlaps does not say how early it is": (replaced(Phase, "ahead_s", lambda self, entry: 0.0), 1060),
-    "a step counts from the look in its midst": (wrapped(Phase, "looked", count_steps_from_the_look), 2840),
+    "a step counts from the look in its midst": (wrapped(Phase, "note_unsealed", count_steps_from_the_look), 2840),
     "phases of one step wait for no answer": (do_not_wait_for_an_answer, 2400),
 }
 """And the seed of a schedule that shows each; should it no longer do so, others do."""
