@@ -24,7 +24,7 @@ from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import RunLocation, find_location
 from diloco.rendezvous.retrying_store import RetryingStore, backoff
 from diloco.rendezvous.round import Limits, RoundReport
-from diloco.rendezvous.snapshot import Pointer
+from diloco.rendezvous.snapshot import SnapshotPointer
 from diloco.tensor_names import by_clean_name
 from executors.errors import StoreError
 from executors.patience import ROUND
@@ -213,7 +213,7 @@ def step_of_begin(place: RunLocation, options: Mapping[str, Any], *, waits: bool
             tries += 1
             if data is not None:
                 with suppress(BadRecordError), reading("agreement"):
-                    return max(0, typed(int, Pointer.parse(data, key, proof).agreement.get("begun_at", 0)))
+                    return max(0, typed(int, SnapshotPointer.parse(data, key, proof).agreement.get("begun_at", 0)))
     return None
 
 
