@@ -17,6 +17,7 @@ from executors.store.standstill import standstill_lines
 
 INSTALLING = "installing"
 """The state of a replica whose container installs packages."""
+WAITS_FOR_CONTROLLER = "waits for a controller"  # how the note of a rank begins that needs `replicas watch`
 FAILED_EARLY = "failed before the first round"
 MAX_WHY = 2000  # characters of a reason that is passed on
 STEPS_PER_S, TOTAL_STEPS = "steps_per_s", "total_steps"
@@ -135,7 +136,7 @@ class RestartState:
 
 
 @dataclass(frozen=True)
-class Decided:
+class DecisionLine:
     """One decision on a run, as a line."""
 
     at: float
@@ -399,7 +400,7 @@ class RunStatus:
     """How many more ranks joined while it ran; only their claims are known."""
     min_replicas: int | None = None
     """How many replicas are enough. None: all."""
-    decided: Sequence[Decided] = ()
+    decided: Sequence[DecisionLine] = ()
     """The decisions on it so far, oldest first."""
     restarts_by_reason: Mapping[str, int] = field(default_factory=dict)
     forged: Sequence[tuple[int, int]] = ()

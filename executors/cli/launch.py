@@ -362,9 +362,9 @@ def report_unreadable_run(
         then = f"Whether all of it has ended is not known here: replicas status {name}   {ends}"
     elif words := run.end_refused(error):
         then = words
-    elif lease and not run.is_let_go and isinstance(error, StoreError):  # who cannot read a lease does not end by it
+    elif lease and not run.is_released and isinstance(error, StoreError):  # who cannot read a lease does not end by it
         then = f"{who} continues while the store does not answer, and {lease} longer. {ends}"
-    elif lease and not run.is_let_go:
+    elif lease and not run.is_released:
         then = f"{who} continues for {lease}, and as long as somebody watches it: replicas watch {name}"
     elif not lease and backend.ends_with_launcher:
         then = f"{who} ends with this command."

@@ -60,7 +60,7 @@ FIND_S = 10.0  # how long `cancel` waits for a store, twice at most, before it a
 SILENT_S = 60.0  # a spare beats every 10 s
 SLOW = 1.5  # times the plan
 BEING_REMOVED = "being removed"
-CHECK = "Say only which ranks may hang, wait for a keeper or were given up; exit code 1 if any does."
+CHECK = "Say only which ranks may hang, wait for a controller or were given up; exit code 1 if any does."
 
 
 def ls(

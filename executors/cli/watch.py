@@ -87,7 +87,7 @@ def watch(
     output.print(heading(found), "bold")
     lease = None
     if needs_lease:
-        lease = LeaseHolder(found.store, found.run_id, is_second=True)
+        lease = LeaseHolder(found.store, found.run_id, yields=True)
         lease.start()
     controller = found.keep_here(start_specs, lease, lambda words: output.print(words, "yellow"), log=log)
     if once:

@@ -137,7 +137,7 @@ def with_policy(backend: Backend, request: LaunchRequest) -> LaunchRequest:
     if settings.restarts == NO_RESTARTS:
         request = request.with_settings(restarts=None)
     elif settings.restarts is None and not settings.detach and backend.reports_preemption(settings.gpu):
-        # Only while the launching process watches: of a detached run, each preempted rank would wait for a keeper.
+        # Only while the launching process watches: of a detached run, each preempted rank would wait for a controller.
         return request.with_settings(restarts=ONLY_PREEMPTED)
     name, is_limited = backend.backend_name, settings.hang_limits.start_limit_s is not None
     if backend.starts_single_ranks or (request.settings.restarts is None and not is_limited):

@@ -20,7 +20,7 @@ from executors.attempt.warning_record import KeptWarnings
 from executors.errors import StoreError
 from executors.protocol import Outcome, ReplicaStatus
 from executors.restarts.decision_log import Decision, DecisionLog
-from executors.restarts.decision_text import RestartTally, line_of
+from executors.restarts.decision_text import RestartTally, describe_decision
 from executors.settings.policy import Restarts
 from executors.status import FoundWarning, RunStatus
 from executors.store.inventory import Inventory
@@ -240,7 +240,7 @@ class EventReader:
             self._note(str(error))
             return
         for entry in log[self._n_decisions :]:
-            yield event_of_decision(entry, line_of(entry, self._earlier, self._run_id))
+            yield event_of_decision(entry, describe_decision(entry, self._earlier, self._run_id))
             self._earlier.add(entry)
         self._n_decisions = len(log)
 

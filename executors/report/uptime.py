@@ -11,7 +11,7 @@ from executors.attempt import Attempt, Claim
 from executors.attempt.outcome import says_alive
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.report.events import SEGMENT_BYTES, lines_in, read_stacks
-from executors.status import ReplicaState, RunStatus
+from executors.status import WAITS_FOR_CONTROLLER, ReplicaState, RunStatus
 from executors.store.inventory import Inventory
 from executors.store.parallel import at_store
 from executors.store.record_names import CLAIM
@@ -95,14 +95,14 @@ def _down_s(lives: Sequence[Life], over_at: float) -> float:
 
 
 def wants_attention(now: RunStatus, inventory: Inventory, newest: Callable[[int], Attempt]) -> dict[int, str]:
-    """Return by rank what somebody should look at: it may hang, waits for a keeper, or was given up."""
+    """Return by rank what somebody should look at: it may hang, waits for a controller, or was given up."""
     found = {}
     for state in now.replicas:
         kind = (state.restart.decision or {}).get("kind")
         dumps = [dump for dump in inventory.stacks if dump[:2] == (state.rank, state.attempt)]
         # A failure with a note: nothing follows, though nobody wrote so, as where the log cannot be read.
         is_left = kind in ("give_up", "stop") or (state.status is ReplicaStatus.FAILED and state.restart.note)
-        if state.restart.note.startswith("waits for a keeper") or (state.is_over and is_left):
+        if state.restart.note.startswith(WAITS_FOR_CONTROLLER) or (state.is_over and is_left):
             found[state.rank] = state.restart.note
         elif dumps and state.status is ReplicaStatus.RUNNING:
             number, at = max((dump[2], dump[3]) for dump in dumps)

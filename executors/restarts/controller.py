@@ -9,8 +9,8 @@ from typing import Protocol
 
 from executors.attempt import Attempt
 from executors.protocol import Outcome, ReplicaStatus
-from executors.restarts.decision_log import MAX_ATTEMPT, Decision, DecisionLog, answer_to, blocking_order, policy_of
-from executors.restarts.rules import LAST_CALL_S, RunFacts, decide, is_own, too_few_left
+from executors.restarts.decision_log import MAX_ATTEMPT, Decision, DecisionLog, blocking_order, decision_on, policy_of
+from executors.restarts.rules import LAST_CALL_S, RunFacts, decide, is_own_failure, too_few_left
 from executors.settings.policy import Restarts
 from executors.settings.run_spec import RunSpec
 from executors.store import Store
@@ -68,7 +68,7 @@ class RunSnapshot:
         )
         return cls(newest, ends, has_progress)
 
-    def of_first_world(self, world_size: int) -> RunSnapshot:
+    def without_added(self, world_size: int) -> RunSnapshot:
         """Return it without ranks that were added: these may be on other backends."""
         newest = {rank: number for rank, number in self.newest.items() if rank < world_size}
         ends = {rank: end for rank, end in self.ends.items() if rank < world_size}
@@ -84,7 +84,7 @@ class RestartContext:
     world_size: int
     launched_at: float
     min_replicas: int | None = None
-    places: tuple[frozenset[int], ...] = ()
+    rank_groups: tuple[frozenset[int], ...] = ()
     """The ranks of each placement of the launch."""
 
     @classmethod
@@ -95,8 +95,8 @@ class RestartContext:
             StoreError: the store does not answer.
         """
         record = find_run_record(store, spec.run_id)
-        least, places = (None, ()) if record is None else (record.settings.min_replicas, record.places)
-        return cls(spec.supervised_restarts, spec.world_size, spec.launched_at, least, places)
+        least, rank_groups = (None, ()) if record is None else (record.settings.min_replicas, record.ranks_by_placement)
+        return cls(spec.supervised_restarts, spec.world_size, spec.launched_at, least, rank_groups)
 
 
 class RestartController:
@@ -152,7 +152,7 @@ class RestartController:
         """Return the stop or cancel that stands against a rank, as far as the log was read."""
         return blocking_order(self.log.entries, rank)
 
-    def keep(self, snapshot: RunSnapshot) -> float | None:
+    def advance(self, snapshot: RunSnapshot) -> float | None:
         """Answer what has ended, stop a run that cannot succeed, and start what is due.
 
         Returns: in how many seconds there is something to do again, if nothing ends until then. None: nothing.
@@ -161,9 +161,9 @@ class RestartController:
             StoreError: the store does not answer; call it again.
         """
         self.log.read()
-        return self.keep_as_read(snapshot)
+        return self.advance_as_read(snapshot)
 
-    def keep_as_read(self, snapshot: RunSnapshot) -> float | None:
+    def advance_as_read(self, snapshot: RunSnapshot) -> float | None:
         """Do the same by the log as it was read just now."""
         n_read = len(self.log.entries)
         self._fold()
@@ -189,9 +189,9 @@ class RestartController:
         """
         for end in snapshot.ends.values():
             if end.status is ReplicaStatus.FAILED:
-                self.answer(end, snapshot, restarts=False)
+                self.decide_on(end, snapshot, restarts=False)
 
-    def answer(self, end: Outcome, snapshot: RunSnapshot, *, restarts: bool = True) -> Decision | None:
+    def decide_on(self, end: Outcome, snapshot: RunSnapshot, *, restarts: bool = True) -> Decision | None:
         """Add what answers an end to the log; return None where nothing does, or something has.
 
         Args:
@@ -204,7 +204,7 @@ class RestartController:
             launched_at=self._context.launched_at,
             newest=snapshot.newest,
             has_progress=snapshot.has_progress,
-            places=self._context.places,
+            rank_groups=self._context.rank_groups,
         )
         others = [other for other in snapshot.ends.values() if other.rank != end.rank]
 
@@ -256,16 +256,16 @@ class RestartController:
             return None
         if self.starter is None or self.policy is None or not self.starter.may_start(end.rank):
             return None
-        if answer_to(self.log.entries, end.rank, end.attempt) is not None:
+        if decision_on(self.log.entries, end.rank, end.attempt) is not None:
             self._answered[end.rank] = end.attempt
             return None
         if self.blocking_order(end.rank) is not None:
             return None
-        if is_own(end) and not snapshot.has_progress and not end.progress_marks:
+        if is_own_failure(end) and not snapshot.has_progress and not end.progress_marks:
             wait_s = LAST_CALL_S - self._known_ends.note((end.rank, end.attempt))
             if wait_s > 0:
                 return wait_s
-        self.answer(end, snapshot)
+        self.decide_on(end, snapshot)
         return None
 
     def _pending(self, snapshot: RunSnapshot) -> dict[int, Decision]:

@@ -302,7 +302,7 @@ def blocking_order(log: Sequence[Decision], rank: int) -> Decision | None:
     return None
 
 
-def answer_to(log: Sequence[Decision], rank: int, attempt: int) -> Decision | None:
+def decision_on(log: Sequence[Decision], rank: int, attempt: int) -> Decision | None:
     """Return what answers the end of an attempt: the entry that starts a later one of the rank, or gives it up."""
     for entry in reversed(log):
         if entry.start.get(rank, -1) > attempt:

@@ -54,7 +54,7 @@ class RestartTally:
         return len(found) if per_s is None else len(found) - bisect_right(found, now - per_s)
 
 
-def line_of(entry: Decision, tally: RestartTally, run: str, alike: Collection[int] = ()) -> str:
+def describe_decision(entry: Decision, tally: RestartTally, run: str, alike: Collection[int] = ()) -> str:
     """Say what an entry of the log decided: `restarting rank 3 as attempt 1 (1 of 3): signal, SIGKILL`.
 
     Args:
@@ -88,7 +88,7 @@ def line_of(entry: Decision, tally: RestartTally, run: str, alike: Collection[in
     return f"from here on: {words}" if words else "an entry without the run's key, which counts for nothing"
 
 
-def note_of(log: Sequence[Decision], index: int, launched: Restarts | None, now: float) -> str:
+def describe_wait(log: Sequence[Decision], index: int, launched: Restarts | None, now: float) -> str:
     """Say of an entry that answers a rank's end what the rank waits for, or why it is not started again.
 
     Args:

@@ -62,7 +62,7 @@ class LeaseHolder:
     """Renews the lease of a run from a thread of its own, whether or not anybody waits.
 
     Args:
-        is_second: leave the lease alone while somebody else renews it.
+        yields: leave the lease alone while somebody else renews it.
         renew_s: seconds between two renewals. Default: a minute.
         name: which lease of the run. Default: the attached run's.
     """
@@ -72,14 +72,14 @@ class LeaseHolder:
         store: Store,
         run_id: str,
         *,
-        is_second: bool = False,
+        yields: bool = False,
         renew_s: float = RENEW_S,
         name: str = ATTACHED_LEASE,
     ) -> None:
         self._store = store
         self._run_id = run_id
         self._key = f"{run_id}/{name}"
-        self._is_second = is_second
+        self._yields = yields
         self._renew_s = renew_s
         self._holder = os.urandom(8).hex()
         self._others: Lease | None = None
@@ -89,13 +89,13 @@ class LeaseHolder:
         self._thread = threading.Thread(target=self._hold, name="replicas-lease", daemon=True)
 
     @property
-    def is_let_go(self) -> bool:
+    def is_released(self) -> bool:
         """Whether somebody has let the run go, as of the last look: then it needs no renewal, nor ends without one."""
         return self._others is not None and self._others.detached
 
     def start(self) -> None:
         """Begin: the first renewal is tried before this returns."""
-        self._renew_or_tell()
+        self._renew_or_warn()
         self._thread.start()
 
     def end(self) -> None:
@@ -114,7 +114,7 @@ class LeaseHolder:
             log.warning("run %s may end %.0f min from now unless somebody watches it: its lease could not be let go: "
                         "%s", self._run_id, LEASE_S / 60, error)  # fmt: skip
 
-    def release_started(self) -> None:
+    def release_containers(self) -> None:
         """Release containers that were all started: they need nobody any more.
 
         Raises:
@@ -133,7 +133,7 @@ class LeaseHolder:
         """
         if run_was_deleted(self._store, self._run_id):
             self.end()  # the run was deleted, and would begin to exist again
-        elif not (self._is_second and self._others_hold()):
+        elif not (self._yields and self._others_hold()):
             lease = Lease(holder=self._holder, by=this_process(), at=time.time())
             self._store.put(self._key, to_bytes(asdict(lease)))
 
@@ -150,9 +150,9 @@ class LeaseHolder:
     def _hold(self) -> None:
         was_renewed = True
         while not self._ended.wait(self._renew_s if was_renewed else AGAIN_S):
-            was_renewed = self._renew_or_tell(is_first_failure=was_renewed)
+            was_renewed = self._renew_or_warn(is_first_failure=was_renewed)
 
-    def _renew_or_tell(self, *, is_first_failure: bool = True) -> bool:
+    def _renew_or_warn(self, *, is_first_failure: bool = True) -> bool:
         try:
             self.renew()
         except StoreError as error:
@@ -178,7 +178,7 @@ class LeaseWatch:
 
     Example:
         watch = LeaseWatch(store, "brave-otter-7f3a", 900.0)
-        if watch.is_over():
+        if watch.has_expired():
             print(watch.why)
     """
 
@@ -224,7 +224,7 @@ class LeaseWatch:
             return "its launcher ended before all replicas of this detached launch were started"
         return f"nobody watched this attached run for {minutes}; launch with --detach to let it go on"
 
-    def is_over(self) -> bool:
+    def has_expired(self) -> bool:
         """Look at the lease when it is time to; return whether the container is to end."""
         now = self._clock()
         if now < self._look_at:
@@ -303,7 +303,7 @@ def has_lease_ended(store: Store, run_id: str, now: float) -> bool:
         has_lease_ended(store, "brave-otter-7f3a", time.time())
     """
     with contextlib.suppress(CorruptObjectError):
-        lease = find_record(store, key_of(run_id), Lease.parse)
+        lease = find_record(store, attached_lease_key(run_id), Lease.parse)
         return lease is not None and _is_abandoned(lease, now, LEASE_S)
     return False
 
@@ -326,7 +326,7 @@ def finish_start(lease: LeaseHolder | None, spec: RunSpec) -> None:
     if lease is None or spec.lease_name == ATTACHED_LEASE:
         return
     try:
-        lease.release_started()
+        lease.release_containers()
     except StoreError as error:
         print(
             f"replicas: run {spec.run_id} was started, but ends {LEASE_S / 60:.0f} min from now, because its store "
@@ -354,10 +354,10 @@ def release_lease(store: Store, run_id: str) -> None:
     Raises:
         StoreError: the store does not answer.
     """
-    if exists(store, key_of(run_id)):
-        store.put(key_of(run_id), to_bytes(asdict(_released())))
+    if exists(store, attached_lease_key(run_id)):
+        store.put(attached_lease_key(run_id), to_bytes(asdict(_released())))
 
 
-def key_of(run_id: str) -> str:
+def attached_lease_key(run_id: str) -> str:
     """Name the lease of an attached run."""
     return f"{run_id}/{ATTACHED_LEASE}"

@@ -10,7 +10,7 @@ from executors.attempt import Attempt, launch_failed_message
 from executors.errors import StoreError
 from executors.process import identify_process, this_process
 from executors.protocol import BY_USER, STOPPED
-from executors.restarts.decision_log import MAX_WORDS, Decision, DecisionLog, answer_to
+from executors.restarts.decision_log import MAX_WORDS, Decision, DecisionLog, decision_on
 from executors.settings.policy import HangLimits, Restarts
 from executors.store import Store
 
@@ -93,7 +93,7 @@ def take_back_resume(log: DecisionLog, start: Mapping[int, int], why: str) -> No
             continue
 
         def entry(entries: Sequence[Decision], rank: int = rank, ended: int = number - 1) -> Decision | None:
-            standing = answer_to(entries, rank, ended)
+            standing = decision_on(entries, rank, ended)
             if standing is None or (standing.kind, standing.by) != ("resume", this_process()):
                 return None  # somebody has ordered something else since
             words = f"a resume failed: {why}"[:MAX_WORDS]

@@ -12,12 +12,12 @@ from threading import Lock
 from executors.errors import CorruptObjectError
 from executors.process import may_live
 from executors.protocol import BY_USER, STOPPED, Outcome, ReplicaStatus
-from executors.restarts.decision_log import Decision, DecisionLog, answer_to, blocking_order, is_blocked, policy_of
-from executors.restarts.decision_text import PERMANENT, RestartTally, line_of, note_of
+from executors.restarts.decision_log import Decision, DecisionLog, blocking_order, decision_on, is_blocked, policy_of
+from executors.restarts.decision_text import PERMANENT, RestartTally, describe_decision, describe_wait
 from executors.restarts.orders import stop_reason
 from executors.restarts.rules import RunFacts, decide
 from executors.settings.policy import Restarts
-from executors.status import Decided, ReplicaState, RestartState
+from executors.status import WAITS_FOR_CONTROLLER, DecisionLine, ReplicaState, RestartState
 from executors.store import Store
 from executors.store.run_key import find_key
 from executors.store.url import is_near
@@ -36,8 +36,8 @@ class RestartView:
         store: the store of the run.
         run_id: the id of the run.
         record: the record of the run.
-        has_keeper: returns True if the supervisor of a rank that ended is alive. It is called only when a decision is
-            overdue.
+        has_live_controller: returns True if the supervisor of a rank that ended is alive. It is called only when a
+            decision is overdue.
         has_ended: returns True if a rank shows that the run ended with its launcher. It is called only where an
             attached run waits for a decision.
         reference: returns the name that finds a run again from this machine, given its id and the url of its store.
@@ -49,31 +49,31 @@ class RestartView:
         store: Store,
         run_id: str,
         record: RunRecord,
-        has_keeper: Callable[[int], bool],
+        has_live_controller: Callable[[int], bool],
         has_ended: Callable[[int], bool] = lambda rank: False,
         reference: Callable[[str, str], str] = lambda run_id, url: run_id,
     ) -> None:
-        self._has_keeper = has_keeper
+        self._has_controller = has_live_controller
         self._has_ended = has_ended
         self._reference = reference
         self._is_near = is_near(store.url)
         self._log = DecisionLog(store, run_id, key=record.key_id and find_key(run_id, record.key_id))
         self._record = record
-        self._places = record.places  # of thousands of ranks, made once
+        self._rank_groups = record.ranks_by_placement  # of thousands of ranks, made once
         self._launched = Restarts.of(record.settings.restarts)
         self._reading = Lock()
         self._seen: frozenset[tuple[int, int, bool]] = frozenset()
         self._problem = ""
-        self._told: list[Decided] = []
+        self._lines: list[DecisionLine] = []
         self._tally = RestartTally(self._launched)
-        """The tally up to the last entry of `_told`."""
+        """The tally up to the last entry of `_lines`."""
 
     @property
     def decisions(self) -> Sequence[Decision]:
         """The log, as far as it was read."""
         return tuple(self._log.entries)
 
-    def over(self, states: Sequence[ReplicaState], ends: Mapping[int, Outcome]) -> list[ReplicaState]:
+    def with_restarts(self, states: Sequence[ReplicaState], ends: Mapping[int, Outcome]) -> list[ReplicaState]:
         """Return the states of replicas, pending where an attempt ended and another one is to follow.
 
         At a far store the log is read where a replica has ended badly, or was started again: before, it says little.
@@ -105,7 +105,7 @@ class RestartView:
         """
         self._read()
         log, now = self.decisions, time.time()
-        answers = {rank: answer_to(log, rank, attempt) for rank, attempt in newest.items()}
+        answers = {rank: decision_on(log, rank, attempt) for rank, attempt in newest.items()}
         return [
             rank
             for rank, answer in answers.items()
@@ -115,21 +115,21 @@ class RestartView:
             and not is_blocked(log, rank)
         ]
 
-    def share(self, log: DecisionLog) -> None:
+    def share_log(self, log: DecisionLog) -> None:
         """Let this process's looks and another log of the run have what either has read."""
         with self._reading:
             self._log.take_over(log)
             log.take_over(self._log)
 
-    def told(self, ends: Mapping[int, Outcome]) -> list[Decided]:
+    def describe_decisions(self, ends: Mapping[int, Outcome]) -> list[DecisionLine]:
         """Return what was decided so far, a line each, oldest first."""
         with self._reading:
-            for entry in self.decisions[len(self._told) :]:
+            for entry in self.decisions[len(self._lines) :]:
                 told = ends.items() if entry.kind == "stop" else ()
                 alike = [rank for rank, end in told if end.fingerprint == entry.fingerprint]
-                self._told.append(Decided(entry.at, line_of(entry, self._tally, self._name, alike)))
+                self._lines.append(DecisionLine(entry.at, describe_decision(entry, self._tally, self._name, alike)))
                 self._tally.add(entry)
-            return list(self._told)
+            return list(self._lines)
 
     @property
     def restarts_by_reason(self) -> dict[str, int]:
@@ -166,12 +166,12 @@ class RestartView:
         end = state.outcome if state.status.is_terminal and state.is_readable else None
         if end is None or end.status is ReplicaStatus.SUCCEEDED:
             return replace(state, restart=known)
-        answer = answer_to(log, end.rank, end.attempt)
+        answer = decision_on(log, end.rank, end.attempt)
         order = blocking_order(log, end.rank)
         if answer is not None:
             known = replace(known, decision={name: getattr(answer, name) for name in SHOWN})
         if answer is not None and answer.kind in ("give_up", "stop"):
-            note = note_of(log, log.index(answer), self._launched, now)
+            note = describe_wait(log, log.index(answer), self._launched, now)
             return replace(state, restart=replace(known, note=note, is_permanent=answer.why in PERMANENT))
         if order is not None and answer is not None:  # as whoever was to begin it records, if that lives
             number, error = answer.start[state.rank], f"Replica {state.rank} was ended: {stop_reason(order)}."
@@ -185,7 +185,7 @@ class RestartView:
             return _awaiting(state, known, "resuming") if is_awaited else replace(state, restart=known)
         if answer is not None:
             known = replace(known, next_at=max(answer.not_before, answer.at))
-            note = note_of(log, log.index(answer), self._launched, now)
+            note = describe_wait(log, log.index(answer), self._launched, now)
             is_early = _is_within(answer.wait_s + OVERDUE_S, answer.at, now)
             if not (is_early and may_live(answer.by)) and self._is_left(end.rank):
                 return replace(state, restart=replace(known, note=self._note_of_end))
@@ -194,7 +194,7 @@ class RestartView:
         if expected is None:
             return replace(state, restart=known)
         if expected.kind == "give_up" and expected.why != "no_progress":
-            note = note_of([*log, expected], len(log), self._launched, now)
+            note = describe_wait([*log, expected], len(log), self._launched, now)
             return replace(state, restart=replace(known, note=note, is_permanent=expected.why in PERMANENT))
         # A rank of a run that goes on alone is lost with its supervisor: nobody is left who could still answer its end.
         if self._is_left(end.rank):  # also at the first look: nothing that follows could begin any more
@@ -212,9 +212,9 @@ class RestartView:
         return f"the run ended with its launcher: replicas resume {self._name}"
 
     def _note_of_wait(self, rank: int, note: str, is_early: bool) -> str:
-        if is_early or self._has_keeper(rank):  # which waits for a place, perhaps
+        if is_early or self._has_controller(rank):  # which waits for a place, perhaps
             return note
-        return f"waits for a keeper: replicas watch {self._name}"
+        return f"{WAITS_FOR_CONTROLLER}: replicas watch {self._name}"
 
     def _expected(
         self, end: Outcome, log: Sequence[Decision], ends: Sequence[Outcome], policy: Restarts, now: float
@@ -231,7 +231,7 @@ class RestartView:
                 world_size=self._record.world_size,
                 launched_at=self._record.created_at,
                 has_progress=has_progress,
-                places=self._places,
+                rank_groups=self._rank_groups,
             )
             found.append(decide(log, end, others, policy, facts, now))
         return next((answer for answer in found if answer is not None and answer.kind != "give_up"), found[0])

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from executors.protocol import Outcome, ReplicaStatus
-from executors.restarts.decision_log import Decision, answer_to, is_blocked
+from executors.restarts.decision_log import Decision, decision_on, is_blocked
 from executors.settings.policy import Restarts
 
 LAST_CALL_S = 1.0  # before any progress, an own end waits so long for its sisters' ends
@@ -29,11 +29,11 @@ class RunFacts:
     """The newest attempt of each rank, for restarts together; ranks that have succeeded are not in it."""
     has_progress: bool = False
     """Whether any attempt of the run has reported anything, a living one included."""
-    places: tuple[frozenset[int], ...] = ()
+    rank_groups: tuple[frozenset[int], ...] = ()
     """The ranks of each placement of the launch. Empty: all are at one."""
 
 
-def is_own(outcome: Outcome) -> bool:
+def is_own_failure(outcome: Outcome) -> bool:
     """Return whether an end is the doing of what ran there, so that it may come again the same way."""
     if outcome.was_refused:
         return False
@@ -55,7 +55,7 @@ def decide(
     # The first attempt of a launch that was refused is the launch's own affair: it has raised why.
     if not policy.answers(end.reason, was_refused=end.was_refused and end.attempt > 0):
         return None
-    if is_blocked(log, end.rank) or answer_to(log, end.rank, end.attempt) is not None:
+    if is_blocked(log, end.rank) or decision_on(log, end.rank, end.attempt) is not None:
         return None
     if facts.newest.get(end.rank, end.attempt) > end.attempt:
         return None
@@ -77,7 +77,7 @@ def decide(
         has_saved_marks=end.saved_marks > 0,
         words=_words(end),
     )
-    if is_own(end) and end.fingerprint is not None and not is_free:
+    if is_own_failure(end) and end.fingerprint is not None and not is_free:
         if _is_everybodys(log, end, ends, facts):
             return _ended(answer, "stop", "deterministic")
         if mine and mine[-1].fingerprint == end.fingerprint and mine[-1].reached == answer.reached:
@@ -154,7 +154,7 @@ def _is_everybodys(log: Sequence[Decision], end: Outcome, ends: Sequence[Outcome
     before = {(entry.rank, entry.fingerprint) for entry in _resumed(log) if entry.kind == "restart"}
     known = {(other.rank, other.fingerprint) for other in ends} | before
     alike = {end.rank} | {rank for rank, fingerprint in known if fingerprint == end.fingerprint}
-    return len(alike) > 1 and all(alike & place for place in facts.places)
+    return len(alike) > 1 and all(alike & place for place in facts.rank_groups)
 
 
 def _refused_in_a_row(log: Sequence[Decision], rank: int) -> int:

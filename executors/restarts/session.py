@@ -133,7 +133,7 @@ class RestartSession:
         """Have what is due begun in a moment: it could not be now."""
         self._keep_at = time.monotonic() + TRY_AGAIN_S
 
-    def keep(self, *, has_progress: bool, is_busy: bool) -> bool:
+    def advance(self, *, has_progress: bool, is_busy: bool) -> bool:
         """Look at the log when it is time to, answer what ended, and begin what is due; return whether it did.
 
         A long log is read in several turns, between which the ranks are looked after.
@@ -153,7 +153,7 @@ class RestartSession:
                 self._look_at, self._keep_at = now, due_at
                 self._outage.end()
                 return False
-            wait_s = None if snapshot is None else self._controller.keep_as_read(snapshot)
+            wait_s = None if snapshot is None else self._controller.advance_as_read(snapshot)
             self._n_read = len(self._log.entries)
             self._outage.end()
         except CorruptObjectError:  # nobody can decide by such records, and asking again does not mend them

@@ -126,9 +126,9 @@ def add_replicas(
     spec = with_own_task(replace(spec, ranks=tuple(ranks)), place)
     lease = None
     if spec.lease_s is not None:  # beside that of the launch, if it has one
-        lease = LeaseHolder(run.store, run.run_id, is_second=not asked.detach, name=spec.lease_name)
+        lease = LeaseHolder(run.store, run.run_id, yields=not asked.detach, name=spec.lease_name)
         lease.start()
-        if lease.is_let_go:
+        if lease.is_released:
             _say_that_it_goes_on(run, ranks, limits["timeout"])
     log = DecisionLog(run.store, run.run_id, key=spec.key)
     try:
@@ -144,7 +144,7 @@ def add_replicas(
         cause = error
 
         def abandon() -> None:
-            order_cancel(log, ranks, launch_failed_message(cause))  # no keeper goes on with it
+            order_cancel(log, ranks, launch_failed_message(cause))  # no controller goes on with it
             for rank in ranks:
                 Attempt(run.store, run.run_id, rank).abandon(cause)
 

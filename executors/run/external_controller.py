@@ -15,10 +15,10 @@ from executors.backend import PendingReplica, SupervisorStatus
 from executors.errors import BackendError, StoreError
 from executors.protocol import Outcome, ReplicaStatus
 from executors.restarts.controller import LEAVE_S, RestartContext, RestartController, RunSnapshot, spare_starter
-from executors.restarts.decision_log import Decision, DecisionLog, answer_to, is_blocked
+from executors.restarts.decision_log import Decision, DecisionLog, decision_on, is_blocked
 from executors.restarts.launch_starter import LaunchStarter
 from executors.restarts.orders import ASKED, order_cancel, stop_reason
-from executors.restarts.rules import is_own
+from executors.restarts.rules import is_own_failure
 from executors.run.placements import known_supervisors
 from executors.run.run_state_reader import RunStateReader
 from executors.settings.policy import ONLY_PREEMPTED, Restarts
@@ -49,8 +49,8 @@ class ExternalController:
         self._reader = reader
         self._end = end
         self._may_start = may_start
-        policy, places = Restarts.of(record.settings.restarts), record.places
-        context = RestartContext(policy, record.world_size, record.created_at, record.settings.min_replicas, places)
+        policy, groups = Restarts.of(record.settings.restarts), record.ranks_by_placement
+        context = RestartContext(policy, record.world_size, record.created_at, record.settings.min_replicas, groups)
         self._controller = RestartController(log, context, starter=starter, spare=self._spare)
         self._gone: dict[tuple[int, int], SupervisorStatus] = {}
         self._known_ends = StalenessTracker()
@@ -107,7 +107,7 @@ class ExternalController:
         self.starter.free = {end.rank: end.attempt for end in ours if left[end.rank] <= 0.0}
         for end in failed:
             ends[end.rank] = self._as_its_service_says(end, supervisors[end.rank])
-        wait_s = self._controller.keep(RunSnapshot(newest, ends, self._has_progress(failed, states)))
+        wait_s = self._controller.advance(RunSnapshot(newest, ends, self._has_progress(failed, states)))
         self._finish_stop(newest.keys() - ends.keys())
         waits = [math.inf if wait_s is None else wait_s, *(left_s for left_s in left.values() if left_s > 0.0)]
         return min(waits) if min(waits) < math.inf else None
@@ -141,7 +141,7 @@ class ExternalController:
         """
         if not supervisor.is_alive:
             return 0.0
-        answer = answer_to(self.log.entries, end.rank, end.attempt)
+        answer = decision_on(self.log.entries, end.rank, end.attempt)
         if answer is not None:
             return math.inf if answer.how in (None, "fork") else 0.0
         if is_blocked(self.log.entries, end.rank):
@@ -174,8 +174,8 @@ class ExternalController:
 
     def _has_progress(self, failed: Sequence[Outcome], states: Sequence[ReplicaState]) -> bool:
         """Return whether any replica has reported anything; it matters to ends that are nobody else's doing alone."""
-        unanswered = [end for end in failed if answer_to(self.log.entries, end.rank, end.attempt) is None]
-        if not any(is_own(end) for end in unanswered):
+        unanswered = [end for end in failed if decision_on(self.log.entries, end.rank, end.attempt) is None]
+        if not any(is_own_failure(end) for end in unanswered):
             return True
         return any(end.progress_marks for end in failed) or any(
             state.reported for state in self._reader.with_reports(states)

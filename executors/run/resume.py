@@ -347,7 +347,7 @@ def _check_backends(run: Run, chosen: Collection[int]) -> None:
 
 
 def _end_begun(backend: Backend, log: DecisionLog, begun: Mapping[int, ReplicaHandle], error: BaseException) -> None:
-    """End what a resume has started that fails half-way, and see that no keeper goes on with it."""
+    """End what a resume has started that fails half-way, and see that no controller goes on with it."""
     why = launch_failed_message(error)
 
     def leave_word() -> None:

@@ -287,9 +287,9 @@ class Run(RunView):
         return self._controller
 
     @property
-    def is_let_go(self) -> bool:
+    def is_released(self) -> bool:
         """Whether what this process has started goes on without it, as somebody let the run go."""
-        return any(lease.is_let_go for lease in self._leases)
+        return any(lease.is_released for lease in self._leases)
 
     @property
     def patience(self) -> Patience:

@@ -78,7 +78,9 @@ class RunStateReader:
         self._installations = Installations()
         self.is_kept_here = False
         """Whether this process answers ends whose supervisors are gone."""
-        self._restarts = RestartView(store, run_id, record, self.has_keeper, self.has_ended_with_launcher, reference)
+        self._restarts = RestartView(
+            store, run_id, record, self.has_live_controller, self.has_ended_with_launcher, reference
+        )
         self._permanent: set[int] = set()
         self._judged: dict[tuple[int, int, int], bool] = {}
         """Of each `outcome.json` that is not a copy of a signed one whether it is forged, by rank, attempt and size."""
@@ -118,7 +120,7 @@ class RunStateReader:
         while self._unrecorded:
             self._outcomes.pop(self._unrecorded.pop(), None)
         seen = [replace(state, backend=self.backend(state.rank)) for state in self._look(ranks)]
-        states = self._restarts.over(seen, self._ends())
+        states = self._restarts.with_restarts(seen, self._ends())
         permanent = {state.rank for state in states if state.restart.is_permanent}
         self._permanent = permanent | self._permanent - {state.rank for state in states}
         return [self._never_started(state) for state in states] if self._has_no_launcher() else states
@@ -153,7 +155,7 @@ class RunStateReader:
             states,
             self.count_joined(),
             record.settings.min_replicas,
-            restarts.told(self._ends()),
+            restarts.describe_decisions(self._ends()),
             restarts.restarts_by_reason,
             self._forged(),
             self._forged_starts(),
@@ -213,14 +215,14 @@ class RunStateReader:
 
     def share_log(self, log: DecisionLog) -> None:
         """Let the looks at the run and another log of it have what either has read."""
-        self._restarts.share(log)
+        self._restarts.share_log(log)
 
     @property
     def is_permanent(self) -> bool:
         """Whether, as of the last look, starting some rank again unchanged does not help."""
         return bool(self._permanent)
 
-    def has_keeper(self, rank: int) -> bool:
+    def has_live_controller(self, rank: int) -> bool:
         """Whether the supervisor of a rank lives, as far as its executor can tell."""
         supervisor = self._supervisor(rank)
         return supervisor is not None and supervisor.is_alive

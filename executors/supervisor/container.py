@@ -108,7 +108,7 @@ class ContainerSupervisor(Supervisor):
 
     def _look(self) -> None:
         super()._look()
-        if self._lease is not None and self._lease.is_over():
+        if self._lease is not None and self._lease.has_expired():
             self._end_abandoned(self._lease.why)
         if time.monotonic() - self._beaten_at >= BEAT_S:
             for running in self._running.values():

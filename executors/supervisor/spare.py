@@ -24,7 +24,7 @@ from executors.restarts.controller import (
     RunSnapshot,
     spare_starter,
 )
-from executors.restarts.decision_log import DecisionLog, answer_to, blocking_order
+from executors.restarts.decision_log import DecisionLog, blocking_order, decision_on
 from executors.restarts.lease import LeaseWatch
 from executors.settings.run_spec import RunSpec
 from executors.store import Store
@@ -138,7 +138,7 @@ class Spare:
         if self._asked is not None:
             self._take(self._asked)
             return None
-        if self._lease is not None and self._lease.is_over():  # first: a store that refuses answers nothing else
+        if self._lease is not None and self._lease.has_expired():  # first: a store that refuses answers nothing else
             return self._lease.why
         n_known, entries, now = len(self._log.entries), self._log.read(), self._clock()
         if len(entries) == n_known and self._rank is None and now < self._look_at:
@@ -147,7 +147,7 @@ class Spare:
         if run_was_deleted(self._store, self._spec.run_id):
             return "the run was deleted"
         self._store.put(self._me.key(HEARTBEAT), to_bytes({"at": time.time()}))
-        snapshot = RunSnapshot.of(self._store, self._spec.run_id, self._spec.world_size).of_first_world(
+        snapshot = RunSnapshot.of(self._store, self._spec.run_id, self._spec.world_size).without_added(
             self._spec.world_size
         )
         if all(self._is_over(rank, snapshot.ends.get(rank)) for rank in snapshot.newest):
@@ -159,7 +159,7 @@ class Spare:
             snapshot = replace(snapshot, ends={**snapshot.ends, **self._find_lost(snapshot)})
         self._rank = self._choose(snapshot, now)
         if self._rank is not None:
-            self._controller_of_run().keep(snapshot)
+            self._controller_of_run().advance(snapshot)
         return None
 
     # The starter of its controller
@@ -206,7 +206,7 @@ class Spare:
             return True
         if end is None or end.status is not ReplicaStatus.FAILED:
             return end is not None
-        answer = answer_to(self._log.entries, rank, end.attempt)
+        answer = decision_on(self._log.entries, rank, end.attempt)
         return answer is not None and not answer.start
 
     def _find_lost(self, snapshot: RunSnapshot) -> dict[int, Outcome]:
@@ -231,7 +231,7 @@ class Spare:
 
     def _is_free(self, end: Outcome, now: float) -> bool:
         """Return whether nobody nearer answers an end, or carries its answer out."""
-        answer = answer_to(self._log.entries, end.rank, end.attempt)
+        answer = decision_on(self._log.entries, end.rank, end.attempt)
         if answer is not None and answer.how == self.how:
             return True
         if self._is_watched:

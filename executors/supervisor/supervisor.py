@@ -327,7 +327,7 @@ class Supervisor:
         has_progress = any(running.page.progress_marks for running in self._running.values())
         for running in self._running.values():
             self._session.claimed(running.attempt)
-        if not self._session.keep(has_progress=has_progress, is_busy=self._is_busy):
+        if not self._session.advance(has_progress=has_progress, is_busy=self._is_busy):
             return
         blocks = self._session.blocks()
         for rank, entry in blocks.items():

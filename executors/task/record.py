@@ -102,7 +102,7 @@ class LaunchedWith(Record):
         return self.placements[0].backend
 
     @property
-    def places(self) -> tuple[frozenset[int], ...]:
+    def ranks_by_placement(self) -> tuple[frozenset[int], ...]:
         """The ranks of each placement of the launch."""
         return tuple(frozenset(place.ranks) for place in self.placements)
 

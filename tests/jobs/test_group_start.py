@@ -161,13 +161,13 @@ def test_a_supervisor_whose_job_the_service_cannot_look_for_now_counts_as_one_th
     end = attempt.record(attempt.ended(ReplicaStatus.FAILED, "exception"))
     run.store.delete(attempt.key("handle.json"))
     other = attached()
-    keeper = other.keep_here(start_specs_of(other, trusted_task(other), detach=True), None)
+    controller = other.keep_here(start_specs_of(other, trusted_task(other), detach=True), None)
     machines.fail("find", "unavailable", times=None)
     other.status()
-    assert keeper._supervisors([end]) == {0: SupervisorStatus(is_alive=True)}
+    assert controller._supervisors([end]) == {0: SupervisorStatus(is_alive=True)}
     machines.forgive()
     machines.end(machines.jobs[0], "cancelled")
-    eventually(lambda: not keeper._supervisors([end])[0].is_alive)
+    eventually(lambda: not controller._supervisors([end])[0].is_alive)
     run.cancel()
 
 

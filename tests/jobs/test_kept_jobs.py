@@ -281,7 +281,7 @@ def test_an_attached_run_has_a_lease_which_its_launcher_renews_and_a_second_watc
     lease = json.loads(bytes(run.store.get(key)))
     assert not lease["detached"]
     assert machines.jobs[0].job.env["REPLICA_LEASE_S"] == "900.0"
-    second = LeaseHolder(run.store, run.run_id, is_second=True, renew_s=0.2)
+    second = LeaseHolder(run.store, run.run_id, yields=True, renew_s=0.2)
     second.renew()
     assert json.loads(bytes(run.store.get(key))) == lease  # somebody else renews it
     second.start()
@@ -418,7 +418,7 @@ def test_an_exit_does_not_wait_for_a_bucket_that_does_not_answer(
     run.cancel()
 
 
-def test_a_start_whose_keeper_died_before_the_service_heard_of_it_is_given_up_in_minutes(
+def test_a_start_whose_controller_died_before_the_service_heard_of_it_is_given_up_in_minutes(
     machines: Machines, folder: Path
 ) -> None:
     run = waits(folder, 1, restarts="2,backoff=0s", detach=True)

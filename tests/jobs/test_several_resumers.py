@@ -65,7 +65,7 @@ def test_a_resume_that_is_refused_in_part_leaves_nothing_running(
     assert machines.living() == []
     assert [(str(state.status), state.attempt) for state in attached().status().replicas] == [("cancelled", 1)] * 3
     ordered = [entry.rank for entry in DecisionLog(run.store, "otter").read() if "no third one" in entry.words]
-    assert ordered == [0, 2, 1], "and no keeper goes on with it"
+    assert ordered == [0, 2, 1], "and no controller goes on with it"
     resume(attached(), detach=True)
     assert machines.living() == [(0, 2), (1, 2), (2, 2)]
 

@@ -140,15 +140,15 @@ def test_a_cancel_ends_all_that_it_can_before_it_tells_of_what_it_cannot(
 
 
 @pytest.mark.usefixtures("quick_tries")
-def test_no_keeper_goes_on_with_an_addition_that_failed(machines: Machines, folder: Path) -> None:
+def test_no_controller_goes_on_with_an_addition_that_failed(machines: Machines, folder: Path) -> None:
     run = launched(folder, local(), restarts="3,backoff=0s", detach=True)
     machines.fail("start", "rejected", times=None)
     with pytest.raises(LaunchError, match="Fake: rejected, as the test asked"):
         run.add(AnyFakeExecutor(), 1)
     machines.forgive()
-    keeper = attach("otter")
-    keeper.keep_here(start_specs_of(keeper, trusted_task(keeper), detach=True), None)
-    keeper.keep(keeper.status().replicas)
+    controller = attach("otter")
+    controller.keep_here(start_specs_of(controller, trusted_task(controller), detach=True), None)
+    controller.keep(controller.status().replicas)
     log = DecisionLog(run.store, "otter").read()
     assert [(entry.kind, entry.rank) for entry in log] == [("cancel", 1)]
     (folder / "go").touch()

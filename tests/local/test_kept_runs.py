@@ -98,7 +98,9 @@ def test_a_supervisor_that_is_killed_is_replaced_by_who_launched(here: Folder) -
 def test_a_detached_run_whose_machine_slept_is_brought_back_by_a_single_pass(here: Folder) -> None:
     launched(here, "--restarts", "1")  # its launcher is gone
     os.kill(supervisor(here, 0, 0), signal.SIGKILL)
-    eventually(lambda: {r.status for r in attach("otter").status().replicas} == {"pending"}, "both wait for a keeper")
+    eventually(
+        lambda: {r.status for r in attach("otter").status().replicas} == {"pending"}, "both wait for a controller"
+    )
     once = here.replicas("watch", "otter", "--once")
     assert once.code == 0, once
     assert "restarting rank 0 as attempt 1 (1 of 1): lost" in once.stdout, once
@@ -116,7 +118,7 @@ def test_a_detached_run_whose_machine_slept_is_brought_back_by_a_single_pass(her
 
 
 @pytest.mark.usefixtures("_supervisors")
-def test_a_keeper_needs_the_folder_and_a_policy_and_may_set_one(here: Folder, tmp_path: Path) -> None:
+def test_a_controller_needs_the_folder_and_a_policy_and_may_set_one(here: Folder, tmp_path: Path) -> None:
     launched(here, n=1)
     elsewhere = Folder(tmp_path).replicas("watch", "otter")
     assert (elsewhere.code, f"cd {here.path} && replicas watch otter" in elsewhere.stderr) == (2, True), elsewhere
@@ -132,8 +134,8 @@ def test_a_keeper_needs_the_folder_and_a_policy_and_may_set_one(here: Folder, tm
     assert (restart.kind, restart.start) == ("restart", {0: 1})
 
 
-def test_keepers_of_one_run_do_each_others_work_once(here: Folder) -> None:
-    """Two `watch` and the launcher keep a run whose supervisors are killed, and one of the keepers, too."""
+def test_controllers_of_one_run_do_each_others_work_once(here: Folder) -> None:
+    """Two `watch` and the launcher keep a run whose supervisors are killed, and one of the controllers, too."""
     n, rounds = 2, 3
     policy = f"{rounds + 2},backoff=0s,no_progress=100"
     with (

@@ -1,4 +1,4 @@
-"""Real runs whose directory, disk or bucket is away for a while: it costs no replica, no restart and no keeper."""
+"""Real runs whose directory, disk or bucket is away for a while: it costs no replica, no restart and no controller."""
 
 from __future__ import annotations
 

@@ -290,7 +290,7 @@ class JobService(abc.ABC):
         return False
 
     def start_limit_s(self, job: JobSpec) -> float:
-        """Return how long a start may take, besides what the service asks to wait: then its keeper counts as dead."""
+        """Return how long a start may take, waits of the service aside. A starter that needs longer counts as dead."""
         return START_LIMIT_S
 
     def interrupt_starts(self) -> None:

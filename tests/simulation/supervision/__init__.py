@@ -1,1 +1,1 @@
-"""Decisions, keepers and what they start, under a simulated scheduler."""
+"""Decisions, controllers and what they start, under a simulated scheduler."""

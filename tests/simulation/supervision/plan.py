@@ -44,7 +44,7 @@ class Plan:
     n_ranks: int = 2
     policy: str | None = "2,backoff=1s:8s"
     min_replicas: int | None = None
-    n_keepers: int = 1
+    n_controllers: int = 1
     """Processes outside that watch until they die; one more comes when the faults are over."""
     is_shared: bool = False
     """Whether one supervisor has all ranks, as on one machine."""
@@ -59,7 +59,7 @@ class Plan:
     lies: float = 0.0
     """How often the service says that a container is gone which lives, as long as things go wrong."""
     has_wider: bool = False
-    """Whether supervisors leave their machines to keepers outside after two strikes."""
+    """Whether supervisors leave their machines to controllers outside after two strikes."""
     skew_s: float = 0.0
     """How far ahead clocks may be."""
     acts: tuple[Act, ...] = ()
@@ -92,7 +92,7 @@ class Plan:
             n_ranks=n_ranks,
             policy=None if dice.random() < 0.05 else _policy(dice),
             min_replicas=dice.randint(1, n_ranks) if dice.random() < 0.4 else None,
-            n_keepers=dice.randint(0, 2),
+            n_controllers=dice.randint(0, 2),
             is_shared=dice.random() < 0.3,
             ends=tuple(dice.sample([*ENDS], dice.randint(1, 4))) + ("succeeded",) * dice.randint(0, 2),
             life_s=(0.5, dice.choice([1.0, 10.0, 40.0])),

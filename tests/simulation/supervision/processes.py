@@ -1,4 +1,4 @@
-"""The processes of a simulated run: workers, supervisors in containers, and keepers outside."""
+"""The processes of a simulated run: workers, supervisors in containers, and controllers outside."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from executors.attempt import replica_key
 from executors.errors import StoreError
 from executors.protocol import Outcome, ReplicaStatus
 from executors.restarts.controller import RunSnapshot
-from executors.restarts.decision_log import answer_to, is_blocked
+from executors.restarts.decision_log import decision_on, is_blocked
 from simulation.supervision.plan import ENDS
 from simulation.supervision.records import RUN
 from simulation.world import Died
@@ -180,7 +180,7 @@ class Container:
                 **{rank: max(snapshot.newest[rank], own) for rank, own in self.attempts.items()},
             }
             ends = {rank: end for rank, end in snapshot.ends.items() if end.attempt == newest[rank]}
-            wait_s = self.controller.keep(RunSnapshot(newest, ends, snapshot.has_progress))
+            wait_s = self.controller.advance(RunSnapshot(newest, ends, snapshot.has_progress))
         except StoreError:
             return 1.0
         if not self.workers and wait_s is None:
@@ -229,7 +229,7 @@ class Outside:
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
-        self.name = simulation.name("keeper")
+        self.name = simulation.name("controller")
         self.controller = simulation.controller(self)
         self._intents: dict[tuple[int, int], float] = {}
 
@@ -263,7 +263,7 @@ class Outside:
                 try:
                     self._find_lost()
                     snapshot = simulation.snapshot(self.name)
-                    wait_s = self.controller.keep(snapshot)
+                    wait_s = self.controller.advance(snapshot)
                     if self._is_over(snapshot):
                         return
                 except StoreError:
@@ -293,5 +293,5 @@ class Outside:
             return False
         if end.status is not ReplicaStatus.FAILED or self.controller.policy is None or is_blocked(log, end.rank):
             return True
-        answer = answer_to(log, end.rank, end.attempt)
+        answer = decision_on(log, end.rank, end.attempt)
         return answer is not None and answer.kind == "give_up"

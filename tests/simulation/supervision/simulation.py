@@ -1,6 +1,6 @@
-"""A simulated run: a service with containers, keepers outside, and people.
+"""A simulated run: a service with containers, controllers outside, and people.
 
-`decide`, `DecisionLog`, `Keeper` and people's orders are the real ones, on the store and under the scheduler of the
+`decide`, `DecisionLog`, `Controller` and people's orders are the real ones, on the store and under the scheduler of the
 other simulation.
 """
 
@@ -74,9 +74,9 @@ class Simulation:
             for rank in range(self.plan.n_ranks):
                 self.store._create(replica_key(RUN, rank, 0, "intent.json"), b"launcher")
             self.ask(dict.fromkeys(range(self.plan.n_ranks), 0))
-            for _ in range(self.plan.n_keepers):
-                self._spawn_keeper(0.0)
-            self._spawn_keeper(self.plan.faults.until_s)
+            for _ in range(self.plan.n_controllers):
+                self._spawn_controller(0.0)
+            self._spawn_controller(self.plan.faults.until_s)
             for act in self.plan.acts:
                 self.world.at(act.at_s, functools.partial(self._act, act))
             self.world.run(self.limit_s)
@@ -154,7 +154,7 @@ class Simulation:
             self.world.at(late_s, functools.partial(self._check_gone, entry))
 
     def check_start(self, attempts: Mapping[int, int]) -> None:
-        """Check what a keeper is about to start against the log as it stands."""
+        """Check what a controller is about to start against the log as it stands."""
         for rank, number in attempts.items():
             entry = next((each for each in reversed(self.entries) if each.start.get(rank) == number), None)
             if entry is None:
@@ -187,7 +187,7 @@ class Simulation:
                 self.world.sleep(0.5)
         return act()
 
-    def _spawn_keeper(self, delay_s: float) -> None:
+    def _spawn_controller(self, delay_s: float) -> None:
         controller = Outside(self)
         self.world.spawn(controller.name, controller.body, delay_s)
 

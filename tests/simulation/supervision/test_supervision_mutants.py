@@ -68,7 +68,7 @@ def believe_the_own_answer(patch: pytest.MonkeyPatch) -> None:
 
 
 def own(log: Any, *rest: Any) -> Any:
-    """What this keeper sees of the log when it counts its own restarts only."""
+    """What this controller sees of the log when it counts its own restarts only."""
     mine = [entry for entry in log if entry.kind != "restart" or entry.by == (log[-1].by if log else "")]
     return (mine, *rest)
 
@@ -91,7 +91,7 @@ def later(log: Any, end: Outcome, *rest: Any) -> Any:
 
 MUTANTS: dict[str, Patch] = {
     "the own answer is believed": believe_the_own_answer,
-    "a keeper counts its own restarts only": seeing(own),
+    "a controller counts its own restarts only": seeing(own),
     "there is no intent": without("has_intents"),
     "a cancel leaves no entry": without("appends_cancel"),
     "no look at the log when claiming": without("looks_when_claiming"),
@@ -100,7 +100,7 @@ MUTANTS: dict[str, Patch] = {
     "a stop is not looked for after a give_up": replaced(controller, "too_few_left", lambda *seen: False),
     "a resume keeps old strikes": replaced(rules, "charged_of", forgiving),
     "a stop or cancel bars nobody": replaced(rules, "is_blocked", lambda log, rank: False),
-    "an end is answered twice": replaced(rules, "answer_to", lambda log, rank, attempt: None),
+    "an end is answered twice": replaced(rules, "decision_on", lambda log, rank, attempt: None),
     "what is free is charged": answering(lambda answer: replace(answer, charged=True)),
     "caps of reasons and exit codes are ignored": replaced(rules, "_is_capped", lambda *seen: False),
     "budgets of a replica have no window": replaced(rules, "_recent", lambda mine, policy, now: mine),

@@ -30,7 +30,7 @@ def test_a_schedule_of_supervision_that_once_found_something_stays_fine() -> Non
     did not see a resume, and so took the stop before it for standing; a
     cancel when all was over, which nobody needs to answer.
 
-    What older plans found has tests with the rules and the keeper.
+    What older plans found has tests with the rules and the controller.
     """
     for seed in (6038489, 521878033435, 272794890778, 186166190090, 186166336430, 186166247183, 376313571137):
         run_schedule(seed, is_traced=False)

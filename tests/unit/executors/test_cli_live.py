@@ -23,7 +23,7 @@ from executors.protocol import Outcome, ReplicaStatus
 from executors.run.run import Run
 from executors.run.run_state_reader import RunStateReader
 from executors.run.waiter import OutageTolerance, Waiter
-from executors.status import Decided, Installation, ReplicaState, RestartState, RunStatus
+from executors.status import DecisionLine, Installation, ReplicaState, RestartState, RunStatus
 from executors.task.record import RunRecord
 
 RUNNING, SUCCEEDED, FAILED = ReplicaStatus.RUNNING, ReplicaStatus.SUCCEEDED, ReplicaStatus.FAILED
@@ -225,8 +225,8 @@ def test_an_installation_is_one_line_for_all_ranks_and_then_a_line_of_progress_n
 
 def test_each_decision_is_a_line_once_and_the_replica_does_not_repeat_it(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
-    restarting = Decided(1.5, "restarting rank 0 as attempt 1 (1 of 3): signal, SIGKILL \x1b[2J")
-    given_up = Decided(6.0, "rank 0 given up: it failed twice the same way.")
+    restarting = DecisionLine(1.5, "restarting rank 0 as attempt 1 (1 of 3): signal, SIGKILL \x1b[2J")
+    given_up = DecisionLine(6.0, "rank 0 given up: it failed twice the same way.")
 
     def script() -> RunStatus:
         if clock.now < 1:

@@ -1,4 +1,4 @@
-"""A keeper's passes: what it answers, what it starts, and when."""
+"""A controller's passes: what it answers, what it starts, and when."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class FakeStarter:
 
 
 class Scene:
-    """One run, a clock, and keepers that look at it."""
+    """One run, a clock, and controllers that look at it."""
 
     def __init__(self) -> None:
         self.store = MemoryStore()
@@ -68,7 +68,7 @@ class Scene:
 
     @property
     def told(self) -> list[Decision]:
-        """What keepers added to the log."""
+        """What controllers added to the log."""
         return [entry for entry in DecisionLog(self.store, "run").read() if entry.nonce not in self._added]
 
     def add(self, entry: Decision, ahead_s: float = 0.0) -> None:
@@ -93,66 +93,66 @@ def end(rank: int = 0, attempt: int = 0, reason: str = "signal", **more: Any) ->
 
 def test_what_made_progress_is_started_again_in_the_same_pass(scene: Scene) -> None:
     controller = scene.controller(starter := FakeStarter())
-    assert controller.keep(snapshot(end(saved_marks=1))) is None
+    assert controller.advance(snapshot(end(saved_marks=1))) is None
     assert starter.started == [{0: 1}]
     assert [(entry.kind, entry.how) for entry in scene.told] == [("restart", "fork")]
 
 
 def test_what_made_none_is_started_when_its_wait_is_over(scene: Scene) -> None:
     controller = scene.controller(starter := FakeStarter())
-    wait_s = controller.keep(snapshot(end()))
+    wait_s = controller.advance(snapshot(end()))
     assert wait_s is not None
     assert 2.0 <= wait_s <= 4.0
     assert starter.started == []
     scene.now += wait_s
-    controller.keep(snapshot(end()))
+    controller.advance(snapshot(end()))
     assert starter.started == [{0: 1}]
 
 
 def test_before_any_progress_an_end_of_its_own_doing_is_answered_after_a_last_call(scene: Scene) -> None:
     controller = scene.controller(FakeStarter())
     ends = [end(rank, reason="exception", fingerprint="same") for rank in range(2)]
-    assert controller.keep(snapshot(ends[0], has_progress=False)) == 1.0
+    assert controller.advance(snapshot(ends[0], has_progress=False)) == 1.0
     assert scene.told == []
     scene.now += 1.0
-    controller.keep(snapshot(*ends, has_progress=False))
+    controller.advance(snapshot(*ends, has_progress=False))
     assert [(entry.kind, entry.why) for entry in scene.told] == [("stop", "deterministic")]
 
 
 def test_a_cancel_that_came_after_the_decision_is_seen_before_the_start(scene: Scene) -> None:
     controller = scene.controller(starter := FakeStarter())
-    scene.now += controller.keep(snapshot(end())) or 0.0
+    scene.now += controller.advance(snapshot(end())) or 0.0
     scene.add(Decision(kind="cancel"))
-    assert controller.keep(snapshot(end())) is None
+    assert controller.advance(snapshot(end())) is None
     assert starter.started == []
     assert controller.blocking_order(3) is not None
 
 
-def test_what_another_keeper_decided_is_carried_out_a_minute_after_it_was_seen(scene: Scene) -> None:
-    scene.controller(FakeStarter("launch")).keep(snapshot(end(saved_marks=1)))
+def test_what_another_controller_decided_is_carried_out_a_minute_after_it_was_seen(scene: Scene) -> None:
+    scene.controller(FakeStarter("launch")).advance(snapshot(end(saved_marks=1)))
     controller = scene.controller(starter := FakeStarter("launch"))
-    assert controller.keep(snapshot(end(saved_marks=1))) == CARRY_S
+    assert controller.advance(snapshot(end(saved_marks=1))) == CARRY_S
     scene.now += CARRY_S
-    controller.keep(snapshot(end(saved_marks=1)))
+    controller.advance(snapshot(end(saved_marks=1)))
     assert starter.started == [{0: 1}]
-    assert controller.keep(snapshot(replace(end(), rank=0, attempt=1, status=ReplicaStatus.SUCCEEDED))) is None
+    assert controller.advance(snapshot(replace(end(), rank=0, attempt=1, status=ReplicaStatus.SUCCEEDED))) is None
 
 
 def test_a_wait_that_somebodys_clock_made_long_is_the_longest_of_the_policy(scene: Scene) -> None:
     far = Decision(kind="restart", rank=0, ended=0, start={0: 1}, how="fork", not_before=1e6)
     scene.add(far, ahead_s=1e6 - scene.now)
-    assert scene.controller(FakeStarter()).keep(snapshot(end())) == POLICY.backoff_s[1]
+    assert scene.controller(FakeStarter()).advance(snapshot(end())) == POLICY.backoff_s[1]
 
 
 def test_a_policy_that_waits_less_shortens_no_wait_that_was_decided(scene: Scene) -> None:
     scene.add(Decision(kind="restart", rank=0, ended=0, start={0: 1}, how="fork", not_before=scene.now + 5.0))
     scene.add(Decision(kind="policy", restarts="3,backoff=0s"))
-    assert scene.controller(FakeStarter()).keep(snapshot(end())) == 5.0
+    assert scene.controller(FakeStarter()).advance(snapshot(end())) == 5.0
 
 
 def test_a_clock_that_is_ahead_makes_nobody_wait_longer(scene: Scene) -> None:
     scene.add(Decision(kind="policy", restarts=str(POLICY)), ahead_s=86400.0)
-    wait_s = scene.controller(FakeStarter()).keep(snapshot(end()))
+    wait_s = scene.controller(FakeStarter()).advance(snapshot(end()))
     assert wait_s is not None
     assert wait_s <= 4.0
     assert scene.told[0].at == scene.now + 86400.0
@@ -160,9 +160,9 @@ def test_a_clock_that_is_ahead_makes_nobody_wait_longer(scene: Scene) -> None:
 
 def test_without_a_policy_nothing_is_answered_until_the_log_has_one(scene: Scene) -> None:
     controller = scene.controller(starter := FakeStarter(), policy=None)
-    assert controller.keep(snapshot(end(saved_marks=1))) is None
+    assert controller.advance(snapshot(end(saved_marks=1))) is None
     scene.add(Decision(kind="policy", restarts="1"))
-    controller.keep(snapshot(end(saved_marks=1)))
+    controller.advance(snapshot(end(saved_marks=1)))
     assert starter.started == [{0: 1}]
 
 
@@ -177,12 +177,12 @@ def test_without_a_policy_nothing_is_answered_until_the_log_has_one(scene: Scene
 )
 def test_a_fork_leaves_to_wider_hands_what_it_cannot_do(scene: Scene, found: Outcome, policy: str) -> None:
     controller = scene.controller(starter := FakeStarter(), policy=Restarts.parse(policy))
-    assert controller.keep(snapshot(found)) is None
+    assert controller.advance(snapshot(found)) is None
     wider = scene.controller(launches := FakeStarter("launch"), policy=Restarts.parse(policy))
-    scene.now += wider.keep(snapshot(found)) or 0.0
-    wider.keep(snapshot(found))
+    scene.now += wider.advance(snapshot(found)) or 0.0
+    wider.advance(snapshot(found))
     assert launches.started[-1] == {0: 1}
-    assert controller.keep(snapshot(found)) is None
+    assert controller.advance(snapshot(found)) is None
     assert starter.started == []
 
 
@@ -192,40 +192,40 @@ def test_after_two_strikes_a_fork_leaves_its_machine_if_somebody_can_start_anoth
 ) -> None:
     controller = scene.controller(FakeStarter(), policy=Restarts.parse("9,backoff=0s"), has_wider=has_wider)
     for attempt in range(3):
-        controller.keep(snapshot(end(attempt=attempt)))
+        controller.advance(snapshot(end(attempt=attempt)))
     assert len(scene.told) == (2 if has_wider else 3)
 
 
 def test_a_rank_of_another_supervisor_is_left_to_it(scene: Scene) -> None:
     controller = scene.controller(starter := FakeStarter(ranks=range(2)), policy=Restarts.parse("3,together"))
-    controller.keep(snapshot(end(3, saved_marks=1)))
+    controller.advance(snapshot(end(3, saved_marks=1)))
     assert scene.told == []
-    controller.keep(snapshot(end(0, saved_marks=1)))
+    controller.advance(snapshot(end(0, saved_marks=1)))
     assert starter.started == [{0: 1, 1: 1}]
     other = scene.controller(its := FakeStarter(ranks=range(2, 4)), policy=Restarts.parse("3,together"))
-    other.keep(snapshot(end(0, saved_marks=1)))
+    other.advance(snapshot(end(0, saved_marks=1)))
     assert its.started == [{2: 1, 3: 1}]
 
 
 def test_a_fork_leaves_what_a_person_resumes_to_the_persons_process(scene: Scene) -> None:
     scene.add(Decision(kind="resume", start={0: 1}))
-    scene.controller(starter := FakeStarter()).keep(snapshot(end()))
+    scene.controller(starter := FakeStarter()).advance(snapshot(end()))
     assert starter.started == []
 
 
 def test_an_end_is_answered_anew_behind_a_resume_that_came_late(scene: Scene) -> None:
     """A person looked, slept, and resumed as attempt 1 what had ended as attempt 1 meanwhile, and was decided."""
     controller = scene.controller(starter := FakeStarter())
-    controller.keep(snapshot(end(attempt=1, saved_marks=1)))
+    controller.advance(snapshot(end(attempt=1, saved_marks=1)))
     scene.add(Decision(kind="resume", start={0: 1}))
-    controller.keep(snapshot(end(attempt=1, saved_marks=1)))
+    controller.advance(snapshot(end(attempt=1, saved_marks=1)))
     assert [entry.kind for entry in DecisionLog(scene.store, "run").read()] == ["restart", "resume", "restart"]
     assert starter.started == [{0: 2}, {0: 2}]
 
 
 def test_an_attempt_that_was_decided_and_never_begun_leaves_no_hole(scene: Scene) -> None:
     scene.add(Decision(kind="restart", rank=1, ended=0, start={0: 2}, how="fork"))
-    scene.controller(starter := FakeStarter()).keep(snapshot(end()))
+    scene.controller(starter := FakeStarter()).advance(snapshot(end()))
     assert starter.started == [{0: 2}]
     skipped = Attempt(scene.store, "run", 0, 1).outcome()
     assert skipped is not None
@@ -236,16 +236,16 @@ def test_a_hole_stays_while_the_process_before_it_has_claimed_nothing(scene: Sce
     scene.add(Decision(kind="restart", rank=1, ended=0, start={0: 2}, how="fork"))
     controller = scene.controller(starter := FakeStarter())
     before = Attempt(scene.store, "run", 0, 0)
-    assert controller.keep(snapshot()) == 1.0
+    assert controller.advance(snapshot()) == 1.0
     assert (starter.started, before.at(1).outcome()) == ([], None)
     scene.store.put(before.key("started.json"), b"{}")
-    controller.keep(snapshot())
+    controller.advance(snapshot())
     assert starter.started == [{0: 2}]
 
 
 def test_a_rank_that_nobody_launched_is_not_started(scene: Scene) -> None:
     scene.add(Decision(kind="restart", rank=99, ended=0, start={99: 1}, how="fork"))
-    scene.controller(starter := FakeStarter(ranks=range(100))).keep(snapshot())
+    scene.controller(starter := FakeStarter(ranks=range(100))).advance(snapshot())
     assert starter.started == []
 
 
@@ -253,21 +253,21 @@ def test_what_nobody_could_read_is_not_added(scene: Scene) -> None:
     """It would be the end of the log."""
     controller = scene.controller(FakeStarter())
     with pytest.raises(CorruptObjectError, match="'start' is an object"):
-        controller.keep(snapshot(end(attempt=10_000, saved_marks=1)))
-    controller.keep(snapshot(end(1, reached={"x" * 1000: 1.0, "step": math.inf, "round": 2.0})))
+        controller.advance(snapshot(end(attempt=10_000, saved_marks=1)))
+    controller.advance(snapshot(end(1, reached={"x" * 1000: 1.0, "step": math.inf, "round": 2.0})))
     assert [entry.reached for entry in DecisionLog(scene.store, "run").read()] == [{"round": 2.0}]
 
 
 def test_the_run_is_stopped_when_too_few_can_succeed(scene: Scene) -> None:
     controller = scene.controller(FakeStarter(), policy=Restarts.parse("0"), min_replicas=4)
-    controller.keep(snapshot(end()))
+    controller.advance(snapshot(end()))
     assert [(entry.kind, entry.why) for entry in scene.told] == [("give_up", "budget"), ("stop", "min_replicas")]
 
 
 def test_a_pass_in_which_nothing_follows_is_one_request(scene: Scene) -> None:
     controller = scene.controller(FakeStarter(), policy=Restarts.parse("0"))
     found = snapshot(*(end(rank) for rank in range(3)), end(3, reason="preempted"))
-    controller.keep(found)
+    controller.advance(found)
     asked: list[str] = []
 
     class Listening(MemoryStore):
@@ -276,7 +276,7 @@ def test_a_pass_in_which_nothing_follows_is_one_request(scene: Scene) -> None:
             return super().get(key, start=start, size=size)
 
     scene.store.__class__ = Listening
-    controller.keep(found)
+    controller.advance(found)
     assert asked == ["run/decisions/000003.json"]
 
 
@@ -316,7 +316,7 @@ def observer(store: Store, ended: Outcome | None = None, **other: Any) -> Any:
 
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, 0.0, 3600.0])
-def test_a_stop_has_its_time_whatever_the_clock_of_a_keeper_says(
+def test_a_stop_has_its_time_whatever_the_clock_of_a_controller_says(
     ahead_s: float, scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = list[str]()
@@ -336,7 +336,7 @@ def test_a_stop_has_its_time_whatever_the_clock_of_a_keeper_says(
 
 
 @pytest.mark.parametrize(("ranks_elsewhere", "kind"), [([2, 3], "restart"), ([1, 2, 3], "stop")])
-def test_a_keeper_outside_knows_which_ranks_are_at_which_backend(
+def test_a_controller_outside_knows_which_ranks_are_at_which_backend(
     ranks_elsewhere: list[int], kind: str, scene: Scene
 ) -> None:
     ends = {rank: end(rank, reason="exception", fingerprint="same") for rank in range(2)}
@@ -364,7 +364,7 @@ def test_a_keeper_outside_knows_which_ranks_are_at_which_backend(
 
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, 0.0, 61.0, 3600.0])
-def test_an_end_is_left_to_its_supervisor_for_15_s_whatever_the_clock_of_the_keeper_says(
+def test_an_end_is_left_to_its_supervisor_for_15_s_whatever_the_clock_of_the_controller_says(
     ahead_s: float, scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = replace(end(saved_marks=1), finished_at=time.time() - ahead_s)

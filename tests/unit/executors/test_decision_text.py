@@ -9,7 +9,7 @@ import pytest
 
 from executors.protocol import Outcome, ReplicaStatus
 from executors.restarts.decision_log import Decision
-from executors.restarts.decision_text import RestartTally, line_of, note_of
+from executors.restarts.decision_text import RestartTally, describe_decision, describe_wait
 from executors.restarts.rules import RunFacts, decide
 from executors.settings.policy import Restarts
 
@@ -72,18 +72,18 @@ STUCK = [end("hang", number) for number in range(4)]
 )  # fmt: skip
 def test_an_answer_says_what_follows_and_why(ends: Sequence[Outcome], policy: str, line: str, note: str) -> None:
     log, launched = answered(*ends, policy=policy), Restarts.parse(policy)
-    assert line_of(log[-1], RestartTally(launched, log[:-1]), "otter") == line
-    assert note_of(log, len(log) - 1, launched, now=11.0) == note
+    assert describe_decision(log[-1], RestartTally(launched, log[:-1]), "otter") == line
+    assert describe_wait(log, len(log) - 1, launched, now=11.0) == note
 
 
 def test_a_restart_that_waits_says_for_how_long() -> None:
     log = [Decision(kind="restart", rank=3, start={3: 1}, words="signal, SIGKILL", not_before=14.2)]
-    assert note_of(log, 0, Restarts(), now=10.3) == "restarts in 4 s: signal, SIGKILL"
+    assert describe_wait(log, 0, Restarts(), now=10.3) == "restarts in 4 s: signal, SIGKILL"
 
 
 def test_a_restart_that_was_to_wait_a_moment_waits_no_longer_where_the_log_is_ahead() -> None:
     log = [Decision(kind="restart", rank=3, start={3: 1}, words="signal, SIGKILL", at=10_810.0, not_before=10_812.0)]
-    assert note_of(log, 0, Restarts(), now=10.0) == "restarts in 2 s: signal, SIGKILL"
+    assert describe_wait(log, 0, Restarts(), now=10.0) == "restarts in 2 s: signal, SIGKILL"
 
 
 @pytest.mark.parametrize(
@@ -105,11 +105,11 @@ def test_a_restart_that_was_to_wait_a_moment_waits_no_longer_where_the_log_is_ah
     ],
 )
 def test_what_concerns_the_run_is_a_line_too(entry: Decision, line: str) -> None:
-    assert line_of(entry, RestartTally(Restarts()), "otter", alike=range(8)) == line
+    assert describe_decision(entry, RestartTally(Restarts()), "otter", alike=range(8)) == line
 
 
 def test_a_restart_of_all_together_names_the_others() -> None:
     entry = Decision(kind="restart", rank=3, start={0: 1, 1: 1, 2: 1, 3: 1}, charged=True, words="signal, SIGKILL")
-    assert line_of(entry, RestartTally(Restarts()), "otter") == (
+    assert describe_decision(entry, RestartTally(Restarts()), "otter") == (
         "restarting rank 3 as attempt 1 (1 of 3), and with it ranks 0-2: signal, SIGKILL"
     )

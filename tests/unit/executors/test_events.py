@@ -299,12 +299,14 @@ def test_a_rank_that_is_found_lost_late_was_down_since_its_last_heartbeat(run: M
     assert run.status(ReplicaState(0, 0, FAILED, lost)).last_at == 1060.0, "the run was over then"
 
 
-def test_ranks_that_hang_wait_for_a_keeper_or_were_given_up_want_attention(run: MadeUp) -> None:
+def test_ranks_that_hang_wait_for_a_controller_or_were_given_up_want_attention(run: MadeUp) -> None:
     given_up = RestartState(decision={"kind": "give_up"}, note="given up: failed twice alike")
     states = [
         ReplicaState(0, 0, FAILED, Outcome(0, 0, FAILED, "exception"), restart=given_up),
         ReplicaState(1, 1, ReplicaStatus.RUNNING),
-        ReplicaState(2, 0, ReplicaStatus.PENDING, restart=RestartState(note="waits for a keeper: replicas watch run")),
+        ReplicaState(
+            2, 0, ReplicaStatus.PENDING, restart=RestartState(note="waits for a controller: replicas watch run")
+        ),
         ReplicaState(3, 0, FAILED, restart=RestartState(note="decisions/000000.json cannot be read")),
         ReplicaState(4, 0, FAILED),
     ]

@@ -13,9 +13,9 @@ from executors.restarts.lease import (
     Lease,
     LeaseHolder,
     LeaseWatch,
+    attached_lease_key,
     finish_start,
     hold_lease,
-    key_of,
     was_start_abandoned,
     with_lease,
 )
@@ -36,13 +36,13 @@ class Scene:
         self.watch = LeaseWatch(self.store, "run", LIMIT_S, clock=lambda: self.now)
 
     def write(self, **lease: object) -> None:
-        self.store.put(key_of("run"), to_bytes(asdict(Lease(**lease))))  # type: ignore[arg-type]
+        self.store.put(attached_lease_key("run"), to_bytes(asdict(Lease(**lease))))  # type: ignore[arg-type]
 
     def is_over_within(self, minutes: int) -> int | None:
         """Return after how many minutes it is over."""
         for minute in range(1, minutes + 1):
             self.now += 60
-            if self.watch.is_over():
+            if self.watch.has_expired():
                 return minute
         return None
 
@@ -94,7 +94,7 @@ def test_looks_that_fail_count_for_nothing(scene: Scene) -> None:
     scene.is_away(60)
     scene.write(holder="one", at=2)
     assert scene.is_over_within(5) is None
-    scene.store.put(key_of("run"), b"not a lease")
+    scene.store.put(attached_lease_key("run"), b"not a lease")
     assert scene.is_over_within(60) is None
 
 
@@ -210,7 +210,7 @@ def test_a_detached_start_releases_its_containers_when_all_of_them_are_started()
     finish_start(holder, spec)
     for _ in range(60):
         now += 60
-        assert not watch.is_over()
+        assert not watch.has_expired()
     assert watch.is_released
     assert not was_start_abandoned(store, "run", time.time() + 1e6)
 
@@ -223,7 +223,7 @@ def test_a_detached_start_that_ends_half_way_ends_its_containers_within_a_lease_
     looks: list[bool] = []
     while not looks or not looks[-1]:
         now += 60
-        looks.append(watch.is_over())
+        looks.append(watch.has_expired())
     assert len(looks) == 16
     assert watch.why == "its launcher ended before all replicas of this detached launch were started"
     assert not was_start_abandoned(store, "run", time.time()), "its process lives"

@@ -20,7 +20,7 @@ from executors.metrics.rows import Numbers
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run import notebook
 from executors.run.notebook import MAX_POINTS, Curves, Display, NotebookView, bar
-from executors.status import Decided, ReplicaState, RunStatus
+from executors.status import DecisionLine, ReplicaState, RunStatus
 from executors.testing import eventually
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -161,7 +161,7 @@ def test_text_of_a_run_is_inert_in_a_cell() -> None:
     hostile = f"{HOSTILE}\x1b[31m\u202e\x9b"
     outcome = Outcome(0, 0, ReplicaStatus.FAILED, "exception", error=f"Oops: {hostile}")
     failed = ReplicaState(0, 0, ReplicaStatus.FAILED, outcome, reported={f"<b>{hostile}": 1.0})
-    html = RunStatus(hostile, hostile, [failed], decided=[Decided(1.0, hostile)]).to_html(
+    html = RunStatus(hostile, hostile, [failed], decided=[DecisionLine(1.0, hostile)]).to_html(
         between=bar(state({"step": 1, "total_steps": 4}))
     )
     assert '<progress value="0.2500"' in html

@@ -14,7 +14,7 @@ from rich.console import Console
 from executors.cli.table import replica_table
 from executors.protocol import ReplicaStatus
 from executors.run.progress import Bars, Lines, bars
-from executors.status import Decided, Progress, ReplicaState, RunStatus, name_rate
+from executors.status import DecisionLine, Progress, ReplicaState, RunStatus, name_rate
 from executors.worker.pace import Pace
 
 RUNNING, SUCCEEDED, PENDING = ReplicaStatus.RUNNING, ReplicaStatus.SUCCEEDED, ReplicaStatus.PENDING
@@ -152,7 +152,7 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(capsys: pytest.Captu
 
 def test_what_is_decided_is_said_once_with_a_terminal_and_without(capsys: pytest.CaptureFixture[str]) -> None:
     screen = io.StringIO()
-    now = replace(state(far(0, 100, 10)), decided=[Decided(1.0, "restarting it\x1b[2J")])
+    now = replace(state(far(0, 100, 10)), decided=[DecisionLine(1.0, "restarting it\x1b[2J")])
     for view in (Lines("mine"), Bars("mine", Console(file=screen, force_terminal=True, width=80, height=24))):
         for _ in range(2):
             view.update(now)

@@ -134,15 +134,17 @@ class CountedLog(MemoryStore):
         return super().get(key, start=start, size=size)
 
 
-@pytest.mark.parametrize("is_read_by_its_keeper", [True, False])
-def test_who_looks_at_a_run_and_keeps_it_reads_each_decision_once(is_read_by_its_keeper: bool) -> None:
+@pytest.mark.parametrize("is_read_by_its_controller", [True, False])
+def test_who_looks_at_a_run_and_keeps_it_reads_each_decision_once(is_read_by_its_controller: bool) -> None:
     cancels = [replace(CANCEL, rank=1) for _ in range(20)]
     run = run_of(failed(), None, restarts="0", store=(store := CountedLog()), log=[*cancels, GIVEN_UP])
     log = DecisionLog(store, "wide")
-    if is_read_by_its_keeper:
+    if is_read_by_its_controller:
         log.read()
-    keeper = run.keep_here([StartSpec(run_spec("wide", run.store.url, "0" * 64, 2, (0, 1)), None, {})], None, log=log)
-    keeper.keep(run.status().replicas)
+    controller = run.keep_here(
+        [StartSpec(run_spec("wide", run.store.url, "0" * 64, 2, (0, 1)), None, {})], None, log=log
+    )
+    controller.keep(run.status().replicas)
     list(run.events())
     assert {store.n_read[f"wide/decisions/{index:06d}.json"] for index in range(21)} == {1}
 
@@ -211,9 +213,9 @@ def test_what_failed_twice_alike_is_given_up_also_before_anybody_writes_it() -> 
     [
         (failed(signal="SIGKILL", reached={"round": 4}), [], "ended: signal, SIGKILL, after round 4"),
         (failed("timeout"), [], "given up: the policy restarts nothing after timeout: timeout"),
-        (failed(finished_at=ENDED_LONG_AGO), [], "waits for a keeper: replicas watch memory://restarts/wide"),
+        (failed(finished_at=ENDED_LONG_AGO), [], "waits for a controller: replicas watch memory://restarts/wide"),
         (failed(), [replace(RESTART, at=0.0, not_before=time.time() + 9000)], "restarts in "),
-        (failed(), [RESTART], "waits for a keeper: replicas watch memory://restarts/wide"),
+        (failed(), [RESTART], "waits for a controller: replicas watch memory://restarts/wide"),
         (failed(), [replace(RESTART, at=0.0)], "restarts now: signal, SIGKILL"),
         (failed(), [GIVEN_UP], "given up: failed twice alike at step 812 (ValueError: no)"),
         (failed("exception", error="ValueError: no"), [CANCEL], "exception: ValueError: no"),
@@ -223,9 +225,9 @@ def test_a_note_says_what_an_ended_replica_waits_for(end: dict[str, Any], log: S
     assert run_of(end, None, log=log).status().replicas[0].note.startswith(note)
 
 
-def test_a_rank_that_is_just_found_lost_waits_for_a_keeper_at_once_where_nobody_watches() -> None:
+def test_a_rank_that_is_just_found_lost_waits_for_a_controller_at_once_where_nobody_watches() -> None:
     notes = [run_of(failed("lost"), None, detach=alone).status().replicas[0].note for alone in (False, True)]
-    assert [note.partition(":")[0] for note in notes] == ["ended", "waits for a keeper"]
+    assert [note.partition(":")[0] for note in notes] == ["ended", "waits for a controller"]
 
 
 class Watched(LocalProcessExecutor):
@@ -245,7 +247,7 @@ def test_who_has_a_supervisor_waits_for_nobody_else() -> None:
     write(run.store, 0, "handle", local_handle(0, run_id="wide", store_url=run.store.url))
     notes = [Run(run.store, "wide", executor=Watched(alive)).status().replicas[0].note for alive in (True, False)]
     assert notes[0] == "restarts now: signal, SIGKILL", "perhaps it waits for a place"
-    assert notes[1].startswith("waits for a keeper: replicas watch")
+    assert notes[1].startswith("waits for a controller: replicas watch")
 
 
 @pytest.mark.parametrize("ahead_s", [-3 * HOUR_S, 0.0, 3 * HOUR_S, 80 * 365 * 24 * HOUR_S])
@@ -269,14 +271,14 @@ def test_who_resumes_a_run_that_another_resumes_is_told_also_where_their_clocks_
 
 @pytest.mark.parametrize("ahead_s", [0.0, 3 * HOUR_S])
 @pytest.mark.parametrize("is_answered", [True, False])
-def test_a_restart_that_nobody_begins_waits_for_a_keeper_also_where_the_log_is_ahead(
+def test_a_restart_that_nobody_begins_waits_for_a_controller_also_where_the_log_is_ahead(
     is_answered: bool, ahead_s: float
 ) -> None:
     at = time.time() - HOUR_S + ahead_s
     log = [replace(RESTART, at=at, not_before=at + 1.0)] if is_answered else []
     run = run_of(failed(finished_at=at), None, log=log)
     status = run.status()
-    assert status.replicas[0].note == "waits for a keeper: replicas watch memory://restarts/wide"
+    assert status.replicas[0].note == "waits for a controller: replicas watch memory://restarts/wide"
     assert set(wants_attention(status, run.inventory, run.newest_attempt)) == {0}
 
 

@@ -16,7 +16,7 @@ from executors.attempt import Attempt
 from executors.errors import CorruptObjectError, KeyNotFoundError, StoreError, UnsafeStoreError, UnwritableStoreError
 from executors.protocol import Outcome, ReplicaStatus
 from executors.replica.shared_page import SharedPage
-from executors.restarts.decision_log import Decision, answer_to, is_blocked
+from executors.restarts.decision_log import Decision, decision_on, is_blocked
 from executors.restarts.rules import MOST_REFUSED, RunFacts, decide, made_progress, too_few_left
 from executors.settings.policy import HangLimits, Restarts
 from executors.store import MemoryStore
@@ -112,7 +112,10 @@ def test_what_fails_everywhere_before_any_progress_stops_the_run() -> None:
 
 def test_what_fails_on_one_of_several_backends_does_not_stop_those_of_another() -> None:
     """Two local ranks in one environment that lacks a module say nothing of the jobs that still wait in a queue."""
-    facts, policy = replace(EARLY, places=(frozenset({0, 1}), frozenset({2, 3}))), Restarts.parse("3,no_progress=9")
+    facts, policy = (
+        replace(EARLY, rank_groups=(frozenset({0, 1}), frozenset({2, 3}))),
+        Restarts.parse("3,no_progress=9"),
+    )
     first, other, elsewhere, added, more = (end(rank, **BY_ITSELF) for rank in (0, 1, 2, 4, 5))
     log = answers("3,no_progress=9", first, other, facts=facts)
     assert told(log) == ["restart", "restart"]
@@ -121,7 +124,7 @@ def test_what_fails_on_one_of_several_backends_does_not_stop_those_of_another() 
     assert [entry.kind for entry in [decide(log, again, [other], policy, facts, 2.0)] if entry] == ["give_up"]
     assert told([decide([], first, [elsewhere], policy, facts, 1.0)]) == ["deterministic"], "everywhere"
     assert told([decide(log, elsewhere, [other], policy, facts, 2.0)]) == ["deterministic"]
-    one_place = replace(EARLY, places=(frozenset(range(4)),))
+    one_place = replace(EARLY, rank_groups=(frozenset(range(4)),))
     assert told([decide([], first, [elsewhere], policy, one_place, 1.0)]) == ["deterministic"]
     assert told([decide([], added, [more], policy, one_place, 1.0)]) == ["restart"], "added ranks may be elsewhere"
 
@@ -301,7 +304,7 @@ def test_together_restarts_every_rank_that_is_not_over() -> None:
     answer = decide(log, end(attempt=2), done, Restarts(together=True), facts, 1.0)
     assert answer is not None
     assert answer.start == {0: 3, 3: 2, 4: 2}
-    assert answer_to([*log, answer], 3, 1) is answer
+    assert decision_on([*log, answer], 3, 1) is answer
 
 
 def test_an_end_of_an_attempt_that_is_not_the_newest_is_not_answered() -> None:
@@ -319,13 +322,13 @@ def test_nothing_follows_a_stop_or_a_cancel_until_a_resume(bar: Decision) -> Non
 
 def test_what_was_decided_before_a_resume_answers_no_end_behind_it() -> None:
     log = [Decision(kind="restart", rank=1, ended=3, start={0: 4, 1: 4}), Decision(kind="resume", start={0: 2})]
-    assert answer_to(log, 0, 1) is log[1]
-    assert answer_to(log, 0, 2) is None
+    assert decision_on(log, 0, 1) is log[1]
+    assert decision_on(log, 0, 2) is None
 
 
 def test_a_restart_that_does_not_start_a_rank_is_no_answer_to_its_end() -> None:
     lie = Decision(kind="restart", rank=0, ended=5, start={1: 6})
-    assert answer_to([lie], 0, 0) is None
+    assert decision_on([lie], 0, 0) is None
     answer = decide([lie], end(), [], Restarts(), FACTS, 1.0)
     assert answer is not None
     assert answer.start == {0: 1}

@@ -14,7 +14,7 @@ from executors.errors import StoreError
 from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.restarts.controller import CARRY_S, LEAVE_S
 from executors.restarts.decision_log import Decision, DecisionLog
-from executors.restarts.lease import key_of
+from executors.restarts.lease import attached_lease_key
 from executors.store.memory import MemoryStore
 from executors.store.records import to_bytes
 from executors.supervisor.spare import LOOK_S, LOST_AFTER_S, Spare
@@ -124,7 +124,7 @@ def test_as_long_as_somebody_renews_the_lease_a_spare_only_does_what_it_is_told(
     scene.end(0)
     for at in range(30):
         if renewed:
-            scene.store.put(key_of("run"), to_bytes({"by": "me", "at": float(at + 1), "holder": "a"}))
+            scene.store.put(attached_lease_key("run"), to_bytes({"by": "me", "at": float(at + 1), "holder": "a"}))
         scene.look(spare, for_s=10, beating=(1,))
     assert taken(spare) == (None if renewed else (0, 1))
     if renewed:
