@@ -532,7 +532,7 @@ class DiLoCo:
                 tensors.refresh()
                 other._close(in_order=True)
             phase, moved, is_alone = self._training_side.phase, self._model_state.has_moved, self._members.is_alone
-            uncounted = max(phase.made)
+            uncounted = max(phase.uncounted_steps)
             if self.rounds and phase.n_steps and not is_alone and not self._is_over and not phase.wants_to_stop:
                 uncounted = self._loop.warn_of_early_end(at, uncounted)
             self._settings.check_what_was_averaged(phase.n_steps, uncounted, self.rounds, moved, is_alone=is_alone)

@@ -49,7 +49,7 @@ class WorkScale:
     @property
     def undecided(self) -> float:
         """The work that no seal has decided on, in the unit of `RoundReport.work`: the mean of all fragments."""
-        made = self._phase.made
+        made = self._phase.uncounted_steps
         return sum(made) / len(made) * self._work_per_step
 
     def weigh(self, entry: int, *, is_early: bool) -> PendingWork:
@@ -62,9 +62,9 @@ class WorkScale:
         Raises:
             ContributionError: the user's weight is not a positive number.
         """
-        fragment = entry % len(self._phase.made)
+        fragment = entry % len(self._phase.uncounted_steps)
         weight = self._early_weight(entry, fragment) if is_early else self._weight_of(entry, fragment)
-        steps = self._phase.made[fragment]
+        steps = self._phase.uncounted_steps[fragment]
         work = float(steps) if weight else 0.0
         if callable(self._context.weight) and steps and weight:
             work, self._work_per_step = weight, weight / steps
@@ -78,12 +78,12 @@ class WorkScale:
         weight = self._weight(entry)
         if self._plan.entry_s is None or callable(self._context.weight):
             return weight
-        return min(weight * self._phase.made[fragment], MAX_WEIGHT)
+        return min(weight * self._phase.uncounted_steps[fragment], MAX_WEIGHT)
 
     def _early_weight(self, entry: int, fragment: int) -> float:
         """Return the weight of work of fewer steps than a phase has. 0: there is none, or its steps are not known."""
-        steps = self._phase.made[fragment]
-        if not steps or self._phase.is_restored[fragment]:
+        steps = self._phase.uncounted_steps[fragment]
+        if not steps or self._phase.has_restored_work[fragment]:
             return 0.0
         if callable(self._context.weight):
             return self._weight(entry, may_be_zero=True)
@@ -156,7 +156,7 @@ def send_contribution(context: Context, entry: EntryState, pending: PendingWork,
             blocks=packed.blocks if packed else (),
             norms=packed.norms if packed else (),
             waited_s=waited_s,
-            phase_s=phase.seconds or (members.seal.phase_s if members.seal else 0.0),
+            phase_s=phase.phase_s or (members.seal.phase_s if members.seal else 0.0),
             head_start_s=0.0 if pending.is_early else phase.head_start_s + phase.ahead_s(entry.index),
             in_phase=not pending.is_early,
             wire=layout.wire.name,
@@ -412,13 +412,17 @@ class StepAccount:
         if self._seals.verdict(seal) is Verdict.COUNTED:
             return "dropped" if self._me.rank in entry.left_out else "counted", work
         if not callable(self._context.weight):
-            work = self._phase.made[entry.fragment] if pending is None or not entry.is_foreign else pending.steps
+            work = (
+                self._phase.uncounted_steps[entry.fragment]
+                if pending is None or not entry.is_foreign
+                else pending.steps
+            )
         is_kept = verdict is Verdict.KEPT and self._training.carries and not self._plan.is_final(entry.index)
         return "carried" if is_kept else "dropped", work
 
     def _steps_left(self, fragment: int) -> int:
         """Return the number of steps in the live work that are not resolved yet."""
-        steps = self._phase.made[fragment]
+        steps = self._phase.uncounted_steps[fragment]
         for each in self.resolved:
             if each.fragment == fragment:
                 steps = 0 if each.steps is None else steps - each.steps
@@ -443,9 +447,9 @@ class StepAccount:
 
     def _why_uncounted(self, entry: EntryState, seal: Seal) -> str:
         """Return why rounds did not count the work of this replica, and the remedy."""
-        mine, theirs = self._phase.seconds, seal.phase_s
+        mine, theirs = self._phase.phase_s, seal.phase_s
         # Every step of this process is still uncounted: it has not met the others since it began.
-        if self._me.attempt and self._phase.n_steps <= self._phase.made[entry.fragment]:
+        if self._me.attempt and self._phase.n_steps <= self._phase.uncounted_steps[entry.fragment]:
             return "this replica was starting while the others continued. You need not do anything."
         if mine >= NOTABLY_SLOWER * theirs > 0:
             advice = "round_seconds" if self._plan.entry_s is None else "longer round_seconds"

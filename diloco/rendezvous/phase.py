@@ -175,11 +175,11 @@ class Phase:
         """Steps that the run counts since then; negative where an entry was adopted before its round was due."""
         self.n_steps = 0
         """Steps of this process."""
-        self.made = [0] * plan.n_fragments
+        self.uncounted_steps = [0] * plan.n_fragments
         """By fragment, how many steps of this process its uncounted work is made of."""
-        self.is_restored = [False] * plan.n_fragments
+        self.has_restored_work = [False] * plan.n_fragments
         """By fragment, whether that work contains work of an earlier attempt, whose steps nobody knows."""
-        self.seconds = 0.0
+        self.phase_s = 0.0
         """How long an entry's steps take, from those made so far; 0: not known yet."""
         self.has_trained = False
         """Whether this process has made a step, so that it knows how long a phase takes."""
@@ -217,7 +217,7 @@ class Phase:
     @property
     def has_no_work(self) -> bool:
         """True if every step of this replica is counted, and no work of an earlier attempt is left."""
-        return not any(self.made) and not any(self.is_restored)
+        return not any(self.uncounted_steps) and not any(self.has_restored_work)
 
     @property
     def run_step(self) -> float:
@@ -254,7 +254,7 @@ class Phase:
     def has_one_step(self) -> bool:
         """Whether a phase has a single step."""
         entry_s = self._plan.entry_s
-        return self._plan.steps_per_entry == 1 if entry_s is None else self.seconds >= 2 * entry_s
+        return self._plan.steps_per_entry == 1 if entry_s is None else self.phase_s >= 2 * entry_s
 
     def is_time_to_send(self, position: int) -> bool:
         """Return whether a contribution to this entry is to leave before its mean is applied."""
@@ -267,14 +267,14 @@ class Phase:
         self._trained_s += self.stop_training_clock()
         self._steps += 1
         self.n_steps += 1
-        self.made = [steps + 1 for steps in self.made]
+        self.uncounted_steps = [steps + 1 for steps in self.uncounted_steps]
         step_s, entry_s = self._trained_s / self._steps, self._plan.entry_s
         if entry_s is None:
             self.since += 1
-            self.seconds = step_s * self._plan.steps_per_entry
+            self.phase_s = step_s * self._plan.steps_per_entry
         else:
             self.since = (self._clock() - self._counts_from_s) / entry_s
-            self.seconds = entry_s + step_s  # the step in whose midst the round is due is made to its end
+            self.phase_s = entry_s + step_s  # the step in whose midst the round is due is made to its end
         self.has_trained = True
 
     def note_held(self) -> None:
@@ -402,7 +402,7 @@ class Phase:
         if plan.entry_s is not None:
             return (plan.overlap_steps or 0.0) * plan.entry_s
         steps = plan.steps_per_entry if plan.overlap_steps is None else plan.overlap_steps
-        return steps * self.seconds / plan.steps_per_entry
+        return steps * self.phase_s / plan.steps_per_entry
 
 
 def _capped(step: float, end: float | None) -> float:

@@ -223,7 +223,7 @@ class Sealer:
         most_s = 2 * self._phase_s + self._most_grace_s
         if not self._phase.has_trained:
             return most_s
-        return min(most_s, max(self._limits.round_timeout_s / 2, 2 * self._phase.seconds + self._most_grace_s))
+        return min(most_s, max(self._limits.round_timeout_s / 2, 2 * self._phase.phase_s + self._most_grace_s))
 
     def _ranks(self) -> Sequence[int]:
         """Return every rank that may send something."""
@@ -350,7 +350,7 @@ class Sealer:
     @property
     def _phase_s(self) -> float:
         """How long the inner steps of an entry take, by the newest seal; before the first, by this replica."""
-        return self._phase.seconds if self._members.seal is None else self._members.seal.phase_s
+        return self._phase.phase_s if self._members.seal is None else self._members.seal.phase_s
 
     @property
     def _most_grace_s(self) -> float:

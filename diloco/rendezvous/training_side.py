@@ -158,7 +158,7 @@ class TrainingSide:
         """
         self.runner.replayer.begin(restored)
         if restored is not None:
-            self.phase.is_restored = [True] * self._n_fragments
+            self.phase.has_restored_work = [True] * self._n_fragments
         self.position = self.runner.position
         self.phase.begin(self._plan.step_before(self.position), position=self.position)
         try:
@@ -182,8 +182,8 @@ class TrainingSide:
 
         reports = self.at_rest(act)
         self.position, self._pending = position, None
-        self.phase.made = [0] * self._n_fragments
-        self.phase.is_restored = [True] * self._n_fragments
+        self.phase.uncounted_steps = [0] * self._n_fragments
+        self.phase.has_restored_work = [True] * self._n_fragments
         self.phase.begin(base, since, position=position)
         self._join()
         return reports
@@ -426,11 +426,11 @@ class TrainingSide:
         self._is_awaited = False
         self._training.merge()
         phase, pending = self.phase, self._pending
-        made, is_restored = list(phase.made), list(phase.is_restored)
+        made, is_restored = list(phase.uncounted_steps), list(phase.has_restored_work)
         for each in result.resolved:
             made[each.fragment] = 0 if each.steps is None else made[each.fragment] - each.steps
             is_restored[each.fragment] = False
-        phase.made, phase.is_restored = made, is_restored
+        phase.uncounted_steps, phase.has_restored_work = made, is_restored
         if result.n_entries:
             self.position += result.n_entries
             self._pending = None

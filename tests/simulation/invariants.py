@@ -97,9 +97,10 @@ class Invariants:
         slot = process.slot % SLOTS
         units = [int(undone[slot]) for undone in process.toy.undone]
         if any(
-            not 0 <= unit - made <= MOST_LEFT[self.plan.is_lossy] for unit, made in zip(units, phase.made, strict=True)
+            not 0 <= unit - made <= MOST_LEFT[self.plan.is_lossy]
+            for unit, made in zip(units, phase.uncounted_steps, strict=True)
         ):
-            raise Violation(f"{process.name} has {units} uncounted steps and believes in {phase.made}")
+            raise Violation(f"{process.name} has {units} uncounted steps and believes in {phase.uncounted_steps}")
 
     def _check_waits(
         self,

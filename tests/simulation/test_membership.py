@@ -242,7 +242,7 @@ def test_the_bound_of_a_replica_that_sees_no_expected_process() -> None:
     ]:
         now = [0.0]
         here = context(Identity(0, 2, 0, "me"), now)
-        assert here.phase.seconds == 0.0
+        assert here.phase.phase_s == 0.0
         now[0] = own_s
         here.phase.count_step()
         here.members.seal = sealed_by((1, 0), phase_s=told_s)

@@ -122,7 +122,7 @@ def count_the_steps_that_were_made(self: Phase, n_entries: int) -> None:
 
 def take_what_was_trained_for_a_phase(count_step: Any, self: Phase) -> None:
     count_step(self)
-    self.seconds = self._trained_s
+    self.phase_s = self._trained_s
 
 
 def adopt_one_entry_at_a_look(patch: pytest.MonkeyPatch) -> None:

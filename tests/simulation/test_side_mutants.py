@@ -16,9 +16,9 @@ from simulation.test_mutants import BROKEN, Patch, replaced, wrapped
 
 
 def keep_the_steps_of_what_was_counted(merge: Any, self: TrainingSide, *arguments: Any) -> Any:
-    made = self.phase.made
+    made = self.phase.uncounted_steps
     reports = merge(self, *arguments)
-    self.phase.made = made
+    self.phase.uncounted_steps = made
     return reports
 
 

@@ -47,7 +47,7 @@ def trained(where: Mapping[str, Any], **options: Any) -> dict[str, Any]:
                 works[report.round - 1] = report.work
             shares.append(diloco.progress)
         assert diloco.inner_step == steps
-        assert diloco._training_side.phase.made == [0] * options.get("fragments", 1)
+        assert diloco._training_side.phase.uncounted_steps == [0] * options.get("fragments", 1)
         assert shares == sorted(shares)
         anchor = {name: values.tolist() for name, values in diloco.anchor().items()}
     live = {name: values.detach().tolist() for name, values in model.named_parameters()}
@@ -220,7 +220,7 @@ def test_who_saw_a_seal_in_the_midst_of_a_phase_counts_from_the_last_look_withou
 def test_replicas_are_waited_for_as_long_as_two_of_the_slowest_ones_steps_unless_that_is_longer_than_a_phase() -> None:
     one = Clocked()
     one.step(2.0)
-    assert one.phase.seconds == 12.0
+    assert one.phase.phase_s == 12.0
     assert [one.phase.apart_s(phase_s) for phase_s in (0.0, 12.0, 14.0, 40.0)] == [0.0, 4.0, 8.0, 10.0]
     assert Phase(RoundPlan(), lambda: 0.0).apart_s(40.0) == 0.0
 

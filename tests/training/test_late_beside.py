@@ -32,7 +32,7 @@ def uncounted(diloco: DiLoCo, model: nn.Module) -> list[tuple[float, float]] | N
         if n_results == training._n_merged:
             live = [state.fragments[f].slots[0].name for f in range(len(anchors))]
             away = [model.get_parameter(name).detach()[0] - a for name, a in zip(live, anchors, strict=True)]
-            return [(float(by.mean()), float(n)) for by, n in zip(away, training.phase.made, strict=True)]
+            return [(float(by.mean()), float(n)) for by, n in zip(away, training.phase.uncounted_steps, strict=True)]
     return None
 
 
@@ -43,10 +43,10 @@ def check_what_is_kept(diloco: DiLoCo) -> None:
     def checked(position: int, progress: list[torch.Tensor], uncounted_since: list[int], buffers: Any) -> None:
         assert training.run_in_round_thread(lambda: training.runner.position) == position
         if not progress:  # there is no search if there can be none
-            assert not any(training.phase.made)
+            assert not any(training.phase.uncounted_steps)
             assert not any(part.any() for part in diloco._model_state.progress())
             return
-        for away, n in zip(progress, training.phase.made, strict=True):
+        for away, n in zip(progress, training.phase.uncounted_steps, strict=True):
             assert -float(away.mean()) == pytest.approx(n, abs=1e-3)
         keep(position, progress, uncounted_since, buffers)
 
