@@ -616,7 +616,7 @@ class DiLoCo:
         taken: list[dict[str, Any]] = []
         with RoundScope(self) as reports:
             reports += self._training_side.at_rest(lambda: taken.append(self._model_state.anchor.checkpoint()))
-        return {**self._training_side.phase.place, "inner_step": self._inner_step, **taken[0]}
+        return {**self._training_side.phase.resume_point, "inner_step": self._inner_step, **taken[0]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to a checkpoint of this run, and then on to where the run is now.

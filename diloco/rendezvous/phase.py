@@ -167,11 +167,11 @@ class Phase:
     """
 
     def __init__(self, plan: RoundPlan, clock: Callable[[], float]) -> None:
-        self.base: float = 0
+        self.base_step: float = 0
         """The run's step when the newest entry was adopted."""
         self.position = 0
         """The next entry to merge."""
-        self.since: float = 0
+        self.steps_since: float = 0
         """Steps that the run counts since then; negative where an entry was adopted before its round was due."""
         self.n_steps = 0
         """Steps of this process."""
@@ -210,9 +210,9 @@ class Phase:
     # -- what the training counts --------------------------------------------------------------------------------------
 
     @property
-    def place(self) -> dict[str, Any]:
+    def resume_point(self) -> dict[str, Any]:
         """The place of this replica in the run: its rounds, the run's step at the last of them, and the steps since."""
-        return {"rounds": self.position, "base": self.base, "since": self.since}
+        return {"rounds": self.position, "base": self.base_step, "since": self.steps_since}
 
     @property
     def has_no_work(self) -> bool:
@@ -223,10 +223,10 @@ class Phase:
     def run_step(self) -> float:
         """The run's step: that of its newest entry, and at most the steps beyond of what is open or on its way."""
         end, plan = self._end, self._plan
-        if self.is_over or (end is not None and self.base >= end):
-            return self.base + self.since  # beyond what was planned
+        if self.is_over or (end is not None and self.base_step >= end):
+            return self.base_step + self.steps_since  # beyond what was planned
         most = plan.steps_per_entry * (2 if plan.overlap_steps is None and plan.entry_s is None else 1)
-        return _capped(self.base + min(self.since, most), end)
+        return _capped(self.base_step + min(self.steps_since, most), end)
 
     @property
     def is_at_the_end(self) -> bool:
@@ -242,12 +242,12 @@ class Phase:
     @property
     def is_due(self) -> bool:
         """Whether the open entry's round is due."""
-        return self.since >= self._plan.steps_per_entry or self.is_at_the_end
+        return self.steps_since >= self._plan.steps_per_entry or self.is_at_the_end
 
     @property
     def is_next_due(self) -> bool:
         """Whether the round after the open one is due. By the clock it is so only some time after that was applied."""
-        is_due = self._plan.entry_s is None and self.since >= 2 * self._plan.steps_per_entry
+        is_due = self._plan.entry_s is None and self.steps_since >= 2 * self._plan.steps_per_entry
         return is_due or self.is_at_the_end
 
     @property
@@ -260,7 +260,7 @@ class Phase:
         """Return whether a contribution to this entry is to leave before its mean is applied."""
         plan = self._plan
         ahead = 0 if plan.overlap_steps is None else plan.overlap_steps
-        return plan.overlaps and self.since >= plan.steps_per_entry - ahead and not plan.is_final(position)
+        return plan.overlaps and self.steps_since >= plan.steps_per_entry - ahead and not plan.is_final(position)
 
     def count_step(self) -> None:
         """Count a step; called when the training calls the rendezvous."""
@@ -270,16 +270,16 @@ class Phase:
         self.uncounted_steps = [steps + 1 for steps in self.uncounted_steps]
         step_s, entry_s = self._trained_s / self._steps, self._plan.entry_s
         if entry_s is None:
-            self.since += 1
+            self.steps_since += 1
             self.phase_s = step_s * self._plan.steps_per_entry
         else:
-            self.since = (self._clock() - self._counts_from_s) / entry_s
+            self.steps_since = (self._clock() - self._counts_from_s) / entry_s
             self.phase_s = entry_s + step_s  # the step in whose midst the round is due is made to its end
         self.has_trained = True
 
     def note_held(self) -> None:
         """Note that work is held, to be sent for the open entry."""
-        self._held_ahead_s = max(0.0, 1 - self.since) * (self._plan.entry_s or 0.0)
+        self._held_ahead_s = max(0.0, 1 - self.steps_since) * (self._plan.entry_s or 0.0)
 
     def stop_training_clock(self) -> float:
         """Note that the training calls the rendezvous; return how long it has gone on since the last call."""
@@ -305,12 +305,12 @@ class Phase:
             position: the next entry.
         """
         self.position = position
-        self.base, self.is_over = _capped(base, self._end), False
-        self.go_on(since)
+        self.base_step, self.is_over = _capped(base, self._end), False
+        self.set_steps_since(since)
 
-    def go_on(self, since: float) -> None:
+    def set_steps_since(self, since: float) -> None:
         """Count on from so many steps since the newest entry."""
-        self.since = since
+        self.steps_since = since
         self._counts_from_s = self._clock() - since * (self._plan.entry_s or 0.0)
 
     def advance_in_phase(self, n_entries: int, ready_s: float) -> None:
@@ -327,7 +327,7 @@ class Phase:
         step = _capped(self.run_step + (n_entries - 1) * spe, end)
         self._advance(n_entries)
         if entry_s is None:  # steps before the end of a stage are none of the next one
-            self.since = self._within_the_plan(step - self.base) if self._end == end else 0
+            self.steps_since = self._within_the_plan(step - self.base_step) if self._end == end else 0
         else:
             self._count_from(max(ready_s, self._counts_from_s + entry_s))
 
@@ -336,31 +336,31 @@ class Phase:
         self._advance(n_entries)
         if self._plan.entry_s is None:
             since = max(0, self.n_steps - looked_step - (self._plan.overlap_steps or 0))
-            self.since = self._within_the_plan(since)
+            self.steps_since = self._within_the_plan(since)
         else:
             self._count_from(looked_s + self._overlap_s)
 
     def _within_the_plan(self, since: float) -> float:
         """Return 0 at the last planned step: steps before or beyond it are in no average."""
-        return 0 if self.base == self._end else since
+        return 0 if self.base_step == self._end else since
 
     def _count_from(self, from_s: float) -> None:
         """Count from a time; nothing is due before the next step was made. A plan's end is not waited for."""
         now, end = self._clock(), self._end
-        self._counts_from_s = from_s if end is None or self.base < end else min(from_s, now)
-        self.since = min(0.0, (now - self._counts_from_s) / (self._plan.entry_s or 1.0))
+        self._counts_from_s = from_s if end is None or self.base_step < end else min(from_s, now)
+        self.steps_since = min(0.0, (now - self._counts_from_s) / (self._plan.entry_s or 1.0))
 
     def advance_after_sync(self, step: float, base: float) -> None:
         """Go on after rounds outside their time: they are worth the steps that were made, not an entry's."""
-        self.base = _capped(base, self._end)
-        self.go_on(_capped(step, self._end) - self.base)
+        self.base_step = _capped(base, self._end)
+        self.set_steps_since(_capped(step, self._end) - self.base_step)
 
     def _advance(self, n_entries: int) -> None:
         self.position += n_entries
         if self._plan.earlier:  # each stage begins at its own step, wherever the entries of the one before end
-            self.base = self._plan.step_before(self.position)
+            self.base_step = self._plan.step_before(self.position)
         else:
-            self.base = _capped(self.base + n_entries * self._plan.steps_per_entry, self._plan.total_steps)
+            self.base_step = _capped(self.base_step + n_entries * self._plan.steps_per_entry, self._plan.total_steps)
         self._steps, self._trained_s = 0, 0.0
 
     # -- what the rounds know ------------------------------------------------------------------------------------------

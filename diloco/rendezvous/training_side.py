@@ -167,14 +167,14 @@ class TrainingSide:
             self._scheduler.leave()
             raise
 
-    def go_back(self, place: Mapping[str, Any], load: Callable[[], None]) -> list[RoundReport]:
-        """Continue from an earlier place, and then on to where the run is now; return what was merged before.
+    def go_back(self, point: Mapping[str, Any], load: Callable[[], None]) -> list[RoundReport]:
+        """Continue from an earlier point, and then on to where the run is now; return what was merged before.
 
         Args:
-            place: the place, as `Phase.place` returned it.
-            load: takes the training state of that place.
+            point: the point, as `Phase.resume_point` returned it.
+            load: takes the training state of that point.
         """
-        position, base, since = place["rounds"], place["base"], place["since"]
+        position, base, since = point["rounds"], point["base"], point["since"]
 
         def act() -> None:
             load()
@@ -190,10 +190,10 @@ class TrainingSide:
 
     def _join(self) -> None:
         """Catch up, and continue in phase, or out of phase if the others are in the middle of their phase."""
-        since = self.phase.since
+        since = self.phase.steps_since
         self.run_in_round_thread(partial(self.runner.catch_up, has_met=True))
         self.deliver()
-        self.phase.go_on(since)
+        self.phase.set_steps_since(since)
         may_be_sent = (
             not self.is_out_of_phase and bool(self._context.me.attempt) and not self._plan.is_over(self.position)
         )

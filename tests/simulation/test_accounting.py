@@ -93,7 +93,7 @@ def test_work_counted_since_a_checkpoint_is_not_counted_again_by_a_copy_that_sta
     def training(me: Identity, side: TrainingSide, toy: Toy) -> None:
         if (me.rank, me.attempt) != (0, 0):
             return
-        if side.position == 3 and side.phase.since == 1:
+        if side.position == 3 and side.phase.steps_since == 1:
             checkpoints.append(restored_from(side, toy))
         if side.position == 4:
             raise Died  # when the work in the checkpoint was counted

@@ -17,17 +17,17 @@ from simulation.test_mutants import BROKEN, Patch, replaced, wrapped
 
 def count_steps(count_step: Any, self: Phase) -> None:
     count_step(self)
-    self.since = self._steps / 4
+    self.steps_since = self._steps / 4
 
 
 def count_the_steps_since_the_look(self: Phase, n_entries: int, looked_step: int, looked_s: float) -> None:
     self._advance(n_entries)
-    self.go_on(self.n_steps - looked_step)
+    self.set_steps_since(self.n_steps - looked_step)
 
 
 def count_time_at_the_end_of_a_plan(self: Phase, from_s: float) -> None:
     self._counts_from_s = from_s
-    self.since = min(0.0, (self._clock() - from_s) / (self._plan.entry_s or 1.0))
+    self.steps_since = min(0.0, (self._clock() - from_s) / (self._plan.entry_s or 1.0))
 
 
 MUTANTS: dict[str, tuple[Patch, int]] = {

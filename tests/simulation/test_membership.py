@@ -180,11 +180,11 @@ def test_steps_count_from_the_last_look_that_saw_no_seal_less_the_overlap() -> N
     looked_step = phase.n_steps
     stepped(phase, 5)
     phase.advance_after_catch_up(1, looked_step, 0.0)
-    assert (phase.base, phase.since) == (10, 3)
+    assert (phase.base_step, phase.steps_since) == (10, 3)
     looked_step = phase.n_steps
     stepped(phase, 1)
     phase.advance_after_catch_up(2, looked_step, 0.0)
-    assert (phase.base, phase.since) == (30, 0)
+    assert (phase.base_step, phase.steps_since) == (30, 0)
 
 
 def test_a_head_start_counts_for_one_round() -> None:

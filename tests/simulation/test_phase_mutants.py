@@ -116,7 +116,7 @@ def wait_before_leaving(self: TrainingSide) -> None:
 
 
 def count_the_steps_that_were_made(self: Phase, n_entries: int) -> None:
-    self.base += self.since
+    self.base_step += self.steps_since
     self._steps, self._trained_s = 0, 0.0
 
 
