@@ -18,7 +18,7 @@ from diloco.rendezvous.envelope import BadRecordError
 from diloco.rendezvous.frames import READ_TRIES, Contribution, MeanHead, Member, Seal
 from diloco.rendezvous.frames import head_bytes as head_bytes_of
 from diloco.rendezvous.reduction import BadInputError, Input, Write, is_mean
-from diloco.rendezvous.round import Context, EntryState, Range, owners
+from diloco.rendezvous.round import Context, EntryState, ShardRange, owners
 
 log = logging.getLogger(__name__)
 
@@ -270,7 +270,7 @@ class Reducer:
         fits = layout.wire.is_exact and layout.wire.name == layout.mean_wire.name
         return self._kept(entry, seal, layout.shard(shard, seal.shards)) if fits else None
 
-    def _kept(self, entry: EntryState, seal: Seal, part: Range) -> memoryview | None:
+    def _kept(self, entry: EntryState, seal: Seal, part: ShardRange) -> memoryview | None:
         """Return the memory of a range of the payload that this process sent, if it was sealed and is in memory."""
         member = seal.members.get(self._me.rank)
         if entry.packed is None or member is None or member.digest not in entry.sent:

@@ -47,7 +47,7 @@ class Limits:
     block_elements: int = BLOCK_ELEMENTS
 
 
-class Range(NamedTuple):
+class ShardRange(NamedTuple):
     """The blocks of one shard, its bytes in a contribution, and those of its mean."""
 
     first_block: int
@@ -105,14 +105,14 @@ class Layout:
         """Return how many shards a mean is cut into: as many as ranks, but no tiny ones, and not hundreds."""
         return max(1, min(n_ranks, self.n_elements // self.limits.block_elements, MAX_SHARDS))
 
-    def shard(self, shard: int, n_shards: int) -> Range:
+    def shard(self, shard: int, n_shards: int) -> ShardRange:
         """Return the range of one of so many shards."""
         first, end = shard * self.n_blocks // n_shards, (shard + 1) * self.n_blocks // n_shards
         block = self.limits.block_elements
         n_whole = min(end, self.n_elements // block) - first
         n_elements = min(end * block, self.n_elements) - first * block
         rest = n_elements - n_whole * block
-        return Range(
+        return ShardRange(
             first,
             end,
             first * self.block_bytes,

@@ -171,7 +171,7 @@ def parts_of(arrays: Arrays, most_bytes: int) -> Iterator[dict[str, Array]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class StateCopy:
     """The state before an entry, as this replica had it."""
 
     entry: int
@@ -185,13 +185,13 @@ class SnapshotWriter:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._me = context.me
-        self.copy: Copy | None = None
+        self.copy: StateCopy | None = None
         """The state that waits for the seals that agree with it."""
         self._busy = False
         self._possible = True
 
     def before_step(self, entry: int, seal: Seal) -> None:
-        """Copy the state if it is this replica's turn, and publish the copy once the seals agree with it."""
+        """StateCopy the state if it is this replica's turn, and publish the copy once the seals agree with it."""
         is_multiple = entry > 0 and entry % self._context.snapshot_every == 0
         is_free = is_multiple and self._possible and not self._busy
         if is_free and hash_order(seal.members, "snapshot", entry)[0] == self._me.rank:
@@ -214,13 +214,13 @@ class SnapshotWriter:
             self._possible = False
             log.warning("rank %s takes no snapshots: %s", self._me.rank, error)
         else:
-            self.copy = Copy(entry, arrays, state)
+            self.copy = StateCopy(entry, arrays, state)
 
-    def _agrees(self, copy: Copy, entry: int, seal: Seal) -> bool:
+    def _agrees(self, copy: StateCopy, entry: int, seal: Seal) -> bool:
         """Return whether the entry was made from the state that was copied, as far as its fragment goes."""
         return seal.anchor == copy.state[entry % len(copy.state)]
 
-    def _publish(self, copy: Copy) -> None:
+    def _publish(self, copy: StateCopy) -> None:
         context = self._context
         store, keys, proof = context.store.for_thread(), context.keys, context.proof
         try:
