@@ -29,7 +29,7 @@ from diloco.live_parameters import (
 from diloco.local_buffers import LocalBuffers
 from diloco.outer_optimizer import Anchor, GivenOptimizer, NesterovSGD, OuterOptimizer
 from diloco.rendezvous.envelope import proof_of
-from diloco.rendezvous.training_state import Agreement, Applied, PackedWork, Verdict
+from diloco.rendezvous.training_state import Agreement, ApplyStats, PackedWork, Verdict
 from diloco.settings import Settings
 from diloco.unshared_state import UnsharedState
 from diloco.wires import wire_named
@@ -175,7 +175,7 @@ class ModelState:
     @torch.no_grad()
     def apply(
         self, entry: int, mean: Sequence[memoryview], verdict: Verdict, packed: PackedWork | None, *, partly: bool
-    ) -> Applied:
+    ) -> ApplyStats:
         fragment, _, held = self._of(entry)
         lost, keeps = None, self._keeps(verdict) or (partly and verdict is Verdict.KEPT)
         may_tell_lost = held.is_held or self._steps_in_place(fragment.index)
@@ -189,7 +189,7 @@ class ModelState:
                 self.before_merge()
                 what_is_lost, block = WireError(), self._block_elements
                 around = partial(held.stepped_in_place, sent=sent, lost=what_is_lost, block_elements=block)
-                return Applied(self._step(entry, mean, around), what_is_lost.share)
+                return ApplyStats(self._step(entry, mean, around), what_is_lost.share)
             lost = held.take_away(sent, keeps_later=partly or self.keeps_later_work, mix=self._mix)
         elif partly or self.keeps_later_work:
             held.take_away_held()
@@ -197,7 +197,7 @@ class ModelState:
             held.take_anchor(self._mix)
         mean_norm = self.replay(entry, mean)
         held.after_step()
-        return Applied(mean_norm, lost)
+        return ApplyStats(mean_norm, lost)
 
     def _keeps(self, verdict: Verdict | None) -> bool:
         return verdict is None or (verdict is Verdict.KEPT and self.carries)

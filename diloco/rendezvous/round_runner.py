@@ -26,7 +26,7 @@ from diloco.rendezvous.restore import LogReplayer
 from diloco.rendezvous.round import MOST_PAUSE_S, Context, EntryState, PendingWork, RoundReport, RoundResult
 from diloco.rendezvous.seal import Sealer, SealingResult, SealLog
 from diloco.rendezvous.snapshot import SnapshotWriter
-from diloco.rendezvous.training_state import Applied, Verdict
+from diloco.rendezvous.training_state import ApplyStats, Verdict
 
 LOOK_S, ANSWERS_PER_LOOK = 1.0, 40
 """Out of phase, a replica looks for the seal once a second, or as often as that costs a fortieth of its time."""
@@ -296,7 +296,7 @@ class RoundRunner:
             self.replayer.reload()
 
     def _report(
-        self, entry: EntryState, seal: Seal, verdict: Verdict, applied: Applied, step: tuple[float, float]
+        self, entry: EntryState, seal: Seal, verdict: Verdict, applied: ApplyStats, step: tuple[float, float]
     ) -> RoundReport:
         """Return the report of an entry that was applied.
 

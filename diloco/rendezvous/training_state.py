@@ -55,7 +55,7 @@ class PackedWork:
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
+class ApplyStats:
     """What was found out on the way when a mean was applied; for people."""
 
     mean_norm: float | None = None
@@ -126,7 +126,7 @@ class TrainingState(Protocol):
 
     def apply(
         self, entry: int, mean: Sequence[memoryview], verdict: Verdict, packed: PackedWork | None, *, partly: bool
-    ) -> Applied:
+    ) -> ApplyStats:
         """Step the anchor by a mean, and leave what that means for the live parameters to `merge`.
 
         Where no step was made since, they may be set at once.

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from diloco import DiLoCo
 from diloco.model_state import ModelState
-from diloco.rendezvous.training_state import Applied
+from diloco.rendezvous.training_state import ApplyStats
 from executors import current_replica
 
 from .counting import CountingStore
@@ -98,7 +98,7 @@ def _note_when_the_mean_is_there() -> list[Moment]:
     arrivals: list[Moment] = []
     apply = ModelState.apply
 
-    def applying(self: ModelState, *arguments: Any, **options: Any) -> Applied:
+    def applying(self: ModelState, *arguments: Any, **options: Any) -> ApplyStats:
         arrivals.append(Moment.now())
         dist.barrier()
         return apply(self, *arguments, **options)

@@ -20,7 +20,7 @@ from diloco.rendezvous.round import owners
 from diloco.rendezvous.round_runner import RoundRunner
 from diloco.rendezvous.snapshot import SnapshotPointer, collect_garbage, get_parts
 from diloco.rendezvous.training_side import TrainingSide
-from diloco.rendezvous.training_state import Applied
+from diloco.rendezvous.training_state import ApplyStats
 from simulation.invariants import Process
 from simulation.simulation import Simulation, restored_from
 from simulation.simulation import calm as calm_
@@ -238,7 +238,7 @@ def each_fragment_is_compared_with_its_own_next_seal(
             reloaded.append(self.position)
         return reload(self, above)
 
-    def applying(self: Toy, entry: int, *arguments: Any, **options: Any) -> Applied:
+    def applying(self: Toy, entry: int, *arguments: Any, **options: Any) -> ApplyStats:
         applied = apply(self, entry, *arguments, **options)
         if self is simulation.toys[2] and entry == flipped:
             self.flip(entry % n_fragments)

@@ -14,7 +14,7 @@ from diloco.errors import DivergenceError
 from diloco.rendezvous.frames import READ_TRIES
 from diloco.rendezvous.mean import Reducer
 from diloco.rendezvous.round_runner import RoundRunner
-from diloco.rendezvous.training_state import Applied
+from diloco.rendezvous.training_state import ApplyStats
 from simulation.invariants import Process
 from simulation.simulation import RUN, Simulation, calm
 from simulation.work import SLOTS, Toy
@@ -38,7 +38,7 @@ def heal_a_flipped_bit(when: str, rank: int, n_fragments: int, *, sharded: bool)
             flipped.append(when)
         return packed
 
-    def applying(self: Toy, entry: int, *arguments: Any, **options: Any) -> Applied:
+    def applying(self: Toy, entry: int, *arguments: Any, **options: Any) -> ApplyStats:
         applied = apply(self, entry, *arguments, **options)
         if self is simulation.toys[rank] and entry == 1 and when == "after applying":
             self.flip(entry % n_fragments)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from diloco.fragments import plan_fragments
 from diloco.model_state import ModelState
 from diloco.outer_optimizer import NesterovSGD
-from diloco.rendezvous.training_state import Applied, PackedWork, Verdict
+from diloco.rendezvous.training_state import ApplyStats, PackedWork, Verdict
 from diloco.settings import Settings
 from diloco.wires.wire import Pieces
 from simulation.work import BLOCK_ELEMENTS, Toy, values_of
@@ -123,7 +123,7 @@ class Twin(Toy):
 
     def apply(
         self, entry: int, mean: Sequence[memoryview], verdict: Verdict, packed: PackedWork | None, *, partly: bool
-    ) -> Applied:
+    ) -> ApplyStats:
         self.real.step_by(partial(super().apply, entry, mean, verdict, packed, partly=partly))  # in the midst of it
         return self.real.apply(entry, mean, verdict, packed, partly=partly)
 

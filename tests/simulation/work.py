@@ -13,7 +13,7 @@ from xxhash import xxh3_128_hexdigest
 
 from diloco.rendezvous.envelope import UNSIGNED, Proof
 from diloco.rendezvous.frames import digests_of
-from diloco.rendezvous.training_state import Applied, PackedWork, Verdict
+from diloco.rendezvous.training_state import ApplyStats, PackedWork, Verdict
 from diloco.wires import FP32
 from diloco.wires.wire import Floats, Wire, blocks_of, decoded
 
@@ -186,7 +186,7 @@ class Toy:
 
     def apply(
         self, entry: int, mean: Sequence[memoryview], verdict: Verdict, packed: PackedWork | None, *, partly: bool
-    ) -> Applied:
+    ) -> ApplyStats:
         f = entry % len(self.anchor)
         held = self.held[f]
         work = self.undone[f].copy() if held.values is None else held.values
@@ -206,7 +206,7 @@ class Toy:
             held.ops.append(("only", ZEROS))
         self.replay(entry, mean)
         held.owner, held.values = "the training", None
-        return Applied()
+        return ApplyStats()
 
     def _keeps(self, verdict: Verdict | None) -> bool:
         return verdict is None or (verdict is Verdict.KEPT and self.carries)
