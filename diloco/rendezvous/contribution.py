@@ -329,7 +329,7 @@ class StepAccount:
 
         Steps that were made after the work was held are then not affected.
         """
-        member, verdict = seal.members.get(self._me.rank), self._seals.verdict(seal)
+        member, verdict = seal.replicas.get(self._me.rank), self._seals.verdict(seal)
         if verdict is Verdict.DROPPED:
             return verdict, entry.is_foreign
         if verdict is Verdict.KEPT and self._must_give_up(entry, seal):

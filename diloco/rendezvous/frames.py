@@ -116,7 +116,7 @@ class Contribution:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class SealedReplica:
     """A contribution that counts, or a replica that presented itself without one."""
 
     nonce: str
@@ -128,7 +128,7 @@ class Member:
     in_phase: bool = True
 
     @classmethod
-    def of(cls, nonce: Any, attempt: Any, weight: Any, digest: Any, in_phase: Any) -> Member:
+    def of(cls, nonce: Any, attempt: Any, weight: Any, digest: Any, in_phase: Any) -> SealedReplica:
         """Check the fields of a member, which another replica wrote."""
         return cls(_nonce(nonce), _whole(attempt, MAX_ATTEMPT), _weight(weight), _digest(digest), typed(bool, in_phase))
 
@@ -140,7 +140,7 @@ class Seal:
     Where no member has any weight there is no mean: anchor and momentum stay, and the entry is counted.
     """
 
-    members: Mapping[int, Member]
+    members: Mapping[int, SealedReplica]
     anchor: str
     shards: int
     """Number of `mean/<shard>` objects; 0: the mean is in here, or there is none."""
@@ -157,7 +157,7 @@ class Seal:
     """The members that want the run to end with this round. If there is one, it does: see `end.py`."""
 
     @property
-    def inputs(self) -> dict[int, Member]:
+    def inputs(self) -> dict[int, SealedReplica]:
         """The members whose work is in the mean."""
         return {rank: member for rank, member in sorted(self.members.items()) if member.weight > 0}
 
@@ -216,7 +216,8 @@ class Seal:
         fields, _, end = unframe(data, key, proof)
         with reading("seal"):
             members = {
-                int(_rank(rank)): Member.of(*typed(list, m)) for rank, m in typed(dict, fields["members"]).items()
+                int(_rank(rank)): SealedReplica.of(*typed(list, m))
+                for rank, m in typed(dict, fields["members"]).items()
             }
             anchor, phase_s = _digest(fields["anchor"]), _seconds(fields["phase_s"])
             shards, same = _whole(fields["shards"], MAX_SHARDS), _groups(fields["same"], members.keys())

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from diloco.rendezvous.envelope import BadRecordError
-from diloco.rendezvous.frames import READ_TRIES, Contribution, MeanHead, Member, Seal
+from diloco.rendezvous.frames import READ_TRIES, Contribution, MeanHead, Seal, SealedReplica
 from diloco.rendezvous.frames import head_bytes as head_bytes_of
 from diloco.rendezvous.reduction import BadInputError, Input, Write, is_mean
 from diloco.rendezvous.round import Context, EntryState, ShardRange, owners
@@ -91,7 +91,7 @@ class Reducer:
         assert entry.sealed_s is not None
         waited_s, place = self._context.clock() - entry.sealed_s, 0
         for rank in order[: order.index(self._me.rank)] if self._me.rank in order else order:
-            place += not (asks and self._context.members.is_gone(rank, seal.members[rank].attempt))
+            place += not (asks and self._context.members.is_gone(rank, seal.replicas[rank].attempt))
             if waited_s < self.takeover_after_s * place:
                 return False
         return True
@@ -230,7 +230,7 @@ class Reducer:
     def _input(self, entry: EntryState, seal: Seal, rank: int, shard: int) -> Input:
         part = entry.layout.shard(shard, seal.shards)
         blocks = slice(part.first_block, part.end_block)
-        member = seal.members[rank]
+        member = seal.replicas[rank]
         if rank == self._me.rank and shard not in entry.overwritten:
             kept = self._kept(entry, seal, part)
             if kept is not None:
@@ -248,7 +248,7 @@ class Reducer:
             raise BadInputError(rank, "was cut off")
         return Input(rank, member.weight, data, contribution.blocks[blocks])
 
-    def _head(self, entry: EntryState, rank: int, member: Member) -> Contribution:
+    def _head(self, entry: EntryState, rank: int, member: SealedReplica) -> Contribution:
         if rank in entry.seen and entry.seen[rank][1] == member.digest:
             return entry.seen[rank][0]
         key = self._keys.contribution(entry.index, rank)
@@ -272,7 +272,7 @@ class Reducer:
 
     def _kept(self, entry: EntryState, seal: Seal, part: ShardRange) -> memoryview | None:
         """Return the memory of a range of the payload that this process sent, if it was sealed and is in memory."""
-        member = seal.members.get(self._me.rank)
+        member = seal.replicas.get(self._me.rank)
         if entry.packed is None or member is None or member.digest not in entry.sent:
             return None
         return entry.packed.part(part.start, part.size_bytes)

@@ -256,13 +256,13 @@ class Membership:
         """The attempts of the named processes, by rank."""
         if self.seal is None:
             return dict.fromkeys(range(self._me.world_size), 0)
-        return {rank: member.attempt for rank, member in self.seal.members.items()}
+        return {rank: member.attempt for rank, member in self.seal.replicas.items()}
 
     def names(self, rank: int, attempt: int, nonce: str) -> bool:
         """Return whether this is a named process."""
         if self.seal is None:
             return rank < self._me.world_size and attempt == 0
-        member = self.seal.members.get(rank)
+        member = self.seal.replicas.get(rank)
         return member is not None and member.nonce == nonce
 
     @property
@@ -273,12 +273,12 @@ class Membership:
     @property
     def is_first_member(self) -> bool:
         """True if this is the lowest rank that the newest seal names: one replica does what every replica could do."""
-        return self.seal is not None and min(self.seal.members) == self._me.rank
+        return self.seal is not None and min(self.seal.replicas) == self._me.rank
 
     @property
     def is_alone(self) -> bool:
         """True if one replica was launched, and the newest seal names no other rank."""
-        return self._me.world_size == 1 and (self.seal is None or self.seal.members.keys() <= {self._me.rank})
+        return self._me.world_size == 1 and (self.seal is None or self.seal.replicas.keys() <= {self._me.rank})
 
     @property
     def claimed(self) -> set[int]:

@@ -332,7 +332,7 @@ class LogReplayer:
         if self.n_diverged >= 2:
             raise DivergenceError(
                 f"Rank {self._context.me.rank}, round {entry.index + 1}: this replica's anchor is not that of ranks "
-                f"{', '.join(map(str, sorted(seal.members)))}, also after reloading the run. "
+                f"{', '.join(map(str, sorted(seal.replicas)))}, also after reloading the run. "
                 "Do all replicas run the same version, and the same outer optimizer on the same kind of processor?"
             )
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from diloco.errors import QuorumTimeoutError
 from diloco.rendezvous.envelope import BadRecordError, Proof
-from diloco.rendezvous.frames import READ_TRIES, Contribution, Member, Seal, digests_of, hash_order
+from diloco.rendezvous.frames import READ_TRIES, Contribution, Seal, SealedReplica, digests_of, hash_order
 from diloco.rendezvous.reduction import BadInputError, Input, is_mean
 from diloco.rendezvous.retrying_store import backoff
 from diloco.rendezvous.round import Context, EntryState
@@ -95,7 +95,7 @@ class SealLog:
     def verdict(self, seal: Seal) -> Verdict:
         """Return what became of this process's work; a seal that gives it no weight has counted nothing."""
         me = self._context.me
-        member = seal.members.get(me.rank)
+        member = seal.replicas.get(me.rank)
         if member is None or (member.nonce == me.nonce and not member.weight):
             return Verdict.KEPT
         return Verdict.COUNTED if member.nonce == me.nonce else Verdict.DROPPED
@@ -375,7 +375,7 @@ class Sealer:
             if mean is None:
                 return False
         members = {
-            rank: Member(head.nonce, head.attempt, head.weight, digest, head.in_phase)
+            rank: SealedReplica(head.nonce, head.attempt, head.weight, digest, head.in_phase)
             for rank, (head, digest) in sorted(entry.seen.items())
             if rank in good
         }

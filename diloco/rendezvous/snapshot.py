@@ -194,7 +194,7 @@ class SnapshotWriter:
         """StateCopy the state if it is this replica's turn, and publish the copy once the seals agree with it."""
         is_multiple = entry > 0 and entry % self._context.snapshot_every == 0
         is_free = is_multiple and self._possible and not self._busy
-        if is_free and hash_order(seal.members, "snapshot", entry)[0] == self._me.rank:
+        if is_free and hash_order(seal.replicas, "snapshot", entry)[0] == self._me.rank:
             self._take_copy(entry)
         copy = self.copy
         if copy is None:

@@ -139,7 +139,7 @@ def _lost_share(n: int, round_s: float, every_s: float, seconds: float) -> tuple
     took_s = time.monotonic() - began
     if any(result != results[0] for result in results):
         raise RuntimeError(f"The replicas of {run.run_id} do not hold the same anchor.")
-    counted = sum(sum(member.weight for member in seal.members.values()) for seal in seals(run).values())
+    counted = sum(sum(member.weight for member in seal.replicas.values()) for seal in seals(run).values())
     log = DecisionLog(run.store, run.run_id)
     log.read()
     n_restarts = sum(entry.kind == "restart" for entry in log.entries)

@@ -71,9 +71,9 @@ def checked_mean(kept: dict[str, list[bytes]], run: Run, entry: int, sharded: bo
     under, n = f"runs/{run.run_id}/diloco/main", REPLICAS[sharded]
     (data,) = kept[f"{under}/seal/{entry}"]
     seal = Seal.parse(data, "", UNSIGNED)
-    assert sorted(seal.members) == list(range(n))
+    assert sorted(seal.replicas) == list(range(n))
     sealed = []
-    for rank, member in seal.members.items():
+    for rank, member in seal.replicas.items():
         (payload,) = (
             data[head_bytes(N_VALUES // BLOCK_ELEMENTS) :]
             for data in kept[f"{under}/r{entry}/contribution/{rank}"]

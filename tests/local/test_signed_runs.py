@@ -199,7 +199,7 @@ def test_forged_replayed_and_swapped_objects_never_steer_a_signed_run(tmp_path: 
     for entry in range(20):
         key = f"otter/diloco/main/seal/{entry}"
         seal = Seal.parse(run.store.get(key), key, proof)
-        assert entry != FIRST or set(seal.members) == {1}
+        assert entry != FIRST or set(seal.replicas) == {1}
         states.append(states[-1] - np.frombuffer(seal.mean, np.float32))
     assert second == states[-1].tolist()
     assert first in [state.tolist() for state in states], "it may have left while the others went on"

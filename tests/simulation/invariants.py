@@ -301,9 +301,9 @@ class Invariants:
 
     def _count(self, entry: int, counted: Floats, spoilt: set[int]) -> None:
         seal = self.seal_of(entry)
-        sent = {rank: self.sealed_contribution(entry, rank, seal) for rank in seal.members}
+        sent = {rank: self.sealed_contribution(entry, rank, seal) for rank in seal.replicas}
         for rank, (head, _) in sent.items():
-            member = seal.members[rank]
+            member = seal.replicas[rank]
             if head.anchor != seal.anchor:
                 raise Violation(f"entry {entry}: the work of rank {rank} was made from another anchor than the seal's")
             self._check_weight(rank, head, sent[rank][1], member.nonce)
@@ -321,12 +321,12 @@ class Invariants:
         for slot in range(SLOTS):
             members = [rank for rank in seal.inputs if rank not in left_out[slot]]
             for rank in left_out[slot]:
-                spoilt.add(int(seal.members[rank].nonce[5:]))
+                spoilt.add(int(seal.replicas[rank].nonce[5:]))
                 key = self.keys.contribution(entry, rank)
                 if key not in self.store.ever_rotten and self.store.garbled.get(key, 0) < 3:
                     raise Violation(f"entry {entry}: rank {rank} was left out, and what it sent is fine")
-            total = sum(seal.members[rank].weight for rank in members)
-            expected = sum(sent[rank][1][slot] * seal.members[rank].weight for rank in members) / (total or 1.0)
+            total = sum(seal.replicas[rank].weight for rank in members)
+            expected = sum(sent[rank][1][slot] * seal.replicas[rank].weight for rank in members) / (total or 1.0)
             rounding = 1e-4 * max(1.0, abs(expected)) + 2 / 1024 * self.plan.is_lossy
             if mean.size and abs(mean[slot] - expected) > rounding:
                 raise Violation(f"entry {entry}: the mean of slot {slot} is {mean[slot]}, of the sealed {expected}")
@@ -366,7 +366,7 @@ class Invariants:
         key = self.keys.contribution(entry, rank)
         for value in self.store.ever[key]:
             head, digest = Contribution.parse(value, key, self.proof)
-            if digest == seal.members[rank].digest:
+            if digest == seal.replicas[rank].digest:
                 payload = memoryview(value)[self.layout.head_bytes :]
                 return head, values_of(self.layout.wire, [payload]) if payload else np.zeros(0, np.float32)
         raise Violation(f"entry {entry}: what rank {rank} is sealed with was never stored")

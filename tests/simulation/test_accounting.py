@@ -57,7 +57,7 @@ def test_two_of_three_are_not_enough_for_a_quorum_of_three_however_long_they_wai
         simulation = calm(min_quorum=3, sharded=sharded, entries=[2, 2, 2])
         simulation.world.hold("rank 2.2", 100 * GRACE_S)
         simulation.run()
-        assert [set(seal.members) for seal in simulation.seals()] == [{0, 1, 2}] * 2  # three of three are enough
+        assert [set(seal.replicas) for seal in simulation.seals()] == [{0, 1, 2}] * 2  # three of three are enough
         sent_s = [simulation.store.created_s[simulation.keys.contribution(0, rank)] for rank in range(3)]
         assert max(sent_s[:2]) < 10 * GRACE_S
         assert simulation.store.created_s[simulation.keys.seal(0)] > sent_s[2] >= 100 * GRACE_S
@@ -82,7 +82,7 @@ def test_work_that_was_made_from_another_anchor_is_not_counted(
     assert simulation.keys.contribution(1, 2) in simulation.store.ever
     assert set(seals[1].members) == {0, 1}
     for entry, seal in enumerate(seals):
-        anchors = {simulation.sealed_contribution(entry, rank, seal)[0].anchor for rank in seal.members}
+        anchors = {simulation.sealed_contribution(entry, rank, seal)[0].anchor for rank in seal.replicas}
         assert anchors == {seal.anchor}
 
 

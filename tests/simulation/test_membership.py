@@ -14,7 +14,7 @@ import pytest
 from support.patience import ENDLESS
 
 from diloco.rendezvous.envelope import UNSIGNED
-from diloco.rendezvous.frames import READ_TRIES, Contribution, Member, Seal, hash_order
+from diloco.rendezvous.frames import READ_TRIES, Contribution, Seal, SealedReplica, hash_order
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, Membership, claim
 from diloco.rendezvous.phase import Phase, RoundPlan
@@ -109,7 +109,7 @@ def membership(store: Store, me: Identity = Identity(0, 2, 0, "me")) -> Membersh
 
 
 def sealed_by(*names: tuple[int, int], phase_s: float = 0.0) -> Seal:
-    members = {rank: Member(f"nonce{attempt}", attempt, 1.0, "d" * 32) for rank, attempt in names}
+    members = {rank: SealedReplica(f"nonce{attempt}", attempt, 1.0, "d" * 32) for rank, attempt in names}
     return Seal(members, "a" * 32, 0, phase_s=phase_s)
 
 
@@ -285,7 +285,7 @@ def test_what_is_no_contribution_of_a_rank_is_not_waited_for(changes: dict[str, 
         runner.sealer.try_seal(entry, 0.0)
     seal = runner.seals.seal(0)
     assert seal is not None
-    assert list(seal.members) == ([0, 1] if changes == {"rank": 1} else [0])
+    assert list(seal.replicas) == ([0, 1] if changes == {"rank": 1} else [0])
 
 
 def test_nothing_is_in_flight_that_was_sent_out_of_phase() -> None:

@@ -22,8 +22,8 @@ from diloco.rendezvous.frames import (
     READ_TRIES,
     Contribution,
     MeanHead,
-    Member,
     Seal,
+    SealedReplica,
     digests_of,
     head_bytes,
 )
@@ -62,7 +62,7 @@ def test_a_contribution_comes_back_as_it_went() -> None:
 @settings(deadline=None)  # a loaded machine is not slow code
 @given(st.binary(max_size=40), st.integers(0, 1), st.booleans())
 def test_a_seal_comes_back_as_it_went(mean: bytes, shards: int, several: bool) -> None:
-    members = {0: Member("x", 0, 1.0, "d" * 32)} | ({7: Member("y", 2, 0.5, "e" * 32)} if several else {})
+    members = {0: SealedReplica("x", 0, 1.0, "d" * 32)} | ({7: SealedReplica("y", 2, 0.5, "e" * 32)} if several else {})
     seal = Seal(members, "f" * 32, shards, b"" if shards else mean)
     assert Seal.parse(b"".join(seal.data("", UNSIGNED)), "", UNSIGNED) == seal
 
@@ -70,7 +70,7 @@ def test_a_seal_comes_back_as_it_went(mean: bytes, shards: int, several: bool) -
 def test_no_flipped_bit_of_a_head_goes_unnoticed() -> None:
     heads: dict[Callable[..., object], bytes] = {
         Contribution.parse: HEAD.head("", UNSIGNED),
-        Seal.parse: b"".join(Seal({0: Member("x", 0, 1.0, "d" * 32)}, "f" * 32, 0, b"mean").data("", UNSIGNED)),
+        Seal.parse: b"".join(Seal({0: SealedReplica("x", 0, 1.0, "d" * 32)}, "f" * 32, 0, b"mean").data("", UNSIGNED)),
         MeanHead.parse: MeanHead(("b" * 32,), (2,)).head("", UNSIGNED),
         SnapshotPointer.parse: SnapshotPointer("n", 0, ("p",), ("s",), {"tensors": {}}).data("", UNSIGNED),
     }
@@ -205,7 +205,7 @@ def test_a_small_fragment_or_a_large_world_is_not_cut_into_hundreds_of_shards() 
 
 
 def test_ranks_that_train_on_own_no_shard_where_another_rank_waits() -> None:
-    waits, trains = Member("n", 0, 1.0, "d" * 32), Member("n", 0, 1.0, "d" * 32, in_phase=False)
+    waits, trains = SealedReplica("n", 0, 1.0, "d" * 32), SealedReplica("n", 0, 1.0, "d" * 32, in_phase=False)
     assert Seal({0: trains, 1: waits}, "a" * 32, 1).owners == [1]
     assert Seal({0: trains, 1: trains}, "a" * 32, 1).owners == [0, 1]
 
@@ -262,7 +262,7 @@ def test_an_anchor_that_is_another_in_two_entries_in_a_row_ends_a_replica(monkey
     right, entry = here.training.digest(0), EntryState.begin(here, 0)
 
     def check(anchor: str) -> None:
-        runner._check_anchor(entry, Seal({0: Member("x", 0, 1.0, "d" * 32)}, anchor, 0))
+        runner._check_anchor(entry, Seal({0: SealedReplica("x", 0, 1.0, "d" * 32)}, anchor, 0))
 
     for anchor in ("a" * 32, right, "a" * 32, right, "a" * 32):
         check(anchor)

@@ -57,7 +57,7 @@ def test_a_replica_away_for_longer_than_the_grace_is_in_every_later_seal() -> No
     for phase_s, away_s in [(100.0, 45.0), (250.0, 60.0)]:
         at_s = 2.2 * phase_s
         simulation = ran(phase_s, [Absence(2, at_s, away_s)], until_s=20 * phase_s)
-        back = [set(seal.members) for created_s, seal in timed_seals(simulation) if created_s > at_s + away_s]
+        back = [set(seal.replicas) for created_s, seal in timed_seals(simulation) if created_s > at_s + away_s]
         assert len(back) >= 15, phase_s
         assert all(members == {0, 1, 2, 3} for members in back), phase_s
 
@@ -82,9 +82,9 @@ def test_ranks_that_never_came_cost_one_grace_and_who_comes_late_is_counted(came
     round_s = 1.05 * phase_s + phase_s / 20 + 3.0  # the steps, an upload, and pauses between looks
     assert seals[0][0] < began_s + round_s + grace_s, "the first round waits for those that were launched, once"
     for (before_s, _), (created_s, seal) in pairwise(seals):
-        assert created_s - before_s < round_s, f"{seal.members.keys()} waited for ranks that had never come"
-    assert [set(seal.members) for created_s, seal in seals if created_s < late_s] == [came] * 3
-    after = [set(seal.members) for created_s, seal in seals if created_s > late_s]
+        assert created_s - before_s < round_s, f"{seal.replicas.keys()} waited for ranks that had never come"
+    assert [set(seal.replicas) for created_s, seal in seals if created_s < late_s] == [came] * 3
+    after = [set(seal.replicas) for created_s, seal in seals if created_s > late_s]
     assert after[1:] == [{*came, late}] * (len(after) - 1)
 
 
@@ -94,7 +94,7 @@ def test_ranks_that_never_came_cost_one_grace_and_who_comes_late_is_counted(came
 def a_replica_whose_peers_vanished_goes_on_alone() -> None:
     """Both replicas are gone without a trace; a joiner goes on after the bound, which knows how long phases are."""
     simulation = ran(100, [never_back(0, 70), never_back(1, 70)], 2000, world_size=2, joiners=1, seed=3)
-    alone = [created_s for created_s, seal in timed_seals(simulation) if seal.members.keys() == {2}]
+    alone = [created_s for created_s, seal in timed_seals(simulation) if seal.replicas.keys() == {2}]
     assert alone, "the joiner never decides"
     assert alone[0] > 200, "it decides although the others may be in the midst of a phase"
 
@@ -122,7 +122,7 @@ def work_that_was_counted_is_known_when_its_contribution_is_gone() -> None:
 def a_run_that_is_resumed_as_a_whole_is_in_phase_from_its_start(leaves_outcome: bool) -> None:
     simulation = ran(100, [Absence(rank, 220, 10 + rank, leaves_outcome=leaves_outcome) for rank in range(4)], 800)
     created_s, seal = next(timed for timed in timed_seals(simulation) if timed[0] > 235)
-    assert set(seal.members) == {0, 1, 2, 3}
+    assert set(seal.replicas) == {0, 1, 2, 3}
     assert created_s < 235 + 1.2 * 100
 
 
@@ -213,7 +213,7 @@ def test_a_returner_whose_predecessor_is_counted_keeps_its_own_work(die: tuple[i
     simulation.store.when_created(simulation.keys.contribution(1, 2), kill)
     simulation.run()
     again = next(process for process in simulation.processes[4:] if process.rank == 2)
-    assert simulation.seals()[1].members[2].nonce == "nonce2", "its predecessor is counted"
+    assert simulation.seals()[1].replicas[2].nonce == "nonce2", "its predecessor is counted"
     assert again.toy.done > 0
     assert not again.toy.dropped
 

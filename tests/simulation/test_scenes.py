@@ -197,7 +197,7 @@ def test_a_contribution_without_which_there_is_none_is_read_again_after_the_grac
     monkeypatch.setattr(simulation.store, "get", misreading)
     simulation.run()
     assert len(wrong) == 2 * READ_TRIES
-    assert [list(seal.members) for seal in simulation.seals()] == [[0]] * 4
+    assert [list(seal.replicas) for seal in simulation.seals()] == [[0]] * 4
 
 
 @pytest.mark.parametrize("cut", [False, True])
@@ -254,6 +254,6 @@ def test_an_equally_fast_joiner_is_counted_from_its_second_round_on(monkeypatch:
     monkeypatch.setattr(simulation.world.rng, "uniform", lambda low, high: 3.0 if high == 4.0 else (low + high) / 2)
     simulation.world.at(13.0, lambda: simulation._spawn(None, 0.0))
     simulation.run()
-    sealed = [entry for entry, seal in enumerate(simulation.seals()) if 3 in seal.members]
+    sealed = [entry for entry, seal in enumerate(simulation.seals()) if 3 in seal.replicas]
     assert sealed == list(range(sealed[0], 12))
     assert len(sealed) >= simulation.toys[3].done - 1

@@ -160,8 +160,8 @@ class Attacked(Simulation):
 
 def mean_of(seal: Seal, sent: Mapping[int, Floats], ranks: Sequence[int]) -> Floats:
     """Return the mean of some members of a seal; of none it is zero."""
-    total = sum(seal.members[rank].weight for rank in ranks)
-    return sum((sent[rank] * (seal.members[rank].weight / total) for rank in ranks), np.zeros(SLOTS, np.float32))
+    total = sum(seal.replicas[rank].weight for rank in ranks)
+    return sum((sent[rank] * (seal.replicas[rank].weight / total) for rank in ranks), np.zeros(SLOTS, np.float32))
 
 
 def attacked(seed: int) -> Attacked:

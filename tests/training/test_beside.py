@@ -16,7 +16,7 @@ from torch import nn
 
 from diloco import DiLoCo
 from diloco.rendezvous.envelope import UNSIGNED
-from diloco.rendezvous.frames import Member, Seal
+from diloco.rendezvous.frames import Seal, SealedReplica
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.round import Limits
 from diloco.round_thread import RoundThread
@@ -310,7 +310,7 @@ def test_who_interrupts_a_replica_while_it_begins_leaves_no_thread(monkeypatch: 
     """It comes to a run whose first seal is of work that is not there."""
     store, model = MemoryStore(), zeros()
     with begin(store, model) as diloco:
-        seal = Seal({0: Member("gone", 7, 1.0, "d" * 32)}, diloco._model_state.digest(0), 1)
+        seal = Seal({0: SealedReplica("gone", 7, 1.0, "d" * 32)}, diloco._model_state.digest(0), 1)
     store.put_if_absent(KEYS.seal(0), seal.data("", UNSIGNED))
     next_process()
     me = threading.get_ident()

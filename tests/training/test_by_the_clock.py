@@ -83,7 +83,7 @@ def test_a_slow_replica_weighs_as_many_steps_as_it_makes_and_all_end_with_one_mo
         assert end["anchor"] == ends[0]["anchor"]
         assert all(end["live"][name] == values for name, values in end["anchor"].items())
     for rank, end in enumerate(ends):
-        counted = {entry: seal.members[rank].weight for entry, seal in enumerate(found) if rank in seal.members}
+        counted = {entry: seal.replicas[rank].weight for entry, seal in enumerate(found) if rank in seal.replicas}
         told = {entry: work for entry, work in end["works"].items() if entry in counted}
         assert told == {entry: counted[entry] for entry in told}
         if n_fragments == 1:
@@ -102,7 +102,7 @@ def test_a_weight_is_that_of_a_step_and_a_callable_says_it_itself() -> None:
 
     store = MemoryStore()
     run_replicas(2, body, store=store)
-    assert [{rank: member.weight for rank, member in seal.members.items()} for seal in seals(store)] == [
+    assert [{rank: member.weight for rank, member in seal.replicas.items()} for seal in seals(store)] == [
         {0: 7.0, 1: 2.5}
     ] * 2
 
@@ -261,5 +261,5 @@ def test_of_real_processes_the_slow_one_holds_nobody_up_and_the_killed_one_comes
     assert all(end["rounds"] == 8 and end["anchor"] == ends[0]["anchor"] for end in ends)
     assert ends[2]["steps"] < ends[0]["steps"]
     found = seals(run.store, run_id=run.run_id)
-    whole = sum(seal.members[2].weight for seal in found if 2 in seal.members)
+    whole = sum(seal.replicas[2].weight for seal in found if 2 in seal.replicas)
     assert whole == ends[2]["steps"], "each step of the slow one is in one mean"

@@ -16,7 +16,7 @@ from torch import nn
 
 from diloco import DiLoCo
 from diloco.rendezvous.envelope import UNSIGNED
-from diloco.rendezvous.frames import Member, Seal
+from diloco.rendezvous.frames import Seal, SealedReplica
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import _claimed
 from diloco.rendezvous.round import Limits
@@ -58,7 +58,7 @@ def test_work_that_another_copy_s_replaces_is_not_in_the_live_parameters_any_mor
     diloco = DiLoCo(model, inner_steps=1, late=late, **PLAIN, **place(store))
     nudge(model, 1.0)
     mean = np.full(model.weight.numel(), -3.0, np.float32)  # a pseudo-gradient is anchor - live
-    other = Seal({0: Member("another", 0, 1.0, "d" * 32)}, diloco._model_state.digest(0), 0, mean.tobytes())
+    other = Seal({0: SealedReplica("another", 0, 1.0, "d" * 32)}, diloco._model_state.digest(0), 0, mean.tobytes())
     store.put_if_absent(KEYS.seal(0), other.data("", UNSIGNED))
     report = diloco.step()
     assert report is not None

@@ -295,6 +295,6 @@ def test_heads_name_the_wire_and_the_steps() -> None:
 
 
 def member() -> Any:
-    from diloco.rendezvous.frames import Member
+    from diloco.rendezvous.frames import SealedReplica
 
-    return Member("n", 0, 1.0, "d" * 32)
+    return SealedReplica("n", 0, 1.0, "d" * 32)

@@ -15,7 +15,7 @@ from torch import nn
 
 from diloco import DiLoCo
 from diloco.rendezvous.envelope import UNSIGNED
-from diloco.rendezvous.frames import Member, Seal
+from diloco.rendezvous.frames import Seal, SealedReplica
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.round import Limits
 from diloco.rendezvous.training_state import Verdict
@@ -152,7 +152,7 @@ def test_the_thread_changes_no_bit(case: str) -> None:
 def leave_out(store: MemoryStore, diloco: DiLoCo, entries: Sequence[int]) -> None:
     """Seal entries with another rank's work, which is none: the anchor stays."""
     mean = np.zeros(4, np.float32).tobytes()
-    seal = Seal({1: Member("another", 0, 1.0, "d" * 32)}, diloco._model_state.digest(0), 0, mean)
+    seal = Seal({1: SealedReplica("another", 0, 1.0, "d" * 32)}, diloco._model_state.digest(0), 0, mean)
     for entry in entries:
         store.put_if_absent(Keys("test", "main").seal(entry), seal.data("", UNSIGNED))
 

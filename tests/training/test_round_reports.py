@@ -16,7 +16,7 @@ from torch import nn
 
 from diloco import DiLoCo
 from diloco.rendezvous.envelope import UNSIGNED
-from diloco.rendezvous.frames import Member, Seal
+from diloco.rendezvous.frames import Seal, SealedReplica
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.round import Limits, RoundReport
 from diloco.testing import run_replicas
@@ -72,7 +72,7 @@ def test_what_a_seal_does_not_count_is_carried_or_dropped(
     store, model = MemoryStore(), zeros()
     diloco = DiLoCo(model, inner_steps=3, late=late, **PLAIN, **place(store, world_size=2))
     mean = np.full(N, -1.0, np.float32)
-    members = {rank: Member("another", 0, 1.0, "d" * 32) for rank in named}
+    members = {rank: SealedReplica("another", 0, 1.0, "d" * 32) for rank in named}
     seal = Seal(members, diloco._model_state.digest(0), 0, mean.tobytes())
     store.put_if_absent(Keys("test", "main").seal(0), seal.data("", UNSIGNED))
     for _ in range(3):

@@ -19,7 +19,7 @@ from diloco import DiLoCo
 from diloco.attached_state import AttachedState
 from diloco.errors import AbortedError, ContributionError, QuorumTimeoutError
 from diloco.rendezvous.envelope import UNSIGNED, BadRecordError, frame, unframe
-from diloco.rendezvous.frames import Contribution, MeanHead, Member, Seal, digests_of, head_bytes
+from diloco.rendezvous.frames import Contribution, MeanHead, Seal, SealedReplica, digests_of, head_bytes
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.mean import Reducer
 from diloco.rendezvous.membership import Identity, _claimed, claim
@@ -339,7 +339,7 @@ def test_an_input_whose_head_is_of_another_payload_is_left_out(n_blocks: int, we
         wait=lambda *_: None, proof=UNSIGNED,
     )  # fmt: skip
     proofs = [unframe(data, "", UNSIGNED)[1] for data in (head, good)]
-    members = {rank: Member("ab"[rank], 0, 1.0, proof) for rank, proof in enumerate(proofs)}
+    members = {rank: SealedReplica("ab"[rank], 0, 1.0, proof) for rank, proof in enumerate(proofs)}
     mean = Reducer(context).collect(r := EntryState.begin(context, 0), Seal(members, D, 2))
     assert mean is not None
     assert b"".join(mean) == payload

@@ -20,7 +20,7 @@ from torch import nn
 from diloco import DiLoCo
 from diloco.errors import ContributionError
 from diloco.rendezvous.envelope import UNSIGNED, BadRecordError, Signatures, frame, proof_of, unframe, unproven
-from diloco.rendezvous.frames import Contribution, MeanHead, Member, Seal
+from diloco.rendezvous.frames import Contribution, MeanHead, Seal, SealedReplica
 from diloco.rendezvous.reduction import Blocks, Input, weighted_mean
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Limits
@@ -58,7 +58,7 @@ def test_the_bytes_of_a_signed_frame_are_those_of_the_decision_record() -> None:
 
 
 def test_a_record_is_believed_under_its_own_key_alone_and_only_with_the_run_s() -> None:
-    seal = Seal({0: Member("x", 0, 1.0, D)}, D, 0, b"mean")
+    seal = Seal({0: SealedReplica("x", 0, 1.0, D)}, D, 0, b"mean")
     sent = Contribution(0, 0, "x", 1.0, D, 4, (D,), (1.0,))
     records: dict[Any, bytes] = {
         Seal.parse: b"".join(seal.data("run/diloco/main/seal/1", SIGNED)),
