@@ -140,7 +140,7 @@ class Seal:
     Where no member has any weight there is no mean: anchor and momentum stay, and the entry is counted.
     """
 
-    members: Mapping[int, SealedReplica]
+    replicas: Mapping[int, SealedReplica]
     anchor: str
     shards: int
     """Number of `mean/<shard>` objects; 0: the mean is in here, or there is none."""
@@ -159,7 +159,7 @@ class Seal:
     @property
     def inputs(self) -> dict[int, SealedReplica]:
         """The members whose work is in the mean."""
-        return {rank: member for rank, member in sorted(self.members.items()) if member.weight > 0}
+        return {rank: member for rank, member in sorted(self.replicas.items()) if member.weight > 0}
 
     @property
     def whole_mean(self) -> list[memoryview] | None:
@@ -174,12 +174,12 @@ class Seal:
     @property
     def owners(self) -> list[int]:
         """The ranks that reduce the mean: those that wait for it, or all members where nobody waits."""
-        return [rank for rank, member in self.members.items() if member.in_phase] or list(self.members)
+        return [rank for rank, member in self.replicas.items() if member.in_phase] or list(self.replicas)
 
     def data(self, key: str, proof: Proof) -> list[Buffer]:
         fields: dict[str, Any] = {
-            "members": {
-                str(r): [m.nonce, m.attempt, m.weight, m.digest, m.in_phase] for r, m in sorted(self.members.items())
+            "replicas": {
+                str(r): [m.nonce, m.attempt, m.weight, m.digest, m.in_phase] for r, m in sorted(self.replicas.items())
             },
             "anchor": self.anchor,
             "shards": self.shards,
@@ -217,7 +217,7 @@ class Seal:
         with reading("seal"):
             members = {
                 int(_rank(rank)): SealedReplica.of(*typed(list, m))
-                for rank, m in typed(dict, fields["members"]).items()
+                for rank, m in typed(dict, fields["replicas"]).items()
             }
             anchor, phase_s = _digest(fields["anchor"]), _seconds(fields["phase_s"])
             shards, same = _whole(fields["shards"], MAX_SHARDS), _groups(fields["same"], members.keys())

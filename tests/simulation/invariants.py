@@ -155,7 +155,7 @@ class Invariants:
         for at_s, entry in sealed:
             if ended_at is not None and entry > ended_at:
                 break  # the last rounds of a stopped run come at once: there is no phase in which to come back
-            members = self.seal_of(entry).members
+            members = self.seal_of(entry).replicas
             named = {member.nonce for member in members.values()}
             sent_s = max(self.store.created_s[self.keys.contribution(entry, rank)] for rank in members)
             here = [process for process in self.processes if process.is_here(at_s)]

@@ -80,7 +80,7 @@ def test_work_that_was_made_from_another_anchor_is_not_counted(
     simulation.run()
     seals = simulation.seals()
     assert simulation.keys.contribution(1, 2) in simulation.store.ever
-    assert set(seals[1].members) == {0, 1}
+    assert set(seals[1].replicas) == {0, 1}
     for entry, seal in enumerate(seals):
         anchors = {simulation.sealed_contribution(entry, rank, seal)[0].anchor for rank in seal.replicas}
         assert anchors == {seal.anchor}
@@ -107,7 +107,7 @@ def test_work_counted_since_a_checkpoint_is_not_counted_again_by_a_copy_that_sta
     first, _, second = simulation.toys
     assert checkpoints[0].progress[0][0] == 1.0
     assert second.done > 0
-    assert {0, 1} == set(simulation.seals()[3].members)
+    assert {0, 1} == set(simulation.seals()[3].replicas)
     assert counted_units(simulation, 0) == first.done
 
 
@@ -126,7 +126,7 @@ def test_a_seal_that_rots_while_it_is_jumped_over_lets_the_work_be_dropped_and_n
 
     simulation.store.when_created(simulation.keys.contribution(4, 2), hold)
     simulation.run()
-    assert 2 in simulation.seals()[4].members
+    assert 2 in simulation.seals()[4].replicas
     assert sorted(simulation.clean) == [0, 1, 2]
     assert simulation.toys[2].dropped
     assert 5 <= counted_units(simulation, 2) <= simulation.toys[2].done
@@ -139,7 +139,7 @@ def test_two_joiners_at_once_both_come_to_be_counted() -> None:
     simulation.run()
     claims = [key for key in simulation.store.objects if key.endswith("started.json")]
     assert sorted(claims) == [simulation.keys.claim(rank, 0) for rank in range(5)]
-    assert set(simulation.seals()[-1].members) == {0, 1, 2, 3, 4}
+    assert set(simulation.seals()[-1].replicas) == {0, 1, 2, 3, 4}
 
 
 # -- snapshots and means -----------------------------------------------------------------------------------------------

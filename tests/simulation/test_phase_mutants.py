@@ -99,7 +99,7 @@ def begin_the_grace_with_the_first_look(
 
 def seal_no_phase_where_nobody_waits(data: Any, self: Seal, *arguments: Any) -> Any:
     """The largest of its members' phases is in a seal, and those of them that presented themselves said 0."""
-    waits = any(member.in_phase for member in self.members.values())
+    waits = any(member.in_phase for member in self.replicas.values())
     return data(self if waits else replace(self, phase_s=0.0), *arguments)
 
 

@@ -107,7 +107,7 @@ def work_that_was_counted_is_known_when_its_contribution_is_gone() -> None:
     def losing(key: str, value: bytes) -> bool:
         created = create(key, value)
         if created and "/seal/" in key:
-            for rank, member in Seal.parse(value, key, simulation.proof).members.items():
+            for rank, member in Seal.parse(value, key, simulation.proof).replicas.items():
                 if not member.in_phase and member.weight and not gone:
                     gone.append(simulation.keys.contribution(int(key.rpartition("/")[2]), rank))
                     simulation.store.objects.pop(gone[0])
@@ -222,7 +222,7 @@ def test_dropping_late_work_keeps_work_done_after_a_seal_has_named_one(monkeypat
     monkeypatch.setattr(Toy, "carries", False)
     simulation = ran(100, [], until_s=450, joiners=1, seed=3)
     seals = simulation.seals()
-    assert seals[0].members[4].weight == 0
+    assert seals[0].replicas[4].weight == 0
     (_, work) = simulation.sealed_contribution(1, 4, seals[1])
     assert work.sum() > 130, "a phase, and the steps before the seal that named it"
 

@@ -261,7 +261,7 @@ class Run:
         seal = self._frame(f"seal/{entry}")
         assert seal.head["anchor"] == self.state(fragment)
         # [nonce, attempt, weight, digest of the contribution's head, in phase]
-        weights = {int(rank): member[2] for rank, member in seal.head["members"].items() if member[2] > 0}
+        weights = {int(rank): member[2] for rank, member in seal.head["replicas"].items() if member[2] > 0}
         if not weights:
             return  # nobody brought any work
         n = len(self.anchors[fragment])
@@ -303,7 +303,7 @@ class Run:
         """Yield the mean of each of some blocks, computed from what was sent."""
         n = len(self.anchors[entry % len(self.names)])
         total = math.fsum(weights.values())
-        sent = {rank: self._contribution(entry, rank, seal["members"][str(rank)], n) for rank in sorted(weights)}
+        sent = {rank: self._contribution(entry, rank, seal["replicas"][str(rank)], n) for rank in sorted(weights)}
         for block in range(first, end):
             acc: Floats | None = None
             for rank, part in sent.items():

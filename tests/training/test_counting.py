@@ -148,7 +148,7 @@ def test_what_a_seal_counted_after_a_state_was_kept_is_not_there_again_in_who_st
 
     store = MemoryStore()
     run_replicas(2, body, store=store)
-    seals = [Seal.parse(store.get(KEYS.seal(entry)), "", UNSIGNED).members for entry in range(9)]
+    seals = [Seal.parse(store.get(KEYS.seal(entry)), "", UNSIGNED).replicas for entry in range(9)]
     assert [set(members) for members in seals] == [{0, 1}] * 3 + [{1}] * 6
 
 

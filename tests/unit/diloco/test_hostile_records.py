@@ -56,7 +56,7 @@ def record(fields: Any, payload: bytes = b"") -> bytes:
 
 MEAN = np.ones(4, np.float32).tobytes()
 SEAL: dict[str, Any] = {
-    "members": {"0": ["nonce", 0, 1.0, D, True]}, "anchor": D, "shards": 0, "phase_s": 1.0, "same": [],
+    "replicas": {"0": ["nonce", 0, 1.0, D, True]}, "anchor": D, "shards": 0, "phase_s": 1.0, "same": [],
     "mean": xxh3_128_hexdigest(MEAN),
 }  # fmt: skip
 CONTRIBUTION: dict[str, Any] = {
@@ -74,7 +74,7 @@ def parse_seal(data: bytes) -> Seal:
 
 
 def test_the_records_that_are_spoilt_below_are_fine_as_they_are() -> None:
-    assert parse_seal(record(SEAL, MEAN)).members[0].nonce == "nonce"
+    assert parse_seal(record(SEAL, MEAN)).replicas[0].nonce == "nonce"
     assert Contribution.parse(record(CONTRIBUTION), "", UNSIGNED)[0].weight == 1.0
     assert MeanHead.parse(record(MEAN_HEAD), "", UNSIGNED).left_out == (1,)
     assert SnapshotPointer.parse(record(POINTER), "", UNSIGNED).rank == 0
@@ -98,14 +98,14 @@ def member(*changes: tuple[int, Any]) -> dict[str, Any]:
     about: list[Any] = ["nonce", 0, 1.0, D, True]
     for at, value in changes:
         about[at] = value
-    return {"members": {"0": about}}
+    return {"replicas": {"0": about}}
 
 
 HOSTILE_SEALS: list[dict[str, Any]] = [
-    *({"members": value} for value in MEMBERS),
-    *({"members": {rank: ["nonce", 0, 1.0, D, True]}} for rank in RANKS),
-    {"members": {"0": ["nonce", 0, 1.0, D]}},
-    {"members": {"0": ["nonce", 0, 1.0, D, True, 1]}},
+    *({"replicas": value} for value in MEMBERS),
+    *({"replicas": {rank: ["nonce", 0, 1.0, D, True]}} for rank in RANKS),
+    {"replicas": {"0": ["nonce", 0, 1.0, D]}},
+    {"replicas": {"0": ["nonce", 0, 1.0, D, True, 1]}},
     *(member((0, value)) for value in TEXTS),
     *(member((1, value)) for value in [*WHOLE, 10**7]),
     *(member((2, value)) for value in WEIGHTS),
@@ -356,7 +356,7 @@ def test_an_input_whose_head_is_of_another_payload_is_left_out(n_blocks: int, we
     "seal",
     [
         record({**SEAL, "shards": 10**9}),
-        record({**SEAL, "members": {}}, MEAN),
+        record({**SEAL, "replicas": {}}, MEAN),
         record({**SEAL, **member((2, -1))}, MEAN),
         record({**SEAL, "mean": xxh3_128_hexdigest(MEAN[:-4])}, MEAN[:-4]),
         record({**SEAL, "mean": xxh3_128_hexdigest(b"\xff" * 16)}, b"\xff" * 16),
