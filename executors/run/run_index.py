@@ -49,7 +49,7 @@ from executors.store.records import (
     to_bytes,
 )
 from executors.store.run_key import KEYS, RUN_KEY, find_key, hold_key, key_file, note_lacking_key
-from executors.store.state_folder import WHAT_TO_SET, state_path
+from executors.store.state_folder import STATE_HOME_ADVICE, state_path
 from executors.store.url import address_of, check_run_id, directory_of
 from executors.task.removal_record import REMOVAL, Removal, find_removal
 
@@ -69,7 +69,9 @@ def state_dir() -> Path:
             path.mkdir(parents=True, exist_ok=True)
             path.chmod(0o700)
     except OSError as error:
-        raise StoreError(f"Cannot keep runs in {path}: {error.strerror}. {WHAT_TO_SET}", url=path.as_uri()) from error
+        raise StoreError(
+            f"Cannot keep runs in {path}: {error.strerror}. {STATE_HOME_ADVICE}", url=path.as_uri()
+        ) from error
     return path
 
 

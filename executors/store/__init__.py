@@ -1,7 +1,7 @@
-"""Where replicas meet: a flat map from keys to write-once bytes, behind five verbs.
+"""Stores, through which the replicas of a run communicate: a map from keys to bytes in a directory, bucket or memory.
 
-`protocol.py` describes what a store promises, and `file.py` and `memory.py` keep these promises.
-`executors.testing.StoreContract` tests it for any store, yours included.
+`protocol.py` describes the promises of a store. `file.py`, `memory.py` and `s3/` keep them.
+`executors.testing.StoreContract` tests these promises for any store, also for yours.
 """
 
 from executors.store.memory import MemoryStore

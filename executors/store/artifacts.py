@@ -1,6 +1,6 @@
-"""The files that a replica kept with `save_artifact`, seen from outside.
+"""Reads the files that replicas kept with `save_artifact`, and writes them into a folder.
 
-Any user who can write to a store chooses the names there, so a name does not say where a file may be written.
+Any user who can write to a store chooses the names there. So a name is checked before a file is written under it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ KEPT = re.compile(r"(0|[1-9][0-9]{0,3})/artifacts/(.*)", re.DOTALL)
 
 
 def problem_of(name: str) -> str | None:
-    """Say why a name cannot be a path below a folder; None if it can."""
+    """Return the reason why a name cannot be a path below a folder. None if it can.
+
+    Args:
+        name: the name of an artifact.
+
+    Example:
+        problem_of("../model.pt")
+    """
     segments = name.split("/")
     encoded = [segment.encode(errors="surrogatepass") for segment in segments]
     if not name:
@@ -41,30 +48,44 @@ def problem_of(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Artifact:
-    """A file that a replica kept with `save_artifact`."""
+    """A file that a replica kept with `save_artifact`.
+
+    Example:
+        for artifact in run.artifacts():
+            artifact.save_below(Path("results"))
+    """
 
     rank: int
+    """The rank that kept the file."""
     name: str
+    """The name that the replica chose, with slashes between its parts."""
     size_bytes: int
+    """The size of the file when it was listed."""
     store: Store
+    """The store of the run."""
     key: str
+    """The key of the object."""
 
     @cached_property
     def problem(self) -> str | None:
-        """Why the name cannot be a path below a folder; None if it can."""
+        """The reason why the name cannot be a path below a folder. None if it can."""
         return problem_of(self.name)
 
     def read(self) -> memoryview:
-        """Return the file's content."""
+        """Return the file's content.
+
+        Raises:
+            StoreError: the content cannot be read.
+        """
         return self.store.get(self.key)
 
     def parts(self) -> Iterator[memoryview]:
-        """Yield the file's content as it is now, which may be newer than the listing, in parts that fit into memory.
+        """Yield the file's content in parts that fit into memory. The content may be newer than the listing.
 
         Raises:
-            StoreError: it cannot be read, or was replaced meanwhile.
+            StoreError: the content cannot be read, or was replaced while it was read.
         """
-        with contextlib.suppress(CorruptObjectError):  # by now it is too large
+        with contextlib.suppress(CorruptObjectError):  # the file has grown since it was listed
             if self.size_bytes <= PART_BYTES:
                 yield get_at_most(self.store, self.key, PART_BYTES)
                 return
@@ -76,11 +97,16 @@ class Artifact:
             raise StoreError(message, key=self.key, url=self.store.url)
 
     def save(self, path: str | Path) -> None:
-        """Write the content to a file, all of it or nothing, over the file if there is one; make its folders.
+        """Write the content to a file. An older file is replaced, and missing folders are made.
+
+        If anything fails, no file is written and an older file stays as it is.
+
+        Args:
+            path: the path of the file.
 
         Raises:
-            OSError: it cannot be written to; or the path is a folder, a device, a pipe.
-            StoreError: the content cannot be read, or was replaced meanwhile.
+            OSError: the file cannot be written, or the path is a folder, a device or a pipe.
+            StoreError: the content cannot be read, or was replaced while it was read.
         """
         parts = self._parts_from_the_first()
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -88,11 +114,16 @@ class Artifact:
             file.writelines(parts)
 
     def save_below(self, folder: Path) -> Path:
-        """Write the content under its name below a folder, and nowhere else, all of it or nothing; return where.
+        """Write the content to a file below a folder, and return its path. The artifact's name is the path there.
+
+        The file is never written outside of the folder. If anything fails, no file is written.
+
+        Args:
+            folder: the folder. It is made if it is missing.
 
         Raises:
-            OSError: the name cannot be a path, or something is in the way.
-            StoreError: the content cannot be read, or was replaced meanwhile.
+            OSError: the name cannot be a path below the folder, or the file cannot be written.
+            StoreError: the content cannot be read, or was replaced while it was read.
         """
         if self.problem is not None:
             raise OSError(self.problem)
@@ -100,7 +131,7 @@ class Artifact:
         parts = self._parts_from_the_first()
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.parent.resolve().is_relative_to(folder.resolve()):
-            raise OSError("a symbolic link on the way leads out of the folder")
+            raise OSError("a symbolic link on its path leads out of the folder")
         with replacing(path) as file:
             file.writelines(parts)
         return path
@@ -112,17 +143,24 @@ class Artifact:
         raise KeyNotFoundError(f"No object {self.key!r} in {self.store.url}.", key=self.key, url=self.store.url)
 
     def _parts_from_the_first(self) -> Iterator[memoryview]:
-        """Return the parts when the first is read: no folder is made for what cannot be read."""
+        """Return the parts after reading the first, so that no folder is made for a file that cannot be read."""
         parts = self.parts()
         return chain([next(parts, memoryview(b""))], parts)
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that takes the place of another, or of a link, all of it or nothing.
+    """Open a new file that replaces a file or a link when the block ends. After an error, the old file stays.
+
+    Args:
+        path: the path of the file.
 
     Raises:
-        OSError: there is no such folder, or it cannot be written to; or the path is a device, a pipe, a folder.
+        OSError: the folder is missing or cannot be written to, or the path is a device, a pipe or a folder.
+
+    Example:
+        with replacing(Path("rows.csv")) as file:
+            file.write(b"step,loss\n")
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
@@ -140,13 +178,22 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def kept_artifacts(store: Store, rank: int, prefix: str) -> list[Artifact]:
-    """Return the files that the attempts of a rank kept, whatever their names; of one name the newest attempt's.
+    """Return the files that the attempts of a rank kept. If several attempts kept a name, the newest attempt's counts.
 
-    An attempt that continues from a checkpoint does not save again the files that earlier attempts saved.
-    The newest attempt's come first: where two names cannot both be paths below a folder, the newer is written.
+    All attempts count, because an attempt that continues from a checkpoint does not save the files of earlier attempts
+    again. Files of newer attempts come first. So if two names cannot both be paths below a folder, the newer file is
+    written.
 
     Args:
-        prefix: of all attempts' objects.
+        store: the run's store.
+        rank: the rank.
+        prefix: the beginning of the keys of all attempts of the rank.
+
+    Raises:
+        StoreError: the store does not answer.
+
+    Example:
+        kept_artifacts(store, 3, replica_prefix("brave-otter-7f3a", 3))
     """
     found = [(match, entry) for entry in store.list(prefix) if (match := KEPT.fullmatch(entry.key, len(prefix)))]
     kept: dict[str, Artifact] = {}

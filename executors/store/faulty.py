@@ -1,4 +1,4 @@
-"""A store around a store that fails on request: at random by a seed, or at one call, by verb, key and count.
+"""FaultyStore: a store for tests that passes calls on to another store, and injects faults at random or at one call.
 
     store = FaultyStore(open_store(url), seed=7, delay_s=0.3, lost=0.02)
     store.fail_at("put_if_absent", key="*/seal/*", count=2, before=lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -6,8 +6,8 @@
     ...
     print(store.log)          # ["#12 put_if_absent 'main/3/seal/0': done, reply lost", …]
 
-The fault of the n-th call of a verb for a key depends on the seed, the verb, the key and n alone, so threads that
-interleave differently see the same faults. Each process has a store of its own: give each its own seed.
+Whether the n-th call of a verb for a key fails depends only on the seed, the verb, the key and n. So the faults are the
+same if threads interleave differently. Each process has its own store. Give each process its own seed.
 """
 
 from __future__ import annotations
@@ -32,11 +32,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class FaultPoint:
-    """Some calls to a store: of one verb, with keys of one pattern."""
+    """The calls to a store that a fault hits: calls of one verb, with keys of one pattern.
+
+    Example:
+        FaultPoint("put_if_absent", "*/seal/*")
+    """
 
     verb: Verb | Literal["*"]
+    """The method of the store. `*` is any method."""
     key: str
-    """A shell's pattern, where `*` covers slashes, too. A table of named points has `{rank}` in it, and
+    """A shell pattern in which `*` also matches slashes. A table of named points has `{rank}` in it, and
     `{round}` (1, 2, 3, …) or `{index}` (one less)."""
     inside: bool | None = None
     """True means only reads that begin inside an object, False only the other reads, and None any read."""
@@ -56,20 +61,23 @@ class _Fault:
 
 
 class FaultyStore:
-    """Any store, with faults.
+    """A store that passes calls on to another store and injects faults.
 
     Args:
         store: the store that does the work.
-        seed: of everything that happens at random.
-        delay_s: each call first waits, up to so long.
-        lost: the rate of calls that are done, and then raise `StoreError`.
-        error: the rate of calls that raise `StoreError` and do nothing.
-        corrupt: the rate of reads in which one bit is wrong (the stored object stays right).
-        truncate: the rate of reads that end too early.
-        sleep: waits for the seconds of a delay.
+        seed: the seed of all random faults.
+        delay_s: the longest random wait before each call, in seconds. Default 0.
+        lost: the share of calls that are done and then raise `StoreError`, 0 to 1. Default 0.
+        error: the share of calls that raise `StoreError` and do nothing, 0 to 1. Default 0.
+        corrupt: the share of reads that return one wrong bit, 0 to 1. The stored object does not change. Default 0.
+        truncate: the share of reads that return too few bytes, 0 to 1. Default 0.
+        sleep: waits for the given number of seconds. Default: `time.sleep`.
 
     Raises:
-        ValueError: a rate is not from 0 to 1, or the delay is not a number of seconds.
+        ValueError: a rate is not from 0 to 1, or the delay is negative or infinite.
+
+    Example:
+        FaultyStore(MemoryStore(), seed=7, lost=0.02)
     """
 
     def __init__(
@@ -87,12 +95,12 @@ class FaultyStore:
         self._rates = {"error": error, "lost": lost, "corrupt": corrupt, "truncate": truncate}
         for name, rate in self._rates.items():
             if not 0 <= rate <= 1:
-                raise ValueError(f"{name} is a rate from 0 to 1, got {name}={rate}.")
+                raise ValueError(f"{name} must be a rate from 0 to 1, got {name}={rate}.")
         if not 0 <= delay_s < float("inf"):
-            raise ValueError(f"delay is a number of seconds, got delay={delay_s}.")
+            raise ValueError(f"The delay must be a number of seconds from 0 on, got {delay_s}.")
         self.store = store
         self.log: list[str] = []
-        """The faults, each with the call that it hit, in order."""
+        """The injected faults in their order, each with the call that it hit."""
         self._seed = seed
         self._delay_s = delay_s
         self._sleep = sleep
@@ -115,27 +123,30 @@ class FaultyStore:
         before: Callable[[], object] | None = None,
         after: Callable[[], object] | None = None,
     ) -> None:
-        """Let the `count`-th call from now on of this verb whose key fits fail.
+        """Inject a fault at the `count`-th call of a verb from now on. Give one of action, before and after.
 
         Args:
-            verb, key, inside: of the calls, as in `FaultPoint`; for `list` the key is the prefix.
-            count: 1 is the next such call; None means every one.
-            action: "error": `StoreError`, and nothing was done. "lost": done, and then `StoreError`.
-            before: called before the call is done (to die there, or to raise).
-            after: called when it is done, before its caller knows. Calls that fail do not count, such as a read that
-                finds nothing.
+            verb: the method of the store, as in `FaultPoint`.
+            key: a pattern for the key, as in `FaultPoint`. For `list` it is compared with the prefix. Default: any key.
+            inside: which reads count, as in `FaultPoint`. Default: any read.
+            count: 1 is the next such call. None is every such call. Default 1.
+            action: "error" raises `StoreError` and does nothing. "lost" does the call and then raises `StoreError`.
+            before: is called before the call is done, for example to kill the process or to raise.
+            after: is called when the call is done, before it returns. Calls that fail do not count, such as a read of
+                a missing key.
 
         Raises:
-            ValueError: there is no such verb, count is below 1, or not exactly one of action, before, after is given.
+            ValueError: the verb or the action is unknown, count is below 1, or not exactly one of action, before and
+                after is given.
         """
         if verb != "*" and verb not in get_args(Verb):
-            raise ValueError(f"No verb {verb!r}. A store has {', '.join(get_args(Verb))}; '*' is any of them.")
+            raise ValueError(f"A store has no verb {verb!r}. Use one of {', '.join(get_args(Verb))}, or '*' for any.")
         if count is not None and count < 1:
             raise ValueError(f"count must be at least 1, got count={count}.")
         if sum(given is not None for given in (action, before, after)) != 1:
             raise ValueError("A fault needs exactly one of action, before and after.")
         if action is not None and action not in get_args(Action):
-            raise ValueError(f"action is 'error' or 'lost', got {action!r}.")
+            raise ValueError(f"action must be 'error' or 'lost', got {action!r}.")
         with self._lock:
             self._faults.append(_Fault(FaultPoint(verb, key, inside), count, action, before, after))
 
@@ -204,7 +215,7 @@ class FaultyStore:
         return result
 
     def _hit(self, verb: Verb, key: str, inside: bool, *, is_done: bool) -> Sequence[_Fault]:
-        """Count a call, and return the faults that are due: before it, or after it is done."""
+        """Count a call, and return the faults that hit it: those before the call, or those after it is done."""
         matching = [
             fault
             for fault in self._faults

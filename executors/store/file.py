@@ -1,15 +1,17 @@
-"""A directory as a store: one file per object, found under its key.
+"""FileStore: a directory as a store, with one file per object. The key is the path of the file.
 
-An object is written to an anonymous file, or to a hidden file if the system has no anonymous ones. It gets its name
-only when it is complete: by `link`, which fails if the name exists, or by `rename`, which replaces it. So nothing
-half-written is ever visible, and creation is exclusive across processes and, on a network file system
-with working `link`, across machines. A killed writer leaves nothing, or a hidden file, which is removed when the
-store is opened a day later. Hidden files are in the store's directory itself. A separate folder would belong to its
-first writer, and no other user could write to it.
+An object is first written to an anonymous file, or to a hidden file if the system has no anonymous files. The file gets
+its name when it is complete: by `link`, which fails if the name exists, or by `rename`, which replaces the old file. So
+no reader ever sees half an object. Creation is exclusive across processes. On a network file system whose `link` works,
+it is exclusive across machines, too.
 
-No symbolic link below the store's directory is followed: other users may be able to write there.
+A killed writer leaves nothing, or a hidden file. The next opening of the store removes hidden files that are older than
+a day. They are in the store's directory itself. A separate folder would belong to its first writer, and other users
+could not write to it.
 
-Nothing is fsynced: an object survives its writer, not a power cut.
+No symbolic link below the store's directory is followed, because other users may be able to write there.
+
+Nothing is fsynced. An object survives the death of its writer, but not a power cut.
 """
 
 from __future__ import annotations
@@ -37,11 +39,11 @@ from executors.store.protocol import (
     check_size,
 )
 
-UNFINISHED = ".unfinished~"  # names at the top that begin so are reserved: files that have no key yet
+UNFINISHED = ".unfinished~"  # the names of hidden files begin with this, so no key may
 MAP_FROM_BYTES = 128 * 1024  # below this, copying is cheaper than the page faults of a mapping
 ALIGNED_BYTES = 2 << 20  # a large page on x86 and most ARM machines
-PRUNING_RACES = 1000  # how often in a row a folder may vanish between its making and its use
-LEFTOVER_S = 86400  # a killed writer left a hidden file that has not changed for this time
+PRUNING_RACES = 1000  # how often in a row another process may remove a folder before this one uses it
+LEFTOVER_S = 86400  # a hidden file that has not changed for this time was left by a killed writer
 WRITEV_MAX_BUFFERS = 1024  # IOV_MAX
 WRITEV_MAX_BYTES = 1 << 30  # Linux transfers at most 0x7ffff000 bytes a call
 NO_ANONYMOUS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
@@ -56,9 +58,15 @@ T = TypeVar("T")
 class FileStore:
     """The store that `open_store("file:///…")` opens.
 
+    Args:
+        root: the directory. It is created if it is missing.
+
     Raises:
         UnsafeStoreError: `link` does not create exclusively on this file system.
         StoreError: the directory cannot be created.
+
+    Example:
+        FileStore(Path("/tmp/runs")).put_if_absent("greeting", b"hello")
     """
 
     def __init__(self, root: Path) -> None:
@@ -66,8 +74,9 @@ class FileStore:
         self._url = self.root.as_uri()
         with self._translated_errors("create this directory for"):
             self.root.mkdir(parents=True, exist_ok=True)
-        # Links that lead to the directory are its owner's; below it none is followed.
-        self._folder = os.path.realpath(self.root)  # opening a file costs for every folder on its path
+        # Symbolic links on the way to the directory are the owner's choice. They are resolved once, here. A short path
+        # also makes each later opening faster.
+        self._folder = os.path.realpath(self.root)
         self._check_exclusive_creation()
 
     @property
@@ -77,7 +86,7 @@ class FileStore:
     def put_if_absent(self, key: str, data: Data) -> bool:
         path = self._path(key)
         if os.path.isfile(path):
-            return False  # spares writing what cannot win
+            return False  # so an object that exists is not written a second time for nothing
         with self._translated_errors("create", key), self._new_file() as file:
             file.write(data)
             return file.link(path)
@@ -92,7 +101,7 @@ class FileStore:
             head = produce(pieces.write)
             file.write(pieces.rest)
             if len(head) != head_bytes:
-                raise ValueError(f"The head of {key!r} has {len(head)} bytes, {head_bytes} were announced.")
+                raise ValueError(f"The head of {key!r} has {len(head)} bytes, but head_bytes is {head_bytes}.")
             os.lseek(file.descriptor, 0, os.SEEK_SET)
             file.write(head)
             return file.link(path)
@@ -111,14 +120,14 @@ class FileStore:
                 raise
 
     def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
-        # The size is checked first: touching a mapping behind the end of its file is a SIGBUS.
+        # The size is checked first, because a read of a mapping beyond the end of its file is a SIGBUS.
         return self._read(
             key, lambda file, size_bytes: _read(file, start, check_range(key, self.url, size_bytes, start, size))
         )
 
     def get_at_most(self, key: str, max_bytes: int) -> memoryview:
         def copy(descriptor: int, size_bytes: int) -> memoryview:
-            # Never mapped: a writer that cuts the file short meanwhile would end this process.
+            # The file is copied and not mapped. If a writer truncates a mapped file, the reader dies of a SIGBUS.
             size, read = check_size(key, self.url, size_bytes, max_bytes), bytearray()
             while len(read) < size and (piece := os.pread(descriptor, size - len(read), len(read))):
                 read += piece
@@ -130,7 +139,7 @@ class FileStore:
         folder, _, start_of_name = prefix.rpartition("/")
         segments = folder.split("/") if "/" in prefix else []
         if any(segment in ("", ".", "..") for segment in segments) or prefix.startswith(UNFINISHED):
-            return iter(())  # no key starts so
+            return iter(())  # no key begins like that
         return self._walk(os.path.join(self._folder, folder), f"{folder}/" if folder else "", start_of_name)
 
     def delete(self, key: str) -> None:
@@ -141,7 +150,7 @@ class FileStore:
                     os.unlink(os.path.basename(path), dir_fd=folder)
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 return
-        with contextlib.suppress(OSError):  # until a folder is in use
+        with contextlib.suppress(OSError):  # the first folder that is not empty ends the loop
             while (path := os.path.dirname(path)) != self._folder:
                 os.rmdir(path)
 
@@ -156,7 +165,7 @@ class FileStore:
 
     @contextlib.contextmanager
     def _new_file(self) -> Iterator[_NewFile]:
-        """Open a file without a name, which is gone at the end unless it was linked."""
+        """Open a file without a name. It disappears when the block ends unless `link` gave it a name."""
         hidden = None
         try:
             descriptor, path = open_unnamed(self._folder, 0o666)
@@ -177,11 +186,12 @@ class FileStore:
                     os.unlink(hidden)
 
     def _read(self, key: str, read: Callable[[int, int], memoryview]) -> memoryview:
-        """Open an object, and read it from its descriptor and its size."""
+        """Open an object, and return what `read` makes of the descriptor and the size of the file."""
         path = self._path(key)
         with self._translated_errors("read", key):
             try:
-                descriptor = open_without_links(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe in its place would block
+                # Without O_NONBLOCK, a named pipe in place of the file would block this process.
+                descriptor = open_without_links(path, os.O_RDONLY | os.O_NONBLOCK)
             except (FileNotFoundError, NotADirectoryError):
                 raise KeyNotFoundError(f"No object {key!r} in {self.url}.", key=key, url=self.url) from None
             try:
@@ -194,7 +204,7 @@ class FileStore:
 
     def _walk(self, folder: str, folder_key: str, start_of_name: str) -> Iterator[Entry]:
         if len(folder_key) > MAX_KEY_BYTES:
-            return  # no stack is so deep
+            return  # no key is so long, and the recursion would run out of stack
         rows: list[tuple[str, os.stat_result | None]] = []
         with self._translated_errors("list", folder_key):
             try:
@@ -204,7 +214,7 @@ class FileStore:
                         if is_hidden or not entry.name.startswith(start_of_name):
                             continue
                         if entry.is_dir(follow_symlinks=False):
-                            rows.append((f"{entry.name}/", None))  # a folder sorts as its keys do, with the slash
+                            rows.append((f"{entry.name}/", None))  # with the slash, it sorts like the keys in it
                             continue
                         with contextlib.suppress(FileNotFoundError):  # deleted while we list
                             rows.append((entry.name, entry.stat(follow_symlinks=False)))
@@ -217,7 +227,10 @@ class FileStore:
                 yield Entry(folder_key + name, status.st_size, status.st_mtime)
 
     def _check_exclusive_creation(self) -> None:
-        """Link one name twice: the second must fail. A directory that can only be read passes; a write will say so."""
+        """Link one name twice, and check that the second link fails.
+
+        A directory that this process may only read passes the check. The first write raises the error.
+        """
         name = self._hidden_path()
         with self._translated_errors("use"):
             try:
@@ -234,16 +247,16 @@ class FileStore:
                 with contextlib.suppress(OSError):
                     os.unlink(name)
         raise UnsafeStoreError(
-            f"{self.root} is on a file system where a file cannot be created exclusively by link(2), so replicas "
-            "there could not agree on anything. Use a directory on another file system, or an object store.",
+            f"{self.root} is on a file system where link(2) does not create a file exclusively, so two replicas could "
+            "both create the same object. Use a directory on another file system, or a bucket.",
             url=self.url,
         )
 
     def _remove_leftovers(self, before: float) -> None:
-        """Remove hidden files of killed writers: those last written before a time, by the file system's clock."""
+        """Remove the hidden files that were last written before a time by the file system's clock."""
         with contextlib.suppress(OSError), _opened(self._folder, os.O_RDONLY) as folder, os.scandir(folder) as found:
             for entry in found:
-                with contextlib.suppress(OSError):  # another user's, or gone
+                with contextlib.suppress(OSError):  # another user owns the file, or it is gone
                     if entry.name.startswith(UNFINISHED) and entry.stat(follow_symlinks=False).st_mtime < before:
                         os.unlink(entry.name, dir_fd=folder)
 
@@ -269,20 +282,20 @@ class _TranslatedErrors:
         if error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY):
             hint = " A directory store cannot hold both a key and keys below it."
         elif error.errno == errno.ELOOP:
-            hint = " A symbolic link is in the way; those in a store are not followed."
+            hint = " A symbolic link is on the path, and links in a store are not followed. Remove the link."
         elif error.errno in FULL:
-            hint = " Nothing was written; free some space and try again."
+            hint = " Nothing was written. Free some space and try again."
         elif error.errno == errno.EACCES:
-            hint = _whose(root / (key or ""))
+            hint = _owner_hint(root / (key or ""))
         kind = UnwritableStoreError if verb in WRITING and error.errno in READ_ONLY else StoreError
         raise kind(f"Cannot {verb} {where}: {error.strerror}.{hint}", key=key, url=url) from error
 
 
-def _whose(path: Path) -> str:
-    """Say to whom belongs what is in the way of a path, as far as that can be seen."""
+def _owner_hint(path: Path) -> str:
+    """Return a sentence that names the owner of the first folder on a path that this process may not read."""
     found = ""
     for place in (*reversed(path.parents), path):
-        with contextlib.suppress(OSError, KeyError):  # it is behind the one in the way; its user has no name
+        with contextlib.suppress(OSError, KeyError):  # it is below that folder, or its owner has no name here
             found = f" {str(place)!r} belongs to {place.owner()}."
             asked = os.R_OK | (os.X_OK if place.is_dir() else 0)
             if not os.access(place, asked, effective_ids=os.access in os.supports_effective_ids):
@@ -291,7 +304,14 @@ def _whose(path: Path) -> str:
 
 
 def read_file(path: Path) -> memoryview:
-    """Read a file outside any store the way `FileStore.get` does: mapped when it is large."""
+    """Read a file that is not in a store as `FileStore.get` does: a large file is mapped into memory.
+
+    Args:
+        path: the file.
+
+    Example:
+        read_file(Path("model.safetensors"))
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return _read(descriptor, 0, os.fstat(descriptor).st_size)
@@ -308,7 +328,10 @@ class _NewFile:
         self._root = root
 
     def write(self, data: Data) -> None:
-        """Write all buffers. Never through a mapping: a full disk is an error here and a SIGBUS there."""
+        """Write all buffers.
+
+        They are not written through a mapping. There, a full disk would be a SIGBUS instead of an error.
+        """
         pending = [
             buffer[at : at + WRITEV_MAX_BYTES]
             for buffer in buffers_of(data)
@@ -339,10 +362,10 @@ class _NewFile:
 
 
 class _AlignedWrites:
-    """Writes pieces up to a multiple of `ALIGNED_BYTES`, and keeps the rest for the next one.
+    """Writes pieces up to a multiple of `ALIGNED_BYTES`, and keeps the rest for the next write.
 
-    Linux makes the pages of a file's cache as large as a write and its offset allow. Pages of 2 MiB take a third less
-    to write than those that other offsets lead to, and a fiftieth to map.
+    Linux makes the pages of its file cache as large as the offset and the size of a write allow. Pages of 2 MiB take a
+    third less time to write than smaller pages, and a fiftieth of the time to map.
     """
 
     def __init__(self, file: _NewFile, at: int) -> None:
@@ -371,26 +394,34 @@ def _opened(folder: str, flags: int = PATH_ONLY) -> Iterator[int]:
 
 
 def _in_folder_of(root: str, path: str, act: Callable[[int, str], T]) -> T:
-    """Do something in the path's folder, which is made when missing, again when a `delete` just pruned it."""
+    """Call `act` with the path's folder and name. The folder is made if it is missing.
+
+    A `delete` in another process removes empty folders, so the folder may vanish before it is used. Then it is made
+    again.
+    """
     parent, name = os.path.split(path)
     for _ in range(PRUNING_RACES):
         with contextlib.suppress(FileNotFoundError), _opened(parent) as folder:
             return act(folder, name)
-        with contextlib.suppress(FileNotFoundError, FileExistsError):  # mkdir races with the pruning, too
+        with contextlib.suppress(FileNotFoundError, FileExistsError):  # such a `delete` also interferes with mkdir
             make_folder(root, parent)
     with _opened(parent) as folder:
         return act(folder, name)
 
 
 def make_folder(root: str, folder: str) -> None:
-    """Make a folder below a store's directory, with those around it.
+    """Make a folder below a store's directory, with its parents.
 
-    A run's own folder, at the top, is for this user alone: it holds logs, arguments, results and tracebacks. A
-    directory whose group may write into it is shared on purpose, and gets folders as the user's umask has them. The
-    sticky bit marks a directory in which strangers keep apart, as /tmp.
+    Only this user may read a run's folder, which is at the top: it has logs, arguments, results and tracebacks. The
+    exception is a directory into which its group may write. It is shared on purpose, so its folders get the permissions
+    of the user's umask. A sticky bit, as on /tmp, marks a directory that is not shared in this sense.
+
+    Args:
+        root: the store's directory.
+        folder: the folder, as an absolute path.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be made.
     """
     os.makedirs(root, exist_ok=True)
     mode = os.stat(root).st_mode
@@ -405,7 +436,7 @@ def _read(descriptor: int, start: int, end: int) -> memoryview:
     if end - start < MAP_FROM_BYTES:
         data = os.pread(descriptor, end - start, start) if end > start or start == 0 else b""
         return memoryview(data)
-    import mmap  # of no use to a process that only claims and reports
+    import mmap  # not at the top: most processes read only small records
 
     aligned = start - start % mmap.ALLOCATIONGRANULARITY
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)

@@ -1,4 +1,4 @@
-"""The records that the replicas of a run have left in its store, from one list. No object is read."""
+"""Inventory: the records that exist in a run's store, by rank and attempt, from one listing. No object is read."""
 
 from __future__ import annotations
 
@@ -22,27 +22,37 @@ BEGINNINGS = tuple(name.removesuffix(".json") for name in record_names.BEGINNING
 
 @dataclass(frozen=True)
 class Inventory:
-    """The records that exist, by attempt. Other objects of the run are left out."""
+    """The records of the attempts of a run. Other objects of the run are left out.
+
+    Example:
+        Inventory.of(run.store, run.run_id).newest(0)
+    """
 
     records: frozenset[tuple[int, int, str]] = frozenset()
-    """Rank, attempt, and the record's name."""
+    """The rank, the attempt and the name of each record, as in (3, 0, "outcome")."""
     stacks: frozenset[tuple[int, int, int, float]] = frozenset()
-    """Rank, attempt, number and time of each dump of stacks."""
+    """The rank, the attempt, the number and the time of each dump of stacks."""
     warnings: Mapping[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
-    """By rank and attempt, the time and the size of its warnings: they change when the record is written again."""
+    """The time and the size of the warnings of each rank and attempt. They show whether the record has changed."""
     plain: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    """The sizes of the `outcome.json` in a signed run whose key is known, by rank and attempt. They prove nothing."""
+    """The sizes of the objects `outcome.json` by rank and attempt, in a signed run whose key is known.
+
+    Any process can write an object of this name, so these outcomes prove nothing.
+    """
     signed: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    """The sizes of the outcomes under the names that only the key predicts, by rank and attempt."""
+    """The sizes of the outcomes whose names only a process with the key can predict, by rank and attempt."""
     copies: frozenset[tuple[int, int, str]] = frozenset()
-    """The plain names of records that begin an attempt, in a signed run whose key is known. They prove nothing."""
+    """The records that begin an attempt, found under their plain names, in a signed run whose key is known.
+
+    Any process can write an object of such a name, so these records prove nothing.
+    """
 
     @classmethod
     def of(cls, store: Store, run_id: str) -> Inventory:
-        """List the replicas of a run.
+        """List the records of a run's replicas.
 
-        In a signed run whose key this process holds, what begins or ends an attempt counts only under the name that the
-        key predicts. No other process can have created an object of that name.
+        If the run is signed and this process holds its key, a record that begins or ends an attempt counts only under
+        the name that the key predicts. No process without the key can have created an object of that name.
 
         Args:
             store: the run's store.
@@ -80,7 +90,10 @@ class Inventory:
         return cls(frozenset(records), frozenset(stacks), warnings, plain, signed, frozenset(copies))
 
     def __or__(self, other: Inventory) -> Inventory:
-        """Return what either knows of: a record is never taken back, and a list may be older than one before it."""
+        """Return the records of both inventories.
+
+        Records are never removed. So two listings together are right, even if the later one is out of date.
+        """
         warnings = {
             key: max(each for each in (self.warnings.get(key), other.warnings.get(key)) if each)
             for key in self.warnings.keys() | other.warnings.keys()
@@ -91,42 +104,72 @@ class Inventory:
 
     @property
     def dubious(self) -> dict[tuple[int, int], int]:
-        """The sizes of the plain outcomes that are not copies of signed ones, by rank and attempt."""
+        """The sizes of the plain outcomes that are not copies of signed outcomes, by rank and attempt."""
         return {key: size for key, size in self.plain.items() if self.signed.get(key) != size}
 
     @property
     def unmatched(self) -> frozenset[tuple[int, int, str]]:
-        """The plain names of records that begin an attempt, without the signed record that is created before them."""
+        """The plain records that begin an attempt and have no signed record, which a real copy would have."""
         return self.copies - self.records
 
     def has(self, rank: int, attempt: int, name: str) -> bool:
-        """Tell whether an attempt has left a record, such as `started`."""
+        """Return True if an attempt has a record.
+
+        Args:
+            rank: the rank.
+            attempt: the number of the attempt.
+            name: the record's name without `.json`, such as "started".
+        """
         return (rank, attempt, name) in self.records
 
     def newest(self, rank: int) -> int:
-        """Return the number of the rank's newest attempt that was launched or claimed; attempts are dense."""
-        number = 0
+        """Return the number of a rank's newest attempt that was launched or claimed. 0 if there is none.
+
+        Args:
+            rank: the rank.
+        """
+        number = 0  # attempts are numbered without gaps, so the first missing one ends the search
         while any(self.has(rank, number + 1, name) for name in BEGINNINGS):
             number += 1
         return number
 
     def launched(self, rank: int) -> list[int]:
-        """Return the numbers of its attempts with a handle, or the intent to ask for one."""
+        """Return the numbers of a rank's attempts that have a handle or an intent.
+
+        Args:
+            rank: the rank.
+        """
         numbers = range(self.newest(rank) + 1)
         return [number for number in numbers if self.has(rank, number, "handle") or self.has(rank, number, "intent")]
 
     def newest_launched(self, rank: int) -> int | None:
-        """Return the rank's newest attempt that has a handle or an intent to ask for one. None if there is none."""
+        """Return the number of a rank's newest attempt that has a handle or an intent. None if there is none.
+
+        Args:
+            rank: the rank.
+        """
         return next(reversed(self.launched(rank)), None)
 
     def added(self, world_size: int) -> list[int]:
-        """Return the ranks beyond the first world that a process has begun to start, in their order."""
+        """Return the ranks that were added after the launch and that a process has begun to start, sorted.
+
+        Args:
+            world_size: the number of ranks at the launch.
+        """
         return sorted({rank for rank, _, name in self.records if rank >= world_size and name in ("handle", "intent")})
 
     def ranks(self, world_size: int) -> list[int]:
-        """Return the ranks that were launched, and those that were added and begun since."""
+        """Return the ranks of the launch, and the added ranks that a process has begun to start, sorted.
+
+        Args:
+            world_size: the number of ranks at the launch.
+        """
         return [*range(world_size), *self.added(world_size)]
 
     def joined(self, world_size: int) -> set[int]:
-        """Return the ranks beyond the first world that take part."""
+        """Return the added ranks whose first attempt has started.
+
+        Args:
+            world_size: the number of ranks at the launch.
+        """
         return {rank for rank, number, name in self.records if rank >= world_size and (number, name) == (0, "started")}

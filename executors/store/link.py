@@ -1,8 +1,8 @@
-"""How fast a store answers, sends and receives, measured by a few objects that are deleted again.
+"""Measures the latency and the speed of a store by a few objects, which are deleted again.
 
-Processes of their own measure, in step with each other, because replicas that share a disk share its speed. A line on
-stdin tells each to begin with its next part, and it ends when stdin is closed: nothing is left behind when the process
-that asked is interrupted, or killed.
+Several processes measure at the same time, because replicas that share a disk share its speed. A line on stdin starts
+each part of the measurement in a process. The process ends when its stdin is closed. So it also ends, and deletes its
+objects, when the caller is interrupted or killed.
 """
 
 from __future__ import annotations
@@ -26,22 +26,33 @@ from executors.store.url import directory_of, is_near, open_store
 
 N_LARGE, LARGE_BYTES = 3, 8 << 20
 N_SMALL, SMALL_BYTES = 20, 100
-LEAST_S = 1e-6  # a clock may not see that anything took time
+LEAST_S = 1e-6  # a clock may show that a request took no time
 MAX_PROCESSES = 16
-PATIENCE_S = 5.0  # for a process that is to delete what it wrote
+CLEANUP_S = 5.0  # how long a process may take to delete its objects
 
 
 def measure_link(url: str, n: int) -> dict[str, float]:
-    """Measure the way to a store: by n processes at once where it is near, else by one.
+    """Measure how fast one of n replicas reads and writes in a store.
 
-    Returns: the share of one of n replicas, as bytes a second `up` and `down`, and the `latency_s` of a small request.
+    A directory is measured by n processes at the same time. A bucket is measured by one process, because each replica
+    has its own connection.
+
+    Args:
+        url: the url of the store.
+        n: the number of replicas.
+
+    Returns:
+        `up` and `down` in bytes a second for each replica, and `latency_s`, the seconds that a small request takes.
 
     Raises:
-        ValueError: the url is wrong, or of a store that other processes do not see.
-        StoreError: the store refuses a request, or does not keep what it confirmed.
+        ValueError: the url is wrong, or names a store that other processes cannot see.
+        StoreError: the store refuses a request, or loses an object that it has confirmed.
+
+    Example:
+        measure_link("s3://bucket/runs", 8)["down"]
     """
     if url.startswith("memory:"):
-        raise ValueError(f"{url!r} is in one process's memory: there is no way to it that could be measured.")
+        raise ValueError(f"{url!r} is in the memory of one process, so its speed cannot be measured. Use a directory.")
     directory = directory_of(url)
     made = [] if directory is None else [path for path in (directory, *directory.parents) if not os.path.exists(path)]
     store = open_store(url)
@@ -66,42 +77,42 @@ def _measure_together(store: Store, prefix: str, n_processes: int) -> list[dict[
             processes.append(
                 subprocess.Popen(
                     [*command, str(index)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                    start_new_session=True,  # Ctrl-C is for the one who asked
+                    start_new_session=True,  # Ctrl-C reaches the caller alone, which then closes stdin
                 )
             )  # fmt: skip
         while True:
-            lines = [_heard_of(process, store.url) for process in processes]
+            lines = [_next_report(process, store.url) for process in processes]
             if lines[0] is not None:
                 return lines  # type: ignore[return-value]
             for process in processes:
-                _tell(process)
+                _start_next_part(process)
     finally:
         _end(store, prefix, processes)
 
 
-def _heard_of(process: subprocess.Popen[str], url: str) -> dict[str, float] | None:
+def _next_report(process: subprocess.Popen[str], url: str) -> dict[str, float] | None:
     """Return the measurements of a process. None if it waits for the others."""
     assert process.stdout is not None
     line = process.stdout.readline()
-    said: dict[str, Any] = json.loads(line) if line else {"error": f"the process that measured {url} has ended."}
-    if "error" in said:
-        raise StoreError(said["error"], url=url)
-    return said or None
+    report: dict[str, Any] = json.loads(line) if line else {"error": f"The process that measured {url} has ended."}
+    if "error" in report:
+        raise StoreError(report["error"], url=url)
+    return report or None
 
 
-def _tell(process: subprocess.Popen[str]) -> None:
+def _start_next_part(process: subprocess.Popen[str]) -> None:
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended, as its stdout shows
+    with contextlib.suppress(BrokenPipeError):  # the process has ended, and the next read of its stdout reports that
         process.stdin.write("\n")
         process.stdin.flush()
 
 
 def _end(store: Store, prefix: str, processes: Sequence[subprocess.Popen[str]]) -> None:
-    """End the processes, and delete what they could not."""
+    """End the processes, and delete the objects that they could not delete."""
     for process in processes:
         with contextlib.suppress(OSError):
             process.stdin.close()  # type: ignore[union-attr]
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + CLEANUP_S
     for process in processes:
         try:
             process.wait(max(0.0, deadline - time.monotonic()))
@@ -119,13 +130,13 @@ def _keys(prefix: str, index: int) -> list[str]:
 
 
 def _measure(store: Store, keys: Sequence[str], take_turn: Callable[[], None]) -> dict[str, float]:
-    """Measure a store by objects under these keys; `take_turn` waits for the others before each part."""
+    """Measure a store by objects under these keys. `take_turn` waits for the other processes before each part."""
 
     def put_small(key: str) -> None:
         store.put_if_absent(key, bytes(SMALL_BYTES))
 
     small, large = keys[:N_SMALL], keys[N_SMALL:]
-    bodies = {key: os.urandom(LARGE_BYTES) for key in large}  # nothing on the way can pack it
+    bodies = {key: os.urandom(LARGE_BYTES) for key in large}  # random, so that no connection can compress them
     take_turn()
     answers_s = [_seconds(act, key) for key in small for act in (put_small, store.get)]
     latency_s = statistics.median(answers_s)
@@ -133,7 +144,7 @@ def _measure(store: Store, keys: Sequence[str], take_turn: Callable[[], None]) -
     take_turn()
     up_s = _seconds(in_parallel, lambda key: store.put_if_absent(key, bodies[key]), large)
     take_turn()
-    # Where a store maps a file, only looking at its bytes reads them.
+    # `bytes` reads a file that the store only mapped.
     down_s = _seconds(in_parallel, lambda key: len(bytes(store.get(key))), large)
     return {
         "up": size_bytes / max(LEAST_S, up_s - latency_s),
@@ -148,36 +159,36 @@ def _seconds(act: Callable[..., Any], *arguments: Any) -> float:
     return time.perf_counter() - began
 
 
-class _LeftError(Exception):
-    """The process that asked has gone."""
+class _CallerEndedError(Exception):
+    """The process that wants the measurement has ended."""
 
 
 def _main(url: str, prefix: str, index: str, stdin: IO[str], stdout: IO[str]) -> int:
-    def say(what: dict[str, Any]) -> None:
+    def report(record: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):
-            print(json.dumps(what), file=stdout, flush=True)
+            print(json.dumps(record), file=stdout, flush=True)
 
     def take_turn() -> None:
-        say({})
+        report({})
         if not stdin.readline():
-            raise _LeftError
+            raise _CallerEndedError
 
     keys = _keys(prefix, int(index))
     try:
         store = open_store(url, is_known=True)
         try:
-            said = _measure(store, keys, take_turn)
+            measured = _measure(store, keys, take_turn)
         finally:
             at_store(store, store.delete, keys)
     except StoreError as error:
-        say({"error": str(error)})
+        report({"error": str(error)})
         return 1
-    except _LeftError:
+    except _CallerEndedError:
         return 0
-    say(said)
+    report(measured)
     return 0
 
 
 def main() -> NoReturn:
-    """Measure with the arguments of this process, and end the process."""
+    """Run one measuring process: url, prefix and index are its arguments."""
     sys.exit(_main(sys.argv[1], sys.argv[2], sys.argv[3], sys.stdin, sys.stdout))

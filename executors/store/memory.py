@@ -1,4 +1,4 @@
-"""A store in this process's memory: for tests and simulations. Replicas in other processes cannot see it."""
+"""MemoryStore: a store in the memory of this process, for tests and simulations. Other processes cannot see it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ _named: dict[str, MemoryStore] = {}
 
 
 class MemoryStore:
-    """A dictionary with a lock that keeps every promise of `Store`."""
+    """A dictionary with a lock that keeps every promise of `Store`.
+
+    Args:
+        name: the name in the url. Default: an empty name. Use `named` to share a store by its name.
+
+    Example:
+        MemoryStore().put_if_absent("greeting", b"hello")
+    """
 
     def __init__(self, name: str = "") -> None:
         self._url = f"memory://{name}"
@@ -22,7 +29,14 @@ class MemoryStore:
 
     @classmethod
     def named(cls, name: str) -> MemoryStore:
-        """Return this process's one memory store of that name."""
+        """Return the memory store that this process has under a name.
+
+        Args:
+            name: the name.
+
+        Example:
+            MemoryStore.named("test") is MemoryStore.named("test")
+        """
         return _named.setdefault(name, cls(name))
 
     @property

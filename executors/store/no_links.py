@@ -1,7 +1,7 @@
-"""Opening the files of a directory store without following symbolic links.
+"""Opens the files of a directory store without following symbolic links.
 
-Otherwise, any user who can write into a shared directory could point a key at a file of its reader, or a folder of keys
-at a folder of the reader.
+Otherwise any user who can write into a shared directory could replace an object by a link to a private file of its
+reader. The same holds for a folder.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import os
 OPENAT2 = 437  # the number of the system call on every architecture
 AT_FDCWD = -100
 RESOLVE_NO_SYMLINKS = 0x04
-UNKNOWN_CALL = (errno.ENOSYS, errno.EPERM)  # an old kernel; a sandbox that forbids what it does not know
+UNKNOWN_CALL = (errno.ENOSYS, errno.EPERM)  # of an old kernel, and of a sandbox that forbids calls it does not know
 PATH_ONLY = getattr(os, "O_PATH", os.O_RDONLY)
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_has_openat2 = hasattr(os, "O_PATH")  # Linux; whether its kernel knows the call is found out
+_has_openat2 = hasattr(os, "O_PATH")  # true on Linux, until a call shows that the kernel does not know openat2
 
 
 class _OpenHow(ctypes.Structure):
@@ -26,9 +26,18 @@ class _OpenHow(ctypes.Structure):
 
 
 def open_without_links(path: str, flags: int) -> int:
-    """Open an absolute path; fail with ELOOP where the path or its end is a symbolic link.
+    """Open an absolute path, and return the descriptor. No part of the path may be a symbolic link.
 
-    On a system without `openat2`, a link to a folder on the way is ENOTDIR.
+    Args:
+        path: the absolute path.
+        flags: flags of `os.open`. O_CLOEXEC is added.
+
+    Raises:
+        OSError: the path cannot be opened. The error is ELOOP for a symbolic link. On a system without `openat2`, it is
+            ENOTDIR for a link in place of a folder.
+
+    Example:
+        os.close(open_without_links("/data/runs/otter/run.json", os.O_RDONLY))
     """
     global _has_openat2
     if _has_openat2:
@@ -37,7 +46,8 @@ def open_without_links(path: str, flags: int) -> int:
         except OSError as error:
             if error.errno not in UNKNOWN_CALL:
                 raise
-            descriptor = _open_step_by_step(path, flags)  # EPERM may be meant, and is then raised again here
+            # EPERM may also mean that the file itself is forbidden. Then this call raises it again.
+            descriptor = _open_step_by_step(path, flags)
             _has_openat2 = False
             return descriptor
     return _open_step_by_step(path, flags)

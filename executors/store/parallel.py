@@ -1,4 +1,4 @@
-"""Several requests at once."""
+"""Makes several requests to a store at the same time, in threads, and waits for answers with a time limit."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from executors.errors import StoreError
 from executors.store.protocol import Store
 from executors.store.url import is_near
 
-MAX_THREADS = 64  # no store's connections are fewer
+MAX_THREADS = 64  # every store allows at least this number of connections
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 def in_parallel(act: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """Act on several items at once; return what that gave, in their order.
+    """Call a function with each item in threads, and return the results in the order of the items.
 
-    All items are acted on before the first error is raised. An interrupt in between is raised at once: the threads of a
-    pool would hold up Ctrl-C, and the end of the process, for as long as a store is silent.
+    If a call raises, the error is raised after all calls have ended. Ctrl-C is raised at once. The threads of a pool
+    would delay it, and the end of the process, for as long as the store does not answer.
 
     Args:
-        act: is called with each item, from several threads.
-        items: what to act on.
+        act: the function. It is called from several threads.
+        items: the items.
 
     Raises:
-        Exception: the first that `act` raised, in the order of the items.
+        Exception: the first error of `act`, in the order of the items.
 
     Example:
         in_parallel(store.delete, ["runs/a", "runs/b"])
@@ -39,14 +39,34 @@ def in_parallel(act: Callable[[T], R], items: Sequence[T]) -> list[R]:
 
 
 def at_store(store: Store, act: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """Act on several items of a store: at once where each takes round trips, and in turn where it is near."""
+    """Call a function with each item of a store: in threads for a bucket, and one after the other for a directory.
+
+    Args:
+        store: the store that the calls ask. In a directory or in memory, threads would only cost time.
+        act: the function.
+        items: the items.
+
+    Raises:
+        Exception: the first error of `act`, in the order of the items.
+
+    Example:
+        at_store(store, store.delete, ["runs/a", "runs/b"])
+    """
     return [*map(act, items)] if len(items) < 2 or is_near(store.url) else in_parallel(act, items)
 
 
 def in_threads(act: Callable[[T], R], items: Sequence[T], n_threads: int) -> list[Future[R]]:
-    """Begin to call `act` with each item in daemon threads, and return the answers to come.
+    """Begin to call a function with each item in daemon threads, and return a Future for each item.
 
-    Unlike the threads of a pool, these threads delay neither a caller that stops waiting nor the end of the process.
+    The threads of a pool would delay the end of the process until they have ended. These threads do not.
+
+    Args:
+        act: the function. It is called from several threads.
+        items: the items.
+        n_threads: the largest number of threads.
+
+    Example:
+        futures = in_threads(store.get, ["runs/a", "runs/b"], 2)
     """
     futures: list[Future[R]] = [Future() for _ in items]
     waiting = deque(zip(items, futures, strict=True))
@@ -68,16 +88,16 @@ def in_threads(act: Callable[[T], R], items: Sequence[T], n_threads: int) -> lis
 
 
 def answered_within(limit_s: float, asked: Future[T], where: str) -> T:
-    """Return the answer to a question, if it comes in time. A later answer is dropped.
+    """Wait for the result of a call, and return it. A result that comes after the time limit is dropped.
 
     Args:
-        limit_s: how long to wait, in seconds.
-        asked: the question, as `in_threads` returns it.
+        limit_s: the longest wait, in seconds.
+        asked: the call, as `in_threads` returns it.
         where: the url of the store, for the message.
 
     Raises:
-        StoreError: there is no answer in time.
-        Exception: the error that the question itself raised.
+        StoreError: there is no result in time.
+        Exception: the error of the call.
 
     Example:
         (asked,) = in_threads(store.get, ["runs/a/run.json"], 1)
@@ -89,16 +109,16 @@ def answered_within(limit_s: float, asked: Future[T], where: str) -> T:
 
 
 def within(limit_s: float, act: Callable[[], T], where: str) -> T:
-    """Return what `act` returns within a time. After that, `act` continues in a daemon thread without a caller.
+    """Call a function with a time limit, and return its result. After the limit it continues in a daemon thread.
 
     Args:
-        limit_s: how long to wait, in seconds.
-        act: asks the store.
+        limit_s: the longest wait, in seconds.
+        act: the function, which asks the store.
         where: the url of the store, for the message.
 
     Raises:
-        StoreError: there is no answer in time.
-        Exception: the error that `act` raised.
+        StoreError: there is no result in time.
+        Exception: the error of `act`.
 
     Example:
         within(5.0, lambda: bytes(store.get("runs/a/run.json")), store.url)

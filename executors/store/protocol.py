@@ -1,4 +1,4 @@
-"""The `Store` protocol: what a rendezvous needs of a bucket or a directory, and nothing more."""
+"""The `Store` protocol: the five methods that replicas need of a bucket or a directory, and optional abilities."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from executors.errors import CorruptObjectError, StoreError
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Data: TypeAlias = Buffer | Sequence[Buffer]
 Produce: TypeAlias = Callable[[Callable[[Buffer], None]], Buffer]
-"""Makes an object: hands all but its head to a callable, piece by piece, and returns the head."""
+"""A function that makes an object. It passes everything after the head to its argument, in pieces, and returns the
+head."""
 
 MAX_KEY_BYTES = 1024  # S3's limit for a whole key
 MAX_SEGMENT_BYTES = 255  # NAME_MAX of every common file system
@@ -19,12 +20,16 @@ MAX_SEGMENT_BYTES = 255  # NAME_MAX of every common file system
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One object in a listing."""
+    """One object in a listing.
+
+    Example:
+        sum(entry.size_bytes for entry in store.list("otter/"))
+    """
 
     key: str
     size_bytes: int
     modified_at: float
-    """Seconds since the epoch by the store's clock; no replica decides anything by it."""
+    """When the object was last written, in seconds since the epoch by the store's clock. No replica decides by it."""
 
 
 @runtime_checkable
@@ -35,9 +40,9 @@ class Store(Protocol):
         store.put_if_absent("greeting", b"hello")  # True: this call created the object
         bytes(store.get("greeting"))
 
-    Keys are relative paths of one or more segments joined by `/`; `check_key` refuses others. Objects appear whole or
-    not at all, at every reader, and an object that was written can be read at once by its writer. Every error is a
-    `StoreError` that names key and url. All methods are safe to call from several threads.
+    A key is a relative path of one or more segments joined by `/`. `check_key` refuses any other text. Every reader
+    sees the whole object or no object. A writer can read its object at once. Every error is a `StoreError` that names
+    the key and the url. All methods may be called from several threads at the same time.
     """
 
     @property
@@ -51,10 +56,10 @@ class Store(Protocol):
 
         Args:
             key: the key of the object.
-            data: its bytes. A sequence of buffers is written joined, not copied.
+            data: its bytes. A sequence of buffers is written as one object, without a copy in memory.
 
         Returns:
-            True if this call created the object. False if an object exists already, which is not changed.
+            True if this call created the object. False if the key has an object already, which stays as it is.
         """
 
     def put(self, key: str, data: Data) -> None:
@@ -62,32 +67,33 @@ class Store(Protocol):
 
         Args:
             key: the key of the object.
-            data: its bytes. A sequence of buffers is written joined, not copied.
+            data: its bytes. A sequence of buffers is written as one object, without a copy in memory.
         """
 
     def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
         """Return an object, or `size` bytes of it from `start` on, read-only.
 
         The bytes do not change when the object is replaced or deleted later. A store that can map objects into memory
-        does so, and makes no copy.
+        does so instead of copying them.
 
         Args:
             key: the key of the object.
             start: the first byte to read, counted from 0.
-            size: the number of bytes to read. None: up to the end.
+            size: the number of bytes to read. Default: up to the end of the object.
 
         Raises:
-            KeyNotFoundError: there is no object.
+            KeyNotFoundError: the key has no object.
             StoreError: the object ends before `start + size`.
         """
 
     def list(self, prefix: str) -> Iterator[Entry]:
         """List every object whose key starts with exactly `prefix`, sorted by key (code point order).
 
-        Unfinished writes are never listed. The list may be stale, so no decision follows from a key that it lacks.
+        Unfinished writes are never listed. The list may be out of date. So callers do not conclude from a missing key
+        that the object does not exist.
 
         Args:
-            prefix: the beginning of the keys. An empty text lists every object.
+            prefix: the beginning of the keys. An empty string lists every object.
         """
 
     def delete(self, key: str) -> None:
@@ -100,15 +106,16 @@ class Store(Protocol):
 
 @runtime_checkable
 class StreamingStore(Store, Protocol):
-    """An optional ability: to take an object while it is being made, so that it is never in memory as a whole."""
+    """An optional ability: to write an object while it is being made, so that it is never in memory as a whole."""
 
     def put_if_absent_streamed(self, key: str, head_bytes: int, produce: Produce) -> bool:
         """Create an object unless the key is taken, as `put_if_absent` does.
 
         Args:
-            head_bytes: size of the object's head, which is made last.
-            produce: is not called when the key is known to be taken. The buffers that it hands on may be overwritten
-                afterwards. Its exceptions are raised, and nothing was created.
+            key: the key of the object.
+            head_bytes: the size of the object's head, which is made last.
+            produce: makes the object. It is not called if the key is known to be taken. It may overwrite a buffer
+                after it has passed the buffer on. If it raises, the error is raised here and nothing is created.
         """
 
 
@@ -117,37 +124,53 @@ class BoundedStore(Store, Protocol):
     """An optional ability: to refuse an object that is larger than its reader expects, before it is read."""
 
     def get_at_most(self, key: str, max_bytes: int) -> memoryview:
-        """Return a whole object, copied.
+        """Return a copy of a whole object.
+
+        Args:
+            key: the key of the object.
+            max_bytes: the largest size that the caller accepts.
 
         Raises:
-            KeyNotFoundError: there is no object.
-            CorruptObjectError: it has more than `max_bytes` bytes.
+            KeyNotFoundError: the key has no object.
+            CorruptObjectError: the object has more than `max_bytes` bytes.
         """
 
 
 @runtime_checkable
 class FolderStore(Store, Protocol):
-    """An optional ability: to list what lies at one level, and nothing of what is below."""
+    """An optional ability: to list the folders of one level without the keys below them."""
 
     def folders(self, prefix: str) -> Iterator[str]:
-        """List, for each key below a prefix that is empty or ends with `/`, its next segment if more follow.
+        """List the names of the folders directly below a prefix, each once, sorted.
 
-        Each once, sorted; as stale as `list`.
+        For the keys `a/b/1`, `a/b/2` and `a/c` the folder below `a/` is `b`. Like `list`, it may be out of date.
+
+        Args:
+            prefix: an empty string, or the beginning of keys up to a `/`.
         """
 
 
 @runtime_checkable
 class LimitedStore(Store, Protocol):
-    """The message of a store that accepts no object above a size."""
+    """A store that accepts no object above a size."""
 
     max_object_bytes: int
+    """The size of the largest object that it accepts."""
 
 
 def check_key(key: str, url: str) -> None:
-    """Refuse keys that could escape the store or mean different things to different stores.
+    """Refuse a key that could lead out of a store, or that different stores would understand differently.
+
+    Args:
+        key: the key.
+        url: the store's url, for the message.
 
     Raises:
-        ValueError: empty, absolute, too long, with an empty, `.` or `..` segment, or with a NUL or lone surrogate.
+        ValueError: the key is empty, absolute or too long. Or it has an empty, `.` or `..` segment, a NUL character or
+            a lone surrogate.
+
+    Example:
+        check_key("runs/otter/1", store.url)
     """
     segments = key.split("/")
     try:
@@ -177,20 +200,33 @@ def buffers_of(data: Data) -> list[memoryview]:
 
 
 def check_size(key: str, url: str, object_bytes: int, max_bytes: int) -> int:
-    """Return the size of an object.
+    """Return the size of an object, after checking that it is not larger than its reader accepts.
+
+    Args:
+        key: the key of the object, for the message.
+        url: the store's url, for the message.
+        object_bytes: the size of the object.
+        max_bytes: the largest size that the reader accepts.
 
     Raises:
-        CorruptObjectError: it is more than `max_bytes`.
+        CorruptObjectError: the object has more than `max_bytes` bytes.
     """
     if object_bytes > max_bytes:
         raise CorruptObjectError(
-            f"{key!r} in {url} has {object_bytes} bytes, at most {max_bytes} were expected.", key=key, url=url
+            f"{key!r} in {url} has {object_bytes} bytes; at most {max_bytes} were expected.", key=key, url=url
         )
     return object_bytes
 
 
 def check_range(key: str, url: str, object_bytes: int, start: int, size: int | None) -> int:
-    """Return the end of a byte range of an object that has `object_bytes` bytes.
+    """Return the end of a byte range, after checking that the object has the whole range.
+
+    Args:
+        key: the key of the object, for the message.
+        url: the store's url, for the message.
+        object_bytes: the size of the object.
+        start: the first byte of the range, counted from 0.
+        size: the number of bytes in the range. None: up to the end of the object.
 
     Raises:
         ValueError: `start` or `size` is negative.
@@ -201,7 +237,7 @@ def check_range(key: str, url: str, object_bytes: int, start: int, size: int | N
     end = object_bytes if size is None else start + size
     if max(start, end) > object_bytes:
         raise StoreError(
-            f"Object {key!r} in {url} has {object_bytes} bytes; bytes {start} to {end} were asked for.",
+            f"Object {key!r} in {url} has {object_bytes} bytes, so it has no bytes {start} to {end}.",
             key=key,
             url=url,
         )

@@ -1,7 +1,7 @@
-"""The names of the records of a run and of its attempts, each written once, and whether a run was deleted.
+"""The names of the records of a run and of its attempts, and functions that find out whether a run was deleted.
 
-An attempt has typed methods for its records: see `executors.attempt.Attempt`. Two files cannot import this one, as they
-run where our packages are not installed yet: `shipping/bootstrap.py` and `shipping/install_progress.py`.
+An attempt has typed methods for its records: see `executors.attempt.Attempt`. `shipping/bootstrap.py` and
+`shipping/install_progress.py` repeat some names. They run before this package is installed, so they cannot import it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RUN_RECORD = "run.json"
 CLAIM, HANDLE, INTENT = "started.json", "handle.json", "intent.json"
 """The records that begin an attempt; see `BEGINNINGS`."""
 OUTCOME, SERVICE_REASON = "outcome.json", "service.json"
-"""The records that end an attempt."""
+"""The records that end an attempt: its recorded end, and the reason that a service gave for it."""
 HEARTBEAT, BOOT = "heartbeat.json", "boot.json"
 """The records that a living attempt overwrites."""
 CANCEL = "cancel.json"
@@ -56,10 +56,11 @@ def run_exists(store: Store, run_id: str) -> bool:
 
 
 def run_was_deleted(store: Store, run_id: str) -> bool:
-    """Return True if the record of a run that existed is gone, in three looks within two seconds.
+    """Return True if the record of a run that existed is gone. It looks three times within two seconds.
 
-    One stale answer does not count, and a store that fails gives False: a replica must not end for either. It is for
-    decisions that end or leave something. A write that only must not bring a folder back asks `run_folder_was_deleted`.
+    One answer may be out of date, so it is not enough, and a store that fails gives False. Neither may end a replica.
+    Use this function for a decision that ends something. For a write that must not create the run's folder again,
+    `run_folder_was_deleted` is enough.
 
     Args:
         store: the run's store.
@@ -72,10 +73,10 @@ def run_was_deleted(store: Store, run_id: str) -> bool:
 
 
 def run_folder_was_deleted(store: Store, run_id: str) -> bool:
-    """Return True if the folder of a run is gone from a directory, so that a write would make it again.
+    """Return True if the folder of a run is gone from a directory, so that a write would create it again.
 
-    A bucket gives False, because a request costs money. A directory that cannot be read now gives False as well: the
-    first write raises the error.
+    A bucket gives False, because the question would be a request that costs money. A directory that cannot be read
+    gives False as well. There, the first write raises the error.
 
     Args:
         store: the run's store.

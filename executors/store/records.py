@@ -1,7 +1,8 @@
-"""JSON records in a store: read, found, and checked field by field.
+"""Reads JSON records from a store, and checks them field by field.
 
-Any process may have written a record, so each is bounded. A record's type has a `parse` that takes an object's bytes
-and raises `CorruptObjectError` with the name of the field that does not fit. Unknown fields are ignored.
+Any process may have written a record, so the size of each is limited. The type of a record has a method `parse`. It
+takes the bytes of an object, and raises `CorruptObjectError` with the name of a field that is wrong. Unknown fields are
+ignored.
 """
 
 from __future__ import annotations
@@ -18,45 +19,82 @@ from executors.errors import CorruptObjectError, KeyNotFoundError, StoreError
 from executors.store.protocol import Store, check_size
 
 MAX_RECORD_BYTES = 1 << 20
-MAX_DEPTH = 220  # results may have 200
+MAX_DEPTH = 220  # a result may have 200, and its record adds some
 TOO_DEEP = f"it is nested deeper than {MAX_DEPTH}"
 MAX_TEXT = 64 * 1024  # characters
 MAX_SHOWN = 60  # characters of a bad value in a message
 SHA256 = re.compile(r"[0-9a-f]{64}")
 LONG_AGO, FAR_AHEAD = 0.0, 1e11  # seconds since the epoch: until the year 5138
-GONE_PAUSES_S = (1.0, 1.0, 0.0)
+GONE_PAUSES_S = (1.0, 1.0, 0.0)  # the pauses after three looks for an object that may have been deleted
 
 T = TypeVar("T")
 Parse = Callable[[Any, str, str], T]
-"""From an object's bytes, its key and its store's url to a record."""
+"""Makes a record of the bytes of an object, its key, and the url of its store."""
 Check = Callable[[Any], T]
-"""From a JSON value to the same value, typed. Raises ValueError with what was expected."""
+"""Returns a JSON value as a typed value. Raises ValueError with the expected kind of value as its text."""
 
 
 def to_bytes(record: Any) -> bytes:
-    """Encode a record: UTF-8, one line."""
+    """Return a record as one line of JSON in UTF-8.
+
+    Args:
+        record: the record, as JSON values.
+
+    Example:
+        store.put(key, to_bytes({"step": 3}))
+    """
     return (json.dumps(record) + "\n").encode()
 
 
 def read_record(store: Store, key: str, parse: Parse[T], max_bytes: int = MAX_RECORD_BYTES) -> T:
-    """Return a record.
+    """Read a record from a store.
+
+    Args:
+        store: the store.
+        key: the key of the record.
+        parse: makes the record of the object's bytes, its key and the store's url.
+        max_bytes: the largest size to accept. Default: 1 MiB.
 
     Raises:
-        KeyNotFoundError: there is no object.
-        CorruptObjectError: the object is not such a record, or larger than `max_bytes`.
+        KeyNotFoundError: the key has no object.
+        CorruptObjectError: the object is not such a record, or has more than `max_bytes` bytes.
+
+    Example:
+        read_record(store, run_record_key("brave-otter-7f3a"), RunRecord.parse)
     """
     return parse(get_at_most(store, key, max_bytes), key, store.url)
 
 
 def find_record(store: Store, key: str, parse: Parse[T], max_bytes: int = MAX_RECORD_BYTES) -> T | None:
-    """Return a record, or None when there is no object."""
+    """Read a record as `read_record` does. Return None if the key has no object.
+
+    Args:
+        store: the store.
+        key: the key of the record.
+        parse: makes the record of the object's bytes, its key and the store's url.
+        max_bytes: the largest size to accept. Default: 1 MiB.
+
+    Raises:
+        CorruptObjectError: the object is not such a record, or has more than `max_bytes` bytes.
+
+    Example:
+        find_record(store, run_record_key("brave-otter-7f3a"), RunRecord.parse)
+    """
     with contextlib.suppress(KeyNotFoundError):
         return read_record(store, key, parse, max_bytes)
     return None
 
 
 def exists(store: Store, key: str) -> bool:
-    """Return whether there is an object under `key`."""
+    """Return True if a key has an object.
+
+    Args:
+        store: the store.
+        key: the key.
+
+    Example:
+        exists(store, "otter/run.json")
+    """
     with contextlib.suppress(KeyNotFoundError):
         store.get(key, size=0)
         return True
@@ -64,7 +102,17 @@ def exists(store: Store, key: str) -> bool:
 
 
 def is_gone(store: Store, key: str) -> bool:
-    """Return whether an object that was there was deleted: one stale answer does not count, and no failure does."""
+    """Return True if an object that existed was deleted. It looks three times within two seconds.
+
+    One answer may be out of date, so it is not enough. A store that fails gives False.
+
+    Args:
+        store: the store.
+        key: the key of the object.
+
+    Example:
+        is_gone(store, "otter/run.json")
+    """
     with contextlib.suppress(StoreError):
         for pause_s in GONE_PAUSES_S:
             if exists(store, key):
@@ -75,11 +123,19 @@ def is_gone(store: Store, key: str) -> bool:
 
 
 def get_at_most(store: Store, key: str, max_bytes: int) -> memoryview:
-    """Return an object; one that is too large is refused, by a `BoundedStore` before it is read.
+    """Return an object that is not larger than its reader expects. A `BoundedStore` refuses others before reading them.
+
+    Args:
+        store: the store.
+        key: the key of the object.
+        max_bytes: the largest size to accept.
 
     Raises:
-        KeyNotFoundError: there is no object.
-        CorruptObjectError: it has more than `max_bytes` bytes.
+        KeyNotFoundError: the key has no object.
+        CorruptObjectError: the object has more than `max_bytes` bytes.
+
+    Example:
+        get_at_most(store, "otter/run.json", 1 << 20)
     """
     bounded = getattr(store, "get_at_most", None)
     if bounded is not None:
@@ -90,13 +146,18 @@ def get_at_most(store: Store, key: str, max_bytes: int) -> memoryview:
 
 
 class Fields:
-    """The fields of a JSON object, read one by one.
+    """Reads the fields of a JSON object one by one.
 
     Args:
         data: the object's bytes, or the decoded object.
+        key: the key of the object, for messages.
+        url: the url of its store, for messages. Default: messages name no store.
 
     Raises:
-        CorruptObjectError: the data is not a JSON object.
+        CorruptObjectError: the data is not a JSON object, or is nested too deep.
+
+    Example:
+        Fields(b'{"step": 3}', "otter/step.json").take("step", integer(0, 10**9))
     """
 
     def __init__(self, data: Any, key: str, url: str = "") -> None:
@@ -111,13 +172,18 @@ class Fields:
         if data is not self.values and is_deeper_than(self.values, MAX_DEPTH):
             raise self.refusal(TOO_DEEP)
         if not isinstance(self.values, dict):
-            raise self.refusal(f"it is {_shown(self.values)}, a JSON object was expected")
+            raise self.refusal(f"it is {_shown(self.values)} instead of a JSON object")
 
     def take(self, name: str, check: Check[T], *default: T) -> T:
-        """Return a field, or the default when it is missing.
+        """Return the value of a field.
+
+        Args:
+            name: the name of the field.
+            check: checks the value, and returns it typed.
+            default: the value of a field that is missing. Without a default, the field is required.
 
         Raises:
-            CorruptObjectError: the field is missing without a default, or fails the check.
+            CorruptObjectError: a required field is missing, or the value fails the check.
         """
         if name not in self.values:
             if default:
@@ -129,20 +195,35 @@ class Fields:
             raise self.refusal(f"{name!r} is {_shown(self.values[name])}, {expected} was expected") from None
 
     def refusal(self, why: str) -> CorruptObjectError:
-        """Return the error for a whole record."""
+        """Return the error that refuses the record.
+
+        Args:
+            why: the reason, without a full stop.
+        """
         where = f"{self._key!r} in {self._url}" if self._url else repr(self._key)
         return CorruptObjectError(f"{where} cannot be read: {why}.", key=self._key, url=self._url or None)
 
 
 class Record:
-    """A record whose dataclass fields declare with `checked` what the store may hold."""
+    """The base of a dataclass that is a record in a store. Its fields are declared with `checked`.
+
+    Example:
+        @dataclass(frozen=True)
+        class Step(Record):
+            step: int = checked(integer(0, 10**9))
+    """
 
     @classmethod
     def parse(cls, data: Any, key: str = "the record", url: str = "") -> Self:
-        """Parse what the store holds under the key.
+        """Make the record of an object.
+
+        Args:
+            data: the object's bytes, or the decoded object.
+            key: the key of the object, for messages.
+            url: the url of its store, for messages.
 
         Raises:
-            CorruptObjectError: it is not such a record; the message names what of it does not fit.
+            CorruptObjectError: the object is not such a record. The message names the field that is wrong.
         """
         fields = Fields(data, key, url)
         given = {}
@@ -154,14 +235,29 @@ class Record:
 
 
 def checked(check: Check[Any], *default: Any) -> Any:
-    """Declare a field of a `Record`: what its value has to be, and its default where it may be missing."""
+    """Declare a field of a `Record`.
+
+    Args:
+        check: checks a value of the field.
+        default: the value of a field that is missing. Without a default, the field is required.
+
+    Example:
+        step: int = checked(integer(0, 10**9), 0)
+    """
     if not default:
         return dataclasses.field(metadata={"check": check})
     return dataclasses.field(default_factory=lambda: default[0], metadata={"check": check})
 
 
 def nested(record: type[Record]) -> Check[Any]:
-    """Expect an object that is a record itself."""
+    """Return a check for a JSON object that is a record itself.
+
+    Args:
+        record: the type of the record.
+
+    Example:
+        checked(nullable(nested(Standstill)), None)
+    """
 
     def check(value: Any) -> Any:
         try:
@@ -182,19 +278,43 @@ def _expect(words: str, fits: Callable[[Any], bool]) -> Check[Any]:
 
 
 def integer(least: int, most: int) -> Check[int]:
-    """Expect an integer; a bool is not one."""
+    """Return a check for an integer. A bool is not an integer.
+
+    Args:
+        least: the smallest legal value.
+        most: the largest legal value.
+
+    Example:
+        integer(0, 10)(3)
+    """
     kind = f"an integer from {least} to {most}"
     return _expect(kind, lambda v: isinstance(v, int) and not isinstance(v, bool) and least <= v <= most)
 
 
 def number(least: float = -1e300, most: float = 1e300) -> Check[float]:
-    """Expect a finite number."""
+    """Return a check for a finite number, which becomes a float.
+
+    Args:
+        least: the smallest legal value. Default: -1e300.
+        most: the largest legal value. Default: 1e300.
+
+    Example:
+        number(0.0)(1.5)
+    """
     fits = _expect(f"a number from {least:g} to {most:g}", lambda v: is_plain_number(v) and least <= v <= most)
     return lambda value: float(fits(value))
 
 
 def text(max_characters: int = MAX_TEXT, pattern: re.Pattern[str] | None = None) -> Check[str]:
-    """Expect a string that the whole pattern matches. Lone surrogates, which cannot be printed, are replaced."""
+    """Return a check for a string. Lone surrogates, which cannot be printed, are replaced by `?`.
+
+    Args:
+        max_characters: the largest legal length. Default: 65,536.
+        pattern: the whole string must match it. Default: any string.
+
+    Example:
+        text(100)("brave-otter-7f3a")
+    """
 
     def check(value: Any) -> str:
         if not isinstance(value, str) or len(value) > max_characters:
@@ -207,7 +327,14 @@ def text(max_characters: int = MAX_TEXT, pattern: re.Pattern[str] | None = None)
 
 
 def parsed(parse: Callable[[str], Any]) -> Check[str]:
-    """Expect a text that parses, and take it as what it means is written."""
+    """Return a check for a text that can be parsed. The value becomes the text of what was parsed.
+
+    Args:
+        parse: parses the text. Raises ValueError for another text.
+
+    Example:
+        checked(parsed(Restarts.parse))
+    """
 
     def check(value: Any) -> str:
         return str(parse(text(400)(value)))
@@ -216,7 +343,14 @@ def parsed(parse: Callable[[str], Any]) -> Check[str]:
 
 
 def one_of(*words: str) -> Check[str]:
-    """Expect one of some words."""
+    """Return a check for a string that is one of some words.
+
+    Args:
+        words: the legal words.
+
+    Example:
+        one_of("cancel", "stop", "resume")("stop")
+    """
     return _expect(f"one of {', '.join(words)}", lambda value: isinstance(value, str) and value in words)
 
 
@@ -225,12 +359,26 @@ json_object: Check[dict[str, Any]] = _expect("a JSON object", lambda value: isin
 
 
 def anything(value: Any) -> Any:
-    """Expect any JSON value."""
+    """Accept any JSON value. This is a check, as `integer` returns one.
+
+    Args:
+        value: the value.
+
+    Example:
+        checked(anything, None)
+    """
     return value
 
 
 def list_of(each: Check[T]) -> Check[tuple[T, ...]]:
-    """Expect a list of such values."""
+    """Return a check for a list, which becomes a tuple.
+
+    Args:
+        each: checks each value of the list.
+
+    Example:
+        list_of(integer(0, 10))([1, 2])
+    """
 
     def check(value: Any) -> tuple[T, ...]:
         if not isinstance(value, list):
@@ -244,7 +392,14 @@ def list_of(each: Check[T]) -> Check[tuple[T, ...]]:
 
 
 def nullable(check: Check[T]) -> Check[T | None]:
-    """Expect null, or a value that another check takes."""
+    """Return a check for null, or a value that another check accepts.
+
+    Args:
+        check: checks a value that is not null.
+
+    Example:
+        nullable(integer(0, 10))(None)
+    """
 
     def check_or_none(value: Any) -> T | None:
         try:
@@ -256,14 +411,28 @@ def nullable(check: Check[T]) -> Check[T | None]:
 
 
 def is_plain_number(value: Any) -> bool:
-    """Return whether a value is a number that can be shown and compared; NaN is."""
+    """Return True if a value is a number that can be shown and compared. NaN is such a number, and a bool is not.
+
+    Args:
+        value: any JSON value.
+
+    Example:
+        is_plain_number(0.5)
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return value != value or abs(value) < 1e300  # in this order: an integer may be too large for a float
+    return value != value or abs(value) < 1e300  # no math.isnan: an integer may be too large for a float
 
 
 def is_json(value: Any) -> bool:
-    """Return whether a value can be written as JSON."""
+    """Return True if a value can be written as JSON.
+
+    Args:
+        value: any value.
+
+    Example:
+        is_json({"loss": 0.5})
+    """
     try:
         json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -272,7 +441,15 @@ def is_json(value: Any) -> bool:
 
 
 def is_deeper_than(value: Any, depth: int) -> bool:
-    """Return whether a JSON value is nested deeper, so that recursive code might run out of stack."""
+    """Return True if a JSON value is nested deeper than a limit. Recursive code might run out of stack on such a value.
+
+    Args:
+        value: the JSON value.
+        depth: the limit. A list or object in a list or object adds one.
+
+    Example:
+        is_deeper_than([[[]]], 1)
+    """
     level = [value]
     for _ in range(depth + 1):
         level = [
@@ -288,7 +465,7 @@ def is_deeper_than(value: Any, depth: int) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """Return a value for a message: at most `MAX_SHOWN` characters, and nothing nested."""
+    """Return a value for a message, in at most `MAX_SHOWN` characters and without nested values."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):

@@ -1,9 +1,10 @@
-"""The key of a signed run: it proves the run's records, and only a process that has it may resume the run.
+"""The key of a signed run. It proves the records of the run, and only a process that has it may resume the run.
 
-As text it is hexadecimal. It is never recorded and never shown; its id, which is both, tells nothing about it.
+The key as text is hexadecimal. It is never recorded and never shown. The key's id is recorded and shown, and nothing
+about the key can be computed from it.
 
-A process holds the keys of the runs that it works on (`hold_key`). Records of an attempt are read and written in many
-places, and each of them would have to pass the key on: the one that forgot it would believe a forgery.
+A process holds the keys of the runs that it works on in one table (`hold_key`). Records of an attempt are read and
+written in many functions. If each had to pass the key on, one that forgot it would accept a forged record.
 """
 
 from __future__ import annotations
@@ -24,41 +25,58 @@ from executors.store.state_folder import state_path
 from executors.store.url import check_run_id, real_url
 
 RUN_KEY = "REPLICAS_RUN_KEY"
-"""The variable that holds the key of a signed run: in a replica, and where a run is resumed whose key is not on the
+"""The environment variable with the key of a signed run. Replicas have it. The user sets it to resume a run on another
 machine."""
 KEY_BYTES, LEAST_KEY_BYTES = 32, 16
 KEY_ID = re.compile(r"[0-9a-f]{8}")
 KEYS = ".keys"
-"""The folder, in this user's directory of runs, that has the keys of signed runs by their ids."""
+"""The folder with the keys of signed runs, in this user's directory of runs. A file's name is the id of a run."""
 
 
 def new_key() -> str:
-    """Draw a key."""
+    """Return a new random key as text.
+
+    Example:
+        hold_key(store.url, "brave-otter-7f3a", new_key())
+    """
     return os.urandom(KEY_BYTES).hex()
 
 
 def key_id(key: bytes) -> str:
-    """Return what tells a key from others: 8 hexadecimal digits of its sha256."""
+    """Return the id of a key: the first 8 hexadecimal digits of its SHA-256.
+
+    Args:
+        key: the key.
+
+    Example:
+        key_id(parse_key(new_key()))
+    """
     return hashlib.sha256(key).hexdigest()[:8]
 
 
 def parse_key(text: str) -> bytes:
     """Return a key that was given as text.
 
+    Args:
+        text: the key as hexadecimal digits.
+
     Raises:
-        ValueError: the text is not one; it is not repeated.
+        ValueError: the text is not a key. The message does not repeat the text, which may be a secret.
+
+    Example:
+        parse_key(os.environ["REPLICAS_RUN_KEY"])
     """
     try:
         key = bytes.fromhex(text)
     except ValueError:
         key = b""
     if len(key) < LEAST_KEY_BYTES:
-        raise ValueError(f"{RUN_KEY} is not a key: it has at least {2 * LEAST_KEY_BYTES} hexadecimal digits.")
+        raise ValueError(f"{RUN_KEY} is not a key: a key has at least {2 * LEAST_KEY_BYTES} hexadecimal digits.")
     return key
 
 
 def key_file(run_id: str) -> Path:
-    """Return where this machine keeps the key of a signed run.
+    """Return the path of the file in which this machine keeps the key of a signed run.
 
     Args:
         run_id: the run.
@@ -99,7 +117,7 @@ _place = functools.lru_cache(maxsize=1024)(real_url)
 
 
 def hold_key(store_url: str, run_id: str, key: str | None) -> None:
-    """Hold the key of a run in this process, and in those that it forks: from now on its records are proven.
+    """Hold the key of a run in this process and in the processes that it forks. From now on it checks the run's proofs.
 
     Args:
         store_url: the store of the run, as `Store.url` names it.
@@ -117,7 +135,7 @@ def hold_key(store_url: str, run_id: str, key: str | None) -> None:
 
 
 def drop_key(store_url: str, run_id: str) -> None:
-    """Drop the key that this process holds of a run, since a new run takes its id.
+    """Drop the key that this process holds of a run, because a new run takes its id.
 
     Args:
         store_url: the store of the run, as `Store.url` names it.
@@ -130,7 +148,7 @@ def drop_key(store_url: str, run_id: str) -> None:
 
 
 def note_lacking_key(store_url: str, run_id: str) -> None:
-    """Note that a run is signed and that this process has no key of it. A key that it holds stays.
+    """Note that a run is signed and that this process does not have its key. A key that the process holds stays.
 
     Args:
         store_url: the store of the run, as `Store.url` names it.
@@ -188,7 +206,7 @@ def lacks_key(store_url: str, run_id: str) -> bool:
 
 
 def proof_of_fields(key: bytes, kind: str, object_key: str, fields: Mapping[str, Any]) -> str:
-    """Return the proof of a JSON record: an HMAC over its kind, its place in the store and all its fields.
+    """Return the proof of a JSON record: an HMAC (RFC 2104) over its kind, its key in the store and all its fields.
 
     Args:
         key: the key of the run.
@@ -202,13 +220,15 @@ def proof_of_fields(key: bytes, kind: str, object_key: str, fields: Mapping[str,
     Example:
         proof_of_fields(key, "decision", "otter/decisions/000000.json", {"kind": "stop"})
     """
-    said = {name: value for name, value in fields.items() if name != "proof"}
-    proven = f"{kind}\0{object_key}\0".encode() + json.dumps(said, sort_keys=True).encode()
+    proven_fields = {name: value for name, value in fields.items() if name != "proof"}
+    proven = f"{kind}\0{object_key}\0".encode() + json.dumps(proven_fields, sort_keys=True).encode()
     return hmac.digest(key, proven, "sha256").hex()
 
 
 def secret_name(key: bytes, object_key: str) -> str:
-    """Return the digits of a name that only a process with the key can predict. A stranger cannot occupy it before.
+    """Return the digits of a name that only a process with the key can predict.
+
+    Another process cannot create an object of this name before its owner does.
 
     Args:
         key: the key of the run.

@@ -1,4 +1,4 @@
-"""How long something has not changed, by the clock of the process that looks at it."""
+"""StalenessTracker measures for how long a value has not changed, by the clock of the process that looks at it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import Any
 class StalenessTracker:
     """Measures for how long values have not changed, by this process's own clock.
 
-    Records hold times by the clocks of other machines, and those may be wrong. So a process that judges a heartbeat, a
-    lease or an end notes what it sees at each look, and counts from the first look that saw the value as it is now.
+    Records have times by the clocks of other machines, and those may be wrong. So a process that judges a heartbeat, a
+    lease or an end notes the value at each look. It counts from the first look that saw the present value.
 
     Args:
-        clock: returns seconds of a monotonic clock. None: `time.monotonic`.
-        longest_gap_s: the most seconds that the time between two looks counts for. A process that could not look for an
-            hour has seen nothing of that hour: what it watches may have changed and may be as late as itself. Default:
-            all the time counts.
+        clock: returns seconds of a monotonic clock. Default: `time.monotonic`.
+        longest_gap_s: the most seconds that count between two looks. A process that was suspended for an hour has seen
+            nothing of that hour, and the watched process may have been suspended as well. Default: all time counts.
 
     Example:
         tracker = StalenessTracker()
@@ -36,8 +35,8 @@ class StalenessTracker:
         """Note a look, and return for how many seconds the value has not changed: 0.0 at the first look.
 
         Args:
-            key: tells what is watched from other things.
-            value: the value at this look. Default: None, for a thing that does not change, and of which the age counts.
+            key: names the watched thing.
+            value: the value at this look. Default: None, to measure the time since the first look.
         """
         now = self._clock()
         seen = self._seen.get(key)
@@ -46,18 +45,21 @@ class StalenessTracker:
         return unchanged_s
 
     def unchanged_s(self, key: Hashable) -> float:
-        """Return for how many seconds a value has not changed, as if a look now saw it as it was.
+        """Return for how many seconds a value has not changed, assuming that it is still as the last look saw it.
 
         Args:
-            key: tells the watched thing from others. `note` was called with it before.
+            key: names the watched thing. `note` was called with it before.
+
+        Raises:
+            KeyError: `note` was never called with the key.
         """
         return self._counted_s(self._seen[key], self._clock())
 
     def forget(self, key: Hashable) -> None:
-        """Count again from the next look on, whatever that sees.
+        """Start to count again at the next look.
 
         Args:
-            key: tells the watched thing from others. A key that was never noted is ignored.
+            key: names the watched thing. A key that was never noted is ignored.
         """
         self._seen.pop(key, None)
 

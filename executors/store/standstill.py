@@ -1,4 +1,4 @@
-"""A round of a signed run that stands still until a user deletes an object, in the words of all who report it."""
+"""Describes a round of a signed run that cannot continue until the user deletes an object."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from executors.store.url import command_to_delete
 
 __all__ = ["Standstill", "describe_standstill", "standstill_lines"]
 
-MAX_LINES = 3  # of one run: each names an object
+MAX_LINES = 3  # lines about one run: each names an object
 
 
 def describe_standstill(found: Standstill, store_url: str, *, has_ended: bool = False) -> str:
-    """Say in a line which object holds a round up, and the command that deletes it.
+    """Return a line that names the object that holds a round up, and the command that deletes the object.
 
     Args:
-        found: the standstill, perhaps from a foreign record. The caller makes the text inert for its medium.
+        found: the standstill, which another user may have written. The caller must escape the text for its output.
         store_url: the url of the run's store.
         has_ended: True if the replica has ended while the round stood still.
 
     Example:
         describe_standstill(Standstill(round=12, key="otter/diloco/main/seal/11"), "file:///data/runs")
     """
-    what = f"Round {found.round}" if found.round else "The first anchor"
-    stands = "stood still when the replica ended" if has_ended else "stands still"
+    name = f"Round {found.round}" if found.round else "The first anchor"
+    state = "stood still when the replica ended" if has_ended else "stands still"
     more = f" (and {found.n_more} more)" if found.n_more else ""
     command = command_to_delete(store_url, found.key)
     return (
-        f"{what} {stands}: the object {found.key!r}{more} was made without the run's key, or is damaged. "
+        f"{name} {state}: the object {found.key!r}{more} was made without the run's key, or is damaged. "
         f"Delete it{f': {command}' if command else ' in the store.'}"
     )
 
 
 def standstill_lines(counts: Sequence[tuple[WarningCount | None, bool]], run_id: str, store_url: str) -> list[str]:
-    """Return a line on each round that stands still, the earliest first. Replicas that wait for one thing share a line.
+    """Return a line on each round that cannot continue, the earliest first. Replicas that wait for one object share it.
 
     Args:
-        counts: of each replica its count of warnings, and True if the replica has ended.
-        run_id: the run. An object of another run is not named: the record may be a stranger's.
+        counts: for each replica its count of warnings, and True if the replica has ended.
+        run_id: the run. Objects of other runs are not named, because another user may have written the record.
         store_url: the url of the run's store.
 
     Example:

@@ -1,4 +1,4 @@
-"""Where this user's directory of runs is: the default store, and what this machine notes of runs in other stores."""
+"""The path of this user's directory of runs: the default store, with this machine's notes on runs in other stores."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 from executors.errors import StoreError
 
-WHAT_TO_SET = "Set XDG_STATE_HOME to a directory of yours."
+STATE_HOME_ADVICE = "Set XDG_STATE_HOME to a directory that you may write to."
 
 
 def state_path() -> Path:
-    """Return where this user's directory of runs is, or would be. It is not created.
+    """Return the path of this user's directory of runs. The directory may not exist yet; it is not created.
 
     Raises:
         StoreError: this user has no home directory.
@@ -21,7 +21,8 @@ def state_path() -> Path:
     """
     import platformdirs
 
-    with contextlib.suppress(RuntimeError):  # neither HOME nor the system has it; before 4.12 the ~ stays
+    # Without HOME and an entry in the system's list of users, platformdirs raises, or, before 4.12, leaves the "~".
+    with contextlib.suppress(RuntimeError):
         if (path := Path(platformdirs.user_state_path("replicas"))).is_absolute():
             return path
-    raise StoreError(f"There is no home to keep runs in. {WHAT_TO_SET}")
+    raise StoreError(f"This user has no home directory to keep runs in. {STATE_HOME_ADVICE}")

@@ -1,4 +1,4 @@
-"""The urls of stores, and the addresses of runs in them."""
+"""Opens the store at a url, and parses the urls of stores, the addresses of runs and run ids."""
 
 from __future__ import annotations
 
@@ -38,17 +38,19 @@ def open_store(url: str | Path, *, is_known: bool = False) -> Store:
     That is `file:///path` or a plain path, `s3://bucket/prefix?endpoint_url=&region=&profile=` (needs the extra `s3`),
     or `memory://name` (this process only). Opening a directory creates it when it is missing.
 
-    Opening a directory or a bucket is the check that it creates exclusively: one name is created there twice, and the
-    second must fail. A store in which nothing may be written opens as well, and the first write raises the error.
+    A store must create objects exclusively. Opening it checks that: one name is created there twice, and the second
+    creation must fail. A store that this process may only read can be opened, too. Then the first write raises the
+    error.
 
         store = open_store("s3://bucket/runs")
 
     Args:
         url: the address of the store, or a path of this machine.
-        is_known: runs live there already. A bucket is then checked before something is created in it, and looks at
-            these runs do not wait for that.
+        is_known: True if the store has runs already. Then a bucket is not checked until the first object is created,
+            so a process that only looks at runs need not wait. Default False.
 
     Raises:
+        TypeError: the url is neither a string nor a path.
         ValueError: the url has an unknown scheme, or is wrong for its scheme.
         MissingDependencyError: the store's extra is not installed.
         UnsafeStoreError: the file system or server does not create exclusively.
@@ -74,10 +76,16 @@ def open_store(url: str | Path, *, is_known: bool = False) -> Store:
 
 
 def check_scheme(url: str | Path) -> None:
-    """Check that there is a kind of store for a url.
+    """Check that a url names a kind of store that exists.
+
+    Args:
+        url: the address of the store, or a path of this machine.
 
     Raises:
-        ValueError: there is none, or it is not a url.
+        ValueError: no kind of store has the url's scheme, or the url is wrong for its scheme.
+
+    Example:
+        check_scheme("s3://bucket/runs")
     """
     if directory_of(url) is not None or (scheme := urlsplit(str(url)).scheme) in KNOWN_SCHEMES:
         if str(url).startswith("s3:"):
@@ -87,12 +95,25 @@ def check_scheme(url: str | Path) -> None:
         return
     shown = "" if "@" in str(url) else f" (in {str(url)!r})"  # the text before an '@' may be a password
     raise ValueError(
-        f"No store serves {scheme!r}{shown}. Known schemes: {', '.join(KNOWN_SCHEMES)}. A plain path is a directory."
+        f"No store has the scheme {scheme!r}{shown}. Use one of {', '.join(KNOWN_SCHEMES)}, or the path of a directory."
     )
 
 
 def store_at(url: str | Path, *, is_known: bool = False) -> Store:
-    """Return the open store at `url`: opened once for this process and those it forks, so that it is checked once."""
+    """Return the store at a url. A process opens each store once, so the store is checked once.
+
+    Processes that this process forks later share the store.
+
+    Args:
+        url: the address of the store, or a path of this machine.
+        is_known: True if the store has runs already; see `open_store`. Default False.
+
+    Raises:
+        StoreError: the store cannot be opened; see `open_store` for this and other errors.
+
+    Example:
+        store_at("s3://bucket/runs").get("otter/run.json")
+    """
     directory = directory_of(url) if "://" not in str(url) else None
     place = str(url) if directory is None else directory.absolute().as_uri()
     if place not in _opened:
@@ -104,7 +125,18 @@ _opened: dict[str, Store] = {}
 
 
 def impatient_store(url: str, limit_s: float) -> Store:
-    """Return the store at `url`, which holds runs, for a process that must not wait: a request is tried once."""
+    """Return the store at a url for a process that must not wait. Each request to a bucket is tried only once.
+
+    Args:
+        url: the address of a store that has runs already.
+        limit_s: how long a bucket may take to answer, in seconds.
+
+    Raises:
+        StoreError: the store cannot be opened.
+
+    Example:
+        impatient_store("s3://bucket/runs", 5.0)
+    """
     if not url.startswith("s3:"):
         return store_at(url, is_known=True)
     from executors.store.s3.store import S3Store
@@ -113,11 +145,17 @@ def impatient_store(url: str, limit_s: float) -> Store:
 
 
 def existing_store(url: str | Path) -> Store:
-    """Return the open store at `url`, as `store_at` does, but never make its directory.
+    """Return the store at a url as `store_at` does, but never create its directory.
+
+    Args:
+        url: the address of the store, or a path of this machine.
 
     Raises:
         RunNotFoundError: there is no such directory.
-        StoreError: the answer is not known, as for `is_directory`.
+        StoreError: the directory cannot be looked at.
+
+    Example:
+        existing_store("/data/runs")
     """
     directory = directory_of(url)
     if directory is not None and not is_directory(directory):
@@ -126,10 +164,16 @@ def existing_store(url: str | Path) -> Store:
 
 
 def is_directory(path: Path) -> bool:
-    """Return whether there is such a directory.
+    """Return True if a path is a directory.
+
+    Args:
+        path: the path.
 
     Raises:
-        StoreError: the answer is not known, because reading is not allowed, or the disk or the server fails.
+        StoreError: the answer is not known, because the path may not be read, or the disk or the server fails.
+
+    Example:
+        is_directory(Path("/data/runs"))
     """
     try:
         return stat.S_ISDIR(os.stat(path).st_mode)
@@ -140,14 +184,20 @@ def is_directory(path: Path) -> bool:
 
 
 def directory_of(url: str | Path) -> Path | None:
-    """Return the directory that a url names; None when it names a store of another kind.
+    """Return the directory that a url names. None if the url names a store of another kind.
+
+    Args:
+        url: the address of the store, or a path of this machine.
 
     Raises:
-        TypeError: it is neither a string nor a path: None is what a variable gives that is not set.
+        TypeError: the url is neither a string nor a path, such as the None of a variable that is not set.
         ValueError: the url is empty, or a `file:` url without an absolute path.
+
+    Example:
+        directory_of("file:///data/runs")
     """
     if not isinstance(url, str | os.PathLike):
-        raise TypeError(f"The url of a rendezvous is a string or a path, got {url!r}.")
+        raise TypeError(f"The url of a rendezvous must be a string or a path, got {url!r}.")
     text = str(url)
     if not text:
         raise ValueError("The url of a rendezvous is empty. Give a directory, or a url such as 'file:///data/runs'.")
@@ -156,7 +206,7 @@ def directory_of(url: str | Path) -> Path | None:
         better = f"{scheme}://{rest if scheme == 'file' else rest.lstrip('/')}"
         raise ValueError(f"{text!r} is not a url: two slashes follow its scheme, as in {better!r}.")
     if isinstance(url, Path) or "://" not in text:
-        return Path(os.path.normpath(os.path.expanduser(text)))  # a shell leaves the ~ of --rendezvous=~/runs
+        return Path(os.path.normpath(os.path.expanduser(text)))  # no shell expands the "~" in --rendezvous=~/runs
     parts = urlsplit(text)
     if parts.scheme != "file":
         return None
@@ -166,13 +216,29 @@ def directory_of(url: str | Path) -> Path | None:
 
 
 def real_url(url: str) -> str:
-    """Return a store's url by which it is always the same; of a directory, that to which all links lead."""
+    """Return a url that is the same for every name of a store. For a directory, symbolic links are resolved.
+
+    Args:
+        url: the url of a store.
+
+    Example:
+        real_url("file:///tmp/link-to-runs")
+    """
     directory = directory_of(url)
     return url if directory is None else Path(os.path.realpath(directory)).as_uri()
 
 
 def located_url(url: str) -> str:
-    """Return a store's url with the part that only this machine knows: a bucket's endpoint. No request is made."""
+    """Return a store's url with the endpoint and the region that this machine's settings give a bucket.
+
+    No request is made.
+
+    Args:
+        url: the url of a store.
+
+    Example:
+        located_url("s3://bucket/runs")
+    """
     if not url.startswith("s3:"):
         return url
     from executors.store.s3.address import S3Address
@@ -183,35 +249,58 @@ def located_url(url: str) -> str:
 
 
 def is_near(url: str) -> bool:
-    """Return whether looking into a store costs next to nothing: a directory, or this process's memory."""
+    """Return True if a look into a store costs almost nothing: in a directory, or in this process's memory.
+
+    Args:
+        url: the url of a store.
+
+    Example:
+        is_near("file:///data/runs")
+    """
     return directory_of(url) is not None or url.startswith("memory:")
 
 
 def remote_access(store: Store) -> tuple[str, dict[str, str]]:
-    """Return how another machine opens a store: a url that needs nothing of this machine, and variables.
+    """Return a url and environment variables with which another machine can open a store.
 
-    The variables hold credentials: they may travel as a secret of a service, and nowhere else.
+    The variables have credentials. Send them as a secret of a service, and in no other way.
+
+    Args:
+        store: the store.
 
     Raises:
-        StoreError: this machine has no credentials to give.
+        StoreError: this machine has no credentials for the store.
+
+    Example:
+        url, variables = remote_access(store)
     """
     of_store = getattr(store, "remote_access", None)
     return of_store() if of_store is not None else (store.url, {})
 
 
 def default_rendezvous() -> str | None:
-    """Return `$REPLICAS_RENDEZVOUS`, in which replicas on other machines meet. None if it is not set."""
+    """Return the store's url in `$REPLICAS_RENDEZVOUS`. None if the variable is not set or empty.
+
+    Example:
+        default_rendezvous()
+    """
     return os.environ.get("REPLICAS_RENDEZVOUS") or None
 
 
 def shared_rendezvous(backend: str, rendezvous: str | Path | None, entrypoint: str | Callable[..., Any], n: int) -> str:
-    """Choose the rendezvous of replicas on other machines: the one given, else `$REPLICAS_RENDEZVOUS`.
+    """Return the url of a store that replicas on other machines can reach.
 
     Args:
-        backend, entrypoint, n: of the launch, for the command that the error suggests.
+        backend: the name of the backend, for the message.
+        rendezvous: the store of the launch. None: the store in `$REPLICAS_RENDEZVOUS`.
+        entrypoint: the entrypoint of the launch, for the command in the message.
+        n: the number of replicas, for the command in the message.
 
     Raises:
-        BackendError: there is none, or it is a directory of this machine.
+        BackendError: no store is given, or the store is a directory of this machine.
+
+    Example:
+        shared_rendezvous("modal", "s3://bucket/runs", "train.py:main", 8)
     """
     chosen = rendezvous if rendezvous is not None else default_rendezvous()
     if chosen and directory_of(chosen) is None:
@@ -225,32 +314,50 @@ def shared_rendezvous(backend: str, rendezvous: str | Path | None, entrypoint: s
 
 
 def check_run_id(run_id: str) -> str:
-    """Return the run id.
+    """Return a run id, after checking that it can be part of a path, of a label and of a key in a bucket.
+
+    Args:
+        run_id: the run id.
 
     Raises:
-        ValueError: it cannot be a name everywhere (paths, labels, buckets).
+        ValueError: the text is not a run id.
+
+    Example:
+        check_run_id("my-run-1")
     """
     if not RUN_ID.fullmatch(run_id):
         raise ValueError(
-            f"Bad run id {run_id!r}: use 1 to 40 lower-case letters, digits and hyphens, not a hyphen first, "
-            "as in 'my-run-1'."
+            f"Bad run id {run_id!r}: use 1 to 40 lower-case letters, digits and hyphens, and do not begin with a "
+            "hyphen, as in 'my-run-1'."
         )
     return run_id
 
 
 def new_run_id() -> str:
-    """Make a run id that people can tell apart: two words and four hex digits, as in `brave-otter-09af`."""
+    """Return a new run id that people can remember: two words and four hexadecimal digits, as in `brave-otter-09af`.
+
+    Example:
+        new_run_id()
+    """
     return f"{secrets.choice(ADJECTIVES.split())}-{secrets.choice(ANIMALS.split())}-{os.urandom(2).hex()}"
 
 
 def address_of(store_url: str, run_id: str) -> str:
-    """Return the address of a run: its id after the store's path, before the options that a url may have."""
+    """Return the address of a run: the store's url with the run id after its path and before its options.
+
+    Args:
+        store_url: the url of the store.
+        run_id: the run.
+
+    Example:
+        address_of("s3://bucket/runs?region=eu-west-1", "my-run-1")
+    """
     path, question_mark, options = _without_options(store_url)
     return f"{path.rstrip('/')}/{run_id}{question_mark}{options}"
 
 
 def command_to_delete(store_url: str, key: str) -> str:
-    """Return the shell command that deletes one object of a store. Empty: no common tool can.
+    """Return the shell command that deletes one object of a store. An empty string if no common tool can delete it.
 
     Args:
         store_url: the url of the store.
@@ -272,7 +379,14 @@ def command_to_delete(store_url: str, key: str) -> str:
 
 
 def split_address(address: str) -> tuple[str, str]:
-    """Return the url of the store and the run id in an address, which `address_of` or the user wrote."""
+    """Return the url of the store and the run id in the address of a run.
+
+    Args:
+        address: the address, as `address_of` returns it, or as the user wrote it.
+
+    Example:
+        store_url, run_id = split_address("s3://bucket/runs/my-run-1")
+    """
     path, question_mark, options = _without_options(address)
     store_url, _, run_id = path.rstrip("/").rpartition("/")
     return f"{store_url}{question_mark}{options}", run_id

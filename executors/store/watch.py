@@ -1,8 +1,8 @@
-"""Waiting for a change in a store without asking it all the time.
+"""Waits for a change in a store without asking the store all the time.
 
-On a local `FileStore` the kernel reports changes (inotify, 0.1 ms), but not those made on other machines; other stores
-report nothing. So a wait always ends after its time, and the caller looks again. Look *after* a wait returned: the
-first wait for a prefix only starts watching it, and returns at once.
+For a `FileStore` on this machine the kernel reports changes within 0.1 ms (inotify). It does not report changes that
+other machines make, and other stores report nothing. So a wait always ends after its time limit, and the caller looks
+into the store again. Look *after* each wait: the first wait for a prefix only starts to watch it, and returns at once.
 """
 
 from __future__ import annotations
@@ -19,22 +19,35 @@ from executors.store.file import FileStore, make_folder
 from executors.store.protocol import Store
 
 TRIES = 8
-MAX_WATCHES = 64  # old rounds' folders are forgotten beyond this; a user has 8,192 inotify watches or more
+MAX_WATCHES = 64  # beyond this, the oldest folder is dropped; a user has 8,192 inotify watches or more
 
 
 class Watch:
-    """Notices changes below key prefixes of a directory store; for other stores, a wait is a sleep."""
+    """Waits for changes below key prefixes of a directory store. For other stores, a wait is a sleep.
+
+    Args:
+        root: the directory of the store. None: another kind of store.
+
+    Example:
+        watch = open_watch(store)
+        watch.wait(1.0, ["otter/diloco/main/seal/"])
+    """
 
     def __init__(self, root: Path | None) -> None:
         self._root = root
         self._watched: dict[str, int] = {}
         self._inotify: Any = None
         if root is not None:
-            with contextlib.suppress(OSError):  # no inotify, or none left: sleeping is slower and as correct
+            with contextlib.suppress(OSError):  # without inotify every wait is a sleep, which is slower but correct
                 self._inotify = open_inotify()
 
     def wait(self, timeout_s: float, prefixes: Sequence[str]) -> None:
-        """Return when something changed below a prefix (a folder: `runs/a/seal/`), or after `timeout_s`."""
+        """Return when something changes below a prefix, or when the time has passed.
+
+        Args:
+            timeout_s: the longest wait, in seconds.
+            prefixes: the folders to watch, each as a key with a `/` at its end.
+        """
         if self._inotify is None:
             time.sleep(timeout_s)
             return
@@ -48,16 +61,16 @@ class Watch:
         from inotify_simple import flags
 
         for event in self._inotify.read(timeout=max(0, int(timeout_s * 1000))):
-            if event.mask & (flags.IGNORED | flags.DELETE_SELF):  # the folder was pruned; watch the next one afresh
+            if event.mask & (flags.IGNORED | flags.DELETE_SELF):  # the folder was removed: watch its successor again
                 self._watched = {prefix: number for prefix, number in self._watched.items() if number != event.wd}
 
     def close(self) -> None:
-        """Release what the watch holds."""
+        """Stop watching, and free the kernel's resources."""
         if self._inotify is not None:
             self._inotify.close()
 
     def _add(self, prefix: str) -> bool:
-        """Watch a folder, and return whether that is possible. The store reports errors, so the watch need not."""
+        """Watch a folder, and return True if that worked. Errors are ignored, because the store reports them."""
         from inotify_simple import flags
 
         assert self._root is not None
@@ -68,9 +81,9 @@ class Watch:
                 make_folder(str(self._root), str(self._root / prefix))
                 self._watched[prefix] = self._inotify.add_watch(self._root / prefix, mask)
                 break
-            except FileNotFoundError:  # pruned between the two calls
+            except FileNotFoundError:  # another process removed the folder between the two calls
                 continue
-            except OSError:  # of a full disk, or, with the same words, of a user who has no watches left
+            except OSError:  # the disk is full, or the user has no watches left, which is the same error
                 return False
         else:
             return False
@@ -81,7 +94,14 @@ class Watch:
 
 
 def open_watch(store: Store) -> Watch:
-    """Return the best watch there is for a store."""
-    while isinstance(store, FaultyStore):  # faults are of calls, not of news
+    """Return a watch for a store.
+
+    Args:
+        store: the store.
+
+    Example:
+        open_watch(store).wait(1.0, ["otter/diloco/main/seal/"])
+    """
+    while isinstance(store, FaultyStore):  # it injects faults into calls, and not into reports of changes
         store = store.store
     return Watch(store.root if isinstance(store, FileStore) else None)

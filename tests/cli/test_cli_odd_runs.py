@@ -165,7 +165,7 @@ def test_a_home_that_may_not_be_entered_is_told_with_what_to_set(
         assert each.code == 2, each
         assert each.json["error"] == (
             f"Cannot keep runs in {home}/.local/state/replicas: Permission denied. "
-            "Set XDG_STATE_HOME to a directory of yours."
+            "Set XDG_STATE_HOME to a directory that you may write to."
         )
 
 
@@ -175,10 +175,13 @@ def test_a_user_without_a_home_is_told_what_to_set(here: HereInstead, monkeypatc
     for verb in NEED_A_HOME:
         told = here.replicas(*verb, "--json")
         assert (told.code, told.json["kind"]) == (2, "StoreError"), told
-        assert told.json["error"] == "There is no home to keep runs in. Set XDG_STATE_HOME to a directory of yours."
+        assert (
+            told.json["error"] == "This user has no home directory to keep runs in. "
+            "Set XDG_STATE_HOME to a directory that you may write to."
+        )
     told = here.replicas("doctor", "--option", "preload=[]", "--json")
     assert (told.code, told.json["findings"][0]["state"]) == (1, "wrong"), told
-    assert "There is no home to keep runs in." in told.json["findings"][0]["found"]
+    assert "This user has no home directory to keep runs in." in told.json["findings"][0]["found"]
 
 
 NEED_A_HOME = (("ls",), ("status", "mine"), ("launch", "job:main", "--n", "1", "--option", "preload=[]"))

@@ -122,7 +122,7 @@ def test_a_plan_for_a_bucket_has_objects_that_a_bucket_takes(here: HereInstead) 
         ((*BY_HAND, "--inner-steps", "50", "--fragments", "3"), "got inner_steps=50 and fragments=3."),
         ((*BY_HAND, "--fragments", "0"), "fragments must be at least 1, got fragments=0."),
         ((*BY_HAND, "--inner-steps", "50", "--steps", "20"), "steps must be at least inner_steps"),
-        (("--store", "gs://bucket"), "No store serves 'gs'"),
+        (("--store", "gs://bucket"), "No store has the scheme 'gs'"),
         (("--store", "memory://x", "--probe"), "is in one process's memory"),
         (("--store", "/proc/nothing", "--probe"), "Cannot create this directory for file:///proc/nothing"),
     ],

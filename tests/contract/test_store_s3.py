@@ -195,7 +195,7 @@ def test_a_server_without_ranges_is_read_all_the_same(s3: S3Server, store: S3Sto
 def test_an_object_that_is_too_large_is_refused_before_it_is_read(s3: S3Server, store: S3Store) -> None:
     assert isinstance(store, BoundedStore)
     store.put("large", bytes(5000))
-    with pytest.raises(CorruptObjectError, match=r"'large'.* 5000 bytes, at most 1000"):
+    with pytest.raises(CorruptObjectError, match=r"'large'.* 5000 bytes; at most 1000"):
         store.get_at_most("large", 1000)
     assert [row["range"] for row in s3.requests("GET", "runs/large")] == ["bytes=0-999"]
 

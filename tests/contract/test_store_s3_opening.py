@@ -245,7 +245,7 @@ def test_a_bucket_that_is_full_is_explained_as_such_and_cannot_be_written(code: 
     error = explain(ClientError(reply, "PutObject"), S3Address.parse("s3://b/p"), "k", "create")
     assert isinstance(error, UnwritableStoreError)
     assert str(error).endswith(
-        f"{code}: m (HTTP {status}). No room is left there: delete old runs (`replicas rm`), or have the quota raised."
+        f"{code}: m (HTTP {status}). The bucket is full. Delete old runs (`replicas rm`), or ask for a larger quota."
     )
 
 
@@ -274,7 +274,7 @@ def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Helper:
     return Helper(tmp_path, monkeypatch)
 
 
-NO_CREDENTIALS = r"its credentials are not available: .*Look at the credential_process"
+NO_CREDENTIALS = r"its credentials are not available: .*Check the credential_process"
 
 
 def test_credentials_that_are_stale_when_they_are_fetched_are_a_store_error(s3: S3Server, helper: Helper) -> None:

@@ -1,4 +1,4 @@
-"""The boto3 client of an S3 store, its credentials for other machines, and the risky settings of its bucket."""
+"""Makes the boto3 client of a bucket, finds the credentials for other machines, and checks the bucket's settings."""
 
 from __future__ import annotations
 
@@ -18,21 +18,29 @@ CONNECT_TIMEOUT_S = 5
 READ_TIMEOUT_S = 60
 ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")  # an object there must be restored before it can be read
 Problem = tuple[str, str, str]
-"""A setting, what is wrong with it, and what to do."""
+"""The name of a setting, the problem with it, and an advice."""
 
 
 def connect(
     address: S3Address, n_connections: int, read_timeout_s: float = READ_TIMEOUT_S
 ) -> tuple[Any, tuple[str, ...]]:
-    """Return a client, and the parts of its credentials that must never be shown.
+    """Return a boto3 client, and the parts of its credentials, which no message may show.
+
+    Args:
+        address: the address of the bucket.
+        n_connections: the largest number of connections.
+        read_timeout_s: how long the server may be silent, in seconds. Default 60.
 
     Raises:
         MissingDependencyError: boto3 is not installed.
         StoreError: the profile is unknown, its credentials are not available, or the endpoint is not a url.
+
+    Example:
+        client, secrets = connect(S3Address.parse("s3://bucket/runs"), 8)
     """
     try:
         from botocore.config import Config
-        from botocore.session import Session  # boto3 takes longer to import than a request
+        from botocore.session import Session  # and not boto3, whose import takes longer than a request
     except ImportError as error:
         raise MissingDependencyError(
             f"Store {address.url!r} needs boto3. Install it with: pip install 'serverless-replicas[s3]'"
@@ -40,14 +48,14 @@ def connect(
 
     def client(addressing_style: str) -> Any:
         config = Config(
-            retries={"mode": "standard", "total_max_attempts": 1},  # `retried` repeats requests, and so knows of it
+            retries={"mode": "standard", "total_max_attempts": 1},  # our `retried` repeats requests, and counts them
             max_pool_connections=n_connections,
             connect_timeout=CONNECT_TIMEOUT_S,
             read_timeout=read_timeout_s,
             tcp_keepalive=True,
             s3={"addressing_style": addressing_style},
-            # The trailing checksums that boto3 adds by itself break servers that do not parse them. Requests are
-            # signed with the SHA-256 of their bodies instead, and objects carry digests of their own.
+            # By default boto3 adds trailing checksums, which some servers cannot parse. They are not needed: requests
+            # are signed with the SHA-256 of their bodies, and objects have digests in their content.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
         )
@@ -68,9 +76,15 @@ def connect(
 
 
 def located(address: S3Address) -> S3Address:
-    """Return an address with the endpoint and the region that variables and profiles of this machine give it.
+    """Return an address with the endpoint and the region that this machine's variables and profiles set.
 
-    Nothing is asked, and no credentials are needed. A value that is not known stays as it is.
+    No request is made, and no credentials are needed. A value that is not set stays as it is.
+
+    Args:
+        address: the address of the bucket.
+
+    Example:
+        located(S3Address.parse("s3://bucket/runs")).region
     """
     try:
         from botocore import UNSIGNED
@@ -82,7 +96,7 @@ def located(address: S3Address) -> S3Address:
         client = session.create_client("s3", address.region, endpoint_url=address.endpoint_url, config=config)
     except ImportError:
         return address
-    except failures(ValueError):  # the caller that connects gets the error
+    except failures(ValueError):  # `connect` raises this error later
         return address
     endpoint_url = None if _is_aws(client) else client.meta.endpoint_url
     return replace(
@@ -99,20 +113,26 @@ def _with_descriptions(session: Any) -> Any:
 
 @functools.cache
 def _descriptions(data_path: str | None) -> Any:
-    """Return the data that botocore would read again for each client. Processes forked from here have it already."""
+    """Return the data that botocore would read from files for each client. Forked processes have it already."""
     from botocore.loaders import create_loader
 
     return create_loader(data_path)
 
 
 def remote_access(address: S3Address, client: Any) -> tuple[str, dict[str, str]]:
-    """Return a url without a profile of this machine, and the variables in which boto3 finds the credentials.
+    """Return a url and environment variables with which another machine can reach a bucket.
+
+    The url names no profile, because profiles are in files of this machine. The variables have the credentials.
 
     Args:
-        client: made by `connect` for the address: it knows the endpoint and the region.
+        address: the address of the bucket.
+        client: the client that `connect` made for the address. It knows the endpoint and the region.
 
     Raises:
-        NoCredentialsError: of botocore.
+        NoCredentialsError: boto3 finds no credentials on this machine. This is an error of botocore.
+
+    Example:
+        url, variables = remote_access(address, client)
     """
     from botocore.exceptions import NoCredentialsError
     from botocore.session import Session
@@ -130,18 +150,27 @@ def remote_access(address: S3Address, client: Any) -> tuple[str, dict[str, str]]
 
 
 def risky_settings(client: Any, address: S3Address) -> Iterator[Problem]:
-    """Yield what is wrong with a bucket. A setting that may not be read, or that the server lacks, passes."""
+    """Yield the settings of a bucket that would harm a run. A setting that may not or cannot be read is skipped.
+
+    Args:
+        client: the client that `connect` made for the address.
+        address: the address of the bucket.
+
+    Example:
+        for name, problem, advice in risky_settings(client, address):
+            print(name, problem, advice)
+    """
     bucket = {"Bucket": address.bucket}
     refused = client.exceptions.ClientError
     try:
         client.list_objects_v2(**bucket, Prefix=address.prefix, MaxKeys=1)
     except refused as error:
         if status_of(error) == 403:
-            advice = "Allow s3:ListBucket; without it a missing key is answered as a forbidden one, and runs end."
+            advice = "Allow s3:ListBucket. Without it the server answers that a missing key is forbidden, and runs end."
             yield "listing", "the credentials may not list the bucket", advice
     with contextlib.suppress(refused):
         if client.get_bucket_versioning(**bucket).get("Status") == "Enabled":
-            advice = "Suspend it, or let old versions expire: contributions of every round are kept and paid for."
+            advice = "Suspend it, or let old versions expire. Otherwise you pay for the contributions of every round."
             yield "versioning", "on, so deleted objects stay", advice
     with contextlib.suppress(refused):
         for rule in client.get_bucket_lifecycle_configuration(**bucket).get("Rules", ()):
@@ -152,15 +181,15 @@ def risky_settings(client: Any, address: S3Address) -> Iterator[Problem]:
             if not is_here or rule.get("Status") != "Enabled" or {"Tag", "Tags"} & scope.keys():  # no object has tags
                 continue
             name = rule.get("ID") or "without a name"
-            advice = "Exempt the prefix: the seals of a run must stay readable for as long as it may be resumed."
-            if {"Days", "Date"} & rule.get("Expiration", {}).keys():  # else it only removes delete markers
+            advice = "Exempt the prefix. A run can be resumed only as long as its seals can be read."
+            if {"Days", "Date"} & rule.get("Expiration", {}).keys():  # without these it only removes delete markers
                 yield "lifecycle", f"rule {name!r} lets objects here expire", advice
             if any(each.get("StorageClass") in ARCHIVES for each in rule.get("Transitions", ())):
                 yield "lifecycle", f"rule {name!r} moves objects here to an archive", advice
 
 
 def _send_small_bodies_at_once(params: dict[str, Any], **_: Any) -> None:
-    """Do not ask before sending a body that arrives as bytes: it would double the time of every small write."""
+    """Remove the header `Expect: 100-continue` from a small write, because the extra round trip doubles its time."""
     if isinstance(params["body"], (bytes, io.BytesIO)):
         params["headers"].pop("Expect", None)
 
@@ -171,7 +200,7 @@ def _is_aws(client: Any) -> bool:
 
 
 def _credentials(session: Any) -> dict[str, str | None]:
-    """Return credentials by the variable that boto3 reads each from; empty when there are none."""
+    """Return the credentials by the names of the variables in which boto3 looks for them. Empty if there are none."""
     credentials = session.get_credentials()
     if credentials is None:
         return {}

@@ -1,4 +1,4 @@
-"""Errors of an S3 server or client: whether to try again, and in words that help."""
+"""Errors of an S3 server or of boto3: decides whether to repeat a request, and explains the error to the user."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ T = TypeVar("T")
 FIRST_WAIT_S = 0.1
 LONGEST_WAIT_S = 5.0
 
-# Not 5xx, and yet over soon. ConditionalRequestConflict: another writer is creating the key right now.
+# Errors that soon pass although their status is not 5xx. ConditionalRequestConflict: another process is creating the
+# key at this moment.
 PASSING_CODES = {
     "ConditionalRequestConflict", "OperationAborted", "RequestTimeout", "SlowDown", "Throttling",
     "ThrottlingException", "TooManyRequests", "TooManyRequestsException", "RequestLimitExceeded",
-    "RequestTimeTooSkewed",  # a clock that was just woken or set is corrected in seconds
+    "RequestTimeTooSkewed",  # the clock of a machine that just woke up is corrected within seconds
 }  # fmt: skip
 PASSING_STATUSES = {408, 409, 429, 500, 502, 503, 504}
 
-# For any request: static credentials do not become valid again, and a replica's credentials are static.
+# These errors end any request: a replica's credentials never change, so they do not become valid again.
 DEAD_CREDENTIALS = {
     "ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId",
     "SignatureDoesNotMatch",
@@ -43,7 +44,7 @@ ADVICE = {
     "SignatureDoesNotMatch": "The secret key does not fit the access key. Check AWS_SECRET_ACCESS_KEY.",
     **dict.fromkeys(("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"), EXPIRED),
     "RequestTimeTooSkewed": "This machine's clock is wrong. Set it, or run a time service.",
-    "EntityTooLarge": "Write the object in parts, under keys of their own.",
+    "EntityTooLarge": "Write it as several objects.",
     "InvalidObjectState": "The object was moved to an archive by a lifecycle rule. Restore it, and exempt the prefix.",
     # Errors of botocore, by class:
     "NoCredentialsError": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or name a profile: ?profile=NAME.",
@@ -56,14 +57,14 @@ ADVICE = {
 }
 FULL = ("QuotaExceeded", "XMinioAdminBucketQuotaExceeded", "XMinioStorageFull")  # of Ceph and of MinIO
 FULL_STATUS = 507
-NO_ROOM = "No room is left there: delete old runs (`replicas rm`), or have the quota raised."
-CREDENTIALS = "Look at the credential_process, the login or the role that gives them, and at this machine's clock."
+FULL_ADVICE = "The bucket is full. Delete old runs (`replicas rm`), or ask for a larger quota."
+CREDENTIALS = "Check the credential_process, the login or the role that provides them, and this machine's clock."
 ENDPOINT = "Correct ?endpoint_url=, or AWS_ENDPOINT_URL: it is a url such as https://s3.example.com."
 REFUSED = (401, 403)
 WRITING = ("create", "write")
 NEEDED_PERMISSIONS = {"read": "s3:GetObject", "list": "s3:ListBucket", "delete": "s3:DeleteObject"}
 
-_dice = random.SystemRandom()  # not the global generator: a user who seeded it must find it as it was
+_dice = random.SystemRandom()  # not the global generator, because the user may have seeded it
 
 
 class TornReplyError(Exception):
@@ -71,21 +72,42 @@ class TornReplyError(Exception):
 
 
 def code_of(error: BaseException) -> str:
-    """Return the S3 code of an error that the server sent ("" for others); for a HEAD it is the status."""
+    """Return the S3 code of an error that the server sent, such as "NoSuchKey". For a HEAD it is the HTTP status.
+
+    Args:
+        error: any error. One that the server did not send has the code "".
+
+    Example:
+        code_of(error) == "NoSuchBucket"
+    """
     return str(_response(error).get("Error", {}).get("Code", ""))
 
 
 def status_of(error: BaseException) -> int:
-    """Return the HTTP status of an error that the server sent; 0 for others."""
+    """Return the HTTP status of an error that the server sent.
+
+    Args:
+        error: any error. One that the server did not send has the status 0.
+
+    Example:
+        status_of(error) == 404
+    """
     return int(_response(error).get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
 def _response(error: BaseException) -> dict[str, Any]:
-    return getattr(error, "response", None) or {}  # None: the server was silent, or hung up
+    return getattr(error, "response", None) or {}  # None: the server sent no answer
 
 
 def failures(*more: type[Exception]) -> tuple[type[Exception], ...]:
-    """Return the errors of a boto3 client, `TornReplyError`, and more."""
+    """Return the classes of the errors that a request to a bucket may raise, for an `except`.
+
+    Args:
+        more: more classes.
+
+    Example:
+        except failures(ValueError): ...
+    """
     from botocore.exceptions import BotoCoreError, ClientError
     from botocore.parsers import ResponseParserError
 
@@ -93,18 +115,39 @@ def failures(*more: type[Exception]) -> tuple[type[Exception], ...]:
 
 
 def is_failure(error: Exception) -> bool:
-    """Return whether an error is one of `failures`, or what came of getting credentials: that may be of any class."""
+    """Return True if an error comes from a request to a bucket, or from a program that provides the credentials.
+
+    Args:
+        error: any error. A program that provides credentials may raise an error of any class.
+
+    Example:
+        is_failure(error)
+    """
     return isinstance(error, failures()) or is_of_credentials(error)
 
 
 def is_of_credentials(error: BaseException) -> bool:
-    """Return whether an error was raised while the client got its credentials, from a program, a login or a role."""
+    """Return True if boto3 raised an error while it got credentials from a program, a login or a role.
+
+    Args:
+        error: any error.
+
+    Example:
+        is_of_credentials(error)
+    """
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(frame.f_globals.get("__name__") == "botocore.credentials" for frame in frames)
 
 
 def will_pass(error: BaseException) -> bool:
-    """Return whether the same request may succeed a little later."""
+    """Return True if the same request may succeed a little later.
+
+    Args:
+        error: the error of the request.
+
+    Example:
+        will_pass(error)
+    """
     import botocore.exceptions as raised
     from botocore.parsers import ResponseParserError
 
@@ -114,7 +157,7 @@ def will_pass(error: BaseException) -> bool:
         return "CERTIFICATE" not in str(error).upper()
     passing = (
         TornReplyError,
-        ResponseParserError,  # a listing that was cut off
+        ResponseParserError,  # boto3 raises it for a listing that was cut off
         raised.IncompleteReadError,
         raised.HTTPClientError,
         raised.ConnectionError,
@@ -130,14 +173,23 @@ def retried(
     clock: Callable[[], float],
     failed: Callable[[Exception], None] = lambda error: None,
 ) -> T:
-    """Act until it succeeds or fails for good; wait longer and longer, at random, in between.
+    """Repeat a request until it succeeds, its error is permanent, or the time has passed. Return its result.
+
+    The pauses are random and become longer (exponential backoff with full jitter, as AWS recommends).
 
     Args:
-        act: the request.
-        deadline_s: how long after its first failure it is repeated: a large object may take longer to send. 0: once.
-        sleep: waits between two tries, for the seconds that it is given.
+        act: makes the request.
+        deadline_s: for how many seconds after its first failure the request is repeated. The time before the first
+            failure does not count, because a large object may take long to send. 0: the request is tried once.
+        sleep: waits for the given number of seconds.
         clock: returns seconds of a monotonic clock.
-        failed: gets each error after which the request is repeated.
+        failed: is called with each error after which the request is repeated. Default: nothing is called.
+
+    Raises:
+        Exception: the last error of `act`.
+
+    Example:
+        retried(lambda: client.head_object(**name), deadline_s=60.0, sleep=time.sleep, clock=time.monotonic)
     """
     failed_at, longest_s = math.inf, FIRST_WAIT_S
     while True:
@@ -156,25 +208,36 @@ def retried(
 def explain(
     error: Exception, address: S3Address, key: str | None, verb: str, secrets: tuple[str, ...] = ()
 ) -> StoreError:
-    """Return an error whose message names the failure, the place and what to do, without secrets."""
+    """Return a StoreError for an error of a request. Its message has the cause, the object and an advice.
+
+    Args:
+        error: the error of the request.
+        address: the address of the bucket.
+        key: the key of the object. None: the request was not about one object.
+        verb: the action that failed, for the message, such as "read" or "create".
+        secrets: parts of the credentials, which the message must not have. Default: none.
+
+    Example:
+        raise explain(error, address, "otter/run.json", "read", secrets) from error
+    """
     url, code, status = address.url, code_of(error), status_of(error)
     is_missing = code in ("NoSuchKey", "404") or (status == 404 and code != "NoSuchBucket")
     if key is not None and verb == "read" and is_missing:
         return KeyNotFoundError(f"No object {key!r} in {url}.", key=key, url=url)
-    said = str(error)
+    cause = str(error)
     if status:
         message = _response(error).get("Error", {}).get("Message")  # Ceph sends none
-        said = f"{code}{': ' if message else ''}{(message or '').rstrip('.')} (HTTP {status})"
+        cause = f"{code}{': ' if message else ''}{(message or '').rstrip('.')} (HTTP {status})"
     for secret in secrets:
-        said = said.replace(secret, "***")
+        cause = cause.replace(secret, "***")
     where = f"{key!r} in {url}" if key is not None else url
     hint = _advice(error, verb)
     if hint is CREDENTIALS:
-        said = f"its credentials are not available: {said}"
+        cause = f"its credentials are not available: {cause}"
     hint = hint.format(bucket=address.bucket)
     is_refused = code in DEAD_CREDENTIALS or (verb in WRITING and (status in REFUSED or _is_full(error)))
     kind = UnwritableStoreError if is_refused else StoreError
-    explained = kind(f"Cannot {verb} {where}: {said.rstrip('.')}.{hint and ' '}{hint}", key=key, url=url)
+    explained = kind(f"Cannot {verb} {where}: {cause.rstrip('.')}.{hint and ' '}{hint}", key=key, url=url)
     if code in DEAD_CREDENTIALS:
         explained.refusal = "credentials"
     elif not will_pass(error) and not _is_full(error):
@@ -191,16 +254,16 @@ def _advice(error: Exception, verb: str) -> str:
         if name in ADVICE:
             return ADVICE[name]
     if _is_full(error):
-        return NO_ROOM
+        return FULL_ADVICE
     if is_of_credentials(error):
         return CREDENTIALS
-    if isinstance(error, ValueError):  # of botocore, which takes the endpoint apart
+    if isinstance(error, ValueError):  # botocore could not parse the endpoint
         return ENDPOINT
     if status_of(error) in REFUSED:
         hint = f"The credentials must allow {NEEDED_PERMISSIONS.get(verb, 's3:PutObject')} there."
         if verb == "read":
-            hint += " Allow s3:ListBucket, too: without it the server answers so for a key that is only missing."
+            hint += " Allow s3:ListBucket, too. Without it a missing key gives the same error."
         return hint
     if will_pass(error) and status_of(error):
-        return "The server refused for as long as we tried. Try again later, or with fewer requests at once."
+        return "The server refused every try. Try again later, or with fewer requests at the same time."
     return ""

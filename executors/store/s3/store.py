@@ -1,14 +1,14 @@
-"""A bucket as a store, over boto3: AWS, Cloudflare R2, Ceph, Hugging Face's gateway, or any server that honors
-`If-None-Match: *` on a PUT.
+"""S3Store: a bucket as a store, over boto3. The server must honor `If-None-Match: *` on a PUT.
 
-An object is one plain `put_object`, which appears whole or not at all; creation is exclusive by that condition, and
-opening checks it. Large objects are read as ranges in parallel, all of one version of the object.
+AWS, Cloudflare R2, Ceph and Hugging Face's gateway do. An object is written by one `put_object`, so it appears whole or
+not at all. The condition makes creation exclusive, and opening the store checks that. Large objects are read as
+parallel ranges, all of one version of the object.
 
-This file repeats requests, with jitter and a deadline, and boto3 does not. So the store knows when a reply was lost. It
-then compares an object that is "taken" with the bytes that it sent, because it may have created the object itself.
+This file repeats failed requests, and boto3 does not. So the store knows when a reply was lost. If the key is taken
+after a lost reply, the store may have created the object itself. It compares the object with the bytes that it sent.
 
-What is not covered: two writers who create the same key with the same bytes, both losing a reply, may both get True.
-Callers who need to know put a nonce into the bytes.
+One case is not covered. If two processes create a key with the same bytes, and both lose a reply, both may get True.
+Callers for which that matters put a random number into the bytes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from executors.store.s3.client import READ_TIMEOUT_S, Problem, connect, remote_a
 from executors.store.s3.errors import code_of, explain, is_failure, retried, status_of
 from executors.store.s3.transfer import BufferBody, RangeReader, is_made_of
 
-PROBES = ".probe~"  # the one reserved name at the top: what opening leaves for a moment
+PROBES = ".probe~"  # the folder of the objects that the check at opening creates; no key may begin with it
 MAX_PUT_BYTES = 5 << 30  # S3's limit for an object in one request
-JOIN_BELOW_BYTES = 64 * 1024  # a body below this is copied, and sent as one piece
+JOIN_BELOW_BYTES = 64 * 1024  # a smaller body is copied and sent as one piece
 
 T = TypeVar("T")
 
@@ -38,23 +38,31 @@ T = TypeVar("T")
 class S3Store:
     """The store that `open_store("s3://bucket/prefix?endpoint_url=&region=&profile=")` opens.
 
-    Credentials come from where boto3 finds them: variables, profiles, roles. Never from the url.
+    The credentials are those that boto3 finds in variables, profiles and roles. They are never in the url.
+
+    The class has more than 20 methods: five of `Store`, five of optional abilities, and one private function for each
+    kind of request. All of them share the client, the address and the rules for repeated requests.
 
     Args:
-        url: bucket, prefix, and how to reach them. An endpoint other than AWS is addressed in path style.
-        range_bytes: objects larger than this are read as ranges of this size.
-        parallel_ranges: how many of them at once, besides the first.
-        retry_deadline_s: seconds from the first failure of a request until its error is raised; meanwhile it is
-            repeated. None: as `executors.patience.REQUEST`.
-        read_timeout_s: how long the server may be silent.
-        checks_later: check that the bucket creates exclusively before something is created, not now.
-        sleep, clock: wait between two tries, and measure the time until the deadline.
+        url: the bucket, the prefix, and how to reach them. A server other than AWS is addressed in path style.
+        range_bytes: a larger object is read as ranges of this size. Default 16 MiB.
+        parallel_ranges: the number of ranges that are read at the same time, besides the first. Default 8.
+        retry_deadline_s: for how many seconds after its first failure a request is repeated. Default: the limit of
+            `executors.patience.REQUEST`.
+        read_timeout_s: how long the server may be silent, in seconds. Default 60.
+        checks_later: True: check that the bucket creates exclusively before the first object is created. False, the
+            default: check it now.
+        sleep: waits for the given number of seconds between two tries.
+        clock: returns seconds of a monotonic clock.
 
     Raises:
-        ValueError: the url is wrong, or holds credentials.
+        ValueError: the url is wrong or has credentials, or a number is below 1.
         MissingDependencyError: boto3 is not installed.
         UnsafeStoreError: the server does not honor the condition of a create.
-        StoreError: the bucket cannot be used; the message says why, and what to do.
+        StoreError: the bucket cannot be used. The message has the cause and an advice.
+
+    Example:
+        S3Store("s3://bucket/runs?region=eu-west-1")
     """
 
     max_object_bytes = MAX_PUT_BYTES
@@ -96,7 +104,7 @@ class S3Store:
 
     @property
     def _place(self) -> str:
-        """Bucket and prefix, for people."""
+        """The url without its options, for messages."""
         return self.url.partition("?")[0]
 
     def put_if_absent(self, key: str, data: Data) -> bool:
@@ -120,7 +128,7 @@ class S3Store:
         found: list[Entry] = []
         for row in self._rows("Contents", Prefix=prefix):
             key = row["Key"].removeprefix(self.address.prefix)
-            # Hide probes, and the empty `folder/` that some consoles create, which cannot be a key.
+            # Some consoles create an empty object `folder/`, which cannot be a key. It is hidden, like the probes.
             if key and not key.endswith("/") and not key.startswith(f"{PROBES}/"):
                 found.append(Entry(key, row["Size"], row["LastModified"].timestamp()))
         return iter(sorted(found, key=lambda entry: entry.key))  # AWS sorts; not every server does
@@ -132,7 +140,7 @@ class S3Store:
         return iter(sorted(names - {"", PROBES}))
 
     def _rows(self, kind: str, **asked: str) -> Iterator[Mapping[str, Any]]:
-        """Yield the rows of one kind in a listing, a request for each page."""
+        """Yield the rows of one kind in a listing. Each page is one request."""
         request = {"Bucket": self.address.bucket, **asked, "Prefix": self.address.prefix + asked["Prefix"]}
         while True:
             page = self._request("list", None, lambda: self._client.list_objects_v2(**request))
@@ -145,14 +153,21 @@ class S3Store:
         self._delete(key, self._name(key))
 
     def remote_access(self) -> tuple[str, dict[str, str]]:
-        """Return a url without a profile of this machine, and the variables in which boto3 finds the credentials.
+        """Return a url and environment variables with which another machine can open this store.
 
-        Temporary credentials expire for the replicas as well.
+        Temporary credentials also expire on the other machine.
+
+        Raises:
+            StoreError: this machine has no credentials for the bucket.
         """
         return self._request("use", None, lambda: remote_access(self.address, self._client), deadline_s=0.0)
 
     def risky_settings(self) -> Sequence[Problem]:
-        """Return the settings of the bucket that would hurt a run, as far as these credentials may read them."""
+        """Return the settings of the bucket that would harm a run, as far as the credentials may read them.
+
+        Raises:
+            StoreError: the bucket cannot be used.
+        """
         return self._request("use", None, lambda: [*risky_settings(self._client, self.address)], deadline_s=0.0)
 
     def _create(self, key: str, name: Mapping[str, str], data: Data, deadline_s: float) -> bool:
@@ -172,18 +187,18 @@ class S3Store:
             return True
 
         created = self._request("create", key, create, deadline_s)
-        # None: taken, and an earlier reply was lost. The object itself shows which process created it.
+        # None: the key is taken, and the reply to an earlier try was lost. The object's bytes show who created it.
         return self._request("create", key, lambda: self._holds(name, buffers)) if created is None else created
 
     def _holds(self, name: Mapping[str, str], buffers: Sequence[memoryview]) -> bool:
-        """Return whether the object is what was sent."""
+        """Return True if an object has exactly the bytes that were sent."""
         reader, size = self._reader(), sum(map(len, buffers))
         try:
             return reader.size_of(name) == size and is_made_of(reader.read(name, 0, None, int), buffers)
         except self._client.exceptions.ClientError as error:
             if status_of(error) != 404:
                 raise
-            return False  # deleted meanwhile: it had been created, and must not come back
+            return False  # the object was deleted after it was created, so it must not be created again
 
     def _read(self, key: str, start: int, size: int | None, end_of: Callable[[int], int]) -> memoryview:
         name = self._name(key)
@@ -200,34 +215,36 @@ class S3Store:
         self._request("delete", key, delete)
 
     def _check_exclusive_creation(self) -> None:
-        """Create one key twice: the second must be refused. A bucket that can only be read passes; a write will say so.
+        """Create one key twice, and check that the server refuses the second request.
+
+        A bucket that may only be read passes the check. The first write raises the error.
 
         Raises:
-            UnsafeStoreError: the server created the key twice, or refused the condition.
+            UnsafeStoreError: the server created the key twice, or does not know the condition.
         """
         key = f"{PROBES}/{secrets.token_hex(12)}"
         name = {"Bucket": self.address.bucket, "Key": self.address.prefix + key}
         try:
             created = [self._create(key, name, data, OPENING.limit_s) for data in (b"first", b"second")]
         except StoreError as error:
-            said = code_of(error.__cause__) if error.__cause__ else ""
-            if said in ("AccessDenied", "403"):
+            code = code_of(error.__cause__) if error.__cause__ else ""
+            if code in ("AccessDenied", "403"):
                 self._is_checked = True
                 return
-            if said == "NotImplemented":
+            if code == "NotImplemented":
                 raise self._unsafe("does not know") from error
             raise
-        with contextlib.suppress(StoreError):  # deleting may be forbidden; the key is hidden anyway
+        with contextlib.suppress(StoreError):  # a deletion may be forbidden; listings hide the object in any case
             self._delete(key, name)
         if created != [True, False]:
             raise self._unsafe("ignores")
         self._is_checked = True
 
-    def _unsafe(self, what: str) -> UnsafeStoreError:
+    def _unsafe(self, verb: str) -> UnsafeStoreError:
         return UnsafeStoreError(
-            f"{self.url}: this server {what} 'If-None-Match: *', so a key can be created twice and replicas "
-            "there could not agree on anything. Use a newer version of it, or another server: AWS S3, Cloudflare R2, "
-            "Ceph and Hugging Face's S3 gateway honor it.",
+            f"The server of {self.url} {verb} 'If-None-Match: *', so two replicas could both create the same object. "
+            "Use a newer version of it, or another server: AWS S3, Cloudflare R2, Ceph and Hugging Face's S3 "
+            "gateway honor it.",
             url=self.url,
         )
 
@@ -237,9 +254,9 @@ class S3Store:
 
     @property
     def _connection(self) -> tuple[Any, tuple[str, ...]]:
-        """This process's client: a fork must not use the connections of its parent."""
+        """The client of this process, because a forked process must not use the connections of its parent."""
         pid = os.getpid()
-        if pid not in self._clients:  # without a lock, which a fork could find taken
+        if pid not in self._clients:  # without a lock, because a fork could copy a lock that is held
             self._clients.setdefault(pid, connect(self.address, 8 * self._parallel_ranges, self._read_timeout_s))
         return self._clients[pid]
 
@@ -260,7 +277,7 @@ class S3Store:
         return retried(act, deadline_s=deadline_s, sleep=self._sleep, clock=self._clock, failed=failed)
 
     def _request(self, verb: str, key: str | None, act: Callable[[], T], deadline_s: float | None = None) -> T:
-        """Act, again while it fails for a while, and turn what boto3 raises into the errors of a store."""
+        """Make a request, repeat it while its errors may pass, and turn errors of boto3 into errors of a store."""
         _, credentials = self._connection
         failed_at = list[float]()
 
@@ -274,10 +291,10 @@ class S3Store:
         except Exception as error:
             if not is_failure(error):
                 raise
-            clean = not any(secret in str(error) for secret in credentials)
+            has_secret = any(secret in str(error) for secret in credentials)
             explained = explain(error, self.address, key, verb, credentials)
             explained.failing_since = failed_at[0] if failed_at else None
-            raise explained from (error if clean else None)
+            raise explained from (None if has_secret else error)  # a traceback shows the cause, too
 
     def _name(self, key: str) -> dict[str, str]:
         check_key(key, self.url)
@@ -293,8 +310,8 @@ class S3Store:
         size = sum(map(len, buffers))
         if size > MAX_PUT_BYTES:
             raise StoreError(
-                f"Cannot write {key!r} in {self.url}: it has {size} bytes, and S3 takes {MAX_PUT_BYTES} in one "
-                "request. Write it in parts, under keys of their own (with DiLoCo: use more fragments).",
+                f"Cannot write {key!r} in {self.url}: it has {size} bytes, and S3 takes at most {MAX_PUT_BYTES} in "
+                "one request. Write it as several objects (with DiLoCo: use more fragments).",
                 key=key,
                 url=self.url,
             )

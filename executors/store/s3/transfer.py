@@ -1,4 +1,4 @@
-"""Request bodies of many buffers, and ranges read into one buffer: nothing is joined, nothing is read twice."""
+"""Sends a body of many buffers without joining them, and reads an object as parallel ranges into one buffer."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ from typing import Any
 
 from executors.store.s3.errors import TornReplyError, status_of
 
-READ_BYTES = 256 * 1024  # each read passes through a buffer of this size, which stays in the CPU's cache
+READ_BYTES = 256 * 1024  # the size of each read, so that its data stays in the CPU's cache
 
 
 class BufferBody(io.RawIOBase):
-    """A file over buffers, for an HTTP client. A read within one buffer is a view of it, not a copy."""
+    """A file object over several buffers, for an HTTP client. A read within one buffer returns a view, not a copy.
+
+    Args:
+        buffers: the content, in order.
+
+    Example:
+        BufferBody([memoryview(b"head"), memoryview(b"body")]).read()
+    """
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         self._buffers = buffers
@@ -52,7 +59,15 @@ class BufferBody(io.RawIOBase):
 
 
 def is_made_of(value: memoryview, buffers: Sequence[memoryview]) -> bool:
-    """Return whether a value is the buffers joined."""
+    """Return True if a value equals the buffers joined.
+
+    Args:
+        value: the bytes to compare.
+        buffers: the buffers.
+
+    Example:
+        is_made_of(memoryview(b"ab"), [memoryview(b"a"), memoryview(b"b")])
+    """
     starts = itertools.accumulate(map(len, buffers), initial=0)
     pairs = zip(starts, buffers, strict=False)
     return len(value) == sum(map(len, buffers)) and all(value[at : at + len(each)] == each for at, each in pairs)
@@ -60,25 +75,39 @@ def is_made_of(value: memoryview, buffers: Sequence[memoryview]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RangeReader:
-    """Reads with one boto3 client (safe in several threads)."""
+    """Reads objects with one boto3 client. It may be used from several threads.
+
+    Example:
+        RangeReader(client, 16 << 20, 8, lambda act: act()).size_of({"Bucket": "bucket", "Key": "runs/a"})
+    """
 
     client: Any
     range_bytes: int
+    """A larger object is read as ranges of this size."""
     parallel: int
+    """The number of ranges that are read at the same time, besides the first."""
     retried: Callable[[Callable[[], Any]], Any]
+    """Calls a function again while its request fails."""
 
     def size_of(self, name: Mapping[str, str]) -> int:
+        """Return the size of an object.
+
+        Args:
+            name: its Bucket and Key.
+        """
         return int(self.client.head_object(**name)["ContentLength"])
 
     def read(self, name: Mapping[str, str], start: int, size: int | None, end_of: Callable[[int], int]) -> memoryview:
-        """Read `size` bytes from `start` on, trying once; errors are raised as they come.
+        """Read a range of an object. The first request is tried once, and its error is raised.
 
         Args:
-            name: Bucket and Key.
-            end_of: from the size of the object to the end of the range; raises when the range ends behind it.
+            name: the Bucket and Key of the object.
+            start: the first byte to read, counted from 0.
+            size: the number of bytes to read. None: up to the end of the object.
+            end_of: returns the end of the range for the size of the object. Raises if the object has no such range.
 
         Raises:
-            TornReplyError: a reply was cut off, or the object was replaced meanwhile; try again.
+            TornReplyError: a reply was cut off, or the object was replaced during the read. The caller may try again.
         """
         if size == 0:
             end_of(self.size_of(name))
@@ -88,12 +117,13 @@ class RangeReader:
         except self.client.exceptions.ClientError as error:
             if status_of(error) != 416:
                 raise
-            # The object ends at `start` or before. (A range that only ends too late is silently cut by the server.)
+            # HTTP 416: the object ends at `start` or before. If only the end of a range is too large, the server
+            # returns fewer bytes without an error.
             if end_of(self.size_of(name)) > start:
                 raise TornReplyError("the object was replaced by a longer one") from None
             return memoryview(b"")
         with contextlib.closing(reply["Body"]):
-            if "ContentRange" not in reply:  # a server that knows no ranges
+            if "ContentRange" not in reply:  # this server does not know ranges, and sends the whole object
                 end = end_of(reply["ContentLength"])
                 whole = memoryview(bytearray(reply["ContentLength"]))
                 _fill(whole, reply)
@@ -121,10 +151,10 @@ class RangeReader:
         return view.toreadonly()
 
     def _fill_part(self, name: Mapping[str, str], start: int, part: memoryview, first: Mapping[str, Any]) -> bool:
-        """Read a later part; False if it belongs to another object than the first reply."""
+        """Read a later part. Return False if the object is not the one of the first reply any more."""
         reply = self._get(name, start, start + len(part))
         with contextlib.closing(reply["Body"]):
-            # By ETag, and not by If-Match, which some servers ignore and others want quoted in their own way.
+            # The ETags are compared here because some servers ignore If-Match, and others want it quoted differently.
             if reply.get("ETag") != first.get("ETag") or _total_of(reply) != _total_of(first):
                 return False
             _fill(part, reply)
@@ -145,7 +175,7 @@ def _total_of(reply: Mapping[str, Any]) -> int:
 
 def _fill(part: memoryview, reply: Mapping[str, Any]) -> None:
     if reply["ContentLength"] != len(part):
-        raise TornReplyError(f"{len(part)} bytes were asked for, {reply['ContentLength']} are announced")
+        raise TornReplyError(f"the server announced {reply['ContentLength']} bytes instead of {len(part)}")
     at = 0
     while at < len(part):
         count = reply["Body"].readinto(part[at : at + READ_BYTES])

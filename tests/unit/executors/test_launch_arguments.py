@@ -53,7 +53,7 @@ def nothing_written(state_home: Path) -> Iterator[None]:
         ({"timeout": -1}, ValueError, "got timeout=-1."),
         ({"run_id": "Not A Name"}, ValueError, "Bad run id 'Not A Name'"),
         ({"rendezvous": "memory://x"}, ValueError, "lives in this process alone"),
-        ({"rendezvous": "ftp://x/y"}, ValueError, "No store serves 'ftp'"),
+        ({"rendezvous": "ftp://x/y"}, ValueError, "No store has the scheme 'ftp'"),
         ({"gpu": "H100:none"}, ValueError, "as in 'H100' or 'H100:2', got 'H100:none'"),
         ({"env": {"A": 1}}, ValueError, "env maps names to strings"),
         ({"env": {1: "A"}}, ValueError, "env maps names to strings"),

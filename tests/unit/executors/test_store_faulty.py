@@ -156,10 +156,10 @@ def test_a_replica_can_die_before_a_call_or_after_one_that_was_done(full: Memory
 
 def test_what_makes_no_sense_is_refused() -> None:
     rates: dict[str, dict[str, Any]] = {
-        "lost is a rate from 0 to 1": {"lost": 2},
-        "error is a rate": {"error": -0.1},
-        "delay is a number of seconds, got delay=-1": {"delay_s": -1},
-        "delay is a number of seconds, got delay=nan": {"delay_s": float("nan")},
+        "lost must be a rate from 0 to 1": {"lost": 2},
+        "error must be a rate": {"error": -0.1},
+        "The delay must be a number of seconds from 0 on, got -1": {"delay_s": -1},
+        "The delay must be a number of seconds from 0 on, got nan": {"delay_s": float("nan")},
     }
     for says, arguments in rates.items():
         with pytest.raises(ValueError, match=says):

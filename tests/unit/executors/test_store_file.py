@@ -81,7 +81,7 @@ def test_an_object_that_is_too_large_is_refused_before_it_is_read(root: Path) ->
             store.put("small", b"x" * size)
             assert bytes(get_at_most(store, "small", 10)) == b"x" * size
         store.put("large", b"x" * 11)
-        with pytest.raises(CorruptObjectError, match=r"'large'.* 11 bytes, at most 10"):
+        with pytest.raises(CorruptObjectError, match=r"'large'.* 11 bytes; at most 10"):
             get_at_most(store, "large", 10)
         with pytest.raises(KeyNotFoundError):
             get_at_most(store, "missing", 10)
@@ -207,7 +207,7 @@ def test_an_object_that_could_not_be_made_leaves_nothing(either: FileStore) -> N
 
     with pytest.raises(ArithmeticError, match="not finite"):
         either.put_if_absent_streamed("a", 4, fails)
-    with pytest.raises(ValueError, match="The head of 'a' has 4 bytes, 5 were announced"):
+    with pytest.raises(ValueError, match="The head of 'a' has 4 bytes, but head_bytes is 5"):
         either.put_if_absent_streamed("a", 5, in_pieces)
     assert files_below(either.root) == []
 

@@ -57,10 +57,10 @@ REFUSED = {
     "file://runs/a": "absolute path, as in 'file:///data/runs', got 'file://runs/a'",
     "file://server/share": "absolute path",
     "file://": "absolute path",
-    "gopher://x/y": "No store serves 'gopher' (in 'gopher://x/y'). Known schemes: file, memory, s3",
-    "fiel:///tmp/x": "No store serves 'fiel'",
-    "http://localhost/x": "No store serves 'http'",
-    "https://somebody:hush@server/runs": "No store serves 'https'. Known schemes",
+    "gopher://x/y": "No store has the scheme 'gopher' (in 'gopher://x/y'). Use one of file, memory, s3",
+    "fiel:///tmp/x": "No store has the scheme 'fiel'",
+    "http://localhost/x": "No store has the scheme 'http'",
+    "https://somebody:hush@server/runs": "No store has the scheme 'https'. Use one of",
     "": "The url of a rendezvous is empty",
     "s3:/bucket/runs": "two slashes follow its scheme, as in 's3://bucket/runs'",
     "file:/data/runs": "as in 'file:///data/runs'",
@@ -105,7 +105,7 @@ def test_what_is_no_url_is_refused_before_a_folder_is_made(
     url: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(TypeError, match="The url of a rendezvous is a string or a path, got"):
+    with pytest.raises(TypeError, match="The url of a rendezvous must be a string or a path, got"):
         open_store(url)  # of a variable that is not set
     assert list(tmp_path.iterdir()) == []
 
