@@ -18,10 +18,10 @@ from executors.store.inventory import Inventory
 from executors.store.staleness import StalenessTracker
 from executors.task.record import find_run_record
 
-LEAVE_S = 15.0  # how long an end is left to a supervisor that lives
-CARRY_S = 60.0  # what another controller decided, and has not begun for this long, is carried out
-NEEDS_LAUNCH = ("start_failed", "lost", "preempted", "timeout")  # a time limit begins anew with a launch alone
-MOST_FORK_STRIKES = 2  # of a rank; then a controller that can start containers leaves the machine
+LEAVE_S = 15.0  # a controller outside leaves an ended attempt to the rank's living supervisor for this long
+CARRY_S = 60.0  # a start that another controller decided, and has not begun for this long, is carried out by any other
+NEEDS_LAUNCH = ("start_failed", "lost", "preempted", "timeout")  # only a launch begins a new time limit
+MOST_FORK_STRIKES = 2  # after this many strikes of a rank, a controller that can start containers takes a new machine
 LOOK_AGAIN_S = 1.0
 
 
@@ -35,27 +35,37 @@ class AttemptStarter(Protocol):
         """Return whether this process can start that rank now: it is its supervisor, or its supervisor is gone."""
 
     def start(self, attempts: Mapping[int, int]) -> None:
-        """Start attempts, by rank, but those that somebody else has begun; a fork ends the rank's process before."""
+        """Start attempts that no other process has begun. A fork first ends the rank's current process.
+
+        Args:
+            attempts: the number of the attempt to start, by rank.
+        """
 
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """The newest attempts of a run's ranks, and how those ended that have."""
+    """The newest attempt of each rank of a run, and the outcomes of those that have ended."""
 
     newest: Mapping[int, int] = field(default_factory=dict)
+    """The number of the newest attempt, by rank."""
     ends: Mapping[int, Outcome] = field(default_factory=dict)
-    """By rank; of newest attempts alone."""
+    """The outcome of the newest attempt, by rank. Ranks whose newest attempt has not ended are not in it."""
     has_progress: bool = False
-    """Whether any attempt of the run has reported anything."""
+    """Whether any attempt of the run has reported a round, a step or other progress."""
 
     @classmethod
     def of(cls, store: Store, run_id: str, world_size: int) -> RunSnapshot:
-        """Look at a run's records: one list, and what it has of ends and, until one shows progress, of heartbeats.
+        """Read a snapshot from the run's store: all ranks that were launched, and added ranks that have begun.
 
-        Of all ranks that were launched, or added and begun.
+        This takes one listing of the store and one read per outcome. Heartbeats are read only until one shows progress.
+
+        Args:
+            store: the store of the run.
+            run_id: the run.
+            world_size: the number of ranks of the launch.
 
         Raises:
-            StoreError: the store does not answer, or a record is none.
+            StoreError: the store does not answer, or holds a record that cannot be parsed.
         """
         found = Inventory.of(store, run_id)
         newest = {rank: found.newest(rank) for rank in found.ranks(world_size)}
@@ -69,7 +79,11 @@ class RunSnapshot:
         return cls(newest, ends, has_progress)
 
     def without_added(self, world_size: int) -> RunSnapshot:
-        """Return it without ranks that were added: these may be on other backends."""
+        """Return the snapshot without added ranks, which may be on other backends.
+
+        Args:
+            world_size: the number of ranks of the launch.
+        """
         newest = {rank: number for rank, number in self.newest.items() if rank < world_size}
         ends = {rank: end for rank, end in self.ends.items() if rank < world_size}
         return replace(self, newest=newest, ends=ends)
@@ -77,10 +91,11 @@ class RunSnapshot:
 
 @dataclass(frozen=True)
 class RestartContext:
-    """What a launch asked of the controllers of its run."""
+    """The settings of a launch that its controllers need."""
 
     policy: Restarts | None
-    """None: nothing is answered unless a `policy` in the log says so."""
+    """The restart policy of the launch. None: nothing restarts unless an entry of kind `policy` in the log asks for it.
+    """
     world_size: int
     launched_at: float
     min_replicas: int | None = None
@@ -89,7 +104,11 @@ class RestartContext:
 
     @classmethod
     def of(cls, spec: RunSpec, store: Store) -> RestartContext:
-        """Return the context of the run that a worker is part of.
+        """Return the context of the run that a supervisor belongs to.
+
+        Args:
+            spec: the run.
+            store: the store of the run.
 
         Raises:
             StoreError: the store does not answer.
@@ -100,17 +119,19 @@ class RestartContext:
 
 
 class RestartController:
-    """Decides what follows the ends of a run, and starts it.
+    """Decides what follows each ended attempt of a run, and starts the next attempts.
+
+    Several controllers may work on one run. The log of decisions makes sure that each end is decided on once.
 
     Args:
         log: the log of decisions of the run.
-        context: what the launch asked for.
-        starter: starts the attempts that follow. None: the controller only looks.
-        has_wider: True if another controller, which can start a container again, watches the run.
-        spare: returns the starter name of a spare that can begin what follows an end, given the log. None: there is
-            none.
-        clock: returns Unix time in seconds.
-        monotonic: returns seconds of a monotonic clock.
+        context: the settings of the launch.
+        starter: starts the next attempts. None: the controller decides nothing and starts nothing.
+        has_wider: True if another controller watches the run that can start a new container. Default False.
+        spare: returns the starter name of a spare that can take the next attempt, given the log. It returns None if no
+            spare is free, which is the default.
+        clock: returns Unix time in seconds. Default: the system's clock.
+        monotonic: returns the seconds of a monotonic clock. Default: the system's clock.
     """
 
     def __init__(
@@ -132,49 +153,54 @@ class RestartController:
         self._spare = spare
         self._clock = clock
         self._monotonic = monotonic
-        self._answered: dict[int, int] = {}
-        """The last attempt of each rank whose end is known to be answered."""
+        self._decided: dict[int, int] = {}
+        """The last attempt of each rank whose end is known to have a decision."""
         self._known_ends = StalenessTracker(monotonic)
         """For how long this controller has known of each end."""
         self._starts: dict[int, Decision] = {}
-        """The last entry that starts an attempt of each rank, of those folded in."""
-        self._n_folded = 0
+        """The last entry that starts an attempt of each rank, among the entries that were applied."""
+        self._n_applied = 0
+        """The number of entries of the log that `_starts`, `_policy` and `_decided` take into account."""
         self._ready_at: dict[str, float] = {}
-        """When what an entry starts may be begun, by its nonce."""
+        """The time, by the monotonic clock, from which the attempts of an entry may begin. The key is its nonce."""
 
     @property
     def policy(self) -> Restarts | None:
-        """Return the policy that counts now, as far as the log was read."""
-        self._fold()
+        """Return the restart policy that is in force, by the part of the log that was read."""
+        self._apply_new_entries()
         return self._policy
 
     def blocking_order(self, rank: int) -> Decision | None:
-        """Return the stop or cancel that stands against a rank, as far as the log was read."""
+        """Return the stop or cancel that blocks a rank, by the part of the log that was read. None: nothing does."""
         return blocking_order(self.log.entries, rank)
 
     def advance(self, snapshot: RunSnapshot) -> float | None:
-        """Answer what has ended, stop a run that cannot succeed, and start what is due.
+        """Read the log, decide on ended attempts, stop a run that cannot succeed, and start attempts that are due.
 
-        Returns: in how many seconds there is something to do again, if nothing ends until then. None: nothing.
+        Args:
+            snapshot: the newest attempts of the run and their outcomes.
+
+        Returns: the seconds until the next call is needed if no attempt ends before. None: no call is needed.
 
         Raises:
-            StoreError: the store does not answer; call it again.
+            StoreError: the store does not answer. The same call may be repeated.
         """
         self.log.read()
         return self.advance_as_read(snapshot)
 
     def advance_as_read(self, snapshot: RunSnapshot) -> float | None:
-        """Do the same by the log as it was read just now."""
+        """Do the same as `advance`, by the log as the caller has just read it."""
         n_read = len(self.log.entries)
-        self._fold()
-        waits = [self._answer(end, snapshot) for end in snapshot.ends.values()]
+        self._apply_new_entries()
+        waits = [self._decide_if_due(end, snapshot) for end in snapshot.ends.values()]
         self.stop_if_too_few(snapshot)
         due = self.due(snapshot)
-        if due and len(self.log.entries) == n_read:  # else it was read just now
+        # A cancel or stop may have been added since the caller read the log. An append above has read it again already.
+        if due and len(self.log.entries) == n_read:
             self.log.read()
             due = self.due(snapshot)
         if due and self.starter is not None:
-            ready = {rank: to for rank, to in due.items() if self._close_holes(rank, to, snapshot)}
+            ready = {rank: to for rank, to in due.items() if self._close_skipped(rank, to, snapshot)}
             waits += [LOOK_AGAIN_S] * (len(due) - len(ready))
             if ready:
                 self.starter.start(ready)
@@ -182,7 +208,10 @@ class RestartController:
         return min((wait for wait in waits if wait is not None), default=None)
 
     def give_up(self, snapshot: RunSnapshot) -> None:
-        """Add which ends nothing is to follow, and start nothing: this controller ends.
+        """Record the ends that no restart may follow, and start nothing. This controller's process is ending.
+
+        Args:
+            snapshot: the newest attempts of the run and their outcomes.
 
         Raises:
             StoreError: the store does not answer.
@@ -192,10 +221,14 @@ class RestartController:
                 self.decide_on(end, snapshot, restarts=False)
 
     def decide_on(self, end: Outcome, snapshot: RunSnapshot, *, restarts: bool = True) -> Decision | None:
-        """Add what answers an end to the log; return None where nothing does, or something has.
+        """Append the decision on an ended attempt to the log.
 
         Args:
-            restarts: whether that may be a restart.
+            end: the outcome of the attempt.
+            snapshot: the newest attempts of the run and their outcomes.
+            restarts: False if this call may not decide on a restart. Default True.
+
+        Returns: the entry. None: no decision follows, or another process has decided already, or must decide.
         """
         starter = self.starter
         facts = RunFacts(
@@ -217,27 +250,29 @@ class RestartController:
                 return answer
             if not restarts:
                 return None
-            most = MOST_FORK_STRIKES - (answer.reason == "start_failed")  # twice unwell: another machine
-            is_to_leave = self._has_wider and answer.strikes > most
-            if starter.how == "fork" and (policy.how != "fork" or _needs_launch(end) or is_to_leave):
-                return None
-            spare = self._spare(entries) if end.rank < self._context.world_size else None  # others may be elsewhere
+            # A failed start counts double: the machine itself may be unwell, so another one is tried earlier.
+            most = MOST_FORK_STRIKES - (answer.reason == "start_failed")
+            needs_new_machine = self._has_wider and answer.strikes > most
+            if starter.how == "fork" and (policy.how != "fork" or _needs_launch(end) or needs_new_machine):
+                return None  # a controller that starts containers decides on this end
+            # Spares belong to the launch. Added ranks may be on other backends, where a spare cannot replace them.
+            spare = self._spare(entries) if end.rank < self._context.world_size else None
             return replace(answer, how=spare or starter.how)
 
         entry = self._append(compute)
         if entry is not None:
-            self._answered[end.rank] = end.attempt
+            self._decided[end.rank] = end.attempt
             carry_s = CARRY_S if starter is not None and entry.how not in (None, starter.how) else 0.0
             self._ready_at[entry.nonce] = self._monotonic() + max(self._wait_s(entry), carry_s)
         return entry
 
     def due(self, snapshot: RunSnapshot) -> dict[int, int]:
-        """Return which attempts this controller may begin now, by rank, as far as the log was read."""
+        """Return the attempts that this controller may begin now, by rank, by the part of the log that was read."""
         pending = self._pending(snapshot)
         return {rank: entry.start[rank] for rank, entry in pending.items() if self._ready_in(entry) == 0.0}
 
     def stop_if_too_few(self, snapshot: RunSnapshot) -> Decision | None:
-        """Stop the run when fewer ranks than `min_replicas` can still succeed."""
+        """Append a stop if fewer ranks than `min_replicas` can still succeed. Return the entry, or None."""
 
         def compute(entries: Sequence[Decision]) -> Decision | None:
             n = max(self._context.world_size, len(snapshot.newest))
@@ -247,20 +282,21 @@ class RestartController:
         return None if self.starter is None or self.policy is None else self._append(compute)
 
     def _append(self, compute: Callable[[Sequence[Decision]], Decision | None]) -> Decision | None:
-        """Add what follows from the log, if anything follows from what was read of it already."""
+        """Append the computed entry. Ask the store only if the part of the log that was read gives an entry at all."""
         return None if compute(self.log.entries) is None else self.log.append(compute)
 
-    def _answer(self, end: Outcome, snapshot: RunSnapshot) -> float | None:
-        """Answer an end, unless it is too early: then return how long to wait."""
-        if end.status is not ReplicaStatus.FAILED or self._answered.get(end.rank, -1) >= end.attempt:
+    def _decide_if_due(self, end: Outcome, snapshot: RunSnapshot) -> float | None:
+        """Decide on an ended attempt. If it is too early for that, return the seconds to wait."""
+        if end.status is not ReplicaStatus.FAILED or self._decided.get(end.rank, -1) >= end.attempt:
             return None
         if self.starter is None or self.policy is None or not self.starter.may_start(end.rank):
             return None
         if decision_on(self.log.entries, end.rank, end.attempt) is not None:
-            self._answered[end.rank] = end.attempt
+            self._decided[end.rank] = end.attempt
             return None
         if self.blocking_order(end.rank) is not None:
             return None
+        # A mistake in the script ends all ranks within a second. Waiting for the others shows that no restart helps.
         if is_own_failure(end) and not snapshot.has_progress and not end.progress_marks:
             wait_s = LAST_CALL_S - self._known_ends.note((end.rank, end.attempt))
             if wait_s > 0:
@@ -269,49 +305,50 @@ class RestartController:
         return None
 
     def _pending(self, snapshot: RunSnapshot) -> dict[int, Decision]:
-        """Return what the log starts and nobody has begun, of the ranks that this controller can start."""
+        """Return the entries whose attempts have not begun, by rank, for the ranks that this controller can start."""
         if self.starter is None:
             return {}
-        self._fold()
+        self._apply_new_entries()
         pending = {}
         for rank, entry in self._starts.items():
             if entry.start[rank] <= snapshot.newest.get(rank, MAX_ATTEMPT) or not self.starter.may_start(rank):
                 continue
-            is_anothers = self.starter.how == "fork" and leaves_its_supervisor(entry, rank)
-            if not is_anothers and not self.blocking_order(rank):
+            is_for_others = self.starter.how == "fork" and leaves_its_supervisor(entry, rank)
+            if not is_for_others and not self.blocking_order(rank):
                 pending[rank] = entry
         return pending
 
     def _ready_in(self, entry: Decision) -> float:
-        """Return how long an entry's attempts are still to wait, by this process's own clock since it saw the entry."""
+        """Return the seconds that an entry's attempts still have to wait, by this process's own monotonic clock."""
         assert self.starter is not None
         if entry.nonce not in self._ready_at:
-            # It is somebody else's. By the clock: a controller that makes a single pass has not seen it before.
+            # Another process decided it. That process gets CARRY_S to begin. The Unix time of the entry counts here,
+            # because a controller that makes a single pass has not seen the entry before.
             is_ours = self.starter.how in ("fork", entry.how) and self.starter.how != "launch"
             carry_s = 0.0 if is_ours else min(CARRY_S, max(0.0, entry.at + CARRY_S - self._clock()))
             self._ready_at[entry.nonce] = self._monotonic() + max(self._wait_s(entry), carry_s)
         return max(0.0, self._ready_at[entry.nonce] - self._monotonic())
 
     def _wait_s(self, entry: Decision) -> float:
-        """Return how long an entry wants to be waited for: no longer than its policy's longest, whatever clocks do."""
+        """Return the seconds until `not_before`, at most the policy's longest wait, because clocks may be wrong."""
         longest_s = 0.0 if self.policy is None else self.policy.backoff_s[1]
         return min(max(0.0, entry.not_before - self._clock()), max(longest_s, entry.wait_s))
 
-    def _fold(self) -> None:
-        """Take note of what was added to the log."""
+    def _apply_new_entries(self) -> None:
+        """Bring the policy and the starts up to date with the entries that were read since the last call."""
         entries = self.log.entries
-        for entry in entries[self._n_folded :]:
+        for entry in entries[self._n_applied :]:
             self._starts.update(dict.fromkeys(entry.start, entry))
             self._policy = policy_of([entry], self._policy)
             for rank in entry.start if entry.kind == "resume" else ():
-                self._answered.pop(rank, None)
-        self._n_folded = len(entries)
+                self._decided.pop(rank, None)
+        self._n_applied = len(entries)
 
-    def _close_holes(self, rank: int, number: int, snapshot: RunSnapshot) -> bool:
-        """Close attempts that were decided and never begun, since attempts are dense.
+    def _close_skipped(self, rank: int, number: int, snapshot: RunSnapshot) -> bool:
+        """Record the end of attempts that were decided and never begun, because the numbers of attempts have no gaps.
 
-        Returns: False, and nothing was closed, while the attempt before them has left no record: its process may yet
-            claim it, or where somebody else has, one of these.
+        Returns: False, and records nothing, while the attempt before them has left no record. Its process may still
+            claim that attempt, or the next one if another process has claimed it.
         """
         numbers = range(snapshot.newest[rank], number)
         before, *skipped = [Attempt(self.log.store, self.log.run_id, rank, each) for each in numbers]
@@ -323,12 +360,20 @@ class RestartController:
 
 
 def _needs_launch(end: Outcome) -> bool:
-    """Return whether a new process of the same supervisor would not do: one that says itself why it fails was there."""
+    """Return True if a new process of the same supervisor does not help.
+
+    A process that reported its own failed start was running, so its machine works and a new process may help.
+    """
     return end.reason in NEEDS_LAUNCH and not (end.reason == "start_failed" and end.pid is not None)
 
 
 def leaves_its_supervisor(entry: Decision, rank: int) -> bool:
-    """Return whether the attempt of a rank that an entry starts is begun by another process than its supervisor."""
+    """Return True if an entry starts the attempt of a rank by another process than the rank's current supervisor.
+
+    Args:
+        entry: the entry of the log.
+        rank: a rank that the entry starts.
+    """
     return entry.kind == "resume" or (entry.how != "fork" and entry.rank == rank)
 
 

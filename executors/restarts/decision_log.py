@@ -1,7 +1,7 @@
-"""The log of decisions: what follows each end, as write-once records `decisions/<k>.json`, dense from 0.
+"""The log of decisions of a run: write-once records `decisions/<k>.json`, numbered from 0 without gaps.
 
-Anybody may decide, because a decision is computed from records that never change; the create of entry k says who was
-first. A later entry is computed again from the longer log.
+Any process may decide, because a decision is computed from records that never change. The store creates entry k only
+once, so the first writer wins. A process that lost computes its entry again, from the longer log.
 """
 
 from __future__ import annotations
@@ -45,19 +45,20 @@ from executors.store.url import is_near
 MAX_DECISIONS = 100_000
 MAX_DECISION_BYTES, MAX_LOG_BYTES = 512 << 10, 64 << 20  # as objects they take eight times as much memory
 MAX_RANK, MAX_ATTEMPT = 10**6, 10_000
-MAX_STARTS = 20_000  # of one entry: a run has 10,000 ranks, and perhaps as many that were added
+MAX_STARTS = 20_000  # of one entry: a run has at most 10,000 ranks at its launch, and others may be added
 MAX_WORDS = 2000
 MAX_TOTAL = 10**12  # steps or rounds of a run
-MAX_TRIES = 1000  # of an append, each lost to another writer
+MAX_TRIES = 1000  # of an append, if another writer is first each time
 ENDING, OTHERS = ("give_up", "stop", "cancel"), ("restart", "resume", "policy")
-WHAT_ENDS = ("rank", "ended", "why", "words", "within_s", "by", "nonce")
+UNPROVEN_FIELDS = ("rank", "ended", "why", "words", "within_s", "by", "nonce")
+"""The fields of an entry that count without a proof. They only end ranks: they start nothing and change no rule."""
 
 
 NUMBER = re.compile("0|[1-9][0-9]{0,6}")
 
 
 def _attempts(value: Any) -> dict[int, int]:
-    """Expect an object from ranks to numbers of attempts."""
+    """Parse an object that maps ranks to numbers of attempts."""
     rank_of, attempt_of = integer(0, MAX_RANK), integer(0, MAX_ATTEMPT)
     found = json_object(value)
     if len(found) > MAX_STARTS or not all(NUMBER.fullmatch(rank) for rank in found):
@@ -66,7 +67,7 @@ def _attempts(value: Any) -> dict[int, int]:
 
 
 def _numbers(value: Any) -> dict[str, float]:
-    """Expect an object of finite numbers."""
+    """Parse an object of finite numbers."""
     each = number()
     return {text(100)(name): each(number) for name, number in json_object(value).items()}
 
@@ -77,33 +78,39 @@ class Decision(Record):
 
     kind: str = checked(one_of(*ENDING, *OTHERS))
     rank: int | None = checked(nullable(integer(0, MAX_RANK)), None)
-    """Whose end it answers; of a cancel, whose; None: nobody's in particular, or every rank's."""
+    """The rank that the entry is about. None: all ranks, or no single one."""
     ended: int | None = checked(nullable(integer(0, MAX_ATTEMPT)), None)
-    """The attempt whose end it answers."""
+    """The number of the ended attempt that the entry decides on."""
     start: dict[int, int] = checked(_attempts, {})
-    """The attempts to start, by rank: of a restart or a resume."""
+    """The numbers of the attempts that a restart or a resume starts, by rank."""
     how: str | None = checked(nullable(text(40)), None)
+    """The starter of the attempts, as in "fork", "launch" or "spare:0"."""
     charged: bool = checked(flag, False)
+    """Whether the restart counts against the budget."""
     strikes: int = checked(integer(0, MAX_ATTEMPT), 0)
+    """The number of charged attempts of the rank in a row that made no progress."""
     not_before: float = checked(number(LONG_AGO, FAR_AHEAD), 0.0)
+    """The Unix time before which the attempts do not start."""
     reason: str | None = checked(nullable(text(40)), None)
-    """Of the end that it answers."""
+    """The reason of the outcome that the entry decides on, as in "exception"."""
     exit_code: int | None = checked(nullable(integer(-(2**31), 2**31)), None)
     fingerprint: str | None = checked(nullable(text(100)), None)
+    """The same for two ends by the same error at the same place."""
     reached: dict[str, float] = checked(_numbers, {})
-    """How far that attempt came: `round` and `step`."""
+    """The `round` and the `step` that the ended attempt reported last."""
     has_saved_marks: bool = checked(flag, False)
-    """Whether it left something that its successor need not do again."""
+    """Whether the ended attempt left work that the next attempt need not repeat."""
     why: str = checked(text(MAX_WORDS), "")
-    """Of give_up and stop: `deterministic`, `no_progress`, `budget`, `refused`, `min_replicas`, `asked`,
-    `not_started`."""
+    """The rule behind a give_up or a stop: `deterministic`, `no_progress`, `budget`, `refused`, `min_replicas`, `asked`
+    or `not_started`."""
     words: str = checked(text(MAX_WORDS), "")
-    """The end in a few words, for people."""
+    """The end in a few words, for the user."""
     within_s: float | None = checked(nullable(number(0.0, FAR_AHEAD)), None)
-    """Of a stop that was asked for: how long replicas have to come to a good place."""
+    """The seconds that replicas have to end by themselves after a stop that the user asked for."""
     restarts: str | None = checked(nullable(parsed(Restarts.parse)), None)
-    """Of a policy: the new one."""
+    """The new restart policy of an entry of kind `policy`."""
     hang: str | None = checked(nullable(parsed(HangLimits.parse)), None)
+    """The new limits on hanging of an entry of kind `policy`."""
     total_steps: int | None = checked(nullable(integer(1, MAX_TOTAL)), None)
     """The planned steps of the run after a policy that extends it."""
     total_rounds: int | None = checked(nullable(integer(1, MAX_TOTAL)), None)
@@ -113,13 +120,14 @@ class Decision(Record):
     """The process that is about to start the attempts of a resume, as `identify_process` names it."""
     nonce: str = checked(text(100), "")
     at: float = checked(number(LONG_AGO, FAR_AHEAD), 0.0)
-    """When it was made, by the clock of who made it; never before the entry before it, where both are proven."""
+    """The Unix time of the entry, by its writer's clock. Among proven entries it is never before the entry before it.
+    """
     proof: str | None = checked(nullable(text(64, SHA256)), None)
-    """In a signed run, that who added it has the run's key."""
+    """In a signed run, the proof that the writer of the entry has the run's key."""
 
     @property
     def wait_s(self) -> float:
-        """How long its attempts were to wait when it was made."""
+        """The seconds that its attempts had to wait at the time of the decision."""
         return max(0.0, self.not_before - self.at)
 
     @property
@@ -128,27 +136,41 @@ class Decision(Record):
         return self.process is not None and has_ended(self.process)
 
     def left_s(self, now: float) -> float:
-        """Return how long its attempts are still to wait by a clock: no longer than at first, whatever that says."""
+        """Return the seconds that its attempts still have to wait, at most the wait at the time of the decision.
+
+        Args:
+            now: Unix time, by a clock that may differ from the writer's.
+        """
         return min(max(0.0, self.not_before - now), self.wait_s)
 
     def to_bytes(self) -> bytes:
-        """Write it as it is stored."""
+        """Return the entry as it is stored: one line of JSON."""
         return to_bytes({**vars(self), "start": {str(rank): number for rank, number in self.start.items()}})
 
     def unproven(self, now: float) -> Decision:
-        """Return what counts of it where nobody has proven it: what it ends. It starts nothing, nor changes a rule."""
+        """Return the part of the entry that counts without a proof: it can end ranks, and do nothing else.
+
+        Args:
+            now: Unix time. An unproven entry cannot be from the future.
+        """
         if self.kind not in ENDING:
+            # An empty policy keeps the entry's place in the log and has no effect.
             return Decision(kind="policy", by=self.by, at=min(self.at, now))
-        said = {name: getattr(self, name) for name in WHAT_ENDS}
-        return Decision(kind=self.kind, **said, at=min(self.at, now))
+        fields = {name: getattr(self, name) for name in UNPROVEN_FIELDS}
+        return Decision(kind=self.kind, **fields, at=min(self.at, now))
 
 
 class DecisionLog:
-    """The log of one run, as this process has read it.
+    """The log of one run, as far as this process has read it.
 
     Args:
-        key: of a signed run. Without it all entries are believed, and what is added counts for what it ends alone.
-        n_skipped: how many entries its reader does without. `entries` begins behind them, and nothing can be added.
+        store: the store of the run.
+        run_id: the run.
+        clock: returns Unix time in seconds. Default: the system's clock.
+        key: the key of a signed run. Without it all entries are believed, and other processes take the entries that
+            this process adds as unproven. Default None.
+        n_skipped: the number of first entries that are not read. `entries` begins behind them, and no entry can be
+            added. Default 0.
     """
 
     def __init__(
@@ -168,29 +190,39 @@ class DecisionLog:
         self._is_near = is_near(store.url)
         self.entries: list[Decision] = []
         self._n_bytes = 0
-        """Of all entries that were read."""
+        """The size of all entries that were read."""
         self._n_at_end = 0
-        """How many entries had been read when the end was seen last."""
+        """The number of entries that had been read when the end of the log was last reached."""
         self._ahead: dict[int, memoryview | StoreError | None] = {}
-        """What was asked for at once and is still to be read, or why it could not be had; None: it is not there."""
+        """Entries that were fetched together and are not parsed yet, by index: the bytes, the error of the read, or
+        None if there is no such entry."""
 
     def key(self, index: int) -> str:
-        """Name an entry."""
+        """Return the key of an entry in the store."""
         return f"{self.run_id}/decisions/{index:06d}.json"
 
     def read(self) -> Sequence[Decision]:
-        """Read what was added since, and return all.
+        """Read the entries that were added since the last read, and return all entries.
 
         Raises:
-            StoreError: the store does not answer, or holds something else there. What was read before it is kept.
+            StoreError: the store does not answer, or holds an entry that cannot be parsed. Entries before it are kept.
         """
         self.read_for(math.inf)
         return self.entries
 
     def read_for(self, limit_s: float) -> bool:
-        """Do the same for some seconds, and return whether that was all; the next call goes on from there."""
+        """Read entries for a limited time. Return True if the end of the log was reached.
+
+        The next call continues after the last entry that was read.
+
+        Args:
+            limit_s: the limit in seconds. At least one entry is read.
+
+        Raises:
+            StoreError: the store does not answer, or holds an entry that cannot be parsed.
+        """
         until = time.monotonic() + limit_s
-        self._ahead = {}  # what was not there then may be there now
+        self._ahead = {}  # an entry that did not exist at the last read may exist now
         while (entry := self._find(self._n_skipped + len(self.entries))) is not None:
             self.entries.append(entry)
             if not self._ahead and time.monotonic() >= until:
@@ -200,26 +232,33 @@ class DecisionLog:
         return True
 
     def take_over(self, other: DecisionLog) -> None:
-        """Take over what another log of the same run has read, if it has the same key and so believes the same."""
+        """Take over the entries that another log of the same run has read.
+
+        Args:
+            other: the other log. If it has another key, nothing is taken over, because it judges proofs differently.
+        """
         if self._key == other._key and len(other.entries) > len(self.entries):
             self.entries += other.entries[len(self.entries) :]
             self._n_at_end, self._n_bytes = len(self.entries), max(self._n_bytes, other._n_bytes)
 
     def append(self, compute: Callable[[Sequence[Decision]], Decision | None]) -> Decision | None:
-        """Add an entry that is computed from the whole log before it; return it, None when there is none to add.
+        """Add an entry that is computed from the whole log before it.
 
         Args:
-            compute: called again whenever somebody else's entry stands first. Its entries need no nonce, by and at.
+            compute: returns the entry to add, given all entries, or None to add none. It is called again whenever
+                another process has added an entry first. It need not set `nonce`, `by` and `at`.
+
+        Returns: the entry as it was added. None: `compute` returned None.
 
         Raises:
-            StoreError: the store does not answer; the entry may stand or not.
+            StoreError: the store does not answer. The entry may have been added.
         """
         assert not self._n_skipped, "an entry is computed from the whole log"
         begin, nonce = len(self.entries), os.urandom(8).hex()
         for _ in range(MAX_TRIES):
             self.read()
             for standing in self.entries[begin:]:
-                if standing.nonce == nonce:  # it was put, and then not found at first
+                if standing.nonce == nonce:  # an earlier try of this loop did write it, though its reply was lost
                     return standing
             entry = compute(self.entries)
             if entry is None:
@@ -229,14 +268,16 @@ class DecisionLog:
             data = replace(entry, proof=self._proof(entry.to_bytes(), self.key(index))).to_bytes()
             problem: StoreError | None = None
             check_size(self.key(index), self.store.url, len(data), MAX_DECISION_BYTES)
-            Decision.parse(data, self.key(index))  # what nobody could read would be the end of the log
+            Decision.parse(data, self.key(index))  # an entry that no reader can parse would be the end of the log
             try:
                 self.store.put_if_absent(self.key(index), data)
-            except StoreError as error:  # perhaps done: only what stands decides
+            except StoreError as error:  # the entry may have been written: only a read shows which entry exists
                 problem = error
             if len(retry(self.read)) == index and problem is not None:
                 raise problem
-        raise StoreError(f"No decision could be added to run {self.run_id!r}: others were always first.")
+        raise StoreError(
+            f"No decision could be added to run {self.run_id!r}: another process was first in all of {MAX_TRIES} tries."
+        )
 
     def _find(self, index: int) -> Decision | None:
         if index not in self._ahead:
@@ -247,10 +288,10 @@ class DecisionLog:
         return None if data is None else self._parse(data, self.key(index), self.store.url)
 
     def _ask_from(self, index: int) -> dict[int, memoryview | StoreError | None]:
-        """Ask for the next entry, of which there is mostly none.
+        """Fetch the next entry, which usually does not exist.
 
-        Where there are many, and each takes a round trip, for as many more at once as were found so far. What fails
-        behind the end does not matter.
+        At a far store a long log would take one round trip per entry. So the number of entries that are fetched
+        together doubles with each fetch that finds them all. Errors behind the end of the log do not matter.
         """
         n_found = len(self.entries) - self._n_at_end
         if self._is_near or n_found < 2:
@@ -281,19 +322,29 @@ class DecisionLog:
         return entry if is_proven else entry.unproven(self._clock())
 
     def _proof(self, data: Any, key: str) -> str | None:
-        """Return the proof of an entry under its key: of all that it says, also what only a later version reads."""
+        """Return the proof of an entry at its place in the log. It covers also fields that only later versions know."""
         if self._key is None:
             return None
         return proof_of_fields(self._key, "decision", key, json.loads(bytes(data)))
 
 
 def is_blocked(log: Sequence[Decision], rank: int) -> bool:
-    """Return whether a stop, or a cancel of this rank, stands: no resume of the rank came after it."""
+    """Return True if a stop, or a cancel of the rank, blocks a rank: no resume of the rank came after it.
+
+    Args:
+        log: the entries of the log.
+        rank: the rank.
+    """
     return blocking_order(log, rank) is not None
 
 
 def blocking_order(log: Sequence[Decision], rank: int) -> Decision | None:
-    """Return the stop, or the cancel of this rank, that stands: no resume of the rank came after it."""
+    """Return the stop or cancel that blocks a rank. None: there is none, or a resume of the rank came after it.
+
+    Args:
+        log: the entries of the log.
+        rank: the rank.
+    """
     for entry in reversed(log):
         if entry.kind == "resume" and rank in entry.start:
             return None
@@ -303,28 +354,48 @@ def blocking_order(log: Sequence[Decision], rank: int) -> Decision | None:
 
 
 def decision_on(log: Sequence[Decision], rank: int, attempt: int) -> Decision | None:
-    """Return what answers the end of an attempt: the entry that starts a later one of the rank, or gives it up."""
+    """Return the decision on the end of an attempt: the entry that starts a later attempt of the rank, or gives it up.
+
+    Args:
+        log: the entries of the log.
+        rank: the rank.
+        attempt: the number of the ended attempt.
+
+    Returns: the entry. None: no process has decided yet.
+    """
     for entry in reversed(log):
         if entry.start.get(rank, -1) > attempt:
             return entry
         if entry.kind == "resume" and rank in entry.start:
-            return None  # what was decided before it no longer counts
+            return None  # a resume resets the decisions before it
         if entry.kind in ("give_up", "stop") and entry.rank == rank and (entry.ended or 0) >= attempt:
             return entry
     return None
 
 
 def policy_of(log: Sequence[Decision], launched: Restarts | None) -> Restarts | None:
-    """Return the policy that counts now: the last one in the log, else the launch's. None: nothing restarts."""
+    """Return the restart policy that is in force: the last one in the log, or else the launch's.
+
+    Args:
+        log: the entries of the log.
+        launched: the policy of the launch.
+
+    Returns: the policy. None: nothing restarts.
+    """
     for entry in reversed(log):
         if entry.kind == "policy" and entry.restarts is not None:
-            # Readers ask whether there is a policy at all, so the one that answers no end is none to them.
+            # Callers test for None to know whether anything restarts, so a policy that restarts nothing becomes None.
             return None if (found := Restarts.parse(entry.restarts)).nothing else found
     return launched
 
 
 def hang_of(log: Sequence[Decision], launched: HangLimits) -> HangLimits:
-    """Return which limits on hanging count now: the last in the log, else the launch's."""
+    """Return the limits on hanging that are in force: the last ones in the log, or else the launch's.
+
+    Args:
+        log: the entries of the log.
+        launched: the limits of the launch.
+    """
     for entry in reversed(log):
         if entry.kind == "policy" and entry.hang is not None:
             return HangLimits.parse(entry.hang)
@@ -332,7 +403,13 @@ def hang_of(log: Sequence[Decision], launched: HangLimits) -> HangLimits:
 
 
 def extensions_of(log: Sequence[Decision]) -> dict[str, list[int]]:
-    """Return the totals that a run was extended to, in their order, by what they count: steps and rounds."""
+    """Return the totals that a run was extended to, oldest first.
+
+    Args:
+        log: the entries of the log.
+
+    Returns: two lists of totals, under `total_steps` and `total_rounds`.
+    """
     totals: dict[str, list[int]] = {"total_steps": [], "total_rounds": []}
     for entry in log:
         for name, found in totals.items():

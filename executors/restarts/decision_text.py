@@ -1,4 +1,7 @@
-"""What was decided, in words. What they quote comes from records: whoever shows it cleans it."""
+"""Sentences for users about the entries of the log of decisions.
+
+The sentences quote texts from records, which other machines wrote. A caller that shows them escapes them first.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +16,31 @@ from executors.settings.policy import Restarts
 from executors.status import name_ranks
 
 PERMANENT = ("deterministic", "no_progress")
-"""Why a rank was given up, or the run stopped, so that starting it again unchanged does not help."""
+"""The rules of a give_up or a stop after which another start of the unchanged run does not help."""
 MAX_ERROR = 160  # characters of a message that is quoted within a line
 
 
 class RestartTally:
-    """What the entries before one say of it: which policy counts, and how many charged restarts.
+    """Counts the charged restarts of a log, and keeps the policy that is in force.
 
-    A log is told in one pass: each entry is added after its line.
+    A caller that describes a log goes through it once: it describes each entry and then adds the entry to the tally.
 
     Args:
-        launched: the policy that the run was launched with.
+        launched: the policy that the run was launched with. None: nothing restarted.
+        log: the entries to count at once. Default: none.
     """
 
     def __init__(self, launched: Restarts | None, log: Iterable[Decision] = ()) -> None:
         self.policy = launched
         self.n_charged = 0
-        """Of the run, since a person last resumed anything."""
+        """The charged restarts of the run since the user last resumed a rank."""
         self._charged = defaultdict[int | None, list[float]](list)
-        """When the charged restarts of a rank were decided, since a person last resumed it; sorted."""
+        """The sorted Unix times of the charged restarts by rank, since the user last resumed that rank."""
         for entry in log:
             self.add(entry)
 
     def add(self, entry: Decision) -> None:
-        """Count an entry in."""
+        """Count one more entry."""
         if entry.kind == "resume":
             self.n_charged = 0
             for rank in entry.start:
@@ -48,18 +52,25 @@ class RestartTally:
             insort(self._charged[entry.rank], entry.at)
 
     def charged(self, rank: int | None, now: float) -> int:
-        """Return how many charged restarts of a rank count against its budget at a time."""
+        """Return how many charged restarts of a rank count against its budget.
+
+        Args:
+            rank: the rank.
+            now: Unix time, for a budget per hour or per other span.
+        """
         found = self._charged.get(rank, [])
         per_s = None if self.policy is None else self.policy.per_s
         return len(found) if per_s is None else len(found) - bisect_right(found, now - per_s)
 
 
 def describe_decision(entry: Decision, tally: RestartTally, run: str, alike: Collection[int] = ()) -> str:
-    """Say what an entry of the log decided: `restarting rank 3 as attempt 1 (1 of 3): signal, SIGKILL`.
+    """Return one line on an entry of the log: `restarting rank 3 as attempt 1 (1 of 3): signal, SIGKILL`.
 
     Args:
-        run: what finds the run again, in a shell.
-        alike: of a stop, the ranks that ended the same way, as far as they are known.
+        entry: the entry.
+        tally: the tally of the entries before it.
+        run: the name of the run for a command, as in "brave-otter-7f3a".
+        alike: the ranks that ended the same way, if the entry is a stop. Default: not known.
     """
     if entry.kind == "restart":
         count = "free"
@@ -85,13 +96,16 @@ def describe_decision(entry: Decision, tally: RestartTally, run: str, alike: Col
     totals = {"steps": entry.total_steps, "rounds": entry.total_rounds}
     if extended := " and ".join(f"{value} {name}" for name, value in totals.items() if value is not None):
         return f"extended to {extended}" + (f"; from here on: {words}" if words else "")
-    return f"from here on: {words}" if words else "an entry without the run's key, which counts for nothing"
+    return f"from here on: {words}" if words else "an entry without the run's key, which has no effect"
 
 
 def describe_wait(log: Sequence[Decision], index: int, launched: Restarts | None, now: float) -> str:
-    """Say of an entry that answers a rank's end what the rank waits for, or why it is not started again.
+    """Return a note on a rank that has ended: the restart that it waits for, or why it is not started again.
 
     Args:
+        log: the entries of the log.
+        index: the index of the entry that decided on the end of the rank.
+        launched: the policy that the run was launched with.
         now: Unix time.
     """
     entry = log[index]
@@ -106,7 +120,7 @@ def describe_wait(log: Sequence[Decision], index: int, launched: Restarts | None
 
 
 def error_in(entry: Decision) -> str:
-    """Return the error in an entry's words, without its reason and where it was: `ValueError: boom`."""
+    """Return the error in an entry's words, without its reason and its place: `ValueError: boom`."""
     words = entry.words.removeprefix(f"{entry.reason}, ")
     for name in ("round", "step"):
         words = words.removesuffix(f", after {name} {entry.reached.get(name, 0):.0f}")
@@ -127,7 +141,7 @@ def _why_given_up(entry: Decision, tally: RestartTally) -> str:
     span = "" if policy.per_s is None else f" within {policy.per_s:g} s"
     used, of_run = tally.charged(entry.rank, entry.at), policy.run
     if most == 0:
-        why = f"the policy restarts nothing after {_name_cap(name)}"
+        why = f"the policy has no restart after {_name_cap(name)}"
     elif used >= policy.per_replica:
         why = f"{used} of {policy.per_replica} restarts are used{span}"
     elif of_run is not None and tally.n_charged >= of_run:
@@ -135,7 +149,7 @@ def _why_given_up(entry: Decision, tally: RestartTally) -> str:
     elif name is not None and most != math.inf:
         why = f"{most:g} of {most:g} restarts after {_name_cap(name)} are used{span}"
     else:
-        why = "the time for restarts is over"
+        why = "the time for restarts has passed"
     return f"{why}: {entry.words}"
 
 
@@ -150,9 +164,9 @@ def _line_of_stop(entry: Decision, alike: Collection[int] = ()) -> str:
     if entry.why == "min_replicas":
         return "stopped: fewer replicas than --min-replicas asks for can still succeed"
     within = f", within {entry.within_s:g} s" if entry.within_s is not None else ""
-    return f"stopping, as somebody asked{within}" if entry.why == "asked" else f"stopped: {entry.words or entry.why}"
+    return f"stopping, as requested{within}" if entry.why == "asked" else f"stopped: {entry.words or entry.why}"
 
 
 def _at_place(entry: Decision) -> str:
-    """Return where it was: ` at step 812`; nothing where nobody knows."""
+    """Return the place of an end, as in ` at step 812`. Return an empty text if the replica reported none."""
     return next((f" at {name} {entry.reached[name]:.0f}" for name in ("step", "round") if name in entry.reached), "")

@@ -1,8 +1,8 @@
-"""`fail_fast`: the first failure ends a run before its first round, as the other replicas would train alone.
+"""`fail_fast`: if a replica fails before the first round, the whole run ends, because the others would train alone.
 
-It is an order and not a part of `decide`. `decide` follows ends under a policy of restarts; `fail_fast` also holds for
-runs without one, and reads heartbeats, which change. The rule itself is `executors.status.fails_early`, which the
-process that waits for a run asks as well.
+This is an order in the log and not a rule of `decide`. `decide` applies a restart policy, and depends only on records
+that never change. `fail_fast` also works without a restart policy, and it reads heartbeats, which change. The rule
+itself is `executors.status.fails_early`. The process that waits for a run uses the same rule.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from executors.task.record import find_run_record
 
 
 def end_others(failed: Attempt, outcome: Outcome, world_size: int) -> bool:
-    """Block the run, and leave the cancel markers of a failed rank's peers, unless a replica has reported a round.
+    """Cancel all ranks of a run after a failure, unless a replica has reported a round.
 
     Args:
         failed: the attempt that failed.
-        outcome: its end.
+        outcome: its outcome.
         world_size: the number of ranks of the launch.
 
-    Returns: True if it did.
+    Returns: True if the ranks were cancelled.
 
     Raises:
-        StoreError: the store does not answer; some peers may have a marker.
+        StoreError: the store does not answer. Some ranks may have their cancel marker already.
     """
     if outcome.status is not ReplicaStatus.FAILED:
         return False
@@ -41,7 +41,7 @@ def end_others(failed: Attempt, outcome: Outcome, world_size: int) -> bool:
     why = describe_early_failure(failed.rank, outcome)
     log, ranks = DecisionLog(failed.store, failed.run_id), found.ranks(world_size)
     entries = log.read()
-    if not all(is_blocked(entries, rank) for rank in ranks):  # another that failed has not done it
+    if not all(is_blocked(entries, rank) for rank in ranks):  # else another failed rank has added the order already
         order_cancel(log, None, why)
     for rank in ranks:
         peer = Attempt(failed.store, failed.run_id, rank, found.newest(rank))

@@ -1,9 +1,9 @@
-"""Leases: the containers of a run continue only while a process outside renews theirs, or has released them.
+"""Leases: a container of a run ends itself if no process outside renews its lease, unless the lease was released.
 
-An attached run has `lease.json`, which the launching process renews for as long as it watches the run. The containers
-that a detached launch, resume or addition starts have a lease of their own, `starts/<nonce>.json`. Its launcher renews
-it while it starts them, and releases them when the handle of the last one is written: a launcher that dies half-way
-leaves nothing that is paid for until its time limit.
+An attached run has `lease.json`. The launching process renews it for as long as it watches the run. The containers of
+a detached launch, resume or addition share a lease of their own, `starts/<nonce>.json`. The launcher renews that lease
+while it starts them, and releases it after it has written the last handle. So if a launcher dies before all containers
+were started, those that run do not cost money until their time limit.
 """
 
 from __future__ import annotations
@@ -39,32 +39,36 @@ from executors.store.staleness import StalenessTracker
 from executors.store.url import impatient_store
 
 RENEW_S = 60.0
-AGAIN_S = 5.0  # after a renewal that failed
+AGAIN_S = 5.0  # the pause after a renewal that failed
 STARTS = "starts/"
-LATE = 2.5  # renewals that are missed before somebody else's lease is taken over
+LATE = 2.5  # missed renewals after which another process may take a lease over
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lease(Record):
-    """`lease.json`: who watches an attached run."""
+    """`lease.json`: the process that watches an attached run, and the time of the last renewal."""
 
     holder: str = checked(text(100), "")
-    """Tells this holder from any other."""
+    """A random name of the holder, which no other process has."""
     by: str = checked(text(1000), "")
+    """The process of the holder, as `this_process` names it."""
     at: float = checked(number(LONG_AGO, FAR_AHEAD), 0.0)
+    """The Unix time of the last renewal, by the holder's clock."""
     detached: bool = checked(flag, False)
-    """Whether the run goes on without anybody."""
+    """Whether the lease was released: the containers continue, and need no more renewals."""
 
 
 class LeaseHolder:
-    """Renews the lease of a run from a thread of its own, whether or not anybody waits.
+    """Renews a lease of a run from a thread of its own, also while no code of this process waits for the run.
 
     Args:
-        yields: leave the lease alone while somebody else renews it.
+        store: the store of the run.
+        run_id: the run.
+        yields: True if this holder renews nothing while another process renews the lease. Default False.
         renew_s: seconds between two renewals. Default: a minute.
-        name: which lease of the run. Default: the attached run's.
+        name: the name of the lease. Default: the lease of an attached run.
     """
 
     def __init__(
@@ -90,20 +94,23 @@ class LeaseHolder:
 
     @property
     def is_released(self) -> bool:
-        """Whether somebody has let the run go, as of the last look: then it needs no renewal, nor ends without one."""
+        """True if another process had released the lease at the last read: the run continues without renewals."""
         return self._others is not None and self._others.detached
 
     def start(self) -> None:
-        """Begin: the first renewal is tried before this returns."""
+        """Start to renew the lease. The first renewal is tried before this returns."""
         self._renew_or_warn()
         self._thread.start()
 
     def end(self) -> None:
-        """Renew it no more."""
+        """Stop to renew the lease. The containers end when it expires."""
         self._ended.set()
 
     def release(self) -> None:
-        """Let the run go on without anybody, unless somebody else renews the lease; a store that fails is told of."""
+        """Release the lease, so that the run continues on its own, unless another process renews it.
+
+        If the store fails, a warning is logged.
+        """
         self.end()
         store = impatient_store(self._store.url, GLANCE.limit_s)
         try:
@@ -111,34 +118,32 @@ class LeaseHolder:
             if standing is not None and standing.holder == self._holder:
                 release_lease(store, self._run_id)
         except StoreError as error:
-            log.warning("run %s may end %.0f min from now unless somebody watches it: its lease could not be let go: "
-                        "%s", self._run_id, LEASE_S / 60, error)  # fmt: skip
+            log.warning("run %s may end %.0f min from now unless a process watches it, because its lease could not be "
+                        "released: %s", self._run_id, LEASE_S / 60, error)  # fmt: skip
 
     def release_containers(self) -> None:
-        """Release containers that were all started: they need nobody any more.
+        """Release the lease of containers that were all started, so that they continue on their own.
 
         Raises:
-            StoreError: the store does not take it. The containers end when their lease is over.
+            StoreError: the store did not take the release. The containers end when their lease expires.
         """
         self.end()
-        retry(
-            lambda: self._store.put(self._key, to_bytes(asdict(_released()))), REQUEST, "the lease of what was started"
-        )
+        retry(lambda: self._store.put(self._key, to_bytes(asdict(_released()))), REQUEST, "the lease of new replicas")
 
     def renew(self) -> None:
-        """Renew it now.
+        """Renew the lease now.
 
         Raises:
             StoreError: the store does not answer.
         """
         if run_was_deleted(self._store, self._run_id):
-            self.end()  # the run was deleted, and would begin to exist again
+            self.end()  # a renewal would write into the store of a run that the user has deleted
         elif not (self._yields and self._others_hold()):
             lease = Lease(holder=self._holder, by=this_process(), at=time.time())
             self._store.put(self._key, to_bytes(asdict(lease)))
 
     def _others_hold(self) -> bool:
-        """Return whether somebody else has renewed it lately, or let the run go."""
+        """Return True if another process has released the lease, or still renews it."""
         found = find_record(self._store, self._key, Lease.parse)
         if found is None or found.holder == self._holder:
             self._others = None
@@ -163,18 +168,19 @@ class LeaseHolder:
 
 
 class LeaseWatch:
-    """Tells a container whether to continue: whether its lease changes, or it was released.
+    """Reads the lease of a container, and reports whether the lease has expired.
 
-    What a read that fails says of the lease depends on why it fails. An outage passes, and whoever renews the lease is
-    without the store as well, so it counts for nothing. A store that refuses its credentials for a whole lease will not
-    be read again, so nothing of what this container does can be seen by anybody.
+    A lease expires if its content has not changed for `limit_s`, by this process's clock. Reads that fail in an outage
+    do not count, because an outage passes, and the process that renews the lease cannot write during it either. Reads
+    that are refused because of the credentials do count: after a whole lease of them, no process will ever see the
+    work of this container.
 
     Args:
-        store: the run's store. A request should be tried once.
+        store: the run's store. It should try each request once.
         run_id: the run.
-        limit_s: how long a lease counts, by this process's clock, while it reads the same content again and again.
-        clock: this process's clock.
-        name: which lease of the run. Default: the attached run's.
+        limit_s: the seconds without a change after which the lease has expired.
+        clock: returns the seconds of a monotonic clock. Default: the system's clock.
+        name: the name of the lease. Default: the lease of an attached run.
 
     Example:
         watch = LeaseWatch(store, "brave-otter-7f3a", 900.0)
@@ -197,7 +203,7 @@ class LeaseWatch:
         self._clock = clock
         self._look_s = min(RENEW_S, limit_s / 5)
         self._seen: Lease | None = None
-        # An outage counts as one look: the process that renews it was without the store, too, and may be later.
+        # The holder cannot renew during an outage either, so the time of an outage counts as a single interval.
         self._renewals = StalenessTracker(clock, longest_gap_s=self._look_s)
         self._same_s = self._renewals.note(name, None)
         self._refused_s = 0.0
@@ -206,26 +212,28 @@ class LeaseWatch:
 
     @property
     def is_held(self) -> bool:
-        """Whether, as of the last look, somebody renews it."""
+        """True if a process renewed the lease, as of the last read."""
         return not self.is_released and self._same_s < 3 * RENEW_S
 
     @property
     def is_released(self) -> bool:
-        """Whether, as of the last look, the containers were released: they need nobody."""
+        """True if the lease was released as of the last read: the containers need no process outside."""
         return self._seen is not None and self._seen.detached
 
     @property
     def why(self) -> str:
-        """Why it is over, in a sentence's end."""
+        """The reason why the lease has expired, as the end of a sentence."""
         minutes = f"{self.limit_s / 60:.3g} min"
         if self._refused_s >= self.limit_s:
             return f"its store has refused it for {minutes}: {self._refusal}"
         if self._name != ATTACHED_LEASE:
             return "its launcher ended before all replicas of this detached launch were started"
-        return f"nobody watched this attached run for {minutes}; launch with --detach to let it go on"
+        return (
+            f"no process watched this attached run for {minutes}; launch with --detach for a run that continues alone"
+        )
 
     def has_expired(self) -> bool:
-        """Look at the lease when it is time to; return whether the container is to end."""
+        """Read the lease if a read is due, and return True if the container must end."""
         now = self._clock()
         if now < self._look_at:
             return False
@@ -247,12 +255,12 @@ class LeaseWatch:
 
 
 def with_lease(spec: RunSpec, lease_s: float | None, *, detach: bool) -> RunSpec:
-    """Return what starts containers together with the lease that these get.
+    """Return the spec of a start with the lease that its containers get.
 
     Args:
-        spec: what starts them.
-        lease_s: how long a lease counts, in seconds. None: they need none.
-        detach: whether they continue on their own once all of them are started.
+        spec: the spec of the start.
+        lease_s: the seconds after which a lease expires. None: the containers need no lease.
+        detach: True if the containers continue on their own after all of them were started.
 
     Example:
         with_lease(spec, executor.lease_s, detach=True).lease_name  # "starts/3f9a6c0b21d4e870.json"
@@ -288,8 +296,8 @@ def was_start_abandoned(store: Store, run_id: str, now: float) -> bool:
 def has_lease_ended(store: Store, run_id: str, now: float) -> bool:
     """Return True if an attached run has a lease that no process renews any more.
 
-    On the machine of the process that renewed it last, that process's end is enough. On another machine the lease must
-    be older than its containers accept: a launcher that had an outage of its store may still continue until then.
+    On the machine of the last holder, the end of the holder's process is enough. On another machine the lease must be
+    so old that its containers end: until then, a launcher whose store had an outage may still continue.
 
     Args:
         store: the run's store.
@@ -314,11 +322,11 @@ def _is_abandoned(lease: Lease, now: float, limit_s: float) -> bool:
 
 
 def finish_start(lease: LeaseHolder | None, spec: RunSpec) -> None:
-    """Release the containers of a detached start, all of which were started; an attached start keeps its lease.
+    """Release the containers of a detached start after all of them were started. An attached start keeps its lease.
 
     Args:
-        lease: holds their lease. None: they need none.
-        spec: what started them.
+        lease: the holder of their lease. None: they have no lease.
+        spec: the spec of the start.
 
     Example:
         finish_start(lease, spec)
@@ -329,8 +337,8 @@ def finish_start(lease: LeaseHolder | None, spec: RunSpec) -> None:
         lease.release_containers()
     except StoreError as error:
         print(
-            f"replicas: run {spec.run_id} was started, but ends {LEASE_S / 60:.0f} min from now, because its store "
-            f"does not take the note that it continues: {error}",
+            f"replicas: run {spec.run_id} was started, but ends {LEASE_S / 60:.0f} min from now, because its lease "
+            f"could not be released: {error}",
             file=sys.stderr,
         )
 
@@ -340,7 +348,14 @@ def _released() -> Lease:
 
 
 def hold_lease(store: Store, spec: RunSpec) -> LeaseHolder | None:
-    """Begin to renew the lease of what is about to be started; None if it needs none."""
+    """Start to renew the lease of containers that are about to be started.
+
+    Args:
+        store: the store of the run.
+        spec: the spec of the start.
+
+    Returns: the holder of the lease. None: the containers need no lease.
+    """
     if spec.lease_s is None:
         return None
     holder = LeaseHolder(store, spec.run_id, name=spec.lease_name)
@@ -349,7 +364,11 @@ def hold_lease(store: Store, spec: RunSpec) -> LeaseHolder | None:
 
 
 def release_lease(store: Store, run_id: str) -> None:
-    """Let an attached run go on without anybody.
+    """Release the lease of an attached run, so that the run continues on its own.
+
+    Args:
+        store: the store of the run.
+        run_id: the run.
 
     Raises:
         StoreError: the store does not answer.
@@ -359,5 +378,5 @@ def release_lease(store: Store, run_id: str) -> None:
 
 
 def attached_lease_key(run_id: str) -> str:
-    """Name the lease of an attached run."""
+    """Return the key of the lease of an attached run."""
     return f"{run_id}/{ATTACHED_LEASE}"

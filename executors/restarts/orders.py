@@ -1,4 +1,4 @@
-"""What people tell a run through its log of decisions: cancel, stop, resume, and other rules from here on."""
+"""Orders: the entries that a user adds to the log of decisions, which are cancel, stop, resume and a new policy."""
 
 from __future__ import annotations
 
@@ -18,12 +18,18 @@ ASKED = "asked"
 
 
 def order_cancel(log: DecisionLog, ranks: Sequence[int] | None, words: str = BY_USER) -> None:
-    """Block ranks, None: all, so that they do not start again until a user resumes them.
+    """Add a cancel, which blocks ranks until a user resumes them.
 
-    It is added even if an order blocks them already: this process may not have seen a resume that came since.
+    The cancel is added even if an order blocks the ranks already, because a resume that this process has not seen may
+    have come since.
+
+    Args:
+        log: the log of the run.
+        ranks: the ranks to block. None: all ranks.
+        words: the reason. Default: the user cancelled them.
 
     Raises:
-        StoreError: the store does not answer, or holds something else there.
+        StoreError: the store does not answer, or holds an entry that cannot be parsed.
     """
     for rank in (None,) if ranks is None else ranks:
         log.append(functools.partial(_cancel, rank, words))
@@ -34,26 +40,44 @@ def _cancel(rank: int | None, words: str, entries: Sequence[Decision]) -> Decisi
 
 
 def abandon_run(store: Store, run_id: str, world_size: int, error: BaseException) -> None:
-    """Leave a run whose launch failed half-way cancelled, not waiting, as far as its store answers."""
+    """Record that a launch failed: all ranks are cancelled, so that no process waits for them.
+
+    A store that does not answer is ignored.
+
+    Args:
+        store: the store of the run.
+        run_id: the run.
+        world_size: the number of ranks of the launch.
+        error: the error of the launch.
+    """
     with contextlib.suppress(StoreError):
         for rank in range(world_size):
             Attempt(store, run_id, rank).abandon(error)
-        order_cancel(DecisionLog(store, run_id), None, launch_failed_message(error))  # no controller continues it
+        order_cancel(
+            DecisionLog(store, run_id), None, launch_failed_message(error)
+        )  # else a controller would restart ranks
 
 
 def order_stop(log: DecisionLog, within_s: float) -> Decision:
-    """Ask all replicas to end well within some seconds; return the stop that stands.
+    """Add a stop, which asks all replicas to end by themselves within some seconds.
 
-    It gives no more time than a stop before it. Supervisors that have seen that one end their ranks by it.
+    A stop never gives more time than the stop before it, because supervisors may already act on that one.
+
+    Args:
+        log: the log of the run.
+        within_s: the seconds that the replicas have.
+
+    Returns: the entry as it was added.
 
     Raises:
-        StoreError: the store does not answer, or holds something else there.
+        StoreError: the store does not answer, or holds an entry that cannot be parsed.
     """
 
     def entry(entries: Sequence[Decision]) -> Decision:
         last = next((each for each in reversed(entries) if each.kind in ("stop", "resume")), None)
         shorter_s = within_s
-        if last is not None and last.kind == "stop":  # not what is left of it: it was written by another's clock
+        # The whole time of the earlier stop counts, and not its rest: its writer may have another clock.
+        if last is not None and last.kind == "stop":
             shorter_s = min(within_s, last.within_s or 0.0)
         return Decision(kind="stop", why=ASKED, within_s=shorter_s, words=STOPPED)
 
@@ -63,13 +87,17 @@ def order_stop(log: DecisionLog, within_s: float) -> Decision:
 
 
 def order_resume(log: DecisionLog, start: Mapping[int, int], n_seen: int) -> Decision | None:
-    """Start these attempts, by rank, with new budgets; return what was ordered since that forbids it, None: nothing.
+    """Add a resume, which starts attempts with new budgets. A stop or cancel since the ranks were chosen forbids it.
 
     Args:
-        n_seen: how long the log was when these ranks were chosen.
+        log: the log of the run.
+        start: the numbers of the attempts, by rank.
+        n_seen: the number of entries of the log when the ranks were chosen.
+
+    Returns: the stop or cancel that forbids the resume. None: the resume was added.
 
     Raises:
-        StoreError: the store does not answer, or holds something else there.
+        StoreError: the store does not answer, or holds an entry that cannot be parsed.
     """
     forbidding: list[Decision] = []
 
@@ -83,10 +111,15 @@ def order_resume(log: DecisionLog, start: Mapping[int, int], n_seen: int) -> Dec
 
 
 def take_back_resume(log: DecisionLog, start: Mapping[int, int], why: str) -> None:
-    """Give up those of a resume's ranks whose attempts nobody has begun, since the resume failed: none waits for them.
+    """Give up the ranks of a failed resume whose attempts have not begun, so that no process waits for them.
+
+    Args:
+        log: the log of the run.
+        start: the numbers of the resume's attempts, by rank.
+        why: the error of the resume.
 
     Raises:
-        StoreError: the store does not answer, or holds something else there.
+        StoreError: the store does not answer, or holds an entry that cannot be parsed.
     """
     for rank, number in start.items():
         if Attempt(log.store, log.run_id, rank, number - 1).newest().number >= number:
@@ -95,7 +128,7 @@ def take_back_resume(log: DecisionLog, start: Mapping[int, int], why: str) -> No
         def entry(entries: Sequence[Decision], rank: int = rank, ended: int = number - 1) -> Decision | None:
             standing = decision_on(entries, rank, ended)
             if standing is None or (standing.kind, standing.by) != ("resume", this_process()):
-                return None  # somebody has ordered something else since
+                return None  # another order has come since
             words = f"a resume failed: {why}"[:MAX_WORDS]
             return Decision(kind="give_up", rank=rank, ended=ended, why="not_started", words=words)
 
@@ -109,31 +142,35 @@ def order_policy(
     *,
     totals: Mapping[str, int] | None = None,
 ) -> None:
-    """Let other rules count from here on.
+    """Add a policy: rules that are in force from now on. Nothing is added if the last policy has the same rules.
 
     Args:
-        log: the run's log of decisions.
-        restarts: which ends are answered by a restart. None: as before.
-        hang: the limits on hanging. None: as before.
-        totals: the total that the run is extended to, as `total_steps` or `total_rounds`. None: as before.
+        log: the log of the run.
+        restarts: the restart policy. None: as before, which is the default.
+        hang: the limits on hanging. None: as before, which is the default.
+        totals: the new total of the run, under `total_steps` or `total_rounds`. None: as before, which is the default.
 
     Raises:
-        StoreError: the store does not answer, or holds something else there.
+        StoreError: the store does not answer, or holds an entry that cannot be parsed.
     """
     rules = {"restarts": None if restarts is None else str(restarts), "hang": None if hang is None else str(hang)}
     new = Decision(kind="policy", **rules, **(totals or {}))  # type: ignore[arg-type]
 
     def entry(entries: Sequence[Decision]) -> Decision | None:
         last = next((each for each in reversed(entries) if each.kind == "policy"), None)
-        said = ("restarts", "hang", "total_steps", "total_rounds")
-        is_same = last is not None and all(getattr(last, name) == getattr(new, name) for name in said)
+        names = ("restarts", "hang", "total_steps", "total_rounds")
+        is_same = last is not None and all(getattr(last, name) == getattr(new, name) for name in names)
         return None if is_same else new
 
     log.append(entry)
 
 
 def stop_reason(entry: Decision) -> str:
-    """Say why nothing of a rank runs any more, as its cancel marker does."""
+    """Return why an order ended a rank, in the words of the rank's cancel marker.
+
+    Args:
+        entry: the stop or the cancel.
+    """
     if entry.kind == "cancel" or entry.why == ASKED:
         return entry.words or BY_USER
     return f"the run was stopped: {entry.why}" + (f": {entry.words}" if entry.words else "")

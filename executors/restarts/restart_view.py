@@ -1,4 +1,4 @@
-"""The state of each replica after its end: final, or waiting for the next attempt that the log of decisions starts."""
+"""The state of each replica that has ended, for users: final, or waiting for a restart, by the log of decisions."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from executors.store.run_key import find_key
 from executors.store.url import is_near
 from executors.task.record import RunRecord
 
-OVERDUE_S = 15.0  # a supervisor that lives has answered an end by then, and begun what is due
+OVERDUE_S = 15.0  # a living supervisor has decided on an end, and started the next attempt, after this time
 SHOWN = ("kind", "why", "reason", "words", "start", "charged", "strikes", "not_before", "at", "by")
-RESUME_S = 60.0  # so long a resume may take from its decision to a replica that claims
-CLOCKS_S = 60.0  # what lies further ahead was written by a clock that is wrong, or is read by one
+RESUME_S = 60.0  # the longest time from the entry of a resume to the claim of its replicas
+CLOCKS_S = 60.0  # a time further in the future shows that a clock is wrong, here or at its writer
 
 
 class RestartView:
-    """Reads the log of decisions of one run, and shows what follows the end of each replica.
+    """Reads the log of decisions of one run, and adds to the state of each replica what follows its end.
 
     Args:
         store: the store of the run.
@@ -53,13 +53,13 @@ class RestartView:
         has_ended: Callable[[int], bool] = lambda rank: False,
         reference: Callable[[str, str], str] = lambda run_id, url: run_id,
     ) -> None:
-        self._has_controller = has_live_controller
+        self._has_live_controller = has_live_controller
         self._has_ended = has_ended
         self._reference = reference
         self._is_near = is_near(store.url)
         self._log = DecisionLog(store, run_id, key=record.key_id and find_key(run_id, record.key_id))
         self._record = record
-        self._rank_groups = record.ranks_by_placement  # of thousands of ranks, made once
+        self._rank_groups = record.ranks_by_placement  # computed once, because a run may have thousands of ranks
         self._launched = Restarts.of(record.settings.restarts)
         self._reading = Lock()
         self._seen: frozenset[tuple[int, int, bool]] = frozenset()
@@ -70,15 +70,17 @@ class RestartView:
 
     @property
     def decisions(self) -> Sequence[Decision]:
-        """The log, as far as it was read."""
+        """The entries of the log that were read."""
         return tuple(self._log.entries)
 
     def with_restarts(self, states: Sequence[ReplicaState], ends: Mapping[int, Outcome]) -> list[ReplicaState]:
-        """Return the states of replicas, pending where an attempt ended and another one is to follow.
+        """Return the states of replicas with their restarts: pending if another attempt follows an ended one.
 
-        At a far store the log is read where a replica has ended badly, or was started again: before, it says little.
+        At a far store the log is read only after a replica has failed or was started again. Before, it is usually
+        empty, and a read would cost a request at each look.
 
         Args:
+            states: the states without the log.
             ends: the outcomes of all ranks that have one.
         """
         seen = frozenset(
@@ -98,7 +100,8 @@ class RestartView:
     def about_to_start(self, newest: Mapping[int, int]) -> list[int]:
         """Read the log, and return the ranks whose next attempt a resume is about to start.
 
-        A look at the run does not show those that have succeeded, and that an extension of the run starts again.
+        The states of a run do not show this for ranks that have succeeded, and that an extension of the run starts
+        again.
 
         Args:
             newest: the number of the newest attempt of each rank that was begun.
@@ -116,29 +119,37 @@ class RestartView:
         ]
 
     def share_log(self, log: DecisionLog) -> None:
-        """Let this process's looks and another log of the run have what either has read."""
+        """Exchange the entries that were read with another log of the run, so that none is read twice.
+
+        Args:
+            log: the other log, as of a controller in this process.
+        """
         with self._reading:
             self._log.take_over(log)
             log.take_over(self._log)
 
     def describe_decisions(self, ends: Mapping[int, Outcome]) -> list[DecisionLine]:
-        """Return what was decided so far, a line each, oldest first."""
+        """Return one line for each entry of the log that was read, oldest first.
+
+        Args:
+            ends: the outcomes of all ranks that have one.
+        """
         with self._reading:
             for entry in self.decisions[len(self._lines) :]:
-                told = ends.items() if entry.kind == "stop" else ()
-                alike = [rank for rank, end in told if end.fingerprint == entry.fingerprint]
+                found = ends.items() if entry.kind == "stop" else ()
+                alike = [rank for rank, end in found if end.fingerprint == entry.fingerprint]
                 self._lines.append(DecisionLine(entry.at, describe_decision(entry, self._tally, self._name, alike)))
                 self._tally.add(entry)
             return list(self._lines)
 
     @property
     def restarts_by_reason(self) -> dict[str, int]:
-        """How many restarts were decided after which kind of end."""
+        """The number of restarts that were decided, by the reason of the end before them."""
         return dict(Counter(str(entry.reason) for entry in self.decisions if entry.kind == "restart"))
 
     @cached_property
     def _name(self) -> str:
-        """What finds the run again from this machine, in a shell."""
+        """The name that finds the run again from this machine, in a command."""
         return self._reference(self._log.run_id, self._log.store.url)
 
     @property
@@ -150,7 +161,7 @@ class RestartView:
             try:
                 self._log.read()
                 self._problem = ""
-            except CorruptObjectError as error:  # whoever decides cannot read it either
+            except CorruptObjectError as error:  # no controller can read such a log, so no restart follows
                 self._problem = str(error)
 
     def _with_answer(
@@ -173,7 +184,8 @@ class RestartView:
         if answer is not None and answer.kind in ("give_up", "stop"):
             note = describe_wait(log, log.index(answer), self._launched, now)
             return replace(state, restart=replace(known, note=note, is_permanent=answer.why in PERMANENT))
-        if order is not None and answer is not None:  # as whoever was to begin it records, if that lives
+        # A decided restart that an order cancelled shows as the cancelled attempt, as a living supervisor records it.
+        if order is not None and answer is not None:
             number, error = answer.start[state.rank], f"Replica {state.rank} was ended: {stop_reason(order)}."
             gone = Outcome(state.rank, number, ReplicaStatus.CANCELLED, "cancelled", error=error, finished_at=order.at)
             return replace(state, attempt=number, status=gone.status, outcome=gone, restart=known)
@@ -196,15 +208,16 @@ class RestartView:
         if expected.kind == "give_up" and expected.why != "no_progress":
             note = describe_wait([*log, expected], len(log), self._launched, now)
             return replace(state, restart=replace(known, note=note, is_permanent=expected.why in PERMANENT))
-        # A rank of a run that goes on alone is lost with its supervisor: nobody is left who could still answer its end.
-        if self._is_left(end.rank):  # also at the first look: nothing that follows could begin any more
+        if self._is_left(end.rank):  # the supervisor and the launcher have ended, so no process can start a restart
             return replace(state, restart=replace(known, note=self._note_of_end))
+        # A lost rank of a detached run has lost its supervisor with it. So no process is left that decides, and the
+        # note says so at once, without the time that a supervisor gets.
         is_left = end.reason == "lost" and self._record.settings.detach
         is_early = not is_left and _is_within(OVERDUE_S, end.finished_at, now)
         return _awaiting(state, known, self._note_of_wait(end.rank, f"ended: {expected.words}", is_early))
 
     def _is_left(self, rank: int) -> bool:
-        """Return whether an attached run has ended with its launcher and the rank's supervisor."""
+        """Return True if an attached run has ended with its launcher and the rank's supervisor."""
         return not self._record.settings.detach and self._has_ended(rank)
 
     @property
@@ -212,16 +225,18 @@ class RestartView:
         return f"the run ended with its launcher: replicas resume {self._name}"
 
     def _note_of_wait(self, rank: int, note: str, is_early: bool) -> str:
-        if is_early or self._has_controller(rank):  # which waits for a place, perhaps
+        # A living supervisor may wait with the start until fewer than `max_parallel` replicas run.
+        if is_early or self._has_live_controller(rank):
             return note
         return f"{WAITS_FOR_CONTROLLER}: replicas watch {self._name}"
 
     def _expected(
         self, end: Outcome, log: Sequence[Decision], ends: Sequence[Outcome], policy: Restarts, now: float
     ) -> Decision | None:
-        """Return what is to answer an end that nobody has answered.
+        """Return the entry that a controller will add for an end without a decision.
 
-        A controller may know of progress that this process has not seen: where that decides, no rank is given up.
+        This process may not have seen all progress of the run. So it computes the entry with and without progress, and
+        returns a give_up only if both computations give one.
         """
         others = [other for other in ends if other.rank != end.rank]
         found = []
@@ -238,11 +253,16 @@ class RestartView:
 
 
 def was_stopped(log: Sequence[Decision], outcome: Outcome) -> bool:
-    """Return whether a replica was cancelled because the run was stopped, and by nobody's cancel."""
+    """Return True if a replica was cancelled because the run was stopped, and not by a cancel of the user.
+
+    Args:
+        log: the decisions on the run.
+        outcome: the outcome of the newest attempt of the rank.
+    """
     if outcome.reason == "stopped":
         return True
     last = next((entry for entry in reversed(log) if entry.kind in ("stop", "resume")), None)
-    if last is None or last.kind != "stop":  # nobody stopped it, or somebody resumed it since
+    if last is None or last.kind != "stop":  # the run was never stopped, or was resumed since
         return False
     for entry in reversed(log):
         if entry.kind == "resume" and outcome.rank in entry.start:
@@ -257,7 +277,7 @@ def was_removed(log: Sequence[Decision], outcome: Outcome) -> bool:
 
     Args:
         log: the decisions on the run.
-        outcome: how the newest attempt of the rank ended.
+        outcome: the outcome of the newest attempt of the rank.
     """
     if outcome.status is not ReplicaStatus.CANCELLED:
         return False
@@ -270,11 +290,13 @@ def was_removed(log: Sequence[Decision], outcome: Outcome) -> bool:
 
 
 def counted(log: Sequence[Decision], outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Return the outcomes that decide how a run ended: without ranks that a user has removed, if any other succeeded.
+    """Return the outcomes that decide the status of a run.
+
+    If any replica succeeded, ranks that a user has removed do not count.
 
     Args:
         log: the decisions on the run.
-        outcomes: of all its ranks.
+        outcomes: the outcomes of all its ranks.
     """
     rest = [outcome for outcome in outcomes if not was_removed(log, outcome)]
     has_success = any(outcome.status is ReplicaStatus.SUCCEEDED for outcome in rest)
@@ -282,21 +304,24 @@ def counted(log: Sequence[Decision], outcomes: Sequence[Outcome]) -> list[Outcom
 
 
 def is_under_way(resume: Decision, now: float) -> bool:
-    """Return whether a resume whose attempts are not there yet may still start them.
+    """Return True if a resume may still start attempts that have not begun.
 
     Args:
-        resume: the decision of the resume.
+        resume: the entry of the resume.
         now: Unix time.
     """
     return _is_within(RESUME_S, resume.at, now) and not resume.is_orphaned
 
 
 def _is_within(seconds: float, since: float, now: float) -> bool:
-    """Return whether no more time has gone by since another clock's time; what that has far ahead is not believed."""
+    """Return True if at most some seconds have passed since a time that another machine's clock gave.
+
+    A time far in the future is wrong, so the answer for it is False.
+    """
     return -CLOCKS_S <= now - since <= seconds
 
 
 def _awaiting(state: ReplicaState, restart: RestartState, note: str) -> ReplicaState:
-    """Return the state of a replica whose next attempt is to come."""
+    """Return the state of a replica that waits for its next attempt."""
     restart = replace(restart, note=note, is_awaited=True)
     return replace(state, status=ReplicaStatus.PENDING, outcome=None, restart=restart)

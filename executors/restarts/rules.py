@@ -1,4 +1,7 @@
-"""`decide`: what follows an end. A pure function of the log before it, and of outcomes, which never change."""
+"""The rules of restarts: `decide` returns what follows an ended attempt.
+
+It is a pure function of the log and of outcomes, which never change. So all controllers come to the same decision.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +14,36 @@ from executors.protocol import Outcome, ReplicaStatus
 from executors.restarts.decision_log import Decision, decision_on, is_blocked
 from executors.settings.policy import Restarts
 
-LAST_CALL_S = 1.0  # before any progress, an own end waits so long for its sisters' ends
+LAST_CALL_S = 1.0  # before any progress, a decision on an own failure waits so long for the ends of other ranks
 OWN_REASONS = ("exception", "no_result", "result_not_serializable", "start_failed")
-MOST_REFUSED = 120  # starts in a row: some two hours of a bad token or a quota; a shortage of machines may last as long
+MOST_REFUSED = 120  # refused starts in a row, in about two hours; a shortage of machines may last that long
 OWN_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What counts beside the log and the end that is answered."""
+    """Facts on a run that `decide` needs in addition to the log and the ended attempt."""
 
     run_id: str
     world_size: int
     launched_at: float
     """Unix time."""
     newest: Mapping[int, int] = field(default_factory=dict)
-    """The newest attempt of each rank, for restarts together; ranks that have succeeded are not in it."""
+    """The newest attempt of each rank, for restarts of all ranks together. Ranks that have succeeded are not in it."""
     has_progress: bool = False
-    """Whether any attempt of the run has reported anything, a living one included."""
+    """Whether any attempt of the run has reported progress. An attempt that still runs counts, too."""
     rank_groups: tuple[frozenset[int], ...] = ()
-    """The ranks of each placement of the launch. Empty: all are at one."""
+    """The ranks of each placement of the launch. Empty: the launch has one placement."""
 
 
 def is_own_failure(outcome: Outcome) -> bool:
-    """Return whether an end is the doing of what ran there, so that it may come again the same way."""
+    """Return True if the replica's own code caused its end, so that another attempt may end the same way.
+
+    False for a lost machine, a refused start or a kill for memory.
+
+    Args:
+        outcome: the outcome of the attempt.
+    """
     if outcome.was_refused:
         return False
     return outcome.reason in OWN_REASONS or (outcome.reason == "signal" and outcome.signal in OWN_SIGNALS)
@@ -43,27 +52,32 @@ def is_own_failure(outcome: Outcome) -> bool:
 def decide(
     log: Sequence[Decision], end: Outcome, ends: Sequence[Outcome], policy: Restarts, facts: RunFacts, now: float
 ) -> Decision | None:
-    """Return the entry that answers an end; None: nothing does, or something has.
+    """Return the entry that decides on an ended attempt. The first rule that fits counts.
 
     Args:
-        end: of the newest attempt of its rank.
-        ends: how the newest attempts of other ranks ended that have.
-        now: Unix time, for windows and waits.
+        log: the entries of the log.
+        end: the outcome of the newest attempt of a rank.
+        ends: the outcomes of the newest attempts of the other ranks that have ended.
+        policy: the restart policy in force.
+        facts: further facts on the run.
+        now: Unix time, for budgets per span of time and for waits.
+
+    Returns: a restart, a give_up or a stop. None: nothing follows this end, or the log has a decision on it.
     """
     if end.status is not ReplicaStatus.FAILED or end.reason == "fenced":
         return None
-    # The first attempt of a launch that was refused is the launch's own affair: it has raised why.
+    # If a service refuses the first attempt of a launch, the launch itself has raised an error.
     if not policy.answers(end.reason, was_refused=end.was_refused and end.attempt > 0):
         return None
     if is_blocked(log, end.rank) or decision_on(log, end.rank, end.attempt) is not None:
         return None
     if facts.newest.get(end.rank, end.attempt) > end.attempt:
         return None
-    mine, made = charged_of(log, end.rank), made_progress(log, end, ends)
+    charged, has_advanced = charged_of(log, end.rank), made_progress(log, end, ends)
     cap_name, cap = policy.cap(end.reason, end.exit_code)
     is_refused = end.was_refused and cap_name is None
     is_free = cap == math.inf or is_refused
-    strikes = 0 if is_free or made else 1 + (mine[-1].strikes if mine else 0)
+    strikes = 0 if is_free or has_advanced else 1 + (charged[-1].strikes if charged else 0)
     answer = Decision(
         kind="restart",
         rank=end.rank,
@@ -78,9 +92,9 @@ def decide(
         words=_words(end),
     )
     if is_own_failure(end) and end.fingerprint is not None and not is_free:
-        if _is_everybodys(log, end, ends, facts):
+        if _is_common_failure(log, end, ends, facts):
             return _ended(answer, "stop", "deterministic")
-        if mine and mine[-1].fingerprint == end.fingerprint and mine[-1].reached == answer.reached:
+        if charged and charged[-1].fingerprint == end.fingerprint and charged[-1].reached == answer.reached:
             return _ended(answer, "give_up", "deterministic")
     if is_refused and _refused_in_a_row(log, end.rank) >= MOST_REFUSED:
         return _ended(answer, "give_up", "refused")
@@ -88,18 +102,23 @@ def decide(
         return _ended(answer, "give_up", "no_progress")
     if policy.within_s is not None and now > facts.launched_at + policy.within_s:
         return _ended(answer, "give_up", "budget")
-    recent = _recent(mine, policy, max(now, log[-1].at if log else now))
+    recent = _recent(charged, policy, max(now, log[-1].at if log else now))
     if not is_free and (_is_used_up(log, recent, policy) or _is_capped(recent, cap_name, cap)):
         return _ended(answer, "give_up", "budget")
     start = {end.rank: end.attempt + 1}
     if policy.together:
         start = {**_others(log, ends, facts), **start}
-    wait_s = 0.0 if made else _backoff_s(log, end.rank, policy, is_free) * _spread(facts.run_id, end)
+    wait_s = 0.0 if has_advanced else _backoff_s(log, end.rank, policy, is_free) * _spread(facts.run_id, end)
     return replace(answer, start=start, how=policy.how, not_before=now + wait_s)
 
 
 def charged_of(log: Sequence[Decision], rank: int) -> list[Decision]:
-    """Return the charged restarts of a rank since a person last resumed it."""
+    """Return the charged restarts of a rank since the user last resumed it.
+
+    Args:
+        log: the entries of the log.
+        rank: the rank.
+    """
     found: list[Decision] = []
     for entry in log:
         if entry.kind == "resume" and rank in entry.start:
@@ -110,9 +129,15 @@ def charged_of(log: Sequence[Decision], rank: int) -> list[Decision]:
 
 
 def made_progress(log: Sequence[Decision], end: Outcome, ends: Sequence[Outcome]) -> bool:
-    """Return whether an attempt left something that its successor need not do again.
+    """Return True if an ended attempt left work that the next attempt need not repeat.
 
-    Where nobody in the run ever said so, that its last step is further than every earlier attempt's.
+    If no attempt of the run has ever reported saved work, a last step beyond the last step of all earlier attempts
+    counts.
+
+    Args:
+        log: the entries of the log.
+        end: the outcome of the attempt.
+        ends: the outcomes of other ranks.
     """
     if end.saved_marks:
         return True
@@ -124,9 +149,15 @@ def made_progress(log: Sequence[Decision], end: Outcome, ends: Sequence[Outcome]
 
 
 def too_few_left(log: Sequence[Decision], ends: Iterable[Outcome], n: int, min_replicas: int | None) -> bool:
-    """Return whether fewer than `min_replicas` of `n` can still succeed, and nothing has ended the run.
+    """Return True if fewer than `min_replicas` of `n` ranks can still succeed, and no order has ended the run.
 
-    What a person ended before they resumed anything does not count: they know.
+    Ranks that a user ended before the last resume do not count, because that user chose which ranks to resume.
+
+    Args:
+        log: the entries of the log.
+        ends: the outcomes of the newest attempts.
+        n: the number of ranks.
+        min_replicas: the least number. None: there is none, and the answer is False.
     """
     since = _resumed(log)
     if min_replicas is None or any(e.kind == "stop" or (e.kind == "cancel" and e.rank is None) for e in since):
@@ -140,14 +171,14 @@ def too_few_left(log: Sequence[Decision], ends: Iterable[Outcome], n: int, min_r
 
 
 def _resumed(log: Sequence[Decision]) -> Sequence[Decision]:
-    """Return what was added since a person last resumed anything."""
+    """Return the entries since the user last resumed any rank."""
     return log[1 + max((index for index, entry in enumerate(log) if entry.kind == "resume"), default=-1) :]
 
 
-def _is_everybodys(log: Sequence[Decision], end: Outcome, ends: Sequence[Outcome], facts: RunFacts) -> bool:
-    """Return whether another rank ended the same way, some at each place, and nobody in the run has come anywhere.
+def _is_common_failure(log: Sequence[Decision], end: Outcome, ends: Sequence[Outcome], facts: RunFacts) -> bool:
+    """Return True if several ranks failed the same way before any progress, at least one of them in each placement.
 
-    What two ranks lack on one machine, those of another backend may have.
+    Each placement counts, because a package that is missing on one backend may be installed on another.
     """
     if facts.has_progress or end.progress_marks or any(entry.reached or entry.has_saved_marks for entry in log):
         return False
@@ -158,7 +189,7 @@ def _is_everybodys(log: Sequence[Decision], end: Outcome, ends: Sequence[Outcome
 
 
 def _refused_in_a_row(log: Sequence[Decision], rank: int) -> int:
-    """Return how many starts of a rank its service has refused since it last took one, or a person resumed the rank."""
+    """Return how many starts of a rank its service has refused in a row, since the user last resumed the rank."""
     n = 0
     for entry in reversed(log):
         if entry.rank == rank and entry.kind == "restart":
@@ -179,13 +210,13 @@ def _is_capped(recent: Sequence[Decision], name: str | None, cap: float) -> bool
     return sum(name in (str(entry.exit_code), entry.reason) for entry in recent) >= cap
 
 
-def _recent(mine: Sequence[Decision], policy: Restarts, now: float) -> Sequence[Decision]:
-    """Return those restarts of a rank that its budget and its caps count."""
-    return [entry for entry in mine if policy.per_s is None or entry.at > now - policy.per_s]
+def _recent(charged: Sequence[Decision], policy: Restarts, now: float) -> Sequence[Decision]:
+    """Return the charged restarts of a rank within the span of time that the policy counts."""
+    return [entry for entry in charged if policy.per_s is None or entry.at > now - policy.per_s]
 
 
 def _others(log: Sequence[Decision], ends: Sequence[Outcome], facts: RunFacts) -> dict[int, int]:
-    """Return which attempts of other ranks are started with one: not of those that are over."""
+    """Return the attempts of other ranks that start together with this one. Ranks that have ended for good are left."""
     over: set[int] = set()
     decided: dict[int, int] = {}
     for entry in log:
@@ -201,7 +232,7 @@ def _others(log: Sequence[Decision], ends: Sequence[Outcome], facts: RunFacts) -
 
 
 def _backoff_s(log: Sequence[Decision], rank: int, policy: Restarts, is_free: bool) -> float:
-    """Return how long to wait behind attempts without progress; the first end that costs nothing is not waited for."""
+    """Return the wait after attempts without progress, which doubles with each. The first free end has no wait."""
     idle = 0 if is_free else 1
     for entry in reversed(log):
         if entry.rank == rank and entry.kind == "restart":
@@ -219,7 +250,7 @@ def _ended(answer: Decision, kind: str, why: str) -> Decision:
 
 
 def _spread(run_id: str, end: Outcome) -> float:
-    """Return the share of the wait that this attempt takes, from 0.5 to 1: what ends together starts apart."""
+    """Return a share of the wait from 0.5 to 1, so that ranks that ended together do not all start together."""
     digest = hashlib.sha256(f"{run_id}/{end.rank}/{end.attempt}".encode()).digest()
     return 0.5 + int.from_bytes(digest[:4], "big") / 2**33
 
@@ -230,7 +261,7 @@ def _reached(end: Outcome) -> dict[str, float]:
 
 
 def _words(end: Outcome) -> str:
-    """Say an end in a few words: `signal, SIGKILL, after round 41`."""
-    where = [f"after {name} {step:.0f}" for name, step in _reached(end).items()][:1]
-    what = end.signal or (end.headline[:200] if end.reason == "exception" or end.was_refused else None)
-    return ", ".join(filter(None, [end.reason, what, *where]))
+    """Describe an end in a few words: `signal, SIGKILL, after round 41`."""
+    place = [f"after {name} {step:.0f}" for name, step in _reached(end).items()][:1]
+    detail = end.signal or (end.headline[:200] if end.reason == "exception" or end.was_refused else None)
+    return ", ".join(filter(None, [end.reason, detail, *place]))

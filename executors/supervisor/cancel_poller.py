@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from executors.attempt import Attempt
 from executors.errors import StoreError
-from executors.restarts.session import TURN_S
+from executors.restarts.session import READ_TURN_S
 from executors.store.url import is_near
 
 NEAR_LOOK_S = 1.0  # a canceller on this machine wakes us; one elsewhere leaves only its marker
@@ -34,7 +34,7 @@ class CancelPoller:
         """Look at attempts, those not seen in the turn before first; yield the cancelled ones."""
         self._unseen = deque(each for each in self._unseen if each in attempts) or deque(attempts)
         now = time.monotonic()
-        self.next_at, until = now + self.every_s, now + TURN_S
+        self.next_at, until = now + self.every_s, now + READ_TURN_S
         while self._unseen and time.monotonic() < until:
             attempt = self._unseen.popleft()
             with contextlib.suppress(StoreError):  # asked again in a while

@@ -98,7 +98,7 @@ class ContainerSupervisor(Supervisor):
         if notice is None or self._notice is not None:
             return
         self._notice = notice
-        self._session.leave_all()
+        self._session.stop_deciding()
         self._waiting.clear()
         self._cancel_poller.soon()  # what was cancelled is not given the time of a notice
         end_at = time.monotonic() + self._notice_s
@@ -128,7 +128,7 @@ class ContainerSupervisor(Supervisor):
 
     def _give_up_process(self, running: RunningAttempt) -> None:
         """Leave the container, which its service takes back: the next process would be stuck as well."""
-        self._session.leave_all()
+        self._session.stop_deciding()
         super()._give_up_process(running)
 
     def _conclude(self, running: RunningAttempt, exit_code: int) -> None:

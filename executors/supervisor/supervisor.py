@@ -139,7 +139,7 @@ class Supervisor:
                 if not self._starter.begin(attempt):
                     continue
                 begun.append(attempt)
-                self._session.begun(attempt)
+                self._session.note_start(attempt)
                 if problem is None:
                     self._waiting.append(attempt)
                 else:
@@ -228,7 +228,7 @@ class Supervisor:
         for running in self._running.values():
             if running.asked.rank == rank:
                 if not running.page.claimed:
-                    self._session.try_again()  # it may yet find its attempt taken, and claim the very one that follows
+                    self._session.retry_soon()  # it may yet find its attempt taken, and claim the very one that follows
                 elif running.ending is None and running.attempt.number < attempt.number:
                     running.terminate("fenced", self._term_grace_s)
                 return
@@ -245,12 +245,12 @@ class Supervisor:
         except OSError as error:
             if error.errno in FULL:  # of this machine's logs; a start that waits for room costs no restart
                 self._waits.note(rank, f"room on the disk, to start rank {rank} again", time.monotonic(), 0.0, error)
-                self._session.try_again()
+                self._session.retry_soon()
                 return
             self._outcomes.add(attempt, "start_failed", f"Rank {rank} could not be started: {error}")
             return
         self._waits.over(rank, is_back=True)
-        self._session.begun(attempt)
+        self._session.note_start(attempt)
         self._waiting.append(attempt)
 
     def _leave_out(self, attempt: Attempt, error: OSError) -> None:
@@ -307,7 +307,7 @@ class Supervisor:
         """Take note of signals that arrived, by their numbers."""
         if signal.SIGUSR1 in signals:
             self._cancel_poller.soon()
-            self._session.look_soon()
+            self._session.read_log_soon()
 
     def _look(self) -> None:
         """Look into the store for what others ask for, and whether the run is still there."""
@@ -326,12 +326,12 @@ class Supervisor:
         """Decide what follows each end, and end ranks that an order blocks or that another process took over."""
         has_progress = any(running.page.progress_marks for running in self._running.values())
         for running in self._running.values():
-            self._session.claimed(running.attempt)
+            self._session.note_claim(running.attempt)
         if not self._session.advance(has_progress=has_progress, is_busy=self._is_busy):
             return
         blocks = self._session.blocks()
         for rank, entry in blocks.items():
-            self._session.take_back(rank, stop_reason(entry))
+            self._session.cancel_unstarted(rank, stop_reason(entry))
         for running in self._running.values():
             running.watchdog.limits, running.watchdog.ends = self._session.hang, self._session.has_policy
             order = blocks.get(running.asked.rank)
@@ -439,7 +439,7 @@ class Supervisor:
 
     def _note_end(self, attempt: Attempt, outcome: Outcome) -> None:
         """Let an end be answered, or the first failure end the run, if that was asked for."""
-        self._session.ended(outcome)
+        self._session.note_end(outcome)
         if self._spec.settings.fail_fast and not self._is_undone and outcome.status is ReplicaStatus.FAILED:
             with contextlib.suppress(StoreError):
                 if retry(functools.partial(end_others, attempt, outcome, self._spec.world_size)):

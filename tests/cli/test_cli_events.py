@@ -59,7 +59,7 @@ def test_what_happened_is_shown_as_lines_and_as_objects_and_followed_to_the_end(
 def test_a_rank_that_was_given_up_fails_the_check(job: HereInstead, local: LocalProcessExecutor) -> None:
     launch(local, "killed_job:main", 2, run_id="mine", restarts="1,signal=0").wait(60)
     checked = job.replicas("status", "mine", "--check")
-    assert (checked.code, checked.stdout.startswith("rank 1 given up: the policy restarts nothing")) == (1, True)
+    assert (checked.code, checked.stdout.startswith("rank 1 given up: the policy has no restart")) == (1, True)
     assert list(job.replicas("status", "mine", "--check", "--json").json["attention"]) == ["1"]
 
 

@@ -182,7 +182,8 @@ def test_an_attached_run_that_nobody_watches_ends(site: Site) -> None:
     outcome = outcome_of(spec)
     assert (outcome.status, outcome.reason) == ("cancelled", "cancelled")
     assert outcome.error == (
-        "Replica 0 was ended: nobody watched this attached run for 0.0167 min; launch with --detach to let it go on."
+        "Replica 0 was ended: no process watched this attached run for 0.0167 min; launch with --detach for a run that "
+        "continues alone."
     )
 
 

@@ -202,8 +202,8 @@ def test_a_process_is_ended_for_the_attempt_that_follows_only_where_it_is_an_ear
         watchdog = Watchdog(page, process.pid, HangLimits(), ends=True, term_grace_s=1, spec=spec, rank=1)
         running = RunningAttempt(process.pid, asked, page, watchdog, time.time(), NEVER)
         supervisor._running[process.pid] = running
-        supervisor._session.begun(asked)
-        supervisor._session.look_soon()
+        supervisor._session.note_start(asked)
+        supervisor._session.read_log_soon()
         supervisor._keep_log()
         process.kill()
     assert running.ending == ("fenced" if ends else None)
@@ -217,7 +217,7 @@ def test_a_container_whose_rank_cannot_be_killed_starts_nothing_in_its_place(
     supervisor, attempt, _ = supervised(tmp_path, restarts="3")
     attempt.store.put("run/run.json", b"{}")
     monkeypatch.setattr(os, "kill", lambda *_: None)
-    supervisor._session.begun(attempt)
+    supervisor._session.note_start(attempt)
     running = supervisor._running[1]
     running.ending, running.error, running.killed_at = "hang", "It hangs.", time.monotonic() - STUCK_S
     supervisor._enforce_deadlines()
@@ -234,9 +234,9 @@ def test_a_supervisor_hears_a_notice_while_it_reads_a_long_log(tmp_path: Path, m
     log = DecisionLog(attempt.store, "run")
     for decision in (Decision(kind="stop"), Decision(kind="resume", start={0: 0}), Decision(kind="policy")):
         log.append(lambda _, decision=decision: decision)  # type: ignore[misc]
-    supervisor._session.begun(attempt)
-    supervisor._session.look_soon()
-    monkeypatch.setattr("executors.restarts.session.TURN_S", 0.0, raising=False)
+    supervisor._session.note_start(attempt)
+    supervisor._session.read_log_soon()
+    monkeypatch.setattr("executors.restarts.session.READ_TURN_S", 0.0, raising=False)
     turns = [b"", bytes([signal.SIGTERM]), *[b""] * 5]
     n_read = []
 
@@ -272,7 +272,7 @@ def test_a_process_that_has_ended_and_runs_what_was_registered_at_exit_is_left_t
     with subprocess.Popen(["sleep", "60"]) as process:
         running = supervisor._running[1]
         running.pid = process.pid
-        supervisor._session.begun(attempt)
+        supervisor._session.note_start(attempt)
         if why == "its time limit":
             running.deadline = 0.0
             supervisor._enforce_deadlines()
@@ -281,7 +281,7 @@ def test_a_process_that_has_ended_and_runs_what_was_registered_at_exit_is_left_t
             supervisor._look()
         elif why == "the log":
             order_cancel(DecisionLog(attempt.store, "run"), None, "enough")
-            supervisor._session.look_soon()
+            supervisor._session.read_log_soon()
             supervisor._keep_log()
         else:
             supervisor._end_abandoned("nobody watched")

@@ -58,16 +58,17 @@ STUCK = [end("hang", number) for number in range(4)]
          "given up: 2 of 2 restarts are used: signal, SIGKILL, after round 41"),
         (KILLED, "9,run=2", "rank 3 given up: 2 of 2 restarts of the run are used: signal, SIGKILL, after round 41. "
          + AGAIN, "given up: 2 of 2 restarts of the run are used: signal, SIGKILL, after round 41"),
-        ([end("timeout")], "3", f"rank 3 given up: the policy restarts nothing after timeout: timeout. {AGAIN}",
-         "given up: the policy restarts nothing after timeout: timeout"),
+        ([end("timeout")], "3", f"rank 3 given up: the policy has no restart after timeout: timeout. {AGAIN}",
+         "given up: the policy has no restart after timeout: timeout"),
         ([end("no_result", exit_code=42)], "3,42=0",
-         f"rank 3 given up: the policy restarts nothing after exit code 42: no_result. {AGAIN}",
-         "given up: the policy restarts nothing after exit code 42: no_result"),
+         f"rank 3 given up: the policy has no restart after exit code 42: no_result. {AGAIN}",
+         "given up: the policy has no restart after exit code 42: no_result"),
         ([end("oom", number, saved_marks=1) for number in range(2)], "3",
          f"rank 3 given up: 1 of 1 restarts after oom are used: oom. {AGAIN}",
          "given up: 1 of 1 restarts after oom are used: oom"),
-        (KILLED[:1], "3,within=5s", "rank 3 given up: the time for restarts is over: signal, SIGKILL, after round 41. "
-         + AGAIN, "given up: the time for restarts is over: signal, SIGKILL, after round 41"),
+        (KILLED[:1], "3,within=5s",
+         "rank 3 given up: the time for restarts has passed: signal, SIGKILL, after round 41. "
+         + AGAIN, "given up: the time for restarts has passed: signal, SIGKILL, after round 41"),
     ],
 )  # fmt: skip
 def test_an_answer_says_what_follows_and_why(ends: Sequence[Outcome], policy: str, line: str, note: str) -> None:
@@ -97,11 +98,11 @@ def test_a_restart_that_was_to_wait_a_moment_waits_no_longer_where_the_log_is_ah
             Decision(kind="stop", why="min_replicas"),
             "stopped: fewer replicas than --min-replicas asks for can still succeed",
         ),
-        (Decision(kind="stop", why="asked", within_s=600.0), "stopping, as somebody asked, within 600 s"),
+        (Decision(kind="stop", why="asked", within_s=600.0), "stopping, as requested, within 600 s"),
         (Decision(kind="cancel"), "cancelled: all ranks"),
         (Decision(kind="resume", start={3: 2, 5: 1}), "resuming ranks 3, 5 as attempts 1, 2"),
         (Decision(kind="policy", restarts="5", hang="off"), "from here on: restarts 5, hang timeout off"),
-        (Decision(kind="policy"), "an entry without the run's key, which counts for nothing"),
+        (Decision(kind="policy"), "an entry without the run's key, which has no effect"),
     ],
 )
 def test_what_concerns_the_run_is_a_line_too(entry: Decision, line: str) -> None:

@@ -212,7 +212,7 @@ def test_what_failed_twice_alike_is_given_up_also_before_anybody_writes_it() -> 
     ("end", "log", "note"),
     [
         (failed(signal="SIGKILL", reached={"round": 4}), [], "ended: signal, SIGKILL, after round 4"),
-        (failed("timeout"), [], "given up: the policy restarts nothing after timeout: timeout"),
+        (failed("timeout"), [], "given up: the policy has no restart after timeout: timeout"),
         (failed(finished_at=ENDED_LONG_AGO), [], "waits for a controller: replicas watch memory://restarts/wide"),
         (failed(), [replace(RESTART, at=0.0, not_before=time.time() + 9000)], "restarts in "),
         (failed(), [RESTART], "waits for a controller: replicas watch memory://restarts/wide"),

@@ -226,7 +226,7 @@ def test_a_supervisor_leaves_a_rank_that_a_launch_has_taken_over_alone_when_the_
     """Rank 0 goes on in another supervisor, which answers its next end; rank 1 is still this one's."""
     scene = Scene(monkeypatch, pid, n=2)
     for attempt in scene.running:
-        scene.supervisor._session.begun(attempt)
+        scene.supervisor._session.note_start(attempt)
     scene.supervisor._record_end(scene.supervisor._running.pop(0), scene.running[0], TERMINATED)
     log = DecisionLog(scene.store, "run")
     log.append(lambda _: Decision(kind="restart", rank=0, ended=0, start={0: 1}, how="launch"))
@@ -237,7 +237,7 @@ def test_a_supervisor_leaves_a_rank_that_a_launch_has_taken_over_alone_when_the_
     else:
         log.append(lambda _: Decision(kind="restart", rank=0, ended=1, start={0: 2}, how="fork"))
     for _ in range(2):
-        scene.supervisor._session.look_soon()
+        scene.supervisor._session.read_log_soon()
         scene.supervisor._keep_log()
         first = scene.running[0].outcome()
         assert first is not None
