@@ -1,1 +1,1 @@
-"""An executor over any service that runs a command in a container: everything of a cloud but its SDK."""
+"""The parts that all backends over a service share: a service runs a command as a job, in a cloud or on a cluster."""

@@ -1,4 +1,4 @@
-"""Calling an SDK: imported late, with time limits, how often to poll."""
+"""Helpers for calls of an SDK: import it late, limit the time of a call, and limit the rate of requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,19 @@ MAX_UNANSWERED = 64
 
 
 def call_each(act: Callable[[T], R], items: Sequence[T], n_threads: int) -> list[R]:
-    """Return what `act` returns for each item, called in threads; raise what one raised when all have ended."""
+    """Call a function with each item in threads, and return the results in the order of the items.
+
+    Args:
+        act: the function. It is called from several threads.
+        items: the items.
+        n_threads: the largest number of threads.
+
+    Raises:
+        Exception: the first error of `act`, in the order of the items. It is raised when all calls have ended.
+
+    Example:
+        call_each(service.state, job_ids, 16)
+    """
     if len(items) == 1:
         return [act(items[0])]
     futures = in_threads(act, items, n_threads)
@@ -32,12 +44,20 @@ def call_each(act: Callable[[T], R], items: Sequence[T], n_threads: int) -> list
 
 
 def call_with_timeout(limit_s: float, call: Callable[[], T]) -> T:
-    """Return what `call` returns or raises in time. After that, `call` continues in a daemon thread without a caller.
+    """Make a call with a time limit, and return its result. After the limit the call continues in a daemon thread.
 
-    A connection that died silently would hold a call for ever.
+    Without the limit, a connection that broke without a sign would block its caller for ever.
+
+    Args:
+        limit_s: the longest wait, in seconds.
+        call: the call.
 
     Raises:
-        TimeoutError: the time has passed.
+        TimeoutError: there is no result in time, or too many earlier calls still have none.
+        Exception: the error of the call.
+
+    Example:
+        call_with_timeout(60.0, api.whoami)
     """
     for earlier in [call for call in _unanswered if call.done()]:
         _unanswered.discard(earlier)
@@ -51,14 +71,21 @@ def call_with_timeout(limit_s: float, call: Callable[[], T]) -> T:
 
 
 _unanswered: set[Future[Any]] = set()
-"""Calls without a caller, each with a thread. Without a limit, they would pile up."""
+"""The calls that continue after their time limit, each in a thread. `MAX_UNANSWERED` limits their number."""
 
 
 class LazyModule:
-    """A module that is imported when something of it is first used: SDKs are slow to import, and optional.
+    """A module that is imported when one of its attributes is first used. SDKs are optional and slow to import.
 
     Args:
-        missing: the message when it is not installed.
+        name: the name of the module.
+        missing: the message of the error if the module is not installed.
+
+    Raises:
+        MissingDependencyError: at the first use, if the module is not installed.
+
+    Example:
+        hub = LazyModule("huggingface_hub", "Install it with: pip install huggingface_hub")
     """
 
     def __init__(self, name: str, missing: str) -> None:
@@ -74,7 +101,18 @@ class LazyModule:
 
 
 class TokenBucket:
-    """A budget of requests: some at once, then a fixed number a second. Safe for threads."""
+    """Limits the rate of requests: some at the same time, and then a fixed number a second. It is safe for threads.
+
+    Args:
+        per_s: the number of requests that become available each second.
+        at_once: the largest number of requests that can be available.
+        clock: returns seconds of a monotonic clock.
+
+    Example:
+        budget = TokenBucket(1.6, 60)
+        if budget.take():
+            service.state(job_id)
+    """
 
     def __init__(self, per_s: float, at_once: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_s = per_s
@@ -84,7 +122,11 @@ class TokenBucket:
         self._lock = threading.Lock()
 
     def take(self, n: int = 1) -> bool:
-        """Take n of what is left; False, and nothing is taken, when that is less."""
+        """Take n requests from the budget, and return True. If fewer are left, take none and return False.
+
+        Args:
+            n: the number of requests. Default 1.
+        """
         with self._lock:
             now = self._clock()
             self._left = min(self._at_once, self._left + (now - self._filled_at) * self._per_s)
@@ -96,19 +138,30 @@ class TokenBucket:
 
 
 class PollThrottle(Generic[K]):
-    """Decides what may be asked for again: soon at first, then ever less often. Safe for threads."""
+    """Decides what a poller asks for now: each thing soon at first, and then less and less often. Safe for threads.
+
+    Args:
+        clock: returns seconds of a monotonic clock.
+
+    Example:
+        throttle = PollThrottle[JobKey]()
+        for key in throttle.due(keys):
+            service.state(jobs[key])
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._next: dict[K, tuple[float, float]] = {}
-        """When it may be asked for again, and the pause after that."""
+        """For each key, the time from which it is due, and the pause after that in seconds."""
         self._lock = threading.Lock()
 
     def due(self, keys: Iterable[K], can_pay: Callable[[K], bool] = lambda _: True) -> list[K]:
-        """Return what to ask for now, what has waited longest first. A caller asks for all that it gets.
+        """Return the keys that are due, those first that have waited longest. The caller asks for all of them.
 
         Args:
-            can_pay: takes from a budget; what it refuses stays due.
+            keys: the keys that the caller is interested in.
+            can_pay: takes the cost of a key from a budget. A key for which it returns False stays due. Default: all
+                keys are free.
         """
         now, found = self._clock(), []
         with self._lock:
@@ -121,6 +174,10 @@ class PollThrottle(Generic[K]):
         return found
 
     def forget(self, key: K) -> None:
-        """Make something due: something happened to it, or it has ended."""
+        """Make a key due at once, because something happened to the thing that it names.
+
+        Args:
+            key: the key.
+        """
         with self._lock:
             self._next.pop(key, None)

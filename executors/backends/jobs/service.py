@@ -1,7 +1,7 @@
-"""JobService: the calls to a service that runs jobs.
+"""JobService: the interface to a service that runs jobs, such as a cloud or a cluster.
 
-A service's own file knows one SDK and nothing of runs, stores or outcomes; `executor.py` knows these and no SDK.
-`executors.testing.job_service_contract` is the executable form of this file.
+Each service has a file that uses its SDK and knows nothing of runs, stores and outcomes. `executor.py` knows those and
+uses no SDK. `executors.testing.JobServiceContract` tests the promises of this file.
 """
 
 from __future__ import annotations
@@ -34,145 +34,180 @@ JobId = dict[str, Any]
 """The data with which the service finds a job again. Plain JSON, which becomes part of the replica's handle."""
 TRIES = 6
 FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 8.0  # so about 20 s in all, besides what the requests take
-PATIENCE_S = 60.0  # of all pauses together: a service that asks for longer ones has refused
-LONGEST_PATIENCE_S = (
-    300.0  # where giving up costs a launch, or leaves jobs behind; the longest pause that the Hub asks for
-)
+LONGEST_PAUSE_S = 8.0  # with six tries, the pauses take about 20 s together
+PATIENCE_S = 60.0  # the longest sum of all pauses: a service that asks for more is treated as if it refused
+# For calls whose failure loses a launch or leaves jobs behind. Hugging Face asks for pauses of up to this length.
+LONGEST_PATIENCE_S = 300.0
 START_LIMIT_S = 180.0
-MAX_GROUP = 53
+MAX_GROUP = 53  # characters of a group's name
 RUN_LABEL, STORE_LABEL = "replicas-run", "replicas-store"
-MAX_COMMANDS = 8  # that one message names
-REPORTED_PAUSE_S = 10.0  # a pause of this length is reported
-OFFICIAL = re.compile(r"(?:docker\.io/)?(?:library/)?python:(3\.\d{1,2})\b")  # Docker's own
+MAX_COMMANDS = 8  # the most jobs that one command in a message names
+REPORTED_PAUSE_S = 10.0  # the user is told of pauses from this length on
+OFFICIAL = re.compile(r"(?:docker\.io/)?(?:library/)?python:(3\.\d{1,2})\b")  # an image of Docker's own
 # Measured with torch 2.13.0 for CUDA 13, uv 0.13 and a fast mirror: 46 s on two cores that had other work as well.
 _INSTALLING = "installs torch{}, which takes a minute with a fast network (2.7 GB to download, 4.8 GB on disk)"
 EACH_INSTALLS = f"each container first {_INSTALLING.format('')}, while you pay for it"
 INSTALLS_ONCE = f"the service {_INSTALLING.format(' once')}, and keeps it as a layer of the image"
-WITH_TORCH = "An image that has torch avoids that: --option image=NAME."
+WITH_TORCH = "Choose an image that has torch to avoid that: --option image=NAME."
 Kind = Literal["rejected", "unavailable", "unknown"]
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class JobKey:
-    """The identity of a job: which attempt of which rank it runs."""
+    """The identity of a job: the run, the rank and the attempt that it runs.
+
+    Example:
+        JobKey("s3://bucket/runs", "brave-otter-7f3a", rank=3, attempt=0).name
+    """
 
     store_url: str
-    """Two stores may both hold a run of one id; a directory is one store, by whichever link it was named."""
+    """The url of the run's store. Two stores may have runs of the same id. Symbolic links are resolved in it."""
     run_id: str
     rank: int
+    """The rank, or the number of a spare."""
     attempt: int
     is_spare: bool = False
-    """Whether `rank` numbers a spare."""
+    """True if the job is a spare. Default False."""
     launched_at: float = 0.0
-    """When its run was: one store may hold runs of one id, each after the one before was removed."""
+    """The time of the run's launch, in seconds since the epoch. A run that was removed may be followed by one of the
+    same id."""
 
     @classmethod
     def of(cls, attempt: Attempt, launched_at: float) -> JobKey:
-        place = real_url(attempt.store.url), attempt.run_id, attempt.rank, attempt.number
-        return cls(*place, attempt.is_spare, launched_at)
+        """Return the key of the job that runs an attempt.
+
+        Args:
+            attempt: the attempt.
+            launched_at: the time of the run's launch, in seconds since the epoch.
+        """
+        identity = real_url(attempt.store.url), attempt.run_id, attempt.rank, attempt.number
+        return cls(*identity, attempt.is_spare, launched_at)
 
     @property
     def name(self) -> str:
-        """At most 64 of `[a-z0-9-]`: what every service takes as a name."""
+        """The name of the job: at most 64 characters of `[a-z0-9-]`, which every service accepts."""
         return f"{self.run_id}-{self.nonce}-{'s' if self.is_spare else 'r'}{self.rank:04d}-a{self.attempt}"
 
     @property
     def group(self) -> str:
-        """At most 53 of `[a-z0-9-]`, the same for all ranks of one attempt number. Several groups may have one name."""
+        """The name of a group of jobs: at most 53 characters of `[a-z0-9-]`.
+
+        It is the same for all ranks of one attempt number. Ranks that start later with the same number are another
+        group of the same name.
+        """
         end = f"-{'s' if self.is_spare else 'a'}{self.attempt}"
         return f"{self.run_id}-{self.nonce}"[: MAX_GROUP - len(end)] + end
 
     @property
     def labels(self) -> dict[str, str]:
-        """The same as labels: names and values of `[A-Za-z0-9_-]`."""
-        what = "replicas-spare" if self.is_spare else "replicas-rank"
-        return {**self.run_labels, what: str(self.rank), "replicas-attempt": str(self.attempt)}
+        """The labels of the job. Names and values have only characters of `[A-Za-z0-9_-]`."""
+        rank_label = "replicas-spare" if self.is_spare else "replicas-rank"
+        return {**self.run_labels, rank_label: str(self.rank), "replicas-attempt": str(self.attempt)}
 
     @property
     def run_labels(self) -> dict[str, str]:
-        """Those that all jobs of the run have."""
+        """The labels that all jobs of the run have."""
         return {RUN_LABEL: self.run_id, STORE_LABEL: self.nonce}
 
     @property
     def nonce(self) -> str:
-        """Eight hex digits that tell apart the runs of one id, in several stores, or in one after each other."""
-        # Without the options behind the "?": the launcher's and another machine's may differ.
+        """Eight hexadecimal digits that distinguish runs with the same id: in several stores, or one after another."""
+        # Without the options of the url, because another machine may reach the store with other options.
         where = self.store_url.partition("?")[0]
         return hashlib.sha256(f"{where} {self.launched_at!r}".encode()).hexdigest()[:8]
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """One replica as a job: the same command at every service, in an image with Python."""
+    """The description of a job that a service should start. Every service gets the same command.
+
+    Example:
+        JobSpec(key, ("python", "-c", "print('hello')"), requirements=(), env={}, credentials={}, gpu="H100")
+    """
 
     key: JobKey
     command: tuple[str, ...] = field(repr=False)
+    """The program and its arguments. The image must have Python."""
     requirements: tuple[str, ...]
-    """The packages that the image should have. The command installs missing ones."""
+    """The packages that the image should have. The command installs missing packages."""
     pins: tuple[str, ...] = field(default=(), kw_only=True)
-    """The requirements of this project. An image that has a later version keeps it."""
+    """The requirements of this project. If the image has a later version, it keeps that."""
     env: Mapping[str, str] = field(repr=False)
+    """The environment variables of the replica that are not secret."""
     credentials: Mapping[str, str] = field(repr=False)
-    """Variables that reach the replica through a secret object of the service, and are seen nowhere else."""
+    """Secret variables. They reach the replica as a secret of the service, and must not be visible elsewhere."""
     secret_names: tuple[str, ...] = ()
-    """Secrets of the user, by name."""
+    """The names of the user's secrets that the replica gets."""
     gpu: str | None = None
+    """The GPU, as in "H100" or "H100:2". None: no GPU."""
     limit_s: int | None = 3600
-    """Seconds after which the service itself ends the job. None: its own limit, if it has one."""
+    """The seconds after which the service ends the job. None: the service's own limit, if it has one."""
     margin_s: int = 0
-    """How many of them are for what comes before the entrypoint: a service that has no room for them may drop them."""
+    """The part of `limit_s` for the time before the entrypoint begins. A service whose limit is too small may drop it.
+    """
 
 
 @dataclass(frozen=True)
 class JobState:
-    """The report of a service about a job. Advisory: an outcome in the store wins."""
+    """The report of a service about a job. If the store has an outcome of the attempt, the outcome counts instead.
+
+    Example:
+        JobState(True, "oom", exit_code=137, message="OOMKilled")
+    """
 
     has_ended: bool
     reason: Reason | None = None
-    """Why the job ended, as far as the service knows. None: by itself, with `exit_code`.
+    """The reason why the job ended, as far as the service knows it. None: the job ended by itself, with `exit_code`.
 
-    If the job has not ended, it is why the service ended its replica, as when a queue took the job back. Such a job
-    `holds_place` in the queue, and its replica has ended if it ran.
+    A job that has not ended may have a reason, too. Then the service ended the replica, and the job waits in a queue
+    again. Such a job has `holds_place`.
     """
     exit_code: int | None = None
     message: str = ""
-    """The service's own words. For a job that has not ended, the reason of its wait, as in "scheduling"."""
+    """The service's own text. For a job that has not ended, it is the reason for its wait, as in "scheduling"."""
     holds_place: bool = False
-    """Whether a replica that has ended still holds its place at the service: who concludes the end withdraws it."""
+    """True if the replica has ended and its job still has a place at the service. The process that records the end
+    calls `JobService.withdraw` to free the place."""
 
     is_unconfirmed: bool = False
-    """Whether no process saw the job end. The replica has ended once its heartbeat has stood still as well.
+    """True if the service has lost contact with the job.
 
-    If the job has not ended, it is whether the service has lost contact with the job's machine. The standstill of the
-    heartbeat is measured from then on.
+    The service then does not know whether the process of the replica still runs. The replica counts as ended only
+    when its heartbeat has stopped as well. The time since the last heartbeat is measured from this report on.
     """
 
 
 @dataclass(frozen=True)
 class RunningJob:
-    """A job that has not ended, as its service lists it."""
+    """A job that has not ended, as its service lists it.
+
+    Example:
+        [each.job for each in service.running_jobs({"replicas-run": "brave-otter-7f3a"})]
+    """
 
     job: JobId
     labels: Mapping[str, str]
-    """Its labels, as far as the service tells them; `replicas-store` is always among them."""
+    """The labels that the service reports. `replicas-store` is always among them."""
 
 
 UNKNOWN = JobState(True, "lost", is_unconfirmed=True)
-"""The state of a job that the service does not know: gone, or another account's."""
+"""The state of a job that the service does not know. The job is gone, or belongs to another account."""
 
 
 class JobServiceError(BackendError):
-    """The service refused or failed.
+    """The service refused a call, or failed.
 
     Args:
         message: the message of the error.
-        kind: "rejected" means that nothing was done, and that a repetition would not help. "unavailable" means that
-            nothing was done, and that a later repetition may help. "unknown" means that it may have been done, because
-            the connection broke, or the service failed inside.
-        retry_after_s: the pause that the service asked for. 0 means none.
-        lacks_machines: whether the start waited for a machine until the service gave up.
+        kind: "rejected": the service did nothing, and a repetition would not help. "unavailable": the service did
+            nothing, and a later repetition may help. "unknown": the service may have acted, because the connection
+            broke or the service failed inside.
+        retry_after_s: the pause that the service asked for, in seconds. Default 0: none.
+        lacks_machines: True if the service found no machine for the job. Default False.
+
+    Example:
+        raise JobServiceError("Modal: too many requests.", "unavailable", retry_after_s=5.0)
     """
 
     def __init__(self, message: str, kind: Kind, *, retry_after_s: float = 0.0, lacks_machines: bool = False) -> None:
@@ -183,7 +218,15 @@ class JobServiceError(BackendError):
 
 
 class ForeignJobError(JobServiceError, UnknownHandleError):
-    """A record names a job that does not run its replica."""
+    """A handle names a job that does not run its replica.
+
+    Args:
+        service: the name of the service, for the message.
+        key: the attempt that the handle is of.
+
+    Example:
+        raise ForeignJobError("Modal", key)
+    """
 
     def __init__(self, service: str, key: JobKey) -> None:
         super().__init__(
@@ -194,158 +237,242 @@ class ForeignJobError(JobServiceError, UnknownHandleError):
 
 
 class CancelledWhileStartingError(JobServiceError):
-    """The replica was cancelled before the service had started it."""
+    """The replica was cancelled before the service had started it.
+
+    Example:
+        raise CancelledWhileStartingError
+    """
 
     def __init__(self) -> None:
         super().__init__("it was cancelled while it was being started.", "rejected")
 
 
 def option(default: Any, recorded_as: type | re.Pattern[str]) -> Any:
-    """Declare an option of a service that readers take from a run's record; see `protocol.Recordable`."""
+    """Declare an option of a service that is recorded with a run, and may be read from the record.
+
+    Another user may have written the record. So an option that decides where credentials are sent must be an ordinary
+    field instead.
+
+    Args:
+        default: the default value.
+        recorded_as: the type of a legal value, or a pattern that the whole text must match; see `Recordable`.
+
+    Example:
+        region: str | None = option(None, OPTION_NAME)
+    """
     return field(default=default, metadata={"recorded_as": recorded_as})
 
 
 @dataclass(eq=False, kw_only=True)
 class JobService(abc.ABC):
-    """A service that runs jobs, through its SDK. Every call may come from several threads at once.
+    """A service that runs jobs. A subclass makes each call through the SDK of one service.
 
-    Every call raises JobServiceError, with the words of the service. The fields are the options of its executor.
+    A call may come from several threads at the same time. Each call may raise JobServiceError with the service's own
+    message. The fields of a subclass are the options of its executor.
+
+    The class has more than 20 methods, because it has every question that an executor asks a service. A subclass must
+    write seven of them: check_account, start, find, verify, state, stop and describe, and logs or open_log. The others
+    have defaults for a service that has no such ability.
+
+    Args:
+        pip: the requirements of the replicas. Default: those in the workspace's requirements.txt or pyproject.toml.
+
+    Example:
+        See `CONTRIBUTING.md`, which has a subclass in 20 lines.
     """
 
     name: ClassVar[str]
-    """The service's name for people, as in "Modal"."""
+    """The service's name in messages, as in "Modal"."""
     log_advice: ClassVar[str] = ""
-    """What to do where logs are files, and the one of a replica that ran is not here."""
+    """For a service that writes logs into files: how to make these files readable on this machine."""
     starts_together: ClassVar[bool] = False
-    """Whether one call starts jobs of one group, all of them or none: `start_jobs`."""
+    """True if `start_jobs` starts the jobs of a group in one call, all of them or none."""
     limits_advice: ClassVar[str] = ""
-    """A sentence on why the service usually has no machine for a job."""
+    """A sentence that names the usual reason why the service has no machine for a job."""
     lists_running: ClassVar[bool] = False
-    """Whether `running_jobs` lists the jobs of a run that have not ended."""
+    """True if `running_jobs` lists the jobs of a run that have not ended."""
     keeps_installed: ClassVar[bool] = False
-    """Whether what replicas need is installed once, in a layer that the service keeps, and not by each container."""
+    """True if the service keeps installed packages as a layer of the image. False: each container installs them."""
     states_name_ranks: ClassVar[bool] = True
-    """Whether `states` knows of which rank each job is; else only that it is one of the run's."""
+    """True if `states` knows the rank of each job. False: it only knows that a job belongs to the run."""
 
     pip: Sequence[str] = ()
-    """Requirements of the replicas. When empty, the workspace's files name them."""
+    """The requirements of the replicas. If empty, the workspace's files name them."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options that make the same service in another process. Requirements travel with the task."""
+        """The options with which another process makes the same service. Requirements are part of the run's task."""
         return {option.name: getattr(self, option.name) for option in fields(self) if option.name != "pip"}
 
     @property
     def python_of_replicas(self) -> str | None:
-        """The minor version of Python that replicas run, as in "3.12", as far as the options say it; see
-        `python_of_image`."""
+        """The minor version of the replicas' Python, as in "3.12". None if the options do not determine it."""
         return None
 
     @property
     def image_lacks_torch(self) -> bool:
-        """Whether the image is known to have no torch. Docker's `python` has none. Other images are not known."""
+        """True if the image is known to have no torch, like Docker's `python`. False for an image that is not known."""
         return python_of_image(getattr(self, "image", None)) is not None
 
     @classmethod
     def recordable_options(cls) -> Recordable:
-        """Its options that are declared by `option`."""
+        """Return the options that are declared by `option`, with the legal values of each."""
         return {each.name: each.metadata["recorded_as"] for each in fields(cls) if "recorded_as" in each.metadata}
 
     @abc.abstractmethod
     def check_account(self, gpu: str | None, timeout_s: float | None, secret_names: Sequence[str]) -> None:
-        """Refuse what this service cannot do, and an account that cannot be used, before anything is started.
+        """Refuse a launch that this service cannot run, before anything is started.
+
+        Args:
+            gpu: the GPU of each replica, as in "H100:2". None: no GPU.
+            timeout_s: the time limit of each replica in seconds. None: no limit.
+            secret_names: the names of the secrets that each replica gets.
 
         Raises:
-            BackendError: no credentials, an unknown GPU or secret.
-            ValueError: a value that the service does not take.
+            BackendError: the account cannot be used, or the service has no such GPU or secret.
+            ValueError: the service does not accept a value.
         """
 
     def price_per_hour(self, gpu: str | None) -> float | None:
-        """Return the price of an hour of one replica in US dollars. None if the service does not publish it."""
+        """Return the price of one replica in US dollars an hour. None if the service does not publish it.
+
+        Args:
+            gpu: the GPU of the replica. None: no GPU.
+        """
         return None
 
     def reports_preemption(self, gpu: str | None) -> bool:
-        """Return whether jobs with such a GPU may lose their machine, and `state` then reports "preempted"."""
+        """Return True if the service may take the machine of a job back, and `state` then reports "preempted".
+
+        Args:
+            gpu: the GPU of the job. None: no GPU.
+        """
         return False
 
     def command(self) -> tuple[str, ...]:
-        """Return what each job runs: it fetches the replica's code, and becomes the worker."""
-        from executors.shipping.package import bootstrap_command  # a look at a run packs nothing
+        """Return the command of each job. It fetches the replica's code, and becomes the worker."""
+        from executors.shipping.package import bootstrap_command  # not at the top: most processes start no job
 
         return bootstrap_command()
 
     def start(self, job: JobSpec) -> JobId:
-        """Start a job, and return its id; may block until the job is scheduled."""
+        """Start a job, and return its id. The call may wait until the job has a machine.
+
+        Args:
+            job: the job.
+        """
         return self.start_jobs([job])[0]
 
     def start_jobs(self, jobs: Sequence[JobSpec]) -> list[JobId]:
-        """Start jobs of one group in one call, all or none; return their ids in the order given.
+        """Start the jobs of a group in one call, all or none. Return their ids in the order of the jobs.
 
-        Called where `starts_together`. The jobs differ in their ranks alone; see `common_env`.
+        It is called only if `starts_together`.
+
+        Args:
+            jobs: the jobs. They differ only in their ranks; see `common_env`.
         """
-        raise NotImplementedError(f"{type(self).__name__} needs start(), or start_jobs() where it starts_together.")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define start(), or with starts_together=True start_jobs()."
+        )
 
     def start_waits(self, job: JobSpec) -> bool:
-        """Return whether `start` waits until the job has its GPU: what has started then has one."""
+        """Return True if `start` waits until the job has its GPU. Then each job that has started has one.
+
+        Args:
+            job: the job.
+        """
         return False
 
     def start_limit_s(self, job: JobSpec) -> float:
-        """Return how long a start may take, waits of the service aside. A starter that needs longer counts as dead."""
+        """Return the longest time in seconds that a start may take, besides pauses that the service asks for.
+
+        If a start takes longer, other processes assume that the process that started the job has died.
+
+        Args:
+            job: the job.
+        """
         return START_LIMIT_S
 
     def interrupt_starts(self) -> None:
-        """Let the calls of `start` that still wait fail soon, and leave no job: the launch was given up.
+        """Make the calls of `start` that still wait fail soon and leave no job, because the launch was given up.
 
-        It is called again for those that have begun to wait since.
+        The launch calls it again, because other calls may have begun to wait since.
         """
         return
 
     @abc.abstractmethod
     def find(self, key: JobKey) -> list[JobId]:
-        """Return the jobs of one attempt of one rank that the service knows, oldest first, also those that ended."""
+        """Return the jobs that the service knows for an attempt, oldest first. Jobs that have ended are included.
+
+        Args:
+            key: the run, the rank and the attempt.
+        """
 
     @abc.abstractmethod
     def verify(self, job_id: JobId, key: JobKey) -> JobId:
-        """Return the id of a job that a record names, if it runs this attempt; one that is gone passes.
+        """Return the id of a job that a record names, after checking that the job runs an attempt.
 
-        Without this, a user who can write to a store could let us show or end any job of this account.
+        A job that the service does not know any more passes the check. Without the check, a user who can write to the
+        store could make this process show or end any job of the account.
+
+        Args:
+            job_id: the id, as the record has it.
+            key: the run, the rank and the attempt.
 
         Raises:
-            ForeignJobError: it is another job, or not an id of this service.
+            ForeignJobError: the job runs something else, or the id is not an id of this service.
         """
 
     @abc.abstractmethod
     def state(self, job_id: JobId) -> JobState:
-        """Return the job's state without waiting; of a job that the service does not know `UNKNOWN`."""
+        """Return the state of a job, without waiting. For a job that the service does not know, return `UNKNOWN`.
+
+        Args:
+            job_id: the job.
+        """
 
     def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
-        """Return the states of the jobs that one request shows, out of these jobs of one run.
+        """Return the states of as many jobs of one run as one request shows. Override it if the service lists jobs.
 
-        Jobs that are left out are asked for one by one. Override it if the service lists jobs. The ids are as records
-        name them: a job is shown only if it has the labels of the run, and if the whole id is the one that `start`
-        returned. With `states_name_ranks` it is shown only under the key whose labels it has, so that no verification
-        is needed.
+        The caller asks for the other jobs one by one. The ids come from records, so check two things for each job: it
+        has the labels of the run, and the whole id is the one that `start` returned. With `states_name_ranks`, also
+        check that it has the labels of its key. Then the caller need not call `verify`.
+
+        Args:
+            jobs: jobs of one run.
         """
         return {}
 
     def logs(self, job_id: JobId, n_lines: int) -> str:
-        """Return the last lines that a job wrote, without waiting for more. Empty for a job that is unknown.
+        """Return the last lines that a job printed, without waiting for more. Empty for an unknown job.
 
-        Override this, or `open_log`: each is made of the other.
+        Override this method or `open_log`. By default each calls the other.
+
+        Args:
+            job_id: the job.
+            n_lines: the largest number of lines.
         """
         with contextlib.closing(self.open_log(job_id)) as log:
             return log.tail(n_lines)
 
     def open_log(self, job_id: JobId) -> Log:
-        """Return a job's log, to be followed; where the service has no better way, by its last lines."""
+        """Return the log of a job, which a reader can follow. The default reads the last lines again and again.
+
+        Args:
+            job_id: the job.
+        """
         return TailedLog(lambda n_lines: self.logs(job_id, n_lines))
 
     @abc.abstractmethod
     def stop(self, job_id: JobId) -> None:
-        """End a job. One that has ended, or is unknown, is not an error."""
+        """End a job. A job that has ended, or that the service does not know, is not an error.
+
+        Args:
+            job_id: the job.
+        """
 
     def withdraw(self, job_id: JobId) -> None:
-        """Free the place of a job whose replica has ended, where its state `holds_place`. By default this is `stop`.
+        """Free the place of a job whose replica has ended and whose state has `holds_place`. The default is `stop`.
 
         Args:
             job_id: the job.
@@ -353,10 +480,10 @@ class JobService(abc.ABC):
         self.stop(job_id)
 
     def running_jobs(self, labels: Mapping[str, str]) -> list[RunningJob]:
-        """Return the jobs that have these labels and have not ended; called where `lists_running`.
+        """Return the jobs that have these labels and have not ended. It is called only if `lists_running`.
 
-        This is how a run is ended whose store does not answer. The labels are `replicas-run`, and `replicas-store` if
-        the caller knows it: of one id there may be several runs.
+        A run whose store does not answer is ended this way. The labels are `replicas-run`, and `replicas-store` if the
+        caller knows it. Without it, several runs may have the id.
 
         Args:
             labels: the labels that a job must have. A service that keeps names instead compares these.
@@ -379,62 +506,116 @@ class JobService(abc.ABC):
         return f"look for the jobs of {run_id} at {self.name}"
 
     def risks(self) -> Iterator[tuple[str, str]]:
-        """Yield what users should know of the service's settings, each with what may be done about it."""
+        """Yield the settings of the service that may harm a run. Each is a pair of the problem and an advice."""
         return iter(())
 
     @abc.abstractmethod
     def describe(self, job: JobSpec) -> dict[str, Any]:
-        """Return the request that `start` would make as plain JSON, values of secrets and environment masked."""
+        """Return the request that `start` would make, as plain JSON without the values of secrets and variables.
+
+        Args:
+            job: the job.
+        """
 
 
 def python_of_image(image: object) -> str | None:
-    """Return the minor version of Python in one of Docker's images `python:3.x`. None for other images."""
+    """Return the minor version of Python in one of Docker's images `python:3.x`. None for other images.
+
+    Args:
+        image: the name of the image.
+
+    Example:
+        python_of_image("python:3.12-slim")
+    """
     found = OFFICIAL.match(image) if isinstance(image, str) else None
     return None if found is None else found[1]
 
 
 def common_env(jobs: Sequence[JobSpec]) -> dict[str, str]:
-    """Return the variables that jobs of one group have in common: all of them but `REPLICA_RANK`.
+    """Return the variables that the jobs of a group have in common: all except `REPLICA_RANK`.
+
+    Args:
+        jobs: the jobs of the group.
 
     Raises:
-        ValueError: another variable differs.
+        ValueError: the jobs differ in another variable.
+
+    Example:
+        common_env(jobs)["REPLICA_WORLD_SIZE"]
     """
     common, *others = [{name: value for name, value in job.env.items() if name != RANK} for job in jobs]
     for other in others:
         if differs := sorted(name for name, _ in common.items() ^ other.items()):
-            raise ValueError(f"Jobs that start together differ in the variable {differs[0]!r}.")
+            raise ValueError(
+                f"Jobs that start together may only differ in {RANK}, but they differ in {differs[0]!r}. Give that "
+                "variable one value."
+            )
     return common
 
 
 def masked(env: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment with its values masked, but for our own variables, which are not secret."""
+    """Return an environment with masked values. Variables of this project are not secret, so they stay.
+
+    Args:
+        env: the environment.
+
+    Example:
+        masked({"API_KEY": "secret", "REPLICA_RANK": "0"})
+    """
     return {name: value if name.startswith("REPLICA_") else MASK for name, value in env.items()}
 
 
 def shortened(command: Sequence[str]) -> list[str]:
-    """Return a command as people see it: only the length of its last word, a script."""
+    """Return a command for messages. Its last word, a script, is replaced by the length of the script.
+
+    Args:
+        command: the program and its arguments.
+
+    Example:
+        shortened(["python", "-c", "print('hello')"])
+    """
     *words, script = command
     return [*words, f"<a script of {len(script)} characters>"]
 
 
 def stop_others(service: JobService, key: JobKey, job: JobId | None) -> None:
-    """End whatever the service lists under a key beside its job: an answer that was lost may have left it."""
+    """End all jobs of an attempt except one. If the answer to a start was lost, the attempt may have two jobs.
+
+    Args:
+        service: the service.
+        key: the run, the rank and the attempt.
+        job: the job that stays. None: no job stays.
+
+    Raises:
+        JobServiceError: the service refused or failed.
+
+    Example:
+        stop_others(service, key, job_id)
+    """
     for found in service.find(key):
         if found != job:
             service.stop(found)
 
 
 def retrying(sleep: Callable[[float], Any] = time.sleep, *, patience_s: float = PATIENCE_S) -> tenacity.Retrying:
-    """Return a retry policy: a call is repeated while the service is unavailable, or its answer is lost.
+    """Return a policy that repeats a call while the service is unavailable or its answer is lost.
 
-    For what may be done twice; `GangStart` looks for the job first. The last error is raised.
+    Use it for calls that may act twice. `GangStart` looks for the job before it repeats a start. When the policy gives
+    up, it raises the last error.
+
+    Args:
+        sleep: waits for the given number of seconds. Default: `time.sleep`.
+        patience_s: the largest sum of all pauses, in seconds. Default 60.
+
+    Example:
+        retrying()(service.stop, job_id)
     """
     usual, more = tenacity.wait_exponential(FIRST_PAUSE_S, LONGEST_PAUSE_S), tenacity.wait_random(0, FIRST_PAUSE_S)
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception(
             lambda error: isinstance(error, JobServiceError) and error.kind != "rejected"
         ),
-        # Exponential pauses, each at least as long as the service asked for.
+        # The pauses grow exponentially, and each is at least as long as the service asked for.
         wait=lambda state: max(usual(state), _asked_s(state)) + more(state),
         stop=lambda state: state.attempt_number >= TRIES or state.idle_for + _asked_s(state) > patience_s,
         before_sleep=_report_long_pause,
@@ -452,7 +633,7 @@ _reporting, _reported_until = threading.Lock(), 0.0
 
 
 def _report_long_pause(state: tenacity.RetryCallState) -> None:
-    """Print once, and not for each job, that the service asks for a pause."""
+    """Print that the service asks for a long pause: once, and not for each job that waits."""
     global _reported_until
     error, pause_s = state.outcome and state.outcome.exception(), state.upcoming_sleep
     log.info("asking again in %.1f s: %s", pause_s, error)

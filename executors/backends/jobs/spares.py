@@ -1,4 +1,4 @@
-"""Starting the spares of a run: jobs beyond its ranks, one of which takes over a rank that loses its container."""
+"""Starts the spares of a run. A spare is an additional job that takes over a rank whose container is lost."""
 
 from __future__ import annotations
 
@@ -10,13 +10,21 @@ from dataclasses import replace
 from executors.errors import ReplicasError
 from executors.settings.run_spec import RunSpec
 
-GATHER_S = 30.0  # a detached launch waits no longer for them
+GATHER_S = 30.0  # the longest time that a detached launch waits for its spares
 
 
 def start_spares(run: RunSpec, start: Callable[[RunSpec], object]) -> None:
-    """Start the spares of a run whose ranks are up, in the background where this process stays.
+    """Start the spares of a run whose ranks have started.
 
-    A spare that does not start is a warning.
+    The start continues in the background. A detached launch waits for it, because its process may end soon. If a spare
+    does not start, this prints a warning.
+
+    Args:
+        run: the run.
+        start: starts the jobs of the run that it is given.
+
+    Example:
+        start_spares(run, lambda spares: executor.launch_replicas(2, "", {}, run=spares))
     """
 
     def attempt() -> None:
@@ -32,7 +40,14 @@ def start_spares(run: RunSpec, start: Callable[[RunSpec], object]) -> None:
 
 
 def spares_of(run: RunSpec) -> RunSpec:
-    """Return what starts the spares of a run instead of its ranks."""
+    """Return the run with its spares in place of its ranks, for a launch of the spares.
+
+    Args:
+        run: the run.
+
+    Example:
+        spares_of(run).ranks
+    """
     spares = replace(run, ranks=tuple(range(run.settings.spares)), is_of_spares=True)
-    # A spare that comes late is given up.
+    # With min_replicas=1, the launch of the spares does not wait for a spare that is late.
     return spares.with_settings(spares=0, min_replicas=1, gather_s=GATHER_S, detach=True)
