@@ -154,7 +154,7 @@ class Seal:
     wire: str = FP32
     """How the mean in here is encoded."""
     stops: tuple[int, ...] = ()
-    """The members that want the run to end with this round. If there is one, it does: see `end.py`."""
+    """The members that want the run to end with this round. If there is one, it does: see `early_end.py`."""
 
     @property
     def inputs(self) -> dict[int, SealedReplica]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from diloco.errors import DivergenceError, QuorumTimeoutError
 from diloco.rendezvous.contribution import StepAccount
-from diloco.rendezvous.end import end_with, follow_end
+from diloco.rendezvous.early_end import apply_recorded_end, apply_sealed_end
 from diloco.rendezvous.envelope import BadRecordError, check_signed, reading, typed, unproven
 from diloco.rendezvous.frames import READ_TRIES, Seal
 from diloco.rendezvous.keys import folder_of
@@ -83,7 +83,7 @@ class SnapshotReader:
                 self._may_offer = False
                 if self._took(entry, pointer, arrays):
                     if entry != self.first:  # the seal that ended the run may be earlier, and is then never read
-                        follow_end(context.plan, self._store, self._keys, context.proof)
+                        apply_recorded_end(context.plan, self._store, self._keys, context.proof)
                     context.standstill.end()
                     return entry
                 above = -1  # the state from before is lost now
@@ -352,7 +352,7 @@ class LogReplayer:
             seal = self._seals.seal(entry.index)
             mean = self._reducer.collect(entry, seal) if seal is not None else None
             if mean is not None and seal is not None:
-                end_with(seal, entry.index, context.plan, context.store, context.keys, context.proof)
+                apply_sealed_end(seal, entry.index, context.plan, context.store, context.keys, context.proof)
                 self._training.replay(entry.index, mean)
                 self.position += 1
             elif self._sealer.is_stuck(entry, seal) and (jumped := self._reader.load(entry.index)) is not None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import hypot
 
 from diloco.rendezvous.contribution import ContributionSender, StepAccount
-from diloco.rendezvous.end import end_with
+from diloco.rendezvous.early_end import apply_sealed_end
 from diloco.rendezvous.frames import Seal
 from diloco.rendezvous.keys import folder_of
 from diloco.rendezvous.mean import Reducer
@@ -266,7 +266,7 @@ class RoundRunner:
         """Step the anchor by the mean of the open entry, and move on to the next entry."""
         context = self._context
         if seal.stops:  # before the step: the outer step of a last round is a plain average
-            end_with(seal, entry.index, context.plan, self._store, self._keys, context.proof)
+            apply_sealed_end(seal, entry.index, context.plan, self._store, self._keys, context.proof)
         verdict, is_partly = self.account.verdict(entry, seal)
         began = context.clock()
         if self._writer.copy is not None or entry.index % context.snapshot_every == 0:

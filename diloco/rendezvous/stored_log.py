@@ -14,7 +14,7 @@ from functools import cached_property
 from math import isfinite, prod
 from typing import Any, Self
 
-from diloco.rendezvous.end import follow_end
+from diloco.rendezvous.early_end import apply_recorded_end
 from diloco.rendezvous.envelope import (
     BadRecordError,
     Buffer,
@@ -188,7 +188,7 @@ class StoredLog:
             CorruptObjectError: the agreement cannot be read.
         """
         plan = self.agreed.plan(extensions)
-        follow_end(plan, self._store, self._keys, self._proof)
+        apply_recorded_end(plan, self._store, self._keys, self._proof)
         return plan
 
     @cached_property

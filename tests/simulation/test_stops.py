@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from diloco.rendezvous.end import end_with
+from diloco.rendezvous.early_end import apply_sealed_end
 from diloco.rendezvous.frames import Seal
 from diloco.rendezvous.round_runner import RoundRunner
 from diloco.rendezvous.seal import Sealer
@@ -53,12 +53,12 @@ def end_by_the_own_wish(apply: Any, self: RoundRunner, entry: Any, seal: Seal, m
 
 def end_with_the_next(seal: Seal, entry: int, *where: Any) -> None:
     """Each other fragment then has two more rounds, and the first one has another."""
-    end_with(seal, entry + 1, *where)
+    apply_sealed_end(seal, entry + 1, *where)
 
 
 def end_with_two_wishes(seal: Seal, entry: int, *where: Any) -> None:
     if len(seal.stops) > 1:
-        end_with(seal, entry, *where)
+        apply_sealed_end(seal, entry, *where)
 
 
 def seal_one_wish(seal_with: Any, self: Sealer, entry: Any, good: set[int], anchor: str) -> Any:
@@ -74,7 +74,7 @@ def ending_by(rule: Callable[..., None]) -> Patch:
 
     def patched(patch: pytest.MonkeyPatch) -> None:
         for module in ("round_runner", "restore"):
-            patch.setattr(f"diloco.rendezvous.{module}.end_with", rule)
+            patch.setattr(f"diloco.rendezvous.{module}.apply_sealed_end", rule)
 
     return patched
 

@@ -12,7 +12,7 @@ from support.training import PLAIN, leave, next_process, nudge, place
 from torch import nn
 
 from diloco import DiLoCo
-from diloco.rendezvous.end import End
+from diloco.rendezvous.early_end import EarlyEnd
 from diloco.rendezvous.envelope import UNSIGNED, BadRecordError
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.phase import RoundPlan
@@ -88,7 +88,7 @@ def test_a_replica_that_did_not_see_the_last_seal_ends_with_the_others_too() -> 
     leave(first)
     next_process()
     keys = Keys("test", "main")
-    store.put(keys.end(), End(0, (1,)).data(keys.end(), UNSIGNED))
+    store.put(keys.end(), EarlyEnd(0, (1,)).data(keys.end(), UNSIGNED))
     again = DiLoCo(nn.Linear(2, 1), inner_steps=2, snapshot_every=1, **PLAIN, **place(store))
     assert (again._settings.plan.total_steps, again.is_over) == (2, True)
     leave(again)
@@ -200,7 +200,7 @@ def test_a_hostile_record_of_an_end_is_refused_and_ends_nothing(fields: dict[str
     key = Keys("test", "main").end()
     data = frame(fields, key, UNSIGNED)
     with pytest.raises(BadRecordError):
-        End.parse(data, key, UNSIGNED)
+        EarlyEnd.parse(data, key, UNSIGNED)
     store = MemoryStore()
     store.put(key, data)
     diloco = DiLoCo(nn.Linear(2, 1), inner_steps=2, total_steps=4, **PLAIN, **place(store))

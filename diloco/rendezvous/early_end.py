@@ -19,7 +19,7 @@ from executors.store import Buffer
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class EarlyEnd:
     """Where a run ends that a replica has stopped.
 
     Args:
@@ -27,7 +27,7 @@ class End:
         ranks: the replicas that asked for it.
 
     Example:
-        End(12, (3,)).data(keys.end(), proof)
+        EarlyEnd(12, (3,)).data(keys.end(), proof)
     """
 
     entry: int
@@ -38,21 +38,21 @@ class End:
         return frame({"entry": self.entry, "ranks": list(self.ranks)}, key, proof)
 
     @classmethod
-    def parse(cls, data: Buffer, key: str, proof: Proof) -> End:
+    def parse(cls, data: Buffer, key: str, proof: Proof) -> EarlyEnd:
         """Read a record.
 
         Raises:
             BadRecordError: these bytes are not the record of an end.
         """
         fields, _, _ = unframe(data, key, proof)
-        with reading("end of the run"):
+        with reading("early end of a run"):
             entry, ranks = typed(int, fields["entry"]), tuple(typed(int, rank) for rank in typed(list, fields["ranks"]))
             if entry < 0 or not ranks or len(ranks) > MAX_RANK or not all(0 <= rank <= MAX_RANK for rank in ranks):
                 raise ValueError("an entry or ranks that cannot be")
         return cls(entry, ranks)
 
 
-def find_end(store: RetryingStore, keys: Keys, proof: Proof) -> End | None:
+def find_early_end(store: RetryingStore, keys: Keys, proof: Proof) -> EarlyEnd | None:
     """Return where the run ends that a replica has stopped; None if none has, or the record cannot be read."""
     key = keys.end()
     for _ in range(READ_TRIES):
@@ -60,22 +60,22 @@ def find_end(store: RetryingStore, keys: Keys, proof: Proof) -> End | None:
         if not data:
             return None
         with suppress(BadRecordError):
-            return End.parse(data, key, proof)
+            return EarlyEnd.parse(data, key, proof)
         store.record_misread(key, data)
     return None
 
 
-def follow_end(plan: RoundPlan, store: RetryingStore, keys: Keys, proof: Proof) -> None:
-    """End a plan where the record of the run's end says; without a record, leave it as it is."""
-    if (end := find_end(store, keys, proof)) is not None:
+def apply_recorded_end(plan: RoundPlan, store: RetryingStore, keys: Keys, proof: Proof) -> None:
+    """EarlyEnd a plan where the record of the run's end says; without a record, leave it as it is."""
+    if (end := find_early_end(store, keys, proof)) is not None:
         plan.end_after(end.entry, end.ranks)
 
 
-def end_with(seal: Seal, entry: int, plan: RoundPlan, store: RetryingStore, keys: Keys, proof: Proof) -> None:
-    """End a plan with the entry whose seal says that a replica wants to stop, and record it.
+def apply_sealed_end(seal: Seal, entry: int, plan: RoundPlan, store: RetryingStore, keys: Keys, proof: Proof) -> None:
+    """EarlyEnd a plan with the entry whose seal says that a replica wants to stop, and record it.
 
     Call it before the entry is applied: the outer step of a last round is a plain average.
     """
     if seal.stops and plan.end_after(entry, seal.stops):
         key = keys.end()
-        store.create(key, End(entry, seal.stops).data(key, proof))
+        store.create(key, EarlyEnd(entry, seal.stops).data(key, proof))
