@@ -111,7 +111,7 @@ class ModelState:
         marks = self._frozen if self.is_back else self._frozen | self.local_buffers.marks
         frozen = {"frozen": marks} if marks else {}
         stepped = [fragment.n_stepped for fragment in self.fragments]  # before the buffers
-        more = {"more": self.unshared.lines()} if self.unshared.more else {}
+        more = {"unshared": self.unshared.lines()} if self.unshared.more else {}
         return {"tensors": tensors, "stepped": stepped, **self.settings.agreed(), **frozen, **more}
 
     # -- the training's side -----------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from diloco.rendezvous.phase import RoundPlan
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Limits
 from diloco.rendezvous.snapshot import SnapshotPointer
-from diloco.rendezvous.stored_log import Agreed, More, StoredLog
+from diloco.rendezvous.stored_log import StoredAgreement, StoredLog, UnsharedEntry
 from diloco.rendezvous.training_state import Array, Arrays
 from diloco.unshared_state import restored
 from diloco.wires import wire_named
@@ -236,7 +236,9 @@ def names_in(store: Store, run_id: str) -> list[str]:
     return sorted({entry.key.removeprefix(prefix).partition("/")[0] for entry in store.list(prefix)})
 
 
-def _most_rounds(source: Source, agreed: Agreed, plan: RoundPlan, step: int | None, rounds: int | None) -> int | None:
+def _most_rounds(
+    source: Source, agreed: StoredAgreement, plan: RoundPlan, step: int | None, rounds: int | None
+) -> int | None:
     """Return the round that is asked for at most. None: the newest."""
     for name, value in (("step", step), ("rounds", rounds)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
@@ -268,7 +270,7 @@ class State:
         outer_optimizer: the run's own. None if it is built in, or unknown. Without it no mean can be applied.
     """
 
-    def __init__(self, agreed: Agreed, plan: RoundPlan, outer_optimizer: OptimizerFactory | None) -> None:
+    def __init__(self, agreed: StoredAgreement, plan: RoundPlan, outer_optimizer: OptimizerFactory | None) -> None:
         self.position = 0
         """The next entry."""
         self.fragments = _fragments_of(agreed)
@@ -342,7 +344,7 @@ class State:
         return arrays
 
 
-def _check_shapes(agreed: Agreed, arrays: Arrays) -> None:
+def _check_shapes(agreed: StoredAgreement, arrays: Arrays) -> None:
     """Check that a snapshot has what the run agreed on, before memory of these sizes is taken.
 
     Raises:
@@ -355,7 +357,7 @@ def _check_shapes(agreed: Agreed, arrays: Arrays) -> None:
                 raise ValueError(f"{name!r} is {values.dtype} of shape {values.shape}")
 
 
-def _fragments_of(agreed: Agreed) -> list[Fragment]:
+def _fragments_of(agreed: StoredAgreement) -> list[Fragment]:
     fragments = []
     for index in range(agreed.n_fragments):
         slots: list[Slot] = []
@@ -458,7 +460,7 @@ def _what_is_left(log: StoredLog, plan: RoundPlan) -> str:
 # -- as the live model has it ------------------------------------------------------------------------------------------
 
 
-def _as_live(agreed: Agreed, anchor: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _as_live(agreed: StoredAgreement, anchor: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     for name, values in anchor.items():
         dtype = getattr(torch, agreed.tensors[name][1], None)
         if not isinstance(dtype, torch.dtype) or str(dtype).removeprefix("torch.") not in FORMAT_NAMES:
@@ -475,13 +477,13 @@ def _add_the_rest(log: StoredLog, position: int, tensors: dict[str, Tensor]) -> 
         position: the rounds of the anchor: nothing newer is taken.
         tensors: the anchor; changed.
     """
-    more, notes = log.agreed.more, list[str]()
+    more, notes = log.agreed.unshared, list[str]()
     wanted = {name: each for name, each in more.items() if each.kind in ("frozen", "buffer")}
     found: dict[str, tuple[int, int, Tensor]] = {}
-    for entry in (each for each in log.rests() if each <= position) if wanted else ():
+    for entry in (each for each in log.unshared_rounds() if each <= position) if wanted else ():
         if wanted.keys() <= found.keys():
             break
-        if (rest := log.rest(entry)) is None:
+        if (rest := log.read_unshared(entry)) is None:
             continue
         try:
             kept = restored(rest)
@@ -510,14 +512,14 @@ def _add_the_rest(log: StoredLog, position: int, tensors: dict[str, Tensor]) -> 
     return missing, notes
 
 
-def _fits(values: Tensor, more: More) -> bool:
+def _fits(values: Tensor, more: UnsharedEntry) -> bool:
     return tuple(values.shape) == more.shape and str(values.dtype).removeprefix("torch.") == more.dtype
 
 
-def _described(more: More) -> str:
+def _described(more: UnsharedEntry) -> str:
     return "not a tensor" if more.kind == "other" else f"{more.kind}, {more.dtype}, {list(more.shape)}"
 
 
-def _bytes_of(more: More) -> int:
+def _bytes_of(more: UnsharedEntry) -> int:
     dtype = getattr(torch, more.dtype, None)
     return prod(more.shape) * (dtype.itemsize if isinstance(dtype, torch.dtype) else 1) if more.kind != "other" else 0

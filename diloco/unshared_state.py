@@ -21,7 +21,7 @@ from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Background
 from diloco.rendezvous.snapshot import DTYPES
-from diloco.rendezvous.stored_log import More, Rest
+from diloco.rendezvous.stored_log import UnsharedEntry, UnsharedTensors
 from diloco.rendezvous.training_state import Array
 from diloco.tensor_names import clean_name, find_tensor
 from executors.errors import StoreError
@@ -47,16 +47,16 @@ class UnsharedState:
         first_names = {id(find_tensor(model, slot.name, slot.kind)): slot.name for slot in slots}
         anchored = set(first_names.values())
         parameters = {id(parameter) for parameter in model.parameters()}
-        self.more: dict[str, More] = {}
+        self.more: dict[str, UnsharedEntry] = {}
         for name, value in self._state().items():
             if name in anchored:
                 continue
             if not isinstance(value, Tensor):
-                self.more[name] = More("other")
+                self.more[name] = UnsharedEntry("other")
                 continue
             kind = "tied" if id(value) in first_names else "frozen" if id(value) in parameters else "buffer"
             same_as = first_names.get(id(value), "")
-            self.more[name] = More(kind, _name_of(value.dtype), tuple(value.shape), same_as)
+            self.more[name] = UnsharedEntry(kind, _name_of(value.dtype), tuple(value.shape), same_as)
 
     def _state(self) -> dict[str, Any]:
         """Return the saved tensors of the model by clean names, which are the names without wrappers."""
@@ -106,18 +106,18 @@ class UnsharedStateWriter:
             if dtype in _HELD_AS:
                 dtypes[name], bits = dtype, bits.view(_HELD_AS[dtype])
             arrays[name] = np.array(bits.numpy())
-        rest = Rest(self._rank, arrays, dtypes)
+        rest = UnsharedTensors(self._rank, arrays, dtypes)
         self._background(lambda: self._put(position, rest))
 
-    def _put(self, position: int, rest: Rest) -> None:
-        store, key = self._store.for_thread(), self._keys.rest(position)
+    def _put(self, position: int, rest: UnsharedTensors) -> None:
+        store, key = self._store.for_thread(), self._keys.unshared(position)
         try:
             store.create(key, rest.data(key, self._proof))
         except StoreError as error:
             log.warning("rank %s could not keep the rest of its model after round %s: %s", self._rank, position, error)
 
 
-def restored(rest: Rest) -> dict[str, Tensor]:
+def restored(rest: UnsharedTensors) -> dict[str, Tensor]:
     """Return the kept tensors, with their original types.
 
     Raises:

@@ -18,7 +18,7 @@ from diloco.rendezvous.envelope import BadRecordError, proof_of
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.phase import RoundPlan
 from diloco.rendezvous.retrying_store import RetryingStore
-from diloco.rendezvous.stored_log import Agreed, StoredLog
+from diloco.rendezvous.stored_log import StoredAgreement, StoredLog
 from executors.errors import CorruptObjectError, StoreError
 from executors.patience import BRIEF
 from executors.store import Store
@@ -163,7 +163,7 @@ def check_extension(store: Store, run_id: str, key: bytes | None, asked: Mapping
     patient = RetryingStore(store, clock=lambda: 0.0, patience=BRIEF, copies=proof.copies)
     prefix = f"{run_id}/diloco/"
     names = {entry.key.removeprefix(prefix).partition("/")[0] for entry in store.list(prefix)}
-    found: dict[str, Agreed] = {}
+    found: dict[str, StoredAgreement] = {}
     ended_by: dict[str, tuple[int, ...]] = {}
     for name in sorted(names):
         log = StoredLog(patient, Keys(run_id, name), proof)
@@ -186,7 +186,7 @@ def check_extension(store: Store, run_id: str, key: bytes | None, asked: Mapping
         raise ValueError(problems[0])
 
 
-def _problem(run_id: str, agreed: Agreed, asked: Mapping[str, int]) -> str:
+def _problem(run_id: str, agreed: StoredAgreement, asked: Mapping[str, int]) -> str:
     """Return the reason why a DiLoCo would not continue to a new total. Empty: it would."""
     by_clock = agreed.inner_steps is None
     unit = "total_rounds" if by_clock else "total_steps"

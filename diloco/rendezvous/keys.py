@@ -56,11 +56,11 @@ class Keys:
         return self._under("end")
 
     def rest(self, entry: int) -> str:
-        return self._under(f"rest/{entry}")
+        return self._under(f"unshared/{entry}")
 
-    def rests(self) -> str:
+    def all_unshared(self) -> str:
         """Return the prefix of what replicas keep of their models beside the anchor."""
-        return self._under("rest/")
+        return self._under("unshared/")
 
     def part(self, entry: int, nonce: str, index: int) -> str:
         return self._under(f"part/{entry}/{nonce}/{index}")

@@ -260,12 +260,14 @@ def collect_garbage(store: RetryingStore, keys: Keys, newest: int, snapshot_ever
         if found and int(found[1] or found[2]) < horizon:
             store.remove(key)
     rests = [
-        int(key.rpartition("/")[2]) for key in listed if re.fullmatch(rf"{re.escape(keys.rests())}\d{{1,15}}", key)
+        int(key.rpartition("/")[2])
+        for key in listed
+        if re.fullmatch(rf"{re.escape(keys.all_unshared())}\d{{1,15}}", key)
     ]
     newest_before = max((entry for entry in rests if entry <= horizon), default=0)
     for entry in rests:
         if 0 < entry < newest_before:  # the first has the frozen parameters, which no later one repeats
-            store.remove(keys.rest(entry))
+            store.remove(keys.unshared(entry))
     _collect_own(store, keys, horizon)
 
 

@@ -41,11 +41,11 @@ from executors.errors import CorruptObjectError
 MOST_TENSORS = 100_000
 MOST_STEPS = 10**15
 KINDS = ("frozen", "buffer", "tied", "other")
-"""The kinds of entries that a model's `state_dict` has beside the anchor; see `More`."""
+"""The kinds of entries that a model's `state_dict` has beside the anchor; see `UnsharedEntry`."""
 
 
 @dataclass(frozen=True, slots=True)
-class More:
+class UnsharedEntry:
     """One entry of a model's `state_dict` that is not in the anchor."""
 
     kind: str
@@ -75,7 +75,7 @@ class More:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Agreed:
+class StoredAgreement:
     """The part of the replicas' agreement that a reader of the log needs."""
 
     tensors: dict[str, tuple[tuple[int, ...], str, int]]
@@ -95,7 +95,7 @@ class Agreed:
     """As the run began, in the unit of its plan: steps, or by the clock rounds of a fragment. None: it had no total."""
     outer_optimizer: str | None
     """The name of an outer optimizer of the user's. None: the built-in one."""
-    more: dict[str, More] = field(default_factory=dict)
+    unshared: dict[str, UnsharedEntry] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, agreement: Agreement) -> Self:
@@ -119,7 +119,9 @@ class Agreed:
             given = typed(dict, agreement["given"])
             total = agreement.get("total_rounds") if by_clock else given.get("total_steps")
             inner_steps = None if by_clock else _whole(agreement["inner_steps"], 1, MOST_STEPS)
-            more = {name: More.parse(line) for name, line in typed(dict, agreement.get("more", {})).items()}
+            unshared = {
+                name: UnsharedEntry.parse(line) for name, line in typed(dict, agreement.get("unshared", {})).items()
+            }
             agreed = cls(
                 tensors=tensors,
                 n_fragments=n_fragments,
@@ -133,7 +135,7 @@ class Agreed:
                 inner_steps=inner_steps,
                 total_steps=None if total is None else _whole(total, 1, MOST_STEPS),
                 outer_optimizer=str(agreement["outer_optimizer"])[:200] if is_given else None,
-                more=more,
+                unshared=unshared,
             )
             if any(n > size for n, size in zip(stepped, agreed.sizes, strict=True)) or 0 in agreed.sizes:
                 raise ValueError("a fragment without elements, or with fewer than are stepped")
@@ -182,7 +184,7 @@ class StoredLog:
         """Return how the run is divided into entries, up to the end that a replica has set, if one has.
 
         Args:
-            extensions: the totals that the run was extended to, as `Agreed.plan` takes them.
+            extensions: the totals that the run was extended to, as `StoredAgreement.plan` takes them.
 
         Raises:
             CorruptObjectError: the agreement cannot be read.
@@ -215,7 +217,7 @@ class StoredLog:
         raise CorruptObjectError(f"{key!r} in {self._store.store.url} cannot be used: {why}.", key=key)
 
     @cached_property
-    def agreed(self) -> Agreed:
+    def agreed(self) -> StoredAgreement:
         """The replicas' agreement.
 
         Raises:
@@ -223,7 +225,7 @@ class StoredLog:
         """
         assert self.start is not None
         try:
-            return Agreed.parse(self.start.agreement)
+            return StoredAgreement.parse(self.start.agreement)
         except BadRecordError as error:
             key = self._keys.snapshot(0)
             raise CorruptObjectError(f"{key!r} in {self._store.store.url}: {error}", key=key) from error
@@ -281,16 +283,16 @@ class StoredLog:
 
     def rests(self) -> list[int]:
         """Return the rounds after which a replica kept what its model has beside the anchor; the newest first."""
-        return sorted(self._entries_below(self._keys.rests()), reverse=True)
+        return sorted(self._entries_below(self._keys.all_unshared()), reverse=True)
 
-    def rest(self, entry: int) -> Rest | None:
+    def rest(self, entry: int) -> UnsharedTensors | None:
         """Read what a replica kept of its model beside the anchor. None: it is gone, or is not what was written."""
-        key = self._keys.rest(entry)
+        key = self._keys.unshared(entry)
         for _ in range(READ_TRIES):
             if (data := self._store.peek(key)) is None:
                 return None
             with suppress(BadRecordError):
-                return Rest.parse(data, key, self._proof)
+                return UnsharedTensors.parse(data, key, self._proof)
             self._store.record_misread(key, data)
         return None
 
@@ -332,8 +334,8 @@ class StoredLog:
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
-    """The tensors of a replica's model beside the anchor, as stored in `rest/<entry>`."""
+class UnsharedTensors:
+    """The tensors of a replica's model beside the anchor, as stored in `unshared/<entry>`."""
 
     rank: int
     arrays: Arrays

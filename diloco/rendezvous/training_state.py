@@ -21,7 +21,7 @@ Array = npt.NDArray[Any]
 Arrays = Mapping[str, Array]
 Agreement = Mapping[str, Any]
 """JSON. `tensors` maps each averaged name to [shape, dtype, fragment], and `frozen` each other name to a fingerprint of
-its values. `more` names the other entries of a model's `state_dict`. The rest are settings."""
+its values. `unshared` names the other entries of a model's `state_dict`. The rest are settings."""
 FROZEN_TOLERANCE = 1e-3
 """Relative. Machines compute tables and round weights a little differently; other seeds differ by more."""
 
@@ -172,7 +172,7 @@ ARGUMENTS = (
 OUTER = ("outer_lr", "outer_momentum")
 """If a replica was given neither, both follow from the length of its plan."""
 TOTALS = ("total_steps", "total_rounds")
-NOT_SETTINGS = ("tensors", "frozen", "given", "more")
+NOT_SETTINGS = ("tensors", "frozen", "given", "unshared")
 MAX_SHOWN = 60
 FEW = 0.02
 """Numbers of steps that differ by so small a part are probably made of the lengths of shares."""
