@@ -315,9 +315,9 @@ class AttachedState:
         store, me = self._store.for_thread(), self._me
         for position, n_parts, is_first in self._written[:-2]:
             if not is_first:
-                store.remove(self._keys.own_record(me.rank, position, me.attempt))
+                store.remove(self._keys.own_state_record(me.rank, position, me.attempt))
                 for index in range(n_parts):
-                    store.remove(self._keys.own_tensors(me.rank, position, me.attempt, index))
+                    store.remove(self._keys.own_state_tensors(me.rank, position, me.attempt, index))
         self._written = self._written[-2:]
 
     def _upload(self, position: int, steps: int, arrays: Arrays, since: Sequence[int]) -> int:
@@ -327,8 +327,8 @@ class AttachedState:
         digest, *more = (digest_of(part, self._proof) for part in parts)
         about = {"rank": me.rank, "attempt": me.attempt, "position": position, "uncounted_since": since, "steps": steps}
         record = {**about, "digest": digest, **({"more": more} if more else {})}
-        key = self._keys.own_record(me.rank, position, me.attempt)
-        keys = [self._keys.own_tensors(me.rank, position, me.attempt, index) for index in range(len(parts))]
+        key = self._keys.own_state_record(me.rank, position, me.attempt)
+        keys = [self._keys.own_state_tensors(me.rank, position, me.attempt, index) for index in range(len(parts))]
         try:
             is_kept = all(store.write(*each) for each in zip(keys, parts, strict=True))
             error = None if is_kept and store.write(key, frame(record, key, self._proof)) else store.last_error
@@ -358,7 +358,7 @@ class AttachedState:
 
     def _find(self, keys: Keys, most: int = sys.maxsize) -> Kept | None:
         """Return the newest record that can be read, of at most so many rounds."""
-        prefix = keys.own(self._me.rank)
+        prefix = keys.own_state(self._me.rank)
         for _ in range(READ_TRIES):  # a listing that fails lists nothing
             if listed := self._store.list_keys(prefix):
                 break
@@ -371,7 +371,7 @@ class AttachedState:
         return None
 
     def _read(self, keys: Keys, position: int, attempt: int) -> Kept | None:
-        key = keys.own_record(self._me.rank, position, attempt)
+        key = keys.own_state_record(self._me.rank, position, attempt)
         record = self._store.peek(key)
         if not record:
             return None
@@ -382,7 +382,7 @@ class AttachedState:
                 steps = max(0, typed(int, fields.get("steps", 0)))
                 arrays: dict[str, Array] = {}
                 for index, digest in enumerate([fields["digest"], *typed(list, fields.get("more", []))]):
-                    part = self._store.peek(keys.own_tensors(self._me.rank, position, attempt, index))
+                    part = self._store.peek(keys.own_state_tensors(self._me.rank, position, attempt, index))
                     if not part:
                         return None
                     if self._proof.digest(part) != digest:

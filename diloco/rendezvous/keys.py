@@ -72,14 +72,14 @@ class Keys:
         """Return the prefix of all contributions and means."""
         return self._under("r")
 
-    def own(self, rank: int | None = None) -> str:
+    def own_state(self, rank: int | None = None) -> str:
         """Return the prefix of what ranks, or one rank, keep for their next attempts."""
         return self._under("own/" if rank is None else f"own/{rank}/")
 
-    def own_record(self, rank: int, position: int, attempt: int) -> str:
+    def own_state_record(self, rank: int, position: int, attempt: int) -> str:
         return self._under(f"own/{rank}/{position}/{attempt}/record")
 
-    def own_tensors(self, rank: int, position: int, attempt: int, part: int) -> str:
+    def own_state_tensors(self, rank: int, position: int, attempt: int, part: int) -> str:
         number = f".{part}" if part else ""
         return self._under(f"own/{rank}/{position}/{attempt}/tensors{number}.safetensors")
 

@@ -281,7 +281,7 @@ def _pointer(store: RetryingStore, keys: Keys, entry: int, proof: Proof) -> Snap
 
 def _collect_own(store: RetryingStore, keys: Keys, horizon: int) -> None:
     """Delete what ranks kept before the horizon, but for the newest of each: a rank may come back after long."""
-    prefix = keys.own()
+    prefix = keys.own_state()
     kept: dict[str, dict[tuple[int, int], list[str]]] = {}
     for key in store.list_keys(prefix):
         if own := _OWN.match(key.removeprefix(prefix)):

@@ -91,7 +91,7 @@ def test_what_is_attached_and_large_is_kept_in_parts_and_given_back(monkeypatch:
     first = attached(store, 0)
     first.attach("state", State(1.0), 0)
     first.keep(4, [torch.arange(3.0)], [4])
-    names = sorted(entry.key.rpartition("/")[2] for entry in store.list(KEYS.own(0)))
+    names = sorted(entry.key.rpartition("/")[2] for entry in store.list(KEYS.own_state(0)))
     assert names == ["record", *(f"tensors.{n}.safetensors" for n in (1, 2, 3)), "tensors.safetensors"]
     state = State(9.0)
     again = attached(store, 1)
@@ -111,7 +111,7 @@ def test_live_work_and_states_that_are_larger_than_a_part_are_kept_in_parts(
     first = attached(store, 0)
     first.attach("state", large, 0)
     first.keep(4, [torch.arange(1000.0), torch.ones(3)], [4, 4])
-    sizes = [entry.size_bytes for entry in store.list(KEYS.own(0))]
+    sizes = [entry.size_bytes for entry in store.list(KEYS.own_state(0))]
     assert len(sizes) > 4
     assert max(sizes) < 2000 + 400  # and a header
     again, state = attached(store, 1), State(9.0)
@@ -131,9 +131,9 @@ def test_a_part_that_is_missing_or_rotten_means_the_record_before_it(monkeypatch
         for position in (4, 8):
             first.keep(position, [], [position])
         if rotten is None:
-            store.delete(KEYS.own_tensors(0, 8, 0, 2))
+            store.delete(KEYS.own_state_tensors(0, 8, 0, 2))
         else:
-            store.put(KEYS.own_tensors(0, 8, 0, 2), rotten)
+            store.put(KEYS.own_state_tensors(0, 8, 0, 2), rotten)
         kept = attached(store, 1).kept
         assert kept is not None
         assert kept.position == 4

@@ -293,8 +293,8 @@ def test_a_contract_without_tensors_is_another_model_s() -> None:
 
 def kept_by(store: MemoryStore, position: str, arrays: bytes, head: bytes | None = None) -> None:
     digest = {"digest": xxh3_128_hexdigest(arrays)}
-    store.put(f"{KEYS.own(0)}{position}/record", head or frame(digest, "", UNSIGNED))
-    store.put(f"{KEYS.own(0)}{position}/tensors.safetensors", arrays)
+    store.put(f"{KEYS.own_state(0)}{position}/record", head or frame(digest, "", UNSIGNED))
+    store.put(f"{KEYS.own_state(0)}{position}/tensors.safetensors", arrays)
 
 
 def test_what_a_rank_kept_and_cannot_be_read_means_what_it_kept_before(caplog: pytest.LogCaptureFixture) -> None:
