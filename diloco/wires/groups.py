@@ -16,7 +16,7 @@ LEAST = np.float32(2.0**-100)
 LARGEST = float(np.finfo(np.float32).max)
 
 
-class Grouped(ABC):
+class GroupedWire(ABC):
     """A block is the float32 scales of its groups, zeros up to a multiple of `align` bytes, and the whole numbers.
 
     What goes group by group is done by torch: its loops over rows take half as long as numpy's, with the same bits.

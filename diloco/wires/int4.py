@@ -12,14 +12,14 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from diloco.wires.groups import Grouped
+from diloco.wires.groups import GroupedWire
 from diloco.wires.wire import Floats
 
 Codes: TypeAlias = npt.NDArray[np.uint8]
 PAGE, ZERO = 8192, 8
 
 
-class Int4(Grouped):
+class Int4(GroupedWire):
     """An eighth of fp32's bytes."""
 
     name = "int4"

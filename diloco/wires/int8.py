@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from diloco.wires.groups import Grouped
+from diloco.wires.groups import GroupedWire
 from diloco.wires.wire import Floats
 
 
-class Int8(Grouped):
+class Int8(GroupedWire):
     """A quarter of fp32's bytes."""
 
     name = "int8"
