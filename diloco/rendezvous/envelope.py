@@ -57,7 +57,7 @@ def unframe(data: Buffer, key: str, proof: Proof) -> tuple[dict[str, Any], str, 
     return _fields(head), found.hex(), aligned(_PREFIX.size + len(head))
 
 
-def unproven(data: Buffer) -> dict[str, Any]:
+def unproven_fields(data: Buffer) -> dict[str, Any]:
     """Return the fields of a head that nothing vouches for, to say why it is refused.
 
     Raises:

@@ -55,7 +55,7 @@ class Keys:
         """Return the key of the record of a run's end, which exists if a replica has stopped the run."""
         return self._under("end")
 
-    def rest(self, entry: int) -> str:
+    def unshared(self, entry: int) -> str:
         return self._under(f"unshared/{entry}")
 
     def all_unshared(self) -> str:

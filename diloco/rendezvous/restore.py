@@ -15,7 +15,7 @@ from typing import Any
 from diloco.errors import DivergenceError, QuorumTimeoutError
 from diloco.rendezvous.contribution import StepAccount
 from diloco.rendezvous.early_end import apply_recorded_end, apply_sealed_end
-from diloco.rendezvous.envelope import BadRecordError, check_signed, reading, typed, unproven
+from diloco.rendezvous.envelope import BadRecordError, check_signed, reading, typed, unproven_fields
 from diloco.rendezvous.frames import READ_TRIES, Seal
 from diloco.rendezvous.keys import folder_of
 from diloco.rendezvous.mean import Reducer
@@ -192,7 +192,7 @@ class SnapshotReader:
             return
         data, said = self._store.peek(self._keys.snapshot(0)), mine
         with suppress(BadRecordError), reading("agreement"):
-            said = mine if data is None else typed(dict, unproven(data)["contract"]).get("signed")
+            said = mine if data is None else typed(dict, unproven_fields(data)["contract"]).get("signed")
         check_signed(said, mine)
 
     def _offer_first_anchor(self) -> None:

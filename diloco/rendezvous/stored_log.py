@@ -25,7 +25,7 @@ from diloco.rendezvous.envelope import (
     reading,
     typed,
     unframe,
-    unproven,
+    unproven_fields,
 )
 from diloco.rendezvous.frames import READ_TRIES, MeanHead, Seal, head_bytes
 from diloco.rendezvous.keys import Keys
@@ -210,7 +210,7 @@ class StoredLog:
         assert data is not None
         signed: Any = None
         with suppress(BadRecordError), reading("agreement"):
-            signed = typed(dict, unproven(data)["contract"]).get("signed")
+            signed = typed(dict, unproven_fields(data)["contract"]).get("signed")
         why = "it is not what was written"
         if signed is not None:
             why = f"the key that is known here does not prove it; it was signed with the key {str(signed)[:8]!r}"
@@ -281,11 +281,11 @@ class StoredLog:
             self._store.record_misread(key, data)
         return None
 
-    def rests(self) -> list[int]:
+    def unshared_rounds(self) -> list[int]:
         """Return the rounds after which a replica kept what its model has beside the anchor; the newest first."""
         return sorted(self._entries_below(self._keys.all_unshared()), reverse=True)
 
-    def rest(self, entry: int) -> UnsharedTensors | None:
+    def read_unshared(self, entry: int) -> UnsharedTensors | None:
         """Read what a replica kept of its model beside the anchor. None: it is gone, or is not what was written."""
         key = self._keys.unshared(entry)
         for _ in range(READ_TRIES):

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco.rendezvous.envelope import UNSIGNED, BadRecordError, Proof, Signatures, frame, proof_of, unproven
+from diloco.rendezvous.envelope import UNSIGNED, BadRecordError, Proof, Signatures, frame, proof_of, unproven_fields
 from diloco.rendezvous.frames import Seal
 from diloco.rendezvous.restore import SnapshotReader
 from diloco.rendezvous.snapshot import SnapshotPointer
@@ -83,7 +83,7 @@ class Attacked(Simulation):
         """Return an object with more of somebody's work in it, and everything right but for the proof."""
         value = self.store.objects[key]
         try:
-            fields = unproven(value)
+            fields = unproven_fields(value)
         except BadRecordError:
             return None
         head = value[: len(value) - len(self.payload_of(key))]
@@ -99,7 +99,7 @@ class Attacked(Simulation):
         value, n_bytes = self.store.objects[key], 4 * SLOTS
         if "/mean/" in key:
             return value[HEAD_BYTES:]
-        has_payload = "/contribution/" in key or ("/seal/" in key and "mean" in unproven(value))
+        has_payload = "/contribution/" in key or ("/seal/" in key and "mean" in unproven_fields(value))
         return value[-n_bytes:] if has_payload and len(value) > n_bytes else b""
 
     def forged(self, key: str, target: str) -> bytes | None:

@@ -67,7 +67,7 @@ def believe_the_own_answer(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DecisionLog, "append", append)
 
 
-def own_state(log: Any, *rest: Any) -> Any:
+def own(log: Any, *rest: Any) -> Any:
     """What this controller sees of the log when it counts its own restarts only."""
     mine = [entry for entry in log if entry.kind != "restart" or entry.by == (log[-1].by if log else "")]
     return (mine, *rest)

@@ -19,7 +19,7 @@ from torch import nn
 
 from diloco import DiLoCo
 from diloco.errors import ContributionError
-from diloco.rendezvous.envelope import UNSIGNED, BadRecordError, Signatures, frame, proof_of, unframe, unproven
+from diloco.rendezvous.envelope import UNSIGNED, BadRecordError, Signatures, frame, proof_of, unframe, unproven_fields
 from diloco.rendezvous.frames import Contribution, MeanHead, Seal, SealedReplica
 from diloco.rendezvous.reduction import Blocks, Input, weighted_mean
 from diloco.rendezvous.retrying_store import RetryingStore
@@ -159,7 +159,7 @@ def test_the_key_that_the_launch_handed_over_is_taken_whatever_the_store_says(mo
     monkeypatch.setenv(RUN_KEY, KEY.hex())
     DiLoCo(model(), **place(store)).close()
     pointer = store.get("test/diloco/main/snapshot/0")
-    assert unproven(pointer)["contract"]["signed"] == key_id(KEY)
+    assert unproven_fields(pointer)["contract"]["signed"] == key_id(KEY)
     assert KEY.hex() not in repr(vars(DiLoCo(model(), name="other", **place(store)))["_settings"])
     monkeypatch.setenv(RUN_KEY, "secret")
     with pytest.raises(ValueError, match=f"{RUN_KEY} is not a key") as caught:
