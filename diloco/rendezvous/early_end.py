@@ -1,8 +1,8 @@
-"""Ending a run before its planned end: one replica asks for it, and all end after the same round.
+"""Ends a run before its planned end: one replica asks for it, and all replicas end after the same round.
 
-The wish travels with a contribution. The seal that counts the contribution names who wished it, and a seal is the same
-for everybody: so every replica ends the plan at that entry, whatever it had planned. The record of the end is for
-replicas that load a newer snapshot and so never read that seal.
+A replica sends its request with a contribution. The seal that counts the contribution names the replicas that asked.
+All replicas read the same seal, so all of them end the plan at that entry. A replica that loads a newer snapshot never
+reads that seal, so the end is also stored in a record of its own.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from executors.store import Buffer
 
 @dataclass(frozen=True, slots=True)
 class EarlyEnd:
-    """Where a run ends that a replica has stopped.
+    """The stored end of a run that a replica has stopped.
 
     Args:
-        entry: the first of the last entries; each other fragment has one more, at the same step.
-        ranks: the replicas that asked for it.
+        entry: the first of the last entries. Each other fragment has one more entry, at the same step.
+        ranks: the replicas that asked for the end.
 
     Example:
         EarlyEnd(12, (3,)).data(keys.end(), proof)
@@ -34,26 +34,42 @@ class EarlyEnd:
     ranks: tuple[int, ...]
 
     def data(self, key: str, proof: Proof) -> bytes:
-        """Return the record as it is stored."""
+        """Return the record as bytes for the store.
+
+        Args:
+            key: the key of the record. A signature covers the key.
+            proof: signs the record or adds a checksum.
+        """
         return frame({"entry": self.entry, "ranks": list(self.ranks)}, key, proof)
 
     @classmethod
     def parse(cls, data: Buffer, key: str, proof: Proof) -> EarlyEnd:
-        """Read a record.
+        """Read a record from bytes of the store.
+
+        Args:
+            data: the bytes.
+            key: the key of the record.
+            proof: checks the signature or the checksum.
 
         Raises:
-            BadRecordError: these bytes are not the record of an end.
+            BadRecordError: these bytes are not the record of an early end.
         """
         fields, _, _ = unframe(data, key, proof)
         with reading("early end of a run"):
             entry, ranks = typed(int, fields["entry"]), tuple(typed(int, rank) for rank in typed(list, fields["ranks"]))
             if entry < 0 or not ranks or len(ranks) > MAX_RANK or not all(0 <= rank <= MAX_RANK for rank in ranks):
-                raise ValueError("an entry or ranks that cannot be")
+                raise ValueError("an entry or a rank is out of range")
         return cls(entry, ranks)
 
 
 def find_early_end(store: RetryingStore, keys: Keys, proof: Proof) -> EarlyEnd | None:
-    """Return where the run ends that a replica has stopped; None if none has, or the record cannot be read."""
+    """Return the stored early end of a run. None if there is none, or if its record cannot be read.
+
+    Args:
+        store: the store of the run.
+        keys: the keys of the rendezvous.
+        proof: checks the record.
+    """
     key = keys.end()
     for _ in range(READ_TRIES):
         data = store.peek(key)
@@ -66,15 +82,30 @@ def find_early_end(store: RetryingStore, keys: Keys, proof: Proof) -> EarlyEnd |
 
 
 def apply_recorded_end(plan: RoundPlan, store: RetryingStore, keys: Keys, proof: Proof) -> None:
-    """EarlyEnd a plan where the record of the run's end says; without a record, leave it as it is."""
+    """End a plan at the stored early end of its run. If there is none, the plan stays as it is.
+
+    Args:
+        plan: the plan of this replica, which is changed.
+        store: the store of the run.
+        keys: the keys of the rendezvous.
+        proof: checks the record.
+    """
     if (end := find_early_end(store, keys, proof)) is not None:
         plan.end_after(end.entry, end.ranks)
 
 
 def apply_sealed_end(seal: Seal, entry: int, plan: RoundPlan, store: RetryingStore, keys: Keys, proof: Proof) -> None:
-    """EarlyEnd a plan with the entry whose seal says that a replica wants to stop, and record it.
+    """End a plan at an entry if its seal names a replica that asks for the end, and store that end.
 
-    Call it before the entry is applied: the outer step of a last round is a plain average.
+    Call this function before the entry is applied, because the outer step of a last round is a plain average.
+
+    Args:
+        seal: the seal of the entry.
+        entry: the entry, as its index in the log.
+        plan: the plan of this replica, which is changed.
+        store: the store of the run.
+        keys: the keys of the rendezvous.
+        proof: signs the record or adds a checksum.
     """
     if seal.stops and plan.end_after(entry, seal.stops):
         key = keys.end()

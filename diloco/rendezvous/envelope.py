@@ -1,9 +1,11 @@
-"""A record in the store: the frame around its head, and the proof of it.
+"""Records in the store: packs a head into a frame, reads it back, and proves that the bytes are the written ones.
 
-A frame is `RPL1`, the length of the head (uint32, little-endian), the proof of the head, the head as JSON, zeros up to
-a multiple of 64 bytes or more, and the payload. A checksum shows that the bytes are the written ones. If replicas share
-a key, a signature takes its place, which also shows that a replica of the run wrote them, under this very key of the
-store. A forged record, or one that was copied from another round, rank or run, is not proven.
+A frame has these parts, in this order: `RPL1`, the length of the head (uint32, little-endian), the proof of the head,
+the head as JSON, zeros up to a multiple of 64 bytes or more, and the payload.
+
+The proof is a checksum, or a signature if the replicas share a secret. A checksum finds damaged bytes. A signature also
+shows that a replica of the run wrote the record under this key of the store. So the reader refuses a forged record, and
+a record that was copied from another round, rank or run.
 """
 
 from __future__ import annotations
@@ -36,20 +38,31 @@ _ALIGN = 64  # payloads start at a cache line, so that float32 views of mapped o
 
 
 class BadRecordError(StoreError):
-    """Bytes that are not, or no longer, the record they should be."""
+    """The bytes are not the expected record: they are damaged, forged, or another kind of object."""
 
 
 def frame(fields: Mapping[str, Any], key: str, proof: Proof) -> bytes:
-    """Return a JSON object as the head of an object with this key, with what proves it."""
+    """Return a frame without its payload: prefix, proof and head.
+
+    Args:
+        fields: the fields of the head, as JSON values.
+        key: the key under which the object will be stored. A signature covers the key.
+        proof: signs the head or adds a checksum.
+    """
     head = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
     return _PREFIX.pack(MAGIC, len(head), proof.of_head(key, head)) + head
 
 
 def unframe(data: Buffer, key: str, proof: Proof) -> tuple[dict[str, Any], str, int]:
-    """Return the fields of the head of an object with this key, what proves it, and where the payload starts.
+    """Return the fields of the head, its proof as hexadecimal text, and the offset of the payload in bytes.
+
+    Args:
+        data: the object, or at least its head.
+        key: the key under which the object was found.
+        proof: checks the signature or the checksum.
 
     Raises:
-        BadRecordError: these bytes are not a frame, or no longer what was written under this key.
+        BadRecordError: these bytes are not a frame, or they are not the bytes that were written under this key.
     """
     head, found = _split(data)
     if not hmac.compare_digest(proof.of_head(key, head), found):
@@ -58,7 +71,10 @@ def unframe(data: Buffer, key: str, proof: Proof) -> tuple[dict[str, Any], str, 
 
 
 def unproven_fields(data: Buffer) -> dict[str, Any]:
-    """Return the fields of a head that nothing vouches for, to say why it is refused.
+    """Return the fields of a head without checking its proof. Use them only to explain why the head is refused.
+
+    Args:
+        data: the object, or at least its head.
 
     Raises:
         BadRecordError: these bytes are not a frame.
@@ -67,7 +83,7 @@ def unproven_fields(data: Buffer) -> dict[str, Any]:
 
 
 def _split(data: Buffer) -> tuple[memoryview, bytes]:
-    """Return the head of a frame, and the proof that it comes with."""
+    """Return the head of a frame, and the proof that is stored in front of it."""
     view = memoryview(data)
     if len(view) < _PREFIX.size:
         raise BadRecordError(f"A record has at least {_PREFIX.size} bytes, this one has {len(view)}.")
@@ -84,12 +100,18 @@ def _fields(head: memoryview) -> dict[str, Any]:
 
 
 def padded(head: bytes, size: int) -> bytes:
+    """Return the head with zeros up to a size in bytes.
+
+    Raises:
+        ValueError: the head is longer than the size. Only a nonce of absurd length can cause that.
+    """
     if len(head) > size:
-        raise ValueError(f"A head of {len(head)} bytes does not fit into {size}.")  # a nonce of absurd length
+        raise ValueError(f"A head of {len(head)} bytes does not fit into {size}.")
     return head.ljust(size, b"\0")
 
 
 def aligned(size: int) -> int:
+    """Return the smallest multiple of 64 bytes that is at least this size."""
     return -(-size // _ALIGN) * _ALIGN
 
 
@@ -99,7 +121,15 @@ UNREADABLE = (AttributeError, LookupError, MemoryError, OverflowError, RuntimeEr
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Turn whatever a wrong field raises into a `BadRecordError` that names the kind of record."""
+    """Turn each error that a wrong field raises inside the block into a `BadRecordError`.
+
+    Args:
+        what: the kind of record, for the message.
+
+    Example:
+        with reading("seal"):
+            shards = typed(int, fields["shards"])
+    """
     try:
         yield
     except BadRecordError:
@@ -109,7 +139,11 @@ def reading(what: str) -> Iterator[None]:
 
 
 def typed(kind: type[T], value: Any) -> T:
-    """Return the value, which must be of that type."""
+    """Return the value if it has the given type.
+
+    Raises:
+        TypeError: it has another type.
+    """
     if not isinstance(value, kind):
         raise TypeError(f"a {type(value).__name__} instead of a {kind.__name__}")
     return value
@@ -119,25 +153,30 @@ def typed(kind: type[T], value: Any) -> T:
 
 
 class Proof(Protocol):
-    """How the replicas of a run prove what they write."""
+    """Proves records and payloads: the replicas of one run all use the same kind of proof."""
 
     is_signed: bool
-    """True if only a replica with the run's key can make what proves a record."""
+    """True if only a replica with the run's key can make the proof of a record."""
     copies: bool
-    """True if data must be copied before it is proven: another process may write to a mapped file."""
+    """True if data must be copied before it is checked, because another process may write to a mapped file."""
 
     def of_head(self, key: str, head: Buffer) -> bytes:
-        """Return the 16 bytes that prove the head of an object with this key."""
+        """Return the 16 bytes that prove a head.
+
+        Args:
+            key: the key under which the object is stored.
+            head: the head as JSON.
+        """
 
     def hash(self) -> Hash:
-        """Return the digest of a payload, or of a block of one, in the making."""
+        """Return a new hash, for a payload or a block that is read piece by piece."""
 
     def digest(self, data: Buffer) -> str:
-        """Return the digest of a whole one."""
+        """Return the digest of a whole payload or block."""
 
 
 class Checksums:
-    """Checksums by xxh3_128, which any process can compute."""
+    """The proof of runs without a key: checksums by xxh3_128, which any process can compute."""
 
     is_signed = False
     copies = False
@@ -153,7 +192,14 @@ class Checksums:
 
 
 class Signatures:
-    """HMAC-SHA256 of heads, and BLAKE3 of payloads, for which a head vouches: twice as fast as SHA-256 or more."""
+    """The proof of signed runs: HMAC-SHA256 of each head, and BLAKE3 of each payload.
+
+    A head contains the digests of its payload, so the signature of the head covers both. BLAKE3 is at least twice as
+    fast as SHA-256.
+
+    Args:
+        key: the key of the run.
+    """
 
     is_signed = True
     copies = True
@@ -172,6 +218,8 @@ class Signatures:
 
 
 class _Blake3:
+    """BLAKE3 with digests of 16 bytes, as a `Hash`."""
+
     def __init__(self) -> None:
         self._hash = blake3()
 
@@ -186,24 +234,33 @@ UNSIGNED = Checksums()
 
 
 def proof_of(key: bytes | None) -> Proof:
-    """Return the proof of records of replicas that share a key. None: they share no key."""
+    """Return the proof for a run.
+
+    Args:
+        key: the key that the replicas share. None: the run is not signed.
+    """
     return UNSIGNED if key is None else Signatures(key)
 
 
 def check_key(key: Any) -> None:
-    """Raises: TypeError, ValueError: it is not a key. The message does not show it."""
+    """Check the argument `key` of a DiLoCo. No message shows the key, because it is a secret.
+
+    Raises:
+        TypeError: it is neither None nor bytes.
+        ValueError: it is too short.
+    """
     if key is not None and not isinstance(key, bytes):
-        raise TypeError(f"key is bytes, as of secrets.token_bytes(32), got {kind_of(key)}.")
+        raise TypeError(f"key must be bytes, such as secrets.token_bytes(32), got {kind_of(key)}.")
     if key is not None and len(key) < LEAST_KEY_BYTES:
-        raise ValueError(f"key has at least {LEAST_KEY_BYTES} bytes, got {len(key)}.")
+        raise ValueError(f"key must have at least {LEAST_KEY_BYTES} bytes, got {len(key)}.")
 
 
 def check_signed(theirs: Any, mine: str | None) -> None:
-    """Refuse a replica that has not the key of the run.
+    """Refuse a replica that does not have the key of the run.
 
     Args:
-        theirs: the id of the run's key in a record; None if the record is of a run that is not signed.
-        mine: the id of this replica's key; None if it has no key.
+        theirs: the id of the run's key, as a record of the run names it. None: the run is not signed.
+        mine: the id of this replica's key. None: the replica has no key.
 
     Raises:
         ContributionError: the keys differ. The message names the remedy.

@@ -1,4 +1,7 @@
-"""The keys of the objects of one rendezvous. They are an interface: people look at them with other tools."""
+"""The store keys of all objects of one rendezvous.
+
+The keys are an interface: users look at the objects with other tools. ADR 0034 describes the objects byte by byte.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,17 @@ from executors.store.record_names import CLAIM, OUTCOME
 # More than 20 methods: each kind of object has one, so that no key is written anywhere else.
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys of the rendezvous `name` of a run."""
+    """The keys of one DiLoCo of a run.
+
+    Example:
+        Keys("first-try", "main").seal(12)
+    """
 
     run_id: str
     name: str
+    """The name of the DiLoCo. Its objects are below this folder of the run."""
     run_key: bytes | None = field(default=None, repr=False)
-    """The key that claims and outcomes of replicas are signed with. None: they are not signed."""
+    """The secret with which the claims and outcomes of replicas are signed. None: they are not signed."""
 
     def _under(self, rest: str) -> str:
         return f"{self.run_id}/diloco/{self.name}/{rest}"
@@ -39,33 +47,42 @@ class Keys:
         return key if self.run_key is None else signed_key(key, self.run_key)
 
     def added(self, number: int) -> str:
+        """Return the key of one record of added ranks. The records are numbered from 0."""
         return added_key(self.run_id, number)
 
     def abort(self) -> str:
+        """Return the key of the record that exists if a replica has aborted the run."""
         return f"{self.run_id}/abort.json"
 
     def snapshot(self, entry: int) -> str:
+        """Return the key of the pointer to the snapshot before an entry."""
         return self._under(f"snapshot/{entry}")
 
     def snapshots(self) -> str:
-        """Return the prefix of all snapshots' pointers."""
+        """Return the prefix of the pointers of all snapshots."""
         return self._under("snapshot/")
 
     def end(self) -> str:
-        """Return the key of the record of a run's end, which exists if a replica has stopped the run."""
+        """Return the key of the early end, which exists if a replica has stopped the run."""
         return self._under("end")
 
     def unshared(self, entry: int) -> str:
-        return self._under(f"unshared/{entry}")
+        """Return the key of a copy of the tensors that replicas do not share, made before an entry.
+
+        Its name begins with r, so that the list of contributions and means contains it, too.
+        """
+        return self._under(f"rest/{entry}")
 
     def all_unshared(self) -> str:
-        """Return the prefix of what replicas keep of their models beside the anchor."""
-        return self._under("unshared/")
+        """Return the prefix of all copies of tensors that replicas do not share."""
+        return self._under("rest/")
 
     def part(self, entry: int, nonce: str, index: int) -> str:
+        """Return the key of one part of a snapshot. Its writer's nonce keeps it apart from other writers' parts."""
         return self._under(f"part/{entry}/{nonce}/{index}")
 
     def parts(self) -> str:
+        """Return the prefix of the parts of all snapshots."""
         return self._under("part/")
 
     def rounds(self) -> str:
@@ -73,33 +90,39 @@ class Keys:
         return self._under("r")
 
     def own_state(self, rank: int | None = None) -> str:
-        """Return the prefix of what ranks, or one rank, keep for their next attempts."""
+        """Return the prefix of the states that ranks keep for their next attempts. None: of all ranks."""
         return self._under("own/" if rank is None else f"own/{rank}/")
 
     def own_state_record(self, rank: int, position: int, attempt: int) -> str:
+        """Return the key of the record of such a state. The state counts only if its record exists."""
         return self._under(f"own/{rank}/{position}/{attempt}/record")
 
     def own_state_tensors(self, rank: int, position: int, attempt: int, part: int) -> str:
+        """Return the key of one file of tensors of such a state."""
         number = f".{part}" if part else ""
         return self._under(f"own/{rank}/{position}/{attempt}/tensors{number}.safetensors")
 
     def seal(self, entry: int) -> str:
+        """Return the key of the seal of an entry."""
         return self._under(f"seal/{entry}")
 
     def contribution(self, entry: int, rank: int) -> str:
+        """Return the key of the contribution of a rank to an entry."""
         return self._under(f"r{entry}/contribution/{rank}")
 
     def mean(self, entry: int, shard: int) -> str:
+        """Return the key of one shard of the mean of an entry."""
         return self._under(f"r{entry}/mean/{shard}")
 
     def process(self, rank: int, attempt: int) -> str:
-        """Return the key of the record of which process of an attempt takes part."""
+        """Return the key of the record that names the one process of an attempt that takes part."""
         return self._under(f"process/{rank}/{attempt}")
 
     def bye(self, rank: int, attempt: int) -> str:
+        """Return the key of the empty object that exists once an attempt has left in good order."""
         return self._under(f"bye/{rank}/{attempt}")
 
 
 def folder_of(key: str) -> str:
-    """Return the prefix that a watch for this key watches."""
+    """Return the folder of a key, with the slash at its end. A watch for the key watches this prefix."""
     return key[: key.rindex("/") + 1]

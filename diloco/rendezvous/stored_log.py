@@ -335,7 +335,7 @@ class StoredLog:
 
 @dataclass(frozen=True, slots=True)
 class UnsharedTensors:
-    """The tensors of a replica's model beside the anchor, as stored in `unshared/<entry>`."""
+    """The tensors of a replica's model beside the anchor, as stored in `rest/<entry>`."""
 
     rank: int
     arrays: Arrays

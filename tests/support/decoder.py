@@ -208,11 +208,11 @@ class Run:
     @property
     def rests(self) -> list[int]:
         """The rounds after which a replica kept what its model has beside the anchor."""
-        return sorted(int(key.removeprefix("unshared/")) for key in self._objects if key.startswith("unshared/"))
+        return sorted(int(key.removeprefix("rest/")) for key in self._objects if key.startswith("rest/"))
 
     def rest(self, entry: int) -> dict[str, Any]:
         """Return the kept tensors by name. A tensor whose type numpy lacks is returned as its bits."""
-        data, found = self._get(f"unshared/{entry}"), self._frame(f"unshared/{entry}")
+        data, found = self._get(f"rest/{entry}"), self._frame(f"rest/{entry}")
         assert found.head["rank"] in range(10**6)
         assert self._proof.digest(data[found.end :]) == found.head["digest"]
         tensors = safetensors(data[found.end :])

@@ -20,7 +20,7 @@ from executors.store import Data, MemoryStore
 
 N, EVERY, ROUNDS, BLOCK_ELEMENTS = 3, 4, 60, 16
 SIZE = 48
-KINDS = ("contribution", "mean", "part", "own", "seal", "snapshot", "unshared")
+KINDS = ("contribution", "mean", "part", "own", "seal", "snapshot", "rest")
 
 
 class Counting(MemoryStore):
@@ -85,7 +85,7 @@ def test_a_run_of_sixty_rounds_never_keeps_more_than_the_protocol_says(sharded: 
     assert 0 < most["part"] <= 3  # a snapshot is one part here
     # A record and its tensors, as often as there are snapshots, and of the last two rounds at which they were kept.
     assert 0 < most["own"] <= 2 * (3 + 2) * N
-    assert 2 <= most["unshared"] <= 4  # the first, and the parts of the last snapshots
+    assert 2 <= most["rest"] <= 4  # the first, and the parts of the last snapshots
     # What is never deleted: a pointer each `snapshot_every` rounds, and a seal each, of up to 100 bytes a member.
     assert most["seal"] == ROUNDS
     assert ROUNDS // EVERY // 2 <= most["snapshot"] <= ROUNDS // EVERY + 1
