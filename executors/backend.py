@@ -20,7 +20,7 @@ from executors.attempt import Attempt
 from executors.logs.log import Log
 from executors.logs.readers import TailedLog
 from executors.protocol import Outcome, Reason, ReplicaHandle, ReplicaStatus, ServerlessExecutor, as_status
-from executors.settings.run_spec import RunSpec
+from executors.settings.run_spec import StartSpec
 from executors.store import Store, store_at
 from executors.store.parallel import at_store
 from executors.store.record_names import HANDLE
@@ -28,6 +28,7 @@ from executors.store.url import address_of
 from executors.task.arguments import split_rank_env
 from executors.task.code_package import Package
 from executors.task.entrypoint import check_entrypoint
+from executors.task.launch_request import LaunchRequest
 
 Recordable = Mapping[str, type | re.Pattern[str]]
 """The options of a backend that readers take from a record, each with its type, or the pattern of its string.
@@ -38,6 +39,17 @@ among them.
 PLAIN_TIMEOUT_S = 3600  # the protocol's default, for executors that take no "no limit"
 PLAIN_ENTRYPOINT = "executors.worker.call"  # our worker, which a five-verb executor calls
 WITHOUT_OPTIONS: Recordable = MappingProxyType({})
+
+
+def no_progress(words: str) -> None:
+    """Report no progress: the default of `on_progress`.
+
+    Args:
+        words: the progress, in a few words.
+
+    Example:
+        backend.start_ranks(start, no_progress)
+    """
 
 
 @dataclass(frozen=True)
@@ -307,25 +319,12 @@ class Backend(ABC):
         return
 
     @abstractmethod
-    def check_launch(
-        self,
-        n_replicas: int,
-        entrypoint: str | Callable[..., Any],
-        entrypoint_args: Mapping[str, Any],
-        *,
-        gpu: str | None = None,
-        timeout: float | None = None,
-        secrets: Sequence[str] = (),
-    ) -> None:
+    def check_launch(self, request: LaunchRequest) -> None:
         """Refuse a launch that cannot work, before anything is written, started or paid for.
 
         Args:
-            n_replicas: how many replicas, at least 1.
-            entrypoint: a callable, or the name of one, as `launch` takes it.
-            entrypoint_args: keyword arguments of the entrypoint.
-            gpu: the GPU of each replica. None: no GPU.
-            timeout: seconds that each replica may run. None: `default_timeout_s`.
-            secrets: the names of secrets that replicas need.
+            request: the entrypoint, its arguments, and the settings `n`, `gpu`, `timeout` and `secrets`. A `timeout` of
+                None stands for `default_timeout_s`.
 
         Raises:
             ValueError: a bad argument.
@@ -333,7 +332,7 @@ class Backend(ABC):
             EntrypointError: the entrypoint cannot be found, or called with these arguments.
 
         Example:
-            backend.check_launch(2, "train.py:main", {"steps": 100})
+            backend.check_launch(LaunchRequest.of("train.py:main", n=2, args={"steps": 100}))
         """
 
     def check_pickle(self, pickled_by: str, whose: str = "The callable") -> None:
@@ -372,19 +371,40 @@ class Backend(ABC):
         return None
 
     @abstractmethod
-    def describe_launch(
-        self, run: RunSpec, *, gpu: str | None = None, timeout: float | None = None, requirements: Sequence[str] = ()
-    ) -> dict[str, Any]:
-        """Return what `launch_replicas` would ask for, as JSON. Values of secrets and of the environment are masked.
+    def describe_start(self, start: StartSpec, requirements: Sequence[str] = ()) -> dict[str, Any]:
+        """Return what `start_ranks` would ask for, as JSON. Values of secrets and of the environment are masked.
 
         Args:
-            run: the run, and which of its ranks.
-            gpu: the GPU of each replica. None: no GPU.
-            timeout: seconds that each replica may run. None: `default_timeout_s`.
-            requirements: the requirements that replicas install.
+            start: the run, which of its ranks, and what each replica gets.
+            requirements: the requirements that replicas install. Default: none.
 
         Example:
-            backend.describe_launch(spec, gpu="H100")
+            backend.describe_start(StartSpec(spec, "train.py:main", gpu="H100"))
+        """
+
+    # --- starting ranks of a run that is written
+
+    @abstractmethod
+    def start_ranks(self, start: StartSpec, on_progress: Callable[[str], None] = no_progress) -> list[ReplicaHandle]:
+        """Start attempts of some ranks of a run, whose record exists already.
+
+        `executors.run.start_attempts` is the only caller that starts replicas of a launch, a resume, an addition or a
+        restart. It holds the lease and undoes a start that fails.
+
+        Args:
+            start: the run, which of its ranks, which attempt, and what each replica gets.
+            on_progress: called with a few words on the progress of the start, as in "5 of 8 started". Default: nothing
+                is reported.
+
+        Returns:
+            The handles in the order of the ranks. Attempts that another process began first are left out, and left
+            alone.
+
+        Raises:
+            LaunchError: a replica could not be started. Those that were started have been ended.
+
+        Example:
+            backend.start_ranks(StartSpec(spec, "train.py:main"))
         """
 
     # --- the five verbs
@@ -397,32 +417,9 @@ class Backend(ABC):
         entrypoint_args: Mapping[str, Any],
         *,
         gpu: str | None = None,
-        timeout: float | None = None,
-        run: RunSpec | None = None,
-        on_progress: Callable[[str], None] = lambda words: None,
+        timeout: int = 3600,
     ) -> list[ReplicaHandle]:
-        """Start replicas as `ServerlessExecutor.launch_replicas` does.
-
-        Args:
-            n_replicas: how many replicas, at least 1.
-            entrypoint: a callable, or the name of one, as `launch` takes it.
-            entrypoint_args: keyword arguments of the entrypoint.
-            gpu: the GPU of each replica. None: no GPU.
-            timeout: seconds that each replica may run. None: `default_timeout_s`.
-            run: the run that these replicas belong to, and which of its ranks they are. Its record exists already.
-                None: a new run.
-            on_progress: gets a few words on the progress of the start, as in "5 of 8 started".
-
-        Returns:
-            The handles in the order of the ranks. Attempts that another process began first are left out, and left
-            alone.
-
-        Raises:
-            LaunchError: a replica could not be started. Those that were started have been ended.
-
-        Example:
-            backend.launch_replicas(2, "train.py:main", {"steps": 100}, run=spec)
-        """
+        """Write a new run and start its replicas; see `ServerlessExecutor.launch_replicas`."""
 
     @abstractmethod
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
@@ -647,65 +644,43 @@ class PlainBackend(Backend):
         """Return the executor's sentence; empty if it has none."""
         return str(self.executor.installation_note(requirements)) if self._has("installation_note") else ""
 
-    def check_launch(
-        self,
-        n_replicas: int,
-        entrypoint: str | Callable[..., Any],
-        entrypoint_args: Mapping[str, Any],
-        *,
-        gpu: str | None = None,
-        timeout: float | None = None,
-        secrets: Sequence[str] = (),
-    ) -> None:
+    def check_launch(self, request: LaunchRequest) -> None:
         """Check the entrypoint, as far as that shows without running it; the executor checks nothing."""
-        if isinstance(entrypoint, str):
-            check_entrypoint(entrypoint, split_rank_env(entrypoint_args)[0])
+        if isinstance(request.entrypoint, str):
+            check_entrypoint(request.entrypoint, split_rank_env(request.args or {})[0])
 
-    def describe_launch(
-        self, run: RunSpec, *, gpu: str | None = None, timeout: float | None = None, requirements: Sequence[str] = ()
-    ) -> dict[str, Any]:
+    def describe_start(self, start: StartSpec, requirements: Sequence[str] = ()) -> dict[str, Any]:
         """Return the arguments of the executor's `launch_replicas`."""
         return {
-            "n_replicas": len(run.ranks),
+            "n_replicas": len(start.ranks),
             "entrypoint": PLAIN_ENTRYPOINT,
-            "entrypoint_args": {"run": address_of(run.store_url, run.run_id)},
-            "gpu": gpu,
-            "timeout": PLAIN_TIMEOUT_S if timeout is None else int(max(1, timeout)),
+            "entrypoint_args": {"run": address_of(start.spec.store_url, start.spec.run_id)},
+            "gpu": start.gpu,
+            "timeout": PLAIN_TIMEOUT_S if start.timeout_s is None else int(max(1, start.timeout_s)),
         }
 
-    def launch_replicas(
-        self,
-        n_replicas: int,
-        entrypoint: str | Callable[..., Any],
-        entrypoint_args: Mapping[str, Any],
-        *,
-        gpu: str | None = None,
-        timeout: float | None = None,
-        run: RunSpec | None = None,
-        on_progress: Callable[[str], None] = lambda words: None,
-    ) -> list[ReplicaHandle]:
+    def start_ranks(self, start: StartSpec, on_progress: Callable[[str], None] = no_progress) -> list[ReplicaHandle]:
         """Start all replicas of a run, and leave their handles in its store.
 
         The executor returns handles of a type of its own, in rank order. They are left if they are `ReplicaHandle`.
         """
-        if run is None:
-            limit_s = PLAIN_TIMEOUT_S if timeout is None else int(timeout)
-            started: list[Any] = self.executor.launch_replicas(
-                n_replicas, entrypoint, entrypoint_args, gpu=gpu, timeout=limit_s
-            )
-            return started
-        handles: list[Any] = self.executor.launch_replicas(**self.describe_launch(run, gpu=gpu, timeout=timeout))
+        handles: list[Any] = self.executor.launch_replicas(**self.describe_start(start))
         try:
-            store = store_at(run.store_url)
-            for rank, handle in zip(run.ranks, handles, strict=False):
+            store = store_at(start.spec.store_url)
+            for rank, handle in zip(start.ranks, handles, strict=False):
                 if isinstance(handle, ReplicaHandle):
-                    Attempt(store, run.run_id, rank).create(HANDLE, handle.to_json().encode(), replaces=True)
+                    Attempt(store, start.spec.run_id, rank).create(HANDLE, handle.to_json().encode(), replaces=True)
         except BaseException:  # no other process knows of them, and each costs until its limit
             for handle in handles:
                 with contextlib.suppress(Exception):
                     self.executor.cancel(handle)
             raise
         return handles
+
+    def launch_replicas(self, *asked: Any, **more: Any) -> list[ReplicaHandle]:
+        """Let the executor start replicas, which belong to no run of this package."""
+        started: list[ReplicaHandle] = self.executor.launch_replicas(*asked, **more)
+        return started
 
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
         """Return what the executor reports. A word that is not a `ReplicaStatus` counts as running."""

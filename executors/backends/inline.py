@@ -15,23 +15,22 @@ from typing import Any
 from executors import module_search
 from executors.attempt import TICKS, Attempt, collect_rows
 from executors.attempt.outcome import PID
-from executors.backend import Backend, Observation, PendingReplica, SupervisorStatus
+from executors.backend import Backend, Observation, PendingReplica, SupervisorStatus, no_progress
 from executors.errors import BackendError, StoreError
 from executors.logs.log import Log
 from executors.logs.readers import TailedLog
 from executors.process import is_alive, start_time, this_machine
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
-from executors.registry import describe_executor
 from executors.replica import RANK, find_replica, set_current_replica
-from executors.run.run_index import local_store, remember
-from executors.settings.run_spec import RunSpec
+from executors.run.new_run import write_new_run
+from executors.settings.run_spec import RunSpec, StartSpec
 from executors.store import store_at
 from executors.store.record_names import HANDLE
 from executors.store.records import Record, checked, text
 from executors.store.run_key import RUN_KEY
-from executors.store.url import address_of, new_run_id
+from executors.store.url import address_of
 from executors.task.arguments import split_rank_env
-from executors.task.create import MASK, create_run
+from executors.task.create import MASK
 from executors.task.entrypoint import check_entrypoint
 from executors.task.launch_request import LaunchRequest
 from executors.worker.main import call
@@ -67,32 +66,24 @@ class InlineExecutor(Backend):
     ships_code = False
     starts_single_ranks = False
 
-    def check_launch(
-        self,
-        n_replicas: int,
-        entrypoint: str | Callable[..., Any],
-        entrypoint_args: Mapping[str, Any],
-        *,
-        gpu: str | None = None,
-        timeout: float | None = None,
-        secrets: Sequence[str] = (),
-    ) -> None:
+    def check_launch(self, request: LaunchRequest) -> None:
         """Refuse what cannot work, before anything is written or called; see `Backend.check_launch`."""
-        if n_replicas != 1:
+        settings = request.settings
+        if settings.n != 1:
             raise ValueError(
-                f"n must be 1 on the backend 'inline', which runs one replica in this process, got n={n_replicas}. "
+                f"n must be 1 on the backend 'inline', which runs one replica in this process, got n={settings.n}. "
                 "For more, use another backend: local on Linux, or a cloud backend such as modal or hf."
             )
-        for name, value in (("gpu", gpu), ("timeout", timeout)):
+        for name, value in (("gpu", settings.gpu), ("timeout", settings.timeout)):
             if value is not None:
                 raise ValueError(
                     f"Backend 'inline' takes no {name}, got {name}={value!r}: the entrypoint runs in this process, "
                     "with what it has and as long as it takes. Remove it, or use another backend."
                 )
-        if missing := [name for name in secrets if name not in os.environ]:
+        if missing := [name for name in settings.secrets if name not in os.environ]:
             raise ValueError(f"The secret {missing[0]!r} is not set. Set it in this process's environment.")
-        if isinstance(entrypoint, str):
-            check_entrypoint(entrypoint, split_rank_env(entrypoint_args)[0])
+        if isinstance(request.entrypoint, str):
+            check_entrypoint(request.entrypoint, split_rank_env(request.args or {})[0])
 
     def launch_replicas(
         self,
@@ -101,19 +92,18 @@ class InlineExecutor(Backend):
         entrypoint_args: Mapping[str, Any],
         *,
         gpu: str | None = None,
-        timeout: float | None = None,
-        run: RunSpec | None = None,
-        on_progress: Callable[[str], None] = lambda words: None,
+        timeout: int | None = None,
     ) -> list[ReplicaHandle]:
-        """Call the entrypoint, and return its replica's handle; see `Backend.launch_replicas`.
+        """Write a run of one replica and call its entrypoint; see `ServerlessExecutor.launch_replicas`."""
+        request = LaunchRequest.of(entrypoint, n=n_replicas, args=entrypoint_args, gpu=gpu, timeout=timeout)
+        return self.start_ranks(write_new_run(self, request))
+
+    def start_ranks(self, start: StartSpec, on_progress: Callable[[str], None] = no_progress) -> list[ReplicaHandle]:
+        """Call the entrypoint, and return its replica's handle; see `Backend.start_ranks`.
 
         An exception of the entrypoint is its outcome, and is printed. Only Ctrl-C is passed on; it cancels the replica.
         """
-        if run is None:
-            self.check_launch(n_replicas, entrypoint, entrypoint_args, gpu=gpu, timeout=timeout)
-            request = LaunchRequest.of(entrypoint, n=n_replicas, args=entrypoint_args)
-            run = create_run(request, new_run_id(), local_store(), describe_executor(self))
-            remember(run.run_id, run.store_url, run.task_digest)
+        run = start.spec
         attempt = Attempt(store_at(run.store_url), run.run_id, run.ranks[0], run.attempt)
         announced = attempt.announced(self.backend_name)
         process = {"machine": this_machine(), "pid": os.getpid(), "pid_started": start_time(os.getpid())}
@@ -124,7 +114,7 @@ class InlineExecutor(Backend):
             is_ours = attempt.create(HANDLE, handle.to_json().encode())
             if not is_ours:
                 return []  # another process began it first
-            self._call(run, attempt.rank, entrypoint)
+            self._call(run, attempt.rank, start.entrypoint)
         finally:
             _calls.remove((run.run_id, attempt.rank))
             if is_ours:
@@ -132,11 +122,9 @@ class InlineExecutor(Backend):
                     self._conclude(attempt, handle)
         return [handle]
 
-    def describe_launch(
-        self, run: RunSpec, *, gpu: str | None = None, timeout: float | None = None, requirements: Sequence[str] = ()
-    ) -> dict[str, Any]:
-        """Return what `launch_replicas` would call, with the environment's values masked."""
-        return {"process": "this one", "cwd": os.getcwd(), "env": dict.fromkeys(run.env, MASK)}
+    def describe_start(self, start: StartSpec, requirements: Sequence[str] = ()) -> dict[str, Any]:
+        """Return what `start_ranks` would call, with the environment's values masked."""
+        return {"process": "this one", "cwd": os.getcwd(), "env": dict.fromkeys(start.spec.env, MASK)}
 
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
         """Return the replica's status. The first to find its process gone, or its call over, records it as lost.

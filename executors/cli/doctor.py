@@ -122,6 +122,7 @@ def _check_backend(
     """Check a backend; stop where later checks could only repeat the first failure."""
     from executors.registry import get_executor
     from executors.store.url import shared_rendezvous
+    from executors.task.launch_request import LaunchRequest
 
     try:
         executor = get_executor(name, options)
@@ -133,7 +134,7 @@ def _check_backend(
 
         def check_launch() -> str:
             began = time.monotonic()
-            backend.check_launch(1, "platform:node", {}, gpu=gpu)
+            backend.check_launch(LaunchRequest.of("platform:node", n=1, gpu=gpu))
             return f"the backend is ready; checked in {time.monotonic() - began:.1f} s"
 
         ready = check("launch", check_launch, "Nothing can be launched there until this works.")

@@ -30,9 +30,9 @@ from executors.status import RunStatus
 
 if TYPE_CHECKING:
     from executors.restarts.decision_log import DecisionLog
-    from executors.restarts.launch_starter import StartSpec
     from executors.run.external_controller import ExternalController
     from executors.run.run import Run
+    from executors.settings.run_spec import StartSpec
 
 SETTING = re.compile(r"(?:^|,)(restarts|hang|start)=(.*?)(?=,(?:restarts|hang|start)=|$)")
 SET = "Other rules from here on: restarts=5, restarts=3/1h,oom=0, restarts=none, hang=off or start=20m. Repeatable."
@@ -158,6 +158,7 @@ def _start_specs(
 ) -> list[StartSpec]:
     """Return what starts attempts of a run that another process launched, after checking that all it needs is here."""
     from executors.run.start_spec import resumable_placements, start_specs_of, trusted_task
+    from executors.task.launch_request import LaunchRequest
 
     task = trusted_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
     placements = resumable_placements(run)
@@ -167,8 +168,9 @@ def _start_specs(
     start_specs = start_specs_of(run, task, **values, detach=detach, verb="watch")
     # Its digest vouches for the entrypoint; what is checked are the account and the secrets.
     for start_spec in start_specs:
-        its = placements.some([*{placements.at(rank): None for rank in start_spec.spec.ranks}])
-        its.check_launch(1, len, {}, **start_spec.limits, secrets=start_spec.spec.secret_names)
+        its = placements.some([*{placements.at(rank): None for rank in start_spec.ranks}])
+        limits: Any = {"gpu": start_spec.gpu, "timeout": start_spec.timeout_s, "secrets": start_spec.spec.secret_names}
+        its.check_launch(LaunchRequest.of(len, n=1, **limits))
     return start_specs
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from executors.backend import as_executor
-from executors.errors import BackendError, RunExistsError, StoreError
+from executors.backend import as_executor, no_progress
+from executors.errors import BackendError, RunExistsError
 from executors.launcher.checks import (
     check_chaos,
     check_directory,
@@ -33,15 +33,14 @@ from executors.registry import check_executor, describe_executor, get_executor, 
 from executors.restarts.orders import abandon_run
 from executors.run.placements import Placements, as_placements
 from executors.run.prices import affordable_s, usd_per_hour
-from executors.run.run_index import KNOWN_BY, keep_key, local_store, locate, remember
+from executors.run.run_index import KNOWN_BY, local_store, locate, remember_launch
 from executors.settings import GATHER_S
+from executors.settings.run_spec import StartSpec
 from executors.shipping.checkout import Checkout, GitQuery
 from executors.shipping.script_header import check_python, script_header, script_of
 from executors.store import open_store
-from executors.store.parallel import within
 from executors.store.record_names import RUN_RECORD, run_exists
 from executors.store.records import to_bytes
-from executors.store.run_key import drop_key, hold_key
 from executors.store.state_folder import state_path
 from executors.store.url import address_of, default_rendezvous, directory_of, new_run_id, shared_rendezvous
 from executors.task.code_package import Package
@@ -52,7 +51,6 @@ from executors.task.record import RunRecord
 if TYPE_CHECKING:
     from executors.run.run import Run
 
-STORE_S = 20.0  # how long a store is waited for once a launch has failed, or has nothing left but to tidy up
 NEEDED_SOON = ("executors.run.run", "executors.store.file", "platformdirs")
 
 
@@ -71,19 +69,26 @@ class LaunchPlan:
     key: str | None = field(default=None, repr=False)
     """The key of the signed run that this one starts from, which is its own, too."""
 
-    def start(self, on_progress: Callable[[str], None] = lambda words: None) -> Run:
-        """Write the run and start its replicas. If that fails half-way, the run is left cancelled, not waiting.
+    def start(self, on_progress: Callable[[str], None] = no_progress) -> Run:
+        """Write the run and start its replicas.
 
-        Of one whose task could not be written nothing is left.
+        If the task cannot be written, nothing is left of the run. If the start fails later, the run is left cancelled.
 
         Args:
-            on_progress: gets a few words on how far the start is, where it takes long.
+            on_progress: called with a few words on the progress, if the start takes long. Default: nothing is reported.
+
+        Raises:
+            RunExistsError: the chosen run id is taken.
+            LaunchError: too few replicas could be started. Those that were started have been ended.
+            BackendError: the backend cannot be used.
+            StoreError: the rendezvous cannot be used.
+
+        Example:
+            run = plan_launch(LaunchRequest.of("train.py:main", n=4), "local").start()
         """
-        from executors.attempt.handles import keep_handles
-        from executors.restarts.launch_starter import StartSpec
-        from executors.restarts.lease import finish_start, hold_lease, with_lease
-        from executors.run.canceller import end_started
+        from executors.restarts.lease import new_lease, with_lease
         from executors.run.run import Run
+        from executors.run.start_attempts import StartPlan, start_attempts
 
         request, placements, settings = self.request, self.placements, self.request.settings
         store = local_store() if request.rendezvous is None else open_store(request.rendezvous)
@@ -97,45 +102,31 @@ class LaunchPlan:
         if note := self.installation_note():
             print(f"replicas: {note}", file=sys.stderr)
         write_run(store, self.run_id, new)
-        spec = new.spec
-        lease = None
-        is_asked = False
-        try:
-            options, more = placements.options_to_note()
-            remember(self.run_id, store.url, spec.task_digest, options, settings.secrets, more)
-            keep_key(self.run_id, spec.key)
-            drop_key(store.url, self.run_id)  # of an earlier run of this id, which was removed
-            hold_key(store.url, self.run_id, spec.key)
-            limits: Any = {"gpu": settings.gpu, "timeout": settings.timeout}
-            args = request.args or {}
-            spec = with_lease(spec, placements.lease_s, detach=settings.detach)
-            lease = hold_lease(store, spec)
+        spec = with_lease(new.spec, placements.lease_s, detach=settings.detach)
+        start = StartSpec(spec, request.entrypoint, settings.gpu, settings.timeout)
+
+        def prepare() -> None:
+            remember_launch(spec, *placements.options_to_note())
             if request.rendezvous is None and placements.needs_shared_rendezvous is None:
                 name = placements.backend_name
                 print(f"replicas: the replicas of backend {name!r} must see {store.url}", file=sys.stderr)
-            is_asked = True
-            started = placements.launch_replicas(
-                settings.n, request.entrypoint, args, **limits, run=spec, on_progress=on_progress
-            )
-            # The handles of a five-verb executor may be objects of any type. They come in the order of the ranks.
-            of_ranks = {h.rank: h for h in started} if placements.knows_attempts else dict(enumerate(started))
-            handles = [of_ranks.get(rank) for rank in range(settings.n)]
-            finish_start(lease, spec)
-            with contextlib.suppress(StoreError):  # a copy, which saves requests
-                within(STORE_S, lambda: keep_handles(store, self.run_id, 0, handles), store.url)
-            run = Run(store, self.run_id, executor=placements, handles=handles)
-            run.record = RunRecord.parse(to_bytes(new.record))  # not what the store says by now, which others may write
-            if not settings.detach and placements.knows_attempts:
-                run.keep_here([StartSpec(spec.with_settings(spares=0), request.entrypoint, limits)], lease)
-        except BaseException as error:
-            if lease is not None:
-                lease.end()
-            if is_asked:  # the services first, because the store may not answer
-                end_started(placements, spec, error)
-            with contextlib.suppress(StoreError):
-                cause = error
-                within(STORE_S, lambda: abandon_run(store, self.run_id, settings.n, cause), store.url)
-            raise
+
+        started = start_attempts(
+            StartPlan(
+                store=store,
+                backend=placements,
+                orders=[start],
+                lease=new_lease(store, spec),
+                prepare=prepare,
+                undo=lambda error, _: abandon_run(store, self.run_id, settings.n, error),
+            ),
+            on_progress,
+        )
+        handles = [started.handles.get(rank) for rank in range(settings.n)]
+        run = Run(store, self.run_id, executor=placements, handles=handles)
+        run.record = RunRecord.parse(to_bytes(new.record))  # the store's record may have been changed by others since
+        if not settings.detach and placements.knows_attempts:
+            run.keep_here([start.with_settings(spares=0)], started.lease)
         return run
 
     def usd_per_hour(self) -> float | None:
@@ -162,8 +153,8 @@ class LaunchPlan:
         settings, placements, url = self.request.settings, self.placements, self._check_store()
         new = self._planned(url)
         requirements = () if self.package is None else self.package.requirements
-        limits: Any = {"gpu": settings.gpu, "timeout": settings.timeout}
-        asked = placements.describe_launch(new.spec, **limits, requirements=requirements)
+        start = StartSpec(new.spec, self.request.entrypoint, settings.gpu, settings.timeout)
+        asked = placements.describe_start(start, requirements)
         return {
             "dry_run": True,
             "run_id": self.run_id,
@@ -235,14 +226,11 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
     settings = request.settings
     names: Any = {"env": list(request.env or ()), "secrets": settings.secrets}
     placements = placements.with_limits(gpu=settings.gpu, timeout_s=timeout, **names)
-    args = request.args or {}
     with contextlib.closing(GitQuery(Path.cwd())) as look:
         placements.warm_up()
         for module in NEEDED_SOON:  # meanwhile other processes warm up, and ask git
             importlib.import_module(module)
-        placements.check_launch(
-            settings.n, request.entrypoint, args, gpu=settings.gpu, timeout=timeout, secrets=settings.secrets
-        )
+        placements.check_launch(request)
         package = placements.package(request.entrypoint)
         if package is not None and rendezvous is None:  # for other machines, which see directories of this one
             request = replace(request, rendezvous=default_rendezvous())

@@ -347,20 +347,22 @@ def _released() -> Lease:
     return Lease(by=this_process(), at=time.time(), detached=True)
 
 
-def hold_lease(store: Store, spec: RunSpec) -> LeaseHolder | None:
-    """Start to renew the lease of containers that are about to be started.
+def new_lease(store: Store, spec: RunSpec, *, yields: bool = False) -> LeaseHolder | None:
+    """Return what renews the lease of containers that are about to be started; None if they need none.
+
+    It renews nothing before its `start` is called.
 
     Args:
-        store: the store of the run.
-        spec: the spec of the start.
+        store: the run's store.
+        spec: the values that start the containers.
+        yields: True if it leaves the lease alone while another process renews it. Default: False.
 
-    Returns: the holder of the lease. None: the containers need no lease.
+    Example:
+        lease = new_lease(store, spec)
     """
     if spec.lease_s is None:
         return None
-    holder = LeaseHolder(store, spec.run_id, name=spec.lease_name)
-    holder.start()
-    return holder
+    return LeaseHolder(store, spec.run_id, yields=yields, name=spec.lease_name)
 
 
 def release_lease(store: Store, run_id: str) -> None:

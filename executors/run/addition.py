@@ -6,22 +6,20 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from executors.attempt import Attempt, launch_failed_message
 from executors.backend import Backend, as_backend, as_executor
 from executors.errors import BackendError, LaunchError, StoreError
-from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
+from executors.protocol import ReplicaStatus, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor
 from executors.restarts.decision_log import DecisionLog, blocking_order
-from executors.restarts.launch_starter import StartSpec
-from executors.restarts.lease import LeaseHolder, finish_start, with_lease
+from executors.restarts.lease import LeaseHolder, new_lease, with_lease
 from executors.restarts.orders import order_cancel, order_resume
-from executors.run.canceller import STORE_S, end_started
 from executors.run.placements import check_single_ranks
 from executors.run.removal import names_removal
 from executors.run.run_index import reference, remember_added
 from executors.run.run_view import RunView
+from executors.run.start_attempts import StartPlan, start_attempts
 from executors.run.start_spec import (
     check_env,
     check_folder,
@@ -32,14 +30,16 @@ from executors.run.start_spec import (
     trusted_task,
     with_own_task,
 )
+from executors.settings import Settings
 from executors.settings.durations import name_duration
+from executors.settings.run_spec import StartSpec
 from executors.settings.settings import MAX_WORLD_SIZE
 from executors.status import name_ranks
-from executors.store.parallel import within
 from executors.store.records import exists
 from executors.store.url import directory_of
 from executors.task.added import take_ranks
 from executors.task.create import add_code
+from executors.task.launch_request import LaunchRequest
 from executors.task.record import LaunchedWith, Placement
 from executors.task.removal_record import check_not_removed
 from executors.task.stored import StoredTask
@@ -66,19 +66,20 @@ class Addition:
 
 
 @dataclass(frozen=True)
-class Added:
-    """Replicas that were added, and what starts them again."""
+class AddedReplicas:
+    """Replicas that were added to a run."""
 
-    handles: Sequence[ReplicaHandle]
     start_spec: StartSpec
+    """The values that start them, and start them again."""
     lease: LeaseHolder | None
+    """The lease of their containers. None: they need none."""
 
 
 @names_removal
 def add_replicas(
     run: RunView, executor: str | ServerlessExecutor, asked: Addition, on_progress: Callable[[str], None]
-) -> Added:
-    """Check everything, take ranks, and start them; raises what `Run.add` does."""
+) -> AddedReplicas:
+    """Check everything, take ranks, and start them; see `Run.add`."""
     name = reference(run.run_id, run.store.url)
     check_not_removed(run.store, run.run_id, name)
     given = get_executor(executor) if isinstance(executor, str) else check_executor(executor)
@@ -94,15 +95,15 @@ def add_replicas(
     spec = replace(spec_of(run, task, detach=asked.detach), env=env, secret_names=secrets)
     spec = spec.with_settings(min_replicas=None, max_cost=None)  # an addition comes on top of the run's max_cost
     spec = with_lease(spec, backend.lease_s, detach=asked.detach)
-    timeout = asked.timeout or first.timeout_s or backend.default_timeout_s
-    limits: Any = {"gpu": first.gpu if asked.gpu is None else asked.gpu or None, "timeout": timeout}
-    _check_start(run, backend, task, asked, {**limits, "secrets": secrets})
+    timeout_s = asked.timeout or first.timeout_s or backend.default_timeout_s
+    gpu = first.gpu if asked.gpu is None else asked.gpu or None
+    _check_start(run, backend, task, asked, settings.with_(n=asked.n, gpu=gpu, timeout=timeout_s, secrets=secrets))
     if task.record.code_sha256 is not None:
         check_requirements(run, backend, task)
     n_seen, is_blocked = _check_bar(run, spec.key)
     # Of a run that was launched without code for other machines, they get that of this process, now and later.
     if settings.max_cost is not None:
-        limit = "" if timeout is None else f": each may run for {name_duration(timeout)}, and again after a restart"
+        limit = "" if timeout_s is None else f": each may run for {name_duration(timeout_s)}, and again after a restart"
         what = f"max_cost={settings.max_cost:g} of run {run.run_id!r}"
         print(f"replicas: {what} does not bound what is added{limit}", file=sys.stderr)
     package = None if task.record.code_sha256 else backend.package(task.record.entrypoint or len)
@@ -111,8 +112,8 @@ def add_replicas(
         **describe_executor(as_executor(backend)),
         env=tuple(sorted(env)),
         secrets=tuple(sorted(spec.secret_names)),
-        gpu=limits["gpu"],
-        timeout_s=limits["timeout"],
+        gpu=gpu,
+        timeout_s=timeout_s,
         own_task=own_task,
     )
     ranks: list[int] = []
@@ -124,34 +125,26 @@ def add_replicas(
         # A joiner may have claimed one just before: it has it then.
         ranks += [rank for rank in added.ranks if not Attempt(run.store, run.run_id, rank).has_started()]
     spec = with_own_task(replace(spec, ranks=tuple(ranks)), place)
-    lease = None
-    if spec.lease_s is not None:  # beside that of the launch, if it has one
-        lease = LeaseHolder(run.store, run.run_id, yields=not asked.detach, name=spec.lease_name)
-        lease.start()
-        if lease.is_released:
-            _say_that_it_goes_on(run, ranks, limits["timeout"])
+    start = StartSpec(spec, launched.entrypoint, gpu, timeout_s)
     log = DecisionLog(run.store, run.run_id, key=spec.key)
-    try:
+
+    def prepare() -> None:
         check_not_removed(run.store, run.run_id, name)  # a removal that has not seen the record of the ranks is seen
         if is_blocked and order_resume(log, dict.fromkeys(ranks, 0), n_seen) is not None:
             raise _ended_meanwhile(run)
-        handles = run.placements.launch_replicas(len(ranks), launched.entrypoint, {}, run=spec, on_progress=on_progress)
-        finish_start(lease, spec)
-    except BaseException as error:
-        if lease is not None:
-            lease.end()
-        end_started(run.placements, spec, error)  # the services first, because the store may not answer
-        cause = error
 
-        def abandon() -> None:
-            order_cancel(log, ranks, launch_failed_message(cause))  # no controller goes on with it
-            for rank in ranks:
-                Attempt(run.store, run.run_id, rank).abandon(cause)
+    def undo(error: BaseException, _: Sequence[int]) -> None:
+        order_cancel(log, ranks, launch_failed_message(error))  # no controller starts them again
+        for rank in ranks:
+            Attempt(run.store, run.run_id, rank).abandon(error)
 
-        with contextlib.suppress(StoreError):
-            within(STORE_S, abandon, run.store.url)
-        raise
-    return Added(handles, StartSpec(spec, launched.entrypoint, limits), lease)
+    # An attached addition leaves the run's lease to the process that renews it already.
+    lease = new_lease(run.store, spec, yields=not asked.detach)
+    plan = StartPlan(store=run.store, backend=run.placements, orders=[start], lease=lease, prepare=prepare, undo=undo)
+    start_attempts(plan, on_progress)
+    if lease is not None and lease.is_released:
+        _warn_that_it_continues(run, ranks, timeout_s)
+    return AddedReplicas(start, lease)
 
 
 def _inherited_secrets(run: RunView, backend: Backend, launched: LaunchedWith) -> tuple[str, ...]:
@@ -169,20 +162,20 @@ def _inherited_secrets(run: RunView, backend: Backend, launched: LaunchedWith) -
 
 
 @contextlib.contextmanager
-def _noting_what_is_inherited(asked: Addition, terms: Mapping[str, Any]) -> Iterator[None]:
-    """Add to what an executor refuses within the block what nobody asked for here."""
+def _noting_inherited_values(asked: Addition, settings: Settings) -> Iterator[None]:
+    """Add to an error of the block which values are the launch's, because the user did not give them here."""
     try:
         yield
     except (BackendError, ValueError) as error:
-        if asked.gpu is None and terms["gpu"] is not None:
-            error.add_note(f"The GPU {terms['gpu']!r} is the launch's: give another with --gpu, or --gpu '' for none.")
-        if asked.secrets is None and terms["secrets"]:
-            names = ", ".join(map(repr, terms["secrets"]))
+        if asked.gpu is None and settings.gpu is not None:
+            error.add_note(f"The GPU {settings.gpu!r} is the launch's: give another with --gpu, or --gpu '' for none.")
+        if asked.secrets is None and settings.secrets:
+            names = ", ".join(map(repr, settings.secrets))
             error.add_note(f"The launch's secrets count here, too: {names}. Name others with --secret, or '' for none.")
         raise
 
 
-def _say_that_it_goes_on(run: RunView, ranks: Sequence[int], timeout_s: float | None) -> None:
+def _warn_that_it_continues(run: RunView, ranks: Sequence[int], timeout_s: float | None) -> None:
     until = "" if timeout_s is None else ", to its time limit"
     option = name_ranks(ranks).partition(" ")[2].replace(" ", "")
     print(
@@ -217,7 +210,7 @@ def _check_run(run: RunView) -> None:
         raise ValueError(f"Run {run.run_id!r} has ended ({ended}), so no replica can join it. {how}")
 
 
-def _check_start(run: RunView, backend: Backend, task: StoredTask, asked: Addition, terms: Mapping[str, Any]) -> None:
+def _check_start(run: RunView, backend: Backend, task: StoredTask, asked: Addition, settings: Settings) -> None:
     """Refuse what cannot work, before anything is written, started or paid for."""
     name, store = backend.backend_name, run.store
     if backend.needs_shared_rendezvous and directory_of(store.url) is not None:
@@ -228,8 +221,8 @@ def _check_start(run: RunView, backend: Backend, task: StoredTask, asked: Additi
     check_pickle_of(task, backend)
     entrypoint = task.record.entrypoint or len  # what was pickled is not loaded here
     args = dict(task.record.args or {}) | dict.fromkeys(task.record.arg_texts, "") if task.record.entrypoint else {}
-    with _noting_what_is_inherited(asked, terms):
-        backend.check_launch(asked.n, entrypoint, args, **terms)
+    with _noting_inherited_values(asked, settings):
+        backend.check_launch(LaunchRequest(entrypoint=entrypoint, settings=settings, args=args))
 
 
 def _check_bar(run: RunView, key: str | None) -> tuple[int, bool]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from executors.backend import Backend, JobsOfRun
+from executors.backend import JobsOfRun
 from executors.errors import (
     BackendError,
     CorruptObjectError,
-    LaunchError,
     ReplicasError,
     RunNotFoundError,
     StoreError,
@@ -21,7 +19,6 @@ from executors.restarts.decision_log import DecisionLog, is_blocked
 from executors.restarts.orders import order_cancel, order_stop
 from executors.run.run_state_reader import RunStateReader
 from executors.settings.policy import MAX_S
-from executors.settings.run_spec import RunSpec
 from executors.status import ReplicaState
 from executors.store.parallel import answered_within, in_parallel, in_threads
 from executors.store.record_names import run_folder_was_deleted
@@ -207,26 +204,3 @@ class Canceller:
         alive = [self._reader.attempt(state.rank) for state in states if not state.status.is_terminal]
         self._reader.map(lambda attempt: attempt.request_cancel(why), alive)
         return states
-
-
-def end_started(backend: Backend, spec: RunSpec, error: BaseException) -> None:
-    """End what a start has begun that fails half-way, at its services: no store is asked.
-
-    A backend that refused a replica has ended the others itself.
-
-    Args:
-        backend: what started the replicas.
-        spec: the run, and which of its ranks were being started.
-        error: why the start failed.
-
-    Example:
-        end_started(placements, spec, KeyboardInterrupt())
-    """
-    if backend.ends_jobs and not isinstance(error, LaunchError):
-        told = backend.end_jobs(JobsOfRun(spec.run_id, spec.store_url, spec.launched_at, spec.ranks), _say)
-        if not told.is_complete:
-            _say(told.what_is_left)
-
-
-def _say(words: str) -> None:
-    print(f"replicas: {words}", file=sys.stderr)

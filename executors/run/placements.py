@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -18,6 +19,7 @@ from executors.backend import (
     SupervisorStatus,
     as_backend,
     as_executor,
+    no_progress,
 )
 from executors.errors import BackendError, CorruptObjectError, UnknownHandleError
 from executors.logs.log import Log
@@ -25,9 +27,10 @@ from executors.logs.readers import TailedLog
 from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
 from executors.registry import describe_executor
 from executors.run.start_together import Part, start_parts
-from executors.settings.run_spec import RunSpec
+from executors.settings.run_spec import StartSpec
 from executors.store.parallel import in_parallel
 from executors.task.code_package import Package
+from executors.task.launch_request import LaunchRequest
 from executors.task.record import Placement
 
 T = TypeVar("T")
@@ -283,20 +286,12 @@ class Placements(Backend):
         for backend in self._backends():
             backend.warm_up()
 
-    def check_launch(
-        self,
-        n_replicas: int,
-        entrypoint: str | Callable[..., Any],
-        entrypoint_args: Mapping[str, Any],
-        *,
-        gpu: str | None = None,
-        timeout: float | None = None,
-        secrets: Sequence[str] = (),
-    ) -> None:
+    def check_launch(self, request: LaunchRequest) -> None:
         """Refuse what cannot work at any backend; see `Backend.check_launch`. Placements say how many replicas."""
+        asked_s = request.settings.timeout
         for place, backend in self.installed:
-            limits: Any = {"gpu": gpu, "timeout": backend.default_timeout_s if timeout is None else timeout}
-            backend.check_launch(len(place.ranks), entrypoint, entrypoint_args, **limits, secrets=secrets)
+            limit_s = backend.default_timeout_s if asked_s is None else asked_s
+            backend.check_launch(request.with_settings(n=len(place.ranks), timeout=limit_s))
 
     def check_pickle(self, pickled_by: str, whose: str = "The callable") -> None:
         """Check that replicas at each backend can load a pickle; see `Backend.check_pickle`."""
@@ -322,77 +317,72 @@ class Placements(Backend):
                 )
         return next(iter(made.values()), None)
 
-    def describe_launch(
-        self, run: RunSpec, *, gpu: str | None = None, timeout: float | None = None, requirements: Sequence[str] = ()
-    ) -> dict[str, Any]:
+    def describe_start(self, start: StartSpec, requirements: Sequence[str] = ()) -> dict[str, Any]:
         """Return what the backend would ask for; of several backends what each would, by their names."""
         asked = {
-            place.backend: backend.describe_launch(
-                run if self._only is not None else replace(run, ranks=place.ranks),
-                gpu=gpu,
-                timeout=backend.default_timeout_s if timeout is None else timeout,
-                requirements=requirements,
+            place.backend: backend.describe_start(
+                replace(
+                    start if self._only is not None else start.with_spec(ranks=place.ranks),
+                    timeout_s=backend.default_timeout_s if start.timeout_s is None else start.timeout_s,
+                ),
+                requirements,
             )
             for place, backend in self.installed
         }
         return asked if self._only is None else next(iter(asked.values()))
 
-    # --- the five verbs
+    # --- starting ranks of a run
 
-    def launch_replicas(
-        self,
-        n_replicas: int,
-        entrypoint: str | Callable[..., Any],
-        entrypoint_args: Mapping[str, Any],
-        *,
-        gpu: str | None = None,
-        timeout: float | None = None,
-        run: RunSpec | None = None,
-        on_progress: Callable[[str], None] = lambda words: None,
-    ) -> list[ReplicaHandle]:
-        """Start the ranks of `run` at their backends, all at the same time; see `Backend.launch_replicas`.
-
-        Args:
-            n_replicas: not read: the ranks of `run` say how many.
-            entrypoint: a callable, or the name of one, as `launch` takes it.
-            entrypoint_args: keyword arguments of the entrypoint.
-            gpu: the GPU of each replica. None: the GPU of its placement.
-            timeout: seconds that each replica may run. None: the limit of its placement.
-            run: the run, and which of its ranks are started.
-            on_progress: gets a few words on the progress of the start.
+    def start_ranks(self, start: StartSpec, on_progress: Callable[[str], None] = no_progress) -> list[ReplicaHandle]:
+        """Start ranks at their backends, all at the same time; see `Backend.start_ranks`.
 
         Raises:
             LaunchError: too few could be started. Those that were started, at every backend, have been ended.
-            ValueError: `run` is missing.
         """
-        if run is None:
-            raise ValueError("A run on several backends begins with executors.launch().")
+        if self._only is not None:  # also the spares, whose numbers are not ranks
+            return self._start_at(self._only, start.ranks, start, on_progress)
         ranks: dict[PlacedBackend, list[int]] = {}
-        for rank in run.ranks:
+        for rank in start.ranks:
             ranks.setdefault(self.at(rank), []).append(rank)
+        # The backend of a part is made when the part starts: if it is not installed here, the other parts still start.
+        parts = [
+            Part(placed.placement.backend, tuple(its), functools.partial(self._start_at, placed, tuple(its), start))
+            for placed, its in ranks.items()
+        ]
+        # One backend ends by itself what it has started. If one of several fails, the others are ended as well.
+        return parts[0].start(on_progress) if len(parts) == 1 else start_parts(self, start.spec, parts, on_progress)
 
-        def start(placed: PlacedBackend) -> list[ReplicaHandle]:
-            place, its = placed.placement, ranks[placed]
-            backend = placed.backend if self._only is not None else check_single_ranks(placed.backend)
-            limit_s = place.timeout_s or backend.default_timeout_s if timeout is None else timeout
-            limits: Any = {"gpu": place.gpu if gpu is None else gpu, "timeout": limit_s}
-            enough = run.settings.min_replicas
-            least = None if enough is None else max(1, enough - (len(run.ranks) - len(its)))
-            spec = replace(
-                run.with_settings(
-                    min_replicas=None if least is None else min(least, len(its)),
-                    chaos=run.settings.chaos if place.backend == "local" else (),
-                ),
-                ranks=tuple(its),
-                lease_s=None if run.lease_s is None else backend.lease_s,
-            )
-            return backend.launch_replicas(
-                len(its), entrypoint, entrypoint_args, **limits, run=spec,
-                on_progress=lambda words: on_progress(f"{place.backend}: {words}" if len(ranks) > 1 else words),
-            )  # fmt: skip
+    def _start_at(
+        self, placed: PlacedBackend, ranks: tuple[int, ...], start: StartSpec, on_progress: Callable[[str], None]
+    ) -> list[ReplicaHandle]:
+        """Start the part of a start that one placement has, with the placement's values where the start has none.
 
-        parts = [Part(tuple(its), lambda placed=placed: start(placed)) for placed, its in ranks.items()]  # type: ignore[misc]
-        return start_parts(self, run, parts)
+        Args:
+            placed: the placement.
+            ranks: the ranks of the part.
+            start: the whole start.
+            on_progress: called with a few words on the progress of the start.
+        """
+        place = placed.placement
+        backend = placed.backend if self._only is not None else check_single_ranks(placed.backend)
+        settings, needed = start.spec.settings, start.spec.settings.min_replicas
+        if needed is not None:  # the others may all come: this part then needs no more than the rest
+            needed = min(max(1, needed - (len(start.ranks) - len(ranks))), len(ranks))
+        limit_s = place.timeout_s or backend.default_timeout_s if start.timeout_s is None else start.timeout_s
+        order = replace(start, gpu=place.gpu if start.gpu is None else start.gpu, timeout_s=limit_s)
+        order = order.with_spec(ranks=ranks, lease_s=None if start.spec.lease_s is None else backend.lease_s)
+        chaos = settings.chaos if place.backend == "local" else ()
+        return backend.start_ranks(order.with_settings(min_replicas=needed, chaos=chaos), on_progress)
+
+    # --- the five verbs
+
+    def launch_replicas(self, *asked: Any, **more: Any) -> list[ReplicaHandle]:
+        """Refuse to write a new run: `executors.launch()` does, and starts its ranks with `start_ranks`.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("A run on several backends begins with executors.launch().")
 
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
         """Return the replica's status. The store shows it if the backend is not installed on this machine."""

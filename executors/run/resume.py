@@ -14,8 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from executors.attempt import Attempt, launch_failed_message
-from executors.attempt.handles import keep_handles
-from executors.backend import Backend
+from executors.backend import Backend, no_progress
 from executors.errors import (
     AlreadyResumedError,
     BackendError,
@@ -27,24 +26,23 @@ from executors.errors import (
     StoreError,
 )
 from executors.process import this_process
-from executors.protocol import ReplicaHandle, ReplicaStatus
+from executors.protocol import ReplicaStatus
 from executors.restarts.decision_log import MAX_TOTAL, DecisionLog, extensions_of, hang_of, policy_of
-from executors.restarts.launch_starter import StartSpec
-from executors.restarts.lease import finish_start, hold_lease, release_lease, with_lease
+from executors.restarts.lease import new_lease, release_lease, with_lease
 from executors.restarts.orders import abandon_run, order_cancel, order_policy, order_resume, take_back_resume
-from executors.run.canceller import HEAD_START_S, STORE_S, end_started
 from executors.run.model_of_run import load_reader
 from executors.run.placements import Placements, check_single_ranks
 from executors.run.prices import affordable_s
 from executors.run.removal import names_removal
 from executors.run.run import Run
-from executors.run.run_index import keep_key, reference, remember, settle
+from executors.run.run_index import reference, remember_launch, settle
+from executors.run.start_attempts import StartPlan, start_attempts
 from executors.run.start_spec import resumable_placements, spec_of, start_specs_of, trusted_task
 from executors.settings.policy import HangLimits, Restarts
+from executors.settings.run_spec import StartSpec
 from executors.status import ReplicaState, name_ranks
-from executors.store.parallel import answered_within, in_parallel, in_threads, within
 from executors.store.records import exists
-from executors.store.run_key import hold_key, parse_key
+from executors.store.run_key import parse_key
 from executors.store.url import new_run_id
 from executors.task.create import continue_run
 from executors.task.removal_record import check_not_removed
@@ -72,7 +70,7 @@ def resume(
     from_snapshot: bool = False,
     total_steps: int | None = None,
     total_rounds: int | None = None,
-    on_progress: Callable[[str], None] = lambda words: None,
+    on_progress: Callable[[str], None] = no_progress,
 ) -> Run:
     """Start a new attempt of every rank that ended without succeeding.
 
@@ -97,7 +95,7 @@ def resume(
             again, too. Replicas that still run continue to the new total when they reach the old one. The script need
             not change: `DiLoCo` reads the extension, and a loop over `diloco.steps()` continues.
         total_rounds: the new number of rounds of a run whose rounds go by the clock.
-        on_progress: gets a few words on how far the start is, where it takes long.
+        on_progress: called with a few words on the progress, if the start takes long. Default: nothing is reported.
 
     Returns: the run, with the handles of the new attempts; from a snapshot, the new run. `run` itself if it was
         extended and every rank still runs.
@@ -145,7 +143,7 @@ def resume(
     more: dict[str, Any] = {**hang.texts, "restarts": None if policy is None else str(policy)}
     if gather_s is not None:
         more["gather_s"] = gather_s
-    start_specs = [replace(start_spec, spec=start_spec.spec.with_settings(**more)) for start_spec in start_specs]
+    start_specs = [start_spec.with_settings(**more) for start_spec in start_specs]
     if totals:
         _check_extension(run, log, start_specs[0].spec.key, totals)
     if from_snapshot:
@@ -156,7 +154,7 @@ def resume(
     if not placements.needs_shared_rendezvous:  # it would refuse when the log says already that ranks are resumed
         settle(run.run_id, run.store.url, task.digest)
     n_seen = len(log.read())
-    startable = {rank for start_spec in start_specs for rank in start_spec.spec.ranks}
+    startable = {rank for start_spec in start_specs for rank in start_spec.ranks}
     next_attempts = _next_attempts(run, ranks, startable, is_extended=bool(totals))
     _check_backends(run, next_attempts)
     if new_restarts or has_new_hang or totals:
@@ -177,32 +175,26 @@ def resume(
         release_lease(run.store, run.run_id)
     if detach:
         start_specs = _with_own_lease(start_specs, placements)
-    lease = next(filter(None, (hold_lease(run.store, start_spec.spec) for start_spec in start_specs)), None)
-    begun: dict[int, ReplicaHandle] = {}
-    enough, goes_on = launched.settings.min_replicas, len(run.ranks) - len(next_attempts)
-    try:
-        for attempt, start_spec in itertools.product(sorted({*next_attempts.values()}), start_specs):
-            group = tuple(rank for rank in start_spec.spec.ranks if next_attempts.get(rank) == attempt)
-            if not group:
-                continue
-            needed = enough and max(1, min(enough - goes_on, len(group)))
-            spec = replace(start_spec.spec, ranks=group, attempt=attempt).with_settings(min_replicas=needed)
-            handles = placements.launch_replicas(
-                len(group), launched.entrypoint, {}, **start_spec.limits, run=spec, on_progress=on_progress
-            )
-            begun |= {handle.rank: handle for handle in handles}
-            with contextlib.suppress(StoreError):  # a copy, which saves requests
-                within(STORE_S, lambda: keep_handles(run.store, run.run_id, attempt, handles), run.store.url)  # noqa: B023
-        finish_start(lease, start_specs[0].spec)
-    except BaseException as error:
-        if lease is not None:
-            lease.end()
-        end_started(placements, replace(start_specs[0].spec, ranks=tuple(next_attempts)), error)
-        _end_begun(placements, log, begun, error)
-        with contextlib.suppress(StoreError):
-            why = str(error) or type(error).__name__
-            within(STORE_S, lambda: take_back_resume(log, next_attempts, why), run.store.url)
-        raise
+
+    def undo(error: BaseException, begun: Sequence[int]) -> None:
+        why = launch_failed_message(error)
+        order_cancel(log, begun, why)  # no controller starts again what ends now
+        for rank in begun:
+            Attempt(run.store, run.run_id, rank, next_attempts[rank]).request_cancel(why)
+        take_back_resume(log, next_attempts, str(error) or type(error).__name__)
+
+    leases = (new_lease(run.store, start_spec.spec) for start_spec in start_specs)
+    started = start_attempts(
+        StartPlan(
+            store=run.store,
+            backend=placements,
+            orders=_orders(start_specs, next_attempts, n_others=len(run.ranks) - len(next_attempts)),
+            lease=next(filter(None, leases), None),
+            undo=undo,
+        ),
+        on_progress,
+    )
+    begun, enough = started.handles, launched.settings.min_replicas
     if overtaken := {rank: attempt for rank, attempt in next_attempts.items() if rank not in begun}:
         if not begun:
             by_others = _who_resumes(run, overtaken)
@@ -212,15 +204,34 @@ def resume(
             print(f"replicas: {by_others}", file=sys.stderr)
     found = Run(run.store, run.run_id, executor=placements)
     if not detach:
-        found.keep_here(start_specs, lease)
+        found.keep_here(start_specs, started.lease)
     return found
+
+
+def _orders(start_specs: Sequence[StartSpec], next_attempts: Mapping[int, int], *, n_others: int) -> list[StartSpec]:
+    """Return the orders of a resume: ranks start together if their values and the number of their next attempt agree.
+
+    Args:
+        start_specs: the values that start the ranks of the launch, and of each addition.
+        next_attempts: the attempts to start, by rank.
+        n_others: how many ranks of the run are not started. They count for `min_replicas`.
+    """
+    orders = []
+    for attempt, start_spec in itertools.product(sorted({*next_attempts.values()}), start_specs):
+        ranks = tuple(rank for rank in start_spec.ranks if next_attempts.get(rank) == attempt)
+        if not ranks:
+            continue
+        enough = start_spec.spec.settings.min_replicas
+        needed = enough and max(1, min(enough - n_others, len(ranks)))
+        orders.append(start_spec.with_spec(ranks=ranks, attempt=attempt).with_settings(min_replicas=needed))
+    return orders
 
 
 def _with_own_lease(start_specs: Sequence[StartSpec], backend: Backend) -> list[StartSpec]:
     """Return what starts the replicas of a detached resume, with one lease that this process holds meanwhile."""
     leased = with_lease(start_specs[0].spec, backend.lease_s, detach=True)
     lease: Any = {"lease_s": leased.lease_s, "lease_name": leased.lease_name}
-    return [replace(start_spec, spec=replace(start_spec.spec, **lease)) for start_spec in start_specs]
+    return [start_spec.with_spec(**lease) for start_spec in start_specs]
 
 
 def _totals(total_steps: int | None, total_rounds: int | None) -> dict[str, int]:
@@ -282,41 +293,38 @@ def _begin_from_snapshot(
     Args:
         extensions: the totals that the old run was extended to, which the new one takes over.
     """
-    placements, limits = Placements(run.placements.groups[0].placed), {**start_spec.limits}
+    placements = Placements(run.placements.groups[0].placed)
+    timeout_s = start_spec.timeout_s
     if (max_cost := task.launched_with.settings.max_cost) is not None:
-        affordable = affordable_s(placements, start_spec.spec.world_size, limits["gpu"], max_cost)
-        limits["timeout"] = affordable if limits["timeout"] is None else min(limits["timeout"], affordable)
-    spec = continue_run(task, replace(start_spec.spec, run_id=new_run_id()), run.record, **limits)
-    start_spec = replace(start_spec, spec=spec, limits=limits)
-    lease = None
+        affordable = affordable_s(placements, start_spec.spec.world_size, start_spec.gpu, max_cost)
+        timeout_s = affordable if timeout_s is None else min(timeout_s, affordable)
+    new = replace(start_spec.spec, run_id=new_run_id())
+    spec = continue_run(task, new, run.record, gpu=start_spec.gpu, timeout=timeout_s)
+    start_spec = replace(start_spec, spec=spec, timeout_s=timeout_s)
     if spec.settings.detach:
         (start_spec,) = _with_own_lease([start_spec], placements)
-        spec = start_spec.spec
-    try:
-        options, more = placements.options_to_note()
-        remember(spec.run_id, run.store.url, spec.task_digest, options, spec.secret_names, more)
-        keep_key(spec.run_id, spec.key)  # the old run's: what this one begins from is signed with it
-        hold_key(run.store.url, spec.run_id, spec.key)
+    spec = start_spec.spec
+
+    def prepare() -> None:
+        # The key is the old run's: the snapshot that the new run begins from is signed with it.
+        remember_launch(spec, *placements.options_to_note())
         for totals in extensions:
             order_policy(DecisionLog(run.store, spec.run_id, key=spec.key), totals=totals)
-        lease = hold_lease(run.store, spec)
-        handles = placements.launch_replicas(
-            spec.world_size, start_spec.entrypoint, {}, **limits, run=spec, on_progress=on_progress
-        )
-        with contextlib.suppress(StoreError):  # a copy, which saves requests
-            within(STORE_S, lambda: keep_handles(run.store, spec.run_id, 0, handles), run.store.url)
-        finish_start(lease, spec)
-    except BaseException as error:
-        if lease is not None:
-            lease.end()
-        end_started(placements, spec, error)
-        cause = error
-        with contextlib.suppress(StoreError):
-            within(STORE_S, lambda: abandon_run(run.store, spec.run_id, spec.world_size, cause), run.store.url)
-        raise
+
+    started = start_attempts(
+        StartPlan(
+            store=run.store,
+            backend=placements,
+            orders=[start_spec],
+            lease=new_lease(run.store, spec),
+            prepare=prepare,
+            undo=lambda error, _: abandon_run(run.store, spec.run_id, spec.world_size, error),
+        ),
+        on_progress,
+    )
     begun = Run(run.store, spec.run_id, executor=placements)
     if not spec.settings.detach:
-        begun.keep_here([start_spec], lease)
+        begun.keep_here([start_spec], started.lease)
     return begun
 
 
@@ -344,26 +352,6 @@ def _check_backends(run: Run, chosen: Collection[int]) -> None:
         f"{name_ranks(missing).capitalize()} of run {run.run_id!r} cannot be started here, and nothing was. "
         f"{next(iter(missing.values()))}{advice}"
     )
-
-
-def _end_begun(backend: Backend, log: DecisionLog, begun: Mapping[int, ReplicaHandle], error: BaseException) -> None:
-    """End what a resume has started that fails half-way, and see that no controller goes on with it."""
-    why = launch_failed_message(error)
-
-    def leave_word() -> None:
-        order_cancel(log, list(begun), why)
-        for handle in begun.values():
-            Attempt.from_handle(handle, handle.backend_name).request_cancel(why)
-
-    (left,) = in_threads(lambda _: leave_word(), [None], 1)  # the store has a moment, then the services are asked
-    with contextlib.suppress(ReplicasError):
-        answered_within(HEAD_START_S, left, log.store.url)
-
-    def end(handle: ReplicaHandle) -> None:
-        with contextlib.suppress(ReplicasError, OSError):
-            backend.cancel(handle)
-
-    in_parallel(end, list(begun.values()))
 
 
 def _next_attempts(

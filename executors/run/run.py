@@ -9,23 +9,24 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from executors.backend import JobsOfRun
+from executors.backend import JobsOfRun, no_progress
 from executors.errors import BackendError, StoreError
 from executors.patience import FOLLOWER, KEEPER, PAID_KEEPER, Patience
 from executors.protocol import BY_USER, Outcome, ReplicaStatus, ServerlessExecutor
 from executors.report.root_cause import raise_root_cause
 from executors.restarts.decision_log import DecisionLog
-from executors.restarts.launch_starter import LaunchStarter, StartSpec
 from executors.restarts.lease import LeaseHolder
 from executors.restarts.restart_view import counted
 from executors.run.canceller import Canceller
 from executors.run.external_controller import ExternalController
+from executors.run.launch_starter import LaunchStarter
 from executors.run.notebook import Display, in_notebook
 from executors.run.progress import View, open_view
 from executors.run.removal import remove, withdraw_jobs
 from executors.run.run_logs import Ranks
 from executors.run.run_view import RunView
 from executors.run.waiter import Waiter
+from executors.settings.run_spec import StartSpec
 from executors.status import ReplicaState, RunStatus
 from executors.store.parallel import within
 
@@ -213,7 +214,7 @@ class Run(RunView):
         executor: str | ServerlessExecutor,
         n: int,
         *,
-        on_progress: Callable[[str], None] = lambda words: None,
+        on_progress: Callable[[str], None] = no_progress,
         **asked: Any,
     ) -> list[int]:
         """Start `n` more replicas of the run, anywhere its rendezvous can be reached; return their ranks.
@@ -226,7 +227,7 @@ class Run(RunView):
         Args:
             executor: a backend's name, or an executor. What it starts on other machines gets the code of this folder,
                 if the run was launched without any.
-            on_progress: gets a few words on how far the start is, where it takes long.
+            on_progress: called with a few words on the progress, if the start takes long. Default: nothing is reported.
             asked: any of these. `gpu`, `timeout`: None: as launched; "" is no GPU. `secrets`: None: as launched, on a
                 backend of the launch; else these alone. `env`: values are not recorded, so those of the launch have to
                 be given again. `detach`: let them go on when this process ends, as they do
@@ -243,7 +244,7 @@ class Run(RunView):
         from executors.run.addition import Addition, add_replicas
 
         added = add_replicas(self, executor, Addition(n=n, **asked), on_progress)
-        ranks = list(added.start_spec.spec.ranks)
+        ranks = list(added.start_spec.ranks)
         try:
             if not added.start_spec.spec.settings.detach:
                 self.keep_here([added.start_spec], added.lease)

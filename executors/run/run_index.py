@@ -29,6 +29,7 @@ from typing import Any
 
 from executors.errors import CorruptObjectError, RunExistsError, StoreError
 from executors.process import is_alive, start_time
+from executors.settings.run_spec import RunSpec
 from executors.store import Store, store_at
 from executors.store.record_names import RUN_RECORD
 from executors.store.records import (
@@ -48,7 +49,7 @@ from executors.store.records import (
     text,
     to_bytes,
 )
-from executors.store.run_key import KEYS, RUN_KEY, find_key, hold_key, key_file, note_lacking_key
+from executors.store.run_key import KEYS, RUN_KEY, drop_key, find_key, hold_key, key_file, note_lacking_key
 from executors.store.state_folder import STATE_HOME_ADVICE, state_path
 from executors.store.url import address_of, check_run_id, directory_of
 from executors.task.removal_record import REMOVAL, Removal, find_removal
@@ -122,6 +123,28 @@ def remember(
         (state_dir() / key).chmod(0o600)
     for path in (state_dir() / key, state_dir() / run_id, state_dir()):  # what is paid for is found after a power cut
         sync(path)
+
+
+def remember_launch(
+    spec: RunSpec, options: Mapping[str, Any], more_options: Mapping[str, Mapping[str, Any]] | None = None
+) -> None:
+    """Note a run that is about to start, and keep its key, so that this machine can find and resume it later.
+
+    Args:
+        spec: the run.
+        options: the options of its executor.
+        more_options: the options of each other executor, by the name of its placement. Default: there is one executor.
+
+    Raises:
+        StoreError: this machine has no place for notes.
+
+    Example:
+        remember_launch(spec, *placements.options_to_note())
+    """
+    remember(spec.run_id, spec.store_url, spec.task_digest, options, spec.secret_names, more_options)
+    keep_key(spec.run_id, spec.key)
+    drop_key(spec.store_url, spec.run_id)  # a removed run of the same id may have left one in this process
+    hold_key(spec.store_url, spec.run_id, spec.key)
 
 
 def sync(path: Path) -> None:

@@ -15,11 +15,10 @@ from typing import Any
 
 from executors.backend import Backend
 from executors.errors import BackendError, StoreError, UntrustedTaskError
-from executors.restarts.launch_starter import StartSpec
 from executors.run.placements import PlacedBackend, Placements
 from executors.run.run_index import damage_of_note, needed_key, reference
 from executors.run.run_view import RunView
-from executors.settings.run_spec import RunSpec
+from executors.settings.run_spec import RunSpec, StartSpec
 from executors.status import name_ranks
 from executors.store.record_names import run_record_key
 from executors.store.records import SHA256
@@ -41,7 +40,7 @@ def resumable_placements(run: RunView) -> Placements:
         BackendError: a backend starts all ranks or none; or the only one is not installed on this machine.
 
     Example:
-        resumable_placements(run).launch_replicas(1, entrypoint, {}, run=spec)
+        resumable_placements(run).start_ranks(start_spec)
     """
     run.placements.read_added()
     if not run.placements.knows_attempts:
@@ -105,11 +104,11 @@ def start_specs_of(
                 raise
             continue
         lease_s = None if detach else placements.lease_s
-        limits = {"gpu": gpu, "timeout": timeout}  # on several backends, None is what each placement says
+        its_gpu, its_timeout = gpu, timeout  # on several backends, None stands for what each placement says
         if len(placements.placed) == 1:
-            limits = {"gpu": gpu or place.gpu, "timeout": place.timeout_s if timeout is None else timeout}
+            its_gpu, its_timeout = gpu or place.gpu, place.timeout_s if timeout is None else timeout
         its_spec = replace(with_own_task(spec, place), ranks=its, env=its_env, secret_names=given, lease_s=lease_s)
-        found.append(StartSpec(its_spec, task.launched_with.entrypoint, limits))
+        found.append(StartSpec(its_spec, task.launched_with.entrypoint, its_gpu, its_timeout))
     return found
 
 

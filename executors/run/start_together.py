@@ -27,12 +27,16 @@ STORE_S = 60.0  # how long Ctrl-C waits for the store, and for starts that end, 
 class Part:
     """The ranks of one backend that a start has."""
 
+    backend_name: str
     ranks: tuple[int, ...]
-    start: Callable[[], list[ReplicaHandle]]
-    """Starts them; raises LaunchError if it has started none of them."""
+    start: Callable[[Callable[[str], None]], list[ReplicaHandle]]
+    """Starts them, with a function that gets words on the progress. It raises LaunchError if it has started none, and
+    BackendError if the backend is not installed on this machine."""
 
 
-def start_parts(backend: Backend, run: RunSpec, parts: Sequence[Part]) -> list[ReplicaHandle]:
+def start_parts(
+    backend: Backend, run: RunSpec, parts: Sequence[Part], on_progress: Callable[[str], None]
+) -> list[ReplicaHandle]:
     """Start all parts at the same time.
 
     If too few replicas are started, or the start is interrupted, all that was started is ended.
@@ -40,7 +44,8 @@ def start_parts(backend: Backend, run: RunSpec, parts: Sequence[Part]) -> list[R
     Args:
         backend: ends replicas at each of the backends.
         run: the run, and which of its ranks are started.
-        parts: the ranks by their backends.
+        parts: the ranks by their backends, at least two.
+        on_progress: called with a few words on the progress of the start, which name the backend.
 
     Returns:
         The handles, in the order of the ranks.
@@ -49,17 +54,15 @@ def start_parts(backend: Backend, run: RunSpec, parts: Sequence[Part]) -> list[R
         LaunchError: too few could be started.
 
     Example:
-        start_parts(placements, spec, [Part((0, 1), start_here), Part((2, 3), start_there)])
+        start_parts(placements, spec, [Part("local", (0, 1), start_here), Part("modal", (2,), start_there)], print)
     """
-    if len(parts) == 1:  # the backend itself ends what it has started
-        return parts[0].start()
     handles: list[ReplicaHandle] = []
     errors: list[tuple[Part, ReplicasError | OSError]] = []
     begins = threading.Event()  # before, Ctrl-C would leave threads that start what no process knows of
 
     def start_then(part: Part) -> list[ReplicaHandle]:
         begins.wait()
-        return part.start()
+        return part.start(lambda words: on_progress(f"{part.backend_name}: {words}"))
 
     futures = in_threads(start_then, parts, len(parts))
     try:

@@ -1,8 +1,11 @@
-"""`RunSpec`: all that starts attempts of some ranks of a run. It travels to supervisors and is never stored."""
+"""The values that start attempts of some ranks of a run: `RunSpec`, which travels, and `StartSpec`, which does not.
+
+Neither is ever stored: both hold secrets.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -85,3 +88,52 @@ class RunSpec:
     def credentials(self) -> dict[str, str]:
         """Variables that reach the replicas as a secret."""
         return {} if self.key is None else {RUN_KEY: self.key}
+
+
+@dataclass(frozen=True)
+class StartSpec:
+    """The values that start attempts of some ranks, as one order to a backend.
+
+    A `RunSpec` travels to supervisors and containers. A `StartSpec` stays in the process that starts them: its
+    entrypoint may be a callable of that process. The launch has one, and each addition has its own, because an addition
+    does not get the secrets of the launch.
+
+    Example:
+        backend.start_ranks(StartSpec(spec, "train.py:main", gpu="H100", timeout_s=3600.0))
+    """
+
+    spec: RunSpec
+    """The run, and the ranks and the attempt that are started."""
+    entrypoint: str | Callable[..., Any]
+    """The callable, or its name."""
+    gpu: str | None = None
+    """The GPU of each replica. None: the GPU of the placement, or no GPU."""
+    timeout_s: float | None = None
+    """How long each replica may run, in seconds. None: the limit of the placement, or of the backend."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that are started."""
+        return self.spec.ranks
+
+    def with_spec(self, **changes: Any) -> StartSpec:
+        """Return the order with fields of its `RunSpec` changed.
+
+        Args:
+            changes: fields by name.
+
+        Example:
+            start.with_spec(ranks=(3,), attempt=2)
+        """
+        return replace(self, spec=replace(self.spec, **changes))
+
+    def with_settings(self, **changes: Any) -> StartSpec:
+        """Return the order with some settings changed.
+
+        Args:
+            changes: settings by name.
+
+        Example:
+            start.with_settings(min_replicas=1)
+        """
+        return replace(self, spec=self.spec.with_settings(**changes))

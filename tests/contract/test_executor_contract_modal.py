@@ -6,7 +6,7 @@ What differs between the SDK's two back ends, `test_job_service_contract` and `j
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 from servers.modal.server import ModalServer
 
 from executors import ModalExecutor, ReplicaHandle, ServerlessExecutor
-from executors.settings.run_spec import RunSpec
+from executors.settings.run_spec import StartSpec
 from executors.testing import ExecutorContract
 
 pytestmark = pytest.mark.slow
@@ -25,26 +25,8 @@ NO_ACCOUNT = sorted({"MODAL_TOKEN_ID", "REPLICAS_LIVE_RENDEZVOUS"} - set(os.envi
 class WithGpus(ModalExecutor):
     """Asks for a GPU for each replica, and so for sandboxes of the SDK's older back end."""
 
-    def launch_replicas(
-        self,
-        n_replicas: int,
-        entrypoint: str | Callable[..., Any],
-        entrypoint_args: Mapping[str, Any],
-        *,
-        gpu: str | None = None,
-        timeout: float | None = 3600,
-        run: RunSpec | None = None,
-        on_progress: Callable[[str], None] = lambda words: None,
-    ) -> list[ReplicaHandle]:
-        return super().launch_replicas(
-            n_replicas,
-            entrypoint,
-            entrypoint_args,
-            gpu=gpu or "H100",
-            timeout=timeout,
-            run=run,
-            on_progress=on_progress,
-        )
+    def start_ranks(self, start: StartSpec, *more: Any) -> list[ReplicaHandle]:
+        return super().start_ranks(replace(start, gpu=start.gpu or "H100"), *more)
 
 
 class TestModalExecutor(ExecutorContract):

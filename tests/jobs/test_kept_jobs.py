@@ -240,7 +240,7 @@ def test_a_store_or_service_that_fails_for_a_while_is_told_once_and_ends_no_wait
 def test_starts_that_the_service_refuses_for_a_while_use_up_no_restarts(
     machines: Machines, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("executors.restarts.launch_starter.AGAIN_S", 0.1)
+    monkeypatch.setattr("executors.run.launch_starter.AGAIN_S", 0.1)
     run = waits(folder, 1, restarts="1,backoff=0s")
     machines.fail("start", "rejected", times=3)
     with waiting(run):

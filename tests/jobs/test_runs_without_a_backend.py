@@ -22,6 +22,7 @@ from executors.launcher.parts import executor_of
 from executors.registry import get_executor
 from executors.restarts.decision_log import DecisionLog
 from executors.run.resume import resume
+from executors.settings.run_spec import StartSpec
 from executors.store import store_at
 from executors.store.added_ranks import added_key
 from executors.store.records import exists, to_bytes
@@ -84,10 +85,11 @@ def ended_on_two(go: Path) -> Run:
 class Overtaken(FakeExecutor):
     """Lets another process begin attempt 1 of rank 1 just before it would."""
 
-    def launch_replicas(self, *args: Any, run: Any = None, **more: Any) -> Any:
+    def start_ranks(self, start: StartSpec, *more: Any) -> Any:
+        run = start.spec
         theirs = Attempt(store_at(run.store_url), run.run_id, 1, 1)
         theirs.store.put(theirs.key("intent.json"), to_bytes({"nonce": "x", "by": "elsewhere:1", "at": time.time()}))
-        return super().launch_replicas(*args, run=run, **more)
+        return super().start_ranks(start, *more)
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True], ids=["refused", "interrupted"])

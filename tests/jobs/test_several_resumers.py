@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from executors.attempt import Attempt
 from executors.errors import AlreadyResumedError, LaunchError
 from executors.restarts.decision_log import DecisionLog
 from executors.run.resume import resume
+from executors.settings.run_spec import StartSpec
 from executors.store import store_at
 from executors.testing import eventually
 
@@ -46,10 +46,10 @@ class Refusing(FakeExecutor):
         super().__init__()
         self._error = error
 
-    def launch_replicas(self, *args: Any, run: Any = None, **more: Any) -> Any:
-        if run.attempt == 2:
+    def start_ranks(self, start: StartSpec, *more: Any) -> Any:
+        if start.spec.attempt == 2:
             raise self._error("no third one")
-        return super().launch_replicas(*args, run=run, **more)
+        return super().start_ranks(start, *more)
 
 
 @pytest.mark.parametrize("error", [LaunchError, KeyboardInterrupt])
@@ -77,10 +77,9 @@ class Overtaken(FakeExecutor):
         super().__init__()
         self._ranks = ranks
 
-    def launch_replicas(self, *args: Any, run: Any = None, **more: Any) -> Any:
-        ranks = tuple(self._ranks or run.ranks)
-        FakeExecutor().launch_replicas(len(ranks), *args[1:], run=replace(run, ranks=ranks), **more)
-        return super().launch_replicas(*args, run=run, **more)
+    def start_ranks(self, start: StartSpec, *more: Any) -> Any:
+        FakeExecutor().start_ranks(start.with_spec(ranks=tuple(self._ranks or start.ranks)), *more)
+        return super().start_ranks(start, *more)
 
 
 def resume_overtaken(machines: Machines, by_ranks: list[int] | None) -> None:
@@ -119,9 +118,10 @@ def test_a_resume_that_is_overtaken_in_part_and_fails_ends_its_own_jobs_alone(ma
 class BesideOneThatDies(FakeExecutor):
     """Another process begins rank 1 first, and dies before its service has heard of it."""
 
-    def launch_replicas(self, *args: Any, run: Any = None, **more: Any) -> Any:
+    def start_ranks(self, start: StartSpec, *more: Any) -> Any:
+        run = start.spec
         Attempt(store_at(run.store_url), run.run_id, 1, run.attempt).claim_start("another's", takes_s=0.0)
-        return super().launch_replicas(*args, run=run, **more)
+        return super().start_ranks(start, *more)
 
 
 @pytest.mark.parametrize("is_refused", [False, True])

@@ -11,6 +11,7 @@ from executors import LocalProcessExecutor, Run, attach, current_replica, launch
 from executors.errors import LaunchError
 from executors.restarts.decision_log import DecisionLog
 from executors.run.resume import resume
+from executors.settings.run_spec import StartSpec
 from executors.testing import eventually
 
 PLAIN = LocalProcessExecutor(preload=(), term_grace_s=0.5)
@@ -30,11 +31,11 @@ class CancelledInAResume(LocalProcessExecutor):
 
     is_armed: ClassVar[bool] = False
 
-    def launch_replicas(self, *args: Any, run: Any = None, **more: Any) -> Any:
-        if run.attempt > 0 and self.is_armed:
+    def start_ranks(self, start: StartSpec, *more: Any) -> Any:
+        if start.spec.attempt > 0 and self.is_armed:
             type(self).is_armed = False
-            attach(run.run_id, executor=PLAIN).cancel()
-        return super().launch_replicas(*args, run=run, **more)
+            attach(start.spec.run_id, executor=PLAIN).cancel()
+        return super().start_ranks(start, *more)
 
 
 @pytest.fixture
@@ -108,7 +109,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise LaunchError("no process can be started")
 
-    monkeypatch.setattr(LocalProcessExecutor, "launch_replicas", refuse)
+    monkeypatch.setattr(LocalProcessExecutor, "start_ranks", refuse)
 
 
 def orders_of(run_id: str) -> list[tuple[str, int | None, str]]:

@@ -14,7 +14,7 @@ from executors.attempt import Attempt
 from executors.protocol import ReplicaStatus
 from executors.restarts.decision_log import DecisionLog
 from executors.restarts.fail_fast import end_others
-from executors.settings.run_spec import RunSpec
+from executors.settings.run_spec import RunSpec, StartSpec
 from executors.store.memory import MemoryStore
 from executors.task import create
 from executors.task.launch_request import LaunchRequest
@@ -57,7 +57,7 @@ def launched(executor: LocalProcessExecutor, folder: Path, rounds: int, **more: 
 
 
 def start(executor: LocalProcessExecutor, spec: RunSpec) -> list[Any]:
-    return executor.launch_replicas(len(spec.ranks), train, {}, timeout=None, run=spec)
+    return executor.start_ranks(StartSpec(spec, train))
 
 
 def test_the_first_failure_before_the_first_round_ends_the_others(local: LocalProcessExecutor, tmp_path: Path) -> None:

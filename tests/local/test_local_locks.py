@@ -20,6 +20,7 @@ from executors.logs.times import PAIR, times_of
 from executors.process import fork
 from executors.run.resume import resume
 from executors.run.run_index import local_store
+from executors.settings.run_spec import StartSpec
 from executors.supervisor.supervisor_lock import NAME, hold, holder, open_locks, wake
 from executors.testing import eventually
 from executors.testing.executor_contract import task
@@ -62,7 +63,7 @@ def test_a_supervisor_holds_no_lock_of_an_attempt_that_another_process_has_begun
     theirs = LocalLaunch(spec, str(state_home / "replicas"), "", [], {})
     others = theirs.handle(theirs.attempt(0), os.getpid(), 0)
     assert theirs.begin(theirs.attempt(0), others) == others
-    (mine,) = local.launch_replicas(2, task("hang"), {}, run=spec)
+    (mine,) = local.start_ranks(StartSpec(spec, task("hang")))
     folder = state_home / "replicas" / "mine"
     assert mine.rank == 1
     assert [holder(folder, rank, 0) for rank in range(2)] == [None, mine.metadata["supervisor_pid"]]

@@ -45,7 +45,7 @@ class KilledError(BaseException):
 class StartsNothing(LocalProcessExecutor):
     """Refuses each start, so that a resume does everything but start processes."""
 
-    def launch_replicas(self, *args: Any, **more: Any) -> NoReturn:
+    def start_ranks(self, *args: Any, **more: Any) -> NoReturn:
         raise LaunchError("no process can be started")
 
 

@@ -219,7 +219,7 @@ def launch_and_die_before_any_replica(run_id: str) -> None:
     def die(*args: Any, **more: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    LocalProcessExecutor.launch_replicas = die  # type: ignore[method-assign,assignment]
+    LocalProcessExecutor.start_ranks = die  # type: ignore[method-assign,assignment]
     launch(executor(), tasks.rank, 2, run_id=run_id)
 
 

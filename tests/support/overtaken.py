@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from executors import LocalProcessExecutor, Run, attach
 from executors.backend import Observation, PendingReplica
 from executors.run.resume import resume
+from executors.settings.run_spec import StartSpec
 
 
 class OvertakenLocally(LocalProcessExecutor):
@@ -17,12 +17,11 @@ class OvertakenLocally(LocalProcessExecutor):
     by_ranks: ClassVar[list[int] | None] = None
     """Which ranks the other brings back; None: all that it finds."""
 
-    def launch_replicas(self, n_replicas: int, *args: Any, run: Any = None, **more: Any) -> Any:
-        if run.attempt > 0:
+    def start_ranks(self, start: StartSpec, *more: Any) -> Any:
+        if start.spec.attempt > 0:
             other = LocalProcessExecutor(preload=(), term_grace_s=0.5)
-            ranks = tuple(self.by_ranks or run.ranks)
-            other.launch_replicas(len(ranks), *args, run=replace(run, ranks=ranks), **more)
-        return super().launch_replicas(n_replicas, *args, run=run, **more)
+            other.start_ranks(start.with_spec(ranks=tuple(self.by_ranks or start.ranks)), *more)
+        return super().start_ranks(start, *more)
 
 
 class OvertakenWhileLooking(LocalProcessExecutor):

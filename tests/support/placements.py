@@ -64,7 +64,7 @@ class AnyFakeJobs(FakeJobs):
 def folder(machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setitem(BUILT_IN, "fake", f"{__name__}:AnyFakeExecutor")
     monkeypatch.setitem(BUILT_IN, "other", f"{__name__}:OtherFakeExecutor")
-    monkeypatch.setattr("executors.restarts.launch_starter.AGAIN_S", 0.1)
+    monkeypatch.setattr("executors.run.launch_starter.AGAIN_S", 0.1)
     made = tmp_path / "said"
     made.mkdir()
     Path("job.py").write_text(MAIN)

@@ -6,7 +6,6 @@ is asked whether a job without an outcome still lives, and its answer is recorde
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import re
@@ -24,6 +23,7 @@ from executors.backend import (
     PendingReplica,
     Recordable,
     SupervisorStatus,
+    no_progress,
 )
 from executors.backends.jobs.ending import end_jobs
 from executors.backends.jobs.gang_start import GangStart
@@ -46,7 +46,6 @@ from executors.backends.jobs.service import (
     JobSpec,
     retrying,
 )
-from executors.backends.jobs.spares import spares_of, start_spares
 from executors.errors import StoreError
 from executors.logs.log import Log
 from executors.logs.readers import TailedLog
@@ -54,16 +53,17 @@ from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
 from executors.replica import RANK, RENDEZVOUS, SERVICE, TIMEOUT_S
 from executors.run.job_notes import NotedJob, note_jobs, noted_jobs
-from executors.run.run_index import as_noted, local_store, remember
-from executors.settings.run_spec import LEASE_S, RunSpec
-from executors.store import open_store, store_at
+from executors.run.new_run import write_new_run
+from executors.run.run_index import as_noted
+from executors.run.spares import spares_of
+from executors.settings.run_spec import LEASE_S, RunSpec, StartSpec
+from executors.store import store_at
 from executors.store.parallel import answered_within, in_threads
 from executors.store.record_names import HANDLE, INTENT
 from executors.store.staleness import StalenessTracker
-from executors.store.url import default_rendezvous, new_run_id, real_url, remote_access, shared_rendezvous
+from executors.store.url import real_url, remote_access
 from executors.task.arguments import split_rank_env
 from executors.task.code_package import Package
-from executors.task.create import create_run
 from executors.task.entrypoint import check_entrypoint
 from executors.task.launch_request import LaunchRequest
 from executors.task.record import find_run_record
@@ -149,25 +149,14 @@ class JobExecutor(Backend):
 
         return given_requirements(self.service.pip)
 
-    def check_launch(
-        self,
-        n_replicas: int,
-        entrypoint: str | Callable[..., Any],
-        entrypoint_args: Mapping[str, Any],
-        *,
-        gpu: str | None = None,
-        timeout: float | None = None,
-        secrets: Sequence[str] = (),
-    ) -> None:
+    def check_launch(self, request: LaunchRequest) -> None:
         """Refuse what cannot work; see `Backend.check_launch`. None of the user's code is run."""
-        if n_replicas < 1:
-            raise ValueError(f"n must be at least 1, got n={n_replicas}.")
-        timeout_s = self._timeout_s(timeout)
+        settings, timeout_s = request.settings, self._timeout_s(request.settings.timeout)
         if timeout_s is not None and not timeout_s > 0:
-            raise ValueError(f"timeout must be more than 0 seconds, got timeout={timeout}.")
-        if isinstance(entrypoint, str):
-            check_entrypoint(entrypoint, split_rank_env(entrypoint_args)[0])
-        self.service.check_account(gpu, timeout_s, secrets)
+            raise ValueError(f"timeout must be more than 0 seconds, got timeout={settings.timeout}.")
+        if isinstance(request.entrypoint, str):
+            check_entrypoint(request.entrypoint, split_rank_env(request.args or {})[0])
+        self.service.check_account(settings.gpu, timeout_s, settings.secrets)
 
     def _timeout_s(self, timeout: float | None) -> float | None:
         return self.default_timeout_s if timeout is None else timeout
@@ -206,39 +195,27 @@ class JobExecutor(Backend):
         entrypoint_args: Mapping[str, Any],
         *,
         gpu: str | None = None,
-        timeout: float | None = None,
-        run: RunSpec | None = None,
-        on_progress: Callable[[str], None] = lambda words: None,
+        timeout: int | None = None,
     ) -> list[ReplicaHandle]:
-        """Start the replicas at the same time; see `ServerlessExecutor.launch_replicas`.
+        """Write a new run and start its replicas; see `ServerlessExecutor.launch_replicas`.
 
-        Args:
-            timeout: seconds; None for `default_timeout_s`.
-            run: the run these replicas belong to, written already. None: a new one in `$REPLICAS_RENDEZVOUS`, or
-                where replicas can see it in the state directory.
-            on_progress: gets a few words on how far the start is, as in "5 of 8 started".
-
-        Raises:
-            LaunchError: a replica could not be started; the others were ended.
-
-        Returns: the handles. Those of attempts that another process began first are left out, and left alone; and with
-            `min_replicas` those of replicas that may still join.
+        A `timeout` of None is the service's default, `default_timeout_s`.
         """
-        if run is None:
-            url = default_rendezvous()
-            if self.needs_shared_rendezvous:
-                url = shared_rendezvous(self.backend_name, url, entrypoint, n_replicas)
-            self.check_launch(n_replicas, entrypoint, entrypoint_args, gpu=gpu, timeout=timeout)
-            request = LaunchRequest.of(entrypoint, n=n_replicas, args=entrypoint_args, gpu=gpu, timeout=timeout)
-            store = local_store() if url is None else open_store(url)
-            run = create_run(request, new_run_id(), store, describe_executor(self), self.package(entrypoint))
-            with contextlib.suppress(StoreError):  # without a place for notes, a resume needs the digest or trust
-                remember(run.run_id, run.store_url, run.task_digest, self.options_to_keep)
+        request = LaunchRequest.of(entrypoint, n=n_replicas, args=entrypoint_args, gpu=gpu, timeout=timeout)
+        return self.start_ranks(write_new_run(self, request))
+
+    def start_ranks(self, start: StartSpec, on_progress: Callable[[str], None] = no_progress) -> list[ReplicaHandle]:
+        """Start all replicas at the same time; see `Backend.start_ranks`.
+
+        With `min_replicas`, the handles of replicas that may still join are left out.
+        """
+        run = start.spec
         task = read_task(store_at(run.store_url), run.run_id, run.task_digest, run.task_folder)
         launched = task.record.launched_with
-        price = None if launched is None or launched.settings.max_cost is None else self.price_per_hour(gpu)
-        limits = limits_left(run, launched, self._timeout_s(timeout), price, together=self.service.starts_together)
-        jobs = self._jobs(run, gpu, limits, task.record.requirements, task.record.pins)
+        price = None if launched is None or launched.settings.max_cost is None else self.price_per_hour(start.gpu)
+        together = self.service.starts_together
+        limits = limits_left(run, launched, self._timeout_s(start.timeout_s), price, together=together)
+        jobs = self._jobs(run, start.gpu, limits, task.record.requirements, task.record.pins)
 
         def handle_of(attempt: Attempt, job_id: JobId) -> ReplicaHandle:
             made = self._handle(attempt, job_id, timeout_s=limits[attempt.rank], launched_at=run.launched_at)
@@ -257,26 +234,20 @@ class JobExecutor(Backend):
         )
         self._gangs.add(gang)
         try:
-            handles = gang.run()
+            return gang.run()
         finally:
             self._gangs.discard(gang)
-        if run.settings.spares:
-            start_spares(
-                run, lambda of: self.launch_replicas(run.settings.spares, "", {}, gpu=gpu, timeout=timeout, run=of)
-            )
-        return handles
 
-    def describe_launch(
-        self, run: RunSpec, *, gpu: str | None = None, timeout: float | None = None, requirements: Sequence[str] = ()
-    ) -> dict[str, Any]:
-        """Return the requests that `launch_replicas` would make, one a rank, with what is secret masked."""
-        parts = [run, spares_of(run)] if run.settings.spares else [run]
-        timeout_s = self._timeout_s(timeout)
-        limits = [dict.fromkeys(part.ranks, timeout_s) for part in parts]
+    def describe_start(self, start: StartSpec, requirements: Sequence[str] = ()) -> dict[str, Any]:
+        """Return the requests that `start_ranks` would make, one for each job, with secret values masked."""
+        parts = [start, spares_of(start)] if start.spec.settings.spares else [start]
+        timeout_s = self._timeout_s(start.timeout_s)
         jobs = [
-            job for part, its in zip(parts, limits, strict=True) for job in self._jobs(part, gpu, its, requirements)
+            job
+            for part in parts
+            for _, job in self._jobs(part.spec, part.gpu, dict.fromkeys(part.ranks, timeout_s), requirements)
         ]
-        return {"service": self.service.name, "jobs": [self.service.describe(job) for _, job in jobs]}
+        return {"service": self.service.name, "jobs": [self.service.describe(job) for job in jobs]}
 
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
         """Return the replica's status. The first to find its job ended without an outcome records what is known.

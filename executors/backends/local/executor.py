@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from executors.attempt import TICKS, Attempt, Claim, collect_rows
 from executors.attempt.outcome import PID
 from executors.attempt.pauses import wait_until_terminal
-from executors.backend import Backend, Observation, PendingReplica, Recordable, SupervisorStatus
+from executors.backend import Backend, Observation, PendingReplica, Recordable, SupervisorStatus, no_progress
 from executors.backends.local.local_log import open_local_log
 from executors.backends.local.preload import AUTO, PRELOAD, imports_at_the_top, note_imports, noted_imports
 from executors.backends.local.request import LocalLaunch, log_file, surroundings
@@ -27,16 +27,15 @@ from executors.logs import last_of
 from executors.logs.log import Log
 from executors.process import CAN_SUPERVISE, is_alive, system_name, this_machine
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
-from executors.registry import describe_executor
-from executors.run.run_index import folder_of_run, local_store, remember, settle, state_dir
-from executors.settings.run_spec import RunSpec
+from executors.run.new_run import write_new_run
+from executors.run.run_index import folder_of_run, settle, state_dir
+from executors.settings.run_spec import StartSpec
 from executors.store.record_names import CLAIM
 from executors.store.records import Record, checked, nullable, number, text
 from executors.store.state_folder import state_path
-from executors.store.url import new_run_id
 from executors.supervisor.supervisor_lock import wake
 from executors.task.arguments import split_rank_env
-from executors.task.create import MASK, create_run
+from executors.task.create import MASK
 from executors.task.entrypoint import check_entrypoint
 from executors.task.launch_request import LaunchRequest
 from executors.task.stored import PYTHON
@@ -127,34 +126,25 @@ class LocalProcessExecutor(Backend):
         found = zygote((*self.preload, *noted))
         return zygote(self.preload) if noted and (env or not found.has_this_environment) else found
 
-    def check_launch(
-        self,
-        n_replicas: int,
-        entrypoint: str | Callable[..., Any],
-        entrypoint_args: Mapping[str, Any],
-        *,
-        gpu: str | None = None,
-        timeout: float | None = 3600,
-        secrets: Sequence[str] = (),
-    ) -> None:
+    def check_launch(self, request: LaunchRequest) -> None:
         """Refuse what cannot work, before anything is written or started; see `Backend.check_launch`.
 
         An entrypoint given by name is imported and its arguments are bound in a throw-away process.
         """
         _refuse_other_systems()
-        if n_replicas < 1:
-            raise ValueError(f"n must be at least 1, got n={n_replicas}.")
+        entrypoint, settings = request.entrypoint, request.settings
+        timeout = settings.timeout
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout must be more than 0 seconds, got timeout={timeout}.")
-        if missing := [name for name in secrets if name not in os.environ]:
+        if missing := [name for name in settings.secrets if name not in os.environ]:
             advice = "Local replicas inherit this environment: set it before the launch."
             raise ValueError(f"The secret {missing[0]!r} is not set. {advice}")
-        self._gpu_slots(gpu, n_replicas)
+        self._gpu_slots(settings.gpu, settings.n)
         forks = self._zygote(entrypoint)
         forks.start()  # for a callable, its imports continue while the launch is written
         if not isinstance(entrypoint, str):
             return
-        args, _ = split_rank_env(entrypoint_args)
+        args, _ = split_rank_env(request.args or {})
         check_entrypoint(entrypoint, args)
         imports = imports_at_the_top(entrypoint) if self.finds_imports else []
         question = {"do": "check", "entrypoint": entrypoint, "args": dict.fromkeys(args), "imports": imports}
@@ -173,28 +163,27 @@ class LocalProcessExecutor(Backend):
         entrypoint_args: Mapping[str, Any],
         *,
         gpu: str | None = None,
-        timeout: float | None = 3600,
-        run: RunSpec | None = None,
-        on_progress: Callable[[str], None] = lambda words: None,
+        timeout: int | None = 3600,
     ) -> list[ReplicaHandle]:
-        """Start the replicas and return their handles in rank order; see `Backend.launch_replicas`.
+        """Write an attached run of this user, and start its replicas; see `ServerlessExecutor.launch_replicas`.
 
-        Args:
-            timeout: seconds; None for no limit.
-            run: None: a new one in the default store, attached.
+        A `timeout` of None is no limit.
+        """
+        _refuse_other_systems()
+        request = LaunchRequest.of(entrypoint, n=n_replicas, args=entrypoint_args, gpu=gpu, timeout=timeout)
+        return self.start_ranks(write_new_run(self, request))
+
+    def start_ranks(self, start: StartSpec, on_progress: Callable[[str], None] = no_progress) -> list[ReplicaHandle]:
+        """Let a supervisor start the replicas; see `Backend.start_ranks`.
 
         Raises:
             LaunchError: a replica could not be started; those before it were ended.
             RunExistsError: this machine knows a run of the same id in another store.
         """
         _refuse_other_systems()  # here, too: a resume and an addition launch without the check
-        if run is None:
-            self.check_launch(n_replicas, entrypoint, entrypoint_args, gpu=gpu, timeout=timeout)
-            request = LaunchRequest.of(entrypoint, n=n_replicas, args=entrypoint_args, gpu=gpu, timeout=timeout)
-            run = create_run(request, new_run_id(), local_store(), describe_executor(self))
-            remember(run.run_id, run.store_url, run.task_digest, self.options_to_keep)
+        run, entrypoint = start.spec, start.entrypoint
         settle(run.run_id, run.store_url, run.task_digest)
-        launch = self._local_launch(run, gpu, timeout, state_dir())
+        launch = self._local_launch(start, state_dir())
         try:
             answer = self._zygote(entrypoint, run.env).request({"do": "launch", "launch": launch.to_json()})
         except BaseException:  # it may have begun attempts that no caller has a handle of
@@ -232,14 +221,12 @@ class LocalProcessExecutor(Backend):
             if found == placeholder:
                 attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
 
-    def describe_launch(
-        self, run: RunSpec, *, gpu: str | None = None, timeout: float | None = 3600, requirements: Sequence[str] = ()
-    ) -> dict[str, Any]:
-        """Return what `launch_replicas` would send to the run's supervisor, with the environment's values masked."""
-        request = self._local_launch(run, gpu, timeout, state_path()).to_json()
+    def describe_start(self, start: StartSpec, requirements: Sequence[str] = ()) -> dict[str, Any]:
+        """Return what `start_ranks` would send to the run's supervisor, with the environment's values masked."""
+        request = self._local_launch(start, state_path()).to_json()
         request["environ"] = dict.fromkeys(request["environ"], MASK)
         request["spec"]["env"] = dict.fromkeys(request["spec"]["env"], MASK)
-        request["spec"]["key"] = run.key and MASK
+        request["spec"]["key"] = start.spec.key and MASK
         # Nonce and launcher of the launch to come are others; whether it forks, only its first process sees.
         for name in ("nonce", "by", "preload", "launcher_pid", "launcher_started"):
             del request[name]
@@ -313,15 +300,15 @@ class LocalProcessExecutor(Backend):
         """Wait for the replicas' outcomes, at most `timeout` seconds, and return them in the order of `handles`."""
         return collect_rows(self.poll, self.backend_name, handles, timeout)
 
-    def _local_launch(self, run: RunSpec, gpu: str | None, timeout: float | None, state: Path) -> LocalLaunch:
+    def _local_launch(self, start: StartSpec, state: Path) -> LocalLaunch:
         return LocalLaunch(
-            spec=run,
+            spec=start.spec,
             state_dir=str(state),
-            timeout_s=timeout,
+            timeout_s=start.timeout_s,
             max_parallel=self.max_parallel,
             term_grace_s=self.term_grace_s,
-            gpu=gpu,
-            gpu_slots=self._gpu_slots(gpu, len(run.ranks)),
+            gpu=start.gpu,
+            gpu_slots=self._gpu_slots(start.gpu, len(start.ranks)),
             **surroundings(),
         )
 

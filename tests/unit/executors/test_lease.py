@@ -15,7 +15,7 @@ from executors.restarts.lease import (
     LeaseWatch,
     attached_lease_key,
     finish_start,
-    hold_lease,
+    new_lease,
     was_start_abandoned,
     with_lease,
 )
@@ -198,7 +198,9 @@ def start_of(store: MemoryStore) -> tuple[RunSpec, LeaseHolder]:
     """Begin a detached start."""
     store.put("run/run.json", b"{}")
     spec = with_lease(run_spec("run", store.url, "", 2, (0, 1), detach=True), LIMIT_S, detach=True)
-    holder = hold_lease(store, spec)
+    holder = new_lease(store, spec)
+    assert holder is not None
+    holder.start()
     assert holder is not None
     return spec, holder
 
@@ -234,7 +236,9 @@ def test_an_attached_start_keeps_the_lease_of_the_run() -> None:
     store = MemoryStore()
     store.put("run/run.json", b"{}")
     spec = with_lease(run_spec("run", store.url, "", 2, (0, 1)), LIMIT_S, detach=False)
-    holder = hold_lease(store, spec)
+    holder = new_lease(store, spec)
+    assert holder is not None
+    holder.start()
     finish_start(holder, spec)
     assert [entry.key for entry in store.list("")] == ["run/lease.json", "run/run.json"]
     assert holder is not None

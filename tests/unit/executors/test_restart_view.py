@@ -24,10 +24,10 @@ from executors.errors import AlreadyResumedError
 from executors.protocol import BY_USER, STOPPED, Outcome, ReplicaStatus
 from executors.report.uptime import wants_attention
 from executors.restarts.decision_log import Decision, DecisionLog
-from executors.restarts.launch_starter import StartSpec
 from executors.restarts.orders import order_resume
 from executors.run.resume import _next_attempts as next_attempts
 from executors.run.run import Run
+from executors.settings.run_spec import StartSpec
 from executors.store import Data, Store
 from executors.store.memory import MemoryStore
 
@@ -113,7 +113,7 @@ def test_a_run_is_not_over_between_an_end_and_the_next_claim() -> None:
 def test_whoever_keeps_a_run_answers_ends_that_it_finds_last(watch: Callable[[Run], object]) -> None:
     run = run_of(failed(), None, restarts="0", store=EndsOfOneProcess("restarts"))
     spec = run_spec("wide", run.store.url, "0" * 64, 2, (0, 1))
-    run.keep_here([StartSpec(spec, None, {})], None)
+    run.keep_here([StartSpec(spec, "time:time")], None)
     watch(run)
     assert [(entry.kind, entry.rank) for entry in DecisionLog(run.store, "wide").read()] == [
         ("give_up", 0),
@@ -142,7 +142,7 @@ def test_who_looks_at_a_run_and_keeps_it_reads_each_decision_once(is_read_by_its
     if is_read_by_its_controller:
         log.read()
     controller = run.keep_here(
-        [StartSpec(run_spec("wide", run.store.url, "0" * 64, 2, (0, 1)), None, {})], None, log=log
+        [StartSpec(run_spec("wide", run.store.url, "0" * 64, 2, (0, 1)), "time:time")], None, log=log
     )
     controller.keep(run.status().replicas)
     list(run.events())

@@ -7,32 +7,17 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
 
 from executors.attempt import Attempt
-from executors.attempt.handles import keep_handles
 from executors.backend import Backend
 from executors.errors import MaxCostSpentError, ReplicasError, StoreError
 from executors.protocol import ReplicaStatus
-from executors.settings.run_spec import RunSpec
+from executors.run.start_attempts import StartPlan, start_attempts
+from executors.settings.run_spec import RunSpec, StartSpec
 from executors.store import store_at
 
 AGAIN_S = 10.0  # after a start that failed
 GATHER_S = 3600.0  # each rank is started for itself: none waits for the others
-
-
-@dataclass(frozen=True)
-class StartSpec:
-    """The values that start attempts of some ranks: the run with its secrets and variables, the entrypoint and limits.
-
-    The launch has one, and each addition has its own: an addition does not get the secrets of the launch.
-    """
-
-    spec: RunSpec
-    """The run. Its `ranks` are the ranks that these values start."""
-    entrypoint: Any
-    limits: Mapping[str, Any]
 
 
 class LaunchStarter:
@@ -70,7 +55,7 @@ class LaunchStarter:
         Args:
             rank: the rank.
         """
-        return any(rank in start_spec.spec.ranks for start_spec in self._start_specs)
+        return any(rank in start_spec.ranks for start_spec in self._start_specs)
 
     def may_start(self, rank: int) -> bool:
         """Return True if this process can start a rank now; see `AttemptStarter.may_start`."""
@@ -86,23 +71,20 @@ class LaunchStarter:
 
     def start(self, attempts: Mapping[int, int]) -> None:
         """Start attempts, by rank, in the background."""
-        for number, start_spec in itertools.product(sorted(set(attempts.values())), self._start_specs):
-            ranks = tuple(rank for rank, its in attempts.items() if its == number and rank in start_spec.spec.ranks)
+        for number, known in itertools.product(sorted(set(attempts.values())), self._start_specs):
+            ranks = tuple(rank for rank, its in attempts.items() if its == number and rank in known.ranks)
             if not ranks:
                 continue
             self._busy.update((rank, number) for rank in ranks)
-            spec = replace(start_spec.spec, ranks=ranks, attempt=number)
-            spec = spec.with_settings(min_replicas=1, gather_s=GATHER_S)
+            order = known.with_spec(ranks=ranks, attempt=number).with_settings(min_replicas=1, gather_s=GATHER_S)
             name = f"replicas-restart-{number}"
-            threading.Thread(target=self._start, args=(replace(start_spec, spec=spec),), name=name, daemon=True).start()
+            threading.Thread(target=self._start, args=(order,), name=name, daemon=True).start()
 
-    def _start(self, start_spec: StartSpec) -> None:
-        spec = start_spec.spec
+    def _start(self, order: StartSpec) -> None:
+        spec = order.spec
         try:
-            handles = self.backend.launch_replicas(
-                len(spec.ranks), start_spec.entrypoint, {}, **start_spec.limits, run=spec
-            )
-            keep_handles(store_at(spec.store_url), spec.run_id, spec.attempt, handles)
+            # Without `undo`: this process starts the same attempts again, and the lease that it holds counts for them.
+            start_attempts(StartPlan(store=store_at(spec.store_url), backend=self.backend, orders=[order]))
         except (ReplicasError, OSError) as error:
             self._again_at |= dict.fromkeys(spec.ranks, time.monotonic() + AGAIN_S)
             if isinstance(error, MaxCostSpentError):

@@ -1,0 +1,164 @@
+"""`start_attempts()`: the only flow that starts replicas. Launch, resume, addition and restart call it.
+
+    prepare        the caller notes what a later resume needs, or orders in the log that these ranks start
+    hold lease     containers end on their own if this process dies from here on
+    start          one order after the other; each at all its placements at the same time
+    keep handles   a copy, which saves requests
+    spares         beside the ranks
+    finish         the containers of a detached start are released: they need this process no more
+
+If a step fails, or Ctrl-C interrupts it, everything is undone in reverse: the lease is not renewed any more, the
+services end the jobs, the store gets the caller's orders that nothing of it starts, and replicas that were started are
+cancelled. A caller that differs says so in a `StartPlan`, and in nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from executors.attempt.handles import keep_handles
+from executors.backend import Backend, JobsOfRun, no_progress
+from executors.errors import LaunchError, ReplicasError, StoreError
+from executors.restarts.lease import LeaseHolder, finish_start
+from executors.run.spares import start_spares
+from executors.settings.run_spec import StartSpec
+from executors.store import Store
+from executors.store.parallel import answered_within, in_parallel, in_threads, within
+
+HEAD_START_S = 5.0  # the store gets this time to take the orders before replicas that were started are cancelled
+STORE_S = 20.0  # how long the store is waited for once the services were asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartPlan:
+    """Everything in which a launch, a resume, an addition and a restart differ.
+
+    Example:
+        StartPlan(store=run.store, backend=run.placements, orders=[start])
+    """
+
+    store: Store
+    """The store of the run."""
+    backend: Backend
+    """The placements of the run, or the backend that has all these ranks."""
+    orders: Sequence[StartSpec]
+    """The ranks to start, at least one order. They are started one after the other."""
+    lease: LeaseHolder | None = None
+    """The lease of the containers, which was not begun. None: they need none, or this process holds it already."""
+    prepare: Callable[[], None] = lambda: None
+    """Writes what must be in the store, or on this machine, before the first replica starts."""
+    undo: Callable[[BaseException, Sequence[int]], None] | None = None
+    """Records in the store that nothing of this start continues. It gets the error and the ranks that were started.
+
+    None: a start that fails is repeated by its caller, and finds what this one has left. Nothing is ended then: an
+    attempt of the same number may be another process's.
+    """
+
+
+@dataclass(frozen=True)
+class Started:
+    """The replicas that a start has begun, and the lease that it holds.
+
+    Example:
+        start_attempts(plan).handles[0]
+    """
+
+    handles: Mapping[int, Any]
+    """The handles by rank. A five-verb executor has handles of a type of its own. An attempt that another process began
+    first is not among them."""
+    lease: LeaseHolder | None
+    """The lease of the containers. It is renewed for as long as the caller watches them."""
+
+
+def start_attempts(plan: StartPlan, on_progress: Callable[[str], None] = no_progress) -> Started:
+    """Start attempts of some ranks of a run: all of them, or as many as the launch needs, or none.
+
+    Args:
+        plan: which ranks, where, and what to write before and after a failure.
+        on_progress: called with a few words on the progress of the start. Default: nothing is reported.
+
+    Raises:
+        LaunchError: too few could be started. Those that were started have been ended.
+        BackendError: a backend cannot be used.
+        StoreError: the store does not answer.
+
+    Example:
+        started = start_attempts(StartPlan(store=store, backend=placements, orders=[start], undo=abandon))
+    """
+    backend = plan.backend
+    handles: dict[int, Any] = {}
+    was_asked = False
+    try:
+        plan.prepare()
+        if plan.lease is not None:
+            plan.lease.start()
+        for order in plan.orders:
+            was_asked = True
+            found: Sequence[Any] = backend.start_ranks(order, on_progress)
+            # Handles of a five-verb executor may be objects of any type, in the order of the ranks.
+            handles |= {each.rank: each for each in found} if backend.knows_attempts else dict(enumerate(found))
+            _keep_handles(plan.store, order, found)
+            if order.spec.settings.spares:
+                start_spares(order, backend.start_ranks)
+        finish_start(plan.lease, plan.orders[0].spec)
+    except BaseException as error:
+        if plan.lease is not None:
+            plan.lease.end()
+        if plan.undo is not None:
+            _undo(plan, handles if was_asked else None, error)
+        raise
+    return Started(handles, plan.lease)
+
+
+def _keep_handles(store: Store, order: StartSpec, handles: Sequence[Any]) -> None:
+    """Leave a copy of the handles in one object, which saves requests. Without it, readers read each handle."""
+    if max(order.ranks) >= order.spec.world_size:  # of added ranks, not every reader knows the backend
+        return
+    with contextlib.suppress(StoreError):
+        within(STORE_S, lambda: keep_handles(store, order.spec.run_id, order.spec.attempt, handles), store.url)
+
+
+def _undo(plan: StartPlan, handles: Mapping[int, Any] | None, error: BaseException) -> None:
+    """End what a start has begun that failed, and see that nothing of it starts later.
+
+    Args:
+        plan: the start.
+        handles: the replicas that were started. None: no backend was asked.
+        error: the reason of the failure.
+    """
+    assert plan.undo is not None
+    undo, url = plan.undo, plan.store.url
+    if handles is not None:  # the services first: a store that does not answer must not keep jobs that are paid for
+        _end_at_services(plan, error)
+    (recorded,) = in_threads(lambda _: undo(error, sorted(handles or ())), [None], 1)
+    if handles:
+        # With a head start of the store, no controller elsewhere starts again what ends now.
+        with contextlib.suppress(ReplicasError):
+            answered_within(HEAD_START_S, recorded, url)
+
+        def end(handle: Any) -> None:
+            with contextlib.suppress(Exception):  # a user's executor may raise anything, and the first error counts
+                plan.backend.cancel(handle)
+
+        in_parallel(end, list(handles.values()))
+    with contextlib.suppress(ReplicasError):
+        answered_within(STORE_S, recorded, url)
+
+
+def _end_at_services(plan: StartPlan, error: BaseException) -> None:
+    """End the jobs of a start at their services; no store is asked."""
+    if not plan.backend.ends_jobs or isinstance(error, LaunchError):  # which a backend raises once it has ended its own
+        return
+    spec = plan.orders[0].spec
+    ranks = tuple(sorted({rank for order in plan.orders for rank in order.ranks}))
+    left = plan.backend.end_jobs(JobsOfRun(spec.run_id, spec.store_url, spec.launched_at, ranks), _warn)
+    if not left.is_complete:
+        _warn(left.what_is_left)
+
+
+def _warn(words: str) -> None:
+    print(f"replicas: {words}", file=sys.stderr)
