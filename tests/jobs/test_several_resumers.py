@@ -145,7 +145,7 @@ def test_what_was_reported_of_an_attempt_is_not_taken_for_the_next_one_that_begi
 ) -> None:
     """Else who resumes then gives the rank a third attempt, and a second job."""
     launched(machines, 2).cancel()
-    look, others = attached()._observer, iter([[], [0], [1]])
+    look, others = attached()._reader, iter([[], [0], [1]])
     update = look.update
 
     def update_after_another_resumed(max_age_s: float = 0.0) -> None:
