@@ -74,7 +74,7 @@ def in_a_moment(monkeypatch: pytest.MonkeyPatch, quick_tries: None) -> None:
         "executors.run.canceller.STORE_S": 0.5,
         "executors.run.start_together.HEAD_START_S": 0.5,
         "executors.run.start_together.STORE_S": 1.0,
-        "executors.run.addition.STORE_S": 0.5,
+        "executors.run.start_attempts.STORE_S": 0.5,
         "executors.backends.jobs.executor.HEAD_START_S": 0.5,
         "executors.backends.jobs.executor.STORE_S": 0.5,
         "executors.backends.jobs.gang_start.STORE_S": 1.0,
@@ -82,7 +82,7 @@ def in_a_moment(monkeypatch: pytest.MonkeyPatch, quick_tries: None) -> None:
         "executors.backends.jobs.gang_start.LAST_STORE_S": 0.5,
         "executors.backends.jobs.ending.REPORT_S": 2.0,
         "executors.backends.jobs.ending.END_S": 8.0,
-        "executors.launcher.launch_plan.STORE_S": 0.5,
+        "executors.run.start_attempts.HEAD_START_S": 0.5,
         "executors.cli.runs.FIND_S": 1.0,
     }.items():
         monkeypatch.setattr(name, seconds)

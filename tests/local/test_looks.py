@@ -297,7 +297,7 @@ def test_of_two_who_look_at_the_same_time_neither_takes_back_what_the_other_saw(
     assert run.newest_attempt(0).number == 1
     store.may_go.set()
     early.join(30)
-    assert run._observer.attempt(0).number == 1
+    assert run._reader.attempt(0).number == 1
 
 
 class LateStore(MemoryStore):
