@@ -139,7 +139,7 @@ SUPERVISOR = Patience(
     "a supervisor on this machine",
     "the store, to record an end and to decide what follows",
     7 * 24 * HOUR,
-    "Nobody pays for it, and giving up would end the run. It restarts ranks when the store is back.",
+    "It costs nothing, and giving up would end the run. It restarts ranks when the store is back.",
     refused_seconds=10 * MINUTE,
 )
 CONTAINER = Patience(
