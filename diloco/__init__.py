@@ -1,9 +1,9 @@
-"""DiLoCo through a store: replicas that train one model together and meet only in a directory or a bucket.
+"""Trains one model on several replicas with DiLoCo. They exchange averages through a directory or a bucket only.
 
-Read `outer.py` first: `DiLoCo` is what a training loop calls. Live parameters enter through `model_state.py` and
-`live_parameters.py`, which know torch. `rendezvous/` runs the rounds and knows no torch. A round leaves its mean in the
-live parameters, a `RoundReport` for the caller, and records in the store. `stale_copies/` finds optimizers that undo
-a round.
+Read `outer.py` first: it has `DiLoCo`, the object that a training loop calls. `model_state.py` and
+`live_parameters.py` read and change the model, and know torch. `rendezvous/` runs the rounds, and does not know torch.
+A round leaves its mean in the live parameters, a `RoundReport` for the caller, and records in the store.
+`stale_copies/` finds optimizers that undo a round.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DiLoCo", "RoundReport"]
 
-# Loaded when first used: torch takes seconds to import, and not everything in here needs it.
+# Loaded when first used, because the import of torch takes seconds and not every module here needs torch.
 _LAZY = {"DiLoCo": "diloco.outer", "RoundReport": "diloco.rendezvous.round"}
 
 

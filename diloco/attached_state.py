@@ -46,7 +46,7 @@ _KEPT = {np.dtype(dtype) for dtype in DTYPES.values()}
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SavedState:
     """What an earlier attempt of this rank left."""
 
     position: int
@@ -339,14 +339,14 @@ class AttachedState:
             return 0
         return len(parts)
 
-    def kept_buffers(self) -> dict[str, Tensor]:
+    def buffers_of_earlier_attempt(self) -> dict[str, Tensor]:
         """Return the model's own buffers that an earlier attempt kept; none where there are none that can be read."""
         with contextlib.suppress(BadRecordError), reading("buffers"):
             found = None if self.kept is None else from_arrays(self.kept.arrays, "buffers")
             return {name: typed(Tensor, values) for name, values in typed(dict, found or {}).items()}
         return {}
 
-    def take_over(self, origin: str, position: int) -> None:
+    def load_from_run(self, origin: str, position: int) -> None:
         """Load what is attached from what this rank kept in another run, up to this one's position."""
         self.kept = self._find(replace(self._keys, run_id=origin), position)
         self.step = self._step_of_kept()
@@ -356,7 +356,7 @@ class AttachedState:
             return 0
         return self._plan.step_before(self.kept.position) if self._plan.entry_s is None else self.kept.steps
 
-    def _find(self, keys: Keys, most: int = sys.maxsize) -> Kept | None:
+    def _find(self, keys: Keys, most: int = sys.maxsize) -> SavedState | None:
         """Return the newest record that can be read, of at most so many rounds."""
         prefix = keys.own_state(self._me.rank)
         for _ in range(READ_TRIES):  # a listing that fails lists nothing
@@ -370,7 +370,7 @@ class AttachedState:
                     return kept
         return None
 
-    def _read(self, keys: Keys, position: int, attempt: int) -> Kept | None:
+    def _read(self, keys: Keys, position: int, attempt: int) -> SavedState | None:
         key = keys.own_state_record(self._me.rank, position, attempt)
         record = self._store.peek(key)
         if not record:
@@ -388,7 +388,7 @@ class AttachedState:
                     if self._proof.digest(part) != digest:
                         raise ValueError("a part of other bytes")
                     arrays |= decode_part(part)
-                return Kept(position, _joined(arrays), since, steps)
+                return SavedState(position, _joined(arrays), since, steps)
         self._store.record_misread(key, record)
         return None
 

@@ -1,7 +1,8 @@
-"""Replicas that train on the same data: nothing is gained by their number, and everything looks well. So it is told.
+"""Warns if replicas train on the same data, because they send the same work, bit for bit.
 
-Work of equal bits comes from equal data. On GPUs whose kernels add in any order, or on unlike processors, the same data
-gives other bits, and is not found here.
+Such replicas add nothing, and everything else looks well. Work of equal bits comes from equal data. On GPUs whose
+kernels add in a random order, or on different processors, the same data gives other bits. This check does not find
+that.
 """
 
 from __future__ import annotations
@@ -18,17 +19,28 @@ log = logging.getLogger(__name__)
 
 SameDataMode = Literal["raise", "warn", "allow"]
 ROUNDS = 3
-"""One round may be chance, as of a dataset that begins with the same batch everywhere."""
+"""Rounds in a row that prove it. One round may be chance, if a data set begins with the same batch everywhere."""
 MOST_NAMED = 4
-"""Ranks; so that the advice is in the one line that tables and summaries show."""
-ADVICE = "Give each its own: replica.shard(dataset), or a seed that depends on current_replica().rank."
+"""Most ranks that a message names, so that the advice still fits in the one line that tables and summaries show."""
+ADVICE = "Give each replica its own: replica.shard(dataset), or a seed that depends on current_replica().rank."
 
 
 class DuplicateWorkCheck:
-    """What this replica knows of others that send the same work as it does.
+    """Compares this replica's work with the work of the other replicas, by the reports of rounds.
 
     Args:
-        had_moved: whether what this replica sent for an entry is work: where it is not, it says nothing.
+        mode: the reaction: "raise", "warn" or "allow".
+        rank: this replica.
+        replica: shows the finding with its other numbers. None: this process is not a replica.
+        had_moved: returns True if any parameter had changed when the work for an entry was sent. Work without any
+            change proves nothing.
+
+    Raises:
+        DuplicateWorkError: by `check`.
+
+    Example:
+        check = DuplicateWorkCheck("raise", 0, find_replica(), model_state.had_moved)
+        check.check(reports)
     """
 
     def __init__(
@@ -40,43 +52,50 @@ class DuplicateWorkCheck:
         self._had_moved = had_moved
         self._in_a_row = 0
         self._has_counted = False
-        self.is_calm = False
+        self.needs_no_check = False
         """True if only a report of the same work can change anything, so that other reports need no check."""
 
     def expect_no_moves(self) -> None:
-        """No warning if no value moves: an average of weights may not have begun yet."""
+        """Do not warn if no value changes, because an average of weights may not have begun yet."""
         self._has_counted = True
 
     def check(self, reports: Iterable[RoundReport]) -> None:
-        """Warn when it begins; show it beside the replica's other numbers while it lasts.
+        """Warn when the same work begins, and show it with the replica's other numbers while it lasts.
 
-        Raises: DuplicateWorkError: it goes on.
+        Args:
+            reports: the reports of new rounds.
+
+        Raises:
+            DuplicateWorkError: it happened in `ROUNDS` rounds in a row, and the mode is "raise".
         """
         for report in reports:
             if report.counted and not self._has_counted:
                 self._has_counted = True
                 self._check_it_moved(report)
-            if not report.counted or self._is_none(report) or self._mode == "allow":
+            if not report.counted or self._is_empty(report) or self._mode == "allow":
                 continue
             self._in_a_row = self._in_a_row + 1 if report.same else 0
-            self.is_calm = not report.same
+            self.needs_no_check = not report.same
             self._show(next((rank for rank in report.same if rank != self._rank), None))
             if self._in_a_row == 1:
                 log.warning("rank %s: %s", self._rank, _sentence(report, f"in round {report.round}"))
             elif self._in_a_row == ROUNDS and self._mode == "raise":
-                said = _sentence(report, f"{ROUNDS} rounds in a row, up to round {report.round}")
-                raise DuplicateWorkError(f'{said} Where it is meant: same_data="allow", or "warn".')
+                sentence = _sentence(report, f"{ROUNDS} rounds in a row, up to round {report.round}")
+                raise DuplicateWorkError(f'{sentence} If it is intended, pass same_data="allow" to DiLoCo.')
 
     def _check_it_moved(self, report: RoundReport) -> None:
-        """Warn where the first work that counts is none. Later some parameters may be frozen."""
-        if self._is_none(report) and report.work > 0:
+        """Warn if the first counted work is empty: no parameter has changed. Later, parameters may be frozen on
+        purpose.
+        """
+        if self._is_empty(report) and report.work > 0:
             log.warning(
-                "rank %s: no parameter had moved by round %s: there was nothing to average. Does optimizer.step() run, "
-                "on the parameters of this model?",
+                "rank %s: no parameter has changed before round %s, so there was nothing to average. Check that "
+                "optimizer.step() runs, on the parameters of this model.",
                 self._rank, report.round,
             )  # fmt: skip
 
-    def _is_none(self, report: RoundReport) -> bool:
+    def _is_empty(self, report: RoundReport) -> bool:
+        """Return True if this replica's work in a round was empty."""
         return report.norm == 0.0 or not self._had_moved(report.round - 1)
 
     def _show(self, peer: int | None) -> None:

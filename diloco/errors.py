@@ -1,15 +1,15 @@
-"""Every error of `diloco`; all of them are `executors.errors.ReplicasError` too.
+"""The errors of `diloco`. Each is also an `executors.errors.ReplicasError`.
 
-    DiLoCoError                      training together failed
-    ├── QuorumTimeoutError           also TimeoutError; names the missing ranks
-    ├── ContributionError            names, shapes, dtypes or finiteness; also ValueError
+    DiLoCoError                      a call or a state in which training together cannot continue
+    ├── QuorumTimeoutError           a round took too long; also TimeoutError
+    ├── ContributionError            the model does not fit the run, or is not finite; also ValueError
     ├── DuplicateWorkError           several replicas train on the same data
     ├── StaleCopyError               an optimizer undid a round
     ├── DivergenceError              two anchors for one round
     ├── FencedError                  a newer attempt owns this rank
-    └── AbortedError                 a peer aborted the run
+    └── AbortedError                 another replica aborted the run
 
-Bad constructor arguments raise `ValueError` or `TypeError` before anything is written.
+Wrong arguments of a constructor raise `ValueError` or `TypeError` before anything is written.
 """
 
 from __future__ import annotations
@@ -22,11 +22,35 @@ from executors.errors import ReplicasError
 
 
 class DiLoCoError(ReplicasError):
-    """Training together failed."""
+    """Replicas cannot train together, or a DiLoCo was used in a way that cannot work.
+
+    Cause: for example a call after `close()`, training without any round, or `steps()` without a planned end.
+
+    Remedy: the message names it. All other errors of this module are subclasses.
+
+    Example:
+        except DiLoCoError as error:
+            print(error)
+    """
 
 
 class QuorumTimeoutError(DiLoCoError, TimeoutError):
-    """A round (`round`: 1, 2, 3, …) was not decided, or its mean not published, in time."""
+    """A round was not decided, or its mean was not available, in `round_timeout_s`.
+
+    Cause: too few replicas are left for `min_quorum`, they are slower than `round_timeout_s`, or the store is damaged.
+
+    Remedy: `replicas status RUN` shows the missing ranks, and `replicas resume RUN` starts them again. Give a larger
+    `round_timeout_s` for slow replicas, or a smaller `min_quorum`.
+
+    Args:
+        message: The text of the error.
+        round: The number of the round: 1, 2, 3, …. None: the first anchor.
+        missing: The ranks that sent nothing.
+
+    Example:
+        except QuorumTimeoutError as error:
+            print(error.round, error.missing)
+    """
 
     def __init__(self, message: str, *, round: int | None = None, missing: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -35,15 +59,37 @@ class QuorumTimeoutError(DiLoCoError, TimeoutError):
 
 
 class ContributionError(DiLoCoError, ValueError):
-    """A model does not fit the run, or its parameters are not finite."""
+    """A model or its settings do not fit the run, or a parameter is not finite.
+
+    Cause: names, shapes, dtypes or arguments of `DiLoCo` differ from the other replicas. Or the loss has diverged, or
+    a `weight` function has returned a number that is not positive.
+
+    Remedy: the message names the first difference. If a value is not finite, lower the learning rate or clip gradients.
+
+    Example:
+        except ContributionError as error:
+            print(error)  # names the parameter and both shapes
+    """
 
 
 class DuplicateWorkError(DiLoCoError):
-    """Other replicas send the same work, round after round: they train on the same data."""
+    """Other replicas sent the same work as this one in three rounds in a row, bit for bit.
+
+    Cause: they train on the same data in the same order, so all but one of them add nothing.
+
+    Remedy: `replica.shard(dataset)` or `replica.seed`. `same_data="allow"` if it is intended.
+
+    Example:
+        DiLoCo(model, same_data="allow")  # raises no DuplicateWorkError
+    """
 
 
 class StaleCopyError(DiLoCoError):
-    """An optimizer keeps a copy of the weights and put a parameter back to its value before a round.
+    """The optimizer set a parameter back to its value before a round.
+
+    Cause: it keeps a copy of the weights, such as float32 master weights, and writes the copy into the model.
+
+    Remedy: copy the parameters into that copy after each round, or create the optimizer again. README has examples.
 
     Example:
         try:
@@ -54,21 +100,55 @@ class StaleCopyError(DiLoCoError):
 
 
 class DivergenceError(DiLoCoError):
-    """This replica's anchor is not the run's, also after reloading it."""
+    """This replica's anchor differs from the run's anchor, also after it was loaded again.
+
+    Cause: memory or a stored snapshot is damaged, or an outer optimizer of your own computes other bits on this
+    machine.
+
+    Remedy: start the replica again on another machine. With an outer optimizer of your own, use one kind of processor.
+
+    Example:
+        except DivergenceError:
+            raise SystemExit(1)  # the supervisor starts the next attempt
+    """
 
 
 class FencedError(DiLoCoError):
-    """A newer attempt owns this rank."""
+    """A newer attempt of this rank has begun, so this process must end.
+
+    Cause: the supervisor, or the user, started the rank again because this process seemed to be lost.
+
+    Remedy: none is needed. The newer attempt continues the work.
+
+    Example:
+        except FencedError:
+            raise  # let the process end
+    """
 
     outcome_reason = "fenced"
 
 
 class AbortedError(DiLoCoError):
-    """A peer aborted the run."""
+    """Another replica aborted the run, so all of them end.
+
+    Cause: the message has the rank that aborted the run, and its reason.
+
+    Remedy: remove that cause, then start a new run, or `replicas resume RUN --from-snapshot`.
+
+    Example:
+        except AbortedError as error:
+            print(error)
+    """
 
     @classmethod
     def from_record(cls, run_id: str, record: bytes) -> Self:
-        """Return the error that names who aborted the run and why, as far as the record can be read."""
+        """Return the error that names the replica that aborted the run, and its reason, as far as the record can be
+        read.
+
+        Args:
+            run_id: the run.
+            record: the stored record, which may be damaged.
+        """
         try:
             fields = json.loads(record)
             why = f"{fields['who']}: {fields['why']}"

@@ -1,4 +1,6 @@
-"""Tensors outside the model that are averaged in each round: an EMA's, or an optimizer's own copies of the weights."""
+"""Tensors outside the model that DiLoCo averages, too, such as an EMA of the weights or an optimizer's copies of
+them.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +13,19 @@ from torch import Tensor, nn
 from executors.errors import kind_of
 
 ExtraTensors: TypeAlias = nn.Module | Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
-"""A module, tensors by name, or a function that returns these: of an optimizer that replaces its tensors."""
+"""A module, tensors by name, or a function that returns tensors by name, for an optimizer that replaces its tensors."""
 
 
 class ExtraTensorsModule(nn.Module):
-    """A module whose parameters share their memory with given tensors, so that these can be averaged.
+    """A module whose parameters share their memory with given tensors, so that a DiLoCo can average them.
 
     Args:
-        thing: where the tensors are. Only tensors of floating point numbers are taken; of a module its parameters,
-            frozen or not, and its saved buffers.
+        thing: the tensors. Only float tensors are used. For a module, they are its parameters, frozen or not, and its
+            saved buffers.
 
     Raises:
-        TypeError: `thing` is none of these, or holds something that is not a tensor.
-        ValueError: it has no tensor of floating point numbers.
+        TypeError: `thing` is not of a kind that `average_also` accepts, or has an element that is not a tensor.
+        ValueError: `thing` has no float tensor.
 
     Example:
         ExtraTensorsModule({"z": z})
@@ -35,19 +37,23 @@ class ExtraTensorsModule(nn.Module):
         self._module = (thing,) if isinstance(thing, nn.Module) else ()  # in a tuple: it is not a submodule
         self._names: list[str] = []
         for number, (name, tensor) in enumerate(self.tensors().items()):
-            # By number: a parameter's name must have no dots. By shape: the error of another model names it.
+            # A parameter's name may not have dots, so the tensor's name is only for messages, and the number makes it
+            # unique.
             self._names.append(name)
             self.register_parameter(f"{number}:{name.replace('.', '/')}", nn.Parameter(tensor.detach()))
         if not self._names:
-            raise ValueError(f"average_also() takes tensors of floating point numbers, and {kind_of(thing)} has none.")
+            raise ValueError(
+                f"average_also() needs float tensors, and {kind_of(thing)} has none. Pass a module, or a mapping from "
+                "names to float tensors."
+            )
 
     @property
     def module_of_copies(self) -> nn.Module | None:
-        """The module that was given. None: something else was given."""
+        """The given module. None: something else was given."""
         return self._module[0] if self._module else None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by name, as they are now."""
+        """Return the current tensors, by name."""
         if self._module:
             (module,) = self._module
             saved = module.state_dict(keep_vars=True).keys()
@@ -70,7 +76,7 @@ class ExtraTensorsModule(nn.Module):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Share memory with the tensors that are there now: an optimizer may have made new ones."""
+        """Share memory with the current tensors, because an optimizer may have replaced them by new ones."""
         tensors = self.tensors()
         for name, parameter in zip(self._names, self.parameters(), strict=True):
             if parameter.data_ptr() != tensors[name].data_ptr():

@@ -87,7 +87,7 @@ class FinalModelCheck:
 _all: WeakSet[FinalModelCheck] = WeakSet()
 
 
-def forget(model: nn.Module) -> None:
+def drop_checks_of(model: nn.Module) -> None:
     """Look no more at a model that a new DiLoCo trains on.
 
     Args:

@@ -1,11 +1,12 @@
-"""DiLoCo: train a model together with other replicas through nothing but a store.
+"""The DiLoCo object that a training loop calls: counts steps, runs rounds, and averages the model with other replicas.
 
-Each replica trains alone for `inner_steps` steps, then all average how far they have come and step the *anchor*, the
-parameters they share, along that average (Douillard et al., 2311.08105). With several fragments the model is
-synchronised a part at a time, staggered, and a part may travel while training goes on (Streaming DiLoCo, 2501.18512).
+Each replica trains alone for `inner_steps` steps. Then all replicas average their work, and an outer optimizer moves
+the *anchor*, the shared parameters, along that average (DiLoCo, Douillard et al., arXiv 2311.08105). With several
+fragments, parts of the model have their rounds in turn, and a part may travel while training continues (Streaming
+DiLoCo, arXiv 2501.18512).
 
-`rendezvous/training_side.py` counts steps and merges, `rendezvous/round_runner.py` runs the rounds, and
-`model_state.py` holds the anchor.
+`DiLoCo` connects the parts and has no algorithm of its own. `rendezvous/training_side.py` counts steps and merges,
+`rendezvous/round_runner.py` runs the rounds, and `model_state.py` holds the anchor.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from diloco.attached_state import AttachedState
 from diloco.duplicate_work import DuplicateWorkCheck, SameDataMode
 from diloco.errors import DiLoCoError
 from diloco.extra_tensors import ExtraTensors, ExtraTensorsModule, addresses_of
-from diloco.final_model_check import FinalModelCheck, forget
+from diloco.final_model_check import FinalModelCheck, drop_checks_of
 from diloco.fragments import FragmentSpec, check_sizes, plan_fragments
 from diloco.model_state import ModelState
 from diloco.optimizer_history import OptimizerHistory
@@ -58,9 +59,10 @@ from executors.store.watch import open_watch
 log = logging.getLogger(__name__)
 
 
-# More than 20 methods: 17 are the interface for users. `RoundScope` and `StateSaver` do what surrounds a round.
+# More than 20 methods: 17 of them are the interface for users, who call everything on one object. The others check that
+# the object is open, or end the run. `RoundScope` and `StateSaver` have the work around a round.
 class DiLoCo:
-    """Keeps a model in step with those of the other replicas of a run.
+    """Trains a model together with the other replicas of a run, through a directory or a bucket.
 
         diloco = DiLoCo(model, inner_steps=500, total_steps=20_000)
         for step in diloco.steps():
@@ -79,77 +81,122 @@ class DiLoCo:
                     break
                 …; optimizer.step(); diloco.step()
 
-    The constructor blocks until all agree on the first anchor, which replaces the model's parameters: the first
-    replica to publish its own wins. From then on every replica's anchor is the same, bit for bit, after every round.
-    The inner optimizer, its learning rate schedule and the gradients stay local and are never touched. A replica that
-    dies costs the others `grace_s`, at most, once. One that comes back, joins or was late is *out of phase*: it sends
-    its work at once, waits for nobody, and is in phase again after the next round; its work is not lost.
+    The constructor waits until all replicas have agreed on the first anchor. The first replica that publishes its
+    parameters decides it, and the anchor replaces the parameters of every model. After each round, the anchor is the
+    same on every replica, bit for bit. DiLoCo never changes gradients, the inner optimizer or its learning rate
+    schedule.
 
-    Args:
-        model: any module that is not sharded, as by FSDP. Its trainable parameters are shared, by name. Prefixes that
-            `torch.compile` or DistributedDataParallel add are not part of a name. The anchor is float32 on the CPU.
-        inner_steps: calls of `step()` from one round of a fragment to the next; a multiple of the fragments. None: 500.
-        round_seconds: rounds by the clock instead, for replicas of unlike speeds: a fragment's round is due so long
-            after its last one, and work weighs as many steps as it is made of. Train until `progress` is 1.
-        outer_optimizer: from a list of parameters to a `torch.optim.Optimizer`, taken as it is. The default is
-            Nesterov SGD with `outer_lr`, `outer_momentum`, the ramp and the final average.
-        outer_lr: learning rate of the default outer optimizer, at least 0. If it and `outer_momentum` are None: 1.0 in
-            plans of up to 1000 `total_steps` (the last round begins before step 1000). With a momentum of 0.5, it ended
-            with less loss than one replica alone in all 55 measured plans. Else 0.7, as in the paper. In short plans of
-            at least 20 rounds, 0.7 with a momentum of 0.8 measured better on average.
-        outer_momentum: Nesterov momentum of the default outer optimizer, at least 0 and below 1. If it and `outer_lr`
-            are None: 0.5 in plans of up to 1000 `total_steps`, else 0.9, as in the paper. If you give one of the two,
-            the other is the paper's. The table is docs/results/outer_settings.md.
-        momentum_warmup: rounds over which the outer momentum grows to its value; "auto": half of the planned ones.
-        final_average: let each fragment's last planned round be a plain average. Default True. It needs a total.
-            Without it, the running statistics of a BatchNorm do not fit the parameters, and the constructor warns.
-        total_steps: planned inner steps of the run, the same for all. Every fragment has its last round at the last of
-            them, so that every step is in an average and all replicas end with one model. Without a total the momentum
-            grows over 40 rounds: a shorter run has little of it.
-        total_rounds: planned rounds of a fragment and one more at the end, with `round_seconds`; else as `total_steps`.
-        fragments: how many parts, or lists of modules or names; one has its round every inner_steps / fragments.
-        background: have rounds in a thread beside the training; "auto": where `overlap_steps` is not 0. An error in one
-            is raised by the next `step()`. May differ between replicas, as the next three.
-        overlap_steps: steps between sending a fragment and applying its mean, after which `step()` waits for it.
-            "auto": it is applied at the first `step()` after it has come, before the next is sent at the latest; live
-            parameters then depend on the store's speed, too. Anchors never do.
-        overlap_seconds: the same, with `round_seconds`.
-        merge: "anchor": a mean replaces live values, and what was done since sending is lost, but for `mix`. "carry":
-            they move with the anchor and keep it.
-        mix: share of the live value that is kept when a mean is applied; with merge="anchor".
-        wire: how contributions travel: "fp32", "bf16", or whole numbers with a scale for each group of them: "int8" in
-            a quarter of fp32's bytes, "int4" in an eighth. What a wire leaves out goes with the next contribution.
-        mean_wire: how means travel; None: as contributions do, but "int8" where those are "int4".
-        late: what becomes of work that came too late for its round: "carry" it to the next, or "drop" it. Out of
-            phase, "drop" also drops steps made after something was sent, unless that is counted.
-        carry_rounds: uncounted work older than so many rounds of its fragment is given up, with a warning; None: never.
-        min_quorum: contributions without which no round is decided, as far as so many replicas are left.
-        grace_s: how long to wait, at most, for a replica of the last round that is not known to have ended, from when
-            the first of them waits. Less, down to a quarter, when replicas use to arrive close to each other; at least
-            a twentieth of the time between two rounds.
-        round_timeout_s: longest time, in seconds, that a round may take. After it `QuorumTimeoutError` is raised. A
-            replica that sees no member of the last round waits for two more phases before that. A store that fails,
-            a directory or a bucket, is waited for as long; then its own error is raised. Default 1800.
-        weight: of this replica's work in the mean, relative to the others'; a number, or a callable that is asked at
-            each contribution, as for the tokens it is made of. A number is scaled where work of fewer than
-            `inner_steps` is sent; with `round_seconds` it is the weight of one step.
-        sync_buffers: average float buffers too, as a BatchNorm's statistics; each merge takes the anchor's. None: but
-            for a wire of int8 or int4, too coarse for them, with a warning. Integer buffers stay each replica's own.
-            Before the final average, a BatchNorm's statistics do not fit the anchor. To evaluate it earlier, compute
-            them again with `torch.optim.swa_utils.update_bn`.
-        snapshot_every: rounds between snapshots, from which later and returning replicas start.
-        allow_no_rounds: let `close()` pass when there was no round: each replica has trained alone, on purpose.
-        same_data: what to do when other replicas send the same work, bit for bit, three rounds in a row: they train on
-            the same data, and the run gains nothing by them. The first such round is a warning.
-        name: tells apart several DiLoCos of one run.
-        store, run_id, rank, world_size: default to those of `current_replica()`; in a process that is no replica, as
-            in `python train.py`, to a world of 1, in memory, which stderr says. rank="join": one more replica of a run
-            that began with `world_size`, under the next free rank.
-        key: bytes that all replicas share: only what was made with it is believed. None: that of a `signed` launch.
+    A replica that dies costs the others at most `grace_s`, once. A replica that comes back, joins or is late is *out of
+    phase*: it sends its work at once and waits for no other replica. Its work is not lost, and after the next round it
+    is in phase again.
+
+    All replicas need the same values, except where an argument is marked as one that may differ.
+
+    Args: Rounds
+        model: The module to train. Its trainable parameters are shared by name. Prefixes that `torch.compile` or
+            DistributedDataParallel add are not part of a name. A sharded model, as by FSDP, is refused.
+        inner_steps: Calls of `step()` from one round of a fragment to its next round. Default None: 500. It must be a
+            multiple of the number of fragments.
+        round_seconds: Seconds from one round of a fragment to its next round, in place of `inner_steps`, for replicas
+            of different speeds. The work of a replica then weighs as much as its number of steps. Default None: rounds
+            go by steps.
+        total_steps: Planned inner steps of the run, at least `inner_steps`. Each fragment has its last round at the
+            last of these steps, so all replicas end with one model. Default None: no end is planned, `steps()` is not
+            available, and the momentum grows over 40 rounds.
+        total_rounds: Planned rounds of each fragment, for runs with `round_seconds`; at least 1. Default None: no end
+            is planned. With P fragments, all fragments but the last one have one more round at the end.
+        fragments: Number of parts of the model that have their rounds in turn, one every `inner_steps` / `fragments`
+            steps. Or a list for each part, of modules or names, which together name each trainable parameter once.
+            Default 1.
+        min_quorum: Least number of contributions that decide a round, as long as that many replicas are left. From 1 to
+            `world_size`. Default None: 1. May differ between replicas.
+        grace_s: Longest wait, in seconds, for a replica that took part in the last round and may still be alive.
+            Default 30. The wait begins when the first replica arrives. It shrinks to a quarter of `grace_s` if replicas
+            usually arrive together, but not below 1/20 of the time between two rounds. May differ between replicas.
+        round_timeout_s: Longest time, in seconds, that a round may take; more than 0, default 1800. Then `step()`
+            raises `QuorumTimeoutError`. If the store does not answer for this time, `step()` raises the store's error.
+            A replica that sees no member of the last round waits two phases longer. May differ between replicas.
+        snapshot_every: Rounds from one snapshot to the next, at least 1, default 10. Replicas that start again or join
+            begin at the newest snapshot.
+        allow_no_rounds: True: `close()` accepts training without any round. Default False: `close()` raises, because
+            each replica has trained a different model.
+
+    Args: Outer optimizer
+        outer_optimizer: A function from a list of parameters to the `torch.optim.Optimizer` that steps the anchor. It
+            is used as it is, without ramp and final average. Default None: Nesterov SGD with the next four arguments.
+        outer_lr: Learning rate of the default outer optimizer, at least 0. If `outer_lr` and `outer_momentum` are None,
+            it is 1.0 in plans of up to 1000 steps, and otherwise 0.7, as in the paper. A plan has up to 1000 steps if
+            its last round begins before step 1000. If only the other one is given, it is 0.7.
+        outer_momentum: Nesterov momentum of the default outer optimizer, from 0 to below 1. If `outer_lr` and
+            `outer_momentum` are None, it is 0.5 in plans of up to 1000 steps, and otherwise 0.9, as in the paper. If
+            only the other one is given, it is 0.9. `docs/results/outer_settings.md` has the measurements.
+        momentum_warmup: Rounds over which the outer momentum grows to its value, at least 0. Default "auto": half of
+            the planned rounds, at most 100. If no end is planned: 40.
+        final_average: True: the last planned round of each fragment is a plain average, which removes the noise of the
+            momentum. Default True. It needs `total_steps` or `total_rounds`. Without a final average, the running
+            statistics of a BatchNorm do not fit the parameters, and the constructor warns.
+
+    Args: Slow links
+        background: True: rounds run in a thread of their own while training continues, and the next `step()` raises
+            their errors. False: `step()` waits for the round. Default "auto": True if `overlap_steps` or
+            `overlap_seconds` is not 0. May differ between replicas.
+        overlap_steps: Steps between sending a fragment and applying its mean, from 0 to below `inner_steps` /
+            `fragments`; then `step()` waits for the mean. Default 0. "auto": the first `step()` after the mean has
+            arrived applies it, and the next send at the latest. Live parameters then depend on the store's speed;
+            anchors never do. May differ between replicas.
+        overlap_seconds: Seconds between sending a fragment and applying its mean, for runs with `round_seconds`. From 0
+            to below `round_seconds` / `fragments`, default 0. "auto": the mean is applied when it has arrived. May
+            differ between replicas.
+        merge: How a mean changes the live parameters. Default "anchor": the anchor replaces them, and steps made since
+            sending are lost, except for the share `mix`. "carry": they move with the anchor and keep these steps. May
+            differ between replicas.
+        mix: Share of the live value that is kept when a mean is applied, from 0 to 1. Default 0. It must be 0 with
+            `merge="carry"`. May differ between replicas.
+        wire: Encoding of contributions. Default "fp32". "bf16" has half the bytes, "int8" a quarter and "int4" an
+            eighth. The rounding error is kept, and is part of the next contribution.
+        mean_wire: Encoding of means, one of the four values of `wire`. Default None: the value of `wire`, but "int8" if
+            `wire` is "int4".
+
+    Args: Work and data
+        weight: Weight of this replica's work in the mean, more than 0, default 1. Or a function without parameters that
+            is called for each contribution, for example for its number of tokens. A number is scaled down for work of
+            fewer than `inner_steps` steps. With `round_seconds` a number is the weight of one step. May differ between
+            replicas.
+        late: Treatment of work that missed its round. Default "carry": it is part of the next contribution. "drop": it
+            is discarded. While a replica is out of phase, "drop" also discards the steps since its last contribution,
+            if that was not counted. May differ between replicas.
+        carry_rounds: Rounds of a fragment after which its uncounted work is discarded, with a warning; at least 1.
+            Default 4. None: never. May differ between replicas.
+        sync_buffers: True: float buffers that the model saves are averaged, too, such as the statistics of a BatchNorm.
+            Each merge sets them to the anchor's values. False: each replica keeps its own. Default None: True, but
+            False and a warning with a wire of "int8" or "int4", which is too coarse. Integer buffers are never
+            averaged. Before the final average, the statistics of a BatchNorm do not fit the anchor: to evaluate it,
+            compute them again with `torch.optim.swa_utils.update_bn`.
+        same_data: Reaction to another replica that sends the same work, bit for bit, in three rounds in a row. Both
+            then train on the same data, so one of them adds nothing. Default "raise": `DuplicateWorkError`. "warn": a
+            warning. "allow": nothing. With "raise" and "warn", the first such round is a warning. May differ between
+            replicas.
+
+    Args: Identity
+        name: Name of this DiLoCo, if a run has several. A word without "/". Default "main".
+        store: The store, or the path or URL of it. Default None: the store of this replica's run. A process that is not
+            a replica, as in `python train.py`, trains alone in memory, and a line on stderr reports that.
+        run_id: Name of the run. Default None: the run of this replica.
+        rank: Number of this replica, from 0. Default None: the rank of this replica. "join": one more replica of an
+            existing run, under the next free rank.
+        world_size: Number of replicas that the run begins with, at least 1. Default None: the world size of this
+            replica's launch.
+        key: Secret bytes that all replicas of a signed run share. Records that were not made with the key are ignored.
+            Default None: the key of a launch with `signed`, otherwise no key.
 
     Raises:
-        ValueError, TypeError: an argument; nothing was written.
-        ContributionError: this model, or these settings, are not the run's.
+        ValueError: An argument has a value that is not allowed. Nothing was written.
+        TypeError: An argument has a type that is not allowed, or the model is sharded. Nothing was written.
+        ContributionError: The model or the settings differ from the run's. The message names the first difference.
+        DiLoCoError: This process is one of several in a replica, or not a replica and an argument is missing. Or a
+            DiLoCo of this name is open already.
+        QuorumTimeoutError: The replicas did not agree on the first anchor in `round_timeout_s`.
+        StoreError: The store did not answer in `round_timeout_s`.
     """
 
     def __init__(
@@ -193,109 +240,132 @@ class DiLoCo:
         _begun_at: int = 0,
         _is_trainers: bool = False,
     ) -> None:
-        place = find_location(store, run_id, rank, world_size)
-        check_is_one_process(place, rank)
+        location = find_location(store, run_id, rank, world_size)
+        check_is_one_process(location, rank)
         self._pid = os.getpid()
         where = {"store": store, "run_id": run_id, "rank": rank, "world_size": world_size, "key": key}
-        self._where: dict[str, Any] = where  # for the DiLoCos of `average_also`
-        self._link = ReplicaLink(place.replica, name)
+        self._where: dict[str, Any] = where  # `average_also` opens more DiLoCos in the same run
+        self._link = ReplicaLink(location.replica, name)
         self._limits = _limits
         limits = _limits or Limits(grace_s=grace_s, round_timeout_s=round_timeout_s)
-        if place.is_alone:  # its memory is not to fill up: what a mean is made of is deleted behind the last snapshot
+        # A process that trains alone stores everything in memory. A snapshot after each round lets it delete the rest.
+        if location.is_alone:
             snapshot_every, limits = 1, replace(limits, small_bytes=0)
         fragments_ = plan_fragments(model, fragments, sync_buffers=sync_buffers, wires=check_wires(wire, mean_wire))
-        check_sizes(fragments_, wire, place.store)
+        check_sizes(fragments_, wire, location.store)
         self._settings = settings = Settings.of(
-            locals(), n_fragments=len(fragments_), key=place.key_of_run(key), world_size=place.world_size,
-            rank=place.world_size if place.rank is None else place.rank, begun_at=_begun_at,
-            begins_warm=place.begins_warm,
+            locals(), n_fragments=len(fragments_), key=location.key_of_run(key), world_size=location.world_size,
+            rank=location.world_size if location.rank is None else location.rank, begun_at=_begun_at,
+            begins_warm=location.begins_warm,
         )  # fmt: skip
         settings.check()
         self._plan = settings.plan
         settings.warn_of_outer_settings(model)
         self._model_state = ModelState(model, fragments_, settings, block_elements=limits.block_elements)
         proof = proof_of(settings.key)
-        patience = replace(ROUND, seconds=limits.round_timeout_s)  # the group decides, and not the kind of store
-        patient = RetryingStore(place.store, clock=monotonic, patience=patience, copies=proof.copies, waits=waits)
-        keys = Keys(place.run_id, name, place.key_of_outcomes(key))
-        me = place.identify(patient, keys, proof)
+        # A store that fails is tried again as long as a round may take: after that, the other replicas give up, too.
+        patience = replace(ROUND, seconds=limits.round_timeout_s)
+        patient = RetryingStore(location.store, clock=monotonic, patience=patience, copies=proof.copies, waits=waits)
+        keys = Keys(location.run_id, name, location.key_of_outcomes(key))
+        me = location.identify(patient, keys, proof)
         self._name = (me.nonce, name)
         check_is_free(self._name)
         self._model_state.rank, self._model_state.is_back = me.rank, me.attempt > 0
-        who, watch = f"diloco {name} of rank {me.rank}", open_watch(place.store)
+        who, watch = f"diloco {name} of rank {me.rank}", open_watch(location.store)
         self._workers = workers = Workers(patient, watch, who, in_background=settings.in_background)
-        warm_start = find_warm_start(place, patient, keys, self._model_state)
+        warm_start = find_warm_start(location, patient, keys, self._model_state)
         context = Context(
             store=patient, keys=keys, me=me, training=self._model_state, plan=settings.plan,
-            proof=proof, origin=place.origin, first_state=None if warm_start is None else warm_start.read,
+            proof=proof, origin=location.origin, first_state=None if warm_start is None else warm_start.read,
             limits=limits, min_quorum=min_quorum or 1, weight=weight,
             snapshot_every=settings.entries_per_snapshot, carry_rounds=carry_rounds, wait=workers.scheduler.pause,
             in_background=workers.scheduler.in_background, background=workers.uploads, map=workers.map, ask=workers.ask,
             on_standstill=self._link.stand_still,
         )  # fmt: skip
+        # Memory for a payload is taken now, because the first use of each page costs several times a copy.
         for layout in context.layouts:
-            self._model_state.reserve(layout.kept_bytes(place.world_size, streams=patient.streams))
+            self._model_state.reserve(layout.kept_bytes(location.world_size, streams=patient.streams))
         self._attached = AttachedState(patient, keys, me, workers.uploads, settings.plan, context.proof, _begun_at)
-        self._rest = None if place.is_alone else UnsharedStateWriter(patient, keys, me.rank, proof, workers.uploads)
-        self._same_data = DuplicateWorkCheck(same_data, me.rank, place.replica, self._model_state.had_moved)
+        self._unshared_writer = (
+            None if location.is_alone else UnsharedStateWriter(patient, keys, me.rank, proof, workers.uploads)
+        )
+        self._duplicate_work = DuplicateWorkCheck(same_data, me.rank, location.replica, self._model_state.had_moved)
         self._extension = Extension(
-            place.replica if place.is_of_replica else None, settings.plan, unit=settings.unit_of_total,
+            location.replica if location.is_of_replica else None, settings.plan, unit=settings.unit_of_total,
             per_total=settings.plan_steps_per_total, is_trainers=_is_trainers,
         )  # fmt: skip
-        self._find_total = partial(total_of_start, patient, keys, settings.key)
-        self._extension.look(self._find_total)
+        # Extensions are read before the first round, so that the loop and the trainer plan the longer run.
+        self._find_first_total = partial(total_of_start, patient, keys, settings.key)
+        self._extension.look(self._find_first_total)
         self._members = context.members
         self._training_side = TrainingSide(context, workers.scheduler)
         self._round_s, self._closed, kept = 0.0, False, self._attached.kept
-        self._find_averaged = partial(addresses_of, also := list[tuple[DiLoCo, ExtraTensorsModule]]())
-        self._is_also, self._also = isinstance(model, ExtraTensorsModule), also
-        forget(model)
-        self._stale = StaleCopies(model, fragments_)
+        self._extra_addresses = partial(addresses_of, extra := list[tuple[DiLoCo, ExtraTensorsModule]]())
+        self._is_for_extra_tensors, self._extra = isinstance(model, ExtraTensorsModule), extra
+        drop_checks_of(model)  # a model that an earlier DiLoCo has left is trained again, so it changes on purpose
+        self._stale_copies = StaleCopies(model, fragments_)
         self._history = OptimizerHistory(model)
-        self._early = EarlyCopies(model, () if me.attempt else self._stale.names)
-        self._stale.before_merge()
+        self._early_copies = EarlyCopies(model, () if me.attempt else self._stale_copies.names)
+        # The first anchor changes the parameters like a round, so an optimizer made before may undo it.
+        self._stale_copies.before_merge()
         with self._link.waiting("first anchor"):
             self._training_side.start(None if kept is None else kept.restored(self._model_state.sizes()))
-        self._stale.after_merge("the first anchor")
-        self._early.look()
-        self._model_state.before_merge = self._stale.before_merge
+        self._stale_copies.after_merge("the first anchor")
+        self._early_copies.look()
+        self._model_state.before_merge = self._stale_copies.before_merge
         if context.origin is not None and kept is None:
-            self._attached.take_over(context.origin, self.rounds)
-        if self._rest is not None and self._training_side.runner.replayer.is_author:
-            self._rest.keep(0, self._model_state.unshared.first(), FIRST_BYTES)
-        self._model_state.local_buffers.give(self._attached.kept_buffers())
-        self._steps_before = self._attached.step
+            self._attached.load_from_run(context.origin, self.rounds)
+        # The replica whose parameters became the first anchor writes the tensors that no anchor has, once for all.
+        if self._unshared_writer is not None and self._training_side.runner.replayer.is_author:
+            self._unshared_writer.keep(0, self._model_state.unshared.first(), FIRST_BYTES)
+        self._model_state.local_buffers.give(self._attached.buffers_of_earlier_attempt())
+        self._steps_of_earlier_attempts = self._attached.step
         self._attached.begin(SaveSchedule(settings.n_fragments, settings.entries_per_snapshot, self.rounds))
-        self._keeper = StateSaver(
-            self._attached, self._rest, self._training_side, self._model_state, self._members, lambda: self._inner_step
+        self._saver = StateSaver(
+            self._attached,
+            self._unshared_writer,
+            self._training_side,
+            self._model_state,
+            self._members,
+            lambda: self._inner_step,
         )
         self._loop = TrainingLoop(self._settings, begins_at=self._inner_step)
         self._link.plan(settings.total_of_steps, me.nonce, _begun_at)
         is_open[self._name] = self
-        self._link.note_step(self._training_side.phase.run_step, settings.plan.total_steps)  # all may be done already
+        # A replica that was started again may find that the run has already had its last round.
+        self._link.note_step(self._training_side.phase.run_step, settings.plan.total_steps)
         if self._is_over:
-            self._link.found_over()
+            self._link.note_began_after_end()
         self._link.show(self.rounds, self._round_s)
 
     # -- training ----------------------------------------------------------------------------------------------------
 
     def step(self) -> RoundReport | None:
-        """Count an inner step; when one is due, send a fragment or go through its round.
+        """Count an inner step. If a round is due, send this replica's work, or run the round.
 
-        Call it after each `optimizer.step()`. Out of phase it looks for the seal of the open round instead, now and
-        then, and returns at once.
+            for batch in loader:
+                model(batch).mean().backward()
+                optimizer.step()
+                diloco.step()
 
-        Returns: the report of the round, if this step had one.
+        Call it after each `optimizer.step()`. A replica that is out of phase does not wait here: it looks now and then
+        whether the open round was decided.
+
+        Returns:
+            The report of the round that this step applied. None if it applied no round.
 
         Raises:
-            QuorumTimeoutError: the round did not come about in `round_timeout_s`.
-            ContributionError: this replica's parameters are not finite.
-            DivergenceError: this replica's anchor is not the others', also after reloading it.
-            FencedError: a newer attempt of this rank has begun; this one is to end.
-            AbortedError, RunNotFoundError: a peer aborted the run, or it was deleted.
-            DuplicateWorkError: other replicas train on the same data.
-            StaleCopyError: the optimizer undid the last round, because it keeps a copy of the weights.
-            SystemExit: this replica is asked to end (`Replica.ending_s`). What is attached was kept.
+            QuorumTimeoutError: The round was not decided in `round_timeout_s`.
+            ContributionError: A parameter of this replica is not finite, or has another shape.
+            DivergenceError: This replica's anchor differs from the run's, also after it was loaded again.
+            FencedError: A newer attempt of this rank has begun, so this process must end.
+            AbortedError: Another replica aborted the run.
+            RunNotFoundError: The run was deleted.
+            DuplicateWorkError: Other replicas train on the same data.
+            StaleCopyError: The optimizer undid the last round, because it keeps a copy of the weights.
+            StoreError: The store did not answer in `round_timeout_s`, or an object in it is damaged.
+            DiLoCoError: This DiLoCo is closed, or was opened by another process.
+            SystemExit: This replica was asked to end (`Replica.ending_s`). Attached state was saved.
         """
         self._check_open()
         self._link.progress()
@@ -304,15 +374,15 @@ class DiLoCo:
             return None
         self._loop.n_calls += 1
         if not self._loop.knows_begin:
-            self._loop.tell_of_begin()
-        self._stale.check(self._find_averaged)
-        if self._early.found:
-            self._early.warn()
+            self._loop.print_begin()
+        self._stale_copies.check(self._extra_addresses)
+        if self._early_copies.found:
+            self._early_copies.warn()
         if not self._training_side.phase.n_steps and not self._members.is_alone:
-            warn_of_own_averages(self._model_state.model, self._find_averaged())
+            warn_of_own_averages(self._model_state.model, self._extra_addresses())
         with RoundScope(self) as reports:
             reports += self._training_side.step()
-        for other, _ in self._also:
+        for other, _ in self._extra:
             if not other._is_over:
                 with RoundScope(other) as others:
                     others += other._training_side.step()
@@ -320,7 +390,7 @@ class DiLoCo:
         return RoundReport.sum_of(reports) if reports else None
 
     def steps(self) -> Iterator[int]:
-        """Return an iterator over the steps that this replica still has to make, for the training loop.
+        """Return an iterator over the steps that this replica has to make, for the training loop.
 
             for step in diloco.steps():
                 loss = model(next(batches)).mean()
@@ -329,18 +399,18 @@ class DiLoCo:
                 optimizer.zero_grad()
                 diloco.step()
 
-        It begins at `inner_step`, which is not 0 in a resumed replica, and ends when the run has had its last planned
-        round. Each value is the number of the step that the loop is about to make: 0 for the first one of the run. Call
+        The iterator begins at `inner_step`, which is not 0 in a replica that was started again. It ends after the run's
+        last planned round. Each value is the number of the step that the loop is about to make, counted from 0. Call
         `step()` once for each value. A value may be larger than the previous value plus 1 if the run continued without
         this replica, or has rounds by the clock.
 
-        A replica that is started again after the last round makes the last pass once more. Its step is undone and
-        counted nowhere, so the model holds the anchor after the loop. Without this pass, the variables of the loop
-        would not exist, and code after the loop that uses them would fail.
+        A replica that is started again after the last round makes one more pass. Its step is undone and not counted, so
+        the model holds the anchor after the loop. Without this pass, the variables that the loop sets would not exist,
+        and code after the loop that uses them would fail.
 
         Raises:
-            DiLoCoError: no end is planned. Give DiLoCo total_steps, or total_rounds with round_seconds. While
-                iterating: the loop does not call `step()`.
+            DiLoCoError: No end is planned: give DiLoCo `total_steps`, or `total_rounds` with `round_seconds`. Or,
+                during the iteration, the loop does not call `step()`.
         """
         self._check_open()
         note_loop_follows_run(self._name[0])
@@ -353,48 +423,62 @@ class DiLoCo:
         return self._loop.steps(self, self._undo_step)
 
     def stop(self) -> None:
-        """Ask all replicas to end the run with one of the next rounds, as for early stopping.
+        """Ask all replicas to end the run with one of the next rounds, for example for early stopping.
 
             if patience.is_over(held_out_loss):
                 diloco.stop()  # and continue: the loop over steps() ends by itself, on every replica
 
-        The wish travels with this replica's next contribution. The round that counts it is the last one, on all
-        replicas: `is_over` is True from then on, and all end with the same model. Continue to call `step()`
-        until then. A stopped run cannot continue: replicas that are resumed end at once.
+        The request is part of this replica's next contribution. The round that counts that contribution is the last one
+        on all replicas: `is_over` is True from then on, and all replicas end with the same model. Continue to call
+        `step()` until then. A stopped run cannot continue: replicas that are resumed end at once.
+
+        Raises:
+            DiLoCoError: This DiLoCo is closed.
         """
         self._check_open()
         self._training_side.phase.wants_to_stop = True
 
     def _is_past_the_end(self, call: str) -> bool:
-        """Return whether the run has ended. If it has, undo what was trained since, and warn.
+        """Return True if the run has ended. Then undo the steps made since, and warn.
 
         Args:
-            call: the name of the method that was called.
+            call: the name of the public method that was called.
         """
         if not self._is_over:
             return False
-        self._loop.called_past_the_end(call, self._inner_step)
+        self._loop.warn_of_call_after_end(call, self._inner_step)
         self._undo_step()
         return True
 
     def _undo_step(self) -> None:
-        """Give the model, and all that is averaged besides, the anchor again. Called after the end of the run.
+        """Set the model, and everything else that is averaged, to the anchor again. Called after the end of the run.
 
         Every replica ends with the anchor, and a step after the last round belongs to no round.
         """
         self._training_side.run_in_round_thread(self._model_state.take_anchor)
-        for other, tensors in self._also:
+        for other, tensors in self._extra:
             tensors.refresh()
             other._undo_step()
         self._link.note_step(self._training_side.phase.run_step, self._plan.total_steps)
 
     def sync(self) -> list[RoundReport]:
-        """Have a round of every fragment now; all replicas must call it at the same step. Inner steps count from here.
+        """Run a round of every fragment now. All replicas must call it at the same step.
 
-        A fragment that is on its way has this as its round. With `total_steps` these are the next planned rounds, and
-        there is none until those after them are due. By the clock the run is so much nearer to its end.
+            diloco.sync()
+            loss = evaluate(model)  # the anchor: the same model on every replica
 
-        After the end of the run there is no round: the model takes the anchor, as with `step()`, and a warning says so.
+        Inner steps are counted from here, so the next round is due `inner_steps` later. A fragment that was already
+        sent has its round now. With `total_steps`, these rounds are the next planned ones: the following rounds keep
+        their steps. With `round_seconds`, the end of the run comes that much earlier.
+
+        After the end of the run there is no round. The model is set to the anchor, and a warning reports that.
+
+        Returns:
+            The reports of the rounds, one for each fragment. Empty after the end of the run.
+
+        Raises:
+            QuorumTimeoutError: A round was not decided in `round_timeout_s`.
+            DiLoCoError: This DiLoCo is closed. `step()` lists the other errors of a round.
         """
         self._check_open()
         self._link.progress()
@@ -402,73 +486,82 @@ class DiLoCo:
             return []
         with RoundScope(self) as reports:
             reports += self._training_side.sync()
-        for other, _ in self._also:
+        for other, _ in self._extra:
             if not other._is_over:
                 with RoundScope(other) as others:
                     others += other._training_side.sync()
         return reports
 
     def attach_state(self, name: str, thing: Any, *, follow: bool = False, _lead: int | None = None) -> None:
-        """Keep a state with the snapshots, so that this rank's next attempt goes on with it and the loss has no bump.
+        """Save the state of an object with the run, so that this rank's next attempt continues with it.
 
-        Attach state that a later attempt of this rank needs: the inner optimizer, the learning rate schedule, the
-        data's position and the random generators.
+            diloco.attach_state("optimizer", optimizer)
+            diloco.attach_state("schedule", schedule, follow=True)
 
-        Call this right after creating this DiLoCo. If this is a later attempt of its rank, each object gets the state
-        that the earlier attempt kept. States are kept at the end of a `step()` with a round: after the first round, and
-        at least once every `snapshot_every` rounds. In between they are kept as often as that costs at most 1 % of the
-        time. Call `step()` last, when everything else has taken its step.
+        Attach everything that a later attempt of this rank needs: the inner optimizer, the learning rate schedule, the
+        data position and random generators. Without them, the loss jumps when the replica continues.
 
-        A run goes on without a replica that is away: `inner_step` is then further than what is attached, which a line
-        in the log says. Make schedules functions of `inner_step`, or of `progress`, or let them follow.
+        Call this right after creating the DiLoCo. In a later attempt of a rank, each object gets the state that the
+        earlier attempt saved. State is saved at the end of a `step()` with a round: after the first round, and at least
+        once every `snapshot_every` rounds. In between, it is saved as often as that costs at most 1 % of the time. So
+        call `step()` last, after everything else has made its step.
+
+        A run continues without an absent replica. Then `inner_step` is ahead of the attached state, and a line in the
+        log reports the difference. So make schedules functions of `inner_step` or `progress`, or let them follow.
 
         Args:
-            name: tells apart what is attached; the same in each attempt.
-            thing: has `state_dict` and `load_state_dict`, or is a random generator of torch, numpy or Python. Its state
-                is tensors, arrays and JSON; it is stored as safetensors and JSON, never as a pickle. An object that
-                `accelerator.prepare` returned is unwrapped.
-            follow: True for a learning rate schedule of torch that counts inner steps. DiLoCo then steps it to
-                `inner_step`, now and at the end of each `step()`. Do not step it yourself, and attach its optimizer
-                first. A schedule that counts epochs must not follow; a warning says so. Step it to the epoch as each
-                epoch begins: `while schedule.last_epoch < epoch: schedule.step()`.
+            name: Any text that identifies the object: the same in each attempt.
+            thing: An object with `state_dict` and `load_state_dict`, or a random generator of torch, numpy or Python.
+                Its state must consist of tensors, arrays and JSON values. It is stored as safetensors and JSON, never
+                as a pickle. An object that `accelerator.prepare` returned is unwrapped.
+            follow: True: DiLoCo steps a learning rate schedule of torch to `inner_step`, now and at the end of each
+                `step()`. Do not step it yourself, and attach its optimizer first. Default False. A schedule that counts
+                epochs must not follow, and a warning reports one. Step it when an epoch begins:
+                `while schedule.last_epoch < epoch: schedule.step()`.
 
         Raises:
-            TypeError: it is another thing, or its state is; the message names the place. It cannot follow; the message
-                has the remedy. If a state later becomes something else, it is not kept, and a warning says so.
-            ValueError: the name is taken, or a schedule that follows was attached before its optimizer.
+            TypeError: The object has no state that can be saved, or `follow` is True and the object is not a schedule
+                that can follow. The message names the remedy. If a state later becomes one that cannot be saved, a
+                warning reports that, and training continues.
+            ValueError: The name is taken, or a schedule that follows was attached before its optimizer.
+            DiLoCoError: This DiLoCo is closed.
         """
         self._check_open()
         self._attached.catch_up(self._inner_step, self._training_side.phase.n_steps)
         self._attached.attach(name, thing, self._inner_step, follow=follow, lead=_lead)
-        self._model_state.before_hold = self._keeper.keep_if_due
-        self._stale.warn_of_copies(thing, self._find_averaged())
+        self._model_state.before_hold = self._saver.save_if_due
+        self._stale_copies.warn_of_copies(thing, self._extra_addresses())
 
     def average_also(self, thing: ExtraTensors) -> None:
-        """Average tensors outside the model in each round, too: an EMA of the weights, or an optimizer's copies.
+        """Average tensors outside the model in each round, too, such as an EMA of the weights or an optimizer's copies.
 
             ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
             diloco.average_also(ema)
 
         Every replica then has the same EMA after each round and after `close()`. Each value becomes its plain average
-        over the replicas; the outer optimizer does not touch it. All replicas must call this in the same order, before
-        their first step. It costs the same number of bytes a round as a model of that size.
+        over the replicas; the outer optimizer does not step it. All replicas must call this in the same order, before
+        their first step. It costs the same number of bytes in each round as a model of that size.
 
-        A copy that was made before `DiLoCo(model)` takes the values of the first anchor.
+        A copy that was made before `DiLoCo(model)` gets the values of the first anchor.
 
         Args:
-            thing: a module, with its frozen parameters and its saved buffers of floats, a mapping from names to
-                tensors, or a function that returns such a mapping, for tensors that are replaced by new ones.
+            thing: A module, whose parameters and saved float buffers are averaged, also frozen ones. Or a mapping from
+                names to tensors. Or a function that returns such a mapping, for an optimizer that replaces its tensors
+                by new ones.
 
         Raises:
-            TypeError: it is none of these.
-            ValueError: it has no tensor of floats.
-            DiLoCoError: this replica has made a step already.
+            TypeError: `thing` is none of these.
+            ValueError: `thing` has no float tensor.
+            DiLoCoError: This replica has already made a step, or this DiLoCo is closed.
         """
         self._check_open()
         if self._training_side.phase.n_steps:
-            raise DiLoCoError("average_also() must be called before the first step(): the others have none of it yet.")
+            raise DiLoCoError(
+                f"average_also() was called after {self._training_side.phase.n_steps} steps. Call it before the first "
+                "step(), on all replicas."
+            )
         tensors = ExtraTensorsModule(thing)
-        self._early.take_anchor(tensors.tensors().values())
+        self._early_copies.take_anchor(tensors.tensors().values())
         names = (
             "inner_steps", "round_seconds", "total_steps", "total_rounds", "wire", "mean_wire", "late", "carry_rounds",
             "min_quorum", "grace_s", "round_timeout_s", "weight", "snapshot_every",
@@ -476,32 +569,44 @@ class DiLoCo:
         options: dict[str, Any] = {name: getattr(self._settings, name) for name in names}
         other = DiLoCo(
             tensors, outer_lr=1.0, outer_momentum=0.0, allow_no_rounds=True, same_data="allow",
-            name=f"{self._name[1]}.also{len(self._also)}", _limits=self._limits, _begun_at=self._settings.begun_at,
+            name=f"{self._name[1]}.also{len(self._extra)}", _limits=self._limits, _begun_at=self._settings.begun_at,
             **options, **self._where,
         )  # fmt: skip
-        other._same_data.expect_no_moves()
-        other._stale.trust()  # otherwise each of its rounds reads values that no step compares
+        other._duplicate_work.expect_no_moves()
+        # No optimizer step follows this DiLoCo's merges, so values that are read around them would not be compared.
+        other._stale_copies.trust()
         other._history.close()
         other._model_state.before_hold = tensors.refresh
-        self._also.append((other, tensors))
+        self._extra.append((other, tensors))
 
     def close(self) -> None:
-        """Apply what is in flight, give the model the anchor, and leave the run. Safe to call again.
+        """Apply the round in flight, set the model to the anchor, and leave the run. A second call does nothing.
 
-        Afterwards the model holds the same values on every replica: evaluate and save it now. `close()` does not make a
-        round. It warns of steps that are in no average; the model then no longer contains them. After training without
-        a single round the model keeps its live values.
+            diloco.close()
+            torch.save(model.state_dict(), "model.pt")
+
+        Afterwards the model holds the same values on every replica, so evaluate and save it now. `with DiLoCo(…) as
+        diloco` calls this at the end of the block. `close()` runs no new round. If steps are in no average, the model
+        no longer contains them, and a warning reports their number. Without any round, the model keeps its live values.
 
         Raises:
-            DiLoCoError: this replica has trained, and there was no round at all.
+            DiLoCoError: This replica has trained, and there was no round at all. `allow_no_rounds=True` permits that.
+            QuorumTimeoutError: The round in flight was not decided in `round_timeout_s`.
         """
         self._close(in_order=True)
 
     def _close(self, *, in_order: bool) -> None:
-        if self._closed or os.getpid() != self._pid:  # a forked process does not leave in place of the opener
+        """Leave the run. Safe to call again.
+
+        Args:
+            in_order: True: wait for the round in flight, and check what was averaged. False: leave at once, after an
+                error.
+        """
+        # A forked process inherits this object. It must not end the part of the process that opened it.
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        self._stale.close()
+        self._stale_copies.close()
         self._history.close()
         if in_order and self._training_side.phase.wants_to_stop and not self._is_over:
             self._loop.warn_of_early_close()
@@ -511,24 +616,24 @@ class DiLoCo:
                 self._link.record(self._training_side.leave(in_order=in_order))
         finally:
             self._workers.close()
-            self._link.record_left(self._training_side.scale.undecided)
+            self._link.record_uncounted(self._training_side.scale.undecided)
         self._link.show(self.rounds, self._round_s)
         if not in_order:
-            for other, _ in self._also:
+            for other, _ in self._extra:
                 other._close(in_order=False)
         if in_order:
             phase = self._training_side.phase
             at = self.rounds if self._settings.round_seconds is not None else self._inner_step
             self._extension.check_what_was_trained(phase.n_steps, at, is_over=self._is_over)
-            self._keeper.keep_rest()
+            self._saver.save_unshared()
             self._workers.uploads.finish()
             # Without a round, the anchor is still the first one, and only the live values contain the training.
             if self.rounds:
                 self._model_state.take_anchor()
                 self._look_at_end()
-            if self._is_also:
-                return  # the DiLoCo of the model warns of steps in no average
-            for other, tensors in self._also:
+            if self._is_for_extra_tensors:
+                return  # the model's own DiLoCo warns of steps in no average
+            for other, tensors in self._extra:
                 tensors.refresh()
                 other._close(in_order=True)
             phase, moved, is_alone = self._training_side.phase, self._model_state.has_moved, self._members.is_alone
@@ -538,7 +643,9 @@ class DiLoCo:
             self._settings.check_what_was_averaged(phase.n_steps, uncounted, self.rounds, moved, is_alone=is_alone)
 
     def _look_at_end(self) -> None:
-        """Let the replica look once more at the model when the script has ended: it may have changed it by then."""
+        """Let the replica check the model again when the script has ended, because the script may change it after
+        `close()`.
+        """
         model = self._model_state.model
         owner = model.module_of_copies if isinstance(model, ExtraTensorsModule) else model
         if owner is None or self._members.is_alone or not self._link.is_of_replica:
@@ -550,7 +657,7 @@ class DiLoCo:
         }
         if isinstance(model, ExtraTensorsModule):  # its parameters are other objects than the tensors of the owner
             tensors = model.tensors()
-        self._link.look_at_end(FinalModelCheck(owner, tensors, self._link.note_own_model).look)
+        self._link.call_at_end(FinalModelCheck(owner, tensors, self._link.note_changed_model).look)
 
     def __enter__(self) -> Self:
         return self
@@ -559,58 +666,82 @@ class DiLoCo:
         if error is None:
             self.close()
             return
-        with contextlib.suppress(ReplicasError):  # the body's error is the one to report
+        with contextlib.suppress(ReplicasError):  # the error of the block is the one that the user must see
             self._close(in_order=False)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     @property
     def rounds(self) -> int:
-        """Fragment rounds applied so far."""
+        """The number of fragment rounds that this replica has applied.
+
+        if diloco.rounds >= 10:
+            evaluate(diloco.anchor())
+        """
         return self._training_side.position
 
     @property
     def inner_step(self) -> int:
-        """Inner steps so far, as the run counts them: rounds that went on without this replica included.
+        """The run's step: the inner steps so far, including the rounds that happened without this replica.
 
-        With `round_seconds` they are this replica's own, with those of its earlier attempts that were kept.
+            rate = cosine(diloco.inner_step / total_steps)
+
+        With `round_seconds`, it is this replica's own number of steps, including the saved steps of its earlier
+        attempts.
         """
         note_loop_follows_run(self._name[0])
         return self._inner_step
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has had its last planned round: True for ever from then on.
+        """True when the run has had its last planned round, or was stopped. It stays True.
 
-        The training loop ends here; `steps()` ends by itself. False if no end is planned.
+            while not diloco.is_over:
+                train_on(next(batches)); diloco.step()
+
+        A training loop of your own must end here; the loop over `steps()` ends by itself. Always False if no end is
+        planned.
         """
         note_loop_follows_run(self._name[0])
         return self._is_over
 
     @property
     def progress(self) -> float:
-        """How much of the planned run is over, from 0 to 1: for learning rate schedules, and to know when to end.
+        """The part of the planned run that is done, from 0 to 1, for example for a learning rate schedule.
 
-        Raises: DiLoCoError: nothing is planned.
+            optimizer.param_groups[0]["lr"] = 1e-3 * (1 - diloco.progress)
+
+        Raises:
+            DiLoCoError: No end is planned: give DiLoCo `total_steps`, or `total_rounds` with `round_seconds`.
         """
         if (total := self._plan.total_steps) is None:
-            raise DiLoCoError("progress is a share of what is planned. Tell DiLoCo total_steps=…, or total_rounds=….")
+            raise DiLoCoError(
+                "progress needs a planned end. Pass total_steps=… to DiLoCo, or total_rounds=… with round_seconds."
+            )
         note_loop_follows_run(self._name[0])
         return min(1.0, self._training_side.phase.run_step / total)
 
     def anchor(self) -> dict[str, Tensor]:
-        """Return a float32 copy of the shared parameters and buffers, by name.
+        """Return a float32 copy of the shared parameters and buffers on the CPU, by name.
 
             plain.load_state_dict(diloco.anchor(), strict=False)   # where model = torch.compile(plain)
 
         Names have no prefix of a wrapper, whether this replica's model is compiled or not.
+
+        Raises:
+            DiLoCoError: An outer step was interrupted, so this replica's anchor is damaged.
         """
         return self._training_side.run_in_round_thread(self._model_state.anchor.by_name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return anchor, outer state and position, to go with a checkpoint of the model in the same run.
+        """Return the anchor, the outer optimizer's state and the position, for a checkpoint of the same run.
 
-        What is on its way is waited for and merged first: save the model's own state after this.
+            torch.save({"diloco": diloco.state_dict(), "model": model.state_dict()}, "checkpoint.pt")
+
+        It first waits for the round in flight and merges it. So call it before `model.state_dict()`, as here.
+
+        Raises:
+            DiLoCoError: An outer step was interrupted, or another process opened this DiLoCo.
         """
         self._check_opener()
         taken: list[dict[str, Any]] = []
@@ -619,12 +750,20 @@ class DiLoCo:
         return {**self._training_side.phase.resume_point, "inner_step": self._inner_step, **taken[0]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to a checkpoint of this run, and then on to where the run is now.
+        """Return to a checkpoint of this run, and then catch up with the run.
 
-        Load the model's own state first: what it holds beyond the anchor is work that goes with the next contribution,
-        unless a round has counted it since.
+            model.load_state_dict(checkpoint["model"])
+            diloco.load_state_dict(checkpoint["diloco"])
 
-        Raises: ValueError: the checkpoint is not of this run and model.
+        Load the model's own state first, as here. Its difference from the anchor is work. That work is part of the next
+        contribution, unless a round has counted it since the checkpoint.
+
+        Args:
+            state: The value that `state_dict()` returned.
+
+        Raises:
+            ValueError: The checkpoint belongs to another run or another model.
+            DiLoCoError: This DiLoCo is closed.
         """
         self._check_open()
         with RoundScope(self) as reports:
@@ -632,7 +771,7 @@ class DiLoCo:
         self._model_state.anchor.check_checkpoint(state, self._training_side.runner.replayer.first, self.rounds)
         self._attached.catch_up(self._inner_step, self._training_side.phase.n_steps)
         self._attached.step = state["inner_step"]
-        self._steps_before = state["inner_step"] - self._training_side.phase.n_steps
+        self._steps_of_earlier_attempts = state["inner_step"] - self._training_side.phase.n_steps
         with RoundScope(self) as reports:
             reports += self._training_side.go_back(state, partial(self._model_state.anchor.load_checkpoint, state))
 
@@ -641,29 +780,35 @@ class DiLoCo:
     @property
     def _inner_step(self) -> int:
         phase = self._training_side.phase
-        return int(phase.run_step) if self._settings.round_seconds is None else self._steps_before + phase.n_steps
+        return (
+            int(phase.run_step)
+            if self._settings.round_seconds is None
+            else self._steps_of_earlier_attempts + phase.n_steps
+        )
 
     @property
     def _is_over(self) -> bool:
         return self._plan.is_over(self._training_side.position)
 
     def _leave_if_asked(self, *, after_round: bool) -> None:
-        """Leave by `SystemExit`, with each DiLoCo of this replica, where it is asked to end."""
+        """End the process with `SystemExit` if this replica was asked to end. Each DiLoCo of the replica leaves
+        first.
+        """
         if self._link.is_to_leave(after_round=after_round):
             leave_all(self._name[0], DiLoCo._keep_and_leave)
 
     def _keep_and_leave(self) -> None:
-        """Keep what is attached, and tell the others."""
+        """Save attached state, and tell the other replicas that this one leaves."""
         if self._attached:
             self._link.record(self._training_side.stop())
-            self._keeper.keep_attached()
+            self._saver.save_attached()
         self._close(in_order=False)
         self._workers.uploads.finish()
 
     def _check_open(self) -> None:
         self._check_opener()
         if self._closed:
-            raise DiLoCoError("This DiLoCo is closed: it has left the run.")
+            raise DiLoCoError(f"The DiLoCo {self._name[1]!r} is closed. Make a new one, or call close() later.")
 
     def _check_opener(self) -> None:
         if os.getpid() != self._pid:
@@ -671,12 +816,13 @@ class DiLoCo:
 
 
 class RoundScope:
-    """Surrounds a call that may run rounds: it collects their reports, and at its end passes them on.
+    """Surrounds a call that may run rounds. It collects their reports and does the work that follows a round.
 
-    The end keeps attached state if that is due, and shows the round to the replica. An error ends it without that.
+    At the end it saves attached state if that is due, and passes the reports to the replica. An error in the call skips
+    that work.
 
     Args:
-        diloco: the DiLoCo whose rounds they are.
+        diloco: the DiLoCo that runs the rounds.
 
     Example:
         with RoundScope(diloco) as reports:
@@ -700,31 +846,31 @@ class RoundScope:
         self._section.__exit__(kind, error, trace)
         if error is not None:
             return
-        # The frames between here and the user's line are counted by the warnings of `follow` and `look`.
+        # The warnings of `follow` and `look` name the user's line. They count the calls between here and that line.
         diloco, reports = self._diloco, self._reports
         side, plan, link, loop = diloco._training_side, diloco._plan, diloco._link, diloco._loop
         if reports:
-            if diloco._is_over and plan.ended_by and not loop.has_told_of_stop:
+            if diloco._is_over and plan.ended_by and not loop.has_printed_stop:
                 link.replan(diloco._settings.total_of_steps)
-                loop.tell_of_stop(plan.ended_by, reports[-1].round)
-            if diloco._is_over and diloco._extension.look(diloco._find_total):
+                loop.print_stop(plan.ended_by, reports[-1].round)
+            if diloco._is_over and diloco._extension.look(diloco._find_first_total):
                 link.replan(diloco._settings.total_of_steps)
             if diloco._attached.things:
-                diloco._keeper.keep_if_due()
-            if side.position // diloco._keeper.entries_per_period != diloco._keeper.period:
-                diloco._keeper.begin_period()
+                diloco._saver.save_if_due()
+            if side.position // diloco._saver.entries_per_period != diloco._saver.period:
+                diloco._saver.begin_period()
             side.phase.start_training_clock()
             log.debug("rank %s: %s", diloco._settings.rank, RoundReport.sum_of(reports))
         diloco._round_s += monotonic() - self._began_s
         if reports:
             when = f"round {reports[-1].round}"
-            diloco._stale.after_merge(when)
+            diloco._stale_copies.after_merge(when)
             diloco._history.last_merge = when
             link.show(side.position, diloco._round_s)
         link.record(reports)
         link.note_step(side.phase.run_step, plan.total_steps)
-        if not diloco._same_data.is_calm or any(report.same for report in reports):
-            diloco._same_data.check(reports)
+        if not diloco._duplicate_work.needs_no_check or any(report.same for report in reports):
+            diloco._duplicate_work.check(reports)
         step = diloco._inner_step
         link.show_step(step)
         if diloco._attached.things or diloco._attached.kept is not None:
@@ -734,9 +880,9 @@ class RoundScope:
 
 
 def note_loop_follows_run(nonce: str) -> None:
-    """Note that the training loop of a replica knows where the run is: it asks for that, or uses `steps()`.
+    """Note that a replica's training loop knows the run's step, because it asked for the step or uses `steps()`.
 
-    One loop calls `step()` of all DiLoCos of a replica, for example if a GAN trains two models.
+    One loop calls `step()` of all DiLoCos of a replica, for example if a GAN trains two models. So the note is for all.
 
     Args:
         nonce: the nonce of the replica's claim.

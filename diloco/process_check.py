@@ -1,9 +1,9 @@
-"""A replica is one process: several that train under one rank are refused, since the work of all but one would be lost.
+"""Refuses a replica with several training processes, because the work of all processes but one would be lost.
 
-`torchrun`, `accelerate launch` and `torch.multiprocessing` start processes that inherit the replica's environment, so
-each of them takes itself for the replica. Two checks refuse that before anything is trained: the process group, which
-names the number of processes, and a record in the store (`rendezvous.membership.claim_process`), which the first
-process to open a `DiLoCo` creates.
+`torchrun`, `accelerate launch` and `torch.multiprocessing` start processes that inherit the replica's environment. Each
+of them then regards itself as the replica. Two checks refuse that before training begins. The process group has the
+number of processes. And the first process that opens a `DiLoCo` creates a record in the store
+(`rendezvous.membership.claim_process`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from diloco.rendezvous.membership import RunLocation
 
 
 def check_is_one_process(place: RunLocation, rank: object, environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse a process that is one of several of its replica.
+    """Refuse a process that is one of several processes of its replica.
 
         check_is_one_process(find_location(None, None, None, None), rank=None)
 
-    A process whose rank was given as an argument is not refused: there, each process of a group may be a replica.
+    A process that got its rank as an argument is not refused, because there each process of a group may be a replica.
 
     Args:
         place: the run and the rank of this process.
-        rank: the argument `rank` of `DiLoCo`; None if it was not given.
-        environ: the environment, which names the processes that `torchrun` has started.
+        rank: the argument `rank` of `DiLoCo`. None: it was not given.
+        environ: the environment, in which `torchrun` sets the number of processes.
 
     Raises:
         DiLoCoError: this process is one of several.
@@ -37,16 +37,16 @@ def check_is_one_process(place: RunLocation, rank: object, environ: Mapping[str,
     if n_members <= 1:
         return
     if place.replica is not None and (member, n_members) == (place.replica.rank, place.world_size):
-        return  # a group across all replicas, on one machine: as a benchmark makes it, beside DiLoCo
+        return  # the group consists of all replicas, as in a benchmark that compares DiLoCo with other methods
     raise DiLoCoError(
-        f"DiLoCo takes one process per replica so far, and this is process {member} of {n_members} in one. Launch more "
-        f"replicas instead of several processes in each, without torchrun or accelerate launch: replicas launch … --n "
+        f"DiLoCo needs one process per replica, and this is process {member} of {n_members} in one replica. Launch "
+        f"more replicas instead, without torchrun or accelerate launch: replicas launch … --n "
         f"{place.world_size * n_members}."
     )
 
 
 def not_the_opener(pid: int) -> DiLoCoError:
-    """Return the error of a process that uses a DiLoCo and was forked from its opener.
+    """Return the error for a process that was forked from the process that opened a DiLoCo, and uses it.
 
     Args:
         pid: the process that opened the DiLoCo.
@@ -61,7 +61,7 @@ def not_the_opener(pid: int) -> DiLoCoError:
 
 
 def _place_in_group() -> tuple[int, int] | None:
-    """Return the rank and the size of torch's process group; None if there is no group."""
+    """Return the rank and the size of torch's process group. None: there is no group."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
@@ -69,9 +69,9 @@ def _place_in_group() -> tuple[int, int] | None:
 
 
 def _place_in_launch(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return the rank and the number of processes of `torchrun`; (0, 1) if it did not start this process.
+    """Return the rank and the number of processes of `torchrun`; (0, 1) if `torchrun` did not start this process.
 
-    A `WORLD_SIZE` alone does not count: it may be left over from the job that launches replicas.
+    `WORLD_SIZE` alone does not count, because it may come from the job that launches the replicas.
     """
     if "TORCHELASTIC_RUN_ID" not in environ:
         return 0, 1

@@ -1,4 +1,4 @@
-"""The link from a DiLoCo to its replica: reports, marks of progress, and the request to leave."""
+"""Passes reports and progress from a DiLoCo to the replica of this process, and asks whether the replica must leave."""
 
 from __future__ import annotations
 
@@ -14,28 +14,51 @@ from executors.replica import Replica
 from executors.store.standstill import Standstill
 
 LEAVING = 143
-"""The exit code of a replica that left because it was asked to, as after SIGTERM."""
+"""The exit code of a replica that left because it was asked to leave, the same as after SIGTERM."""
 
 
 is_open: WeakValueDictionary[tuple[str, str], object] = WeakValueDictionary()
-"""What is open in this process, by nonce and name: two of one name would be taken for one model."""
+"""The open DiLoCos of this process, by nonce and name. Two with one name would be mistaken for one model."""
 planned: dict[str, int] = {}
-"""By nonce, the steps that a replica shows because a DiLoCo planned them: any others are the script's own."""
+"""By nonce, the total of steps that a DiLoCo has reported. Any other total was reported by the script itself."""
 finished: set[tuple[str, str]] = set()
-"""The names of those in `is_open` that have made all their planned steps."""
+"""The keys of the DiLoCos in `is_open` that have made all their planned steps."""
 
 
 def check_is_free(name: tuple[str, str]) -> None:
-    """Raises: DiLoCoError: there is one of this name."""
+    """Refuse a second DiLoCo of one name.
+
+    Args:
+        name: the nonce of the replica, and the name of the new DiLoCo.
+
+    Raises:
+        DiLoCoError: a DiLoCo of this name is open in this process.
+
+    Example:
+        check_is_free((replica.nonce, "main"))
+    """
     if name in is_open:
         raise DiLoCoError(
-            f"A DiLoCo named {name[1]!r} is open in this replica already. Give this one another name: "
+            f"A DiLoCo named {name[1]!r} is open in this replica already. Close it, or give this one another name: "
             "DiLoCo(model, name=…)."
         )
 
 
 def leave_all(nonce: str, leave: Callable[[Any], None]) -> None:
-    """Let each that is open in a replica leave it, also where one of them cannot, and end the process."""
+    """Let each open DiLoCo of a replica leave the run, and then end the process.
+
+    If one of them fails, the others leave all the same.
+
+    Args:
+        nonce: the nonce of the replica's claim.
+        leave: called with each DiLoCo.
+
+    Raises:
+        SystemExit: always, with the code `LEAVING`.
+
+    Example:
+        leave_all(replica.nonce, lambda diloco: diloco.close())
+    """
     with ExitStack() as leaving:
         for diloco in [each for (other, _), each in is_open.items() if other == nonce]:
             leaving.callback(leave, diloco)
@@ -58,7 +81,7 @@ class ReplicaLink:
 
     def __init__(self, replica: Replica | None, name: str) -> None:
         if not isinstance(name, str) or name in ("", ".", "..") or "/" in name:
-            raise ValueError(f"name must be a word without '/', as in 'main', got name={name!r}.")
+            raise ValueError(f"name must be a word without '/', such as 'main', got name={name!r}.")
         self._replica = replica
         self._name = name
         self._nonce = ""
@@ -66,13 +89,13 @@ class ReplicaLink:
         self._begun_at = 0
 
     def plan(self, total_steps: int | None, nonce: str, begun_at: int = 0) -> None:
-        """Tell the replica that this DiLoCo is open, and how many steps are planned.
+        """Report that this DiLoCo is open, and its planned steps.
 
-        If several DiLoCos are open in a replica, the replica shows the first one.
+        If several DiLoCos are open in a replica, the replica shows the steps of the first one.
 
         Args:
-            total_steps: planned steps after `begun_at`; None if not known.
-            nonce: of the replica's claim.
+            total_steps: planned steps after `begun_at`. None: not known.
+            nonce: the nonce of the replica's claim.
             begun_at: the step of the trainer at which the run began.
 
         Example:
@@ -87,15 +110,15 @@ class ReplicaLink:
         if self._replica is not None and self._is_shown:
             reported = self._replica.reported
             if nonce in planned and reported.get("total_steps") == planned.pop(nonce):
-                del reported["total_steps"]  # of one before
+                del reported["total_steps"]  # an earlier DiLoCo of this process reported it
             if total_steps is not None:
                 reported["total_steps"] = planned[nonce] = total_steps
 
     def replan(self, total_steps: int | None) -> None:
-        """Tell the replica that more steps are planned than before.
+        """Report a new total of planned steps, after an extension or a stop.
 
         Args:
-            total_steps: planned steps of the whole run; None if rounds go by the clock.
+            total_steps: planned steps of the whole run. None: rounds go by the clock.
 
         Example:
             link.replan(2000)
@@ -106,21 +129,32 @@ class ReplicaLink:
         self.progress()
 
     def show(self, rounds: int, round_s: float) -> None:
-        """Report how many rounds there were; nothing before the first: whoever reads it knows that there was none."""
+        """Report the number of rounds and their time. Before the first round, nothing is reported.
+
+        Args:
+            rounds: rounds so far.
+            round_s: seconds that all rounds took.
+
+        Example:
+            link.show(3, 1.5)
+        """
         if self._replica is not None and self._is_shown and rounds:
             self._replica.reported.update(round=rounds, round_s=round(round_s, 3))
 
     def show_step(self, step: int) -> None:
-        """Report the step that the run is at, as the live table shows it.
+        """Report the step of the run, which the live table shows.
 
         Args:
-            step: counted from the begin of the run.
+            step: the step, counted from the beginning of the run.
+
+        Example:
+            link.show_step(120)
         """
         if self._is_shown and self._replica is not None:
             self._replica.count_step(self._begun_at + step)
 
     def stand_still(self, found: Standstill | None) -> None:
-        """Pass on which round waits until the user deletes an object, for `status` and the page.
+        """Report a round that waits until the user deletes an object, for `replicas status` and the page.
 
         Args:
             found: the standstill. None: the rounds continue.
@@ -132,19 +166,26 @@ class ReplicaLink:
             self._replica.warnings.stand_still(found)
 
     def record(self, reports: Sequence[RoundReport]) -> None:
-        """Keep what rounds were with the run."""
+        """Store the reports of rounds with the run.
+
+        Args:
+            reports: the reports, in the order of the rounds.
+
+        Example:
+            link.record(diloco.sync())
+        """
         for report in reports:
             if self._replica is not None:
                 self._replica.record_round(report.ended, name=self._name, **report.line())
 
-    def record_left(self, work: float) -> None:
-        """Record how much work is in no round when the DiLoCo is closed, and that it owes no more progress.
+    def record_uncounted(self, work: float) -> None:
+        """Record the work that is in no round, when the DiLoCo is closed. From then on the DiLoCo owes no progress.
 
         Args:
-            work: in steps.
+            work: the work in steps.
 
         Example:
-            link.record_left(2.0)
+            link.record_uncounted(2.0)
         """
         if self._replica is not None:
             self._replica.record_left(name=self._name, work=work)
@@ -152,13 +193,14 @@ class ReplicaLink:
         self._finish_if_last()
 
     def note_step(self, step: float, total_steps: float | None) -> None:
-        """Note how far the training is: behind its last planned step it owes no more progress.
+        """Note the training's step. After the last planned step, the DiLoCo owes no progress.
 
-        A final evaluation, a save or an upload follows then, often before `close()`.
+        A final evaluation, a save or an upload follows then, often before `close()`. The watchdog must not end the
+        replica for it.
 
         Args:
             step: the run's step.
-            total_steps: the step at which the training ends; None if that is not planned.
+            total_steps: the step at which training ends. None: no end is planned.
 
         Example:
             link.note_step(1000, 1000)
@@ -167,61 +209,77 @@ class ReplicaLink:
             finished.add((self._nonce, self._name))
             self._finish_if_last()
 
-    def found_over(self) -> None:
-        """Note that this attempt of the replica began after the last round, so that its errors can be explained.
+    def note_began_after_end(self) -> None:
+        """Note that this attempt began after the run's last round, so that messages can explain an error of the script.
 
         Example:
-            link.found_over()
+            link.note_began_after_end()
         """
         if self._replica is not None:
             self._replica.began_after_the_end = True
 
     @property
     def is_of_replica(self) -> bool:
-        """Whether this process is a replica."""
+        """True if this process is a replica."""
         return self._replica is not None
 
-    def look_at_end(self, look: Callable[[], None]) -> None:
-        """Let the replica call something when its script has ended.
+    def call_at_end(self, look: Callable[[], None]) -> None:
+        """Let the replica call a function when its script has ended.
 
         Args:
-            look: a function without arguments.
+            look: a function without parameters.
 
         Example:
-            link.look_at_end(at_end.look)
+            link.call_at_end(check.look)
         """
         if self._replica is not None:
             self._replica.at_end.append(look)
 
-    def note_own_model(self, mark: float) -> None:
+    def note_changed_model(self, mark: float) -> None:
         """Note that the script has changed the model after this DiLoCo was closed.
 
         Args:
-            mark: a number that stands for the changed model: the same on replicas with the same model.
+            mark: a number that stands for the changed model. It is the same on replicas with the same model.
 
         Example:
-            link.note_own_model(0.25)
+            link.note_changed_model(0.25)
         """
         if self._replica is not None:
             self._replica.own_models[self._name] = mark
 
     def _finish_if_last(self) -> None:
-        """Tell the replica that its training is finished, unless another DiLoCo still trains."""
+        """Report that the training is finished, unless another DiLoCo of this replica still trains."""
         if self._replica is not None and all(key in finished for key in is_open if key[0] == self._nonce):
             self._replica.finish_training()
 
     def progress(self) -> None:
-        """Mark progress: the training continues."""
+        """Mark progress, so that the watchdog knows that training continues."""
         if self._replica is not None:
             self._replica.progress()
 
     def waiting(self, section: str) -> AbstractContextManager[None]:
-        """Return a section in which this replica waits for the others: their limits count, not those of its steps."""
+        """Return a context in which this replica waits for the others, so that the watchdog does not count the time.
+
+        The rounds have limits of their own.
+
+        Args:
+            section: the name of the wait, such as "round".
+
+        Example:
+            with link.waiting("round"):
+                run_the_round()
+        """
         return nullcontext() if self._replica is None else self._replica.section(section, math.inf)
 
     def is_to_leave(self, *, after_round: bool) -> bool:
-        """Tell whether the training ends here: because the machine goes, or a person asked for it and a round is over.
+        """Return True if the training must end here, because the machine ends or the user asked for a stop.
 
-        What is in no round then goes on with the next attempt.
+        A stop by the user waits for the end of a round. Work that is in no round continues in the next attempt.
+
+        Args:
+            after_round: True if a round has just ended.
+
+        Example:
+            link.is_to_leave(after_round=True)
         """
         return self._replica is not None and self._replica.is_to_leave(after_round=after_round)

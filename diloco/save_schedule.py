@@ -1,4 +1,4 @@
-"""Decides when attached state is kept: as often as it costs little, so that a resumed replica has lost little."""
+"""Decides when attached state is saved: often, so that a resumed replica has lost little, but at a small cost."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ MOST_UPLOAD_SHARE = 0.25
 
 
 class SaveSchedule:
-    """Decides after which rounds a replica keeps its attached state.
+    """Decides after which rounds a replica saves its attached state.
 
-    State is kept after the first round, and then once in every period at any cost. In between, state is kept if the
-    copies take at most 1 % of the time of training, and the uploads at most a quarter of the time.
+    State is saved after the first round, and then once in every period at any cost. In between, state is saved if the
+    copies take at most 1 % of the training's time, and the uploads at most a quarter of the time.
 
     Args:
         entries_per_round: entries of the log in which each fragment has one round.
         entries_per_period: entries from one snapshot to the next. The state of the first round of a period is not
-            deleted: a run that continues from that snapshot needs it.
-        position: the entries that the run has had.
-        clock: seconds; a test gives its own, as the next.
-        work_time: seconds that this thread has worked. By the clock, a loaded machine would make copies look expensive.
+            deleted, because a run that continues from that snapshot needs it.
+        position: the number of entries that the run has had.
+        clock: returns seconds of a monotonic clock. A test gives its own.
+        work_time: returns the seconds that this thread has worked. By the clock, a busy machine would make copies look
+            expensive. A test gives its own.
 
     Example:
         schedule = SaveSchedule(1, 10, position=0)
@@ -48,18 +49,22 @@ class SaveSchedule:
         self._clock, self._work_time = clock, work_time
         self._period = position // entries_per_period
         self._position: int | None = None
-        """Where it was kept last, by this process."""
+        """The position at which this process saved the state last."""
         self._kept_at = self._copy_s = self._upload_s = 0.0
         # Each is written by one thread alone, so no lock guards them.
         self._n_begun = self._n_ended = 0
 
     @property
     def is_uploading(self) -> bool:
-        """Whether an upload is under way, or waits for its turn."""
+        """True if an upload is running or waits for its turn."""
         return self._n_begun != self._n_ended
 
     def is_due(self, position: int) -> bool:
-        """Return whether to keep now that the run has had `position` entries."""
+        """Return True if the state must be saved now.
+
+        Args:
+            position: the number of entries that the run has had.
+        """
         if position // self._entries_per_period != self._period:
             return True
         if self.is_uploading:
@@ -72,12 +77,20 @@ class SaveSchedule:
         return self._clock() - self._kept_at >= least_s
 
     def is_first_of_period(self, position: int) -> bool:
-        """Return whether what is kept now stays for a run that continues from this period's snapshot."""
+        """Return True if the state that is saved now must be kept for runs that continue from this period's snapshot.
+
+        Args:
+            position: the number of entries that the run has had.
+        """
         return self._position is None or position // self._entries_per_period != self._period
 
     @contextmanager
     def keeping(self, position: int) -> Iterator[None]:
-        """Measure the copies that are made within, which training waits for."""
+        """Measure the copies that are made in this context. Training waits for them.
+
+        Args:
+            position: the number of entries that the run has had.
+        """
         began, worked = self._clock(), self._work_time()
         yield
         self._copy_s = self._work_time() - worked
@@ -85,12 +98,12 @@ class SaveSchedule:
         self._period = position // self._entries_per_period
 
     def hand_over(self) -> None:
-        """Note that an upload will be made; called in the training's thread."""
+        """Note that an upload will be made. Called in the training's thread."""
         self._n_begun += 1
 
     @contextmanager
     def uploading(self) -> Iterator[None]:
-        """Measure an upload that was handed over; called in the thread that makes it."""
+        """Measure an upload that was handed over. Called in the thread that makes it."""
         began = self._clock()
         try:
             yield

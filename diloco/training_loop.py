@@ -1,7 +1,7 @@
-"""The loop that calls `DiLoCo.step()`: where it begins, where it ends, and the lines that say so when it is wrong.
+"""The user's loop around `DiLoCo.step()`: the steps that it makes, and warnings if it begins or ends at a wrong step.
 
 A replica that is started again after the last round has no step left to make. Its loop over `steps()` then makes one
-pass all the same, whose step is undone: the code after the loop needs the variables that the loop sets.
+pass all the same, whose step is undone. The code after the loop needs the variables that the loop sets.
 """
 
 from __future__ import annotations
@@ -15,26 +15,28 @@ from diloco.errors import DiLoCoError
 from diloco.settings import Settings
 
 IDLE_PASSES = 1000
-"""Passes through the body of `for step in diloco.steps()` without a call of `step()`. A body may leave out a batch now
-and then; one that never calls `step()` would run for ever."""
+"""Passes of `for step in diloco.steps()` without a call of `step()`, after which the loop gets an error. A body may
+skip a batch now and then. A body that never calls `step()` would run forever."""
 
 
 class Position(Protocol):
-    """The part of a `DiLoCo` that says where the run is."""
+    """The run's position: the part of a `DiLoCo` that the loop reads."""
 
     @property
-    def inner_step(self) -> int: ...
+    def inner_step(self) -> int:
+        """The run's step."""
 
     @property
-    def is_over(self) -> bool: ...
+    def is_over(self) -> bool:
+        """True when the run has ended."""
 
 
 class TrainingLoop:
-    """What one DiLoCo knows about the user's training loop.
+    """The user's training loop, as one DiLoCo sees it.
 
     Args:
-        settings: of the run.
-        begins_at: the run's step when this process joined it; more than 0 in a replica that came back.
+        settings: the settings of the DiLoCo.
+        begins_at: the run's step when this process joined it. It is more than 0 in a replica that was started again.
 
     Example:
         loop = TrainingLoop(settings, begins_at=100)
@@ -45,34 +47,35 @@ class TrainingLoop:
         self._settings = settings
         self._begins_at = begins_at
         self.knows_begin = begins_at == 0
-        """Whether the loop begins where the run is, as far as that can be seen from here."""
+        """True if the loop is known to begin at the run's step."""
         self._has_warned = False
-        self.has_told_of_stop = False
-        """Whether the line was printed that says who stopped the run."""
+        self.has_printed_stop = False
+        """True if the line was printed that names the replicas that stopped the run."""
         self.n_calls = 0
         """The number of calls of `step()`."""
         self.is_trainers = False
-        """Whether a trainer has the loop. Its callback warns itself of an early end."""
+        """True if the loop belongs to a trainer, whose callback warns of an early end itself."""
         self._has_made_last_pass = False
-        """Whether a process that found the run over has made the one step that is neither counted nor warned of."""
+        """True if a process that began after the end of the run has made its one free step: it is undone and not
+        counted, and causes no warning."""
 
     def trust(self) -> None:
-        """Accept that the loop begins where the run is: it uses `steps()`, or has read where the run is."""
+        """Note that the loop begins at the run's step, because it uses `steps()` or has read the run's step."""
         self.knows_begin = True
 
     def steps(self, position: Position, undo: Callable[[], None]) -> Iterator[int]:
-        """Yield the run's step until the run is over; see `DiLoCo.steps`.
+        """Yield the run's step until the run has ended. `DiLoCo.steps` describes it for users.
 
         Args:
-            position: where the run is, asked again before each pass.
-            undo: gives the model the anchor.
+            position: the run's position, read before each pass.
+            undo: sets the model to the anchor.
 
         Raises:
             DiLoCoError: the loop does not call `step()`.
         """
         if position.is_over and not self.n_calls and not self._has_made_last_pass:
             yield max(0, position.inner_step - 1)
-            undo()  # the body may have left out step(), as where it accumulates gradients
+            undo()  # the body may not have called step(), for example while it accumulates gradients
             self._has_made_last_pass = True
         idle, calls = 0, self.n_calls
         while not position.is_over:
@@ -84,46 +87,53 @@ class TrainingLoop:
                     "progress. Call diloco.step() at the end of the loop's body."
                 )
 
-    def tell_of_begin(self) -> None:
-        """Print, once, at which step this replica continues, because a loop of the user's own may have begun at 0.
+    def print_begin(self) -> None:
+        """Print, once, the step at which this replica continues, because a loop of the user's own may have begun at 0.
 
-        Call it at the first call of `step()`, unless the script has asked where the run is.
+        Call it at the first call of `step()`, unless the script has read the run's step.
         """
         self.knows_begin = True
         total = self._settings.total_steps
         until = f" of {total}" if total is not None else ""
-        # Not a warning: a loop may begin at the right step by other means, and looks the same from here.
+        # It is not a warning: a loop may know the right step by other means, which cannot be seen from here.
         print(
             f"replicas: this replica continues at inner step {self._begins_at}{until}. A loop of your own must begin "
-            "there, at diloco.inner_step, and end when diloco.is_over is True, as `for step in diloco.steps()` does.",
+            "at diloco.inner_step and end when diloco.is_over is True, as `for step in diloco.steps()` does.",
             file=sys.stderr,
         )
 
-    def tell_of_stop(self, ranks: Sequence[int], round_: int) -> None:
-        """Print one line that says which replicas have stopped the run."""
-        self.has_told_of_stop = True
+    def print_stop(self, ranks: Sequence[int], round_: int) -> None:
+        """Print one line that names the replicas that stopped the run.
+
+        Args:
+            ranks: these replicas.
+            round_: the number of the last round.
+        """
+        self.has_printed_stop = True
         named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
         print(f"replicas: {named} stopped the run, which ends with round {round_}.", file=sys.stderr)
 
     def warn_of_early_close(self) -> None:
-        """Warn that this replica asked all to stop, and leaves before a round has told the others."""
+        """Warn that this replica asked all replicas to stop, and leaves before a round has passed that on."""
         warnings.warn(
-            "close() was called after stop() and before the round that ends the run, so the other replicas go on. Call "
-            "step() until diloco.is_over is True.",
+            "close() was called after stop() and before the round that ends the run, so the other replicas continue. "
+            "Call step() until diloco.is_over is True.",
             stacklevel=5,
         )
 
     def warn_of_early_end(self, at: int, uncounted: int) -> int:
-        """Warn of a loop that has ended before the last planned round: the replicas that continue end otherwise.
+        """Warn of a loop that has ended before the last planned round: the replicas that continue end with another
+        model.
 
-        A loop with a number of epochs ends so in a replica that was started again, because the steps that it makes
-        ahead of the others do not count.
+        A loop over a number of epochs ends too early in a replica that was started again, because the steps that it
+        makes ahead of the others do not count.
 
         Args:
-            at: the run's step, or its round where rounds go by the clock.
+            at: the run's step, or its round if rounds go by the clock.
             uncounted: steps since the last round that counted this replica.
 
-        Returns: the uncounted steps that are left to warn of.
+        Returns:
+            The number of uncounted steps that the caller must still warn of.
         """
         settings = self._settings
         is_by_clock = settings.round_seconds is not None
@@ -139,10 +149,11 @@ class TrainingLoop:
         )
         return 0
 
-    def called_past_the_end(self, call: str, step: int) -> None:
-        """Warn, once, that `step()` or `sync()` is called after the last planned round.
+    def warn_of_call_after_end(self, call: str, step: int) -> None:
+        """Warn, once, that `step()` or `sync()` was called after the last planned round.
 
-        The first call is no mistake in a process that found the run over: it belongs to the last pass of `steps()`.
+        In a process that began after the end of the run, the first call is correct: it belongs to the one free pass of
+        `steps()`.
 
         Args:
             call: the name of the method.

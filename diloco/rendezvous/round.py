@@ -355,53 +355,70 @@ class EntryState:
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
-    """What one round was, and what it cost this replica."""
+    """The result of one round on one replica, and its cost.
+
+        report = diloco.step()
+        if report is not None:
+            print(f"round {report.round}: {len(report.ranks)} replicas, waited {report.wait_s:.1f} s")
+
+    Times are in seconds, and sizes in bytes. `sum_of` adds up the costs of several rounds.
+
+    Attributes:
+        round: Number of the round over all fragments: 1, 2, 3, …, as `DiLoCo.rounds` counts. Stored keys count from 0.
+        fragment: Number of the fragment that the round averaged, from 0.
+        ranks: The replicas whose contributions are in the mean.
+        counted: True if this replica's contribution is in the mean.
+        verdict: Treatment of this replica's work. "counted": it is in the mean. "carried": it is part of the next
+            contribution. "dropped": it was discarded.
+        work: Amount of this replica's work: the value of a `weight` function, or else the number of inner steps.
+        same: The ranks that sent the same work as this replica, bit for bit, this rank included. They train on the same
+            data. Empty if no other replica did.
+        elements: Number of values in the fragment.
+        wire: Encoding of contributions, such as "fp32" or "int8".
+        mean_wire: Encoding of the mean.
+        bytes_up: Bytes that this replica wrote to the store.
+        bytes_down: Bytes that this replica read from the store.
+        wait_s: Time for which the round waited for other replicas.
+        move_s: Time for packing, sending and reading.
+        reduce_s: Time for computing this replica's shard of the mean.
+        step_s: Time for the outer step.
+        train_s: Time for training since the round before.
+        norm: Euclidean norm of this replica's pseudo-gradient. None: this replica sent no work.
+        mean_norm: Euclidean norm of the mean. None: no replica sent any work.
+        ended: Time of the outer step, by the clock `time.monotonic` of this process.
+        late_s: Time for which training was held up. Less than the round took if rounds run in the background.
+        busy_s: Time that the round took, also while training continued.
+        stale_steps: Inner steps between sending the work and applying the mean.
+        wire_error: Part of this replica's work that rounding lost: |work - sent| / |work|. None: not measured.
+    """
 
     round: int
-    """Which one it was: 1, 2, 3, … over all fragments, as `DiLoCo.rounds` counts. Stored keys count from 0."""
     fragment: int
     ranks: tuple[int, ...]
-    """Whose work is in the mean."""
     counted: bool
-    """Whether this replica's is; if not, it goes with its next contribution."""
     verdict: Literal["counted", "carried", "dropped"]
-    """What became of this replica's work."""
     work: float
-    """How much work that is: what a callable `weight` said, else inner steps."""
     same: tuple[int, ...]
-    """The ranks, this one included, that sent the same work, bit for bit: they train on the same data."""
     elements: int
-    """Values in the fragment."""
     wire: str
-    """How contributions travelled."""
     mean_wire: str
     bytes_up: int
     bytes_down: int
     wait_s: float
-    """Waiting for others."""
     move_s: float
-    """Packing, sending and reading."""
     reduce_s: float
     step_s: float
     train_s: float
-    """Training, since the round before."""
     norm: float | None
-    """Of this replica's pseudo-gradient; None: it sent none."""
     mean_norm: float | None
-    """Of the mean; None: nobody sent any work."""
     ended: float
-    """When the outer step was made, by `time.monotonic`."""
     late_s: float = 0.0
-    """How long the training was held up."""
     busy_s: float = 0.0
-    """What the round took, beside the training where that went on."""
     stale_steps: int = 0
-    """Inner steps between sending and applying."""
     wire_error: float | None = None
-    """How much of what was to be sent the wire lost: |delta - sent| / |delta|."""
 
     def line(self) -> dict[str, Any]:
-        """Return what is kept of it with the run: see `executors.metrics.rows.Round`."""
+        """Return the fields that are stored with the run, as `executors.metrics.rows.Round` describes them."""
         seconds = {
             name: round(getattr(self, name), 6)
             for name in ("train_s", "wait_s", "move_s", "reduce_s", "step_s", "late_s", "busy_s")
@@ -427,6 +444,12 @@ class RoundReport:
 
     @classmethod
     def sum_of(cls, reports: Sequence[RoundReport]) -> RoundReport:
-        """Return the last of some rounds that were gone through together, with what all of them cost."""
+        """Return the last of several rounds that one call applied, with the costs of all of them added up.
+
+            RoundReport.sum_of(diloco.sync())
+
+        Args:
+            reports: The reports of the rounds, at least one, in their order.
+        """
         costs = ("bytes_up", "bytes_down", "wait_s", "move_s", "reduce_s", "step_s", "train_s", "late_s", "busy_s")
         return replace(reports[-1], **{cost: sum(getattr(report, cost) for report in reports) for cost in costs})

@@ -84,7 +84,7 @@ def _keeping(folder: Path, options: Options) -> list[Comparison]:
 
 def _spent_in(diloco: DiLoCo) -> list[float]:
     """Return a list to which each keeping of attached state adds what the training waited for."""
-    spent, keep = list[float](), diloco._keeper.keep_attached
+    spent, keep = list[float](), diloco._saver.save_attached
 
     def timed() -> None:
         began = time.thread_time()
@@ -92,7 +92,7 @@ def _spent_in(diloco: DiLoCo) -> list[float]:
         spent.append(time.thread_time() - began)
 
     replaced: Any = diloco
-    replaced._keeper.keep_attached = timed
+    replaced._saver.save_attached = timed
     return spent
 
 

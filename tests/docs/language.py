@@ -438,7 +438,8 @@ def check_names(path: str, nodes: Iterable[ast.AST]) -> Iterator[Finding]:
 
 
 SECTION = re.compile(
-    r"(Args|Arguments|Attributes|Raises|Returns|Yields|Examples?|Notes?|Warns|References|Keys|Sources?):$"
+    r"(Args|Arguments|Attributes|Raises|Returns|Yields|Examples?|Notes?|Warns|References|Keys|Sources?):"
+    r"(?: [A-Z][a-z ]+)?$"
 )
 ENTRY = re.compile(r"\*{0,2}[\w.]+(?:, \*{0,2}[\w.]+)*(?: \([^)]*\))?:(?:\s+|$)")
 INLINE_SECTION = re.compile(r"Raises: [\w., ]+: ")
@@ -727,10 +728,10 @@ def parameters_of(node: ast.FunctionDef) -> list[str]:
 
 def described_in(docstring: str) -> set[str]:
     """Return the parameters that the `Args` of a docstring describe."""
-    section = re.search(r"^ *(?:Args|Arguments|Attributes):\n((?:[ \t]+\S.*\n?|\s*\n)+)", docstring, re.MULTILINE)
-    if section is None:
-        return set()
-    entries = re.findall(r"^[ \t]*(\*{0,2}\w+(?:, \*{0,2}\w+)*)(?: \([^)]*\))?:", section[1], re.MULTILINE)
+    # A long list of parameters is in several sections with titles, such as "Args: Slow links".
+    head = r"^ *(?:Args|Arguments|Attributes):(?: [A-Z][a-z ]+)?\n((?:[ \t]+\S.*\n?|\s*\n)+)"
+    sections = "\n".join(re.findall(head, docstring, re.MULTILINE))
+    entries = re.findall(r"^[ \t]*(\*{0,2}\w+(?:, \*{0,2}\w+)*)(?: \([^)]*\))?:", sections, re.MULTILINE)
     return {name.strip(" *") for entry in entries for name in entry.split(",")}
 
 

@@ -115,7 +115,7 @@ def test_a_process_group_inside_a_replica_is_refused_by_each_of_its_processes(tm
     with run, pytest.raises(ReplicaFailedError) as caught:
         run.results()
     text = str(caught.value)
-    assert "DiLoCo takes one process per replica so far, and this is process" in text
+    assert "DiLoCo needs one process per replica, and this is process" in text
     assert "replicas launch … --n 2." in text
 
 
@@ -145,4 +145,4 @@ def test_torchrun_is_refused_in_a_replica_and_outside_of_one(is_replica: bool, t
         code, said = run_torchrun(str(script))
     assert code != 0
     for number in (0, 1):
-        assert f"DiLoCo takes one process per replica so far, and this is process {number} of 2 in one" in said
+        assert f"DiLoCo needs one process per replica, and this is process {number} of 2 in one replica" in said

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
-from diloco.final_model_check import FinalModelCheck, forget
+from diloco.final_model_check import FinalModelCheck, drop_checks_of
 from diloco.stale_copies.optimizer_hook import _watchers
 
 
@@ -170,6 +170,6 @@ def test_nothing_keeps_the_model_in_memory() -> None:
 def test_a_second_diloco_on_the_model_ends_the_look_at_it() -> None:
     def change(model: nn.Module) -> None:
         load(model, 1)
-        forget(model)
+        drop_checks_of(model)
 
     assert mark_after(change) is None

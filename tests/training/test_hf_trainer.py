@@ -266,7 +266,7 @@ def test_who_trains_on_the_same_data_is_told_what_would_help_where_a_table_shows
         one.train()
     assert str(error.value) == (
         "Ranks 4, 5, 6, 7 and 56 more sent identical contributions 3 rounds in a row, up to round 10: they train on "
-        f'the same data. {advice} Where it is meant: same_data="allow", or "warn".'
+        f'the same data. {advice} If it is intended, pass same_data="allow" to DiLoCo.'
     )
     assert "replica_arguments(args)" in OWN_ORDER
     assert len(f"diloco.errors.DuplicateWorkError: {error.value}") <= MAX_CHARACTERS

@@ -384,7 +384,7 @@ def test_an_average_of_the_weights_is_averaged_over_the_replicas_and_is_the_mode
         )  # fmt: skip
         data = torch.arange(N_ITEMS) + 7 * where["rank"]
         trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=2))
-        (averaged,) = ours.diloco._also
+        (averaged,) = ours.diloco._extra
         (weights,) = [values for values in averaged[0].anchor().values() if values.shape == (1, 3)]
         return module.linear.weight.detach().clone(), weights, ours.diloco.anchor()["linear.weight"]
 

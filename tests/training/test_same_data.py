@@ -53,8 +53,8 @@ def test_ranks_that_send_the_same_three_rounds_in_a_row_end_and_the_others_go_on
     assert second == ([()] * 5, "")
     assert first[1] == (
         "Ranks 0 and 2 sent identical contributions 3 rounds in a row, up to round 3: they train on the same data. "
-        "Give each its own: replica.shard(dataset), or a seed that depends on current_replica().rank. "
-        'Where it is meant: same_data="allow", or "warn".'
+        "Give each replica its own: replica.shard(dataset), or a seed that depends on current_replica().rank. "
+        'If it is intended, pass same_data="allow" to DiLoCo.'
     )
     assert len(f"diloco.errors.DuplicateWorkError: {first[1]}") < MAX_CHARACTERS, "a table shows no more of it"
     warnings = sorted(record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
@@ -137,6 +137,6 @@ def test_a_model_that_has_not_moved_by_its_first_round_is_told_once(
     moves: tuple[float, ...], n_warnings: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     train([moves, [2.0, 3.0, 4.0]])
-    said = [record.getMessage() for record in caplog.records if "no parameter had moved" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "no parameter has changed" in record.getMessage()]
     assert len(said) == n_warnings
-    assert all(each.startswith("rank 0: no parameter had moved by round 1:") for each in said)
+    assert all(each.startswith("rank 0: no parameter has changed before round 1,") for each in said)

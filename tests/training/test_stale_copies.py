@@ -328,7 +328,7 @@ def test_a_loss_that_one_step_minimizes_undoes_each_merge_and_is_no_copy(inner_s
             optimizer.zero_grad()
             diloco.step()
         value = float(diloco.anchor()["weight"].mean())
-        is_trusted = diloco._stale.is_trusted
+        is_trusted = diloco._stale_copies.is_trusted
         leave(diloco)
         return value, is_trusted
 
@@ -565,8 +565,8 @@ def test_what_is_averaged_besides_costs_no_optimizer_step_and_no_round_a_compari
     diloco = DiLoCo(nn.Linear(1, 1), inner_steps=2, **place())
     before = len(_watchers[get_ident()])
     diloco.average_also(nn.Linear(1, 1))
-    (other,) = [other for other, _ in diloco._also]
-    assert other._stale.is_trusted
+    (other,) = [other for other, _ in diloco._extra]
+    assert other._stale_copies.is_trusted
     assert len(_watchers[get_ident()]) == before
     leave(other)
     leave(diloco)

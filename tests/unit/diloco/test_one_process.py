@@ -88,8 +88,8 @@ def test_a_process_that_torchrun_started_is_refused_with_the_number_of_replicas_
     with pytest.raises(DiLoCoError) as caught:
         check_is_one_process(where(0, world_size), None, TORCHRUN)
     assert str(caught.value) == (
-        "DiLoCo takes one process per replica so far, and this is process 1 of 2 in one. Launch more replicas instead "
-        f"of several processes in each, without torchrun or accelerate launch: replicas launch … --n {2 * world_size}."
+        "DiLoCo needs one process per replica, and this is process 1 of 2 in one replica. Launch more "
+        f"replicas instead, without torchrun or accelerate launch: replicas launch … --n {2 * world_size}."
     )
 
 
