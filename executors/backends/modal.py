@@ -35,7 +35,7 @@ from executors.backends.jobs.service import (
     python_of_image,
     shortened,
 )
-from executors.backends.jobs.timed_log import Entry, SharedLog, TimedLog
+from executors.backends.jobs.timed_log import LogEntry, SharedLog, TimedLog
 from executors.backends.modal_client import TOKEN_ADVICE, WaitingCalls, in_thread, modal, translated_errors
 from executors.backends.modal_container import Images, check_secret, check_volumes, described, image_of, volume_of
 from executors.errors import BackendError
@@ -252,7 +252,7 @@ class ModalJobs(JobService):
         sandbox_id = job_id["sandbox_id"]
 
         @in_thread
-        def fetch(since: datetime | None, n_entries: int) -> list[Entry]:
+        def fetch(since: datetime | None, n_entries: int) -> list[LogEntry]:
             try:
                 logs = self._logs.get(sandbox_id) or modal.Sandbox.from_id(sandbox_id).logs
                 # With `tail` alone the SDK asks up to four times, of the last hour to the last month.
@@ -288,7 +288,7 @@ class ModalJobs(JobService):
         """The output of all sandboxes of the app, with two requests for any number of sandboxes."""
 
         @in_thread
-        def fetch(since: datetime) -> list[Entry]:
+        def fetch(since: datetime) -> list[LogEntry]:
             return _entries(self._look_up(create_if_missing=False).logs.fetch(since=since))
 
         return SharedLog(fetch)
@@ -370,6 +370,6 @@ class ModalExecutor(JobExecutor):
         super().__init__(service)
 
 
-def _entries(found: Iterable[Any]) -> list[Entry]:
+def _entries(found: Iterable[Any]) -> list[LogEntry]:
     """Return entries of the SDK; the last of their context is the container."""
-    return [Entry(each.timestamp, each.source, each.message, ["", *each.context_ids][-1]) for each in found]
+    return [LogEntry(each.timestamp, each.source, each.message, ["", *each.context_ids][-1]) for each in found]

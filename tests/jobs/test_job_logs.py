@@ -16,7 +16,7 @@ from support.fake_jobs import FakeJobs, Machines, start, wait_until_hanging
 
 from executors import HFJobsExecutor, ModalExecutor
 from executors.backends.jobs.service import JobKey, JobSpec
-from executors.backends.jobs.timed_log import MAX_KNOWN, Entry, TimedLog
+from executors.backends.jobs.timed_log import MAX_KNOWN, LogEntry, TimedLog
 from executors.logs.follower import Sight
 from executors.logs.log import Log
 from executors.logs.readers import FileLog
@@ -123,7 +123,7 @@ def test_each_attempt_has_the_log_of_its_own_job_and_a_new_one_is_followed_on(ma
     assert "=== attempt" not in "".join(lines)
 
 
-ENTRY = Entry(datetime.now(UTC), "stdout", "", "container")
+ENTRY = LogEntry(datetime.now(UTC), "stdout", "", "container")
 LONG = b"".join(b"step %06d \xff %s\n" % (number, b"." * 190) for number in range(30_000))  # six mebibytes
 COLLECT = ("collect", "otter", "--out", "out", "--backend", "support.fake_jobs:FakeExecutor")
 
@@ -135,7 +135,7 @@ def file_on_a_disk_between(path: Path) -> Log:
 
 
 def window_of_entries(path: Path) -> Log:
-    def fetch(since: datetime | None, n_entries: int) -> list[Entry]:
+    def fetch(since: datetime | None, n_entries: int) -> list[LogEntry]:
         lines = path.read_text(errors="replace").splitlines(keepends=True)
         return [ENTRY._replace(text=line) for line in lines[-min(n_entries, MAX_KNOWN) :]]
 

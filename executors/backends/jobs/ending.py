@@ -1,7 +1,7 @@
-"""`end_jobs` is the one way in which jobs are ended, by any process and for any reason.
+"""Ends jobs at their service. Every process that ends jobs calls `end_jobs`, for whatever reason.
 
-It asks the service and never a store. All jobs are ended at the same time, so one request that hangs holds up no other.
-Failing calls are repeated for as long as the service may ask to wait. After a minute the caller learns which jobs still
+It asks the service and never a store. All jobs are ended at the same time, so a request that hangs delays no other. A
+failing call is repeated for as long as the service may ask to wait. After a minute the caller learns which jobs still
 run and how to end them. So no user pays for two minutes without a message.
 """
 
@@ -16,22 +16,22 @@ from executors.backends.jobs.service import LONGEST_PATIENCE_S, JobId, JobKey, J
 from executors.store.parallel import in_threads
 
 REPORT_S = 60.0  # after this time the caller learns which jobs still run
-END_S = LONGEST_PATIENCE_S + 30.0  # after which a call that hangs is not waited for any more
-THREADS = 32  # a cluster's head node is asked by one process for each
+END_S = LONGEST_PATIENCE_S + 30.0  # after this time a call that hangs is given up
+THREADS = 32  # some clusters need a process for each request
 MAX_NAMED = 8  # jobs in one message; the others are counted
 
 
 @dataclass(frozen=True, eq=False)
 class _Task:
-    """One question to the service."""
+    """One call to the service that ends a job, or all jobs that the service lists."""
 
     name: str
-    """The job that it ends, as people find it at the service. Empty: it ends what the service lists."""
+    """The name of the job at the service. Empty: the task ends all jobs that the service lists."""
     attempt: tuple[int, int] | None
-    """Rank and attempt of the job that it ends. None: a spare's job, or a list."""
+    """The rank and the attempt of the job. None: a spare's job, or a list."""
     job_ids: tuple[JobId, ...]
     act: Callable[[], int]
-    """Returns how many jobs it ended."""
+    """Ends the jobs, and returns their number."""
 
 
 def end_jobs(
@@ -41,22 +41,27 @@ def end_jobs(
     run_labels: Mapping[str, str] | None = None,
     on_progress: Callable[[str], None] = lambda words: None,
 ) -> EndedJobs:
-    """End jobs at their service, and whatever else the service lists of them.
+    """End jobs at their service, and other jobs that the service lists for the same attempts or run.
+
+    If an answer of the service was lost, an attempt may have a second job. So the service is also asked for other jobs.
 
     Args:
-        service: asks the service.
-        jobs: the jobs, each with its id. None as an id: the service finds the job by its labels.
-        run_labels: labels of a run. All jobs that have them and have not ended are ended, too. None: of each key in
-            `jobs` the service is asked whether it has other jobs, which an answer that was lost may have left.
-        on_progress: gets a sentence after a minute, if the service has not ended everything by then.
+        service: the service.
+        jobs: the jobs, each with its id. With None as an id, the service is asked for the job.
+        run_labels: the labels of a run. All jobs that have them and have not ended are ended, too. Default: the service
+            is asked for other jobs of each key in `jobs`.
+        on_progress: gets a sentence after a minute if the service has not ended everything by then. Default: nothing is
+            reported.
 
-    Returns: what the service has accepted to end, and what may still run. Nothing is raised for a job that fails.
+    Returns:
+        The jobs that the service has accepted to end, and those that may still run. A job that cannot be ended raises
+        no error.
 
     Example:
         end_jobs(service, [(key, job_id)]).what_is_left
     """
     found_left: list[JobId] = []  # jobs that the service listed and did not end
-    stopped = set[str]()  # whatever else finds the same job does not end it again
+    stopped = set[str]()  # the jobs that a task ends already, so that no other task ends them again
 
     def stop(job_id: JobId) -> int:
         for one_try in retrying(patience_s=LONGEST_PATIENCE_S):
@@ -95,10 +100,10 @@ def end_jobs(
     asked = dict(zip(tasks, in_threads(lambda task: task.act(), tasks, THREADS), strict=True))
     wait(asked.values(), REPORT_S)
     if not all(future.done() for future in asked.values()):
-        told = _told(service, asked, labels, found_left)
-        on_progress(f"{service.name} has not ended everything yet; trying again. {told.what_is_left}")
+        so_far = _report(service, asked, labels, found_left)
+        on_progress(f"{service.name} has not ended everything yet; trying again. {so_far.what_is_left}")
         wait(asked.values(), END_S - REPORT_S)
-    return _told(service, asked, labels, found_left)
+    return _report(service, asked, labels, found_left)
 
 
 def _stop_of(key: JobKey, job_id: JobId, stop: Callable[[JobId], int]) -> _Task:
@@ -106,10 +111,10 @@ def _stop_of(key: JobKey, job_id: JobId, stop: Callable[[JobId], int]) -> _Task:
     return _Task(key.name, attempt, (job_id,), lambda: stop(job_id))
 
 
-def _told(
+def _report(
     service: JobService, asked: Mapping[_Task, Future[int]], run_labels: Mapping[str, str], found_left: Sequence[JobId]
 ) -> EndedJobs:
-    """Say how far the service has come."""
+    """Return what the service has ended so far, and what may still run."""
     n_ended, attempts = 0, set[tuple[int, int]]()
     failed: dict[str, list[_Task]] = {}
     for task, future in asked.items():
@@ -124,8 +129,8 @@ def _told(
     for problem, tasks in failed.items():
         if names := [task.name for task in tasks if task.name]:
             problems.append(f"{_names(names)} ({problem})")
-        elif tasks:  # if a job could not be ended either, its message is enough
-            problems.append(f"what {service.name} lists of this run, or would list ({problem})")
+        elif tasks:  # not said if a named job failed with the same problem, because its message is enough
+            problems.append(f"any other job of this run that {service.name} has ({problem})")
     left = [*found_left]
     left += [job_id for tasks in failed.values() for task in tasks for job_id in task.job_ids]
     run_id = run_labels.get("replicas-run", "")

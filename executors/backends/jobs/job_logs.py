@@ -1,4 +1,4 @@
-"""Logs of jobs: patient with a service that fails, and as an event stream that stays open."""
+"""Reads the logs of jobs: RetryingLog repeats failed reads, and StreamedLog reads a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from executors.logs import EVERY_LINE
 from executors.logs.gaps import BREAK
 from executors.logs.log import KnowsTimes, Log
 
-QUIET_S = 0.5  # a stream that is silent for so long has sent what there is
-FIRST_LINE_S = 2.0  # how long the first line may take
-LONGEST_S = 30.0
-AGAIN_LINES = 10_000  # lines to read again after a stream broke off
-SPAN_LINES = 10_000  # lines of the first request when lines of a span are searched
-PART_LINES = 5_000
+QUIET_S = 0.5  # a stream that is silent for this time has sent all lines that exist
+FIRST_LINE_S = 2.0  # the longest time until the first line
+LONGEST_S = 30.0  # the longest wait for the rest of a log
+AGAIN_LINES = 10_000  # the lines to read again after a stream broke off
+SPAN_LINES = 10_000  # the lines of the first request when lines of a time span are searched
+PART_LINES = 5_000  # a whole log is passed on in parts of this size
 LONGEST_PAUSE_S = 30.0  # before a stream is opened again
 BROKEN = "lines may be missing: its stream broke off, or took too long"
-JOB_STARTED = "===== Job started"  # a line of the service's, not of the job's
+JOB_STARTED = "===== Job started"  # the service adds this line to the output of the job
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +37,14 @@ T = TypeVar("T")
 
 
 class RetryingLog:
-    """A log of a service that may fail for a while: then there is nothing new, and it is asked again.
+    """A log that repeats failed reads. While a follower's read fails, the log has no new lines.
 
     Args:
-        who: the replica of this log, for messages.
+        inner: the log of the service.
+        who: the replica of the log, for messages.
+
+    Example:
+        RetryingLog(service.open_log(job_id), "rank 3").tail(100)
     """
 
     def __init__(self, inner: Log, who: str) -> None:
@@ -76,7 +80,7 @@ class RetryingLog:
 
     def between(self, since: float | None, until: float | None) -> Iterator[list[str]]:
         if not isinstance(self._inner, KnowsTimes):
-            raise ValueError("its service does not say when its lines came")
+            raise ValueError("its service does not report the times of its lines")
         return retrying()(lambda: _begun(self._inner.between(since, until)))  # type: ignore[attr-defined]
 
     def close(self) -> None:
@@ -84,19 +88,23 @@ class RetryingLog:
 
 
 def _begun(parts: Iterator[T]) -> Iterator[T]:
-    """Return the same parts, the first of them read. So an error of the service is raised here."""
+    """Return the same parts after reading the first of them. So an error of the service is raised here."""
     return chain(list(islice(parts, 1)), parts)
 
 
 class StreamedLog:
-    """A log that comes as server-sent events through a connection that stays open, read by a thread of its own.
+    """A log that arrives as server-sent events on an open connection. A thread reads the connection.
 
-    If the stream breaks off, it is opened again, and continues after the last line that came.
+    If the stream breaks off, it is opened again, and the log continues after the last line that arrived.
 
     Args:
-        connect: opens a stream that begins with so many last lines, a response of httpx; None for a job that is
-            unknown. Raises JobServiceError.
-        has_ended: whether the job has, so that its stream has an end. Raises JobServiceError.
+        connect: opens a stream that begins with the given number of last lines, as a response of httpx. It returns
+            None for an unknown job, and raises JobServiceError.
+        has_ended: returns True if the job has ended, so that the stream has an end. It raises JobServiceError. Default:
+            the job has not ended.
+
+    Example:
+        StreamedLog(lambda n_lines: log_stream(endpoint, namespace, job_id, n_lines)).tail(100)
     """
 
     note = cut = ""
@@ -110,20 +118,20 @@ class StreamedLog:
         self._has_ended = has_ended
         self._lines: deque[tuple[float, str]] = deque()
         self._n_lines: int | None = None
-        """How many lines were asked for first."""
+        """The number of lines in the first request. None before the first request."""
         self._changed = threading.Condition()
         self._is_closed = False
         self._is_over = False
-        """Whether the stream has ended, and not by a failure."""
+        """True if the stream has ended without a failure."""
         self._has_all = False
-        """Whether all came that there was when the stream was opened."""
+        """True if all lines have arrived that existed when the stream was opened."""
         self._error: JobServiceError | None = None
         self._heard_at = 0.0
         self._last: tuple[float, int] | None = None
-        """The time of the last line, and how many lines of that time came."""
+        """The time of the last line, and the number of lines with that time."""
         self._response: Any = None
         self._span: StreamedLog | None = None
-        """Where the lines of a span are looked for."""
+        """The stream in which lines of a time span are searched."""
 
     def tail(self, n_lines: int) -> str:
         lines = self._take(n_lines, waits=True) if n_lines > 0 else []
@@ -137,16 +145,21 @@ class StreamedLog:
         yield [f"{line}\n" for _, line in self._take(n_first, waits=has_ended)]
 
     def between(self, since: float | None, until: float | None) -> Iterator[list[str]]:
-        """Yield the lines of a span, by the service's clock.
+        """Yield the lines of a time span, by the service's clock.
 
-        The service has no times in its requests: it is asked for ever more of the last lines, until they begin before.
+        A request to the service cannot name a time. So each request asks for more of the last lines than the one
+        before, until the first of them is older than the span.
+
+        Args:
+            since: the beginning of the span, in seconds since the epoch. None: the beginning of the log.
+            until: the end of the span. None: the end of the log.
         """
         n_lines, is_all = (EVERY_LINE if since is None else SPAN_LINES), False
         while not is_all:
             with contextlib.closing(StreamedLog(self._connect, self._has_ended)) as self._span:
                 parts, held, n_held = self._span._whole(n_lines), list[list[tuple[float, str]]](), 0
                 for part in parts:
-                    held += [part] if part else []  # the first line may be slow
+                    held += [part] if part else []  # before the first line arrives, parts are empty
                     n_held += len(part)
                     begins_before = since is None or (bool(held) and held[0][0][0] < since)
                     if begins_before or n_held >= n_lines:
@@ -167,13 +180,13 @@ class StreamedLog:
             self._changed.notify_all()
         if self._span is not None:
             self._span.close()
-        with contextlib.suppress(Exception):  # there is none, or it is gone
+        with contextlib.suppress(Exception):  # there is no connection, or it is closed already
             self._response.extensions["network_stream"].get_extra_info("socket").shutdown(socket.SHUT_RDWR)
 
     def _take(self, n_lines: int, *, waits: bool) -> list[tuple[float, str]]:
-        """Return the lines that came, each with its time.
+        """Return the lines that have arrived, each with its time.
 
-        The first time, or if it `waits`, after the stream has given all that exists.
+        The first call, and a call with `waits`, first wait until the stream has sent all lines that exist.
         """
         with self._changed:
             if self._n_lines is None:
@@ -194,20 +207,21 @@ class StreamedLog:
         threading.Thread(target=self._read, args=(n_lines,), name="replicas-log", daemon=True).start()
 
     def _whole(self, n_lines: int) -> Iterator[list[tuple[float, str]]]:
-        """Yield so many last lines in parts, for as long as they come.
+        """Yield the last lines in parts, for as long as lines arrive.
 
-        A stream that falls silent has sent what there is, unless its job has ended: then its end is waited for.
+        A stream that falls silent has sent all lines that exist. If the job has ended, this waits for the end of the
+        stream instead.
         """
         self.cut, has_ended, has_any, is_over = "", False, False, False
         if self._n_lines is None:
             self._begin(n_lines)
         while not is_over:
             with self._changed:
-                goes_on = self._has_part(LONGEST_S if has_ended else None)
+                has_part = self._has_part(LONGEST_S if has_ended else None)
                 lines, is_over, error = list(self._lines), self._has_all or self._is_closed, self._error
                 self._lines.clear()
-                if goes_on:
-                    self._heard_at = time.monotonic()  # the reader of these lines may be slow
+                if has_part:
+                    self._heard_at = time.monotonic()  # the time that the caller takes for this part must not count
                 self._changed.notify_all()
             has_any = has_any or bool(lines)
             if error is not None and not has_any:
@@ -215,14 +229,14 @@ class StreamedLog:
             yield lines
             if is_over:
                 return
-            if error is not None or (has_ended and not goes_on):
+            if error is not None or (has_ended and not has_part):
                 self.cut, is_over = BROKEN, True
-            elif not goes_on:
+            elif not has_part:
                 has_ended = self._may_have_ended()
                 is_over = not has_ended
 
     def _has_part(self, patience_s: float | None) -> bool:
-        """Wait for some lines, or all, or a failure; return whether there is one, and not just silence."""
+        """Wait for a part, the last line, or a failure. Return False if the stream is silent instead."""
         while not (self._has_all or self._error or self._is_closed) and len(self._lines) < PART_LINES:
             left_s = self._heard_at + (patience_s or (QUIET_S if self._last else FIRST_LINE_S)) - time.monotonic()
             if left_s <= 0:
@@ -233,11 +247,11 @@ class StreamedLog:
     def _may_have_ended(self) -> bool:
         try:
             return self._has_ended()
-        except JobServiceError:  # then it is safer to wait
+        except JobServiceError:  # not known, so the caller waits for the end of the stream
             return True
 
     def _wait(self) -> bool:
-        """Wait for what there is; return whether it came, as far as can be seen."""
+        """Wait for the lines that exist. Return False if the stream broke off before it had sent them."""
         deadline = time.monotonic() + LONGEST_S
         self._has_all = self._is_over
         while not self._has_all and self._error is None and (now := time.monotonic()) < deadline:
@@ -259,11 +273,12 @@ class StreamedLog:
             except JobServiceError as raised:
                 error = raised
                 failures += 1
-            except Exception as raised:  # noqa: BLE001 - a connection that was closed may end in anything
+            except Exception as raised:  # noqa: BLE001 - a connection that `close` shut down may raise any error
                 error = JobServiceError(f"The stream of the log broke off: {raised!r}", "unavailable")
                 failures += 1
             longer_s = max(1.0, 2 * pause_s) if last == self._last else 1.0
-            pause_s = 0.0 if failures == 1 else min(longer_s, LONGEST_PAUSE_S)  # one that breaks off is opened at once
+            # A stream that breaks off is opened again at once. Only the second failure in a row waits.
+            pause_s = 0.0 if failures == 1 else min(longer_s, LONGEST_PAUSE_S)
             is_refused = error is not None and error.kind == "rejected"
             with self._changed:
                 self._error = error if failures > 1 or is_refused else None
@@ -274,10 +289,12 @@ class StreamedLog:
                     return
                 self._changed.wait_for(lambda: self._is_closed, pause_s)
                 self._is_over = False
-            n_lines = n_lines if self._last is None else AGAIN_LINES  # as at first, where nothing has come yet
+            n_lines = (
+                n_lines if self._last is None else AGAIN_LINES
+            )  # without a line yet, the first request is repeated
 
     def _read_stream(self, response: Any) -> None:
-        if response is None:  # the service knows no such job
+        if response is None:  # the service does not know the job
             return
         has_date = "date" in response.headers
         began_at = parsedate_to_datetime(response.headers["date"]).timestamp() if has_date else time.time()

@@ -20,23 +20,41 @@ from executors.store.records import FAR_AHEAD, LONG_AGO, Fields, integer, json_o
 from executors.store.staleness import StalenessTracker
 
 LOG_LINES = OUTPUT_TAIL_LINES
-STILL_S = 90.0  # of a heartbeat that comes every 10 s
-CLOCKS_DIFFER_S = 1800.0  # at most, between two that use one bucket: S3 refuses who is 15 min off its own clock
+STILL_S = 90.0  # a replica without a heartbeat for this time has ended; it sends one every 10 s
+# The most that two clocks differ which use one bucket: S3 refuses requests from a clock that is 15 min wrong.
+CLOCKS_DIFFER_S = 1800.0
 SPARE = nullable(integer(0, MAX_WORLD_SIZE))
 SIGNALS = {137: "SIGKILL", 143: "SIGTERM", 139: "SIGSEGV", 134: "SIGABRT", 130: "SIGINT"}  # by exit code
 
 
 @dataclass(frozen=True)
 class JobReplica:
-    """A replica whose handle was found and checked."""
+    """A replica whose handle was found and checked.
 
-    attempt: Attempt  # the newest
-    key: JobKey  # of the job that runs it: an earlier attempt's where a second copy was started since
-    job: JobId | None  # as a record names it, to be verified, or None if the service never had it
+    Example:
+        JobReplica.of(attempt, handle).job
+    """
+
+    attempt: Attempt
+    """The newest attempt of the rank."""
+    key: JobKey
+    """The key of the job that runs the attempt. Its attempt is an earlier one if the job restarted in place since."""
+    job: JobId | None
+    """The id of the job, as a record has it. It is not verified yet. None: the service never had a job."""
     timeout_s: float | None
+    """The time limit of the replica in seconds. None: no limit."""
 
     @classmethod
     def of(cls, attempt: Attempt, handle: ReplicaHandle) -> JobReplica:
+        """Return the replica that a handle describes.
+
+        Args:
+            attempt: the newest attempt of the rank.
+            handle: the handle, which another user may have written.
+
+        Raises:
+            CorruptObjectError: a field of the handle is wrong.
+        """
         where = f"the handle of rank {attempt.rank} of run {attempt.run_id!r}"
         fields = Fields(handle.metadata, where, attempt.store.url)
         timeout_s = fields.take("timeout_s", nullable(number(0.0, FAR_AHEAD)))
@@ -50,13 +68,17 @@ class JobReplica:
 def is_stale(records: StalenessTracker, place: str, written_at: float | None, limit_s: float) -> bool:
     """Note a look at a record, and return True if the record has not changed for `limit_s` seconds.
 
-    The first look, which may be the only one, goes by the time in the record. Its margin is what clocks may differ by.
+    The first look may be the only one, so it uses the time in the record. That time is by another clock, so the limit
+    is then longer by the most that clocks may differ.
 
     Args:
         records: measures the records of a service.
-        place: the place of the attempt that the record is of.
-        written_at: when the record was written, by its writer's clock. None: it was never written.
+        place: the place of the attempt that has the record.
+        written_at: the time in the record, by its writer's clock. None: there is no record.
         limit_s: the limit, in seconds.
+
+    Example:
+        is_stale(intents, attempt.place, intent.at, intent.takes_s)
     """
     is_first_look = place not in records
     unchanged_s = records.note(place, written_at)
@@ -66,7 +88,19 @@ def is_stale(records: StalenessTracker, place: str, written_at: float | None, li
 
 
 class JobOutcomeRecorder:
-    """Concludes from the states of jobs how their replicas ended."""
+    """Decides from the state of a job whether its replica has ended, and records the outcome if the replica left none.
+
+    The first process that finds the end records it.
+
+    Args:
+        service: the service.
+        states: asks the service for states.
+        clock: returns seconds of a monotonic clock.
+
+    Example:
+        if not recorder.may_live(replica, state):
+            outcome = recorder.conclude(replica, state)
+    """
 
     def __init__(
         self, service: JobService, states: JobStatePoller, clock: Callable[[], float] = time.monotonic
@@ -76,14 +110,18 @@ class JobOutcomeRecorder:
         self._heartbeats = StalenessTracker(clock)
 
     def may_live(self, replica: JobReplica, state: JobState) -> bool:
-        """Whether a replica may live on: its job runs, or its end is unconfirmed and heartbeats continue.
+        """Return True if a replica may still live: its job runs, or its end is unconfirmed and heartbeats continue.
 
-        The answer that a job is unknown may be stale, or come from a proxy, or belong to another account. A node that
-        is only cut off still runs jobs that its cluster has removed. So such a replica has ended once its last sign of
-        life has stood still. It is read once in that time.
+        If a service does not know a job, its answer may be out of date, or come from a proxy or another account. A node
+        without a connection still runs jobs that its cluster has removed. So such a replica has ended only when its
+        last sign of life is old enough. The record is read once in that time.
+
+        Args:
+            replica: the replica.
+            state: the state of its job.
         """
         attempt = replica.attempt
-        if state.holds_place and not state.has_ended:  # a queue took it back: it has ended if it ran
+        if state.holds_place and not state.has_ended:  # a queue took the job back, which ended the replica if it ran
             return not attempt.has_started()
         if not state.is_unconfirmed:
             self._heartbeats.forget(attempt.place)
@@ -94,18 +132,32 @@ class JobOutcomeRecorder:
         return not state.has_ended or (not is_over and not attempt.has_cancel_marker())
 
     def expire(self, replica: JobReplica) -> None:
-        """Let the next look read whether a replica whose end is unconfirmed was cancelled."""
+        """Let the next look read whether a replica whose end is unconfirmed was cancelled.
+
+        Args:
+            replica: the replica.
+        """
         self._heartbeats.forget(replica.attempt.place)
 
     def expire_all(self, prefix: str) -> None:
-        """Let the next look read whether replicas were cancelled whose records are below a prefix of their store."""
+        """Let the next look read whether the replicas of a run were cancelled.
+
+        Args:
+            prefix: the run id, followed by a slash.
+        """
         for place in [each for each in self._heartbeats if f" {prefix}" in each]:
             self._heartbeats.forget(place)
 
     def conclude(self, replica: JobReplica, state: JobState) -> Outcome:
-        """Record how a replica ended whose job is gone, unless it left an outcome."""
+        """Return the outcome of a replica that has ended. Record one if the replica left none.
+
+        Args:
+            replica: the replica.
+            state: the state of its job.
+        """
         attempt = replica.attempt
-        outcome = attempt.outcome() or self._ended_without_outcome(replica, state)  # perhaps written just before
+        # The outcome is read again: the replica may have written it just before its job ended.
+        outcome = attempt.outcome() or self._ended_without_outcome(replica, state)
         if outcome.was_told_to_end:
             supervisor = self.supervisor_of(replica, state)
             attempt.record_service_reason(supervisor.reason, supervisor.error)
@@ -119,13 +171,22 @@ class JobOutcomeRecorder:
         return outcome
 
     def withdraw(self, replica: JobReplica) -> None:
-        """Free the place that the job of an ended replica holds at the service, where the service answers."""
+        """Free the place that the job of an ended replica has at the service. Errors are ignored.
+
+        Args:
+            replica: the replica.
+        """
         if replica.job is not None:
             with contextlib.suppress(JobServiceError):
                 retrying()(self._service.withdraw, self._states.verified(replica.key, replica.job))
 
     def supervisor_of(self, replica: JobReplica, state: JobState | None) -> SupervisorStatus:
-        """Return what is known of the job of a replica that ended. None if the job is gone for an unknown reason."""
+        """Return the status of the job of a replica that ended, with the service's reason if it gave one.
+
+        Args:
+            replica: the replica.
+            state: the state of its job. None: it is not known.
+        """
         if state is None or state.reason is None:
             return SupervisorStatus(is_alive=False)
         _, error = explain(replica.attempt.title(), self._service.name, state, replica.timeout_s, True, "")
@@ -142,7 +203,7 @@ class JobOutcomeRecorder:
                 job_id = self._states.verified(replica.key, replica.job)
                 output = service.logs(job_id, LOG_LINES)[-OUTPUT_TAIL_BYTES:]
         reason: Reason = "cancelled"
-        error_text = None  # the marker of a cancellation has the reason
+        error_text = None  # for a cancelled replica, the cancel marker has the reason
         if not attempt.has_cancel_marker():
             who, has_started = attempt.title(), attempt.has_started()
             reason, error_text = explain(who, service.name, state, replica.timeout_s, has_started, output)
@@ -172,21 +233,26 @@ def _last_sign_of(attempt: Attempt) -> float | None:
 def explain(
     who: str, service: str, state: JobState, timeout_s: float | None, has_started: bool, output: str
 ) -> tuple[Reason, str]:
-    """Name the reason of an end without an outcome, and put it into a sentence.
+    """Return the reason why a replica ended without an outcome, and a sentence that explains it.
 
     Args:
-        who: `Replica 3 of 8 (attempt 1)`.
-        service: its name for people.
-        has_started: whether the replica claimed its attempt.
-        output: the end of its log.
+        who: the replica, as in "Replica 3 of 8 (attempt 1)".
+        service: the name of the service.
+        state: the state of the job.
+        timeout_s: the time limit of the replica in seconds. None: no limit.
+        has_started: True if the replica had claimed its attempt.
+        output: the end of the replica's log.
+
+    Example:
+        explain("Replica 3 of 8", "Modal", JobState(True, "oom"), None, True, "")
     """
-    said = f" {service} says: {state.message.rstrip('.')}." if state.message else ""
+    service_text = f" {service} says: {state.message.rstrip('.')}." if state.message else ""
 
     def sentence(ending: str, **values: Any) -> str:
-        return f"{who} {ENDINGS[ending].format(service=service, **values)}{'' if ending == 'timeout' else said}"
+        return f"{who} {ENDINGS[ending].format(service=service, **values)}{'' if ending == 'timeout' else service_text}"
 
     if state.reason == "oom":
-        cause = "out of memory" if said else f"most likely out of memory (SIGKILL, and not by {service})"
+        cause = "out of memory" if service_text else f"most likely out of memory (SIGKILL, and not by {service})"
         return "oom", sentence("killed", cause=cause)
     if state.reason is not None:
         by_itself = "timeout" if timeout_s is not None else "timeout_there"
@@ -197,6 +263,7 @@ def explain(
         return "signal", sentence("by_exit_code", name=SIGNALS[state.exit_code], code=code)
     if not has_started:
         lines = output.strip().splitlines()
-        why = f" Its log ends: {lines[-1].rstrip('.')}." if lines else ""  # first: a table shows the beginning alone
+        # The line of the log comes before the service's text, because a table shows only the beginning.
+        why = f" Its log ends: {lines[-1].rstrip('.')}." if lines else ""
         return "start_failed", sentence("not_reached", code=code, why=why)
     return "no_result", sentence("no_result", code=code)

@@ -11,86 +11,133 @@ from executors.backends.jobs.sdk import PollThrottle, TokenBucket, call_each
 from executors.backends.jobs.service import ForeignJobError, JobId, JobKey, JobService, JobServiceError, JobState
 
 MAX_THREADS = 16
-BESIDE_LISTS = (0.4, 16)  # with a list every 5 s: less than 60 requests in any minute
+# Budgets: the requests a second, and the requests at once.
+BESIDE_LISTS = (0.4, 16)  # with a list every 5 s, less than 60 requests in any minute
 ONE_BY_ONE = (1.6, 60)  # 540 requests in the first five minutes; Hugging Face allows a free account 1,000
 
 log = logging.getLogger(__name__)
-Place = tuple[str, str, float]
-"""The store and the id of a run, and when it was launched."""
+RunIdentity = tuple[str, str, float]
+"""The store of a run, its id, and the time of its launch."""
 
 
 class JobStatePoller:
-    """Asks a service about jobs: about all of a run in one request where the service lists jobs, else one by one.
+    """Asks a service for the states of jobs, and keeps the answers between requests.
 
-    A job that is not asked for in a look keeps its last answer. Safe for threads.
+    If the service lists jobs, one request asks for all jobs of a run. Otherwise each job is a request. The rate of the
+    requests is limited, so a look may return an earlier answer. It is safe for threads.
+
+    Args:
+        service: the service.
+        clock: returns seconds of a monotonic clock.
+
+    Example:
+        JobStatePoller(service).of({key: job_id})
     """
 
     def __init__(self, service: JobService, clock: Callable[[], float] = time.monotonic) -> None:
         self._service = service
         self._lists_jobs = type(service).states is not JobService.states
-        self._runs = PollThrottle[Place](clock)
+        self._runs = PollThrottle[RunIdentity](clock)
         self._one_by_one = PollThrottle[JobKey](clock)
         self._searches = PollThrottle[str](clock)
         self._budget = TokenBucket(*(BESIDE_LISTS if self._lists_jobs else ONE_BY_ONE), clock)
         self._lock = threading.Lock()
         self._jobs: dict[JobKey, JobId] = {}
-        """Those that were asked for and have not ended, as records name them."""
+        """The jobs that callers have asked for and that have not ended, as records name them."""
         self._known: dict[JobKey, JobState] = {}
+        """The last answer about each job."""
         self._unlisted: set[JobKey] = set()
-        """Those that the last list lacked: they are asked for one by one."""
+        """The jobs that the last list did not have. Each of them is a request."""
         self._verified: dict[JobKey, JobId] = {}
         """The jobs that this process started, or whose owner the service has confirmed."""
 
     def of(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
-        """Return the states of jobs that records name, as far as they are known.
+        """Return the states of jobs, as far as they are known.
+
+        Args:
+            jobs: the jobs, with their ids as records have them.
 
         Raises:
-            JobServiceError: the service refuses to answer. It is a ForeignJobError if a job is another replica's.
+            JobServiceError: the service refuses to answer. It is a ForeignJobError if a job belongs to another replica.
         """
         with self._lock:
             for key, job in jobs.items():
-                if self._jobs.get(key) != job:  # new, or another one than was asked for
+                if self._jobs.get(key) != job:  # a new job, or a new id for this attempt
                     self._forget(key)
                     self._jobs[key] = job
-                    self._runs.forget(_place(key))
+                    self._runs.forget(_run_of(key))
         if self._lists_jobs:
-            for place in self._runs.due({_place(key) for key in jobs}):
-                self._ask_for_all(place)
+            for run in self._runs.due({_run_of(key) for key in jobs}):
+                self._ask_for_all(run)
         one_by_one = [key for key in jobs if not self._lists_jobs or key in self._unlisted]
         if due := self._one_by_one.due(one_by_one, self._can_pay):
-            told = call_each(lambda key: self._ask(key, jobs[key]), due, MAX_THREADS)  # all, whatever is wrong with one
-            for error in sorted(filter(None, told), key=lambda error: isinstance(error, ForeignJobError)):
+            # `_ask` returns errors, so that one bad job does not hide the answers about the others.
+            errors = call_each(lambda key: self._ask(key, jobs[key]), due, MAX_THREADS)
+            for error in sorted(filter(None, errors), key=lambda error: isinstance(error, ForeignJobError)):
                 raise error
         with self._lock:
             return {key: self._known[key] for key in jobs if key in self._known}
 
     def verified(self, key: JobKey, named: JobId) -> JobId:
-        """Return the job that a record names, after the service has confirmed that it runs this attempt."""
+        """Return the id of a job that a record names, after the service has confirmed that it runs the attempt.
+
+        Args:
+            key: the run, the rank and the attempt.
+            named: the id, as the record has it.
+
+        Raises:
+            JobServiceError: the job runs something else (ForeignJobError), or the service does not answer.
+        """
         if self._verified.get(key) != named:
             self._verified[key] = named = self._service.verify(named, key)
         return named
 
     def started(self, key: JobKey, job: JobId) -> None:
-        """Note a job that this process started or found, so that its owner is known."""
+        """Note a job that this process has started or found. It need not be verified.
+
+        Args:
+            key: the run, the rank and the attempt that the job runs.
+            job: the job.
+        """
         with self._lock:
             self._jobs[key] = self._verified[key] = job
 
     def forget(self, key: JobKey) -> None:
-        """Leave out a job from now on: it has ended."""
+        """Drop what is known about a job that has ended.
+
+        Args:
+            key: the run, the rank and the attempt of the job.
+        """
         with self._lock:
             self._forget(key)
 
     def expire(self, key: JobKey) -> None:
-        """Ask for a job at the next look: something was done to it."""
+        """Let the next look ask the service about a job, because the job was ended.
+
+        Args:
+            key: the run, the rank and the attempt of the job.
+        """
         self.forget(key)
-        self._runs.forget(_place(key))
+        self._runs.forget(_run_of(key))
 
     def may_search(self, place: str) -> bool:
-        """Whether to ask now for the jobs of an attempt whose launcher left no handle. A caller that gets True asks."""
+        """Return True if the caller may now ask for the jobs of an attempt that has no handle. It must then do so.
+
+        Args:
+            place: the place of the attempt; see `Attempt.place`.
+        """
         return bool(self._searches.due([place], lambda _: self._budget.take()))
 
     def warn(self, error: JobServiceError, of: str) -> None:
-        """Raise what asking again would not mend; the rest is asked for again at a later look."""
+        """Raise an error that is permanent, and log any other error. A later look repeats the request.
+
+        Args:
+            error: the error.
+            of: the run or rank that the request was about, for the log.
+
+        Raises:
+            JobServiceError: the error is permanent.
+        """
         if error.kind == "rejected":
             raise error
         log.warning("%s: %s cannot report the state of its job: %s", of, self._service.name, error)
@@ -104,18 +151,18 @@ class JobStatePoller:
     def _can_pay(self, key: JobKey) -> bool:
         return self._budget.take(1 if key in self._verified else 2)
 
-    def _ask_for_all(self, place: Place) -> None:
+    def _ask_for_all(self, run: RunIdentity) -> None:
         with self._lock:
-            asked = {key: job for key, job in self._jobs.items() if _place(key) == place}
+            asked = {key: job for key, job in self._jobs.items() if _run_of(key) == run}
         try:
-            told = self._service.states(asked)
+            states = self._service.states(asked)
         except JobServiceError as error:
-            self.warn(error, f"run {place[1]}")
+            self.warn(error, f"run {run[1]}")
             return
         with self._lock:
             for key, job in asked.items():
-                if key in told:
-                    self._known[key] = told[key]
+                if key in states:
+                    self._known[key] = states[key]
                     if self._service.states_name_ranks:
                         self._verified[key] = job
                     self._unlisted.discard(key)
@@ -123,12 +170,12 @@ class JobStatePoller:
                     self._unlisted.add(key)
 
     def _ask(self, key: JobKey, named: JobId) -> JobServiceError | None:
-        """Ask for a job; return what asking again would not mend."""
+        """Ask for the state of a job. Return a permanent error."""
         try:
             state = self._service.state(self.verified(key, named))
         except JobServiceError as error:
             if isinstance(error, ForeignJobError):
-                self._one_by_one.forget(key)  # a caller that asked for several learns the owners by single requests
+                self._one_by_one.forget(key)  # the caller asks again, for each job alone, to find the foreign one
             if error.kind == "rejected":
                 return error
             self.warn(error, f"rank {key.rank}")
@@ -138,5 +185,5 @@ class JobStatePoller:
         return None
 
 
-def _place(key: JobKey) -> Place:
+def _run_of(key: JobKey) -> RunIdentity:
     return key.store_url, key.run_id, key.launched_at

@@ -1,7 +1,7 @@
-"""The rest of a run's `max_cost` for one more container of a rank.
+"""Limits the time of a restarted rank to what is left of the run's `max_cost`.
 
-Each replica has an equal share of the money, and with it of the time. A rank that is started again gets what its
-earlier attempts left of that, each at the price of the container that it had.
+Each replica has an equal share of the money. A rank that is started again gets the part of its share that its earlier
+attempts did not spend. The price of each attempt is the price of the container that it had.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from executors.store.record_names import CLAIM, HANDLE
 from executors.store.records import FAR_AHEAD, Fields, json_object, nullable, number
 from executors.task.record import LaunchedWith
 
-LEAST_S = 60.0  # less is not worth a container
+LEAST_S = 60.0  # a container is not started for a shorter time
 PRICE = nullable(number(0.0, FAR_AHEAD))
 
 
@@ -29,24 +29,30 @@ def limits_left(
     *,
     together: bool,
 ) -> dict[int, float | None]:
-    """Return how long each rank of a start may run: no longer than `timeout_s`, nor than its share still pays for.
+    """Return for how many seconds each rank of a start may run: at most `timeout_s`, and at most what its share pays.
 
-    Added replicas and spares have that limit alone: a spare's container has a share of its own.
+    For added replicas and spares only `timeout_s` counts, because they have shares of their own.
 
     Args:
-        launched: the arguments of the launch.
-        usd_per_hour: the price of a replica. None: its service gives no price now, so the launch's time limit counts.
-        together: whether all have one limit: then it is the least.
+        run: the run, with the ranks that start.
+        launched: the arguments of the launch. None: they are not known, so only `timeout_s` counts.
+        timeout_s: the time limit of each replica in seconds. None: no limit.
+        usd_per_hour: the price of a replica. None: the service gives no price now. Then the price follows from the time
+            limit of the launch.
+        together: True if the ranks start as a group, which has one limit. Then the smallest limit counts for all.
 
     Raises:
-        MaxCostSpentError: the share of a rank is used up.
+        MaxCostSpentError: a rank has spent its share.
+
+    Example:
+        limits_left(run, launched, 3600.0, 2.5, together=False)
     """
     limits: dict[int, float | None] = dict.fromkeys(run.ranks, timeout_s)
     settings = None if launched is None else launched.settings
     if settings is None or settings.max_cost is None or run.attempt == 0 or run.is_of_spares:
         return limits
     share_usd = settings.max_cost / (settings.n + settings.spares)
-    # The launch's limit is no longer than what the share paid for, so its containers cost no more than this.
+    # The launch chose a time limit that the share pays for, so its containers cost at most this price.
     at_launch = share_usd / settings.timeout * 3600 if settings.timeout else None
     price = usd_per_hour or at_launch
     if price is None:
@@ -62,7 +68,7 @@ def limits_left(
     if spent:
         raise MaxCostSpentError(
             f"max_cost={settings.max_cost:g} of run {run.run_id!r} is spent: {name_ranks(spent)} ran for the "
-            f"${share_usd:.2f} that each replica may cost. A new run from its snapshot has a max_cost of its own: "
+            f"${share_usd:.2f} that each replica may cost. To continue, start a new run with a max_cost of its own: "
             f"replicas resume {run.run_id} --from-snapshot",
             ranks=spent,
         )
@@ -73,10 +79,17 @@ def limits_left(
 
 
 def spent_usd(attempt: Attempt, usd_per_hour: float) -> float:
-    """Return what the containers of a rank's earlier attempts cost.
+    """Return the cost of the containers of a rank's earlier attempts, in US dollars.
 
     Args:
-        usd_per_hour: of those whose handles do not say what they cost.
+        attempt: the attempt that starts now.
+        usd_per_hour: the price of containers whose handles have no price.
+
+    Raises:
+        StoreError: the store does not answer.
+
+    Example:
+        spent_usd(attempt, 2.5)
     """
     costs = []
     for launched, seconds in used_s(attempt).items():
@@ -86,9 +99,19 @@ def spent_usd(attempt: Attempt, usd_per_hour: float) -> float:
 
 
 def used_s(attempt: Attempt) -> dict[int, float]:
-    """Return how long the containers of a rank's earlier attempts ran, by the attempt that each was launched for.
+    """Return for how many seconds each container of a rank's earlier attempts ran.
 
-    By their own clocks, from the start of their installation if they had one, else from the first claim on.
+    The key is the number of the attempt for which the container was launched. The time is by the container's clock. It
+    begins with the installation of packages, or without one with the first claim.
+
+    Args:
+        attempt: the attempt that starts now.
+
+    Raises:
+        StoreError: the store does not answer.
+
+    Example:
+        sum(used_s(attempt).values())
     """
     found: dict[int, float] = {}
     container, began_at, seen_at = 0, 0.0, 0.0
@@ -97,7 +120,7 @@ def used_s(attempt: Attempt) -> dict[int, float]:
         claim = earlier.find(CLAIM, Claim.parse)
         if claim is None or claim.at is None:
             continue
-        if not found or earlier.has_intent():  # a container of its own; else another process in the same one
+        if not found or earlier.has_intent():  # without an intent, the attempt was a new process in the same container
             boot = earlier.boot()
             container, seen_at = number_of_it, claim.at
             began_at = claim.at if boot is None else min(claim.at, boot.at)
@@ -112,7 +135,11 @@ def _parse_price(data: Any, key: str, url: str) -> float | None:
 
 
 def _last_seen(attempt: Attempt, claim: Claim) -> float:
-    """Return when an attempt was last known to run; of one whose end others found, that is its heartbeat."""
+    """Return the last time at which an attempt is known to have run, by its own clock.
+
+    If another machine recorded the outcome, the outcome's time is when that machine found the end. So only the
+    heartbeat counts.
+    """
     beat, outcome = attempt.beat(), attempt.outcome()
-    is_told_there = outcome is not None and outcome.host == claim.host
-    return max(beat.at if beat else 0.0, outcome.finished_at if outcome is not None and is_told_there else 0.0)
+    is_recorded_there = outcome is not None and outcome.host == claim.host
+    return max(beat.at if beat else 0.0, outcome.finished_at if outcome is not None and is_recorded_there else 0.0)

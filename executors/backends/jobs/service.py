@@ -42,7 +42,7 @@ START_LIMIT_S = 180.0
 MAX_GROUP = 53  # characters of a group's name
 RUN_LABEL, STORE_LABEL = "replicas-run", "replicas-store"
 MAX_COMMANDS = 8  # the most jobs that one command in a message names
-REPORTED_PAUSE_S = 10.0  # the user is told of pauses from this length on
+REPORTED_PAUSE_S = 10.0  # pauses from this length on are reported to the user
 OFFICIAL = re.compile(r"(?:docker\.io/)?(?:library/)?python:(3\.\d{1,2})\b")  # an image of Docker's own
 # Measured with torch 2.13.0 for CUDA 13, uv 0.13 and a fast mirror: 46 s on two cores that had other work as well.
 _INSTALLING = "installs torch{}, which takes a minute with a fast network (2.7 GB to download, 4.8 GB on disk)"

@@ -11,7 +11,7 @@ import pytest
 
 from executors.backends.jobs.job_logs import RetryingLog
 from executors.backends.jobs.service import JobServiceError
-from executors.backends.jobs.timed_log import FULL, MAX_KNOWN, Entry, SharedLog, TimedLog
+from executors.backends.jobs.timed_log import FULL, MAX_KNOWN, LogEntry, SharedLog, TimedLog
 from executors.logs.follower import MAX_PARTS, MAX_THREADS, Sight, follow_logs
 from executors.logs.log import Log
 from executors.logs.readers import OffsetLog
@@ -215,22 +215,22 @@ class Service:
 
     def __init__(self) -> None:
         self.start = datetime.now(UTC)
-        self.entries: list[Entry] = []
+        self.entries: list[LogEntry] = []
         self.asked: list[tuple[str, datetime | None]] = []
         self.hides_all = False
 
     def write(self, text: str, at_s: float, container: str = "a") -> None:
-        self.entries.append(Entry(self.start + timedelta(seconds=at_s), "stdout", text, container))
+        self.entries.append(LogEntry(self.start + timedelta(seconds=at_s), "stdout", text, container))
 
-    def of(self, container: str) -> Callable[[datetime | None, int], list[Entry]]:
-        def fetch(since: datetime | None, n: int) -> list[Entry]:
+    def of(self, container: str) -> Callable[[datetime | None, int], list[LogEntry]]:
+        def fetch(since: datetime | None, n: int) -> list[LogEntry]:
             self.asked.append((container, since))
             found = [e for e in self.entries if e.container == container and (since is None or e.at >= since)]
             return sorted(found)[-n:] if since is None else sorted(found)
 
         return fetch
 
-    def of_all(self, since: datetime) -> list[Entry]:
+    def of_all(self, since: datetime) -> list[LogEntry]:
         self.asked.append(("all", since))
         return [] if self.hides_all else sorted(entry for entry in self.entries if entry.at >= since)
 
@@ -311,7 +311,7 @@ def test_all_jobs_are_asked_for_at_once_where_that_shows_them_and_each_for_itsel
 def test_a_request_for_all_jobs_that_fails_makes_each_asked_for_itself() -> None:
     service = Service()
 
-    def refuse(since: datetime) -> list[Entry]:
+    def refuse(since: datetime) -> list[LogEntry]:
         raise JobServiceError("no", "rejected")
 
     log = TimedLog(service.of("a"), SharedLog(refuse))

@@ -324,7 +324,7 @@ def test_what_jobs_of_a_group_have_in_common_is_all_but_the_rank() -> None:
 
     assert common_env([job(0, X="1"), job(3, X="1")]) == {"X": "1"}
     for other in (job(1), job(1, X="2"), job(1, X="1", Y="2")):
-        with pytest.raises(ValueError, match=r"differ in the variable '(X|Y)'"):
+        with pytest.raises(ValueError, match=r"differ in '(X|Y)'"):
             common_env([job(0, X="1"), other])
 
 
