@@ -20,7 +20,7 @@ from executors.store import Store
 
 READ_LOG_S = 10.0  # between two reads of the log
 READ_TURN_S = 1.0  # the longest time that reads may take before the supervisor looks after its ranks again
-RETRY_S = 1.0
+PAUSE_S = 1.0  # between two tries to read the log or to record an end
 NEVER = float("inf")
 
 
@@ -144,7 +144,7 @@ class RestartSession:
 
     def retry_soon(self) -> None:
         """Start due attempts a moment later, because they cannot start now."""
-        self._keep_at = time.monotonic() + RETRY_S
+        self._keep_at = time.monotonic() + PAUSE_S
 
     def advance(self, *, has_progress: bool, is_busy: bool) -> bool:
         """Read the log if a read is due, decide on ended attempts, and begin attempts that are due.
@@ -179,7 +179,7 @@ class RestartSession:
                 self._outage.restart()
             self._outage.patience = self._patience()
             if self._outage.bears(error):
-                self._keep_at = time.monotonic() + RETRY_S
+                self._keep_at = time.monotonic() + PAUSE_S
             return False
         if wait_s is not None:
             self._keep_at = min(self._keep_at, time.monotonic() + wait_s)
