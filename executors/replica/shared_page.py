@@ -1,6 +1,6 @@
 """A page of memory that a rank shares with its supervisor: what it does, for how long, and what it printed last.
 
-The rank writes and the supervisor reads, but for `announce` and `accuse`. No side waits or locks: each value is
+The rank writes and the supervisor reads, but for `announce` and `note_hang`. No side waits or locks: each value is
 written whole, again and again, so that one that was torn is soon repaired. Times are of `time.monotonic`, one clock for
 both. Everything that the rank does with it is done in the thread that runs the entrypoint, but for beats and output.
 """
@@ -282,7 +282,7 @@ class SharedPage:
         found = {"round": self._numbers[ROUND], "step": self._numbers[STEP]}
         return {name: value for name, value in found.items() if not math.isnan(value)} or None
 
-    def told(self) -> dict[str, Any]:
+    def outcome_fields(self) -> dict[str, Any]:
         """Return the fields of an outcome that the page has, as in `progress_marks` and `reached`."""
         return {
             "progress_marks": int(self.progress_marks),
@@ -331,7 +331,7 @@ class SharedPage:
         """Why the supervisor takes the rank for one that hangs."""
         return self._memory[DIAGNOSIS:HEAD_BYTES].rstrip(b"\0").decode(errors="replace")
 
-    def accuse(self, diagnosis: str) -> None:
+    def note_hang(self, diagnosis: str) -> None:
         """Say why the rank is taken for one that hangs."""
         size = HEAD_BYTES - DIAGNOSIS
         self._memory[DIAGNOSIS:HEAD_BYTES] = diagnosis.encode()[:size].ljust(size, b"\0")

@@ -1,4 +1,4 @@
-"""`python -m executors.supervisor`: a replica that a command started."""
+"""`python -m executors.supervisor`: the first process of a container, which supervises one replica."""
 
 from executors.supervisor.standalone import main
 

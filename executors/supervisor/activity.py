@@ -66,7 +66,7 @@ class ThreadTimes(NamedTuple):
 
     @property
     def polls(self) -> bool:
-        """True if it returns the processor at once, because it polls.
+        """True if the thread returns the processor at once, because it polls.
 
         A thread that waits for the GIL polls every 5 ms. On a loaded machine it then is runnable nearly always.
         """
@@ -288,7 +288,7 @@ def take_sample(root: int, now: float, ignored_threads: Collection[int] = ()) ->
 
 
 def _read(path: str) -> bytes:
-    """Return a small file of /proc; nothing if it is not there, or not for this user."""
+    """Return the bytes of a small file of /proc. Return no bytes if the file is missing, or not readable."""
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -299,7 +299,7 @@ def _read(path: str) -> bytes:
 
 
 def _stat_fields(path: str) -> list[str] | None:
-    """Return the fields of a `stat` file from the state on; a zombie has them, too."""
+    """Return the fields of a `stat` file, beginning with the state. A zombie has them, too. None: there is no file."""
     data = _read(path)
     return data.rpartition(b")")[2].decode().split() if data else None
 

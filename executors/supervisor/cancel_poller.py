@@ -1,4 +1,4 @@
-"""How a supervisor looks for cancel markers: its one thread has more to do than to wait for a store."""
+"""Reads the cancel markers of attempts in short turns, because a supervisor's only thread has other work, too."""
 
 from __future__ import annotations
 
@@ -12,32 +12,40 @@ from executors.errors import StoreError
 from executors.restarts.session import READ_TURN_S
 from executors.store.url import is_near
 
-NEAR_LOOK_S = 1.0  # a canceller on this machine wakes us; one elsewhere leaves only its marker
-FAR_LOOK_S = 10.0  # how often a bucket is looked into
+NEAR_LOOK_S = 1.0  # a canceller on this machine also wakes the supervisor; one on another machine leaves only a marker
+FAR_LOOK_S = 10.0  # at a bucket, where each marker costs a request
 
 
 class CancelPoller:
-    """Looks for the cancel markers of attempts now and then; where the store takes long, at a few in a turn."""
+    """Looks for the cancel markers of attempts. A turn ends after a second, and the next turn continues.
+
+    Args:
+        store_url: the store of the run.
+    """
 
     def __init__(self, store_url: str) -> None:
         self.every_s = NEAR_LOOK_S if is_near(store_url) else FAR_LOOK_S
         self.next_at = time.monotonic() + self.every_s
-        """When to look next, by `time.monotonic`."""
+        """The time of the next look, by `time.monotonic`."""
         self._unseen: deque[Attempt] = deque()
 
-    def soon(self) -> None:
-        """Have all looked at anew: there is news."""
+    def look_soon(self) -> None:
+        """Look at all attempts in the next turn, because another process reports a new marker."""
         self._unseen.clear()
         self.next_at = 0.0
 
     def cancelled(self, attempts: Sequence[Attempt]) -> Iterator[Attempt]:
-        """Look at attempts, those not seen in the turn before first; yield the cancelled ones."""
+        """Look for markers for at most a second, and yield the cancelled attempts.
+
+        Args:
+            attempts: all attempts of the supervisor. Those that the last turn did not reach come first.
+        """
         self._unseen = deque(each for each in self._unseen if each in attempts) or deque(attempts)
         now = time.monotonic()
         self.next_at, until = now + self.every_s, now + READ_TURN_S
         while self._unseen and time.monotonic() < until:
             attempt = self._unseen.popleft()
-            with contextlib.suppress(StoreError):  # asked again in a while
+            with contextlib.suppress(StoreError):  # the next round of turns asks again
                 if attempt.has_cancel_marker():
                     yield attempt
         if self._unseen:

@@ -1,8 +1,8 @@
-"""The supervisor of a container: its first process, the parent of the one rank that runs there.
+"""The supervisor of a container: its first process, and the parent of the one rank that runs there.
 
-What its rank cannot leave behind itself, it leaves: the outcome of a process that holds the GIL, is out of memory, or
-was killed. It hears first that the container is to end, and passes that on in time. A sandbox with a kernel of its own
-may show little of its processes and control groups: what cannot be seen is not judged.
+It records the outcome of a rank that cannot do so itself: a process that holds the GIL, is out of memory, or was
+killed. It gets the signal that the container will end, and passes it on to the rank in time. A sandbox with a kernel of
+its own may show little about its processes and control groups. Without these facts the supervisor does not judge.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from executors.restarts.lease import LeaseWatch
 from executors.settings.run_spec import RunSpec
 from executors.store import store_at
 from executors.store.record_names import HEARTBEAT, OUTCOME, run_folder_was_deleted
-from executors.supervisor.memory_kills import of_this_container
-from executors.supervisor.new_process import describe_threads, received, start_python
+from executors.supervisor.memory_kills import container_memory_kills
+from executors.supervisor.new_process import describe_threads, receive_message, start_python
 from executors.supervisor.processes import RunningAttempt, how_started, leave_supervisor, read_task_ahead
 from executors.supervisor.supervisor import Supervisor
 from executors.task.stored import StoredTask
 from executors.worker.main import Assignment, main
 from executors.worker.surroundings import await_gpu_release
 
-BE_REPLICA = "from executors.supervisor.container import ContainerStarter; ContainerStarter.be_replica()"
+BECOME_REPLICA = "from executors.supervisor.container import ContainerStarter; ContainerStarter.become_replica()"
 NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-TIMED_OUT = 124  # as the command `timeout` leaves
-NOTICE_S = 25.0  # of the 30 s that services leave between the notice and the end
+TIMED_OUT = 124  # the exit code of the command `timeout`
+NOTICE_S = 25.0  # services leave 30 s between the notice and the end of a container
 BEAT_S = 10.0
-BEAT_LATE_S = 15.0  # a rank that has had no GIL, or no answer of the store, for so long does not beat itself
+BEAT_LATE_S = 15.0  # after this time without the GIL, or without an answer of the store, a rank is not beating itself
 PRELOAD = ("torch", "torch._dynamo")
 IMPORTS_TORCH = re.compile(r"^\s*(?:import|from)\s+(?:torch|diloco)\b", re.MULTILINE)
 
@@ -61,12 +61,14 @@ class ContainerSupervisor(Supervisor):
     """Runs the rank of a container to its end.
 
     Args:
-        timeout_s: seconds from its first start on.
+        spec: the run, with the one rank.
+        starter: starts the processes of the rank.
+        timeout_s: the time limit in seconds, from the first start of the rank. None: there is none.
         term_grace_s: seconds between SIGTERM and SIGKILL.
-        notice_s: seconds that are left when the container is told to end.
+        notice_s: seconds from the notice of the service until the container ends.
     """
 
-    count_memory_kills = staticmethod(of_this_container)
+    count_memory_kills = staticmethod(container_memory_kills)
 
     def __init__(
         self, spec: RunSpec, starter: ContainerStarter, *, timeout_s: float | None, term_grace_s: float, notice_s: float
@@ -82,32 +84,32 @@ class ContainerSupervisor(Supervisor):
             None if spec.lease_s is None else LeaseWatch(self._store, spec.run_id, spec.lease_s, name=spec.lease_name)
         )
         self.exit_code = 1
-        """That of the rank's last process, as a shell would say it."""
+        """The exit code of the rank's last process, as a shell reports it."""
 
     @property
     def _patience(self) -> Patience:
-        """How long to wait for the store with nothing else to do: the container is paid for, or is about to go."""
+        """How long to wait for a store that fails, with nothing else to do, because the container costs money."""
         if self._notice is not None:
             return BRIEF
         return CONTAINER if self._session.may_follow else LAST_WORDS
 
-    def _hear(self, signals: bytes) -> None:
-        """Pass on that the container is to end; from then on nothing is started: its machine goes."""
-        super()._hear(signals)
+    def _note_signals(self, signals: bytes) -> None:
+        """Announce to the ranks that the container will end. From then on no attempt starts on this machine."""
+        super()._note_signals(signals)
         notice = next((number for number in signals if number in NOTICES), None)
         if notice is None or self._notice is not None:
             return
         self._notice = notice
         self._session.stop_deciding()
         self._waiting.clear()
-        self._cancel_poller.soon()  # what was cancelled is not given the time of a notice
+        self._cancel_poller.look_soon()  # a service also sends the notice for a cancel, which gives a rank less time
         end_at = time.monotonic() + self._notice_s
         for running in self._running.values():
             running.page.announce(end_at, notice)
             running.end_by(end_at - self._term_grace_s, "signal")
 
-    def _look(self) -> None:
-        super()._look()
+    def _check_store(self) -> None:
+        super()._check_store()
         if self._lease is not None and self._lease.has_expired():
             self._end_abandoned(self._lease.why)
         if time.monotonic() - self._beaten_at >= BEAT_S:
@@ -116,7 +118,7 @@ class ContainerSupervisor(Supervisor):
                     self._beat_for(running)
 
     def _beat_for(self, running: RunningAttempt) -> None:
-        """Beat in place of a rank that holds its GIL or waits for the store, so that it looks busy and not lost."""
+        """Write the heartbeat of a rank that holds its GIL or waits for the store, so that the rank is not lost."""
         self._beaten_at = time.monotonic()
         attempt = running.attempt
         if run_folder_was_deleted(attempt.store, attempt.run_id):
@@ -127,7 +129,7 @@ class ContainerSupervisor(Supervisor):
             attempt.store.put(attempt.key(HEARTBEAT), replace(beat, at=time.time()).to_bytes())
 
     def _give_up_process(self, running: RunningAttempt) -> None:
-        """Leave the container, which its service takes back: the next process would be stuck as well."""
+        """Give up a stuck process, and start no other in this container, because it would be stuck as well."""
         self._session.stop_deciding()
         super()._give_up_process(running)
 
@@ -136,15 +138,21 @@ class ContainerSupervisor(Supervisor):
         self.exit_code = exit_code if exit_code >= 0 else killed
         super()._conclude(running, exit_code)
 
-    def _tell(self, running: RunningAttempt, reason: Reason, error: str | None) -> None:
-        """Write into the log of the container how its rank ended, as the rank would have."""
+    def _print_reason(self, running: RunningAttempt, reason: Reason, error: str | None) -> None:
+        """Print the reason of an end into the log of the container, because the rank could not."""
         if reason == "cancelled":
             error = describe_end("cancelled", running.asked.rank, self._spec.world_size)
         self._starter.write_log(running.asked, str(error))
 
 
 class ContainerStarter:
-    """The attempts of a container's rank, as its supervisor starts them."""
+    """Starts the attempts of a container's rank as processes of the container.
+
+    Args:
+        spec: the run, with the one rank.
+        term_grace_s: seconds between SIGTERM and SIGKILL.
+        gpu: the GPU that the launch asked for. None: none.
+    """
 
     def __init__(self, spec: RunSpec, *, term_grace_s: float, gpu: str | None) -> None:
         self._spec = spec
@@ -158,23 +166,23 @@ class ContainerStarter:
         self._has_told = False
 
     def prepare(self, attempt: Attempt) -> None:
-        """Read the task, and import torch if the user's code does: each attempt then has it from the start."""
+        """Read the task, and import torch if the user's code does, so that forked attempts start fast."""
         if self._task is None:
             self._task = read_task_ahead(self._spec)
         if self._task is not None and attempt.number == self._spec.attempt:
             self._imported = preload(self._task)
 
     def begin(self, attempt: Attempt) -> bool:
-        """Begin an attempt: its process claims it. One that has ended is over, though its service starts it again."""
+        """Return True unless the attempt has ended. A service may start the container of an ended attempt again."""
         with contextlib.suppress(StoreError):
             if attempt.number == self._spec.attempt and retry(functools.partial(attempt.has, OUTCOME), START):
-                what = f"attempt {attempt.number} of rank {attempt.rank}"
-                print(f"replicas: {what} has ended; it is not begun again", flush=True)
+                name = f"attempt {attempt.number} of rank {attempt.rank}"
+                print(f"replicas: {name} has ended; it is not started again", flush=True)
                 return False
         return True
 
     def start(self, attempt: Attempt, page: SharedPage, close: Iterable[int]) -> int:
-        """Start an attempt's process, by a fork unless that would lose threads; return its pid."""
+        """Start an attempt's process, and return its pid. Fork, unless a fork would lose threads."""
         self._page = page
         parent = os.getpid()
         if threads := threads_lost_by_a_fork():
@@ -202,7 +210,7 @@ class ContainerStarter:
             "parent": os.getpid(),
         }
         try:
-            return start_python(BE_REPLICA, message, {"page": shared})
+            return start_python(BECOME_REPLICA, message, {"page": shared})
         finally:
             os.close(shared)
 
@@ -211,41 +219,41 @@ class ContainerStarter:
         return "" if self._page is None else self._page.tail()
 
     def note_output(self, attempt: Attempt, *, is_whole: bool = False) -> None:
-        """Note nothing: the service knows when a line came."""
+        """Do nothing, because the service records the time of each line."""
 
     def write_log(self, attempt: Attempt, words: str) -> None:
-        """Add to what an attempt prints."""
+        """Add lines to the output of an attempt."""
         half_a_line = self.output_tail(attempt).rpartition("\n")[2]
         line = "\n" * bool(half_a_line) + f"{words.rstrip()}\n"
         if self._page is not None:
             self._page.write_tail(line.encode())
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # the service may have closed its end of the pipe
             os.write(1, line.encode())
 
     def give_up_process(self, attempt: Attempt) -> None:
-        """Do nothing: nothing is started beside its process; see `ProcessStarter.give_up_process`."""
+        """Do nothing, because no other process belongs to the attempt; see `ProcessStarter.give_up_process`."""
 
     def copy_log(self, asked: Attempt, claimed: Attempt) -> None:
-        """Copy nothing: the service has the log."""
+        """Do nothing, because the service keeps the log."""
 
     def _become_rank(self, attempt: Attempt, page: SharedPage, parent: int, close: Iterable[int]) -> NoReturn:
-        """Be a replica, in a forked process: nothing of the supervisor's is left but the watch on it."""
+        """Become a replica in a forked process, and leave all of the supervisor's state behind."""
         try:
             leave_supervisor(close)
-            self._settle(page)
+            self._prepare_process(page)
             assignment = self._assignment(attempt, page, parent, how_started(self._spec, attempt))
         except BaseException:  # noqa: BLE001 - a forked child must never return into the supervisor
             sys.excepthook(*sys.exc_info())
             os._exit(1)
         main(assignment)
 
-    def _settle(self, page: SharedPage) -> None:
-        """Make this process a replica's: it ends with its supervisor, and its output is kept."""
+    def _prepare_process(self, page: SharedPage) -> None:
+        """Prepare this process for a replica: it ends with its supervisor, and the end of its output is kept."""
         with contextlib.suppress(OSError):
             die_with_parent()
         be_killed_first()
         gc.enable()
-        keep_output(page)
+        keep_output_tail(page)
         if self._gpu is not None and self._last_pid is not None:
             await_gpu_release(self._last_pid)
 
@@ -264,36 +272,46 @@ class ContainerStarter:
         )
 
     @classmethod
-    def be_replica(cls) -> NoReturn:
-        """Be a replica, in a new Python that its supervisor has started."""
+    def become_replica(cls) -> NoReturn:
+        """Become a replica in a new Python that its supervisor has started."""
         try:
-            message, shares = received()
+            message, shares = receive_message()
             spec = RunSpec.from_json(message["spec"])
             ranks = cls(spec, term_grace_s=message["term_grace_s"], gpu=message["gpu"])
             ranks._last_pid = message["last_pid"]
             page = SharedPage.open(shares["page"])
             leave_supervisor([])
-            ranks._settle(page)
+            ranks._prepare_process(page)
             store = retry(lambda: store_at(spec.store_url), START)
             attempt = Attempt(store, spec.run_id, spec.ranks[0], spec.attempt)
             assignment = ranks._assignment(attempt, page, message["parent"], message["how"])
-        except BaseException:  # noqa: BLE001 - as in a forked child
+        except BaseException:  # noqa: BLE001 - any error is printed and ends this process, as in a forked child
             sys.excepthook(*sys.exc_info())
             os._exit(1)
         main(assignment)
 
 
 def preload(task: StoredTask) -> tuple[str, ...]:
-    """Import torch if the user's code does; return what was asked for."""
+    """Import torch if the user's code does. Return the names of the modules, as in ("torch",).
+
+    Args:
+        task: the task of the run.
+    """
     names = PRELOAD if imports_torch(task, Path.cwd()) else ()
     for name in names:
-        with contextlib.suppress(Exception):  # not there, or not for this machine: the user's import says so
+        # If torch is missing or does not fit this machine, the import in the user's code raises the error.
+        with contextlib.suppress(Exception):
             importlib.import_module(name)
     return names
 
 
 def imports_torch(task: StoredTask, workspace: Path) -> bool:
-    """Tell whether a file of the workspace, or of what a pickled callable was defined in, imports torch or diloco."""
+    """Return True if a file of the workspace, or a file that defines the pickled callable, imports torch or diloco.
+
+    Args:
+        task: the task of the run.
+        workspace: the folder with the user's code.
+    """
     if any(IMPORTS_TORCH.search(str(text)) for text in task.record.sources.values()):
         return True
     for file in workspace.rglob("*.py"):
@@ -303,11 +321,17 @@ def imports_torch(task: StoredTask, workspace: Path) -> bool:
     return False
 
 
-def keep_output(page: SharedPage) -> None:
-    """Keep the end of what this process prints; what others and C code write is in the service's log alone."""
+def keep_output_tail(page: SharedPage) -> None:
+    """Copy the end of what Python code of this process prints into the page, for the outcome.
+
+    The output of C code and of other processes is only in the service's log.
+
+    Args:
+        page: the page that the rank shares with its supervisor.
+    """
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        writer = _KeptWriter(descriptor, page)
-        # Written through: also half a line is kept at once, though the service gets it with the rest.
+        writer = _TailWriter(descriptor, page)
+        # With write_through, an unfinished line reaches the page at once. The service gets whole lines.
         stream = io.TextIOWrapper(
             writer, encoding="utf-8", errors="backslashreplace", line_buffering=True, write_through=True
         )
@@ -315,8 +339,8 @@ def keep_output(page: SharedPage) -> None:
         setattr(sys, f"__{name}__", stream)
 
 
-class _KeptWriter(io.BufferedWriter):
-    """A descriptor, the end of whose output is kept."""
+class _TailWriter(io.BufferedWriter):
+    """A writer for a descriptor that also copies the end of its output into a page."""
 
     def __init__(self, descriptor: int, page: SharedPage) -> None:
         super().__init__(io.FileIO(descriptor, "w", closefd=False))

@@ -1,4 +1,4 @@
-"""Noticing that a run was deleted while its replicas run: by a lifecycle rule, or by whoever emptied the prefix."""
+"""Notices that a run was deleted from its store while its replicas run, as by a lifecycle rule of the bucket."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ LOOK_S = 60.0
 
 
 class DeletionWatch:
-    """Tells a replica whether its run was deleted from its store: nobody will ever see what it does.
+    """Reports whether a run was deleted from its store. Then its replicas work in vain, and must end.
 
     Args:
-        store: the run's store. A request should be tried once.
+        store: the run's store. It should try each request once.
         run_id: the run.
-        limit_s: how long the run's record has to be missing in a directory, which may come back as a whole with its
-            disk. In a bucket two looks in a row are enough.
-        clock: this process's clock.
+        limit_s: the seconds for which the run's record must be missing in a directory. The whole directory may come
+            back with its disk. In a bucket, two reads in a row are enough. Default: as long as a lease.
+        clock: returns the seconds of a monotonic clock. Default: the system's clock.
 
     Example:
         DeletionWatch(store, "brave-otter-7f3a").is_gone()
@@ -40,7 +40,7 @@ class DeletionWatch:
         self._record = StalenessTracker(clock)
 
     def is_gone(self) -> bool:
-        """Look for the run's record when it is time to; return whether the run was deleted."""
+        """Look for the run's record if a look is due. Return True if the run was deleted."""
         now = self._clock()
         if now < self._look_at:
             return False

@@ -1,4 +1,4 @@
-"""How an attempt ended whose process left no outcome: explained, and recorded in its place."""
+"""Explains and records the end of an attempt whose process left no outcome, as after SIGKILL."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from executors.store.record_names import run_exists, run_was_deleted
 from executors.supervisor.memory_kills import MemoryKills
 from executors.supervisor.processes import NEVER, RunningAttempt
 
-MARKS_S = 3.0  # the ranks are to be killed in time
-SILENT_S = 5.0  # less than an idle supervisor waits for the store
-SOONEST_S, LATEST_S = 1.0, 10.0  # between two tries of what a store does not take
+MARKERS_S = 3.0  # for writing cancel markers; the supervisor must kill its ranks in time
+SILENT_S = 5.0  # the pause after a failed request; shorter than the wait of an idle supervisor for the store
+SOONEST_S, LATEST_S = 1.0, 10.0  # between two tries to write an outcome
 
 
 class ExitClassifier:
-    """Explains how processes ended.
+    """Finds the reason of a process's end: a signal, an exit code, a time limit, memory, or the supervisor itself.
 
     Args:
-        timeout_s: the time limit of each.
-        memory_kills: what the kernel has killed because memory ran out.
+        world_size: the number of ranks of the launch, for the sentences.
+        timeout_s: the time limit of each rank. None: there is none.
+        memory_kills: counts the processes that the kernel killed because memory ran out.
     """
 
     def __init__(self, world_size: int, timeout_s: float | None, memory_kills: MemoryKills) -> None:
@@ -40,7 +41,12 @@ class ExitClassifier:
         self._memory_kills = memory_kills
 
     def explain(self, running: RunningAttempt, exit_code: int) -> tuple[Reason, str | None]:
-        """Name the reason of an end without an outcome, and put it into a sentence."""
+        """Return the reason of an end without an outcome, and a sentence that describes it.
+
+        Args:
+            running: the attempt that ended.
+            exit_code: its exit code, or -N if signal N ended it.
+        """
         reason, error = self._explain(running, exit_code)
         if running.is_given_up and error is not None:
             error += " Its process cannot be killed: it is stuck in the kernel."
@@ -76,13 +82,15 @@ class ExitClassifier:
 
 
 class OutcomeWriter:
-    """Records how attempts ended. What the store does not take is tried again: nobody else would record that end.
+    """Writes the outcomes of attempts into the store, and tries again if the store fails.
+
+    No other process would record these ends.
 
     Args:
-        recorded: is told of each end that is recorded, with the outcome that counts.
-        patience: returns how long a store that fails is waited for where there is nothing else to do.
-        clock: returns seconds of a monotonic clock.
-        waits: says what is waited for. None: nothing is said.
+        recorded: is called for each end that was recorded, with the outcome that counts.
+        patience: returns how long to wait for a store that fails if there is nothing else to do.
+        clock: returns the seconds of a monotonic clock. Default: the system's clock.
+        waits: prints what the process waits for. None: nothing is printed.
     """
 
     def __init__(
@@ -97,54 +105,65 @@ class OutcomeWriter:
         self._clock = clock
         self._waits = waits or Waits(lambda words: None, clock)
         self._late: dict[tuple[int, int], tuple[Attempt, Outcome]] = {}
-        """What is to be tried again, by rank and attempt; what was tried last is last."""
+        """The outcomes that are not written yet, by rank and attempt. The one that was tried last is last."""
         self._failing_since = 0.0
         self._failure: StoreError | None = None
-        """Why the last try failed."""
+        """The error of the last try."""
         self._silent_until = 0.0
-        """Until when the store is asked nothing: it failed just now."""
+        """The time until which no request is made, because the store has just failed."""
         self._idle_since: float | None = None
         self.next_at = NEVER
-        """When `try_again` has something to do."""
+        """The time at which `try_again` has something to do."""
 
     @property
     def are_late(self) -> bool:
-        """Whether there are ends that the store has not taken yet, or would not now."""
+        """Whether outcomes wait to be written, or the store has failed within the last seconds."""
         return bool(self._late) or self._clock() < self._silent_until
 
     def put_off(self, failure: StoreError) -> None:
-        """Try to record nothing for some seconds, if the store failed to answer something else about an end."""
+        """Write no outcome for some seconds, because another request has failed.
+
+        Args:
+            failure: the error. After a damaged record there is no pause.
+        """
         if not isinstance(failure, CorruptObjectError):
             self._silent_until = self._clock() + SILENT_S
 
     def add(self, attempt: Attempt, reason: Reason, error: str | None, **more: Any) -> None:
-        """Record an end, now or as soon as the store takes it."""
+        """Record an end now, or as soon as the store takes it.
+
+        Args:
+            attempt: the attempt that ended.
+            reason: the reason.
+            error: a sentence about the end. None: the cancel marker has it.
+            more: further fields of the outcome.
+        """
         is_first = not self._late
         self._late.setdefault((attempt.rank, attempt.number), (attempt, end_of(attempt, reason, error, **more)))
         if not is_first:
-            return  # it is tried in its turn: many ends at once do not wait for the same store one after the other
+            return  # `try_again` writes it: if many attempts end during an outage, only one try waits for the store
         self._failing_since = now = self._clock()
         if now < self._silent_until:
             self.next_at = self._silent_until
             return
         failure = self._try(attempt.rank, attempt.number)
         if failure is not None:
-            import logging  # 2 ms, on the way of every replica otherwise
+            import logging  # only here, because it costs each start of a replica 2 ms
 
             logging.getLogger(__name__).error("rank %d: its outcome cannot be written: %s", attempt.rank, failure)
 
     def try_again(self) -> None:
-        """Record what is late, until the store fails: the supervisor has more to do than to wait for it."""
+        """Write late outcomes if a try is due. Stop at the first failure, because the supervisor has other work."""
         if self._clock() >= self.next_at:
             for place in list(self._late):
                 if self._try(*place) is not None:
                     return
 
     def is_pending(self, *, is_busy: bool) -> bool:
-        """Return whether an end is still to be recorded.
+        """Return True while outcomes wait to be written and there is still hope that the store takes them.
 
         Args:
-            is_busy: whether the supervisor has something else to do.
+            is_busy: whether the supervisor has other work. Time with other work does not count as waiting.
         """
         now = self._clock()
         if is_busy:
@@ -161,13 +180,13 @@ class OutcomeWriter:
         return is_pending
 
     def _try(self, rank: int, number: int) -> StoreError | None:
-        """Record an end that is late, or return why that cannot be done now."""
+        """Write a late outcome. Return the error if that fails."""
         attempt, end = self._late.pop((rank, number))
         failure: StoreError | None = None
         outcome: Outcome | None = None
         try:
             outcome = record_end(attempt, end)
-        except CorruptObjectError as error:  # asking again does not mend a record
+        except CorruptObjectError as error:  # another try does not repair a damaged record, so there is none
             failure = error
         except StoreError as error:
             failure = error
@@ -183,12 +202,17 @@ class OutcomeWriter:
         return failure
 
 
-def seen_from_outside(running: RunningAttempt, exit_code: int) -> dict[str, Any]:
-    """Return what an outcome says beside the reason, where its supervisor writes it."""
+def fields_from_outside(running: RunningAttempt, exit_code: int) -> dict[str, Any]:
+    """Return further fields of the outcome that a supervisor writes for a process.
+
+    Args:
+        running: the attempt that ended.
+        exit_code: its exit code, or -N if signal N ended it.
+    """
     killed_by, page = signal_name(-exit_code) if exit_code < 0 else None, running.page
     is_by_its_code = not (page.store_failed or page.has_result)
     return {
-        **page.told(),
+        **page.outcome_fields(),
         "exit_code": exit_code,
         "signal": killed_by or page.notice,
         "fingerprint": killed_by or (f"exit code {exit_code}" if is_by_its_code else None),
@@ -198,9 +222,12 @@ def seen_from_outside(running: RunningAttempt, exit_code: int) -> dict[str, Any]
 
 
 def is_fenced(running: RunningAttempt) -> bool:
-    """Return whether a living process has lost its attempt: to an outcome of somebody else, or to a later claim.
+    """Return True if a living process has lost its attempt: another process has ended it, or claimed a later one.
 
-    Before its own claim it has none to lose: it takes the next that is free.
+    Before its own claim the answer is False, because the process will claim the next attempt that is free.
+
+    Args:
+        running: the attempt.
     """
     if not running.page.claimed:
         return False
@@ -212,37 +239,55 @@ def is_fenced(running: RunningAttempt) -> bool:
 
 
 def mark_cancelled(why: str, attempts: Iterable[Attempt]) -> list[Attempt]:
-    """Leave the cancel markers of attempts that have no outcome, as far as the store takes them in a few seconds.
+    """Write the cancel markers of attempts that have no outcome, for at most a few seconds.
 
-    Returns: those that had one.
+    Args:
+        why: the reason of the cancel.
+        attempts: the attempts.
+
+    Returns: the attempts that had a marker before.
     """
-    had_marker, until = [], time.monotonic() + MARKS_S
+    had_marker, until = [], time.monotonic() + MARKERS_S
     for attempt in attempts:
         if time.monotonic() >= until:
             break
         with contextlib.suppress(StoreError):
             if attempt.has_cancel_marker():
                 had_marker.append(attempt)
-            elif attempt.outcome() is None:  # else it is only tidying up
+            elif attempt.outcome() is None:  # a process that has its outcome is about to exit by itself
                 attempt.request_cancel(why)
     return had_marker
 
 
 def record_end(attempt: Attempt, outcome: Outcome) -> Outcome | None:
-    """Record how an attempt ended; return the outcome that counts. None: its run was deleted.
+    """Write the outcome of an attempt.
+
+    Args:
+        attempt: the attempt.
+        outcome: its outcome.
+
+    Returns: the outcome that counts, which another process may have written. None: the run was deleted.
 
     Raises:
         StoreError: the store did not take it.
     """
     store, run_id = attempt.store, attempt.run_id
-    if not run_exists(store, run_id) and run_was_deleted(store, run_id):  # the outcome would bring its folder back
+    # An outcome would create the folder of a deleted run again.
+    if not run_exists(store, run_id) and run_was_deleted(store, run_id):
         return None
     if outcome.reason == "cancelled" and attempt.has_cancel_marker():
-        outcome = replace(outcome, error=None)  # somebody else may have cancelled it before: its marker says why
+        outcome = replace(outcome, error=None)  # the marker has the reason: another process may have cancelled first
     return attempt.record(outcome)
 
 
 def end_of(attempt: Attempt, reason: Reason, error: str | None, **more: Any) -> Outcome:
-    """Return the outcome of an attempt that ended now and left none."""
+    """Return the outcome of an attempt that has just ended and left none.
+
+    Args:
+        attempt: the attempt.
+        reason: the reason of the end.
+        error: a sentence about the end. None: there is none.
+        more: further fields of the outcome.
+    """
     status = ReplicaStatus.CANCELLED if reason == "cancelled" else ReplicaStatus.FAILED
     return attempt.ended(status, reason, error=error, finished_at=time.time(), **more)

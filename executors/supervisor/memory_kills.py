@@ -1,4 +1,4 @@
-"""Whether the kernel killed a process because memory ran out, as far as this process may know."""
+"""Finds out whether the kernel killed a process because memory ran out (the OOM killer)."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Callable
 
 from executors.process import killed_for_memory, oom_kills, oom_kills_in_group, oom_kills_in_own_group
 
-CLOCKS_S, CLOCKS_DRIFT = 5.0, 0.001  # how far the kernel's clock may be apart, and a share of the time since the boot
-LOGGED_S = 0.02  # the kernel kills first, and then says so
+CLOCKS_S, CLOCKS_DRIFT = 5.0, 0.001  # the kernel's clock may differ by this, and by this share of the time since boot
+LOGGED_S = 0.02  # the kernel kills first, and logs the kill a moment later
 RECENT_S = 10.0  # a victim with a lot of memory takes seconds to end
 
 
 class MemoryKills:
-    """Counts what the kernel killed because memory ran out, and says whether a process of ours was among it.
+    """Counts the kernel's kills for memory, and reports whether one of our processes was among them.
 
-    The kernel's log names the processes, and only root may read it. A count of this process's own control group tells
-    enough: nobody else's processes are in there. The count of the whole machine, which is all that is left elsewhere,
-    rises with the kills of strangers as well, and proves nothing.
+    Three sources exist. The kernel's log names each process, and only root may read it. The count of this process's own
+    control group is proof enough, because it holds no processes of other users. The count of the whole machine rises
+    with the kills of other users, too, so it proves nothing.
 
     Args:
-        count_own: counts the kills in the own control group. None: it is not reported here.
-        count_all: counts the kills on this machine.
-        clock: seconds, as `time.monotonic`.
+        count_own: returns the number of kills in the own control group, or None if the kernel does not report it.
+        count_all: returns the number of kills on this machine.
+        clock: returns the seconds of a monotonic clock. Default: the system's clock.
     """
 
     def __init__(
@@ -37,21 +37,21 @@ class MemoryKills:
         self._clock = clock
         self._is_own = count_own() is not None
         self._before = self._newest = self._count()
-        """The counts between `RECENT_S` and twice that ago, and at the last look. A kill before is no recent one."""
+        """The count at a time between `RECENT_S` and twice `RECENT_S` ago, and the count at the last look."""
         self._looked_at = clock()
 
     def look(self) -> None:
-        """Note the count from time to time, so that a later end is not explained by a kill long before it."""
+        """Note the count every `RECENT_S`, so that an old kill does not explain a later end."""
         now = self._clock()
         if now >= self._looked_at + RECENT_S:
             self._before, self._newest, self._looked_at = self._newest, self._count(), now
 
     def include(self, pid: int, began: float) -> bool | None:
-        """Return whether a process that ended by SIGKILL was killed for memory; None: perhaps.
+        """Return True if a process that ended by SIGKILL was killed for memory. None: perhaps.
 
         Args:
             pid: the process.
-            began: when it was started, by `time.monotonic`: its pid may have been another's before.
+            began: the time of its start, by `time.monotonic`. Its pid may have belonged to another process before.
         """
         if self._count() <= self._before:
             return False
@@ -62,7 +62,7 @@ class MemoryKills:
             is_named = killed_for_memory(pid, since)
         if is_named is False or (is_named is None and not self._is_own):
             return is_named
-        self._before += 1  # one at a time: two ranks may have ended at once
+        self._before += 1  # each kill explains one end, because several ranks may have ended together
         self._newest = max(self._newest, self._before)
         return True
 
@@ -70,13 +70,13 @@ class MemoryKills:
         return (self._count_own() or 0) if self._is_own else self._count_all()
 
 
-def of_this_machine() -> MemoryKills:
-    """Return the kills as a supervisor on a machine of several users counts them."""
-    # Root alone can move a replica into any control group, as `--chaos oom` does. And it mostly reads the kernel's log,
-    # which names the processes.
+def machine_memory_kills() -> MemoryKills:
+    """Return the kills as a supervisor on a machine with several users counts them."""
+    # Only root can move a replica into another control group, as `--chaos oom` does. So for root, the own group is not
+    # enough, and root can usually read the kernel's log, which names the processes.
     return MemoryKills(oom_kills if os.geteuid() == 0 else oom_kills_in_own_group)
 
 
-def of_this_container() -> MemoryKills:
-    """Return the kills as a container's supervisor counts them: every control group that it sees is its own."""
+def container_memory_kills() -> MemoryKills:
+    """Return the kills as a container's supervisor counts them. All control groups that it sees are its own."""
     return MemoryKills(oom_kills_in_group)

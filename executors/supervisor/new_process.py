@@ -23,14 +23,14 @@ def start_python(
 ) -> int:
     """Start a new Python that runs our code; return its pid.
 
-    `os.posix_spawn` is safe where other threads run, and leaves nothing behind that would wait for the process.
+    `os.posix_spawn` is safe while other threads run, and needs no thread that waits for the process.
 
     Args:
-        code: what it runs. It begins by calling `received`.
-        message: what it needs to know, as JSON. It may hold secrets: no other process can read it.
+        code: the Python code that it runs. The code begins by calling `receive_message`.
+        message: the data that it needs, as JSON. It may hold secrets, because no other process can read it.
         shares: descriptors that it uses, by name.
-        keeps: descriptors that it only holds open, such as locks.
-        output: where its stdout and stderr go. -1: where ours do.
+        keeps: descriptors that it only holds open, such as locks. Default: none.
+        output: the descriptor for its stdout and stderr. -1, the default: stdout and stderr of this process.
 
     Raises:
         OSError: this machine cannot run another process.
@@ -39,24 +39,24 @@ def start_python(
         start_python("from executors.backends.local.rank import supervise; supervise()", {…}, {"reply": pipe})
     """
     here = {"sys_path": [os.path.abspath(entry) for entry in sys.path], "user_folders": user_folders()}
-    told = private_file(json.dumps({**message, "shares": dict(shares), "here": here}).encode())
-    passed = [told, *shares.values(), *keeps]
+    message_file = private_file(json.dumps({**message, "shares": dict(shares), "here": here}).encode())
+    passed = [message_file, *shares.values(), *keeps]
     actions: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_DUP2, output, stream) for stream in (1, 2) if output >= 0]
-    command = new_python(code, str(told))
+    command = new_python(code, str(message_file))
     try:
         for descriptor in passed:
             os.set_inheritable(descriptor, True)
         return os.posix_spawn(sys.executable, command, os.environ, file_actions=actions, setsigmask=())
     finally:
-        for descriptor in passed:  # or the next process would have them, too
+        for descriptor in passed:  # else the next process that this one starts would inherit them
             os.set_inheritable(descriptor, False)
-        os.close(told)
+        os.close(message_file)
 
 
-def received() -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the message and the descriptors that this new process was started with; `sys.path` is the starter's.
+def receive_message() -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the message and the descriptors that the starter has passed to this new process.
 
-    Later imports find the user's modules, and see none of our arguments in `sys.argv`.
+    Afterwards `sys.path` is the starter's, so that imports find the user's modules, and `sys.argv` is empty.
     """
     with open(int(sys.argv[1]), "rb") as file:
         message = json.load(file)
@@ -70,11 +70,11 @@ def received() -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def describe_threads(threads: list[str], imports: Iterable[str]) -> str:
-    """Say why replicas are started as new processes.
+    """Return the sentence that explains why replicas are started as new processes.
 
     Args:
         threads: names of the threads that a fork would lose.
-        imports: what was imported before.
+        imports: the names of the modules that were imported before.
     """
     many = "a thread" if len(threads) == 1 else f"{len(threads)} threads"
     return (

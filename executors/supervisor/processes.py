@@ -1,4 +1,4 @@
-"""How attempts become processes: what a supervisor needs from whoever starts them, and what it keeps of each."""
+"""The process of an attempt, as its supervisor sees it, and the protocol of the object that starts such processes."""
 
 from __future__ import annotations
 
@@ -23,114 +23,142 @@ from executors.task.stored import StoredTask, read_task
 
 NEVER = float("inf")
 ATOMIC_LOOK_S = 0.5
-LEAVE_S = 120.0  # what is registered at exit may upload for a minute, and may wait for ever for a network
-MOST_UNKEPT, STACKS_AGAIN_S = 4, 10.0  # dumps of a rank, and the time between two tries of what a store does not take
-UNKILLABLE_S = 5.0  # how long a process stuck in the kernel is waited for
-STUCK_S = 60.0  # from SIGKILL on; memory of a terabyte, or of a GPU, takes a while to be given back
+LEAVE_S = 120.0  # for functions registered at exit: an upload may take a minute, or wait forever for a network
+MOST_UNKEPT, STACKS_AGAIN_S = 4, 10.0  # unwritten dumps of a rank, and the time between two tries to write them
+UNKILLABLE_S = 5.0  # the wait for a process that is stuck in the kernel, before it gets SIGKILL again
+STUCK_S = 60.0  # after the first SIGKILL; the kernel needs a while to free a terabyte of memory, or a GPU's memory
 
 
 class ProcessStarter(Protocol):
-    """How the attempts of one launch's ranks, the first and those after it, become processes of this machine."""
+    """Starts the attempts of a launch's ranks, the first and the later ones, as processes of this machine."""
 
     def prepare(self, attempt: Attempt) -> None:
-        """Do what an attempt needs, as far as it can be done before the first process is started."""
-
-    def begin(self, attempt: Attempt) -> bool:
-        """Begin an attempt, or find that this process has; False if it is another process's."""
-
-    def start(self, attempt: Attempt, page: SharedPage, close: Iterable[int]) -> int:
-        """Start an attempt's process; return its pid.
+        """Do the work that is shared by all attempts, before the first process starts.
 
         Args:
-            page: the memory that it shares with its supervisor.
-            close: descriptors that it must not keep.
+            attempt: the attempt that will start.
+        """
+
+    def begin(self, attempt: Attempt) -> bool:
+        """Begin an attempt. Return False if another process has begun it.
+
+        Args:
+            attempt: the attempt. True is returned again for an attempt that this process has begun.
+        """
+
+    def start(self, attempt: Attempt, page: SharedPage, close: Iterable[int]) -> int:
+        """Start the process of an attempt, and return its pid.
+
+        Args:
+            attempt: the attempt.
+            page: the memory that the process shares with its supervisor.
+            close: descriptors that the process must not keep.
         """
 
     def output_tail(self, attempt: Attempt) -> str:
-        """Return the end of an attempt's output, for its outcome."""
-
-    def note_output(self, attempt: Attempt, *, is_whole: bool = False) -> None:
-        """Note how far an attempt's output has come, if its times are kept here.
+        """Return the end of an attempt's output, for its outcome.
 
         Args:
-            is_whole: the attempt has ended.
+            attempt: the attempt.
+        """
+
+    def note_output(self, attempt: Attempt, *, is_whole: bool = False) -> None:
+        """Note the time and the size of an attempt's output, if this starter keeps such times.
+
+        Args:
+            attempt: the attempt.
+            is_whole: True if the attempt has ended, so that its output is complete. Default False.
         """
 
     def write_log(self, attempt: Attempt, words: str) -> None:
-        """Add to an attempt's output."""
+        """Add lines to an attempt's output.
+
+        Args:
+            attempt: the attempt.
+            words: the lines.
+        """
 
     def give_up_process(self, attempt: Attempt) -> None:
-        """Note that an attempt is over though its process lives on, which nothing ends, with all that it holds."""
+        """Note that an attempt has ended although its process exists: no signal ends it, or frees its resources.
+
+        Args:
+            attempt: the attempt.
+        """
 
     def copy_log(self, asked: Attempt, claimed: Attempt) -> int | None:
-        """Begin to copy the end of an attempt's output into the run's store, if it is to be there.
+        """Start to copy the end of an attempt's output into the run's store, if it belongs there.
 
         Args:
             asked: the attempt that was started, which has the output.
             claimed: the attempt that its process claimed, which gets the copy.
 
-        Returns: the pid of the process that does, and ends soon; None: there is nothing to copy.
+        Returns: the pid of the process that copies. None: there is nothing to copy.
         """
 
 
 @dataclass
 class RunningAttempt:
-    """The process of an attempt."""
+    """The process of an attempt: its limits, and the reason why the supervisor ends it."""
 
     pid: int
     asked: Attempt
-    """The attempt asked for; the process may have claimed a later one."""
+    """The attempt that the process was started for. It may have claimed a later one."""
     page: SharedPage
     watchdog: Watchdog
     started_at: float
     deadline: float
     why_then: Reason = "timeout"
-    """Why it is ended at its deadline."""
+    """The reason of its end if it reaches its deadline."""
     ending: Reason | None = None
-    """Why the supervisor ended it."""
+    """The reason why the supervisor is ending it. None: the supervisor has not asked it to end."""
     error: str | None = None
-    """The same as a sentence, where the supervisor alone knows it."""
+    """The same reason as a sentence, if only the supervisor knows it."""
     left_with: int | None = None
     """The exit code of a process that the supervisor killed because it did not leave."""
     stacks: list[str] = field(default_factory=list)
-    """Dumps of its stacks that the store has not taken yet."""
+    """Dumps of its stacks that are not written to the store yet."""
     stacks_at: float = NEVER
-    """When they are to be put there."""
+    """The time of the next try to write them."""
     asked_at: float = NEVER
+    """The time of its SIGTERM."""
     grace_s: float = 0.0
+    """The seconds from SIGTERM to SIGKILL."""
     kill_at: float = NEVER
+    """The time of its next SIGKILL."""
     killed_at: float = NEVER
-    """When it was first killed."""
+    """The time of its first SIGKILL."""
     is_given_up: bool = False
-    """Whether its attempt is over though no signal has ended it."""
+    """Whether its attempt was recorded as ended although no signal has ended the process."""
     began: float = field(default_factory=time.monotonic)
-    """When it was started, by `time.monotonic`; `started_at` is by a clock that may be set meanwhile."""
+    """The time of its start by `time.monotonic`. `started_at` is Unix time, by a clock that may be set meanwhile."""
 
     @property
     def attempt(self) -> Attempt:
-        """The attempt that the process claimed; the one that it was asked for while it has claimed none.
+        """The attempt that the process has claimed. Before its claim, the attempt that it was started for.
 
-        Not simply the newest: another process may have claimed that, and live on when this one ends.
+        This may differ from the newest attempt of the rank, which another process may have claimed.
         """
         return self.asked.at(int(self.page.claimed) - 1) if self.page.claimed else self.asked
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it ended by itself, and runs what was registered at exit: that has its time, whatever is asked."""
+        """Whether it ended by itself and runs functions that were registered at exit. These get their whole time."""
         return self.page.left_at > 0 and self.ending is None
 
     @property
     def is_ending(self) -> bool:
-        """Whether it ends already: asked to, or by itself."""
+        """Whether it is about to end, by itself or because the supervisor asked it to."""
         return self.ending is not None or self.page.left_at > 0
 
     def terminate(self, why: Reason, grace_s: float, because: str | None = None) -> bool:
-        """Ask the rank to end, if it is not leaving; only the rank: its helpers are part of how it cleans up.
+        """Send SIGTERM to the rank's process, unless it is leaving. Its children get none, because it may need them.
 
         Args:
-            because: why it is cancelled, in words. None: its marker says so.
+            why: the reason of the end.
+            grace_s: the seconds until SIGKILL.
+            because: the reason of a cancel, in words. None, the default: the cancel marker has it.
 
-        Returns: whether it did.
+        Returns: True if the signal was sent.
         """
         self.deadline = NEVER
         if self.is_leaving:
@@ -142,30 +170,46 @@ class RunningAttempt:
         return True
 
     def kill_soon(self) -> None:
-        """Give a rank that was asked to end no more time."""
+        """End the grace of a rank that was asked to end."""
         self.grace_s, self.kill_at = 0.0, time.monotonic()
 
     def may_be_killed(self, now: float) -> bool:
-        """Return whether it is time to: what the rank must not be interrupted in keeps that off for a while."""
+        """Return True if SIGKILL is due. A rank inside `replica.atomic()` gets more time.
+
+        Args:
+            now: the time by `time.monotonic`.
+        """
         at = self.page.kill_at(self.asked_at, self.grace_s)
         self.kill_at = min(at, now + ATOMIC_LOOK_S)
         return at <= now
 
     def kill(self, now: float) -> None:
-        """Kill it and all that it started; what is stuck in the kernel is killed again."""
+        """Send SIGKILL to the process and its descendants. The signal is repeated later for a process that is stuck.
+
+        Args:
+            now: the time by `time.monotonic`.
+        """
         os.kill(self.pid, signal.SIGKILL)
         kill_descendants(self.pid, limit_s=0.0)
         self.kill_at = now + UNKILLABLE_S
         self.killed_at = min(self.killed_at, now)
 
     def is_stuck(self, now: float) -> bool:
-        """Return whether no signal ends it, as long as the call of the kernel takes that it is in: perhaps for ever."""
+        """Return True if SIGKILL has not ended the process for a minute, because a call of the kernel does not return.
+
+        Args:
+            now: the time by `time.monotonic`.
+        """
         return now >= self.killed_at + STUCK_S
 
     def watch(self, now: float, ranks: ProcessStarter) -> float:
-        """Look whether it makes progress; keep its stacks if it does not, and have it killed when it must be.
+        """Check the progress of the rank, keep its stacks if it makes none, and schedule its SIGKILL at the limit.
 
-        Returns: when to look again.
+        Args:
+            now: the time by `time.monotonic`.
+            ranks: the starter of the process, which has its log.
+
+        Returns: the time of the next check.
         """
         ranks.note_output(self.asked)
         if self.is_leaving and self.left_with is None and now >= self.page.left_at + LEAVE_S:
@@ -173,7 +217,7 @@ class RunningAttempt:
             self.asked_at, self.kill_at = -NEVER, now
             with contextlib.suppress(OSError):
                 ranks.write_log(
-                    self.asked, f"replicas: what runs at the exit of the process took {LEAVE_S:g} s: killed"
+                    self.asked, f"replicas: exit functions of the process ran for {LEAVE_S:g} s, so it was killed"
                 )
         report = self.watchdog.look(now) if self.ending is None else None
         if report is not None and not report.is_kill:
@@ -189,7 +233,7 @@ class RunningAttempt:
         return self.watchdog.next_look_at if self.ending is None else now + LOOK_S
 
     def keep_stacks(self) -> None:
-        """Put the dumps into the store that are not there yet; those that it does not take are tried again."""
+        """Write the dumps of stacks into the store. A dump that fails is tried again later."""
         self.stacks_at = NEVER
         try:
             while self.stacks:
@@ -201,24 +245,34 @@ class RunningAttempt:
             self.stacks_at = time.monotonic() + STACKS_AGAIN_S
 
     def end_by(self, deadline: float, why: Reason) -> None:
-        """Have it asked to end at a time of the monotonic clock, if it is not to end before."""
+        """Set an earlier deadline for the process.
+
+        Args:
+            deadline: the time by `time.monotonic`. A later time than the present deadline changes nothing.
+            why: the reason of an end at this deadline.
+        """
         if self.ending is None and deadline < self.deadline:
             self.deadline, self.why_then = deadline, why
 
 
 def how_started(spec: RunSpec, attempt: Attempt) -> str | None:
-    """Return how an attempt was started: that of the launch by the launch, those after it by a fork."""
+    """Return how an attempt was started: "fork", or None for the attempt that was launched.
+
+    Args:
+        spec: the run, with the launched attempt.
+        attempt: the attempt.
+    """
     return None if attempt.number == spec.attempt else "fork"
 
 
 def leave_supervisor(close: Iterable[int]) -> None:
-    """Leave nothing of a supervisor in a process just forked but the watch on it.
+    """Remove the supervisor's state from a process that was just forked: its session, signal handlers and descriptors.
 
     Args:
         close: the supervisor's descriptors.
     """
     os.setsid()
-    with contextlib.suppress(OSError):  # a sandbox that does not know it: what is orphaned is then not ended by us
+    with contextlib.suppress(OSError):  # some sandboxes lack it; then orphaned descendants are not ended by us
         become_subreaper()
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
@@ -229,7 +283,13 @@ def leave_supervisor(close: Iterable[int]) -> None:
 
 
 def read_task_ahead(spec: RunSpec) -> StoredTask | None:
-    """Read a run's task once for all attempts. None when it cannot be read: each tries again, and says why."""
+    """Read the task of a run once for all attempts.
+
+    Args:
+        spec: the run.
+
+    Returns: the task. None: it cannot be read now. Then each attempt reads it by itself, and reports its error.
+    """
     try:
         task = read_task(store_at(spec.store_url), spec.run_id, spec.task_digest, spec.task_folder)
         task.prepare()

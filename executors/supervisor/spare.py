@@ -1,7 +1,7 @@
-"""A spare: a container beside those of the ranks, which takes a rank over that has lost its own.
+"""A spare: a container that stands by, and takes over a rank whose container was lost.
 
-It has fetched code and packages, has imported torch, and follows the log of decisions. It begins what the log says that
-it is to begin. Where nobody watches the run it finds itself that a rank is lost, and decides.
+It has the code and the packages, has imported torch, and follows the log of decisions. It begins the attempts that the
+log gives to it. If no process watches the run, the spare itself finds lost ranks and decides on them.
 """
 
 from __future__ import annotations
@@ -46,8 +46,11 @@ class Spare:
     """Stands by until a rank needs it, or the run has ended. It is the starter of its own controller.
 
     Args:
-        spec: the run; its one rank numbers the spare.
-        lost_after_s: how long the heartbeat of a rank may stand still, by this process's clock. None: a minute.
+        spec: the run. Its only rank is the number of the spare.
+        lost_after_s: the seconds without a new heartbeat, by this process's clock, after which a rank is lost. None: a
+            minute.
+        store: the store of the run. Default: the store that the spec names.
+        clock: returns the seconds of a monotonic clock. Default: the system's clock.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class Spare:
         self._me = Attempt(self._store, spec.run_id, spec.ranks[0], is_spare=True)
         self.how = spare_starter(self._me.rank)
         self.taken: Attempt | None = None
-        """The attempt that is this container's."""
+        """The attempt that this container has taken over."""
         self._log = DecisionLog(self._store, spec.run_id, key=spec.key)
         self._lease = (
             None
@@ -78,19 +81,21 @@ class Spare:
         self._rank: int | None = None
         """The rank that it may start now."""
         self._asked: Attempt | None = None
-        """The attempt that it is about to take, and does not know yet whether it has."""
+        """The attempt that it is taking over. A failed request may hide whether it has succeeded."""
         self._look_at = 0.0
-        # An outage counts as one look: the ranks were without the store, too, and may come to it later than this.
+        # During an outage the ranks cannot send heartbeats either, so the time of an outage counts as one interval.
         self._beats = StalenessTracker(clock, longest_gap_s=self._look_s + FOLLOW_S)
-        """For how long the last heartbeat of each rank has not changed."""
+        """The time since the last change of each rank's heartbeat."""
         self._lost: set[tuple[int, int]] = set()
+        """The ranks and attempts that this spare has recorded as lost."""
         self._free_at: dict[tuple[int, int, str], float] = {}
-        """Until when an end is left to others, by what answers it; by this process's clock since it saw that."""
+        """The time from which the spare may act on an end, by rank, attempt and the nonce of the decision on it."""
 
     def stand_by(self) -> Attempt | None:
-        """Wait until a rank is to be taken over; return the attempt, whose handle is this container's by then.
+        """Wait until a rank needs this container, and take it over.
 
-        Returns: None when there is nothing left to wait for; the spare has its outcome then.
+        Returns: the attempt, whose handle now names this container. None: the run needs no spare any more. The spare
+            has its outcome in both cases.
         """
         for number in NOTICES:
             signal.signal(number, lambda *_: sys.exit())
@@ -102,7 +107,7 @@ class Spare:
                 return None
             why = self._follow()
         except SystemExit:
-            why = "its container was told to end"
+            why = "its container got the signal to end"
         if self.taken is not None:
             became = f"rank {self.taken.rank}, attempt {self.taken.number}"
             outcome = self._me.ended(ReplicaStatus.SUCCEEDED, result=became)
@@ -118,7 +123,7 @@ class Spare:
         return self.taken
 
     def _follow(self) -> str:
-        """Follow the run until a rank is taken over; else return why there is nothing to wait for."""
+        """Follow the run until a rank was taken over. Return why the spare ends otherwise."""
         while True:
             try:
                 if why := self.look():
@@ -130,15 +135,19 @@ class Spare:
             time.sleep(FOLLOW_S)
 
     def look(self) -> str | None:
-        """Look at the run, and take a rank over that needs it; return why there is nothing left to wait for.
+        """Read the state of the run once, and take over a rank that needs it.
+
+        Returns: the reason why the spare has nothing left to wait for. None: it still stands by, or has taken a rank.
 
         Raises:
-            StoreError: the store does not answer; call it again.
+            StoreError: the store does not answer. The same call may be repeated.
         """
         if self._asked is not None:
             self._take(self._asked)
             return None
-        if self._lease is not None and self._lease.has_expired():  # first: a store that refuses answers nothing else
+        if (
+            self._lease is not None and self._lease.has_expired()
+        ):  # first, because a store that refuses us fails all below
             return self._lease.why
         n_known, entries, now = len(self._log.entries), self._log.read(), self._clock()
         if len(entries) == n_known and self._rank is None and now < self._look_at:
@@ -151,7 +160,7 @@ class Spare:
             self._spec.world_size
         )
         if all(self._is_over(rank, snapshot.ends.get(rank)) for rank in snapshot.newest):
-            return "the run is over"
+            return "the run has ended"
         self._handle = self._handle or self._me.find(HANDLE, parse_handle)
         if self._handle is None:  # its launcher is about to write it
             return None
@@ -162,14 +171,14 @@ class Spare:
             self._controller_of_run().advance(snapshot)
         return None
 
-    # The starter of its controller
+    # The methods that its controller calls
 
     def may_start(self, rank: int) -> bool:
-        """Return whether it is the rank that this spare has chosen."""
+        """Return True if this spare has chosen the rank."""
         return rank == self._rank and self._asked is None
 
     def start(self, attempts: Mapping[int, int]) -> None:
-        """Take over the attempt, unless somebody has begun it."""
+        """Take over the attempt, unless another process has begun it."""
         ((rank, number),) = attempts.items()
         attempt = Attempt(self._store, self._spec.run_id, rank, number)
         if not attempt.has_intent():
@@ -181,7 +190,7 @@ class Spare:
         place = attempt.announced(self._handle.backend_name).metadata
         mine = replace(self._handle, rank=attempt.rank, metadata={**self._handle.metadata, **place})
         attempt.create(HANDLE, mine.to_json().encode())
-        found = attempt.find(HANDLE, parse_handle)  # an answer may have been lost: what stands decides
+        found = attempt.find(HANDLE, parse_handle)  # the reply may be lost, and another process may have been first
         if found == mine:
             self.taken = attempt
         self._asked = None
@@ -190,7 +199,7 @@ class Spare:
 
     @property
     def _is_watched(self) -> bool:
-        """Whether a process outside answers what ends."""
+        """Whether a process outside watches the run, and decides on ends."""
         return self._lease is not None and self._lease.is_held
 
     def _controller_of_run(self) -> RestartController:
@@ -201,7 +210,7 @@ class Spare:
         return self._controller
 
     def _is_over(self, rank: int, end: Outcome | None) -> bool:
-        """Return whether nothing of a rank is to be started any more."""
+        """Return True if no attempt of a rank will start any more."""
         if blocking_order(self._log.entries, rank) is not None:
             return True
         if end is None or end.status is not ReplicaStatus.FAILED:
@@ -210,7 +219,7 @@ class Spare:
         return answer is not None and not answer.start
 
     def _find_lost(self, snapshot: RunSnapshot) -> dict[int, Outcome]:
-        """Record the end of ranks whose heartbeats stand still, and return it."""
+        """Record ranks as lost whose heartbeats have not changed for too long. Return their outcomes by rank."""
         lost: dict[int, Outcome] = {}
         for rank in snapshot.newest.keys() - snapshot.ends.keys():
             attempt = Attempt(self._store, self._spec.run_id, rank, snapshot.newest[rank])
@@ -223,14 +232,14 @@ class Spare:
         return lost
 
     def _choose(self, snapshot: RunSnapshot, now: float) -> int | None:
-        """Return the rank that it is to start: one that the log names it for, else one that waits for somebody."""
+        """Return the rank to take over: one that the log gives to this spare, or else one that no process takes."""
         awaited = [end for end in snapshot.ends.values() if not self._is_over(end.rank, end)]
         free = [end.rank for end in awaited if self._is_free(end, now)]
         named = [entry.rank for entry in self._log.entries if entry.how == self.how]
         return min(free, key=lambda rank: rank not in named, default=None)
 
     def _is_free(self, end: Outcome, now: float) -> bool:
-        """Return whether nobody nearer answers an end, or carries its answer out."""
+        """Return True if this spare may act on an end: no other process decides on it, or carries the decision out."""
         answer = decision_on(self._log.entries, end.rank, end.attempt)
         if answer is not None and answer.how == self.how:
             return True

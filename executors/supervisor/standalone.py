@@ -1,6 +1,6 @@
-"""`python -m executors.supervisor`: a replica that a command started, on a machine of its own.
+"""`python -m executors.supervisor`: the command that runs one replica, or a spare, in a container of its own.
 
-It reads its assignment from the environment, and is the supervisor of the process that becomes the replica.
+It reads its assignment from the environment. Then it supervises the process that becomes the replica.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from executors.store.run_key import RUN_KEY
 from executors.supervisor.container import NOTICE_S, ContainerStarter, ContainerSupervisor
 from executors.supervisor.spare import Spare
 
-CANNOT_START = 78  # EX_CONFIG of sysexits.h, as the bootstrap leaves
+CANNOT_START = 78  # EX_CONFIG of sysexits.h, which the bootstrap uses, too
 TERM_GRACE_S = 5.0
-LEAST_TIME_S = 1.0  # of a replica whose installation has used up what was paid for: it ends by its limit, and says so
+LEAST_TIME_S = 1.0  # if the installation used up the paid time, the replica still starts, to report its time limit
 
 
 def main() -> NoReturn:
-    """Run the replica that the environment describes, and leave its process."""
+    """Run the replica that the environment describes, and exit with its exit code."""
     folder = os.environ.pop(environment.FOLDER, None)
     _find_users_modules()
     try:
@@ -43,16 +43,17 @@ def main() -> NoReturn:
 
 
 def _find_users_modules() -> None:
-    """Let the user's modules be found, here and by Pythons that the user starts; no reserved name is looked for there.
+    """Add the user's folders to the search path of this process, and of Pythons that the user's code starts.
 
-    The Pythons that the user starts are the user's: there, these folders come first for every name.
+    In this process, names of the standard library and of our packages are not looked for in these folders. In Pythons
+    that the user's code starts, these folders come first for every name.
     """
     paths = [path for path in os.environ.pop(environment.SYS_PATH, "").split(os.pathsep) if path]
     reserve_names([os.getcwd(), *paths])
     for path in reversed(paths):
         search_first(path)
     if paths:
-        first, *others = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # our packages come before all
+        first, *others = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # our packages stay at the beginning
         os.environ["PYTHONPATH"] = os.pathsep.join([first, *paths, *others])
 
 
@@ -60,15 +61,16 @@ def _run() -> int:
     """Run the replica to its end; return the exit code of its process.
 
     Raises:
-        ReplicasError: the environment describes none, or it cannot be started; then its outcome says so, too.
-        ValueError: a number or a policy in it is not one.
+        ReplicasError: the environment describes no replica, or the replica cannot be started. In the second case its
+            outcome has the reason as well.
+        ValueError: a number or a policy in the environment cannot be parsed.
     """
     supervisor = read_assignment(os.environ)
-    os.dup2(1, 2)  # a service that reads two pipes does not know which line came first
+    os.dup2(1, 2)  # a service that reads two pipes would lose the order of the lines
     nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)  # a question would wait for ever
+    os.dup2(nothing, 0)  # code that asks a question on stdin would wait forever
     os.close(nothing)
-    with contextlib.suppress(OSError):  # a sandbox that does not know it: what is orphaned is then not ended by us
+    with contextlib.suppress(OSError):  # some sandboxes lack it; then orphaned descendants are not ended by us
         become_subreaper()
     if os.environ.pop(environment.SPARE, None):
         attempt = Spare(read_spec(os.environ), _number(os.environ, environment.LOST_AFTER_S)).stand_by()
@@ -85,9 +87,12 @@ def _run() -> int:
 def read_assignment(environ: Mapping[str, str]) -> ContainerSupervisor:
     """Return the supervisor of the replica that an environment describes.
 
+    Args:
+        environ: the variables of the environment.
+
     Raises:
-        ReplicasError: something is missing.
-        ValueError: a number or a policy is not one.
+        ReplicasError: a variable is missing.
+        ValueError: a number or a policy cannot be parsed.
     """
     spec = read_spec(environ)
     spec.settings.check()
@@ -102,13 +107,21 @@ def read_assignment(environ: Mapping[str, str]) -> ContainerSupervisor:
 
 
 def read_spec(environ: Mapping[str, str]) -> RunSpec:
-    """Return the run that an environment describes, and which rank of it; raises as `read_assignment`."""
+    """Return the run that an environment describes, with the rank of this container.
+
+    Args:
+        environ: the variables of the environment.
+
+    Raises:
+        ReplicasError: a variable is missing.
+        ValueError: a number or a policy cannot be parsed.
+    """
     me = environment.replica_from(environ)
     digest = environ.get(environment.TASK_DIGEST)
     if not digest:
         raise ReplicasError(
-            f"{environment.TASK_DIGEST} is not set: without it a replica would run whatever it finds. Start replicas "
-            "with `replicas launch` or `replicas resume`, which set it."
+            f"{environment.TASK_DIGEST} is not set, so this replica cannot check the code that it would run. Start "
+            "replicas with `replicas launch` or `replicas resume`, which set it."
         )
 
     return RunSpec(
@@ -123,13 +136,13 @@ def read_spec(environ: Mapping[str, str]) -> RunSpec:
 
 
 def _settings(environ: Mapping[str, str], world_size: int) -> Settings:
-    """Return the settings of the launch. Without any, as in a hand-written job, all but `n` have their defaults."""
+    """Return the settings of the launch. A hand-written job has none, so all settings but `n` are the defaults."""
     text = environ.get(environment.SETTINGS)
     return Settings(n=world_size) if not text else Settings.parse(text.encode(), environment.SETTINGS)
 
 
 def _time_limit(environ: Mapping[str, str]) -> float | None:
-    """Return how many seconds the replica may run from now on; None: no limit.
+    """Return the seconds that the replica may run from now on. None: there is no limit.
 
     A limit that max_cost pays for counts from the container's start. It leaves the replica a moment to end by itself,
     before the service ends the container.

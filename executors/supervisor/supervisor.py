@@ -1,8 +1,8 @@
-"""The parent of one or more ranks: starts, limits and ends them, and records how they ended.
+"""The supervisor: the parent process of one or more ranks, which starts and ends them and records their outcomes.
 
-One thread, its own session. It is a subreaper, and so is each rank: what a rank leaves behind becomes the
-supervisor's child the moment the rank ends, and is ended too, whatever session it moved to. An attached run's
-supervisor watches its launcher and ends the run when that is gone.
+It has one thread and its own session. It is a subreaper, and so is each rank. So a process that a rank leaves behind
+becomes a child of the supervisor when the rank ends, and the supervisor ends it, even if it has moved to another
+session. The supervisor of an attached run watches the launcher, and ends the run when the launcher has ended.
 """
 
 from __future__ import annotations
@@ -31,34 +31,35 @@ from executors.store.run_key import hold_key
 from executors.store.url import impatient_store
 from executors.supervisor.cancel_poller import CancelPoller
 from executors.supervisor.deletion import DeletionWatch
-from executors.supervisor.exits import ExitClassifier, OutcomeWriter, is_fenced, mark_cancelled, seen_from_outside
-from executors.supervisor.memory_kills import of_this_machine
+from executors.supervisor.exits import ExitClassifier, OutcomeWriter, fields_from_outside, is_fenced, mark_cancelled
+from executors.supervisor.memory_kills import machine_memory_kills
 from executors.supervisor.processes import NEVER, UNKILLABLE_S, ProcessStarter, RunningAttempt, how_started
 from executors.supervisor.wakeups import Wakeups
 from executors.supervisor.watchdog import Watchdog
 
-WATCH_PAUSE_S = 0.1  # looks at many ranks fall together
+WATCH_PAUSE_S = 0.1  # so that the checks of many ranks happen together
 STOPPED = "the run was stopped"
 NO_LAUNCHER = "the launcher of this attached run ended"
 DELETED = "the run was deleted from its store"
 
 
-# More than 20 methods: one thread looks at signals, ends, markers, the log, progress and deadlines in turn, with a
-# method for each. They share the running attempts, and to divide these would hide the order of a turn, which matters.
+# More than 20 methods: one thread handles signals, ends, markers, the log, progress and deadlines, with a method for
+# each. All use the running attempts. Several classes would hide the order of these steps, which matters.
 class Supervisor:
     """Runs the ranks of one launch to their end.
 
     Args:
-        spec: the run, and which of its ranks.
-        starter: turns attempts into processes of this machine.
-        max_parallel: how many run at the same time. The others wait.
-        timeout_s: seconds each may run, from its own start. None: no limit.
+        spec: the run, with the ranks of this supervisor.
+        starter: starts attempts as processes of this machine.
+        max_parallel: the number of ranks that run at the same time. The others wait.
+        timeout_s: the time limit of each rank in seconds, from its own start. None: there is none.
         term_grace_s: seconds between SIGTERM and SIGKILL.
-        launcher_pidfd: the launcher, with which an attached run ends. None: the run is detached.
+        launcher_pidfd: a descriptor of the launcher's process, with which an attached run ends. None: the run is
+            detached.
     """
 
-    count_memory_kills = staticmethod(of_this_machine)
-    """Returns what counts the processes that the kernel killed because memory ran out."""
+    count_memory_kills = staticmethod(machine_memory_kills)
+    """Returns the counter of processes that the kernel killed because memory ran out."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class Supervisor:
         hold_key(store.url, spec.run_id, spec.key)
         self._cancel_poller = CancelPoller(spec.store_url)
         self._deletion = DeletionWatch(store, spec.run_id, spec.lease_s or LEASE_S)
-        self._waits = Waits(self._say_in_logs)
+        self._waits = Waits(self._write_to_logs)
         self._session = RestartSession(
             spec,
             store,
@@ -97,17 +98,17 @@ class Supervisor:
         self._waiting: deque[Attempt] = deque()
         self._running: dict[int, RunningAttempt] = {}
         self._copying: dict[int, tuple[RunningAttempt, Attempt, int]] = {}
-        """Ranks that ended and whose logs are being copied, with the attempt and the exit code, by who copies."""
-        self._stuck = set[int]()  # processes that were left behind
+        """Ended ranks whose logs are being copied, with the attempt and the exit code, by the pid of the copier."""
+        self._stuck = set[int]()  # pids of processes that SIGKILL did not end
         self._pages: dict[int, SharedPage] = {}
-        """The last page of each rank: what it learned goes on in the next."""
+        """The last page of each rank. The page of the next attempt takes over its learned intervals."""
         self._last: dict[int, Attempt] = {}
         """The last attempt of each rank that was started."""
         self._deadlines: dict[int, float] = {}
-        """When each rank's time is over, from its first start here on."""
+        """The time limit of each rank, by the monotonic clock. A restart does not extend it."""
         self._max_parallel = max_parallel
         self._is_undone = False
-        """Whether the start has failed: who asked for it ends what is of it, and others go on."""
+        """Whether the start has failed, and its ranks are being ended."""
         self._watch_at = NEVER
         self._killer = None
         if spec.settings.chaos:
@@ -116,18 +117,19 @@ class Supervisor:
             self._killer = Killer(spec.settings.chaos, spec.run_id)
 
     def start(self) -> list[Attempt]:
-        """Begin the attempts and start what may run at once; return those that are this process's.
+        """Begin the attempts, and start as many processes as may run at once.
 
-        An attempt that another process has begun is left to it.
+        Returns: the attempts that this supervisor has begun. It leaves out those that another process has begun.
 
         Raises:
-            LaunchError: a rank could not be started. Those before it were ended, and every outcome is written that the
-                store takes within 10 s (`executors.patience.BRIEF`).
+            LaunchError: a rank could not be started. The ranks before it were ended, and their outcomes were written if
+                the store took them within 10 s (`executors.patience.BRIEF`).
         """
         self._wakeups.listen()
         attempt, begun = self._asked[0], []
         try:
-            # Before the first fork, whatever can be: after each, every page that this process touches is copied.
+            # All preparation comes before the first fork. After a fork, the kernel copies each page of memory that this
+            # process writes to.
             for attempt in self._asked:
                 problem = None
                 try:
@@ -157,21 +159,21 @@ class Supervisor:
         return begun
 
     def run(self) -> None:
-        """Watch until every rank has ended and has its outcome, and nothing is to follow."""
+        """Supervise until every rank has ended, has its outcome, and gets no further attempt."""
         while self._is_needed:
             events = (min(running.deadline, running.kill_at) for running in self._running.values())
             kill_at = NEVER if self._killer is None else self._killer.next_at
             due = (self._cancel_poller.next_at, self._watch_at, self._session.next_at, self._outcomes.next_at, kill_at)
             signals, is_abandoned = self._wakeups.wait(min(*due, *events))
-            self._hear(signals)
+            self._note_signals(signals)
             self._reap()
             self._memory_kills.look()
             if is_abandoned:
                 self._end_abandoned(NO_LAUNCHER)
             if time.monotonic() >= self._cancel_poller.next_at:
-                self._look()
+                self._check_store()
             self._outcomes.try_again()
-            self._keep_log()
+            self._advance_restarts()
             if time.monotonic() >= self._watch_at:
                 self._watch()
             self._enforce_deadlines()
@@ -186,22 +188,22 @@ class Supervisor:
 
     @property
     def _is_busy(self) -> bool:
-        """Whether a process of a rank runs, or is to be started, or its log is being copied."""
+        """Whether a process of a rank runs or waits for its start, or a log is being copied."""
         return bool(self._running or self._waiting or self._copying)
 
     @property
     def _is_needed(self) -> bool:
-        """Whether there is anything to do, or to be recorded that the store has not taken yet."""
+        """Whether there is anything left to do, or an outcome that the store has not taken yet."""
         has_more = self._is_busy or self._session.is_pending
         return self._outcomes.is_pending(is_busy=has_more) or has_more
 
     @property
     def _patience(self) -> Patience:
-        """How long to wait for the store with nothing else to do. A launcher waits for the end of a failed start."""
+        """How long to wait for a store that fails, with nothing else to do. After a failed start a launcher waits."""
         return BRIEF if self._is_undone else SUPERVISOR
 
-    def _say_in_logs(self, words: str) -> None:
-        """Say something in the log of each rank that is not running: a supervisor has no log of its own."""
+    def _write_to_logs(self, words: str) -> None:
+        """Write to the log of each rank that is not running, because a supervisor has no log of its own."""
         running = {running.asked.rank for running in self._running.values()}
         for rank in self._last.keys() - running:
             with contextlib.suppress(OSError):  # the disk of the log may be the one that is full
@@ -223,12 +225,12 @@ class Supervisor:
         self._watch_at = 0.0
 
     def _begin_next(self, attempt: Attempt) -> None:
-        """Begin the attempt that follows another of its rank; one that lives is ended before."""
+        """Begin the next attempt of a rank. If the attempt before it still runs, end that first."""
         rank = attempt.rank
         for running in self._running.values():
             if running.asked.rank == rank:
                 if not running.page.claimed:
-                    self._session.retry_soon()  # it may yet find its attempt taken, and claim the very one that follows
+                    self._session.retry_soon()  # the process may still claim a later attempt, perhaps this one
                 elif running.ending is None and running.attempt.number < attempt.number:
                     running.terminate("fenced", self._term_grace_s)
                 return
@@ -243,7 +245,7 @@ class Supervisor:
                 self._session.leave(rank)
                 return
         except OSError as error:
-            if error.errno in FULL:  # of this machine's logs; a start that waits for room costs no restart
+            if error.errno in FULL:  # the disk of this machine's logs is full; waiting for room costs no restart
                 self._waits.note(rank, f"room on the disk, to start rank {rank} again", time.monotonic(), 0.0, error)
                 self._session.retry_soon()
                 return
@@ -254,14 +256,14 @@ class Supervisor:
         self._waiting.append(attempt)
 
     def _leave_out(self, attempt: Attempt, error: OSError) -> None:
-        """Go on without a rank that cannot be started, as long as enough others are left."""
+        """Continue without a rank that cannot be started, if at least `min_replicas` others are left."""
         if self._n_spare < 1:
             raise error
         self._n_spare -= 1
         self._outcomes.add(attempt, "start_failed", f"Rank {attempt.rank} could not be started: {error}")
 
     def _undo_start(self, failed: Attempt, error: Exception) -> None:
-        """End what was started before one rank failed."""
+        """End the ranks that were started before one rank could not be started."""
         reason = f"Rank {failed.rank} could not be started: {error}"
         for running in self._running.values():
             running.terminate("cancelled", self._term_grace_s, reason)
@@ -269,7 +271,8 @@ class Supervisor:
         self._session.close()
         self._is_undone = True
         mine = []
-        for attempt in self._asked:  # those not reached yet, too; left alone where the store does not answer
+        # Begin all attempts, so that they get an outcome. An attempt is left out if the store does not answer.
+        for attempt in self._asked:
             with contextlib.suppress(StoreError):
                 if self._starter.begin(attempt):
                     mine.append(attempt)
@@ -295,7 +298,7 @@ class Supervisor:
             self._stuck.discard(pid)
             running = self._running.pop(pid, None)
             if running is None:
-                continue  # something a rank left behind
+                continue  # a process that a rank left behind, which this subreaper inherited
             self._starter.note_output(running.asked, is_whole=True)
             spare = {*self._running, *self._copying, *self._stuck}
             if not spare >= set(children(os.getpid())):
@@ -303,14 +306,18 @@ class Supervisor:
             code = os.waitstatus_to_exitcode(status)
             self._conclude(running, code if running.left_with is None else running.left_with)
 
-    def _hear(self, signals: bytes) -> None:
-        """Take note of signals that arrived, by their numbers."""
+    def _note_signals(self, signals: bytes) -> None:
+        """Act on signals that arrived.
+
+        Args:
+            signals: the number of each signal, as one byte.
+        """
         if signal.SIGUSR1 in signals:
-            self._cancel_poller.soon()
+            self._cancel_poller.look_soon()
             self._session.read_log_soon()
 
-    def _look(self) -> None:
-        """Look into the store for what others ask for, and whether the run is still there."""
+    def _check_store(self) -> None:
+        """Look into the store for cancel markers, and for the deletion of the run."""
         if self._deletion.is_gone():
             self._end_abandoned(DELETED)
             return
@@ -322,8 +329,8 @@ class Supervisor:
                 self._waiting.remove(attempt)
                 self._cancelled(attempt)
 
-    def _keep_log(self) -> None:
-        """Decide what follows each end, and end ranks that an order blocks or that another process took over."""
+    def _advance_restarts(self) -> None:
+        """Decide what follows each end. End ranks that an order blocks, or that another process has taken over."""
         has_progress = any(running.page.progress_marks for running in self._running.values())
         for running in self._running.values():
             self._session.note_claim(running.attempt)
@@ -350,10 +357,10 @@ class Supervisor:
         for attempt in self._waiting:
             if attempt.rank in blocks:
                 mark_cancelled(stop_reason(blocks[attempt.rank]), [attempt])
-                self._cancel_poller.soon()
+                self._cancel_poller.look_soon()
 
     def _watch(self) -> None:
-        """Look at what is watched for its progress."""
+        """Check the progress of the running ranks."""
         now = time.monotonic()
         looks = [running.watch(now, self._starter) for running in self._running.values()]
         self._watch_at = max(min(looks, default=NEVER), now + WATCH_PAUSE_S)
@@ -372,7 +379,7 @@ class Supervisor:
             self._give_up_process(running)
 
     def _give_up_process(self, running: RunningAttempt) -> None:
-        """Let an attempt be over whose process nothing ends, so that its run does not wait for it for ever."""
+        """Record the end of an attempt whose process no signal ends, so that the run does not wait for it forever."""
         running.is_given_up = True
         self._stuck.add(self._running.pop(running.pid).pid)
         self._starter.note_output(running.asked, is_whole=True)
@@ -380,16 +387,16 @@ class Supervisor:
         self._conclude(running, -signal.SIGKILL if running.left_with is None else running.left_with)
 
     def _end_abandoned(self, why: str) -> None:
-        """End the whole run: nobody is there to watch it. What was asked to end before gets no more time."""
+        """End all ranks, because no process watches the run. Ranks that were asked to end before get no more time."""
         living = list[RunningAttempt]()
         for running in self._running.values():
             if running.ending is not None:
                 running.kill_soon()
             elif running.terminate("cancelled", self._term_grace_s, why):
                 living.append(running)
-                if why != NO_LAUNCHER:  # where nobody reads the store, the log says it
+                if why != NO_LAUNCHER:  # the store may be lost, so the reason is in the log, too
                     self._starter.write_log(running.asked, f"replicas: this replica ends: {why}")
-        # Behind the signals, which no store holds up.
+        # After the signals, because a store that fails would delay them.
         had_marker = mark_cancelled(why, [running.attempt for running in living])
         for running in living:
             if running.attempt in had_marker:
@@ -402,15 +409,16 @@ class Supervisor:
     # Concluding
 
     def _conclude(self, running: RunningAttempt, exit_code: int) -> None:
-        """See that a rank that ended has an outcome, and its log a copy."""
+        """Record the outcome of an ended rank unless it has one, and copy its log."""
         attempt = running.attempt
-        if self._outcomes.are_late:  # the store would only hold us up; if there is an outcome, that counts
+        # While the store fails, do not ask it for the outcome. If there is one, the later write finds it.
+        if self._outcomes.are_late:
             self._record_end(running, attempt, exit_code)
             return
         try:
             outcome = attempt.outcome()
             if outcome is None and run_was_deleted(attempt.store, attempt.run_id):
-                return  # the run was deleted since: an outcome would bring its folder back
+                return  # an outcome would create the folder of the deleted run again
             running.keep_stacks()
             if outcome is not None:
                 self._note_end(attempt, outcome)
@@ -427,21 +435,21 @@ class Supervisor:
 
     def _record_end(self, running: RunningAttempt, attempt: Attempt, exit_code: int) -> None:
         reason, error = self._classifier.explain(running, exit_code)
-        self._tell(running, reason, error)
+        self._print_reason(running, reason, error)
         tail, how = self._starter.output_tail(running.asked), how_started(self._spec, running.asked)
-        self._outcomes.add(attempt, reason, error, output_tail=tail, how=how, **seen_from_outside(running, exit_code))
+        self._outcomes.add(attempt, reason, error, output_tail=tail, how=how, **fields_from_outside(running, exit_code))
 
     def _cancelled(self, attempt: Attempt, why: str | None = None) -> None:
         self._outcomes.add(attempt, "cancelled", None if why is None else describe_cancel(attempt.rank, why))
 
-    def _tell(self, running: RunningAttempt, reason: Reason, error: str | None) -> None:
-        """Show how a rank ended that left no outcome, where its log has no other end."""
+    def _print_reason(self, running: RunningAttempt, reason: Reason, error: str | None) -> None:
+        """Print the reason of an end without an outcome into the rank's log. Here the log has it already."""
 
     def _note_end(self, attempt: Attempt, outcome: Outcome) -> None:
-        """Let an end be answered, or the first failure end the run, if that was asked for."""
+        """Let the session decide on an end. With fail_fast, end the run if the failure is an early one."""
         self._session.note_end(outcome)
         if self._spec.settings.fail_fast and not self._is_undone and outcome.status is ReplicaStatus.FAILED:
             with contextlib.suppress(StoreError):
                 if retry(functools.partial(end_others, attempt, outcome, self._spec.world_size)):
                     self._session.close("the run failed early")
-            self._cancel_poller.soon()
+            self._cancel_poller.look_soon()

@@ -1,7 +1,7 @@
-"""Which process of this machine supervises a replica, as its kernel knows it.
+"""Finds and wakes the process of this machine that supervises a replica, by a lock that the kernel knows.
 
-A supervisor holds a lock on one byte of a file for each of its ranks, in this user's own state directory. Pids in a
-run's store are not believed: a writer of the store could have any process signalled.
+A supervisor holds a lock on one byte of a file for each of its ranks, in the user's own state directory. Pids from a
+run's store are not used, because a stranger who can write to the store could let us send signals to any process.
 """
 
 from __future__ import annotations
@@ -16,30 +16,48 @@ from pathlib import Path
 from executors.process import lock_holder, open_process, signal_open_process
 
 NAME = "supervisors.lock"
-RANKS_PER_ATTEMPT = 1 << 20  # each attempt has a stretch of the file, which stays empty
+RANKS_PER_ATTEMPT = 1 << 20  # each attempt has its own range of bytes; the file itself stays empty
 
 
 def open_locks(folder: Path) -> int:
-    """Open the file of the locks; return the descriptor, which stays open: closing it gives back what it holds."""
+    """Open the file of the locks, and return its descriptor. Closing the descriptor releases all its locks.
+
+    Args:
+        folder: the user's state directory.
+    """
     return os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def hold(descriptor: int, rank: int, attempt: int) -> None:
-    """Hold the lock of an attempt until this process ends. What it forks does not have the lock."""
-    # Without a lock (on an odd file system) the cancel marker still counts.
+    """Hold the lock of an attempt until this process ends. Forked children do not hold it.
+
+    Args:
+        descriptor: the file of the locks.
+        rank: the rank.
+        attempt: the number of the attempt.
+    """
+    # Some file systems have no locks. Then nothing wakes the supervisor, and it finds a cancel marker a second later.
     with contextlib.suppress(OSError):
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, attempt * RANKS_PER_ATTEMPT + rank)
 
 
 def wake(folder: Path, rank: int, attempt: int) -> bool:
-    """Have the supervisor of a replica look for news (SIGUSR1); False if no process of this machine holds its lock."""
+    """Send SIGUSR1 to the supervisor of a replica, so that it reads the store at once.
+
+    Args:
+        folder: the user's state directory.
+        rank: the rank.
+        attempt: the number of the attempt.
+
+    Returns: False if no process of this machine holds the lock of the replica.
+    """
     pid = holder(folder, rank, attempt)
     if pid is None:
         return False
     with contextlib.suppress(OSError):  # it has ended, or is another user's
         descriptor = open_process(pid)
         try:
-            if holder(folder, rank, attempt) == pid:  # else it ended, and the pid may be another's by now
+            if holder(folder, rank, attempt) == pid:  # else it has ended, and another process may have its pid
                 signal_open_process(descriptor, signal.SIGUSR1)
                 return True
         finally:
@@ -48,7 +66,13 @@ def wake(folder: Path, rank: int, attempt: int) -> bool:
 
 
 def holder(folder: Path, rank: int, attempt: int) -> int | None:
-    """Return the pid of the process that holds the lock of a replica, if there is one in this pid namespace."""
+    """Return the pid of the process that holds the lock of a replica. None: no process of this pid namespace does.
+
+    Args:
+        folder: the user's state directory.
+        rank: the rank.
+        attempt: the number of the attempt.
+    """
     try:
         descriptor = os.open(folder / NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

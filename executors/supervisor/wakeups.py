@@ -1,4 +1,4 @@
-"""What wakes a supervisor: a signal, or the end of the launcher of its run."""
+"""Lets a supervisor sleep until a signal arrives, the launcher of its run ends, or a deadline is reached."""
 
 from __future__ import annotations
 
@@ -14,29 +14,33 @@ LONGEST_S = 60.0
 
 
 class Wakeups:
-    """Waits, in the supervisor's one thread, for what happens.
+    """Waits in the supervisor's only thread for signals and for the end of the launcher.
 
     Args:
-        launcher_pidfd: the launcher, whose end wakes too. None: nobody's does.
+        launcher_pidfd: a descriptor of the launcher's process, whose end wakes the supervisor. None: the run is
+            detached.
     """
 
     def __init__(self, launcher_pidfd: int | None) -> None:
         self._launcher_pidfd = launcher_pidfd
         self.signals: tuple[signal.Signals, ...] = (signal.SIGCHLD, signal.SIGUSR1)
-        """Those that wake it; they do nothing else."""
+        """The signals that wake the supervisor. Their handlers do nothing else."""
         self.descriptors = wakeup_pipe()
-        """What a rank must not keep."""
+        """The pipe of the signals. A rank must close both ends."""
 
     def listen(self) -> None:
-        """Have signals arrive here from now on, in a process that is alone."""
+        """Receive the signals from now on. The caller is the only thread of its process."""
         signal.set_wakeup_fd(self.descriptors[1], warn_on_full_buffer=False)
         for number in self.signals:
             signal.signal(number, lambda *_: None)
 
     def wait(self, until: float) -> tuple[bytes, bool]:
-        """Wait until something happens, or a time of the monotonic clock.
+        """Wait for a signal or the end of the launcher.
 
-        Returns: the numbers of the signals that arrived, and whether the launcher has ended since the last call.
+        Args:
+            until: the longest wait, as a time of the monotonic clock.
+
+        Returns: the numbers of the signals that arrived, and True if the launcher has ended since the last call.
         """
         reader, launcher = self.descriptors[0], self._launcher_pidfd
         poller = select.poll()

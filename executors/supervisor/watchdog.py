@@ -25,8 +25,8 @@ from executors.worker.failure import is_users_file
 from executors.worker.watched import HANG_SIGNAL, STACKS_NAME, STACKS_SIGNAL
 
 N_TO_LEARN = 6  # intervals of a section, before the idle limit follows from them
-LONGEST_TIMES = 5.0  # a learned limit is this many times the longest of what was seen
-LATE_TICK_S = 15.0  # of a tick on a loaded machine
+LONGEST_TIMES = 5.0  # a learned limit is this many times the longest interval that was seen
+LATE_TICK_S = 15.0  # on a loaded machine a tick may be this late
 LOOK_S = 1.0
 OLD_S = 2.5  # a rank beats and ticks once a second
 READ_S, READ_LIMIT_S, AGAIN_S = 0.1, 3.0, 1.0  # a dump takes milliseconds; a second one distinguishes stuck from slow
@@ -44,9 +44,9 @@ class Defaults:
     Args:
         idle_s: least idle limit between two marks.
         unknown_idle_s: idle limit before anything is learned: at the start, in a new section, at the end.
-        active_s: least limit on an active rank between two marks; from opening a DiLoCo to the first mark as well.
-        call_s: limit on one call, of a rank that waits for others: a call to a directory that hangs is an outage, too.
-        kill_after_s: from a limit of these to SIGKILL.
+        active_s: least limit on an active rank between two marks, and from the opening of a DiLoCo to the first mark.
+        call_s: limit on one call of a rank that waits for others. A call to a directory that hangs is an outage, too.
+        kill_after_s: seconds from one of these limits to SIGKILL.
     """
 
     idle_s: float = 60.0
@@ -56,9 +56,12 @@ class Defaults:
     kill_after_s: float = 60.0
 
     def window_s(self, idle_limit_s: float) -> float:
-        """Return how long a window of activity is: a sixth of the limit, so that six windows in a row agree.
+        """Return the seconds of a window of activity: a sixth of the limit, so that six windows in a row must agree.
 
-        A longer limit can do with fewer samples. A minute is enough for every limit.
+        A window is at most a minute, which is enough for every limit.
+
+        Args:
+            idle_limit_s: the idle limit in seconds.
         """
         return min(idle_limit_s / 6, 60.0)
 
@@ -118,10 +121,10 @@ class WatchdogReport:
 
 
 class Watchdog:
-    """Looks at one attempt's process again and again, and takes steps against it when a limit is reached.
+    """Checks the progress of one attempt's process, and takes steps against it when a limit is reached.
 
-    It asks for stacks, asks again after a second, and has the rank raise `HangError`. It sends the signals for that.
-    Its supervisor acts on the reports: it keeps stacks, and kills.
+    It asks for stacks, asks again after a second, and makes the rank raise `HangError`. It sends the signals for that.
+    Its supervisor acts on the reports: it keeps the stacks, and kills the rank.
 
     Args:
         page: the memory that the rank shares with its supervisor.
@@ -153,9 +156,9 @@ class Watchdog:
         self._page, self._pid, self.limits, self.ends, self._defaults = page, pid, limits, ends, defaults
         self._grace_s, self._spec, self._rank = term_grace_s, spec, rank
         self._floor = 0.0
-        """Time before this counts for nothing: the machine slept, or a debugger was attached."""
+        """Time before this does not count, because the machine slept or a debugger was attached."""
         self._started_at = page.since
-        """When the attempt began, moved by the time that does not count for its start."""
+        """The time of the attempt's start, moved by the time that does not count for its start."""
         self._mark = self._since = self._idle_since = page.since
         """The times of the rank's newest mark, of that mark moved by time that does not count, and of its last
         activity."""
@@ -173,7 +176,7 @@ class Watchdog:
         """A time, and the CPU time that the rank had used by then."""
         self._frame = ""
         self.next_look_at = page.since + LOOK_S
-        """When to look next, by `time.monotonic`."""
+        """The time of the next look, by `time.monotonic`."""
 
     def look(self, now: float) -> WatchdogReport | None:
         """Look at the rank, and send it the signals that are due. An early look costs nothing.
@@ -223,7 +226,7 @@ class Watchdog:
     # -- which limit counts ------------------------------------------------------------------------------------------
 
     def _note_mark(self) -> None:
-        """Begin again behind a mark of progress or a change of section, and leave out time that does not count."""
+        """Begin a new interval after a mark of progress or a change of section. Leave out time that does not count."""
         mark = self._page.since
         self._since = max(mark, self._floor)
         if mark == self._mark:
@@ -235,7 +238,7 @@ class Watchdog:
         self._meter.reset()
 
     def _next_limit(self) -> Limit | None:
-        """Return the limit that is reached first if nothing changes; None if none counts."""
+        """Return the limit that is reached first if nothing changes. None: no limit is in force."""
         found = list(self._limits())
         for limit in found:
             if limit.kind == "idle" and self._is_active(limit):
@@ -250,12 +253,12 @@ class Watchdog:
         return min(limits, key=lambda limit: limit.since + limit.soft_s, default=None)
 
     def _limits(self) -> Iterator[Limit]:
-        """Yield the limits of the state that the rank is in: the table of ADR 0043, from the most special state on."""
+        """Yield the limits of the rank's state: the table of ADR 0043, beginning with the most special state."""
         page, limits, least = self._page, self.limits, self._defaults
         ends = self.ends or limits.are_explicit
         if page.unwatched or (limits.is_off and (limits.start_s is None or page.progress_marks)):
             return
-        if page.limit_s == math.inf:  # it waits for others: their limits count, and a tick is enough
+        if page.limit_s == math.inf:  # it waits for other replicas, whose own limits count; a tick is proof of life
             if not limits.is_off:
                 call_s = least.call_s if limits.soft_s is None else max(limits.soft_s, LATE_TICK_S)
                 hard_s = max(limits.hard_s or 0.0, 1.5 * call_s)
@@ -264,7 +267,7 @@ class Watchdog:
             if not limits.is_off:
                 source = f"limit_s of section {page.section!r}"
                 yield Limit("section", self._since, page.limit_s, 1.5 * page.limit_s, True, source)
-        elif page.is_finished:  # before the start: a restart behind the last step has no mark, and only evaluates
+        elif page.is_finished:  # before the case of the start: a restart after the last step makes no mark at all
             yield self._idle_limit(least.unknown_idle_s, "after the last round", ends=ends)
         elif not page.progress_marks:
             yield from self._limits_of_start(ends=ends)
@@ -295,7 +298,7 @@ class Watchdog:
         return Limit("idle", self._idle_since, limit_s, limit_s + self._defaults.kill_after_s, ends, source)
 
     def _is_active(self, limit: Limit) -> bool:
-        """Return whether the rank is seen to be active now. Soon after a mark it is not sampled."""
+        """Return True if the rank is measured to be active now. Soon after a mark it is not measured."""
         window_s = self._defaults.window_s(limit.soft_s)
         if self._now - self._since < window_s / 2:
             return False
@@ -306,19 +309,19 @@ class Watchdog:
         return is_active is True
 
     def _is_same(self, limit: Limit | None) -> bool:
-        """Return True if a limit is the limit that was reached, and still counts from the same time."""
+        """Return True if a limit is the one that was reached, with the same beginning."""
         reached = self._limit
         return reached is not None and limit is not None and (reached.kind, reached.since) == (limit.kind, limit.since)
 
     # -- the steps against a rank that has reached its limit ---------------------------------------------------------
 
     def _take_steps(self, limit: Limit) -> Iterator[tuple[float, WatchdogReport | None]]:
-        """Yield a report or None after each step, and how long to wait until the next step."""
+        """Yield the seconds until the next step, and a report or None, after each step."""
         for is_again in (False, True):
             stacks = ""
             if (asked := self._ask_for_stacks()) is not None:
                 try:
-                    # A dump grows while it is written, and begins late on a machine with much else to do.
+                    # A dump grows while it is written. On a loaded machine it begins late.
                     until, size, before = self._now + READ_LIMIT_S, 0, -1
                     while self._now < until and (size == 0 or size != before):
                         yield READ_S, None
@@ -328,24 +331,24 @@ class Watchdog:
                     os.close(asked)
             else:
                 yield READ_S, None
-            self._meter.reset()  # a dump is our own work
+            self._meter.reset()  # the dump itself must not count as activity of the rank
             self._frame = _frame_of(stacks, int(self._page.main_thread)) or self._frame
             sentence = self._sentence(limit)
             report = WatchdogReport(sentence, f"{sentence}\n{stacks}" if stacks else None)
             yield (0.0 if is_again else AGAIN_S), report
-        if limit.ends:  # once the stacks are kept: the outcome that this brings about names them
-            self._page.accuse(sentence)
+        if limit.ends:  # after the stacks were kept, because the outcome that follows names them
+            self._page.note_hang(sentence)
             self._signal(HANG_SIGNAL)
             yield LOOK_S, None
         while (wait_s := self._kill_at(limit) - self._now) > 0 or not limit.ends:
             yield (min(wait_s, LOOK_S) if limit.ends else LOOK_S), None
         sentence = self._sentence(limit)
-        self._page.accuse(sentence)
+        self._page.note_hang(sentence)
         while True:
             yield LOOK_S, WatchdogReport(sentence, is_kill=True)
 
     def _kill_at(self, limit: Limit) -> float:
-        """Return when the rank is killed: at the hard limit, or when it has raised and had its grace."""
+        """Return the time of the kill: the hard limit, or the end of the grace after the rank raised `HangError`."""
         page = self._page
         at = page.hang_raised_at + self._grace_s if page.hang_raised_at else limit.since + limit.hard_s
         return min(at, page.atomic_since) + ATOMIC_LIMIT_S if page.atomic_since else at
@@ -357,7 +360,7 @@ class Watchdog:
         return WatchdogReport(sentence, sentence if self._page.n_stacks else None)
 
     def _ask_for_stacks(self) -> int | None:
-        """Have the rank dump its stacks; return the file that they come to. None: it cannot."""
+        """Ask the rank to dump its stacks. Return the descriptor of the file. None: the rank cannot dump them."""
         seen = activity(self._pid)
         is_able = self._page.ready and self._page.stacks_file >= 0 and self._page.n_stacks < MAX_DUMPS
         if not is_able or (seen is not None and seen.is_stopped):
@@ -365,7 +368,7 @@ class Watchdog:
         try:
             file = open_file_of(self._pid, int(self._page.stacks_file), STACKS_NAME)
             if file is None:
-                return None  # the user's code closed it, and has another one of that number
+                return None  # the user's code has closed the file, and opened another under the same number
             os.ftruncate(file, 0)
         except OSError:
             return None
@@ -380,7 +383,7 @@ class Watchdog:
     # -- what it looks like ------------------------------------------------------------------------------------------
 
     def _diagnosis(self) -> str:
-        """Return what the rank does instead of making progress."""
+        """Describe the activity of the rank instead of progress, as in "the main thread waits in a call"."""
         seen, page = activity(self._pid), self._page
         if seen is not None and seen.is_stopped:
             return "stopped by SIGSTOP"
@@ -393,11 +396,11 @@ class Watchdog:
         return f"the main thread runs Python code{frame}"
 
     def _measure(self, seen: Activity | None) -> bool | None:
-        """Return whether the rank has computed since the look before; None if that is unknown."""
+        """Return True if the rank has computed since the last look. None: unknown."""
         before, self._seen = self._seen, None if seen is None else (self._now, seen.cpu_s)
         if seen is None or before is None or self._now <= before[0]:
             return None
-        if seen.is_runnable:  # beside many others it gets less of a core than the least that counts
+        if seen.is_runnable:  # on a loaded machine its share of a core may be below the least that counts
             return True
         return seen.cpu_s - before[1] > max(LEAST_BUSY_S, BUSY * (self._now - before[0]))
 
@@ -422,7 +425,7 @@ class Watchdog:
 
 
 def _frame_of(stacks: str, main_thread: int) -> str | None:
-    """Return the user's innermost frame in the main thread, as `train.py:12 in main`; else the innermost of all."""
+    """Return the user's innermost frame in the main thread, as in `train.py:12 in main`, or else the innermost one."""
     found, is_main = [], False
     for line in stacks.splitlines():
         if thread := _THREAD.match(line):

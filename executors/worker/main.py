@@ -332,7 +332,7 @@ class _Worker:
     def _ended(self, status: ReplicaStatus, reason: Reason | None, **more: Any) -> Outcome:
         reported, page = dict(self.replica.reported), self.replica.page
         reached = {name: reported[name] for name in ("round", "step") if name in reported} or None
-        more = {"reached": reached, **({} if page is None else page.told()), **more}
+        more = {"reached": reached, **({} if page is None else page.outcome_fields()), **more}
         more |= {"pid": os.getpid(), "started_at": self._started_at, "reported": reported, "how": self._assignment.how}
         return self.attempt.ended(status, reason, **more)
 

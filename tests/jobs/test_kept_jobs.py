@@ -149,7 +149,7 @@ def test_the_service_says_once_why_it_ended_a_replica_and_that_stands(machines: 
     machines.start_again(first)
     assert first.process is not None
     assert first.process.wait(60) == 0
-    assert "attempt 0 of rank 0 has ended; it is not begun again" in first.log.read_text()
+    assert "attempt 0 of rank 0 has ended; it is not started again" in first.log.read_text()
     for job in machines.jobs:
         job.is_forgotten = True
     assert [(end.reason, end.error) for end in attached().outcomes()] == words

@@ -127,7 +127,7 @@ def test_a_spare_ends_with_its_run(machines: Machines, ending: str) -> None:
         assert run.results() == [0]
     status, why = outcome_of_spare(run)
     # A cancel ends the container as well, which may be first.
-    reasons = ["the run is over"] + ["its container was told to end"] * (ending == "cancel")
+    reasons = ["the run has ended"] + ["its container got the signal to end"] * (ending == "cancel")
     assert (status, why) in [("cancelled", f"The spare ended: {reason}.") for reason in reasons]
     eventually(lambda: machines.living() == [], "its job ends")
     assert run.record.settings.spares == 1

@@ -377,4 +377,4 @@ def test_what_does_not_leave_after_its_end_is_killed_and_a_failure_is_followed_b
     args, restarts = {"fails": [1]}, f"1,{QUICK}"
     run = over(launch(executor, never_leave, 2, args=args, restarts=restarts, timeout=120, detach=True))
     assert [told(run, rank) for rank in range(2)] == [["succeeded"], ["exception", "succeeded"]]
-    assert "what runs at the exit of the process took 2 s" in run.logs(rank=0)
+    assert "exit functions of the process ran for 2 s" in run.logs(rank=0)

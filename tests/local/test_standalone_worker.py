@@ -54,7 +54,7 @@ def test_an_attempt_that_has_ended_is_not_begun_again_by_its_service(site: Site)
     assert ended(process)[0] == 1
     before = outcome_of(spec)
     code, out, err = ended(site.cloud.start(spec))
-    assert (code, out, err) == (0, "replicas: attempt 0 of rank 0 has ended; it is not begun again\n", "")
+    assert (code, out, err) == (0, "replicas: attempt 0 of rank 0 has ended; it is not started again\n", "")
     assert outcome_of(spec) == before
     assert not Attempt(open_store(spec.store_url), "otter", 0, 1).has("started.json")
 

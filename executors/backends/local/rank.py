@@ -33,7 +33,7 @@ from executors.protocol import ReplicaHandle
 from executors.replica.shared_page import SharedPage
 from executors.store import store_at
 from executors.store.file import FULL
-from executors.supervisor.new_process import received, start_python
+from executors.supervisor.new_process import receive_message, start_python
 from executors.supervisor.processes import how_started, leave_supervisor, read_task_ahead
 from executors.supervisor.supervisor import Supervisor
 from executors.supervisor.supervisor_lock import hold, open_locks
@@ -42,7 +42,7 @@ from executors.worker.log_copy import FINAL_BYTES, LogCopy
 from executors.worker.main import Assignment, main
 from executors.worker.surroundings import await_gpu_release
 
-BE_REPLICA = "from executors.backends.local.rank import be_replica; be_replica()"
+BECOME_REPLICA = "from executors.backends.local.rank import become_replica; become_replica()"
 COPY_LIMIT_S = 8  # a log that takes longer to copy is not waited for
 GUARD_S, GUARD_LOOK_S = 3.0, 0.05  # beyond their grace: a rank looks every second whether its supervisor lives
 
@@ -96,14 +96,14 @@ def become_supervisor(launch: LocalLaunch, launcher_pidfd: int, reply: int) -> N
 
 def supervise() -> NoReturn:
     """Be the supervisor of a launch, in a new Python."""
-    message, shares = received()
+    message, shares = receive_message()
     become_supervisor(LocalLaunch.from_json(message["launch"]), shares["launcher"], shares["reply"])
 
 
-def be_replica() -> NoReturn:
+def become_replica() -> NoReturn:
     """Be a replica, in a new Python that its supervisor has started."""
     try:
-        message, shares = received()
+        message, shares = receive_message()
         launch = LocalLaunch.from_json(message["launch"])
         page = SharedPage.open(shares["page"])
         ranks = LocalStarter(launch, [], message["supervisor_pid"])
@@ -283,7 +283,7 @@ class LocalStarter:
         }
         shared = page.share()
         try:
-            return start_python(BE_REPLICA, message, {"page": shared}, keeps=locks, output=output)
+            return start_python(BECOME_REPLICA, message, {"page": shared}, keeps=locks, output=output)
         finally:
             os.close(shared)
 

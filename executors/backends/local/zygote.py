@@ -29,7 +29,7 @@ from executors.errors import EntrypointArgumentsError, EntrypointError
 from executors.module_search import reserve_names
 from executors.process import die_with_parent, fork, open_process, private_file, threads_lost_by_a_fork, wakeup_pipe
 from executors.replica import leave_process_group
-from executors.supervisor.new_process import describe_threads, received, start_python
+from executors.supervisor.new_process import describe_threads, receive_message, start_python
 from executors.task.arguments import check_call
 from executors.task.entrypoint import command_for, load_entrypoint
 from executors.worker.failure import last_error
@@ -187,7 +187,7 @@ class _Starter:
 
 def be_check() -> NoReturn:
     """Check an entrypoint, in a new Python."""
-    message, shares = received()
+    message, shares = receive_message()
     os.close(shares["launcher"])
     _be_check(message["request"], shares["reply"])
 

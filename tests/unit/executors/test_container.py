@@ -56,7 +56,7 @@ def supervised(folder: Path, restarts: str | None = None) -> tuple[ContainerSupe
 def test_a_supervisor_beats_for_a_rank_that_cannot(tmp_path: Path, late: str, late_s: float, beats: bool) -> None:
     supervisor, attempt, page = supervised(tmp_path)
     setattr(page, late, time.monotonic() - late_s)
-    supervisor._look()
+    supervisor._check_store()
     beat = attempt.beat()
     assert beat is not None
     assert (beat.reported, beat.warned) == ({"step": 7}, WARNED_OF)
@@ -70,7 +70,7 @@ def test_a_supervisor_does_not_beat_for_a_rank_that_beats_no_more(tmp_path: Path
     replica.page = page
     page.beaten = time.monotonic() - BEAT_LATE_S - 1
     Heartbeat(replica).stop()
-    supervisor._look()
+    supervisor._check_store()
     beat = attempt.beat()
     assert beat is not None
     assert beat.at == 1.0
@@ -89,7 +89,7 @@ def test_a_supervisor_beats_for_a_rank_whose_result_waits_for_its_store(
     def look(after_s: float) -> float:
         page.beat = now + after_s
         monkeypatch.setattr(time, "monotonic", lambda: now + after_s)
-        supervisor._look()
+        supervisor._check_store()
         beat = attempt.beat()
         return 0.0 if beat is None else beat.at
 
@@ -108,7 +108,7 @@ def test_a_supervisor_does_not_make_the_folder_of_a_deleted_run_again(tmp_path: 
     supervisor, _, page = supervised(tmp_path)
     shutil.rmtree(tmp_path / "run")
     page.beat = page.beaten = time.monotonic() - BEAT_LATE_S - 1
-    supervisor._look()
+    supervisor._check_store()
     assert not (tmp_path / "run").exists()
 
 
@@ -125,7 +125,7 @@ def test_a_supervisor_whose_directory_cannot_be_looked_at_keeps_its_rank(
 
     page.beaten = time.monotonic() - BEAT_LATE_S - 1
     monkeypatch.setattr(os, "stat", stat)
-    supervisor._look()
+    supervisor._check_store()
     beat = attempt.beat()
     assert beat is not None
     assert beat.at > 1.0, "nobody said that its run was deleted"
@@ -204,7 +204,7 @@ def test_a_process_is_ended_for_the_attempt_that_follows_only_where_it_is_an_ear
         supervisor._running[process.pid] = running
         supervisor._session.note_start(asked)
         supervisor._session.read_log_soon()
-        supervisor._keep_log()
+        supervisor._advance_restarts()
         process.kill()
     assert running.ending == ("fenced" if ends else None)
     assert supervisor._session.is_pending is (claimed is None)
@@ -278,11 +278,11 @@ def test_a_process_that_has_ended_and_runs_what_was_registered_at_exit_is_left_t
             supervisor._enforce_deadlines()
         elif why == "its cancel marker":
             attempt.request_cancel()
-            supervisor._look()
+            supervisor._check_store()
         elif why == "the log":
             order_cancel(DecisionLog(attempt.store, "run"), None, "enough")
             supervisor._session.read_log_soon()
-            supervisor._keep_log()
+            supervisor._advance_restarts()
         else:
             supervisor._end_abandoned("nobody watched")
         process.kill()

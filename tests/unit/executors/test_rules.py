@@ -20,7 +20,7 @@ from executors.restarts.decision_log import Decision, decision_on, is_blocked
 from executors.restarts.rules import MOST_REFUSED, RunFacts, decide, made_progress, too_few_left
 from executors.settings.policy import HangLimits, Restarts
 from executors.store import MemoryStore
-from executors.supervisor.exits import ExitClassifier, seen_from_outside
+from executors.supervisor.exits import ExitClassifier, fields_from_outside
 from executors.supervisor.memory_kills import CLOCKS_DRIFT, MemoryKills
 from executors.supervisor.processes import NEVER, RunningAttempt
 from executors.supervisor.watchdog import Watchdog
@@ -150,8 +150,8 @@ SILENT = StoreError("Cannot read 'run/seal': timed out")
         failure_of(SILENT),
         failure_of(UnwritableStoreError("Cannot write 'run/seal': No space left on device.")),
         failure_of(RuntimeError("no anchor"), while_handling=SILENT),
-        {"reason": "no_result", **seen_from_outside(*ended_for_want_of_a_store())},
-        {"reason": "no_result", **seen_from_outside(*ended_for_want_of_a_store(has_result=True, store_failed=False))},
+        {"reason": "no_result", **fields_from_outside(*ended_for_want_of_a_store())},
+        {"reason": "no_result", **fields_from_outside(*ended_for_want_of_a_store(has_result=True, store_failed=False))},
     ],
     ids=["silent", "full", "handled", "no_outcome", "unrecorded"],
 )

@@ -41,7 +41,13 @@ def in_a_child(act: Callable[[], None]) -> None:
 def test_what_a_rank_writes_its_supervisor_reads() -> None:
     page = SharedPage()
     page.announce(5.0)
-    assert page.told() == {"progress_marks": 0, "saved_marks": 0, "reached": None, "notice": None, "stacks": ()}
+    assert page.outcome_fields() == {
+        "progress_marks": 0,
+        "saved_marks": 0,
+        "reached": None,
+        "notice": None,
+        "stacks": (),
+    }
 
     def rank() -> None:
         replica = replica_with(page)
@@ -52,7 +58,7 @@ def test_what_a_rank_writes_its_supervisor_reads() -> None:
         page.write_tail(b"the last line\n")
 
     in_a_child(rank)
-    assert page.told() == {
+    assert page.outcome_fields() == {
         "progress_marks": 2,
         "saved_marks": 1,
         "reached": {"step": 812.0},
@@ -198,7 +204,7 @@ def test_a_page_that_is_detached_shares_nothing_more() -> None:
 
 def test_a_diagnosis_of_any_length_is_kept_as_far_as_there_is_room() -> None:
     page = SharedPage()
-    page.accuse("é" * 5000)
+    page.note_hang("é" * 5000)
     assert page.diagnosis.startswith("é" * 1000)
-    page.accuse("short")
+    page.note_hang("short")
     assert page.diagnosis == "short"

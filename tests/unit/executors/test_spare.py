@@ -206,5 +206,5 @@ def test_a_spare_ends_when_nothing_is_left_to_take_over(ending: str) -> None:
         scene.store.delete("run/run.json")
     else:
         log.append(lambda _: Decision(kind=ending))
-    why = "the run was deleted" if ending == "deleted" else "the run is over"
+    why = "the run was deleted" if ending == "deleted" else "the run has ended"
     assert scene.look(spare, for_s=2) == [why]

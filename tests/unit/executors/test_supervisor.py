@@ -142,7 +142,7 @@ def test_each_rank_of_an_abandoned_run_says_why_it_ended_though_there_was_no_tim
 ) -> None:
     scene = Scene(monkeypatch, pid, n_waiting=2)
     scene.running[3].request_cancel("enough")
-    monkeypatch.setattr(exits, "MARKS_S", 0.0)
+    monkeypatch.setattr(exits, "MARKERS_S", 0.0)
     scene.supervisor._end_abandoned("nobody watched")
     scene.end_all()
     why = ["nobody watched", "enough"]
@@ -238,7 +238,7 @@ def test_a_supervisor_leaves_a_rank_that_a_launch_has_taken_over_alone_when_the_
         log.append(lambda _: Decision(kind="restart", rank=0, ended=1, start={0: 2}, how="fork"))
     for _ in range(2):
         scene.supervisor._session.read_log_soon()
-        scene.supervisor._keep_log()
+        scene.supervisor._advance_restarts()
         first = scene.running[0].outcome()
         assert first is not None
         scene.supervisor._note_end(scene.running[0], first)  # its process may leave late

@@ -395,5 +395,5 @@ def test_without_data_of_the_kernel_the_page_alone_is_judged(monkeypatch: pytest
 def test_stacks_are_kept_under_names_that_the_outcome_has() -> None:
     page, attempt = SharedPage(), Attempt(MemoryStore("memory://stacks"), "run", 3, 1)
     RunningAttempt(0, attempt, page, watchdog_of(page), 0.0, NEVER, stacks=["first", "second"]).keep_stacks()
-    assert page.told()["stacks"] == ("stacks/0.txt", "stacks/1.txt")
+    assert page.outcome_fields()["stacks"] == ("stacks/0.txt", "stacks/1.txt")
     assert bytes(attempt.store.get(attempt.key("stacks/1.txt"))) == b"second"
