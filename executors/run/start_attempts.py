@@ -7,9 +7,9 @@
     spares         beside the ranks
     finish         the containers of a detached start are released: they need this process no more
 
-If a step fails, or Ctrl-C interrupts it, everything is undone in reverse: the lease is not renewed any more, the
-services end the jobs, the store gets the caller's orders that nothing of it starts, and replicas that were started are
-cancelled. A caller that differs says so in a `StartPlan`, and in nothing else.
+If a step fails, or Ctrl-C interrupts it, everything is undone in reverse. The lease is not renewed any more, and the
+services end the jobs. The store gets the caller's entries, after which nothing of the start continues. The replicas that
+were started are cancelled. All differences between the callers are in a `StartPlan`.
 """
 
 from __future__ import annotations

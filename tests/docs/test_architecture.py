@@ -222,6 +222,18 @@ def test_behind_the_border_no_code_asks_for_the_kind_of_an_executor() -> None:
     assert offenders == []
 
 
+def test_one_flow_alone_starts_replicas() -> None:
+    """Every start holds a lease, keeps handles and is undone in the same way: it goes through `start_attempts`."""
+    callers = {
+        name
+        for name, path in files_of("executors").items()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Attribute) and node.attr == "start_ranks"
+    }
+    verbs = {name for name in callers if is_inside(name, "executors.backends")}  # `launch_replicas`, of a new run
+    assert callers - verbs == {"executors.run.start_attempts", "executors.run.placements"}
+
+
 def test_an_sdk_is_imported_by_its_own_adapter_alone_and_lazily() -> None:
     offenders = []
     for name, path in files_of("executors", "diloco").items():
