@@ -8,8 +8,8 @@
     finish         the containers of a detached start are released: they need this process no more
 
 If a step fails, or Ctrl-C interrupts it, everything is undone in reverse. The lease is not renewed any more, and the
-services end the jobs. The store gets the caller's entries, after which nothing of the start continues. The replicas that
-were started are cancelled. All differences between the callers are in a `StartPlan`.
+services end the jobs. The store gets the caller's entries, after which nothing of the start continues. The replicas
+that were started are cancelled. All differences between the callers are in a `StartPlan`.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def test_the_rest_is_given_up_when_the_others_have_ended(machines: Machines) -> 
     assert [outcome.rank for outcome in run.as_completed()][2:] == [1]
     assert reasons(run) == ["preempted", "start_failed", "preempted"]
     decides.set()
-    assert "the others have ended before it came" in str(run.outcomes()[1].error)
+    assert "the other replicas ended before it started" in str(run.outcomes()[1].error)
     eventually(lambda: machines.living() == [])
 
 
@@ -115,7 +115,7 @@ def test_a_launcher_that_ends_leaves_word_that_the_rest_does_not_come(
     close, late = next(call for call in at_exit if "_close" in call[0].__name__)
     close(late)
     assert reasons(run) == [None, "start_failed", None]
-    assert "its launcher has ended before it came" in str(run.outcomes()[1].error)
+    assert "its launcher ended before it started" in str(run.outcomes()[1].error)
     run.cancel()
 
 
@@ -142,7 +142,7 @@ def test_a_detached_launch_gives_up_what_has_not_come(machines: Machines, capsys
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FakeJobs, "interrupt_starts", lambda _: decides.set())
         run = start(3, min_replicas=2, gather_s=0.2, detach=True)
-    assert "replicas: started with 2 of 3 replicas; 1 did not come within 0.2 s" in capsys.readouterr().err
+    assert "replicas: started with 2 of 3 replicas; 1 did not start within 0.2 s" in capsys.readouterr().err
     assert reasons(run) == [None, "start_failed", None]
     assert machines.living() == [(0, 0), (2, 0)]
     run.cancel()
@@ -167,7 +167,7 @@ def test_a_resume_waits_for_the_rest_as_the_launch_did_or_as_it_is_told(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(FakeJobs, "interrupt_starts", lambda _, decides=decides: decides.set())
             run = resume(run, gather_s=gather_s, detach=True)
-        assert f"1 did not come within {said}" in capsys.readouterr().err
+        assert f"1 did not start within {said}" in capsys.readouterr().err
         machines.forgive()
     run.cancel()
 

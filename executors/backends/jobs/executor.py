@@ -1,7 +1,7 @@
-"""JobExecutor: the five verbs over any service that runs jobs.
+"""JobExecutor: an executor over any service that runs jobs. Each replica is one job.
 
-A replica is one job. The store has its state: an outcome decides, and a claim shows that the replica runs. The service
-is asked whether a job without an outcome still lives, and its answer is recorded by the first process that asks.
+The store has the state of a replica: its outcome if it has ended, and its claim if it has started. If a replica has no
+outcome, the service is asked whether the job still runs. The first process that finds the job gone records an outcome.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ from executors.task.record import find_run_record
 from executors.task.stored import read_task
 
 DEFAULT_TIMEOUT_S = 3600
-MARGIN_S = 120  # added to the service's limit: for fetching the code, and for a replica that ends by its own limit
-HEAD_START_S = 5.0  # the store's, before the service is asked to end a job: so the marker is usually there before
-STORE_S = 20.0  # how long a store is waited for once the service has ended a job
-INSTALL_S = 900  # added if packages must be installed: the time limit counts from the entrypoint's start
+MARGIN_S = 120  # added to the service's limit, so that the code can be fetched and the replica can end by itself
+HEAD_START_S = 5.0  # how long the store may take to write a cancel marker before the service ends the job
+STORE_S = 20.0  # how long the store may take to write the marker after that
+INSTALL_S = 900  # added to the service's limit for packages, because the time limit counts from the entrypoint's start
 
 TORCH = re.compile(r"torch(?![A-Za-z0-9._-])")  # a requirement of torch itself, as "torch==2.13.0"
 
@@ -84,7 +84,16 @@ S = TypeVar("S", bound=JobService)
 def options_of(
     service_class: Callable[P, S],
 ) -> Callable[[Callable[[Any, S], None]], Callable[Concatenate[Any, P], None]]:
-    """Let a constructor that takes a service take the options of that service instead: its fields, by name."""
+    """Return a decorator for the constructor of an executor. The constructor then takes the options of its service.
+
+    Args:
+        service_class: the service. Its fields are the options, which are passed by name.
+
+    Example:
+        @options_of(MyJobs)
+        def __init__(self, service: MyJobs) -> None:
+            super().__init__(service)
+    """
 
     def with_options(constructor: Callable[[Any, S], None]) -> Callable[Concatenate[Any, P], None]:
         def with_service(self: Any, /, *args: P.args, **options: P.kwargs) -> None:
@@ -101,7 +110,18 @@ def options_of(
 
 
 class JobExecutor(Backend):
-    """The five verbs of an executor over a JobService; a subclass has a name and a constructor."""
+    """An executor over a JobService. A subclass adds a name and a constructor.
+
+    Args:
+        service: the service that runs the jobs.
+
+    Raises:
+        TypeError: the service can read no logs.
+
+    Example:
+        class MyExecutor(JobExecutor):
+            backend_name = "my"
+    """
 
     backend_name: str
     recordable_options: ClassVar[Recordable]
@@ -115,19 +135,19 @@ class JobExecutor(Backend):
 
     def __init__(self, service: JobService) -> None:
         if type(service).logs is JobService.logs and type(service).open_log is JobService.open_log:
-            raise TypeError(f"{type(service).__name__} has neither logs() nor open_log(): one of them is its own.")
+            raise TypeError(f"{type(service).__name__} can read no logs. Define logs() or open_log().")
         self.service = service
         self._states = JobStatePoller(service)
         self._recorder = JobOutcomeRecorder(service, self._states)
         self._intents = StalenessTracker()
         self._starting: set[str] = set()
-        """The places of attempts that this process is starting: it need not look for their jobs."""
+        """The places of the attempts that this process is starting now. It need not search for their jobs."""
         self._known_jobs: dict[JobKey, JobId] = {}
-        """The jobs that this process started or found at the service: it ends them without asking a store."""
+        """The jobs that this process has started or found. It can end them without the store."""
         self._gangs: set[GangStart] = set()
-        """Starts that are under way in this process."""
+        """The starts that continue in this process."""
         self._explained: set[str] = set()
-        """The attempts for which the service has reported why it ended them, or that it does not know."""
+        """The attempts for which the service was asked why it ended them."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.service!r})"
@@ -145,7 +165,7 @@ class JobExecutor(Backend):
     @property
     def pip(self) -> Sequence[str]:
         """The requirements that the user gave; see `Backend.pip`."""
-        from executors.shipping.requirements import given_requirements  # a look at a run packs nothing
+        from executors.shipping.requirements import given_requirements  # not at the top: most processes pack no code
 
         return given_requirements(self.service.pip)
 
@@ -162,7 +182,7 @@ class JobExecutor(Backend):
         return self.default_timeout_s if timeout is None else timeout
 
     def price_per_hour(self, gpu: str | None) -> float | None:
-        """Return the price of an hour of one replica in US dollars. None if the service does not publish it."""
+        """Return the price of one replica in US dollars an hour; see `Backend.price_per_hour`."""
         return self.service.price_per_hour(gpu)
 
     def reports_preemption(self, gpu: str | None) -> bool:
@@ -177,14 +197,14 @@ class JobExecutor(Backend):
         return f"{self.service.name}: {EACH_INSTALLS}. {WITH_TORCH}"
 
     def check_image(self) -> tuple[str, str] | None:
-        """Return what each container installs first, and an advice on what avoids it. None: not known."""
+        """Return a text on the packages that containers install first, and an advice. None: this is not known."""
         if self.service.keeps_installed:
             return INSTALLS_ONCE, ""
         return (EACH_INSTALLS, WITH_TORCH) if self.service.image_lacks_torch else None
 
     def package(self, entrypoint: str | Callable[..., Any]) -> Package:
-        """Pack what replicas need of this side: the code under the working directory, and what to install."""
-        from executors.shipping.package import make_package  # a look at a run packs nothing
+        """Return the package that replicas need: the code in the working directory, and the requirements."""
+        from executors.shipping.package import make_package  # not at the top: most processes pack no code
 
         return make_package(entrypoint, pip=self.service.pip)
 
@@ -221,7 +241,7 @@ class JobExecutor(Backend):
             made = self._handle(attempt, job_id, timeout_s=limits[attempt.rank], launched_at=run.launched_at)
             return made if price is None else replace(made, metadata={**made.metadata, "usd_per_hour": price})
 
-        self._class_path  # noqa: B018 - it takes a while, and now nothing is paid for
+        self._class_path  # noqa: B018 - computed now, because it takes a while and no job costs money yet
         gang = GangStart(
             self.service,
             self.backend_name,
@@ -250,7 +270,7 @@ class JobExecutor(Backend):
         return {"service": self.service.name, "jobs": [self.service.describe(job) for job in jobs]}
 
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
-        """Return the replica's status. The first to find its job ended without an outcome records what is known.
+        """Return the replica's status. If its job ended without an outcome, this records an outcome.
 
         Raises:
             UnknownHandleError: no such replica was ever launched.
@@ -289,7 +309,7 @@ class JobExecutor(Backend):
             state = states.get(replica.key)
             if replica.job is None or (state is not None and (state.has_ended or state.holds_place)):
                 if state is not None and state.holds_place and state.reason == "preempted":
-                    # Nothing else would: an ended replica is not looked at again.
+                    # This is the last look at a replica that has ended, so the job is withdrawn here.
                     self._recorder.withdraw(replica)
                 self._states.forget(replica.key)
                 return self._recorder.supervisor_of(replica, state)
@@ -310,10 +330,10 @@ class JobExecutor(Backend):
 
         if sum(state.has_ended for state in states.values()) < 2:
             return list(map(observation, replicas))
-        return call_each(observation, replicas, MAX_THREADS)  # each takes some round trips
+        return call_each(observation, replicas, MAX_THREADS)  # in threads, because each takes several requests
 
     def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = LOG_LINES) -> str:
-        """Return the last lines of the replica's output, as far as the service keeps it."""
+        """Return the last lines of the replica's output, as far as the service keeps them."""
         job_id = retrying()(self._job_of, self._find(handle))
         return "" if job_id is None else retrying()(self.service.logs, job_id, n_lines)
 
@@ -326,10 +346,10 @@ class JobExecutor(Backend):
         return RetryingLog(self.service.open_log(job_id), f"rank {attempt.rank}")
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """End a replica; returns when the service has accepted to end its job.
+        """End a replica. This returns when the service has accepted to end its job.
 
-        The store has a few seconds to take the cancel marker, which tells the replica and all who look that the end was
-        asked for. Then the service is asked to end the job, whatever the store does. Last, the store has more time.
+        First the cancel marker is written into the store, so that the end is recorded as a cancellation. If the store
+        does not answer within a few seconds, the service ends the job all the same. Then the store has more time.
 
         Raises:
             UnknownHandleError: no such replica was ever launched.
@@ -360,10 +380,10 @@ class JobExecutor(Backend):
                 raise StoreError(f"{error} {ended}", key=error.key, url=error.url) from error
 
     def _find_and_mark(self, handle: ReplicaHandle) -> tuple[JobReplica, JobId] | None:
-        """Find a replica and leave its cancel marker; None if there is no job of it that could be ended.
+        """Find a replica, write its cancel marker, and return it with its job. None if it has no job to end.
 
         Raises:
-            JobServiceError: the service cannot say whose job it is. The marker was left: the replica looks there.
+            JobServiceError: the service cannot verify the job. The marker was written, and the replica reads it.
         """
         replica = self._find(handle)
         attempt = replica.attempt
@@ -378,7 +398,7 @@ class JobExecutor(Backend):
             commands = self.service.commands_to_end(attempt.run_id, [replica.job] if replica.job else [])
             raise JobServiceError(f"{error} End it yourself: {commands}", error.kind) from error
         attempt.request_cancel()
-        if job_id is None:  # its launcher died before the service had it; one that comes up late ends
+        if job_id is None:  # the launcher died before the service had the job; a late job finds the outcome and ends
             attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
             return None
         return replica, job_id
@@ -408,13 +428,13 @@ class JobExecutor(Backend):
             try:
                 labels = self._labels_found(run.run_id)
             except JobServiceError as error:
-                said = f"jobs of run {run.run_id!r} ({str(error).rstrip('.')})"
-                return EndedJobs(problems=(said,), commands=self.commands_to_end(run.run_id))
-        told = end_jobs(self.service, jobs, run_labels=labels, on_progress=on_progress)
+                problem = f"jobs of run {run.run_id!r} ({str(error).rstrip('.')})"
+                return EndedJobs(problems=(problem,), commands=self.commands_to_end(run.run_id))
+        ended = end_jobs(self.service, jobs, run_labels=labels, on_progress=on_progress)
         for key in newest.values():
             self._states.expire(key)
         self._recorder.expire_all(f"{run.run_id}/")
-        return told
+        return ended
 
     def jobs_left(self, run: JobsOfRun) -> JobsLeft:
         """Return the jobs of a run that have not ended. The service is asked once, without retries."""
@@ -437,7 +457,7 @@ class JobExecutor(Backend):
         return self.service.log_advice
 
     def risks(self) -> Sequence[tuple[str, str]]:
-        """Return what may go wrong at the service although it is ready."""
+        """Return the settings of the service that may harm a run, each as a pair of the problem and an advice."""
         return [*self.service.risks()]
 
     def commands_to_end(self, run_id: str) -> str:
@@ -445,10 +465,10 @@ class JobExecutor(Backend):
         return self.service.commands_to_end(run_id)
 
     def _labels_found(self, run_id: str) -> dict[str, str]:
-        """Return the labels of the one run of an id that the service has jobs of, for who knows no more than the id.
+        """Return the labels of the run with an id, for a caller that knows only the id.
 
         Raises:
-            JobServiceError: the service does not answer, or has jobs of several such runs.
+            JobServiceError: the service does not answer, or has jobs of several runs with this id.
         """
         labels = {RUN_LABEL: run_id}
         if not self.service.lists_running:
@@ -456,15 +476,15 @@ class JobExecutor(Backend):
         stores = {each.labels.get(STORE_LABEL, "") for each in retrying()(self.service.running_jobs, labels)}
         if len(stores) > 1:
             raise JobServiceError(
-                f"{self.service.name} has jobs of {len(stores)} runs with this id, in different stores, so nothing was "
-                "ended.",
+                f"{self.service.name} has jobs of {len(stores)} runs with this id, in different stores, so no job was "
+                "ended. Name the run by its address, STORE/RUN.",
                 "rejected",
             )
         store = next(iter(stores), "")
         return {**labels, STORE_LABEL: store} if store else labels
 
     def _jobs_known_of(self, run: JobsOfRun) -> dict[JobKey, JobId]:
-        """Return the jobs of a run that this process started or found, and those that this machine noted."""
+        """Return the jobs of a run that this process has started or found, and those in this machine's notes."""
         noted = [job for job in noted_jobs(run.run_id, run.store_url) if job.backend == self.backend_name]
         options = as_noted(self.options_to_keep)
         noted = [job for job in noted if job.options == options] or noted
@@ -482,11 +502,11 @@ class JobExecutor(Backend):
 
     @functools.cached_property
     def _class_path(self) -> str:
-        """The class, as in "pkg.mod:Class"; empty if the backend's name leads to it."""
+        """The import path of the class, as in "pkg.mod:Class". Empty if the name of the backend is enough."""
         return describe_executor(self)["executor"] or ""
 
     def _keep_jobs(self, jobs: Sequence[tuple[JobKey, JobId]], store_url: str) -> None:
-        """Keep the ids of jobs that were just started, in this process and in this machine's notes."""
+        """Keep the ids of jobs that have just started, in this process and in this machine's notes."""
         noted = []
         for key, job_id in jobs:
             self._known_jobs[key] = job_id
@@ -536,19 +556,19 @@ class JobExecutor(Backend):
         found = self._handle(attempt, jobs[0], timeout_s=self._timeout_s(timeout_s), launched_at=launched_at)
         if attempt.create(HANDLE, found.to_json().encode()):
             return found
-        return attempt.handle(self.backend_name) or found  # its launcher lives, and knows best
+        return attempt.handle(self.backend_name) or found  # the launcher lives, and has written its own handle
 
     def _find(self, handle: ReplicaHandle) -> JobReplica:
-        """Find a replica; a newer attempt whose launcher died before it wrote a handle is found at the service."""
+        """Find a replica. If its newest attempt has no handle yet, the service is asked for the job."""
         attempt, newest = Attempt.of_handle(handle, self.backend_name)
         if attempt.number != newest.metadata.get("attempt") and attempt.has_intent():
             announced = attempt.announced(self.backend_name)
-            unheard = replace(newest, metadata={**newest.metadata, **announced.metadata, "job": None})
-            newest = retrying()(self._look_for, attempt) or unheard
+            without_job = replace(newest, metadata={**newest.metadata, **announced.metadata, "job": None})
+            newest = retrying()(self._look_for, attempt) or without_job
         return JobReplica.of(attempt, newest)
 
     def _job_of(self, replica: JobReplica) -> JobId | None:
-        """Return the job that a replica's handle names, after the service has confirmed that it is this replica's."""
+        """Return the job that a replica's handle names, after the service has confirmed that it runs this replica."""
         return None if replica.job is None else self._states.verified(replica.key, replica.job)
 
     def _handle(self, attempt: Attempt, job_id: JobId, *, timeout_s: float | None, launched_at: float) -> ReplicaHandle:

@@ -1,8 +1,10 @@
-"""GangStart starts the replicas of a run as jobs of a service, each at most once: all of them, or the number it needs.
+"""GangStart starts the replicas of a run as jobs of a service: all of them, or at least `min_replicas`.
 
-An intent is created before the service is called, and the handle is written after. So a job whose answer was lost, or
-whose launcher died, is found by its name instead of being started again. A launch leaves attempts alone that another
-launcher began. If it were refused as a whole, two processes that resume a run at once could each end the other's jobs.
+Each job is started at most once. An intent is written before the service is called, and the handle after. So if an
+answer is lost, or the launcher dies, the job is found by its name instead of being started again.
+
+A launch skips attempts that another launcher has begun. If it failed instead, it would end the jobs that it has
+started. So two processes that resume a run at the same time could each end the jobs of the other.
 """
 
 from __future__ import annotations
@@ -39,47 +41,47 @@ from executors.store.parallel import answered_within, at_store, in_threads, with
 from executors.store.record_names import CANCEL, HANDLE, OUTCOME
 from executors.store.url import impatient_store
 
-MAX_THREADS = 256  # a call may block until its job is scheduled, so each rank has its own
+MAX_THREADS = 256  # a call may wait until its job is scheduled, so each rank has its own thread
 SWEEP_S, LONGEST_SWEEP_S = 1.0, 10.0
 ASKING_THREADS = 64
-# How long a start waits for its store: what it has started meanwhile is paid for. With the head start, and the minute
-# after which `ending.end_jobs` names what still runs, this is less than two minutes.
+# How long a start waits for its store. Jobs that have started cost money meanwhile. This time, HEAD_START_S, and the
+# minute after which `ending.end_jobs` names the jobs that still run are less than two minutes together.
 STORE_S = 50.0
-HEAD_START_S = 5.0  # the store's, before what was started is ended: so its markers are usually there before
-LAST_STORE_S = 20.0  # how long the store is waited for when everything has ended
-LOOKS = 5  # for a job that an unknown answer may have left, before the service is asked for it again
+HEAD_START_S = 5.0  # how long the store may take to write cancel markers before the jobs are ended
+LAST_STORE_S = 20.0  # how long the store may take to write them after all jobs have ended
+LOOKS = 5  # the number of searches for a job after a lost answer, before the service is asked for the job again
 LOOK_PAUSE_S = 1.0
 CLOSE_S = 5.0  # how long the end of the process waits for calls that were interrupted
-TEND_S = 5.0  # between two looks at a run that replicas may still join
+TEND_S = 5.0  # between two looks at a run that late replicas may still join
 
 
 @dataclass(eq=False)
 class _Start:
-    """One rank on its way."""
+    """The start of one rank."""
 
     attempt: Attempt
     job: JobSpec
     given_up: threading.Event = field(default_factory=threading.Event)
     is_begun: bool | None = None
-    """True if this launch began the attempt, False if another one did. None if it is not known yet."""
+    """True if this launch has begun the attempt, False if another launch has. None if this is not known yet."""
     is_asking: bool = False
-    """Whether a thread waits for the service to start it, also one that an interrupted `run` does not know of."""
+    """True while a thread waits for the service to start the job, also after `run` was interrupted."""
     is_unclear: bool = False
-    """Whether an answer was lost, so that there may be two jobs."""
+    """True if an answer was lost, so that there may be two jobs."""
     may_exist: bool = False
-    """Whether the service may have the job: it was asked for it, and did not reject it without doubt."""
+    """True if the service may have the job: it was asked for it, and did not clearly reject it."""
     job_id: JobId | None = None
     handle: ReplicaHandle | None = None
     error: BaseException | None = None
 
     @property
     def has_come(self) -> bool:
-        """Whether the rank is started, by this launch or another."""
+        """True if the rank has started, by this launch or another."""
         return self.handle is not None or self.is_begun is False
 
     @property
     def has_to_end(self) -> bool:
-        """Whether this launch may have a job of it that costs something."""
+        """True if this launch may have a job for the rank, which costs money."""
         return self.is_begun is not False and (self.may_exist or self.job_id is not None)
 
     @property
@@ -93,14 +95,22 @@ class _Start:
 
 
 class GangStart:
-    """The start of some ranks of one run.
+    """Starts some ranks of one run as jobs.
 
     Args:
-        handle_of: makes the handle of an attempt from the id of its job.
-        started: gets the jobs that the service has started and the url of the run's store, before anything else is done
-            with them.
-        starting: gets the places of these attempts, each for as long as this launch may be starting it.
-        on_progress: gets a few words whenever one more is started.
+        service: the service that runs the jobs.
+        backend: the name of the backend, for messages.
+        run: the run, with the ranks to start.
+        jobs: the attempt and the job of each rank.
+        handle_of: returns the handle of an attempt, given the id of its job.
+        started: is called with the jobs that the service has started and the url of the run's store, before anything
+            else is done with the jobs.
+        starting: a set to which this adds the place of each attempt, for as long as this launch may be starting it.
+        on_progress: is called with a few words whenever one more job has started.
+
+    Example:
+        handles = GangStart(service, "modal", run, jobs, handle_of=handle_of, started=keep, starting=set(),
+                            on_progress=print).run()
     """
 
     def __init__(
@@ -124,9 +134,10 @@ class GangStart:
         self._handle_of = handle_of
         self._started = started
         self._asking = threading.Lock()
-        """Held while a start is given up, and while a thread makes sure that its start is not: then it asks."""
+        """Held while starts are given up, and by a thread that marks its start as asking. So no thread asks the
+        service for a start that was given up."""
         self._starting = starting
-        self._tell = on_progress
+        self._on_progress = on_progress
         self._nonce = secrets.token_hex(16)
 
     @property
@@ -136,11 +147,11 @@ class GangStart:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The ranks that it starts."""
+        """The ranks that this starts."""
         return self._run.ranks
 
     def give_up(self) -> None:
-        """Start nothing more, and interrupt the calls that wait. `run` then ends what was started, and raises.
+        """Start no more jobs, and interrupt the calls that wait. Then `run` ends the started jobs, and raises.
 
         Example:
             gang.give_up()
@@ -151,13 +162,13 @@ class GangStart:
         self._interrupt()
 
     def run(self) -> list[ReplicaHandle]:
-        """Start every job at the same time, and return the handles in the order of the jobs.
+        """Start all jobs at the same time, and return the handles in the order of the jobs.
 
-        Those of attempts that another launcher began are left out; and with `min_replicas` those that do not come in
-        time, which join later unless the launch is detached.
+        Handles of attempts that another launcher has begun are left out. With `min_replicas`, handles of late jobs are
+        left out, too. Late jobs join later, unless the launch is detached.
 
         Raises:
-            LaunchError: too few could be started; the others were ended, or never begun.
+            LaunchError: too few jobs could be started. The others were ended, or never begun.
         """
         self._starting.update(start.attempt.place for start in self._starts)
         try:
@@ -171,7 +182,7 @@ class GangStart:
             self._go_on_without(failed, late)
         except LaunchError:
             raise
-        except BaseException:  # Ctrl-C, perhaps before every job was handed to a thread
+        except BaseException:  # such as Ctrl-C, perhaps before each job had a thread
             self._starting.difference_update(start.attempt.place for start in self._starts)
             try:
                 if left := self._give_up(self._starts, "the launch was interrupted"):
@@ -184,9 +195,9 @@ class GangStart:
         return [start.handle for start in self._starts if start.handle is not None]
 
     def _wait_for_enough(self, batches: Mapping[Future[None], Sequence[_Start]]) -> None:
-        """Wait until all have come, too many have failed, or the time has passed."""
+        """Wait until all jobs have started, too many have failed, or the time has passed."""
         n, n_came, n_failed = len(self._starts), 0, 0
-        self._tell(self._progress(0))
+        self._on_progress(self._progress(0))
         within_s = (
             None if self._run.settings.min_replicas is None else min(self._run.settings.gather_s, threading.TIMEOUT_MAX)
         )
@@ -195,12 +206,12 @@ class GangStart:
                 errors = [start.error for start in batches[future] if start.error]
                 n_came, n_failed = n_came + len(batches[future]) - len(errors), n_failed + len(errors)
                 if not errors:
-                    self._tell(self._progress(n_came))
+                    self._on_progress(self._progress(n_came))
                 elif n - n_failed < self._needed or not isinstance(errors[0], (ReplicasError, OSError)):
                     return
 
     def _progress(self, n_came: int) -> str:
-        """Say how far the start is. Where a start waits for a GPU, those that have one are paid for meanwhile."""
+        """Return a few words on the progress. They count GPUs if a start waits for one, because each costs money."""
         n, waits = len(self._starts), self._service.start_waits(self._starts[0].job)
         if not waits:
             return f"{n_came} of {n} started"
@@ -208,47 +219,47 @@ class GangStart:
         return f"{n_came} of {n} have a GPU{rest}"
 
     def _refuse(self, failed: Sequence[_Start], n_late: int) -> None:
-        """End everything, and raise why."""
+        """End all jobs, and raise the reason."""
         n, cause = len(self._starts), failed[0] if failed else None
         if cause is None:
-            what = f"started {n - n_late} of {n} replicas within {self._run.settings.gather_s:g} s"
+            problem = f"started {n - n_late} of {n} replicas within {self._run.settings.gather_s:g} s"
         else:
             number, run = cause.attempt.rank, self._run
             of = f"spare {number}" if run.is_of_spares else f"replica {number} of {run.world_size}"
             if self._service.starts_together and len(failed) == n > 1:
                 of = f"any of {n} {'spares' if run.is_of_spares else 'replicas'}, which start together"
-            what = f"could not start {of}: {str(cause.error).rstrip('.')}"
+            problem = f"could not start {of}: {str(cause.error).rstrip('.')}"
         if self._needed < n:
-            what += f"; at least {self._needed} of {n} were asked for"
+            problem += f"; at least {self._needed} of {n} were asked for"
         if cause is not None and getattr(cause.error, "lacks_machines", False) and not self._run.is_of_spares:
-            what += f". {self._advice_on_machines()}".rstrip(".")
-        left = self._give_up(self._starts, f"the backend {what}" if cause is None else cause.problem)
+            problem += f". {self._advice_on_machines()}".rstrip(".")
+        left = self._give_up(self._starts, f"the backend {problem}" if cause is None else cause.problem)
         error = None if cause is None else cause.error
         if error is not None and not isinstance(error, (ReplicasError, OSError)):
             raise error
         raise LaunchError(
-            f"Backend {self._backend!r} {what}. Those already started were ended.{left}",
+            f"Backend {self._backend!r} {problem}. Those already started were ended.{left}",
             rank=None if cause is None else cause.attempt.rank,
             cancelled=isinstance(error, CancelledWhileStartingError),
         ) from error
 
     def _advice_on_machines(self) -> str:
-        """Say how many had a machine, why the others usually have none, and how to start with fewer."""
+        """Return how many ranks had a machine, why the others usually have none, and how to start with fewer."""
         n, n_had = len(self._starts), sum(start.handle is not None for start in self._starts)
         fewer = f"Start with those that get one: --min-replicas {max(1, n_had)}, or min_replicas=."
         return f"{n_had} of {n} had a machine. {self._service.limits_advice} {fewer}".replace("  ", " ")
 
     def _end_doubles(self) -> None:
-        """End the second job of each rank that has two: its list was late when it was looked at."""
+        """End the second job of each rank that has two. An earlier search may have missed it."""
         for start in self._starts:
             if start.is_unclear and start.job_id is not None:
-                with contextlib.suppress(JobServiceError):  # then it is ended with the replica
+                with contextlib.suppress(JobServiceError):  # then the end of the replica ends it, too
                     stop_others(self._service, start.job.key, start.job_id)
 
-    # With fewer than all
+    # With fewer replicas than the run has ranks
 
     def _go_on_without(self, failed: Sequence[_Start], late: Sequence[_Start]) -> None:
-        """Give up the ranks that failed; those that have not come may join, as long as this process lives."""
+        """Give up the ranks that failed. Late ranks may join as long as this process lives."""
         n, n_came = len(self._starts), len(self._starts) - len(failed) - len(late)
         for start in failed:
             _say(start.problem)
@@ -256,9 +267,10 @@ class GangStart:
         if not late:
             return
         if self._run.settings.detach:
-            when = f"within {self._run.settings.gather_s:g} s, and nobody waits for them after a detached launch"
-            _say(f"started with {n_came} of {n} replicas; {len(late)} did not come {when}.")
-            self._give_up_late(late, f"it did not come {when}")
+            when = f"within {self._run.settings.gather_s:g} s"
+            end = "A detached launch does not wait for late replicas"
+            _say(f"started with {n_came} of {n} replicas; {len(late)} did not start {when}. {end}.")
+            self._give_up_late(late, f"it did not start {when}. {end}")
             return
         _say(f"started with {n_came} of {n} replicas; {len(late)} may still join.")
         atexit.register(self._close, late)
@@ -272,7 +284,7 @@ class GangStart:
                 late = [start for start in late if not start.error]
             with contextlib.suppress(StoreError):
                 if late and self._others_have_ended(late):
-                    self._give_up_late(late, "the others have ended before it came")
+                    self._give_up_late(late, "the other replicas ended before it started")
                     break
             time.sleep(TEND_S)
         atexit.unregister(self._close)
@@ -288,7 +300,7 @@ class GangStart:
         self._give_up(late, why)
 
     def _close(self, late: Sequence[_Start]) -> None:
-        """Record that these are not started any more. A job that comes up nevertheless ends."""
+        """Record that late ranks are given up, because this process ends. A job that starts later ends itself."""
         with self._asking:
             for start in late:
                 start.given_up.set()
@@ -296,15 +308,16 @@ class GangStart:
             for start in late:
                 if not start.has_come:
                     attempt = replace(start.attempt, store=impatient_store(self._run.store_url, CLOSE_S))
-                    attempt.abandon(JobServiceError("its launcher has ended before it came", "rejected"))
-        with contextlib.suppress(Exception):  # after it: a start that succeeds all the same finds the marker
+                    attempt.abandon(JobServiceError("its launcher ended before it started", "rejected"))
+        # This is last, so that a start that succeeds all the same finds its cancel marker.
+        with contextlib.suppress(Exception):
             self._service.interrupt_starts()
         self._wait_for(late, CLOSE_S)
 
     # Starting
 
     def _start(self, batch: Sequence[_Start]) -> None:
-        """Start one rank, or all of a group."""
+        """Start one rank, or all ranks of a group."""
         try:
             batch[0].check_not_given_up()
             within(STORE_S, lambda: call_each(self._begin, batch, ASKING_THREADS), self._run.store_url)
@@ -320,7 +333,7 @@ class GangStart:
                 self._starting.discard(start.attempt.place)
 
     def _begin(self, start: _Start) -> bool:
-        """Begin an attempt by creating its intent; False if another launcher has begun it."""
+        """Begin an attempt by creating its intent. Return False if another launcher has begun it."""
         if start.is_begun is None:
             takes_s = self._service.start_limit_s(start.job) + LONGEST_PATIENCE_S + len(self._starts)
             takes_s = takes_s if start.attempt.number else max(takes_s, STALE_INTENT_S)
@@ -330,18 +343,18 @@ class GangStart:
     def _write_handle(self, start: _Start) -> None:
         assert start.job_id is not None
         handle = self._handle_of(start.attempt, start.job_id)
-        # Overwritten: a reader may have written a handle meanwhile, of a job that `_only_one` has ended since.
+        # A reader may have written a handle of a second job, which `_only_one` has ended. So the handle is overwritten.
         start.attempt.create(HANDLE, handle.to_json().encode(), replaces=True)
         start.handle = handle
 
     def _find_jobs(self, batch: Sequence[_Start]) -> None:
-        """Ask for jobs until the service has them; look for them first whenever an answer left that unknown."""
+        """Ask the service for jobs until it has started them. After a lost answer, search for the jobs first."""
         for one_try in retrying(batch[0].given_up.wait, patience_s=LONGEST_PATIENCE_S):
             with one_try:
                 batch[0].check_not_given_up()
                 if not (missing := self._look_for(batch) if batch[0].is_unclear else batch):
                     return
-                # If an answer was lost, the job that is not found yet may have written an outcome.
+                # After a lost answer, `_ask_for` does not read outcomes: a job that was not found may have written one.
                 self._ask_for(missing, is_again=one_try.retry_state.attempt_number > 1 and not batch[0].is_unclear)
                 if batch[0].is_unclear:
                     call_each(self._only_one, missing, ASKING_THREADS)
@@ -350,8 +363,8 @@ class GangStart:
         if is_again and self._have_all(batch, OUTCOME):
             if self._have_all(batch, CANCEL):
                 raise CancelledWhileStartingError
-            raise JobServiceError("somebody recorded its end before it was started.", "rejected")
-        with self._asking:  # after this, a caller that gives the start up waits for the answer
+            raise JobServiceError("another process recorded its end before it was started.", "rejected")
+        with self._asking:  # from here on, a caller that gives the start up waits for the service's answer
             batch[0].check_not_given_up()
             for start in batch:
                 start.may_exist = start.is_asking = True
@@ -375,16 +388,17 @@ class GangStart:
                 start.is_asking = False
 
     def _have_all(self, batch: Sequence[_Start], name: str) -> bool:
-        """Return whether the attempts all have a record; False if the store does not say so soon."""
+        """Return True if all attempts have a record. False if the store does not answer soon."""
         with contextlib.suppress(StoreError):
             found = in_threads(lambda start: start.attempt.has(name), batch, ASKING_THREADS)
             return all(answered_within(HEAD_START_S, each, self._run.store_url) for each in found)
         return False
 
     def _look_for(self, batch: Sequence[_Start]) -> Sequence[_Start]:
-        """Look for jobs that a lost answer may have left, for a while: what was made just now may be listed late.
+        """Search several times for the jobs of a lost answer, because the service may list a new job late.
 
-        Returns: those that have none.
+        Returns:
+            The starts for which no job was found.
         """
         for look in range(LOOKS):
             if look:
@@ -397,8 +411,8 @@ class GangStart:
         return batch
 
     def _only_one(self, start: _Start) -> JobId | None:
-        """Find the job of a rank, and end any beyond the first; a list may lack the one that was made just now."""
-        found = self._service.find(start.job.key)
+        """Find the job of a rank, and end all its other jobs."""
+        found = self._service.find(start.job.key)  # the list may not have the newest job yet
         if start.job_id is not None and start.job_id not in found:
             found.append(start.job_id)
         for surplus in found[1:]:
@@ -410,12 +424,13 @@ class GangStart:
     # Undoing
 
     def _give_up(self, starts: Sequence[_Start], why: str) -> str:
-        """End these jobs, also what is still being started; return a sentence on what could not be ended.
+        """End jobs, also those that are still being started. Return a sentence that names the jobs that may still run.
 
-        The store has a few seconds to take the markers: a job that comes up late finds its own, and ends at once. Then
-        the service is asked, even if the store does not answer. Markers that are not written by then get more time.
+        First cancel markers are written into the store, so that a job that starts late ends at once. If the store does
+        not answer within a few seconds, the service is asked to end the jobs all the same. Then the store has more
+        time.
         """
-        failed = [start for start in starts if start.error]  # before: what is given up fails, too
+        failed = [start for start in starts if start.error]  # first, because a start that is given up fails, too
         with self._asking:
             for start in starts:
                 start.given_up.set()
@@ -430,10 +445,10 @@ class GangStart:
         return "" if left.is_complete else f" {left.what_is_left}"
 
     def _mark(self, starts: Sequence[_Start], failed: Sequence[_Start], why: str) -> None:
-        """Leave word of these attempts: why they failed, and that the others are to end."""
+        """Record why starts have failed, and write cancel markers for all of them."""
 
         def mark(start: _Start) -> None:
-            if not self._begin(start):  # no rank of this launch is to wait for ever
+            if not self._begin(start):  # begun here if it is not yet, so that no reader waits for the attempt for ever
                 return
             if start in failed:
                 refused = start.job_id is None and not start.attempt.has_started()
@@ -457,30 +472,31 @@ class GangStart:
         return [start.job_id for start in starts if start.job_id is not None]
 
     def _interrupt(self) -> None:
-        """Interrupt the calls that wait, unless one may still bring a rank."""
+        """Interrupt the calls that wait, unless one of them may still start a rank that is wanted."""
         if all(start.given_up.is_set() or start.has_come for start in self._starts):
             with contextlib.suppress(JobServiceError):
                 self._service.interrupt_starts()
 
     def _sweep(self, starts: Sequence[_Start]) -> EndedJobs:
-        """End these jobs, again while they are being started; say what may still exist."""
-        told, pause_s = EndedJobs(), SWEEP_S
+        """End jobs, again and again while some are being started. Return the jobs that may still run."""
+        swept, pause_s = EndedJobs(), SWEEP_S
         while starts:
-            if asking := [start for start in starts if start.is_asking]:  # before: these are swept once more
-                self._interrupt()  # calls that have begun to wait since the last time
+            # This list is made before jobs are ended, so that a job that starts meanwhile is swept in the next turn.
+            if asking := [start for start in starts if start.is_asking]:
+                self._interrupt()  # for calls that have begun to wait since the last time
             ended = end_jobs(
                 self._service,
                 [(start.job.key, start.job_id) for start in starts if start not in asking],
                 on_progress=_say,
             )
-            told = told if ended.is_complete else told + ended
+            swept = swept if ended.is_complete else swept + ended
             self._wait_for(asking, pause_s)
             pause_s = min(2 * pause_s, LONGEST_SWEEP_S)
             starts = [start for start in asking if start.has_to_end]
-        return told
+        return swept
 
     def _wait_for(self, starts: Sequence[_Start], limit_s: float) -> None:
-        """Wait until the service has answered about all of these, or the time has passed."""
+        """Wait until the service has answered about all starts, or the time has passed."""
         deadline = time.monotonic() + limit_s
         while any(start.is_asking for start in starts) and time.monotonic() < deadline:
             time.sleep(0.02)
