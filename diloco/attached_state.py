@@ -1,7 +1,7 @@
-"""What a rank keeps for its next attempt: the state of its inner optimizer, data position, generators and the like.
+"""Saves the state of attached objects for a rank's next attempt: the inner optimizer, data position, generators.
 
-Kept once between two snapshots, per rank, as safetensors and JSON. No decision depends on it: it belongs to one rank
-alone, so it may be found by a listing, and a record that is missing or rotten only means an earlier one, or none.
+The state is stored per rank, as safetensors and JSON. No decision of the run depends on it, because it belongs to one
+rank alone. So a listing may be used to find it. If a record is missing or damaged, an earlier one is used, or none.
 """
 
 from __future__ import annotations
@@ -37,37 +37,45 @@ from executors.errors import StoreError, kind_of
 
 log = logging.getLogger(__name__)
 
-OWN_PART_BYTES = 1 << 30  # of one object; a bucket takes five times as much at once
+OWN_PART_BYTES = 1 << 30  # size of one stored object; a bucket allows five times that size in one request
 STEPS_OF_AN_EPOCH = 5
-"""Least number of inner steps between two steps of a schedule by the script that prove that the schedule does not count
-inner steps. A script that leaves out a step now and then, as after an overflow, leaves out fewer in a row."""
+"""If the script steps a schedule only once in this number of inner steps, the schedule does not count inner steps. A
+script that skips a step now and then, for example after an overflow, skips fewer in a row."""
 _STATE_CALLS = (("state_dict", "load_state_dict"), ("get_state", "set_state"), ("getstate", "setstate"))
 _KEPT = {np.dtype(dtype) for dtype in DTYPES.values()}
 
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """What an earlier attempt of this rank left."""
+    """The state that an earlier attempt of this rank saved."""
 
     position: int
     arrays: Arrays
     uncounted_since: Sequence[int]
-    """By fragment, the entry at which its live work began; may be of another number of fragments."""
+    """By fragment, the entry at which its live work began. The number of fragments may have been another one."""
     steps: int = 0
-    """How many steps its attempts had made, by the clock."""
+    """Steps that the earlier attempts had made, for runs with rounds by the clock."""
 
     def restored(self, sizes: Sequence[int]) -> RestoredWork:
-        """Return where it was, and the live work it had."""
+        """Return the position and the live work of the earlier attempt.
+
+        Args:
+            sizes: by fragment, the number of elements.
+        """
         since = [*self.uncounted_since, *[self.position] * len(sizes)][: len(sizes)]
         return RestoredWork(self.position, self.progress(sizes), since)
 
     def names(self) -> set[str]:
-        """Return under which names something was attached."""
+        """Return the names of the attached objects."""
         matches = (re.fullmatch("attached/(.*)/json", key, re.DOTALL) for key in self.arrays)
         return {match[1] for match in matches if match}
 
     def progress(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Return the live work it had, as distances from the anchor, by fragment."""
+        """Return the live work by fragment, as distances from the anchor. It is zero where nothing fits.
+
+        Args:
+            sizes: by fragment, the number of elements.
+        """
         found = (self.arrays.get(f"progress/{index}") for index in range(len(sizes)))
         return [
             torch.zeros(size, dtype=torch.float32, device="cpu")
@@ -78,10 +86,20 @@ class SavedState:
 
 
 class AttachedState:
-    """The states that are kept for a rank's next attempt.
+    """The attached objects of one replica, whose states are saved for the rank's next attempt.
 
     Args:
+        store: the store of the run.
+        keys: the keys of the rendezvous.
+        me: this replica.
+        background: runs an upload while training continues.
+        plan: how the inner steps are divided into rounds.
+        proof: how records are proven.
         begun_at: the step that schedules had counted when the run began, at its step 0.
+
+    Example:
+        attached = AttachedState(store, keys, me, uploads, plan, UNSIGNED)
+        attached.attach("optimizer", optimizer, step=0)
     """
 
     def __init__(
@@ -99,59 +117,68 @@ class AttachedState:
         """The attached objects, by name."""
         self._followers: dict[str, Any] = {}
         self._leads: dict[str, int] = {}
-        """By follower, the steps that it had counted before the run began, beyond `begun_at`."""
+        """By name of a schedule that follows, the steps that it had counted before the run began, beyond `begun_at`."""
         self.kept = self._find(keys) if me.attempt else None
-        """What an earlier attempt left, if there was one; let go once training goes on, as it is large."""
+        """The state that an earlier attempt saved. None: there was none. It is released when training
+        continues, because it is large."""
         self._let_go: set[str] = set()
-        """The names of what was in it."""
+        """The names of the objects in the released state."""
         self.step = self._step_of_kept()
-        """The run's step when `follow` was last called; before, the one that what was kept is of."""
+        """The run's step at the last call of `follow`. Before the first call, the step of the saved state."""
         self._n_steps = 0
-        """Those that this process had made then."""
+        """The steps that this process had made at the last call of `follow`."""
         self.is_behind = False
         """True if `follow` was not called in each round so far, because nothing was attached."""
         self._missed = 0
-        """Steps of the run that what is attached did not take."""
+        """Steps of the run that the attached objects did not make."""
         self._set_to: dict[str, int] = {}
-        """By follower, the count that it was stepped to last. A larger one tells of a step that the script made."""
+        """By name of a schedule that follows, the count that it was stepped to last. If the count is larger now, the
+        script has stepped the schedule, too."""
         self._own_step_at: dict[str, int] = {}
-        """By follower, the steps that this process had made when the script itself stepped it last."""
+        """By name of a schedule that follows, the steps of this process when the script itself last stepped it."""
         self._misfits: set[str] = set()
-        """The names of schedules that follow although they count something else than inner steps."""
+        """The names of schedules that follow, but do not count inner steps."""
         self._ended: set[str] = set()
         """The names of schedules that have reached their own end before the run's."""
         self._left_out: set[str] = set()
-        """The names of what has a state by now that cannot be kept."""
+        """The names of objects whose state can no longer be saved."""
 
         self.schedule = SaveSchedule(1, 1, 0)
-        """When to keep what is attached."""
+        """Decides when the attached state is saved."""
         self._room: dict[str, Array] = {}
-        """The copies that were kept last: the next ones are written into the same memory, whose pages exist already."""
+        """The copies that were saved last. The next copies use the same memory, whose pages exist already."""
         self._written: list[tuple[int, int, bool]] = []
         """The states that this process has stored: position, number of parts, and True for the first of a period."""
 
     def begin(self, schedule: SaveSchedule) -> None:
-        """Begin to keep states by a schedule."""
+        """Begin to save states by a schedule.
+
+        Args:
+            schedule: decides when states are saved.
+        """
         self.schedule = schedule
 
     def attach(self, name: str, thing: Any, step: int, *, follow: bool = False, lead: int | None = None) -> None:
-        """Keep the state of a thing from now on; when an earlier attempt of this rank left one, load it.
+        """Save the state of an object from now on. If an earlier attempt of this rank saved one, load it.
 
         Args:
-            step: the run's, now.
-            follow: it is a schedule, which is to be stepped to the run's step.
-            lead: the steps that it had counted before. None: what it has counted, but for the steps of this process; a
-                rank that comes back, and kept nothing, has counted those of the run.
+            name: the name of the object.
+            thing: the object.
+            step: the run's current step.
+            follow: True: the object is a learning rate schedule, which must be stepped to the run's step.
+            lead: the steps that the schedule had counted before the run began. None: all that it has counted, except
+                for the steps of this process. In a later attempt without a saved state, except for the run's steps.
 
         Raises:
-            TypeError: it has no state that can be taken and given back, or one that is more than tensors and JSON.
+            TypeError: the object has no state that can be saved.
             ValueError: the name is taken, or a schedule of this optimizer is attached already.
         """
         thing = unwrapped(thing)
         if name in self.things:
-            raise ValueError(f"Something is attached as {name!r} already.")
+            raise ValueError(f"Another object is attached as {name!r}. Choose another name.")
         if any(schedule.optimizer is thing for schedule in self._followers.values()):
-            raise ValueError(f"Attach {name!r} before its schedule: its state has a learning rate, too.")
+            # Its saved state has a learning rate, which would replace the one that the schedule has just set.
+            raise ValueError(f"Optimizer {name!r} was attached after its schedule. Attach the optimizer first.")
         if follow:
             check_can_follow(name, thing)
         take, give = _state_calls(name, thing)
@@ -163,10 +190,10 @@ class AttachedState:
                     state = from_arrays(self.kept.arrays, f"attached/{name}")
                     kept_lead = typed(int, from_arrays(self.kept.arrays, f"lead/{name}") or 0)
             except BadRecordError as error:
-                log.warning("rank %s: what it kept as %r cannot be read: %s", self._me.rank, name, error)
+                log.warning("rank %s: the saved state of %r cannot be read: %s", self._me.rank, name, error)
         elif name in self._let_go:
             log.warning(
-                "rank %s: %r is attached after a step: what was kept of it is let go. Attach it right after making the "
+                "rank %s: %r is attached after a step, so its saved state is lost. Attach it right after creating the "
                 "DiLoCo.", self._me.rank, name,
             )  # fmt: skip
         if state is not None:
@@ -178,11 +205,12 @@ class AttachedState:
                 lead = max(0, steps_counted(thing) - self._begun_at - (step if self._me.attempt else self._n_steps))
             self._leads[name] = lead if state is None else kept_lead
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Detected call of", UserWarning)  # before the optimizer's: on purpose
+            # torch warns of a schedule's step before the first step of its optimizer. Here that is intended.
+            warnings.filterwarnings("ignore", "Detected call of", UserWarning)
             self.follow(step, self._n_steps)
 
     def catch_up(self, step: int, n_steps: int) -> None:
-        """Follow the run if that was left out while nothing was attached. Call it before the first `attach`.
+        """Call `follow` if that was skipped while nothing was attached. Call it before the first `attach`.
 
         Args:
             step: the run's step.
@@ -192,14 +220,21 @@ class AttachedState:
             self.follow(step, n_steps)
 
     def count_of(self, name: str, step: int) -> int:
-        """Return what a schedule that follows has counted when the run is at a step."""
+        """Return the number of steps that a schedule must have counted at a step of the run.
+
+        Args:
+            name: the name of a schedule that follows.
+            step: the run's step.
+        """
         return self._begun_at + step + self._leads[name]
 
     def follow(self, step: int, n_steps: int) -> None:
-        """Step the schedules that follow to the run's step; say where the run went on and the rest did not.
+        """Step the schedules that follow to the run's step. Log a line if the run continued without the other attached
+        objects.
 
         Args:
-            n_steps: that this process has made.
+            step: the run's step.
+            n_steps: the steps that this process has made.
         """
         self.is_behind = False
         if n_steps and self.kept is not None:
@@ -222,11 +257,11 @@ class AttachedState:
     def _look_for_own_step(self, name: str, schedule: Any, n_steps: int) -> None:
         """Warn, once, of a schedule that the script also steps, but much less often than once in an inner step.
 
-        Such a schedule counts epochs. As a follower, a StepLR would decay hundreds of times in an epoch, without a
-        word. A script that steps the schedule with each inner step does no harm: the schedule is where the run is.
+        Such a schedule counts epochs. If it followed, a StepLR would decay hundreds of times in an epoch, without any
+        message. A script that steps the schedule after each inner step does no harm, because the count is the run's.
 
         Args:
-            name: the name that the schedule is attached by.
+            name: the name of the schedule.
             schedule: the schedule, before it is stepped to the run's step.
             n_steps: the steps that this process has made.
         """
@@ -239,21 +274,26 @@ class AttachedState:
         self._misfits.add(name)
         warnings.warn(
             f"The schedule {name!r} follows the run, and the script stepped it after {made} inner steps. If it counts "
-            "epochs, attach it without follow=True; else do not step it yourself.",
+            "epochs, attach it without follow=True; otherwise remove the step from the script.",
             stacklevel=5,
         )
 
     def _within(self, name: str, schedule: Any, count: int) -> int:
-        """Return a count of steps, or the last count of the schedule if that is smaller; then warn once.
+        """Return a count of steps, or the schedule's last count if that is smaller; then warn once.
 
         OneCycleLR, alone or inside another schedule, raises an error when it is stepped beyond its own total.
+
+        Args:
+            name: the name of the schedule.
+            schedule: the schedule.
+            count: the count that it should be stepped to.
         """
         if (last := last_count_of(schedule)) is None or count <= last:
             return count
         if name not in self._ended:
             self._ended.add(name)
             warnings.warn(
-                f"The schedule {name!r} ends at step {last}, before the run does: its last learning rate stays. Make "
+                f"The schedule {name!r} ends at step {last}, before the run, so its last learning rate stays. Make "
                 "it as long as total_steps.",
                 stacklevel=6,
             )
@@ -268,10 +308,13 @@ class AttachedState:
     ) -> None:
         """Copy all states as they are now, and store the copy in the background.
 
-        A state that has become more than tensors and JSON is not kept: a warning names it, and training continues.
+        If a state is no longer tensors and JSON alone, it is not saved. A warning names it, and training continues.
 
         Args:
-            buffers: of the model, in no average.
+            position: the number of entries that the run has had.
+            progress: the live work by fragment, as distances from the anchor.
+            uncounted_since: by fragment, the entry at which its live work began.
+            buffers: the model's buffers that are in no average, by name.
         """
         arrays = {f"progress/{index}": part.numpy() for index, part in enumerate(progress) if part.count_nonzero()}
         states = {f"attached/{name}": _state_calls(name, thing)[0]() for name, thing in self.things.items()}
@@ -282,7 +325,7 @@ class AttachedState:
                 state = to_arrays(taken, prefix)
             except TypeError as error:
                 if name not in self._left_out:
-                    log.warning("rank %s: %r is not kept: %s", self._me.rank, name, error)
+                    log.warning("rank %s: %r is not saved: %s", self._me.rank, name, error)
                 self._left_out.add(name)
                 continue
             arrays |= {key: self._copy(key, value) for key, value in state.items()}
@@ -307,10 +350,11 @@ class AttachedState:
             self._forget_older()
 
     def _forget_older(self) -> None:
-        """Delete what was stored before the last two: between two snapshots, only the newest is of use.
+        """Delete the states that were stored before the last two.
 
-        The one before stays, should the newest be damaged, and so does the first of each period: a run that continues
-        from an older snapshot needs what is not newer than that. `collect_garbage` deletes those.
+        Between two snapshots, only the newest state is needed. The one before it stays in case the newest is damaged.
+        The first state of each period stays, too, because a run that continues from an older snapshot needs a state
+        that is not newer. `collect_garbage` deletes those.
         """
         store, me = self._store.for_thread(), self._me
         for position, n_parts, is_first in self._written[:-2]:
@@ -321,7 +365,7 @@ class AttachedState:
         self._written = self._written[-2:]
 
     def _upload(self, position: int, steps: int, arrays: Arrays, since: Sequence[int]) -> int:
-        """Store a record and its tensors; return the number of parts, 0 if that failed."""
+        """Store a record and its tensors. Return the number of parts; 0 if that failed."""
         store, me = self._store.for_thread(), self._me
         parts = [encode_part(part) for part in parts_of(dict(_cut(arrays)), OWN_PART_BYTES)]
         digest, *more = (digest_of(part, self._proof) for part in parts)
@@ -335,19 +379,24 @@ class AttachedState:
         except StoreError as raised:
             error = raised
         if error is not None:
-            log.warning("rank %s: what is attached could not be kept after round %s: %s", me.rank, position, error)
+            log.warning("rank %s: attached state could not be stored after round %s: %s", me.rank, position, error)
             return 0
         return len(parts)
 
     def buffers_of_earlier_attempt(self) -> dict[str, Tensor]:
-        """Return the model's own buffers that an earlier attempt kept; none where there are none that can be read."""
+        """Return the model's own buffers that an earlier attempt saved. Empty if there are none that can be read."""
         with contextlib.suppress(BadRecordError), reading("buffers"):
             found = None if self.kept is None else from_arrays(self.kept.arrays, "buffers")
             return {name: typed(Tensor, values) for name, values in typed(dict, found or {}).items()}
         return {}
 
     def load_from_run(self, origin: str, position: int) -> None:
-        """Load what is attached from what this rank kept in another run, up to this one's position."""
+        """Load the state that this rank saved in another run, which this run continues.
+
+        Args:
+            origin: the other run.
+            position: the position at which this run begins. A newer state is not used.
+        """
         self.kept = self._find(replace(self._keys, run_id=origin), position)
         self.step = self._step_of_kept()
 
@@ -357,9 +406,14 @@ class AttachedState:
         return self._plan.step_before(self.kept.position) if self._plan.entry_s is None else self.kept.steps
 
     def _find(self, keys: Keys, most: int = sys.maxsize) -> SavedState | None:
-        """Return the newest record that can be read, of at most so many rounds."""
+        """Return the newest saved state that can be read.
+
+        Args:
+            keys: the keys of the run in which it was saved.
+            most: the largest position that the state may have.
+        """
         prefix = keys.own_state(self._me.rank)
-        for _ in range(READ_TRIES):  # a listing that fails lists nothing
+        for _ in range(READ_TRIES):  # a failed listing returns no keys, like an empty one
             if listed := self._store.list_keys(prefix):
                 break
         matches = (re.fullmatch(r"(\d+)/(\d+)/record", key.removeprefix(prefix)) for key in listed)
@@ -386,7 +440,7 @@ class AttachedState:
                     if not part:
                         return None
                     if self._proof.digest(part) != digest:
-                        raise ValueError("a part of other bytes")
+                        raise ValueError("a part has other bytes than were written")
                     arrays |= decode_part(part)
                 return SavedState(position, _joined(arrays), since, steps)
         self._store.record_misread(key, record)
@@ -394,7 +448,7 @@ class AttachedState:
 
 
 def _cut(arrays: Arrays) -> Iterator[tuple[str, Array]]:
-    """Yield arrays by name, in pieces of whole rows where one is larger than an object should be."""
+    """Yield arrays by name. An array larger than an object may be is cut into pieces of whole rows."""
     for name, array in arrays.items():
         if array.nbytes <= OWN_PART_BYTES:
             yield name, array
@@ -405,7 +459,7 @@ def _cut(arrays: Arrays) -> Iterator[tuple[str, Array]]:
 
 
 def _joined(found: Arrays) -> dict[str, Array]:
-    """Return arrays by name, of which some were cut."""
+    """Return arrays by name, with the pieces of cut arrays put together."""
     arrays: dict[str, Array] = {}
     pieces: dict[str, dict[int, Array]] = {}
     for name, array in found.items():
@@ -417,25 +471,32 @@ def _joined(found: Arrays) -> dict[str, Array]:
 
 
 def _state_calls(name: str, thing: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """Return the two calls that take a thing's state and give it back."""
+    """Return the two functions that return an object's state and load it."""
     for take, give in _STATE_CALLS:
         if callable(getattr(thing, take, None)) and callable(getattr(thing, give, None)):
             return getattr(thing, take), getattr(thing, give)
-    if hasattr(getattr(thing, "bit_generator", None), "state"):  # a numpy Generator
+    if hasattr(getattr(thing, "bit_generator", None), "state"):  # a Generator of numpy
         return lambda: thing.bit_generator.state, lambda state: setattr(thing.bit_generator, "state", state)
     raise TypeError(
-        f"attach_state({name!r}) takes something with state_dict() and load_state_dict(), or a random generator of "
+        f"attach_state({name!r}) needs an object with state_dict() and load_state_dict(), or a random generator of "
         f"torch, numpy or Python, got {kind_of(thing)}."
     )
 
 
 def to_arrays(state: Any, prefix: str) -> dict[str, Array]:
-    """Take a state apart: `<prefix>/0`, `<prefix>/1`, … are its tensors, `<prefix>/json` is the rest.
+    """Return a state as arrays: `<prefix>/0`, `<prefix>/1`, … are its tensors, and `<prefix>/json` is the rest.
 
-    The arrays share memory with the tensors where those are on the CPU.
+    The arrays share memory with tensors that are on the CPU.
+
+    Args:
+        state: tensors, arrays and JSON values, in dictionaries, lists and tuples.
+        prefix: the beginning of each array's name.
 
     Raises:
-        TypeError: names what cannot be kept, and where it is.
+        TypeError: an element is of another type. The message names it and its place.
+
+    Example:
+        to_arrays(optimizer.state_dict(), "attached/optimizer")
     """
     arrays: dict[str, Array] = {}
     text = json.dumps(_flatten(state, arrays, prefix, prefix), separators=(",", ":"))
@@ -443,7 +504,15 @@ def to_arrays(state: Any, prefix: str) -> dict[str, Array]:
 
 
 def from_arrays(arrays: Mapping[str, Array], prefix: str) -> Any | None:
-    """Put a state together again, of copies; None when there is none under this prefix."""
+    """Return the state that `to_arrays` took apart, as copies. None: there is no state under this prefix.
+
+    Args:
+        arrays: the arrays by name.
+        prefix: the prefix that `to_arrays` was given.
+
+    Example:
+        optimizer.load_state_dict(from_arrays(arrays, "attached/optimizer"))
+    """
     text = arrays.get(f"{prefix}/json")
     return None if text is None else _unflatten(json.loads(text.tobytes()), arrays)
 
@@ -456,7 +525,7 @@ def _flatten(value: Any, arrays: dict[str, Array], prefix: str, where: str) -> A
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, (bool, int, float, str, type(None))):
-                raise TypeError(f"{where} has a key of type {type(key).__name__}, which cannot be kept as JSON.")
+                raise TypeError(f"{where} has a key of type {type(key).__name__}, which cannot be saved as JSON.")
         items = [[key, _flatten(item, arrays, prefix, f"{where}[{key!r}]")] for key, item in value.items()]
         return {"dict": items}
     if isinstance(value, (list, tuple)):
@@ -464,16 +533,16 @@ def _flatten(value: Any, arrays: dict[str, Array], prefix: str, where: str) -> A
         return {kind: [_flatten(item, arrays, prefix, f"{where}[{at}]") for at, item in enumerate(value)]}
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
-        with contextlib.suppress(TypeError, RuntimeError):  # of another type, layout or class that numpy does not have
+        with contextlib.suppress(TypeError, RuntimeError):  # numpy does not have its type, layout or class
             values = value.detach().cpu()
             if dtype == "bfloat16":
-                values = values.contiguous().view(torch.int16)  # numpy has no such type
+                values = values.contiguous().view(torch.int16)  # numpy has no bfloat16
             if (array := values.numpy()).dtype in _KEPT:
                 return {"tensor": _added(array, arrays, prefix), "dtype": dtype}
     if isinstance(value, np.ndarray) and value.dtype in _KEPT:
         return {"array": _added(value, arrays, prefix)}
     kind = f"{kind_of(value)} of {value.dtype}" if isinstance(value, (Tensor, np.ndarray)) else kind_of(value)
-    raise TypeError(f"{where} is {kind}, which can be kept neither as a tensor nor as JSON.")
+    raise TypeError(f"{where} is {kind}, which can be saved neither as a tensor nor as JSON.")
 
 
 def _added(values: Array, arrays: dict[str, Array], prefix: str) -> str:

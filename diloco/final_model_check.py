@@ -1,8 +1,8 @@
-"""Whether a replica's model still is the run's when its script ends: it may load a checkpoint, or run `update_bn`.
+"""Warns if the script changes its replica's model after the run, for example by a checkpoint or `update_bn`.
 
 After `close()` all replicas hold the same model. Later, the script changes the model of its own replica alone. That is
-right if each replica makes the same change, or if one replica makes it for all. So a replica only notes a number
-for its changed model, and the run has a warning if replicas have different numbers.
+right if each replica makes the same change, or if one replica makes it for all. So a replica only notes a number for
+its changed model, and the run has a warning if replicas have different numbers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch.optim.optimizer import Optimizer
 from diloco.stale_copies.optimizer_hook import unwatch, watch
 
 MOST_BYTES = 4 << 20
-"""Memory of the tensors that are compared, which stays in use until the model is deleted."""
+"""Most memory of the compared tensors. It stays in use until the model is deleted."""
 MOST_VALUES = 256
-"""Values of each tensor that are compared. All of them would take as long as another round."""
+"""Most compared values of each tensor. To compare all values would take as long as another round."""
 
 
 class FinalModelCheck:
-    """Looks once more at a model that a DiLoCo has left, when the model is deleted or the script has ended.
+    """Compares a model with its values at `close()`, when the model is deleted or the script has ended.
 
     The model is not kept in memory. Only its smallest tensors are, such as biases, weights of norms and running
     statistics. A checkpoint changes these, and so does `update_bn`. They are kept until the owner is deleted: the
@@ -39,9 +39,9 @@ class FinalModelCheck:
             replicas that have changed their models in the same way.
 
     Example:
-        at_end = FinalModelCheck(model, dict(model.named_parameters()), print)
+        check = FinalModelCheck(model, dict(model.named_parameters()), print)
         model.load_state_dict(torch.load("best.pt"))
-        at_end.look()  # prints a number
+        check.look()  # prints a number
     """
 
     def __init__(self, owner: nn.Module, tensors: Mapping[str, Tensor], note: Callable[[float], None]) -> None:
@@ -61,18 +61,19 @@ class FinalModelCheck:
         self.drop()
         if os.getpid() != self._pid:
             return
-        with suppress(Exception):  # a hint is worth no error at the end of a training: a GPU may be gone
+        # A hint must not end a finished training with an error, for example because a GPU is no longer available.
+        with suppress(Exception):
             if (mark := _mark_of_changed(tensors)) is not None:
                 self._note(mark)
 
     def drop(self) -> None:
-        """Do not look: the script trains the model on, and so changes it on purpose."""
+        """End the check without a result, because the script trains the model again and so changes it on purpose."""
         self._tensors = {}
         self._finalizer.detach()
         unwatch(self._note_step)
 
     def has_any_of(self, tensors: Iterable[Tensor]) -> bool:
-        """Return whether one of some tensors is looked at here.
+        """Return True if one of the tensors belongs to this check.
 
         Args:
             tensors: any tensors.
@@ -88,7 +89,7 @@ _all: WeakSet[FinalModelCheck] = WeakSet()
 
 
 def drop_checks_of(model: nn.Module) -> None:
-    """Look no more at a model that a new DiLoCo trains on.
+    """End the checks of a model that a new DiLoCo trains.
 
     Args:
         model: the model of the new DiLoCo.
@@ -109,12 +110,12 @@ def _some_values(tensor: Tensor) -> Tensor:
 
 
 def _smallest(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the smallest tensors, at most `MOST_BYTES` together: the same ones on each replica.
+    """Yield the smallest tensors with their names, at most `MOST_BYTES` together. They are the same on each replica.
 
     Args:
-        tensors: by name.
+        tensors: the tensors by name.
     """
-    # A tensor may be a view, and the memory is kept as a whole.
+    # A tensor may be a view, and the memory behind it stays in use as a whole.
     sizes = {name: tensor.untyped_storage().nbytes() for name, tensor in tensors.items() if not tensor.is_meta}
     total = 0
     for name, size in sorted(sizes.items(), key=lambda item: (item[1], item[0])):
@@ -125,20 +126,20 @@ def _smallest(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _mark_of_changed(tensors: Mapping[str, tuple[Tensor, Tensor]]) -> float | None:
-    """Return a number that stands for all changed values, or None if no value has changed.
+    """Return a number that stands for all changed values. None: no value has changed.
 
-    It is their sum with random signs, relative to their norm. So it is about 1, and moves with a relative change of the
-    values, but not with the order of a sum on another processor.
+    The number is the sum of the values with random signs, relative to their norm. So it is about 1, and it changes with
+    a relative change of the values. It does not change with the order in which another processor adds numbers.
 
     Args:
-        tensors: by name, each tensor, and its values at `close()`.
+        tensors: by name, each tensor and its values at `close()`.
     """
     total = square = 0.0
     for name, (tensor, before) in sorted(tensors.items()):
         if tensor.is_meta:
             continue
         now = _some_values(tensor)
-        # A cast, as of `model.half()` before an evaluation, does not count as a change.
+        # A cast, such as `model.half()` before an evaluation, does not count as a change.
         if now.shape != before.shape or torch.equal(now, before.to(now.dtype)) or not now.isfinite().all():
             continue
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))

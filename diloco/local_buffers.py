@@ -1,5 +1,7 @@
-"""Saved buffers that are not averaged: each replica has its own, such as masks, tables, and statistics for which a wire
-is too coarse."""
+"""The buffers of a model that are not averaged: each replica has its own, and saves those that training has changed.
+
+Examples are masks and tables, or running statistics if the wire is too coarse to average them.
+"""
 
 from __future__ import annotations
 
@@ -15,35 +17,48 @@ from diloco.fragments import MARK_VALUES, Fragment
 from diloco.tensor_names import saved_buffers
 
 LARGE = 1 << 20
-"""Values of a table, as quantised weights, that takes too long to read whenever state is kept."""
+"""Number of values from which on a table, such as quantized weights, takes too long to read at each save."""
 
 
 class LocalBuffers:
-    """A model's own buffers, and what has become of them since.
+    """The buffers of a model that are not averaged, and whether training has changed them.
 
-    A `LARGE` table of whole numbers is read again only where it is another tensor, or torch has noted a write to it.
-    Floats are always read: batch normalisation writes its statistics without a note.
+    A table of whole numbers with more than `LARGE` values is read again only if it is another tensor, or if torch has
+    counted a write to it. Floats are always read, because batch normalization writes its statistics without that count.
+
+    Args:
+        model: the model.
+        fragments: the fragments, which have the averaged buffers.
+
+    Example:
+        buffers = LocalBuffers(model, fragments)
+        train()
+        saved = buffers.changed()
     """
 
     def __init__(self, model: nn.Module, fragments: Sequence[Fragment]) -> None:
         self._model = model
         self._averaged = {slot.name for fragment in fragments for slot in fragment.slots}
         self._known: dict[str, tuple[ReferenceType[Tensor], tuple[int, int], bytes]] = {}
-        """Of each large table, which tensor it was, what torch had noted of it, and its digest."""
+        """By name of a large table: the tensor, its address and torch's count of writes to it, and its digest."""
         buffers = self._all()
         self._at_first = {name: self._digest(name, buffer) for name, buffer in buffers.items()}
         self.marks = {name: mark for name, buffer in buffers.items() if isfinite(mark := _mark(buffer))}
-        """A number for each of several values, as they are at first, that tells those of two replicas apart."""
+        """For each buffer of several values, a number that differs if another replica begins with other values."""
 
     @torch.no_grad()
     def give(self, kept: Mapping[str, Tensor]) -> None:
-        """Take back what was kept, as far as the model has it."""
+        """Load buffers that were saved. Buffers that the model does not have, or has with another shape, are ignored.
+
+        Args:
+            kept: the saved buffers, by name.
+        """
         for name, buffer in self._all().items():
             if name in kept and kept[name].shape == buffer.shape:
                 buffer.copy_(kept[name])
 
     def changed(self) -> dict[str, Tensor]:
-        """Return those that training has changed."""
+        """Return the buffers that training has changed, by name."""
         return {name: b for name, b in self._all().items() if self._digest(name, b) != self._at_first.get(name)}
 
     def _all(self) -> dict[str, Tensor]:
@@ -70,10 +85,15 @@ class LocalBuffers:
 
 
 def _mark(buffer: Tensor) -> float:
-    """Return a number that depends on the places of values, too: permutations have the same ones. NaN: it has none."""
+    """Return a number that stands for a buffer's values. NaN: it has none.
+
+    It depends on the places of the values, too, because two random permutations have the same values.
+    """
     if buffer.numel() < 2 or buffer.is_complex():
         return float("nan")
-    values = buffer.reshape(-1)[:: -(-buffer.numel() // MARK_VALUES) | 1].cpu().double()  # odd: of all columns
+    values = (
+        buffer.reshape(-1)[:: -(-buffer.numel() // MARK_VALUES) | 1].cpu().double()
+    )  # an odd distance reaches all columns
     return float((values / torch.arange(1, len(values) + 1, device="cpu")).sum())
 
 

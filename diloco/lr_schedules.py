@@ -1,4 +1,4 @@
-"""Learning rate schedules that follow a run: which ones can, how far one has counted, and remedies for the others."""
+"""Learning rate schedules that DiLoCo steps to the run's step: which ones can follow, and remedies for the others."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from executors.errors import kind_of
 
 
 def unwrapped(thing: Any) -> Any:
-    """Return the optimizer or schedule of torch inside what `accelerator.prepare` returned; anything else unchanged.
+    """Return the optimizer or schedule of torch inside an object that `accelerator.prepare` returned.
 
     A prepared schedule cannot be stepped to the run's step: its `step()` does nothing while gradients accumulate, or
-    after a step that the loss scaler skipped. The run has counted that step all the same.
+    after a step that the loss scaler skipped. The run counts these steps all the same.
 
     Args:
-        thing: an `AcceleratedScheduler`, an `AcceleratedOptimizer`, or anything else.
+        thing: an `AcceleratedScheduler` or an `AcceleratedOptimizer`. Any other object is returned unchanged.
 
     Raises:
-        TypeError: the schedule takes several steps per update, because its Accelerator has several processes.
+        TypeError: the schedule makes several steps per update, because its Accelerator has several processes.
 
+    Example:
         unwrapped(accelerator.prepare(schedule)) is schedule
     """
-    # By name: accelerate need not be installed, and its import takes a second.
+    # The class is recognized by its name, because accelerate may not be installed, and its import takes a second.
     name = next((each.__name__ for each in type(thing).__mro__ if each.__module__.startswith("accelerate.")), None)
     if name == "AcceleratedOptimizer":
         return thing.optimizer
@@ -34,54 +35,56 @@ def unwrapped(thing: Any) -> Any:
     n_processes = getattr(state, "num_processes", 1)
     if n_processes > 1 and thing.step_with_optimizer and not thing.split_batches:
         raise TypeError(
-            f"A schedule that accelerator.prepare() returned takes {n_processes} steps an update, one for each process "
-            "of its Accelerator. Do not prepare the schedule: attach the one of torch."
+            f"A schedule that accelerator.prepare() returned makes {n_processes} steps per update, one per process "
+            "of its Accelerator. Attach the schedule of torch, without accelerator.prepare()."
         )
     return thing.scheduler
 
 
 def counts_steps(thing: Any) -> bool:
-    """Return whether a thing is a schedule of torch that can be stepped to a number of steps.
+    """Return True if an object is a schedule of torch that can be stepped to a given number of steps.
 
     Args:
         thing: any object.
 
+    Example:
         counts_steps(LinearLR(optimizer)), counts_steps(ReduceLROnPlateau(optimizer))  # True, False
     """
     if isinstance(thing, ChainedScheduler):
-        return all(map(counts_steps, thing._schedulers))  # its parts may be of a user's own class
+        return all(map(counts_steps, thing._schedulers))  # a part may have a class of the user
     is_stepped_alone = isinstance(thing, LRScheduler) and not isinstance(thing, ReduceLROnPlateau)
     return is_stepped_alone and isinstance(getattr(thing, "last_epoch", None), int)
 
 
 def steps_counted(schedule: Any) -> int:
-    """Return how many steps a schedule has counted.
+    """Return the number of steps that a schedule has counted.
 
     Args:
-        schedule: one for which `counts_steps` is true.
+        schedule: a schedule for which `counts_steps` is True.
 
+    Example:
         steps_counted(schedule)  # 0, before its first step()
     """
-    if isinstance(schedule, ChainedScheduler):  # has no count; it steps all its parts together
+    if isinstance(schedule, ChainedScheduler):  # it has no count of its own, and steps all its parts together
         return steps_counted(schedule._schedulers[-1])
     counted: int = schedule.last_epoch
     return counted
 
 
 def last_count_of(schedule: Any) -> int | None:
-    """Return how many steps a schedule can take at most: OneCycleLR raises an error beyond its own total.
+    """Return the largest number of steps that a schedule can make. None: it has no end.
+
+    OneCycleLR raises an error beyond its own total.
 
     Args:
-        schedule: one for which `counts_steps` is true.
+        schedule: a schedule for which `counts_steps` is True.
 
-    Returns:
-        None if the schedule has no end.
-
+    Example:
         last_count_of(OneCycleLR(optimizer, 0.1, total_steps=100))  # 100
     """
     if isinstance(schedule, OneCycleLR):
         return int(schedule.total_steps)
-    if isinstance(schedule, SequentialLR):  # its last schedule begins at the last milestone
+    if isinstance(schedule, SequentialLR):  # the last of its schedules begins at the last milestone
         last = last_count_of(schedule._schedulers[-1])
         return None if last is None else last + (schedule._milestones[-1] if schedule._milestones else 0)
     if isinstance(schedule, ChainedScheduler):
@@ -90,34 +93,35 @@ def last_count_of(schedule: Any) -> int | None:
 
 
 def check_can_follow(name: str, thing: Any) -> None:
-    """Check that a thing is a schedule that can follow the run.
+    """Check that an object is a schedule that can follow the run.
 
     Args:
         name: the name that it is attached by.
-        thing: what the user gave, unwrapped.
+        thing: the user's object, unwrapped.
 
     Raises:
-        TypeError: it cannot; the message has the remedy for the most usual things.
+        TypeError: it cannot follow. The message has a remedy for the most common objects.
 
+    Example:
         check_can_follow("schedule", ReduceLROnPlateau(optimizer))  # TypeError
     """
     if not counts_steps(thing):
         raise TypeError(
-            f"attach_state({name!r}, …, follow=True) takes a learning rate schedule of torch that counts its steps "
+            f"attach_state({name!r}, …, follow=True) needs a learning rate schedule of torch that counts its steps "
             f"(last_epoch), got {kind_of(thing)}. {_remedy_of(thing)}"
         )
 
 
 def _remedy_of(thing: Any) -> str:
-    if isinstance(thing, Mapping) and "scheduler" in thing:  # as Lightning's configure_optimizers returns it
+    if isinstance(thing, Mapping) and "scheduler" in thing:  # the result of Lightning's configure_optimizers
         return "Pass its 'scheduler', if that is stepped once per inner step."
     for attribute in ("scheduler", "lr_scheduler"):  # Lightning's LRSchedulerConfig, and wrappers of users
         if hasattr(thing, attribute):
             return f"Pass its .{attribute}, if that is stepped once per inner step."
     if callable(getattr(thing, "step_update", None)):  # timm's schedulers
-        return "Leave it unattached, and call its step_update(diloco.inner_step) after each diloco.step()."
+        return "Do not attach it, and call its step_update(diloco.inner_step) after each diloco.step()."
     if callable(getattr(thing, "step", None)) and isinstance(getattr(thing, "param_groups", None), list):
-        return "An optimizer is attached without follow=True."
+        return "Attach an optimizer without follow=True."
     if isinstance(thing, ReduceLROnPlateau) or hasattr(thing, "last_epoch"):  # GreedyLR of transformers, too
-        return "It is stepped by a metric: attach it without follow=True, and call its step(metric) yourself."
+        return "It needs a metric: attach it without follow=True, and call its step(metric) yourself."
     return "Make the learning rate a function of `diloco.inner_step` instead."

@@ -148,7 +148,7 @@ def test_what_an_earlier_attempt_kept_is_let_go_once_training_goes_on(caplog: py
     assert "is attached after a step" not in caplog.text
     del again.diloco._attached.things["noise"]
     again.diloco.attach_state("noise", torch.Generator())
-    assert "rank 0: 'noise' is attached after a step: what was kept of it is let go" in caplog.text
+    assert "rank 0: 'noise' is attached after a step, so its saved state is lost" in caplog.text
     leave(again.diloco)
 
 
@@ -240,14 +240,14 @@ def test_what_cannot_be_kept_is_refused_by_name_when_it_is_attached() -> None:
         with pytest.raises(TypeError, match=r"odd\['hooks'\]\[1\] is a builtin_function_or_method"):
             diloco.attach_state("odd", Odd())
         for dtype in (torch.complex64, torch.float8_e4m3fn):
-            with pytest.raises(TypeError, match=rf"odd\['hooks'\]\[1\] is a Tensor of {dtype}, which can be kept"):
+            with pytest.raises(TypeError, match=rf"odd\['hooks'\]\[1\] is a Tensor of {dtype}, which can be saved"):
                 diloco.attach_state("odd", Odd(torch.ones(2).to(dtype)))
-        with pytest.raises(TypeError, match=r"odd\['hooks'\]\[1\] is a ndarray of complex128, which can be kept"):
+        with pytest.raises(TypeError, match=r"odd\['hooks'\]\[1\] is a ndarray of complex128, which can be saved"):
             diloco.attach_state("odd", Odd(np.ones(2, complex)))
-        with pytest.raises(TypeError, match="something with state_dict"):
+        with pytest.raises(TypeError, match="an object with state_dict"):
             diloco.attach_state("number", 3)
         diloco.attach_state("fine", torch.Generator())
-        with pytest.raises(ValueError, match="attached as 'fine' already"):
+        with pytest.raises(ValueError, match="Another object is attached as 'fine'"):
             diloco.attach_state("fine", torch.Generator())
 
 

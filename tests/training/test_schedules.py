@@ -179,7 +179,7 @@ def greedy(optimizer: torch.optim.Optimizer) -> Any:
 
 
 WRAPPED: dict[str, tuple[Callable[[torch.optim.Optimizer], Any], str]] = {
-    "an optimizer": (lambda optimizer: optimizer, "An optimizer is attached without follow=True"),
+    "an optimizer": (lambda optimizer: optimizer, "Attach an optimizer without follow=True"),
     "plateau": (ReduceLROnPlateau, r"attach it without follow=True, and call its step\(metric\) yourself"),
     "by a metric": (greedy, r"call its step\(metric\) yourself"),
     "Lightning's dictionary": (
@@ -200,7 +200,7 @@ def test_a_schedule_that_cannot_follow_is_refused_with_its_remedy(kind: str) -> 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
     diloco = DiLoCo(nn.Linear(1, 1), **place())
     made, remedy = WRAPPED[kind]
-    with pytest.raises(TypeError, match=rf"takes a learning rate schedule of torch that counts its steps .*{remedy}"):
+    with pytest.raises(TypeError, match=rf"needs a learning rate schedule of torch that counts its steps .*{remedy}"):
         diloco.attach_state("schedule", made(optimizer), follow=True)
     leave(diloco)
 
@@ -209,7 +209,7 @@ def test_an_optimizer_is_attached_before_its_schedule() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
     diloco = DiLoCo(nn.Linear(1, 1), **place())
     diloco.attach_state("schedule", LinearLR(optimizer), follow=True)
-    with pytest.raises(ValueError, match="Attach 'optimizer' before its schedule"):
+    with pytest.raises(ValueError, match="Optimizer 'optimizer' was attached after its schedule"):
         diloco.attach_state("optimizer", optimizer)
     leave(diloco)
 
@@ -252,7 +252,7 @@ def test_a_prepared_schedule_that_takes_a_step_per_process_is_refused() -> None:
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
     prepared = SimpleNamespace(accelerator_state=SimpleNamespace(num_processes=4))
-    with pytest.raises(TypeError, match=r"takes 4 steps an update.*Do not prepare the schedule"):
+    with pytest.raises(TypeError, match=r"makes 4 steps per update.*Attach the schedule of torch"):
         unwrapped(AcceleratedScheduler(LinearLR(optimizer), prepared))
 
 

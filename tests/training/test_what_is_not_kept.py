@@ -143,7 +143,7 @@ def test_what_is_attached_and_cannot_be_kept_is_a_warning(caplog: pytest.LogCapt
     kept = attached(Full(), 0)
     kept.attach("state", State(1.0), 0)
     kept.keep(4, [], [4])
-    assert "rank 0: what is attached could not be kept after round 4: No space left on device" in caplog.text
+    assert "rank 0: attached state could not be stored after round 4: No space left on device" in caplog.text
 
 
 @pytest.mark.parametrize(("more", "kind"), [(Projector(), "Projector"), (Quantized(), "Quantized of torch.float32")])
@@ -158,7 +158,7 @@ def test_a_state_that_becomes_more_than_tensors_is_a_warning_and_training_goes_o
     for position in (4, 8):
         first.keep(position, [torch.ones(3)], [position])
     (warning,) = caplog.messages
-    assert warning.startswith(f"rank 0: 'optimizer' is not kept: attached/optimizer['more'] is a {kind}, which")
+    assert warning.startswith(f"rank 0: 'optimizer' is not saved: attached/optimizer['more'] is a {kind}, which")
     again, data, optimizer = attached(store, 1), State(0.0), State(0.0)
     assert again.kept is not None
     assert (again.kept.position, again.kept.progress([3])[0].tolist()) == (8, [1.0, 1.0, 1.0])
