@@ -11,9 +11,10 @@ the store (`keys.py` has their names, `frames.py` and `envelope.py` their bytes)
     training waits,        Sealer decides which contributions count  -->   seal/<k>
     or continues           Reducer reads or computes the mean        -->   r<k>/mean/<shard>, or in the seal
                            outer step: the anchor moves
-                           SnapshotWriter keeps it now and then      -->   snapshot/<k>, part/<k>/…
+                           SnapshotWriter stores it now and then     -->   snapshot/<k>, part/<k>/…
     result is merged  <--  RoundResult; the runner waits for the merge
     step(), step(), …      contribution is deleted
 
-`LogReplayer` (`restore.py`) takes the place of the middle part when a replica begins, comes back or has fallen behind.
+When a replica begins, comes back or has fallen behind, `LogReplayer` (`restore.py`) does the work of the middle column:
+it loads a snapshot and applies the stored means.
 """

@@ -1,8 +1,8 @@
 """The objects that replicas exchange, as bytes: contributions, seals and means.
 
-Each is a frame (`envelope.py`). Its head carries the digest of each block of the payload, so any range of whole blocks
-can be checked as it is read. The size of the head of a contribution or a mean follows from the number of blocks alone,
-so that it can be read without knowing anything else.
+Each object is a frame (`envelope.py`). The head of a contribution or a mean has the digest of each block of the
+payload, so a reader can check any range of whole blocks. The size of such a head follows from the number of blocks
+alone, so a reader can ask for a range of the payload without reading the head first.
 """
 
 from __future__ import annotations
@@ -19,50 +19,62 @@ from xxhash import xxh3_64_intdigest
 from diloco.rendezvous.envelope import BadRecordError, Buffer, Proof, aligned, frame, padded, reading, typed, unframe
 
 READ_TRIES = 3
-"""How often an object is read before its bytes, rather than the reading, are held to be wrong."""
+"""The number of wrong readings after which an object counts as damaged. Before that, the reading may be wrong."""
 MAX_RANK = 1_000_000
 MAX_ATTEMPT = 1_000_000
 MAX_SHARDS = 64
-"""Every replica reads every shard, so hundreds of them would be hundreds of requests a round, for each replica."""
+"""Every replica reads every shard, so hundreds of shards would cost each replica hundreds of requests per round."""
 MAX_WEIGHT = 1e30
-"""Far beyond any number of tokens, and no sum of such weights overflows, which would make every share of a mean 0."""
+"""Far more than any number of tokens. A sum of such weights never overflows, which would make every share 0."""
 
 FP32 = "fp32"
-"""The wire of a record that names none."""
+"""The wire of a record that names no wire."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """The head of what one replica sends for one entry; the payload follows it, if there is any work."""
+    """The head of a contribution: the work that one replica sends for one entry. The encoded work follows it.
+
+    Example:
+        head, digest = Contribution.parse(data, key, proof)
+    """
 
     rank: int
     attempt: int
     nonce: str
     weight: float
-    """0: the sender presents itself without any work."""
+    """The weight of the work in the mean. 0: the sender takes part without any work, and there is no payload."""
     anchor: str
     """Digest of the sender's anchor and outer state of this fragment, before the entry."""
     size_bytes: int
+    """The size of the payload."""
     blocks: tuple[str, ...]
+    """The digest of each block of the payload."""
     norms: tuple[float, ...]
-    """Euclidean norm of each block; for people."""
+    """The Euclidean norm of each block. Users read it, and no decision depends on it."""
     waited_s: float = 0.0
-    """How long the sender waited for others in its last round: the spread of arrivals, by one clock."""
+    """Seconds that the sender waited for others in its last round. It measures the spread of arrivals by one clock."""
     phase_s: float = 0.0
-    """How long all inner steps of an entry take the sender; 0: not known."""
+    """Seconds that all inner steps of an entry take the sender. 0: not known."""
     head_start_s: float = 0.0
-    """How much earlier than the others, at most, the sender's inner steps ended."""
+    """The longest time, in seconds, by which the sender may end its inner steps before the other replicas."""
     in_phase: bool = True
-    """Whether the sender has made its inner steps and waits; else it presents itself and trains on."""
+    """True if the sender has made its inner steps and waits. False: it sent the work early and continues to train."""
     wire: str = FP32
-    """How the payload is encoded."""
+    """The encoding of the payload."""
     steps: int = 0
-    """How many inner steps it is made of."""
+    """The number of inner steps in the work."""
     stop: bool = False
-    """Whether the sender wants the run to end with the round that counts this."""
+    """True if the sender asks for the end of the run with the round that counts this contribution."""
 
     def head(self, key: str, proof: Proof, n_blocks: int | None = None) -> bytes:
-        """Return the head of an object with this key, as long as that of a payload of `n_blocks` blocks."""
+        """Return the head as bytes for the store.
+
+        Args:
+            key: the key of the contribution. A signature covers the key.
+            proof: signs the head or adds a checksum.
+            n_blocks: the size of the head is that for a payload of this number of blocks. None: as many as `blocks`.
+        """
         head = frame(
             {
                 "rank": self.rank,
@@ -88,7 +100,12 @@ class Contribution:
 
     @classmethod
     def parse(cls, data: Buffer, key: str, proof: Proof) -> tuple[Contribution, str]:
-        """Return the head and what proves it.
+        """Return the head, and its proof as hexadecimal text.
+
+        Args:
+            data: the contribution, or at least its head.
+            key: the key of the contribution.
+            proof: checks the signature or the checksum.
 
         Raises:
             BadRecordError: these bytes are not a contribution.
@@ -117,55 +134,71 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class SealedReplica:
-    """A contribution that counts, or a replica that presented itself without one."""
+    """A replica that a seal names, with the contribution that counts.
+
+    Example:
+        SealedReplica(nonce, attempt=0, weight=1.0, digest=digest)
+    """
 
     nonce: str
     attempt: int
     weight: float
-    """0: it brings no input to the mean."""
+    """The weight of its work in the mean. 0: it has no input."""
     digest: str
-    """What proves the contribution's head, and so its payload."""
+    """The proof of the contribution's head. The head has the digests of the payload, so it proves that, too."""
     in_phase: bool = True
+    """True if the replica waited for the seal. False: it contributed early and continued to train."""
 
     @classmethod
     def of(cls, nonce: Any, attempt: Any, weight: Any, digest: Any, in_phase: Any) -> SealedReplica:
-        """Check the fields of a member, which another replica wrote."""
+        """Return a sealed replica from fields that another replica wrote.
+
+        Raises:
+            ValueError: a field is out of range.
+            TypeError: a field has another type.
+        """
         return cls(_nonce(nonce), _whole(attempt, MAX_ATTEMPT), _weight(weight), _digest(digest), typed(bool, in_phase))
 
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """The decision about one entry: who counts, from which anchor, and the mean itself when it is small.
+    """The decision about one entry: the replicas that count, their anchor, and the mean itself if it is small.
 
-    Where no member has any weight there is no mean: anchor and momentum stay, and the entry is counted.
+    If no replica has any weight, there is no mean. The anchor and the momentum stay as they are, and the entry counts
+    as a round.
+
+    Example:
+        seal = Seal.parse(data, key, proof)
     """
 
     replicas: Mapping[int, SealedReplica]
+    """By rank, the replicas that count."""
     anchor: str
+    """Digest of the anchor and outer state from which the contributions were made."""
     shards: int
-    """Number of `mean/<shard>` objects; 0: the mean is in here, or there is none."""
+    """The number of `mean/<shard>` objects. 0: the mean is inside the seal, or there is none."""
     mean: Buffer = b""
     lost_mean: str | None = None
-    """The digest of the mean, when these bytes are not the mean any more."""
+    """The digest of the mean, if the bytes of the mean inside the seal are damaged."""
     phase_s: float = 0.0
-    """The longest inner phase of a member; 0: nobody knew."""
+    """The longest phase of a replica, in seconds. 0: no replica knew its own."""
     same: tuple[tuple[int, ...], ...] = ()
-    """Groups of members that sent the same work, as on the same data. No decision depends on it."""
+    """Groups of ranks that sent equal work, as if they trained on the same data. No decision depends on it."""
     wire: str = FP32
-    """How the mean in here is encoded."""
+    """The encoding of the mean inside the seal."""
     stops: tuple[int, ...] = ()
-    """The members that want the run to end with this round. If there is one, it does: see `early_end.py`."""
+    """The ranks that ask for the end of the run. If there is one, the run ends with this round: see `early_end.py`."""
 
     @property
     def inputs(self) -> dict[int, SealedReplica]:
-        """The members whose work is in the mean."""
-        return {rank: member for rank, member in sorted(self.replicas.items()) if member.weight > 0}
+        """The replicas whose work is in the mean, in the order of their ranks."""
+        return {rank: replica for rank, replica in sorted(self.replicas.items()) if replica.weight > 0}
 
     @property
     def whole_mean(self) -> list[memoryview] | None:
-        """The mean, as consecutive ranges, if no other object is needed to know it.
+        """The mean as consecutive ranges of bytes, if the seal alone has it.
 
-        It is empty if no member sent any work. None: the mean is in objects of its own, or its bytes are damaged.
+        The list is empty if no replica sent any work. None: the mean is in other objects, or its bytes are damaged.
         """
         if not self.inputs:
             return []
@@ -173,10 +206,16 @@ class Seal:
 
     @property
     def owners(self) -> list[int]:
-        """The ranks that reduce the mean: those that wait for it, or all members where nobody waits."""
-        return [rank for rank, member in self.replicas.items() if member.in_phase] or list(self.replicas)
+        """The ranks that compute the mean: the replicas in phase, which wait for it, or all replicas if none waits."""
+        return [rank for rank, replica in self.replicas.items() if replica.in_phase] or list(self.replicas)
 
     def data(self, key: str, proof: Proof) -> list[Buffer]:
+        """Return the seal as buffers for the store.
+
+        Args:
+            key: the key of the seal. A signature covers the key.
+            proof: signs the head or adds a checksum.
+        """
         fields: dict[str, Any] = {
             "replicas": {
                 str(r): [m.nonce, m.attempt, m.weight, m.digest, m.in_phase] for r, m in sorted(self.replicas.items())
@@ -203,15 +242,18 @@ class Seal:
         wire: str | None = None,
         whole: bool = True,
     ) -> Seal:
-        """Read a seal.
+        """Read a seal from bytes of the store.
 
         Args:
-            size_bytes: of the entry's mean; None: not known here.
-            wire: of the run's means; None: not known here.
-            whole: refuse a seal whose head is right and whose mean is not what was sealed.
+            data: the bytes.
+            key: the key of the seal.
+            proof: checks the signature or the checksum.
+            size_bytes: the size of the mean of this entry. None: not known, so it is not checked.
+            wire: the encoding of the means of the run. None: not known, so it is not checked.
+            whole: True: refuse a seal whose head is right and whose mean is damaged. False: set `lost_mean` instead.
 
         Raises:
-            BadRecordError: these bytes are not a seal of such an entry, or its mean is not what was sealed.
+            BadRecordError: these bytes are not a seal of such an entry, or its mean is damaged.
         """
         fields, _, end = unframe(data, key, proof)
         with reading("seal"):
@@ -224,12 +266,12 @@ class Seal:
             stops = _some_of(fields.get("stops", []), members.keys())
             digest, found = (None, FP32) if shards else (_digest(fields["mean"]), _wire_of(fields))
             if not members:
-                raise ValueError("it names nobody")
+                raise ValueError("it names no replica")
         mean = memoryview(data)[end:]
         if digest is None:
             return cls(members, anchor, shards, phase_s=phase_s, same=same, stops=stops)
         if mean and wire is not None and found != wire:
-            raise BadRecordError(f"The mean in this seal is {found} and not {wire}.")
+            raise BadRecordError(f"The mean in this seal is encoded as {found}, not as {wire}.")
         if proof.digest(mean) != digest:
             if whole:
                 raise BadRecordError("The mean in this seal is not what was sealed.")
@@ -243,55 +285,90 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class MeanHead:
-    """The head of one shard of a mean; the payload follows it."""
+    """The head of one shard of a mean. The encoded shard follows it.
+
+    Example:
+        head = MeanHead.parse(data, key, proof, wire="int8")
+    """
 
     blocks: tuple[str, ...]
+    """The digest of each block of the payload."""
     left_out: tuple[int, ...]
-    """Ranks whose sealed input could not be used for this shard."""
+    """The ranks that the seal counts and whose input could not be used for this shard."""
     wire: str = FP32
-    """How the payload is encoded."""
+    """The encoding of the payload."""
 
     def head(self, key: str, proof: Proof) -> bytes:
+        """Return the head as bytes for the store.
+
+        Args:
+            key: the key of the shard. A signature covers the key.
+            proof: signs the head or adds a checksum.
+        """
         fields = {"blocks": "".join(self.blocks), "left_out": list(self.left_out), **_wire_field(self.wire)}
         head = frame(fields, key, proof)
         return padded(head, head_bytes(len(self.blocks)))
 
     @classmethod
     def parse(cls, data: Buffer, key: str, proof: Proof, *, wire: str | None = None) -> MeanHead:
-        """Read the head of a mean.
+        """Read the head of a shard from bytes of the store.
 
         Args:
-            wire: of the run's means; None: not known here.
+            data: the shard, or at least its head.
+            key: the key of the shard.
+            proof: checks the signature or the checksum.
+            wire: the encoding of the means of the run. None: not known, so it is not checked.
 
-        Raises: BadRecordError: these bytes are not such a mean.
+        Raises:
+            BadRecordError: these bytes are not such a shard.
         """
         fields, _, _ = unframe(data, key, proof)
         with reading("mean"):
             left_out = tuple(_whole(rank, MAX_RANK) for rank in typed(list, fields["left_out"]))
             head = cls(_split_digests(fields["blocks"]), left_out, _wire_of(fields))
         if wire is not None and head.wire != wire:
-            raise BadRecordError(f"This mean is {head.wire} and not {wire}.")
+            raise BadRecordError(f"This mean is encoded as {head.wire}, not as {wire}.")
         return head
 
 
 def head_bytes(n_blocks: int) -> int:
-    """Return the size of the head of a contribution or mean of `n_blocks` blocks, before which its payload starts."""
-    return aligned(1024 + 52 * n_blocks)  # per block a digest of 32 characters and a norm of up to 14
+    """Return the size of the head of a contribution or a mean, which is the offset of its payload.
+
+    Args:
+        n_blocks: the number of blocks of the payload.
+    """
+    return aligned(1024 + 52 * n_blocks)  # each block has a digest of 32 characters and a norm of up to 14
 
 
 def digests_of(payload: Buffer, block_bytes: int, proof: Proof) -> tuple[str, ...]:
-    """Return the digest of each block."""
+    """Return the digest of each block of a payload.
+
+    Args:
+        payload: the whole payload.
+        block_bytes: the size of each block but the last one.
+        proof: the kind of digests.
+    """
     view = memoryview(payload).cast("B")
     return tuple(proof.digest(view[at : at + block_bytes]) for at in range(0, len(view), block_bytes))
 
 
 def hash_order(ranks: Iterable[int], *about: object) -> list[int]:
-    """Order ranks by a hash of the rank and of a subject: the same everywhere, another order for each subject."""
+    """Return ranks in an order that is the same on every replica and differs from subject to subject.
+
+    The order distributes work, such as sealing, over the replicas without any message.
+
+    Args:
+        ranks: the ranks.
+        about: the subject, such as "seal" and the entry. The order is by a hash of the rank and the subject.
+
+    Example:
+        hash_order([0, 1, 2], "seal", 12)[0]
+    """
     salt = "/".join(map(str, about))
     return sorted(ranks, key=lambda rank: (xxh3_64_intdigest(f"{salt}/{rank}".encode()), rank))
 
 
-# -- fields of a record, which another replica wrote -----------------------------------------------------------------
+# -- parsers of fields, which another replica wrote -------------------------------------------------------------------
 
 
 def _split_digests(text: Any) -> tuple[str, ...]:
@@ -309,19 +386,19 @@ def _wire_of(fields: Mapping[str, Any]) -> str:
 
 
 def _groups(value: Any, ranks: Set[int]) -> tuple[tuple[int, ...], ...]:
-    """Read groups of some of these ranks, each rank in one group at most."""
+    """Read disjoint groups of at least two of these ranks."""
     groups = tuple(tuple(_whole(rank, MAX_RANK) for rank in typed(list, group)) for group in typed(list, value))
     named = [rank for group in groups for rank in group]
     if len(set(named)) < len(named) or not ranks >= set(named) or any(len(group) < 2 for group in groups):
-        raise ValueError(f"{str(value)[:40]!r} instead of groups of its members")
+        raise ValueError(f"{str(value)[:40]!r} instead of groups of its ranks")
     return groups
 
 
 def _some_of(value: Any, ranks: Set[int]) -> tuple[int, ...]:
-    """Read some of these ranks, each once."""
+    """Read a list of some of these ranks, each at most once."""
     named = tuple(_whole(rank, MAX_RANK) for rank in typed(list, value))
     if len(set(named)) < len(named) or not ranks >= set(named):
-        raise ValueError(f"{str(value)[:40]!r} instead of some of its members")
+        raise ValueError(f"{str(value)[:40]!r} instead of some of its ranks")
     return named
 
 
@@ -345,13 +422,22 @@ def _weight(value: Any) -> float:
 
 
 def _seconds(value: Any) -> float:
-    """Read a duration; what cannot be one is read as 0, which is safe: no decision needs one."""
+    """Read a duration. A number that cannot be a duration becomes 0, which is safe: 0 means "not known"."""
     seconds = _number(value)
     return seconds if math.isfinite(seconds) and seconds > 0 else 0.0
 
 
 def matching(pattern: re.Pattern[str], what: str, value: Any) -> str:
-    """Return the text, which must match a pattern as a whole."""
+    """Return a text that matches a pattern as a whole.
+
+    Args:
+        pattern: the pattern.
+        what: the name of the field, for the message.
+        value: the field.
+
+    Raises:
+        ValueError: it is not a text, or does not match.
+    """
     if not isinstance(value, str) or not pattern.fullmatch(value):
         raise ValueError(f"{str(value)[:40]!r} instead of a {what}")
     return value

@@ -1,7 +1,7 @@
-"""The mean of a sealed entry: read it, compute a shard that is due, take over one that is missing.
+"""Reads the mean of a sealed entry, or computes it: `Reducer` computes the shards of this replica and missing ones.
 
-`mean/<shard>` is itself the decision about unreadable inputs. So a replica that computed a shard, also its owner, uses
-the stored one, which another replica may have written first.
+A stored shard is also the decision which inputs were left out because they could not be read. So a replica that has
+computed a shard uses the stored one, which another replica may have written first. This holds for its owner, too.
 """
 
 from __future__ import annotations
@@ -26,11 +26,18 @@ T = TypeVar("T")
 
 
 class InputGoneError(Exception):
-    """A sealed input is no longer there: the mean exists by now, or a newer snapshot does."""
+    """A sealed contribution was deleted. Then the mean exists by now, or a newer snapshot exists."""
 
 
 class Reducer:
-    """Reads or computes the mean of a sealed entry."""
+    """Reads or computes the mean of a sealed entry.
+
+    Args:
+        context: the services of the rendezvous.
+
+    Example:
+        mean = Reducer(context).collect(entry, seal)
+    """
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -40,12 +47,18 @@ class Reducer:
         self._proof = context.proof
         self._usual_s = 0.0
         self.takeover_after_s = context.limits.takeover_after_s
-        """Seconds that this replica waits for the shard or the seal of another replica before it makes it itself."""
+        """Seconds that this replica waits for another replica's shard or seal before it makes that object itself."""
 
     def collect(self, entry: EntryState, seal: Seal) -> list[memoryview] | None:
-        """Do the next things that are missing; return the mean as consecutive ranges once all of it exists.
+        """Read the shards that exist, compute those that are due, and return the mean once it is complete.
 
-        Where no member sent any work, the mean has no ranges at all.
+        Args:
+            entry: the state of the entry, which keeps the shards that were read.
+            seal: the seal of the entry.
+
+        Returns:
+            The mean as consecutive ranges of bytes, empty if no replica sent any work. None: a shard is missing. Then
+            `entry.blocked` names the missing object if waiting for it is pointless.
         """
         entry.blocked = None
         if (whole := seal.whole_mean) is not None:
@@ -55,7 +68,8 @@ class Reducer:
             entry.blocked = self._keys.seal(entry.index) if mean is None else None
             return None if mean is None else [mean]
         now = self._context.clock()
-        asks = entry.sealed_s is not None and now >= entry.ask_s  # not at the first look: usually nobody is gone
+        # The first look does not ask which owners are gone: usually none is, and each question costs requests.
+        asks = entry.sealed_s is not None and now >= entry.ask_s
         if asks or entry.sealed_s is None:
             entry.ask_s = now + self._context.ask_again_s
         entry.sealed_s = now if entry.sealed_s is None else entry.sealed_s
@@ -63,19 +77,21 @@ class Reducer:
         missing = sorted(
             set(range(seal.shards)) - entry.means.keys(), key=lambda shard: orders[shard][0] != self._me.rank
         )
-        # One's own first, because others wait for them, and one of the others': when that exists, so do the rest.
+        # This replica's own shards come first, because others wait for them. One shard of another replica is read with
+        # them: if it exists, the others probably exist, too, and are read next.
         n_first = 1 + sum(orders[shard][0] == self._me.rank for shard in missing)
         for shards in (missing[:n_first], missing[n_first:]):
             keys = [self._keys.mean(entry.index, shard) for shard in shards]
             for shard, data in zip(shards, self._context.map(self._store.peek, keys), strict=True):
                 mean = self._check(entry, seal, shard, data)
                 if mean is None and self._is_due(entry, seal, orders[shard], asks=asks):
-                    mean = self._bring_about(entry, seal, shard)
+                    mean = self._reduce_shard(entry, seal, shard)
                 if mean is not None:
                     entry.means[shard] = mean
             if not entry.means.keys() >= set(shards):
                 next_seal = self._keys.seal(entry.index + len(self._context.layouts))
-                if asks and self._store.peek(next_seal, size=0) is not None:  # who went on had it: it was collected
+                # The sealers of the fragment's next entry had this mean. So it existed, and was deleted as garbage.
+                if asks and self._store.peek(next_seal, size=0) is not None:
                     entry.blocked = self._keys.mean(entry.index, shards[0])
                 return None
         self._usual_s = 0.8 * self._usual_s + 0.2 * (self._context.clock() - entry.sealed_s)
@@ -83,10 +99,13 @@ class Reducer:
         return [entry.means[shard] for shard in range(seal.shards)]
 
     def _is_due(self, entry: EntryState, seal: Seal, order: list[int], *, asks: bool) -> bool:
-        """Return whether a missing shard is this replica's to reduce: after a while for each rank before it.
+        """Return True if this replica must compute a missing shard now.
+
+        Its owner computes the shard at once. Each later rank in the order waits for one more `takeover_after_s`.
 
         Args:
-            asks: leave out those that are gone.
+            order: the ranks that may compute the shard, the owner first.
+            asks: True: do not count ranks that have left.
         """
         assert entry.sealed_s is not None
         waited_s, place = self._context.clock() - entry.sealed_s, 0
@@ -96,7 +115,8 @@ class Reducer:
                 return False
         return True
 
-    def _bring_about(self, entry: EntryState, seal: Seal, shard: int) -> memoryview | None:
+    def _reduce_shard(self, entry: EntryState, seal: Seal, shard: int) -> memoryview | None:
+        """Compute a shard, store it, and return the stored one. None: an input was deleted, or the store failed."""
         key, started = self._keys.mean(entry.index, shard), self._context.clock()
         head: MeanHead | None
         payload: memoryview | None = None
@@ -116,11 +136,11 @@ class Reducer:
     def _adopt_stored(
         self, entry: EntryState, seal: Seal, shard: int, head: MeanHead | None, payload: memoryview | None
     ) -> memoryview | None:
-        """Return the stored shard, whose bytes need not be read when its head is that of the computed one.
+        """Return the stored shard. Its payload is not read if its head equals the head of the computed shard.
 
         Args:
-            head: None: another replica had written the shard.
-            payload: None: it was streamed.
+            head: the head of the computed shard. None: another replica has written the shard.
+            payload: the computed shard. None: it was streamed into the store.
         """
         key = self._keys.mean(entry.index, shard)
         mine = b"" if head is None else head.head(key, self._proof)
@@ -132,7 +152,11 @@ class Reducer:
         return self._check(entry, seal, shard, self._store.peek(key, moves=not is_mine))
 
     def _check(self, entry: EntryState, seal: Seal, shard: int, data: memoryview | None) -> memoryview | None:
-        """Return a stored shard of the mean, as it was read or read again; None when there is none."""
+        """Return the payload of a stored shard after checking it. None: there is no such shard that can be used.
+
+        Args:
+            data: the first reading of the shard. A wrong reading is repeated.
+        """
         layout, part = entry.layout, entry.layout.shard(shard, seal.shards)
         head, key = None, self._keys.mean(entry.index, shard)
         for readings in range(READ_TRIES):
@@ -150,18 +174,22 @@ class Reducer:
         return self._recover(entry, seal, shard, head)
 
     def _recover(self, entry: EntryState, seal: Seal, shard: int, stored: MeanHead | None) -> memoryview | None:
-        """Compute a stored shard that is rotten, while its inputs exist; its head proves it, if that is readable."""
+        """Compute a damaged shard again from its inputs. Its head proves the result, if the head can be read.
+
+        Args:
+            stored: the head of the stored shard. None: the head is damaged, too.
+        """
         head: MeanHead | None = None
         with suppress(InputGoneError):
             head, payload = self._compute(entry, seal, shard)
         if head is None or (stored is not None and stored != head):
-            # an input is gone, or has rotted since, or another processor sums up differently
+            # An input was deleted or damaged since, or the processor of the writer sums in another way.
             entry.blocked = self._keys.mean(entry.index, shard)
             return None
         return payload
 
     def _recover_small(self, entry: EntryState, seal: Seal) -> memoryview | None:
-        """Compute the mean that a seal contained, while its inputs exist; the seal's digest proves it."""
+        """Compute the damaged mean of a seal again from its inputs. The digest in the seal proves the result."""
         try:
             mean = self._compute(entry, replace(seal, shards=1), 0)[1]
         except InputGoneError:
@@ -169,9 +197,10 @@ class Reducer:
         return mean if self._proof.digest(mean) == seal.lost_mean else None
 
     def _compute(self, entry: EntryState, seal: Seal, shard: int) -> tuple[MeanHead, memoryview]:
-        """Reduce a shard.
+        """Compute a shard in memory, and return its head and its payload.
 
-        Raises: InputGoneError.
+        Raises:
+            InputGoneError: an input was deleted.
         """
         layout, part = entry.layout, entry.layout.shard(shard, seal.shards)
         blocks = layout.blocks(part.n_elements, self._proof)
@@ -186,9 +215,10 @@ class Reducer:
         return self._with_inputs(entry, seal, shard, reduce)
 
     def _stream(self, entry: EntryState, seal: Seal, shard: int) -> MeanHead | None:
-        """Reduce a shard into the store, block by block; None: it is there.
+        """Compute a shard block by block into the store, and return its head. None: the shard existed already.
 
-        Raises: InputGoneError.
+        Raises:
+            InputGoneError: an input was deleted.
         """
         layout, part = entry.layout, entry.layout.shard(shard, seal.shards)
         blocks, key = layout.blocks(part.n_elements, self._proof), self._keys.mean(entry.index, shard)
@@ -212,9 +242,15 @@ class Reducer:
     def _with_inputs(
         self, entry: EntryState, seal: Seal, shard: int, act: Callable[[Sequence[Input], tuple[int, ...]], T]
     ) -> T:
-        """Return what is made of a shard's inputs, and of the ranks whose input has to be left out.
+        """Call a function with the inputs of a shard and the ranks that must be left out, and return its result.
 
-        Raises: InputGoneError.
+        A bad input is read again, and is left out after `READ_TRIES` wrong readings.
+
+        Args:
+            act: the function. It may raise `BadInputError`.
+
+        Raises:
+            InputGoneError: an input was deleted.
         """
         members, tries = seal.inputs, dict[int, int]()
         while True:
@@ -224,10 +260,16 @@ class Reducer:
             except BadInputError as bad:
                 tries[bad.rank] = tries.get(bad.rank, 0) + 1
                 if tries[bad.rank] >= READ_TRIES:
-                    log.warning("%s It is left out of the mean of round %s.", bad, entry.index + 1)
+                    log.warning("%s The mean of round %s does not include it.", bad, entry.index + 1)
                     del members[bad.rank]
 
     def _input(self, entry: EntryState, seal: Seal, rank: int, shard: int) -> Input:
+        """Return the input of one rank for a shard, from memory or from the store.
+
+        Raises:
+            BadInputError: the contribution is not the sealed one, or was cut off.
+            InputGoneError: the contribution was deleted.
+        """
         part = entry.layout.shard(shard, seal.shards)
         blocks = slice(part.first_block, part.end_block)
         member = seal.replicas[rank]
@@ -241,7 +283,7 @@ class Reducer:
             raise BadInputError(rank, "has a head of another payload")
         key = self._keys.contribution(entry.index, rank)
         start = entry.layout.head_bytes + part.start
-        data = self._store.peek(key, start=start, size=part.size_bytes, is_copied=True)  # by the reduction
+        data = self._store.peek(key, start=start, size=part.size_bytes, is_copied=True)  # the reduction copies it
         if data is None:
             raise InputGoneError
         if len(data) != part.size_bytes:
@@ -249,6 +291,12 @@ class Reducer:
         return Input(rank, member.weight, data, contribution.blocks[blocks])
 
     def _head(self, entry: EntryState, rank: int, member: SealedReplica) -> Contribution:
+        """Return the head of a sealed contribution.
+
+        Raises:
+            BadInputError: the head is damaged.
+            InputGoneError: the sealed contribution was deleted.
+        """
         if rank in entry.seen and entry.seen[rank][1] == member.digest:
             return entry.seen[rank][0]
         key = self._keys.contribution(entry.index, rank)
@@ -260,18 +308,22 @@ class Reducer:
         except BadRecordError:
             raise BadInputError(rank, "has a head that is not what was written") from None
         if digest != member.digest:
-            raise InputGoneError  # a write that landed after the sealed one had been used and deleted
+            raise InputGoneError  # a delayed write, which arrived after the sealed object was used and deleted
         entry.seen[rank] = (contribution, digest)
         return contribution
 
     def _memory_of_mine(self, entry: EntryState, seal: Seal, shard: int) -> memoryview | None:
-        """Return the memory of what this process sent for a shard, where its mean fits into it: that is stored now."""
+        """Return the memory of this process's input for a shard, if the mean may overwrite it. None: it may not.
+
+        The contribution is in the store now, so its memory is free. The mean fits if both wires are the same exact
+        wire.
+        """
         layout = entry.layout
         fits = layout.wire.is_exact and layout.wire.name == layout.mean_wire.name
         return self._kept(entry, seal, layout.shard(shard, seal.shards)) if fits else None
 
     def _kept(self, entry: EntryState, seal: Seal, part: ShardRange) -> memoryview | None:
-        """Return the memory of a range of the payload that this process sent, if it was sealed and is in memory."""
+        """Return a range of the payload that this process sent, if the seal counts it and it is still in memory."""
         member = seal.replicas.get(self._me.rank)
         if entry.packed is None or member is None or member.digest not in entry.sent:
             return None

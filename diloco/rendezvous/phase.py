@@ -1,8 +1,10 @@
-"""Where a replica is between two rounds, by its own count of steps and its own clock.
+"""Decides when the next round of a replica is due: `RoundPlan` divides the steps, and `Phase` counts them.
 
-A replica is *in phase* when it begins its inner steps with the others and meets them at their end. A replica that came
-back, joined or was left out is *out of phase*: it presents itself at once with the work it has, trains on, and adopts
-the seal at the step at which it sees it. Durations are a replica's own; no clock is compared with another's.
+A replica is *in phase* if it begins its inner steps together with the others and meets them at the end. A replica that
+has come back, joined or was left out is *out of phase*. It sends the work that it has at once, and continues to train.
+When it sees the seal after one of its steps, it applies the round.
+
+Each replica measures durations by its own clock. No clock is compared with the clock of another replica.
 """
 
 from __future__ import annotations
@@ -12,39 +14,45 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 STEPS_APART = 2
-"""Steps of the slowest replica that others wait for it, by the clock: in the midst of one the mean arrives, where work
-left before it, and in that of another the next round is due."""
+"""With rounds by the clock: the number of steps of the slowest replica for which the others wait.
+
+A mean arrives in the middle of one step, and the next round is due in the middle of another one.
+"""
 
 
 @dataclass(slots=True)
 class RoundPlan:
-    """How the inner steps of a run are divided into entries of the log, or its time.
+    """Divides the inner steps, or the time, of a run into entries of the log.
 
-    With a known total every fragment has its last round at the last step: the last entries, one for each fragment, are
-    due there, one after the other.
+    If the total is known, every fragment has its last round at the last step. The last entries, one for each fragment,
+    are due there, one after the other.
 
-    A run that was extended has several totals, each with its own last entries. The steps up to one total, and from
-    there to the next, are a *stage*. So replicas that know of an extension, and others that do not know of it yet,
-    agree on all entries up to the earlier total.
+    A run that was extended has several totals, and each total has its own last entries. The steps from one total to the
+    next are a *stage*. Replicas that know of an extension, and replicas that do not know of it yet, agree on all
+    entries up to the earlier total.
 
-    By the clock, what is called a step of the plan is the time of one entry: `steps_per_entry` is 1, and each replica
-    makes as many inner steps in it as it can.
+    With rounds by the clock, one step of the plan is the time of one entry. `steps_per_entry` is then 1, and each
+    replica makes as many inner steps in that time as it can.
+
+    Example:
+        RoundPlan(steps_per_entry=10, n_fragments=2, total_steps=400).step_before(7)
     """
 
     steps_per_entry: int = 1
     """Inner steps from one fragment's round to the next fragment's."""
     n_fragments: int = 1
     overlap_steps: float | None = 0
-    """Inner steps between sending a fragment and applying its mean; None: as few as the mean needs to arrive."""
+    """Inner steps between sending a fragment and applying its mean. None: the mean is applied as soon as it arrives."""
     total_steps: int | None = None
+    """The planned steps of the run. None: the number is not known."""
     entry_s: float | None = None
-    """By the clock: seconds from one fragment's round to the next fragment's, by each replica's own."""
+    """With rounds by the clock: seconds from the round of one fragment to the round of the next fragment."""
     earlier: tuple[int, ...] = ()
     """The totals before the run was extended to `total_steps`, in ascending order."""
     ended_by: tuple[int, ...] = ()
-    """The ranks that ended the run before its planned end; none if it was not ended so."""
+    """The ranks that ended the run before its planned end. Empty: no rank did."""
     _stages: tuple[_Stage, ...] = field(init=False, repr=False, compare=False)
-    """Derived from the totals: a training loop asks for them at every step."""
+    """The stages, computed once, because a training loop needs them at every step."""
 
     def __post_init__(self) -> None:
         self._stages = tuple(self._divided())
@@ -53,7 +61,7 @@ class RoundPlan:
         """Add a stage up to a larger total. Return False, and change nothing, if the plan has no total or a larger one.
 
         Args:
-            total: in the unit of `total_steps`.
+            total: the new total, in the unit of `total_steps`.
         """
         if self.total_steps is None or total <= self.total_steps or self.ended_by:
             return False
@@ -64,13 +72,14 @@ class RoundPlan:
     def end_after(self, entry: int, ranks: tuple[int, ...]) -> bool:
         """End the plan at the step of an entry. Return False, and change nothing, if a stage ends there.
 
-        Each other fragment has one more round, at the same step: the entries behind this one.
+        Each other fragment has one more round, at the same step: the entries after this one.
 
-        At the end of a stage a wish changes nothing, also if the run was extended beyond it. Replicas that know of the
-        extension and replicas that do not know of it yet must decide alike. The wish travels with the next round.
+        At the end of a stage, the request changes nothing, even if the run was extended beyond that stage. Replicas
+        that know of the extension must decide in the same way as replicas that do not know of it yet. The replicas send
+        the request again with the next round.
 
         Args:
-            entry: the entry whose round is the first of the last ones.
+            entry: the first of the last entries.
             ranks: the replicas that asked for the end.
         """
         end = self.step_before(entry) + self.steps_per_entry
@@ -84,43 +93,52 @@ class RoundPlan:
 
     @property
     def overlaps(self) -> bool:
-        """Whether training goes on while a contribution travels."""
+        """True if training continues between sending a contribution and applying the mean."""
         return self.overlap_steps != 0
 
     @property
     def inner_steps(self) -> int:
-        """Inner steps from one round of a fragment to its next."""
+        """Inner steps from one round of a fragment to the next round of the same fragment."""
         return self.steps_per_entry * self.n_fragments
 
     @property
     def n_entries(self) -> int | None:
-        """How many entries a planned run has."""
+        """The number of entries of the run. None: no total is known."""
         return self._stages[-1].end_entry
 
     @property
     def last_entry(self) -> int | None:
+        """The last entry of the run. None: no total is known."""
         return None if self.n_entries is None else self.n_entries - 1
 
     @property
     def last_entries(self) -> tuple[int, ...]:
-        """The last entry of each stage; empty if no total is known."""
+        """The last entry of each stage. Empty: no total is known."""
         return tuple(stage.end_entry - 1 for stage in self._stages if stage.end_entry is not None)
 
     def step_before(self, position: int) -> int:
-        """Return the run's step at which everything before an entry has been adopted."""
+        """Return the step of the run at which all entries before an entry are applied.
+
+        Args:
+            position: the entry.
+        """
         stage = self._stage_of(position)
         step = stage.first_step + (position - stage.first_entry) * self.steps_per_entry
         return step if stage.end_step is None else min(step, stage.end_step)
 
     def position_at(self, step: int) -> int:
-        """Return how many entries have been adopted when a replica in phase has made a step of the run."""
+        """Return the number of entries that a replica in phase has applied when it has made a step of the run.
+
+        Args:
+            step: the step of the run.
+        """
         for stage in self._stages:
             if stage.end_step is None or step < stage.end_step or stage.end_step == self.total_steps:
                 break
         position = stage.first_entry + max(0, step - stage.first_step) // self.steps_per_entry
         if stage.end_step is None or stage.end_entry is None:
             return position
-        # At the last step of a stage every fragment has a round, so that no entry before its end is the answer.
+        # At the last step of a stage every fragment has a round. Before that step, none of these rounds has happened.
         return stage.end_entry if step >= stage.end_step else min(position, stage.end_entry - self.n_fragments)
 
     def end_of(self, position: int) -> int | None:
@@ -128,14 +146,18 @@ class RoundPlan:
         return self.total_steps if not self.earlier else self._stage_of(position).end_step
 
     def is_over(self, position: int) -> bool:
-        """Return whether nothing is planned from this entry on: one more would be a round alone."""
+        """Return True if no entry is planned from this one on. Another round would be a round without the others."""
         return self.last_entry is not None and position > self.last_entry
 
     def is_final(self, entry: int) -> bool:
-        """Return whether this is the last planned round of its fragment, in the whole plan or before an extension."""
+        """Return True if an entry is the last round of its fragment in a stage.
+
+        A replica that does not know of an extension yet takes the first stage for the whole plan.
+        """
         return any(last - self.n_fragments < entry <= last for last in self.last_entries)
 
     def _divided(self) -> Iterator[_Stage]:
+        """Yield the stages, computed from the totals."""
         first_entry, first_step = 0, 0
         for end in (*self.earlier, self.total_steps):
             n = None if end is None else -(-(end - first_step) // self.steps_per_entry) + self.n_fragments - 1
@@ -154,64 +176,74 @@ class _Stage(NamedTuple):
     first_entry: int
     first_step: int
     end_entry: int | None
-    """The entry behind its last one. None: no total is known."""
+    """The entry after the last one of the stage. None: no total is known."""
     end_step: int | None
 
 
-# More than 20 methods: the count of steps, the clock and the plan decide together what is due, and each method is one
-# question about that state. Both threads read it, and only the training thread changes the count.
+# More than 20 methods: the count of steps, the clock and the plan together decide when a round is due, and each method
+# is one question about that state. Both threads read it, and only the training thread changes the count.
 class Phase:
-    """Counts the steps of one replica, as it made them and as the run counts them.
+    """Counts the steps of one replica: the steps that it has made, and the steps as the run counts them.
 
-    The training counts; the rounds, which may go on beside it, only read what it counted, one value at a time.
+    The training thread counts. The round runner may work while training continues, and only reads single values.
+
+    Args:
+        plan: divides the steps into entries.
+        clock: returns seconds of a monotonic clock.
+
+    Example:
+        phase = Phase(RoundPlan(steps_per_entry=10), monotonic)
+        phase.count_step()
+        phase.is_due
     """
 
     def __init__(self, plan: RoundPlan, clock: Callable[[], float]) -> None:
         self.base_step: float = 0
-        """The run's step when the newest entry was adopted."""
+        """The step of the run at which the newest entry was applied."""
         self.position = 0
         """The next entry to merge."""
         self.steps_since: float = 0
-        """Steps that the run counts since then; negative where an entry was adopted before its round was due."""
+        """Steps that the run counts since `base_step`. Negative if an entry was applied before its round was due."""
         self.n_steps = 0
-        """Steps of this process."""
+        """The number of steps that this process has made."""
         self.uncounted_steps = [0] * plan.n_fragments
-        """By fragment, how many steps of this process its uncounted work is made of."""
+        """By fragment, the number of steps of this process whose work no seal has counted yet."""
         self.has_restored_work = [False] * plan.n_fragments
-        """By fragment, whether that work contains work of an earlier attempt, whose steps nobody knows."""
+        """By fragment, True if the uncounted work contains work of an earlier attempt. Its steps are not known."""
         self.phase_s = 0.0
-        """How long an entry's steps take, from those made so far; 0: not known yet."""
+        """Seconds that the steps of one entry take, measured so far. 0: not known yet."""
         self.has_trained = False
-        """Whether this process has made a step, so that it knows how long a phase takes."""
+        """True if this process has made a step, so that it knows how long a phase takes."""
         self.is_over = False
-        """Whether no round is planned any more, so that nothing bounds the steps."""
+        """True if no round is planned any more, so that nothing limits the steps."""
         self.wants_to_stop = False
-        """Whether this replica asks all to end the run with the next round that counts its contribution."""
-        # What the rounds know.
+        """True if this replica asks all replicas to end the run with the next round that counts its contribution."""
+        # The round runner writes the values below.
         self.is_out_of_phase = False
         """True if this replica is out of phase."""
         self.head_start_s = 0.0
-        """How much earlier than the others, at most, this replica will be at the end of this phase."""
+        """The longest time, in seconds, by which this replica may reach the end of this phase before the others."""
         self.looked_s = 0.0
-        """When the open entry was last seen to have no seal."""
+        """The time of the last look at which the open entry had no seal."""
         self.looked_step = 0
-        """How many steps this process had made then."""
+        """The number of steps that this process had made at that look."""
         self.ahead_from_s = 0.0
-        """When the last of these ended."""
+        """The time from which this replica may be ahead of the others: about the time of that look."""
         self._plan = plan
         self._clock = clock
         self._steps = 0
         self._trained_s = 0.0
         self._untold_s = 0.0
+        """Seconds of training since the last call of `take_trained_s`."""
         self._held_ahead_s = 0.0
-        """By the clock: how long before its round was due the newest work was held."""
+        """With rounds by the clock: seconds between holding the newest work and the time at which its round was due."""
         self._left_s = self._counts_from_s = clock()
 
-    # -- what the training counts --------------------------------------------------------------------------------------
+    # -- for the training thread ---------------------------------------------------------------------------------------
 
     @property
     def resume_point(self) -> dict[str, Any]:
-        """The place of this replica in the run: its rounds, the run's step at the last of them, and the steps since."""
+        """The values for a checkpoint: the rounds, the step of the run at the last round, and the steps since then."""
         return {"rounds": self.position, "base": self.base_step, "since": self.steps_since}
 
     @property
@@ -221,16 +253,20 @@ class Phase:
 
     @property
     def run_step(self) -> float:
-        """The run's step: that of its newest entry, and at most the steps beyond of what is open or on its way."""
+        """The step of the run that this replica has reached.
+
+        It is the step of the newest entry, plus the steps since. These count at most to the next round, or to the round
+        after it with overlap_steps="auto": a replica that waits for a mean does not run away from the plan.
+        """
         end, plan = self._end, self._plan
         if self.is_over or (end is not None and self.base_step >= end):
-            return self.base_step + self.steps_since  # beyond what was planned
+            return self.base_step + self.steps_since  # steps beyond the plan have no round that limits them
         most = plan.steps_per_entry * (2 if plan.overlap_steps is None and plan.entry_s is None else 1)
         return _capped(self.base_step + min(self.steps_since, most), end)
 
     @property
     def is_at_the_end(self) -> bool:
-        """Whether all planned steps were made, or all up to a total that the run was extended from."""
+        """True if all steps of the current stage are made."""
         end = self._end
         return end is not None and self.run_step >= end
 
@@ -241,29 +277,33 @@ class Phase:
 
     @property
     def is_due(self) -> bool:
-        """Whether the open entry's round is due."""
+        """True if the round of the open entry is due."""
         return self.steps_since >= self._plan.steps_per_entry or self.is_at_the_end
 
     @property
     def is_next_due(self) -> bool:
-        """Whether the round after the open one is due. By the clock it is so only some time after that was applied."""
+        """True if the round after the open one is due. By the clock, it is never due before the open one is applied."""
         is_due = self._plan.entry_s is None and self.steps_since >= 2 * self._plan.steps_per_entry
         return is_due or self.is_at_the_end
 
     @property
     def has_one_step(self) -> bool:
-        """Whether a phase has a single step."""
+        """True if a phase has a single step."""
         entry_s = self._plan.entry_s
         return self._plan.steps_per_entry == 1 if entry_s is None else self.phase_s >= 2 * entry_s
 
     def is_time_to_send(self, position: int) -> bool:
-        """Return whether a contribution to this entry is to leave before its mean is applied."""
+        """Return True if it is time to send the contribution to an entry, before its round is due.
+
+        Args:
+            position: the open entry.
+        """
         plan = self._plan
         ahead = 0 if plan.overlap_steps is None else plan.overlap_steps
         return plan.overlaps and self.steps_since >= plan.steps_per_entry - ahead and not plan.is_final(position)
 
     def count_step(self) -> None:
-        """Count a step; called when the training calls the rendezvous."""
+        """Count an inner step. Call it first when the training thread enters the rendezvous."""
         self._trained_s += self.stop_training_clock()
         self._steps += 1
         self.n_steps += 1
@@ -274,42 +314,46 @@ class Phase:
             self.phase_s = step_s * self._plan.steps_per_entry
         else:
             self.steps_since = (self._clock() - self._counts_from_s) / entry_s
-            self.phase_s = entry_s + step_s  # the step in whose midst the round is due is made to its end
+            self.phase_s = entry_s + step_s  # the round is due in the middle of a step, and that step is completed
         self.has_trained = True
 
     def note_held(self) -> None:
-        """Note that work is held, to be sent for the open entry."""
+        """Note that the training thread holds work for the open entry now."""
         self._held_ahead_s = max(0.0, 1 - self.steps_since) * (self._plan.entry_s or 0.0)
 
     def stop_training_clock(self) -> float:
-        """Note that the training calls the rendezvous; return how long it has gone on since the last call."""
+        """Note that the training thread enters the rendezvous. Return the seconds of training since it left."""
         trained_s = self._clock() - self._left_s
         self._untold_s += trained_s
         return trained_s
 
     def take_trained_s(self) -> float:
-        """Return how long the training has gone on since this was asked."""
+        """Return the seconds of training since the last call of this method."""
         told, self._untold_s = self._untold_s, 0.0
         return told
 
     def start_training_clock(self) -> None:
-        """Note that training goes on from here: the time of the rendezvous is not part of it."""
+        """Note that the training thread leaves the rendezvous. Time in the rendezvous does not count as training."""
         self._left_s = self._clock()
 
     def begin(self, base: float, since: float = 0, *, position: int = 0) -> None:
         """Continue from the step that others, or a checkpoint, have reached.
 
         Args:
-            base: the run's step when the newest entry was adopted.
-            since: steps since then.
-            position: the next entry.
+            base: the step of the run at which the newest entry was applied.
+            since: the steps since then.
+            position: the next entry to apply.
         """
         self.position = position
         self.base_step, self.is_over = _capped(base, self._end), False
         self.set_steps_since(since)
 
     def set_steps_since(self, since: float) -> None:
-        """Count on from so many steps since the newest entry."""
+        """Set the number of steps since the newest entry, and continue to count from there.
+
+        Args:
+            since: the number of steps.
+        """
         self.steps_since = since
         self._counts_from_s = self._clock() - since * (self._plan.entry_s or 0.0)
 
@@ -326,13 +370,21 @@ class Phase:
         end = self._end
         step = _capped(self.run_step + (n_entries - 1) * spe, end)
         self._advance(n_entries)
-        if entry_s is None:  # steps before the end of a stage are none of the next one
+        if entry_s is None:  # surplus steps at the end of a stage do not count for the next stage
             self.steps_since = self._within_the_plan(step - self.base_step) if self._end == end else 0
         else:
             self._count_from(max(ready_s, self._counts_from_s + entry_s))
 
     def advance_after_catch_up(self, n_entries: int, looked_step: int, looked_s: float) -> None:
-        """Go on after seals that were seen in the midst of a phase, which began after the last look without them."""
+        """Continue after rounds that this replica applied out of phase.
+
+        The new phase began after the last look at which the entry had no seal.
+
+        Args:
+            n_entries: the number of entries that were passed.
+            looked_step: the number of steps of this process at that look.
+            looked_s: the time of that look.
+        """
         self._advance(n_entries)
         if self._plan.entry_s is None:
             since = max(0, self.n_steps - looked_step - (self._plan.overlap_steps or 0))
@@ -341,29 +393,39 @@ class Phase:
             self._count_from(looked_s + self._overlap_s)
 
     def _within_the_plan(self, since: float) -> float:
-        """Return 0 at the last planned step: steps before or beyond it are in no average."""
+        """Return 0 at the last planned step, and else the given steps: no average contains steps beyond the plan."""
         return 0 if self.base_step == self._end else since
 
     def _count_from(self, from_s: float) -> None:
-        """Count from a time; nothing is due before the next step was made. A plan's end is not waited for."""
+        """Count from a time by the clock. No round is due before the next step is made.
+
+        At the end of the plan, the count begins now, because a replica that has ended must not wait.
+        """
         now, end = self._clock(), self._end
         self._counts_from_s = from_s if end is None or self.base_step < end else min(from_s, now)
         self.steps_since = min(0.0, (now - self._counts_from_s) / (self._plan.entry_s or 1.0))
 
     def advance_after_sync(self, step: float, base: float) -> None:
-        """Go on after rounds outside their time: they are worth the steps that were made, not an entry's."""
+        """Continue after rounds that the user asked for with `DiLoCo.sync`, before they were due.
+
+        Such a round stands for the steps that were made, and not for the planned steps of an entry.
+
+        Args:
+            step: the step of the run that this replica has reached.
+            base: the step of the run at which the newest entry counts as applied.
+        """
         self.base_step = _capped(base, self._end)
         self.set_steps_since(_capped(step, self._end) - self.base_step)
 
     def _advance(self, n_entries: int) -> None:
         self.position += n_entries
-        if self._plan.earlier:  # each stage begins at its own step, wherever the entries of the one before end
+        if self._plan.earlier:  # each stage begins at its own step, so the sum of the entries' steps is not exact
             self.base_step = self._plan.step_before(self.position)
         else:
             self.base_step = _capped(self.base_step + n_entries * self._plan.steps_per_entry, self._plan.total_steps)
         self._steps, self._trained_s = 0, 0.0
 
-    # -- what the rounds know ------------------------------------------------------------------------------------------
+    # -- for the round runner ------------------------------------------------------------------------------------------
 
     def note_unsealed(self, at_s: float, at_step: int, *, in_background: bool = False) -> None:
         """Note that the open entry had no seal.
@@ -379,19 +441,33 @@ class Phase:
         self.ahead_from_s = min(at_s, self._left_s) if is_in_step else at_s
 
     def slack_s(self, entry: int) -> float:
-        """Return how far apart the overlap may hold replicas that are in phase, where an entry is not overlapped."""
+        """Return the seconds by which the overlap of earlier entries may hold replicas in phase apart.
+
+        It is 0 unless the entry is a last one. No training overlaps a last round, so its wait includes that time.
+
+        Args:
+            entry: the entry.
+        """
         return self._overlap_s if self._plan.is_final(entry) else 0.0
 
     def ahead_s(self, entry: int) -> float:
-        """Return how long training goes on after a contribution to an entry was sent, before it waits for the mean."""
+        """Return the seconds for which training continues between sending a contribution and waiting for the mean.
+
+        Args:
+            entry: the entry of the contribution.
+        """
         if self._plan.is_final(entry):
             return 0.0
         return self._overlap_s if self._plan.entry_s is None else self._held_ahead_s
 
     def apart_s(self, phase_s: float) -> float:
-        """Return how far apart replicas come that are due at one time, where the longest phase is so long.
+        """Return the seconds by which arrivals may differ although all replicas are due at the same time.
 
-        By the clock each comes at the end of a step. One whose step is longer than a phase is not waited for.
+        With rounds by the clock, each replica arrives at the end of a step. The others do not wait for a replica whose
+        step is longer than an entry. With rounds by step the result is 0.
+
+        Args:
+            phase_s: the longest phase of any replica, in seconds.
         """
         entry_s = self._plan.entry_s
         return 0.0 if entry_s is None else min(STEPS_APART * max(0.0, phase_s - entry_s), entry_s)

@@ -1,8 +1,8 @@
-"""The weighted mean of encoded blocks, in one pass that also proves every input.
+"""Computes the weighted mean of encoded contributions, in one pass that also checks every input.
 
-The arithmetic is float32, in the order given (rank order), each product rounded before it is added: the same bits on
-every processor. It goes through a block in pieces that stay in the cache, so each input is fetched from memory once
-for its digest, its product and its sum. The mean is encoded on the way.
+The arithmetic is float32, in the order of the ranks. Each product is rounded before it is added, so every processor
+computes the same bits. The function works on pieces of a block that stay in the cache. So it fetches each input from
+memory once, for its digest, its product and its sum, and encodes the mean in the same pass.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from diloco.wires.wire import PIECE, BlockWriter, NotFiniteError, Wire, blocks_o
 
 @dataclass(frozen=True)
 class Input:
-    """One member's share of a byte range: whole blocks, with the digests its head promises."""
+    """The blocks of one shard from one contribution, with the digests that its head has."""
 
     rank: int
     weight: float
@@ -29,7 +29,12 @@ class Input:
 
 
 class BadInputError(Exception):
-    """An input is not what its head promises, or not finite; the mean has to be taken without it, or read again."""
+    """An input does not match its digests, or is not finite. Read it again, or compute the mean without it.
+
+    Args:
+        rank: the rank of the contribution.
+        problem: the end of the message, such as "was cut off".
+    """
 
     def __init__(self, rank: int, problem: str) -> None:
         super().__init__(f"The contribution of rank {rank} {problem}.")
@@ -38,13 +43,17 @@ class BadInputError(Exception):
 
 @dataclass(frozen=True)
 class Blocks:
-    """Of what a range is made: so many elements in whole blocks, how they come in, and how their mean goes out."""
+    """The format of a range of whole blocks, as input and as mean."""
 
     n_elements: int
     block_elements: int
+    """The elements of each block but the last one."""
     wire: Wire
+    """The encoding of the inputs."""
     mean_wire: Wire
+    """The encoding of the mean."""
     proof: Proof
+    """The kind of digests."""
 
 
 Write: TypeAlias = Callable[[memoryview], object]
@@ -61,16 +70,23 @@ class Reduce(Protocol):
 def weighted_mean(
     inputs: Sequence[Input], out: memoryview, blocks: Blocks, write: Write | None = None
 ) -> tuple[str, ...]:
-    """Write the mean of the inputs to `out`, encoded, and return the digest of each of its blocks.
+    """Write the encoded mean of the inputs to `out`, and return the digest of each of its blocks.
 
-    Weights are normalised to sum 1; of no inputs the mean is zero. Where both wires are the same exact one, `out` may
-    be the memory of an input.
+    The weights are normalized to the sum 1. The mean of no inputs is zero.
 
     Args:
-        write: is handed each block, in order; then `out` is memory for one of them.
+        inputs: this range of each contribution, in the order of their ranks.
+        out: memory for the mean. It may be the memory of an input if both wires are the same exact wire.
+        blocks: the format of the range.
+        write: called with each block of the mean, in order. `out` is then memory for one block. None: `out` is memory
+            for the whole mean.
 
     Raises:
-        BadInputError: an input must be left out; `out`, and an input in the same memory, is then overwritten.
+        BadInputError: an input must be left out. The content of `out`, and of an input in the same memory, is then
+        lost.
+
+    Example:
+        digests = weighted_mean([Input(0, 1.0, data, (digest,))], out, blocks)
     """
     wire, mean_wire, sizes = blocks.wire, blocks.mean_wire, (blocks.n_elements, blocks.block_elements)
     total = math.fsum(source.weight for source in inputs)  # Python's own sum has other bits since 3.12
@@ -101,7 +117,7 @@ def weighted_mean(
                 finite = False
         for source_, digest in zip(inputs, hashes, strict=True):
             if digest.hexdigest() != source_.digests[number]:
-                raise BadInputError(source_.rank, "is not what its head promises")
+                raise BadInputError(source_.rank, "does not match the digests in its head")
         if not finite:
             raise _worst(wire, inputs, sources, n)
         digests.append(writer.digest())
@@ -111,15 +127,17 @@ def weighted_mean(
 
 
 def is_mean(data: memoryview, blocks: Blocks, digests: Sequence[str] | None) -> bool:
-    """Return whether these bytes are an encoded mean of finite values.
+    """Return True if these bytes are an encoded mean of finite values.
 
     Args:
-        digests: what each block must have; None: they are proven otherwise.
+        data: the bytes.
+        blocks: the format of the range.
+        digests: the expected digest of each block. None: the caller has checked the bytes already.
     """
     cut = list(blocks_of(blocks.mean_wire, blocks.n_elements, blocks.block_elements))
     if len(data) != cut[-1].end or (digests is not None and len(digests) != len(cut)):
         return False
-    for number, (n, start, end) in enumerate(cut):  # each is fetched from memory once
+    for number, (n, start, end) in enumerate(cut):  # both checks of a block together: it is fetched from memory once
         block = data[start:end]
         if digests is not None and blocks.proof.digest(block) != digests[number]:
             return False
@@ -129,7 +147,10 @@ def is_mean(data: memoryview, blocks: Blocks, digests: Sequence[str] | None) -> 
 
 
 def _worst(wire: Wire, inputs: Sequence[Input], sources: Sequence[memoryview], n: int) -> BadInputError:
-    """Return whose block is not finite; where each is, the largest makes a sum that no wire can hold."""
+    """Return the error for the input that made a mean not finite.
+
+    If every input is finite, it is the input with the largest value: the wire cannot hold the sum.
+    """
     for of, source in zip(inputs, sources, strict=True):
         if not wire.is_finite(source, n):
             return BadInputError(of.rank, "is not finite")

@@ -1,8 +1,7 @@
-"""Deciding an entry, and reading what was decided.
+"""Decides which contributions count in an entry, and reads that decision: the seal.
 
-Any replica may look for contributions, judge them and create the seal that names those that count, at any time; before
-it has waited a while only one looks, so that the others need not. Whatever two of them would decide, the first seal
-created is the decision.
+Any replica may look for contributions at any time, check them, and create the seal. At first only one replica looks, so
+that the others save requests. If two replicas decide differently, the seal that was created first is the decision.
 """
 
 from __future__ import annotations
@@ -26,26 +25,38 @@ from executors.errors import CorruptObjectError
 from executors.store.standstill import Standstill, describe_standstill
 
 LOOKS_PER_FRONTIER = 8
-"""How many looks for contributions go by until joiners are looked for again: a claim may be seen late."""
+"""The number of looks for contributions from one look for joiners to the next. A claim may become visible late."""
 GRACE_SPREADS, LEAST_GRACE, LEARNING_ROUNDS = 4.0, 0.25, 3
-"""The grace is four times the usual spread of arrivals, at least a quarter of `grace_s`; the first rounds have all."""
+"""The grace is four times the usual spread of arrivals, and at least a quarter of `grace_s`.
+
+In the first rounds the spread is not known yet, so the grace is all of `grace_s`.
+"""
 LEAST_GRACE_PHASES, GRACE_PHASES = 0.1, 0.05
-"""Phases of half an hour that differ by a hundredth spread by 18 s: the grace is at least a twentieth of a phase, and
-a learned one, as far as `grace_s` allows, at least a tenth."""
+"""The grace is at least a twentieth of a phase: phases of half an hour that differ by 1 % end up to 18 s apart.
+
+A grace that follows from the spread is at least a tenth of a phase, if `grace_s` allows that.
+"""
 ANSWERS_PER_LOOK = 20
-"""A replica sees a seal after a pause of up to a quarter of `grace_s` and about so many answers of the store."""
+"""A replica sees a seal after a pause of up to a quarter of `grace_s` and about this number of requests."""
 
 
 class SealLog:
-    """The seals of a rendezvous, as one replica reads them."""
+    """Reads the seals of a rendezvous.
+
+    Args:
+        context: the services of the rendezvous.
+
+    Example:
+        seal = SealLog(context).seal(12)
+    """
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._newest: tuple[int, Seal] | None = None
-        """What was read last: it never changes."""
+        """The entry and the seal that were read last. A seal never changes."""
 
     def seal(self, entry: int) -> Seal | None:
-        """Return the entry's seal; None: there is none, or none that can be read just now."""
+        """Return the seal of an entry. None: there is none, or it could not be read this time."""
         if self._newest is not None and self._newest[0] == entry:
             return self._newest[1]
         context, key = self._context, self._context.keys.seal(entry)
@@ -69,19 +80,19 @@ class SealLog:
         return seal
 
     def is_sealed(self, entry: int) -> bool:
-        """Return whether the entry has a seal, also one that cannot be read just now."""
+        """Return True if the entry has a seal, even if it could not be read this time."""
         return self.seal(entry) is not None or self.misread(entry) > 0
 
     def misread(self, entry: int) -> int:
-        """Return how many readings of the seal were not what was written."""
+        """Return the number of wrong readings of the seal."""
         return self._context.store.count_misreads(self._context.keys.seal(entry))
 
     def is_damaged(self, entry: int) -> bool:
-        """Return whether the stored seal is not what was written, whatever a later reading says."""
+        """Return True if the stored seal counts as damaged, whatever a later reading shows."""
         return self.misread(entry) >= READ_TRIES
 
     def read_seal_or_none(self, entry: int) -> Seal | None:
-        """Wait until a seal that exists can be read, and return it; None: it is rotten, or it took too long."""
+        """Wait until a seal that exists can be read, and return it. None: it is damaged, or the wait took too long."""
         context = self._context
         began, pauses = context.clock(), backoff(context.rng)
         while (seal := self.seal(entry)) is None:
@@ -93,7 +104,11 @@ class SealLog:
         return seal
 
     def verdict(self, seal: Seal) -> Verdict:
-        """Return what became of this process's work; a seal that gives it no weight has counted nothing."""
+        """Return what a seal decides about the work of this process.
+
+        KEPT: the seal does not name this rank, or names this process without weight. DROPPED: it names another process
+        of this rank.
+        """
         me = self._context.me
         member = seal.replicas.get(me.rank)
         if member is None or (member.nonce == me.nonce and not member.weight):
@@ -101,30 +116,44 @@ class SealLog:
         return Verdict.COUNTED if member.nonce == me.nonce else Verdict.DROPPED
 
     def verdicts(self, first: int, end: int) -> list[Verdict | None]:
-        """Return by fragment what became of this process's work in entries jumped over; None: there were none."""
+        """Return by fragment what passed entries decided about the work of this process. None: no entry was passed.
+
+        Args:
+            first: the first of the passed entries.
+            end: the entry after the last of them.
+        """
         n_fragments = len(self._context.layouts)
         verdicts: list[Verdict | None] = [None] * n_fragments
         for entry in range(first, end):
             seal = self.read_seal_or_none(entry)
-            verdict = Verdict.DROPPED if seal is None else self.verdict(seal)  # not known: never count it twice
+            # An unreadable seal may have counted the work. Dropping it is safe, and sending it again is not.
+            verdict = Verdict.DROPPED if seal is None else self.verdict(seal)
             if verdict is not Verdict.KEPT or verdicts[entry % n_fragments] is None:
                 verdicts[entry % n_fragments] = verdict
         return verdicts
 
 
 class SealingResult(Enum):
-    """What an attempt to decide an entry has led to."""
+    """The result of `Sealer.try_seal`."""
 
     OPEN = "open"
     """The entry may not be decided yet."""
     TRIED = "tried"
     """A seal was written, by this replica or by another one. Read it to know which."""
     OUTVOTED = "outvoted"
-    """At least as many contributions have another anchor as have the anchor of this replica."""
+    """Another anchor is at least as frequent among the contributions as the anchor of this replica."""
 
 
 class Sealer:
-    """Decides entries, one after another."""
+    """Creates the seal of an entry once enough contributions have arrived, or the wait for the others has ended.
+
+    Args:
+        context: the services of the rendezvous.
+        seals: reads the seals.
+
+    Example:
+        Sealer(context, seals).try_seal(entry, takeover_after_s=5.0)
+    """
 
     def __init__(self, context: Context, seals: SealLog) -> None:
         self._context = context
@@ -169,21 +198,28 @@ class Sealer:
         unreadable = entry.unreadable_ranks
         good = {r: head for r, (head, _) in entry.seen.items() if head.anchor == anchor and r not in unreadable}
         expected = self._members.still_expected(good) - unreadable
-        # A replica whose anchor is the odd one out leaves the decision to the others for as long again.
+        # A replica in the minority gives the others twice the grace to decide, because its own anchor may be wrong.
         is_over = self._is_over(entry, good, now, grace_factor=2 if theirs > ours else 1)
         is_enough = self._is_enough(expected, good, is_over=is_over)
         if not is_enough and is_over:
-            entry.misread.clear()  # perhaps it was the reading, after all: there is nothing left to lose
+            # Without the unreadable contributions there is no decision. Perhaps only the readings were wrong.
+            entry.misread.clear()
         if not is_enough or not (expected <= good.keys() or is_over):
             return SealingResult.OPEN
         return SealingResult.TRIED if self._seal_with(entry, set(good), anchor) else SealingResult.OPEN
 
     def _is_over(self, entry: EntryState, good: Mapping[int, Contribution], now: float, *, grace_factor: int) -> bool:
-        """Return whether the wait for absent replicas is over.
+        """Return True if the wait for missing replicas has ended.
 
-        The grace begins when an expected process is known to wait: this one, or one whose contribution was found. For
-        one that came early by its own account it begins so much later. While none of them is known to wait, they may
-        still be in the rest of a phase.
+        The grace begins when an expected process is known to wait: this process, or a process whose contribution was
+        found. If that process reports a head start, the grace begins later by that time. As long as no expected process
+        waits, all of them may still be in the middle of a phase.
+
+        Args:
+            entry: the open entry.
+            good: by rank, the contributions that can count.
+            now: the time.
+            grace_factor: the grace is multiplied by it.
         """
         starts = [] if entry.grace_from_s is None else [entry.grace_from_s]
         if self._members.names_me and entry.began_s is not None:
@@ -203,7 +239,13 @@ class Sealer:
         return since_s is not None and now - since_s >= self.unobserved_wait_s
 
     def _is_enough(self, expected: set[int], good: Mapping[int, Contribution], *, is_over: bool) -> bool:
-        """Return whether enough of those that could bring work have; where none can, whether enough are present."""
+        """Return True if enough replicas have sent work. If none has any work to send, count the replicas themselves.
+
+        Args:
+            expected: the ranks that should contribute and have not left.
+            good: by rank, the contributions that can count.
+            is_over: True if the wait for missing replicas has ended.
+        """
         present = expected | good.keys()
         working = {rank for rank, head in good.items() if head.weight > 0}
         able = {rank for rank in present if rank in working or rank not in good}
@@ -214,11 +256,11 @@ class Sealer:
 
     @property
     def unobserved_wait_s(self) -> float:
-        """How long after sending something a replica that sees no expected process waits before it decides.
+        """Seconds from sending work to deciding an entry, if this replica sees no expected process.
 
-        They may be in the midst of a phase, and a replica that presents itself early is not to decide alone. A seal's
-        word on how long a phase takes is not trusted for more than half of the time in which a round must come about,
-        unless this replica's own phase is as long.
+        The expected processes may be in the middle of a phase, and a replica that contributes early must not decide
+        alone. The length of a phase comes from the newest seal. It counts for at most half of `round_timeout_s`, unless
+        a phase of this replica takes as long.
         """
         most_s = 2 * self._phase_s + self._most_grace_s
         if not self._phase.has_trained:
@@ -226,11 +268,18 @@ class Sealer:
         return min(most_s, max(self._limits.round_timeout_s / 2, 2 * self._phase.phase_s + self._most_grace_s))
 
     def _ranks(self) -> Sequence[int]:
-        """Return every rank that may send something."""
+        """Return every rank that may send a contribution."""
         return sorted({*self._members.claimed, *self._members.expected, self._me.rank})
 
     def look_at_contribution(self, entry: EntryState, rank: int) -> bool:
-        """Read a contribution's head, of a small one of another process everything; return whether it exists."""
+        """Read a contribution into the state of an entry, and return True if it exists.
+
+        A large contribution is read as its head alone. A small one is read whole, unless this process has sent it.
+
+        Args:
+            entry: the entry.
+            rank: the rank of the contribution.
+        """
         layout, packed = entry.layout, entry.packed
         key = self._context.keys.contribution(entry.index, rank)
         if rank == self._me.rank and packed is not None:
@@ -258,9 +307,9 @@ class Sealer:
         return True
 
     def _is_my_turn(self, entry: EntryState) -> bool:
-        """Return whether this replica is the first of the named processes, in the entry's hash order, that lives.
+        """Return True if this replica is the first live one in the entry's hash order of the named processes.
 
-        The first time it does not ask which of them live: usually all do.
+        The first call does not ask which processes live, because usually all do.
         """
         for rank in hash_order(self._members.expected, "seal", entry.index):
             if rank == self._me.rank and self._members.names_me:
@@ -270,28 +319,31 @@ class Sealer:
         return True
 
     def is_late(self, entry: EntryState) -> bool:
-        """Return whether an entry takes too long."""
+        """Return True if an entry has taken longer than `round_timeout_s`."""
         since_s = entry.started_s
-        if entry.published_s is not None and not self._members.names_me:  # the others may be in the midst of a phase
+        if entry.published_s is not None and not self._members.names_me:  # the others may be in the middle of a phase
             since_s = max(since_s, entry.published_s + self.unobserved_wait_s)
         return self._context.clock() - since_s > self._limits.round_timeout_s
 
     def is_stuck(self, entry: EntryState, seal: Seal | None) -> bool:
-        """Return True if only a newer snapshot can help: an object is rotten or missing, or the entry takes too long.
+        """Return True if only a newer snapshot can help: an object is damaged or missing, or the entry takes too long.
 
         Args:
             entry: the open entry.
-            seal: its seal; None: it has none, or none that can be read just now.
+            seal: its seal. None: it has none, or it could not be read this time.
         """
         is_blocked = entry.blocked is not None or self._seals.is_damaged(entry.index)
         return is_blocked or (seal is not None and self.is_late(entry))
 
     def check_time(self, entry: EntryState) -> None:
-        """Raise an error when an entry takes too long: it was not decided, or cannot be read.
+        """Raise an error if waiting for an entry is pointless or takes too long.
+
+        Args:
+            entry: the open entry.
 
         Raises:
-            QuorumTimeoutError: in `round_timeout_s`.
-            CorruptObjectError: in `grace_s`, where nobody went on: it was decided, and has rotted.
+            QuorumTimeoutError: `round_timeout_s` passed without a seal, or without a mean.
+            CorruptObjectError: the seal or the mean is damaged, and no replica continued for `grace_s`.
         """
         keys, number = self._context.keys, entry.index + 1
         rotten, looks = entry.blocked or keys.seal(entry.index), [keys.seal(entry.index + 1)] * READ_TRIES
@@ -304,8 +356,8 @@ class Sealer:
                     url=self._store.store.url,
                 )
             raise CorruptObjectError(
-                f"Round {number} cannot be had: {rotten} is not what was written, and there is no later snapshot. "
-                "To go on in a new run, from the newest whole snapshot of this one: "
+                f"Round {number} cannot be completed: {rotten} is damaged in the store, and no later snapshot exists. "
+                "Start a new run from the newest complete snapshot of this one: "
                 f"replicas resume {keys.run_id} --from-snapshot",
                 key=rotten,
                 url=self._store.store.url,
@@ -315,9 +367,9 @@ class Sealer:
         timeout_s = self._limits.round_timeout_s
         if self._store.exists(key := keys.seal(entry.index)):
             raise QuorumTimeoutError(
-                f"Round {number}: it was sealed, but its mean could not be had in {timeout_s:g} s. The seal "
-                f"({key}), or what the mean is made of, is missing or is not what was written, and there is no later "
-                "snapshot.",
+                f"Round {number} cannot be completed: its seal ({key}), its mean or a contribution is missing or "
+                f"damaged in the store, and no later snapshot exists (waited {timeout_s:g} s). Start a new run from "
+                f"the newest complete snapshot of this one: replicas resume {keys.run_id} --from-snapshot",
                 round=number,
             )
         ranks = self._ranks()
@@ -331,35 +383,40 @@ class Sealer:
             f"Round {number}: {len(ranks) - len(missing) - len(spoilt)} of {len(ranks)} contributions arrived in "
             f"{timeout_s:g} s, min_quorum is {self._context.min_quorum}. "
             f"Missing ranks: {', '.join(map(str, missing)) or 'none'}."
-            + (f" Not what was written: those of ranks {', '.join(map(str, spoilt))}." if spoilt else "")
+            + (f" Damaged contributions: ranks {', '.join(map(str, spoilt))}." if spoilt else "")
             + (f" {self._describe_forgery(entry, spoilt[0])}" if spoilt and self._context.proof.is_signed else ""),
             round=number,
             missing=missing,
         )
 
     def _describe_forgery(self, entry: EntryState, rank: int) -> str:
-        """Say which contribution of a signed run is not proven, and how to delete it."""
+        """Return a sentence about a forged contribution of a signed run, and how to delete it."""
         found = Standstill(entry.index + 1, self._context.keys.contribution(entry.index, rank))
         return describe_standstill(found, self._store.store.url, has_ended=True)
 
     def learn(self, entry: EntryState, waited_s: float) -> None:
-        """Take note of how far apart the members of a round arrived."""
+        """Learn from a round how far apart replicas usually arrive.
+
+        Args:
+            entry: the entry that was applied.
+            waited_s: seconds that this replica waited for the others.
+        """
         self._spread_s = max(0.8 * self._spread_s, waited_s, _spread_seen(entry))
         self._rounds_learned += 1
 
     @property
     def _phase_s(self) -> float:
-        """How long the inner steps of an entry take, by the newest seal; before the first, by this replica."""
+        """Seconds that a phase takes, from the newest seal. Before the first seal, from this replica."""
         return self._phase.phase_s if self._members.seal is None else self._members.seal.phase_s
 
     @property
     def _most_grace_s(self) -> float:
-        """The longest grace: `grace_s`, or a twentieth of a phase. A seal's value counts for half the round's time."""
+        """The longest grace: `grace_s`, or a twentieth of a phase, but at most half of `round_timeout_s`."""
         needed_s = max(self._phase_s * GRACE_PHASES, self._phase.apart_s(self._phase_s))
         return max(self._limits.grace_s, min(needed_s, self._limits.round_timeout_s / 2))
 
     def _grace_s(self, entry: EntryState) -> float:
-        """Return how long to wait for the rest: several times the usual spread, within bounds."""
+        """Return the seconds to wait for missing replicas: four times the usual spread of arrivals, within bounds."""
         most_s = self._most_grace_s
         if self._rounds_learned < LEARNING_ROUNDS:
             return most_s
@@ -369,6 +426,7 @@ class Sealer:
         return min(most_s, max(GRACE_SPREADS * max(self._spread_s, _spread_seen(entry)), least_s))
 
     def _seal_with(self, entry: EntryState, good: set[int], anchor: str) -> bool:
+        """Create the seal with these ranks. Return False if one of them turned out to be bad: decide again."""
         mean: memoryview | None = None
         if entry.layout.is_small:
             mean = self._small_mean(entry, good)
@@ -391,7 +449,7 @@ class Sealer:
         return True
 
     def _small_mean(self, entry: EntryState, good: set[int]) -> memoryview | None:
-        """Average whole contributions; None when one of them turns out to be bad: decide again without it."""
+        """Return the mean of whole contributions. None: one of them turned out to be bad, and was marked as such."""
         began, heads = self._context.clock(), {rank: entry.seen[rank][0] for rank in sorted(good)}
         inputs = [
             Input(rank, head.weight, entry.payloads[rank], head.blocks)
@@ -414,7 +472,11 @@ class Sealer:
 
 
 def groups_of_same_work(heads: Mapping[int, Contribution]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks that sent the same work, in groups; work of zeros, as of a frozen model, says nothing."""
+    """Return groups of ranks that sent equal work. Work of zeros, as from a frozen model, is not compared.
+
+    Args:
+        heads: by rank, the heads of the contributions.
+    """
     groups: dict[tuple[str, ...], list[int]] = {}
     for rank, head in sorted(heads.items()):
         if any(head.norms):
@@ -423,9 +485,10 @@ def groups_of_same_work(heads: Mapping[int, Contribution]) -> tuple[tuple[int, .
 
 
 def _spread_seen(entry: EntryState) -> float:
-    """Return the longest that one of those seen has waited for others in its last round, by its own clock."""
+    """Return the longest wait, in seconds, that a seen contribution reports for the last round of its sender."""
     return max((head.waited_s for head, _ in entry.seen.values()), default=0.0)
 
 
 def _is_intact(head: Contribution, payload: memoryview, block_bytes: int, proof: Proof) -> bool:
+    """Return True if a payload has the size and the digests that its head names."""
     return len(payload) == head.size_bytes and digests_of(payload, block_bytes, proof) == head.blocks

@@ -1,7 +1,7 @@
-"""The interface between the protocol and the model: what a rendezvous moves, and what all replicas must agree on.
+"""The interface between the protocol and the model: `TrainingState`, and the agreement that all replicas share.
 
-The rendezvous decides, the training state computes. `diloco.model_state.ModelState` is the real one, over torch; the
-simulation in the tests has one of a few integers.
+The rendezvous decides, and the training state computes. `diloco.model_state.ModelState` implements it with torch. The
+simulation in the tests implements it with a few integers.
 """
 
 from __future__ import annotations
@@ -20,162 +20,204 @@ from diloco.wires.wire import Wire
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, Array]
 Agreement = Mapping[str, Any]
-"""JSON. `tensors` maps each averaged name to [shape, dtype, fragment], and `frozen` each other name to a fingerprint of
-its values. `unshared` names the other entries of a model's `state_dict`. The rest are settings."""
+"""The agreement of the replicas of a run, as a JSON object.
+
+`tensors` maps the name of each averaged tensor to [shape, dtype, fragment]. `frozen` maps the name of each frozen
+parameter to a fingerprint of its values. `unshared` has the other entries of the model's `state_dict`. All other fields
+are settings.
+"""
 FROZEN_TOLERANCE = 1e-3
-"""Relative. Machines compute tables and round weights a little differently; other seeds differ by more."""
+"""A relative difference. Machines round weights a little differently, and another seed makes a larger difference."""
 
 
 class Verdict(StrEnum):
-    """What became of the local work of a fragment in an entry."""
+    """The decision of an entry about the local work of a fragment."""
 
     COUNTED = "counted"
-    """The seal names this process: what it sent, if anything, is in the mean."""
+    """The seal names this process. The work that it has sent is in the mean."""
     KEPT = "kept"
-    """The seal does not name this rank: its work goes with its next contribution."""
+    """The seal does not name this rank. The next contribution contains the work."""
     DROPPED = "dropped"
-    """The seal names another copy of this rank: counting this one's work too would count it twice."""
+    """The seal names another process of this rank. Its work may be the same, so this process must not send it again."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWork:
-    """A payload as it is sent, or as it was: encoded."""
+    """The encoded work of a contribution.
+
+    Example:
+        packed = training.pack(entry)
+        packed.part(0, size_bytes=4096)
+    """
 
     blocks: tuple[str, ...]
+    """The digest of each block of the payload."""
     norms: tuple[float, ...]
+    """The norm of each block."""
     kept: memoryview
-    """The part of it that is still in memory, writable, until the next one is packed."""
+    """The part of the payload that is in memory. It is writable, and valid until the next work is packed."""
     start: int = 0
-    """Where in the payload that part begins, in bytes."""
+    """The offset of that part in the payload, in bytes."""
 
     def part(self, start: int, size_bytes: int) -> memoryview | None:
-        """Return a range of the payload, or None where it was not kept."""
+        """Return a range of the payload. None: it is not in memory.
+
+        Args:
+            start: the offset of the range in the payload, in bytes.
+            size_bytes: the size of the range.
+        """
         at = start - self.start
         return self.kept[at : at + size_bytes] if at >= 0 and at + size_bytes <= len(self.kept) else None
 
 
 @dataclass(frozen=True, slots=True)
 class ApplyStats:
-    """What was found out on the way when a mean was applied; for people."""
+    """Measurements from applying a mean. Users read them, and no decision depends on them."""
 
     mean_norm: float | None = None
-    """Of the mean; None: there was none."""
+    """The norm of the mean. None: there was no mean."""
     wire_error: float | None = None
-    """The share of what was held that the wire lost; None: not known, or nothing was counted."""
+    """The share of the held work that the wire lost by rounding. None: not known, or no work was counted."""
 
 
 class TrainingState(Protocol):
-    """The anchor, the outer optimizer's state and the live work of one replica, by fragment."""
+    """The anchor, the state of the outer optimizer and the live work of one replica, by fragment.
+
+    *Live work* is the distance of the live parameters from the anchor. *Held work* is a copy of it, made for sending.
+    """
 
     carries: bool
-    """Whether work that came too late for its round goes with the next one."""
+    """True if work that came too late for its round is sent with the next contribution. False: it is dropped."""
     wire: Wire
-    """How contributions travel."""
+    """The encoding of contributions."""
     mean_wire: Wire
+    """The encoding of means."""
     keeps_later_work: bool
-    """Whether what was done while counted work travelled is kept."""
+    """True if work that was done after holding is kept when the held work is counted."""
 
     def sizes(self) -> Sequence[int]:
         """Return the number of elements of each fragment."""
 
     def agreement(self) -> Agreement:
-        """Return what every replica must have in common."""
+        """Return the agreement of this replica. It must fit the agreement of the run."""
 
     def arrays(self) -> Arrays:
-        """Return the anchor and whatever outer state differs from the initial one."""
+        """Return the anchor, and the outer state as far as it differs from the initial state."""
 
     def load(self, arrays: Arrays) -> None:
-        """Replace anchor and outer state (by the initial one where `arrays` has none). Leaves live work alone."""
-
-    def digest(self, fragment: int) -> str:
-        """Digest anchor and outer state of a fragment."""
-
-    def snapshot(self) -> tuple[Arrays, tuple[str, ...]]:
-        """Return a copy of what `arrays` returns, and the digest of each fragment, made from memory as it is now.
-
-        Raises: TypeError: the outer optimizer's state is more than tensors and JSON.
-        """
-
-    # -- the training's side: it owns the live parameters ------------------------------------------------------------
-
-    def hold(self, fragment: int, *, is_early: bool) -> None:
-        """Hold the live work of a fragment as it is now, until that is settled.
+        """Replace the anchor and the outer state. The live work stays as it is.
 
         Args:
-            is_early: training goes on in any case.
+            arrays: the arrays by name, as `arrays` returned them. Missing outer state becomes the initial state.
+        """
 
-        Raises: ContributionError: a parameter has changed its shape.
+    def digest(self, fragment: int) -> str:
+        """Return the digest of the anchor and the outer state of a fragment."""
+
+    def snapshot(self) -> tuple[Arrays, tuple[str, ...]]:
+        """Return a copy of the arrays, and the digest of each fragment, computed from the memory as it is now.
+
+        Raises:
+            TypeError: the state of the outer optimizer has values other than tensors and JSON.
+        """
+
+    # -- for the training thread, which owns the live parameters -----------------------------------------------------
+
+    def hold(self, fragment: int, *, is_early: bool) -> None:
+        """Hold the live work of a fragment as it is now, until `apply` or `follow` has decided about it.
+
+        Args:
+            fragment: the fragment.
+            is_early: True if training continues out of phase, so that a copy is needed in any case.
+
+        Raises:
+            ContributionError: a parameter has changed its shape.
         """
 
     def merge(self) -> None:
-        """Take what `apply` and `follow` have left into the live parameters."""
+        """Change the live parameters as the calls of `apply` and `follow` since the last merge require it."""
 
-    # -- the rounds' side: they own the anchor, and what is held ------------------------------------------------------
+    # -- for the round runner, which owns the anchor and the held work ------------------------------------------------
 
     def pack(
         self, entry: int, write: Callable[[memoryview], object] | None = None, keep: tuple[int, int] | None = None
     ) -> PackedWork:
-        """Encode the pseudo-gradient of the entry's fragment, anchor - held: work that is not yet in any mean.
+        """Encode the pseudo-gradient of an entry's fragment: the held work, which no mean contains yet.
 
         Args:
-            write: is handed the payload block by block; a block is valid during the call only.
-            keep: first byte, and the one after the last, of what is to stay in memory; None: all of it.
+            entry: the entry.
+            write: called with each block of the payload, in order. A block is valid only during the call.
+            keep: the first byte of the payload that stays in memory, and the byte after the last one. None: all of it.
 
-        Raises: ContributionError: it is not finite, or a parameter has changed its shape.
+        Raises:
+            ContributionError: the work is not finite, or a parameter has changed its shape.
         """
 
     def apply(
         self, entry: int, mean: Sequence[memoryview], verdict: Verdict, packed: PackedWork | None, *, partly: bool
     ) -> ApplyStats:
-        """Step the anchor by a mean, and leave what that means for the live parameters to `merge`.
+        """Step the anchor by a mean. `merge` then changes the live parameters accordingly.
 
-        Where no step was made since, they may be set at once.
+        If no inner step was made since the work was held, the live parameters may be set at once.
 
         Args:
-            mean: encoded, in consecutive ranges of whole blocks; empty: there is none, and the anchor stays.
-            packed: what was sent of what is held.
-            partly: the verdict is about what is held alone, and what was done since stays.
+            entry: the entry.
+            mean: the encoded mean in consecutive ranges of whole blocks. Empty: there is no mean, and the anchor stays.
+            verdict: the decision of the entry about the work of this replica.
+            packed: the encoded work that was sent. None: none was sent.
+            partly: True if the verdict is about the held work alone, so that later work stays.
         """
 
     def replay(self, entry: int, mean: Sequence[memoryview]) -> object:
-        """Step the anchor by a mean, unless that is empty, and leave the live parameters alone."""
-
-    def prepare_merge(self) -> None:
-        """Bring the values that `merge` takes to the device of the live parameters. Called when they are complete."""
-
-    def anchors_now(self) -> Any:
-        """Return a copy of the anchors."""
-
-    def follow(self, anchors: Any, verdicts: Sequence[Verdict | None], *, partly: int | None) -> None:
-        """Let live work, and what is held, follow the anchors from those to what they are now.
+        """Step the anchor by a mean, and do not change the live parameters. An empty mean changes nothing.
 
         Args:
-            verdicts: by fragment, what became of that work in entries which the anchor has jumped over; None: there
-                were none. What was held for one is held no longer.
-            partly: the fragment of which that is about what is held alone.
+            entry: the entry.
+            mean: the encoded mean in consecutive ranges of whole blocks.
         """
 
-    # -- while nothing goes on beside the other ----------------------------------------------------------------------
+    def prepare_merge(self) -> None:
+        """Copy the values that `merge` needs to the device of the live parameters. Call it when they are complete."""
+
+    def anchors_now(self) -> Any:
+        """Return a copy of the anchors, for `follow`."""
+
+    def follow(self, anchors: Any, verdicts: Sequence[Verdict | None], *, partly: int | None) -> None:
+        """Move the live work and the held work from earlier anchors to the present ones, after loading a state.
+
+        Args:
+            anchors: the earlier anchors, as `anchors_now` returned them.
+            verdicts: by fragment, the decision of the passed entries about the work. None: no entry was passed. Work
+                that was held for a passed entry is no longer held.
+            partly: the fragment whose verdict is about the held work alone. None: no fragment.
+        """
+
+    # -- while only one of the two threads works ----------------------------------------------------------------------
 
     def progress(self) -> Any:
         """Return a copy of all live work, as distances from the anchor."""
 
     def resume(self, progress: Any, verdicts: Sequence[Verdict | None] = ()) -> None:
-        """Set the live parameters to the anchor less `progress`, as far as verdicts leave it; None: to the anchor."""
+        """Set the live parameters to the anchor minus the live work of an earlier attempt.
+
+        Args:
+            progress: the live work, as `progress` returned it. None: there is none.
+            verdicts: by fragment, the decision about that work since then. Only kept work is used.
+        """
 
 
 ARGUMENTS = (
     *("round_seconds", "inner_steps", "total_steps", "total_rounds", "fragments", "wire", "mean_wire"),
     *("outer_optimizer", "outer_lr", "outer_momentum", "momentum_warmup", "final_average", "snapshot_every"),
 )
-"""Those of `DiLoCo` that all replicas share, in the order in which an error names them."""
+"""The arguments of `DiLoCo` that all replicas share, in the order in which an error names them."""
 OUTER = ("outer_lr", "outer_momentum")
-"""If a replica was given neither, both follow from the length of its plan."""
+"""If the user gives neither of them, both follow from the length of the plan."""
 TOTALS = ("total_steps", "total_rounds")
 NOT_SETTINGS = ("tensors", "frozen", "given", "unshared")
 MAX_SHOWN = 60
 FEW = 0.02
-"""Numbers of steps that differ by so small a part are probably made of the lengths of shares."""
+"""Numbers of steps that differ by less than this share probably come from shards of different lengths."""
 
 
 def check_agreement(mine: Agreement, agreed: Agreement, *, run_id: str, author: int, rank: int) -> None:
@@ -194,16 +236,16 @@ def check_agreement(mine: Agreement, agreed: Agreement, *, run_id: str, author: 
     Raises:
         ContributionError: names the first tensor that differs, or all arguments that do, with both values.
     """
-    who = f"Rank {rank} does not fit run {run_id!r}"
+    prefix = f"Rank {rank} does not fit run {run_id!r}"
     if difference := _tensor_difference(mine["tensors"], agreed.get("tensors", {})):
-        raise ContributionError(f"{who}, begun by rank {author}: {difference}.")
+        raise ContributionError(f"{prefix}, begun by rank {author}: {difference}.")
     names = [name for name in {**agreed, **mine} if name not in NOT_SETTINGS and mine.get(name) != agreed.get(name)]
     if names:
-        raise ContributionError(f"{who}: {_settings_difference(names, mine, agreed, author, rank)}")
+        raise ContributionError(f"{prefix}: {_settings_difference(names, mine, agreed, author, rank)}")
 
 
 def _settings_difference(derived: list[str], mine: Agreement, agreed: Agreement, author: int, rank: int) -> str:
-    """Describe how settings differ, and what to do.
+    """Return a text about settings that differ, and about the remedy.
 
     Args:
         derived: the names of the settings that differ.
@@ -211,7 +253,7 @@ def _settings_difference(derived: list[str], mine: Agreement, agreed: Agreement,
     if "begun_at" in derived:  # a trainer subtracts it from its total, so the numbers of steps differ, too
         there, here = (agreement.get("begun_at", 0) for agreement in (agreed, mine))
         return (
-            f"the trainer of rank {author} began at step {_shown(there)}, and that of rank {rank} at step "
+            f"the trainer of rank {author} began at step {_shown(there)}, and the trainer of rank {rank} at step "
             f"{_shown(here)}. Let all replicas begin from the same checkpoint, or none of them."
         )
     ours, theirs = ({**agreement, **agreement.get("given", {})} for agreement in (mine, agreed))
@@ -231,8 +273,8 @@ def _settings_difference(derived: list[str], mine: Agreement, agreed: Agreement,
     difference = f"rank {author} began it with {_values(names, theirs)}, and {now} {_values(names, ours)}."
     if rank != author and names == ["total_steps"] and _are_close(ours.get("total_steps"), theirs.get("total_steps")):
         return (
-            f"{difference} Where total_steps comes from the length of a loader, use shard(dataset, equal=True): "
-            "other shares may differ by one item."
+            f"{difference} If total_steps comes from the length of a loader, use shard(dataset, equal=True), which "
+            "gives all ranks the same number of items."
         )
     advice = "A run keeps the arguments that it began with: give them to all replicas."
     longer = next((name for name in TOTALS if name in names and _is_more(ours.get(name), theirs.get(name))), None)
@@ -261,9 +303,9 @@ def _shown(value: Any) -> str:
 
 
 def _are_close(ours: Any, theirs: Any) -> bool:
-    """Return whether two numbers of steps may be epochs of loaders whose shares differ by one item.
+    """Return True if two numbers of steps may come from loaders whose shards differ by one item.
 
-    So many epochs of one batch more or less differ by the number of epochs, which both are multiples of.
+    One batch more per epoch makes a difference of the number of epochs. Both numbers are then multiples of it.
     """
     if type(ours) is not int or type(theirs) is not int or ours == theirs:
         return False
@@ -289,7 +331,14 @@ def _tensor_difference(mine: Mapping[str, Any], agreed: Mapping[str, Any]) -> st
 
 
 def unlike_frozen(mine: Agreement, agreed: Agreement) -> list[str]:
-    """Return the names of frozen parameters that have other values here: each replica trains a model of its own."""
+    """Return the names of frozen parameters whose values differ from those at the author of the run.
+
+    Each such replica trains another model, because frozen parameters are never sent.
+
+    Args:
+        mine: the agreement of this replica.
+        agreed: the agreement of the run.
+    """
     here = mine.get("frozen", {})
     return [
         name
@@ -299,4 +348,5 @@ def unlike_frozen(mine: Agreement, agreed: Agreement) -> list[str]:
 
 
 def shape_difference(name: str, theirs: tuple[int, ...], mine: tuple[int, ...]) -> str:
+    """Return the part of a message that names two different shapes of one tensor."""
     return f"{name!r} has shape {theirs}, this model has {mine}"

@@ -57,7 +57,7 @@ def test_a_rotten_newest_round_is_named_within_the_grace_and_a_new_run_goes_on(
     tmp_path: Path, here: HereInstead, sharded: bool
 ) -> None:
     run, rotten = rotten_run(tmp_path, sharded=sharded)
-    with pytest.raises(ReplicaFailedError, match=rf"Round {LAST} cannot be had: {rotten}") as failed:
+    with pytest.raises(ReplicaFailedError, match=rf"Round {LAST} cannot be completed: {rotten}") as failed:
         resume(run).results()
     assert f"replicas resume {run.run_id} --from-snapshot" in str(failed.value)
     outcomes = run.outcomes()

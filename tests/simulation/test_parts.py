@@ -158,7 +158,7 @@ def test_an_input_that_is_not_finite_or_not_what_its_head_says_is_named() -> Non
     arrays = [np.ones(100, np.float32) for _ in range(3)]
     inputs = inputs_of(arrays, [1.0] * 3, 64)
     arrays[2][50] = 2.0
-    with pytest.raises(BadInputError, match="rank 2 is not what its head promises"):
+    with pytest.raises(BadInputError, match="rank 2 does not match the digests in its head"):
         weighted_mean(inputs, np.empty(400, np.uint8).data, fp32(100, 16))
 
 

@@ -82,7 +82,7 @@ def test_a_replica_that_computes_otherwise_ends_alone_and_names_those_it_differs
 
 @pytest.mark.parametrize("all_leave_outcomes", [True, False])
 @pytest.mark.parametrize(
-    ("owner", "method"), [(Reducer, "_bring_about"), (RoundRunner, "_apply"), (Reducer, "collect")]
+    ("owner", "method"), [(Reducer, "_reduce_shard"), (RoundRunner, "_apply"), (Reducer, "collect")]
 )
 def test_a_death_between_seal_and_adoption_holds_nobody_up(
     owner: type, method: str, all_leave_outcomes: bool, monkeypatch: pytest.MonkeyPatch
@@ -107,19 +107,19 @@ def test_a_death_between_seal_and_adoption_holds_nobody_up(
 
 def test_everybody_dies_between_seal_and_mean_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     simulation = calm()
-    bring_about = Reducer._bring_about
+    reduce_shard = Reducer._reduce_shard
 
     def deadly(self: Reducer, *arguments: Any) -> object:
         if self._me.attempt == 0:
             raise Died
-        return bring_about(self, *arguments)
+        return reduce_shard(self, *arguments)
 
     def bury(process: Process) -> None:
         assert process.me is not None
         simulation.store._create(simulation.keys.outcome(process.me.rank, process.me.attempt), b"{}")
         simulation._spawn(process.rank, 10.0)
 
-    monkeypatch.setattr(Reducer, "_bring_about", deadly)
+    monkeypatch.setattr(Reducer, "_reduce_shard", deadly)
     monkeypatch.setattr(simulation, "_bury", bury)
     simulation.run()
     assert sorted(simulation.clean) == [3, 4, 5]

@@ -186,7 +186,9 @@ def test_the_newest_round_that_has_rotted_is_named_within_the_grace(
 ) -> None:
     store = died_after(12, snapshot_every=10, _limits=limits)
     rot(store, f"test/diloco/main/{key}")
-    with pytest.raises(CorruptObjectError, match=rf"^Round 3 cannot be had: test/diloco/main/{key} is not") as error:
+    with pytest.raises(
+        CorruptObjectError, match=rf"^Round 3 cannot be completed: test/diloco/main/{key} is damaged"
+    ) as error:
         Trainer(place(store), snapshot_every=10, _limits=limits)
     assert "replicas resume test --from-snapshot" in str(error.value)
     assert caplog.messages == [f"test/diloco/main/{key} in memory:// is not what was written, in 3 readings."]

@@ -240,7 +240,7 @@ def test_a_round_without_quorum_names_the_contributions_that_were_forged(caplog:
     leave(diloco)
     assert str(caught.value) == (
         "Round 1: 0 of 3 contributions arrived in 0.3 s, min_quorum is 1. Missing ranks: 2. "
-        "Not what was written: those of ranks 0, 1."
+        "Damaged contributions: ranks 0, 1."
     )
     assert caught.value.missing == [2]
     assert "test/diloco/main/r0/contribution/1 in memory:// is not what was written" in caplog.text

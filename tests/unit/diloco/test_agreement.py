@@ -97,8 +97,8 @@ def test_steps_that_come_from_shares_of_other_lengths_are_named_with_the_remedy(
     )
     assert message == (
         f"Rank 1 does not fit run 'test': rank 0 began it with total_steps={there}, and rank 1 has total_steps={here}. "
-        "Where total_steps comes from the length of a loader, use shard(dataset, equal=True): other shares may differ "
-        "by one item."
+        "If total_steps comes from the length of a loader, use shard(dataset, equal=True), which gives all ranks the "
+        "same number of items."
     )
 
 
@@ -125,8 +125,8 @@ def test_a_trainers_plan_is_named_by_the_trainers_own_argument_too() -> None:
 def test_trainers_that_begin_at_other_steps_are_named_as_such() -> None:
     begun = refusal((two_layers(), {"_begun_at": 5, "total_steps": 395}), (two_layers(), {}))
     assert begun == (
-        "Rank 1 does not fit run 'test': the trainer of rank 0 began at step 5, and that of rank 1 at step 0. Let all "
-        "replicas begin from the same checkpoint, or none of them."
+        "Rank 1 does not fit run 'test': the trainer of rank 0 began at step 5, and the trainer of rank 1 at step 0. "
+        "Let all replicas begin from the same checkpoint, or none of them."
     )
 
 
