@@ -15,7 +15,6 @@ OTHER_WAITS = {
     "executors/metrics/recorder.py": "a pause between two tries of what is written again anyway",
     "executors/replica/warning_log.py": "a pause between two tries of what is written again anyway",
     "executors/shipping/checkout.py": "the patience with git",
-    "executors/store/link.py": "how long a killed writer's files are waited for",
 }
 
 

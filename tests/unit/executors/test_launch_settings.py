@@ -17,6 +17,7 @@ from executors.errors import EntrypointError
 from executors.launcher import launch_settings
 from executors.launcher.launch_settings import COMMAND_ONLY, FoundSettings, keys_of_launch, read_settings
 from executors.registry import executor_class, read_options
+from executors.settings.settings import OPTIONS
 
 SCRIPT = '# /// script\n# requires-python = ">=3.11"\n# [tool.replicas]\n# {}\n# ///\ndef main(): ...\n'
 
@@ -223,6 +224,12 @@ def test_a_file_above_that_another_user_can_write_is_left_alone(
     assert read().found == {}
     assert f"{file} belongs to another user and is not read" in capsys.readouterr().err
     assert read(config=[file]).values == {"n": 2}
+
+
+def test_each_setting_is_a_parameter_of_launch() -> None:
+    """A setting that only the command knows would be missing in Python, without an error."""
+    parameters = set(inspect.signature(launch).parameters)
+    assert OPTIONS.keys() - parameters == set(), "add it to launch(), with an entry in its Args"
 
 
 def test_every_option_of_the_command_is_a_setting_and_python_knows_them_all() -> None:
