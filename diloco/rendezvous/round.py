@@ -1,7 +1,7 @@
-"""The records of one round in memory, and the services that all parts of one replica's rendezvous share.
+"""The data of one round in memory, and `Context`: the services that all parts of one replica's rendezvous share.
 
-`PendingWork` goes from the training thread to the round runner, and `RoundResult` comes back. `EntryState` is what a
-replica knows of one entry, and `RoundReport` is what the user gets.
+`PendingWork` goes from the training thread to the round runner, and `RoundResult` comes back. `EntryState` has what a
+replica knows about one entry. The user gets a `RoundReport`.
 """
 
 from __future__ import annotations
@@ -27,40 +27,63 @@ from executors.patience import ROUND
 from executors.store.standstill import Standstill
 
 Background = Callable[[Callable[[], None]], None]
-"""Runs a job in another thread while training continues; returns at once."""
+"""Runs a job in another thread while training continues. The call returns at once."""
 Wait = Callable[[float, Sequence[str]], None]
-"""Returns after some seconds, or earlier if an object changes below one of the key prefixes."""
+"""Waits for a number of seconds. It may return earlier if an object below one of the key prefixes changes."""
 MOST_PAUSE_S = 1.0
 ASK_AGAIN_S, ANSWERS_PER_QUESTION = 0.1, 20
-"""Asking whether a peer has left costs three requests, and peers rarely leave: ask at most every 0.1 s."""
+"""A question whether a peer has left costs three requests, and peers rarely leave. So ask at most every 0.1 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What may take how long, and from which size on a mean is cut into shards. Any values are safe."""
+    """The time limits of a rendezvous, and the sizes from which it works differently. Any values are safe.
+
+    Example:
+        Limits(grace_s=10.0)
+    """
 
     grace_s: float = 30.0
+    """The longest wait for a missing replica, as the user gives it to `DiLoCo`."""
     round_timeout_s: float = ROUND.seconds
+    """Seconds after which a round without a decision ends the replica with an error."""
     takeover_after_s: float = 5.0
+    """Seconds after which a replica does the work of another one that has not done it."""
     abort_check_s: float = 1.0
+    """The shortest time, in seconds, between two looks for an abort."""
     small_bytes: int = 4 << 20
+    """The largest contribution whose mean is stored inside the seal. Larger means are cut into shards."""
     block_elements: int = BLOCK_ELEMENTS
+    """The elements of one block, which has one digest. All replicas must agree on it."""
 
 
 class ShardRange(NamedTuple):
-    """The blocks of one shard, its bytes in a contribution, and those of its mean."""
+    """The range of one shard: its blocks, its bytes in a contribution, and the size of its mean."""
 
     first_block: int
     end_block: int
     start: int
+    """The offset of the shard in the payload of a contribution, in bytes."""
     size_bytes: int
+    """The size of the shard in a contribution."""
     mean_bytes: int
+    """The size of the shard in the mean."""
     n_elements: int
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the elements of an entry are cut into blocks, which digests cover, and shards, which ranks reduce."""
+    """Cuts the elements of an entry into blocks and shards: each block has one digest, and one rank reduces each shard.
+
+    Args:
+        n_elements: the number of elements of the fragment.
+        limits: the sizes of blocks, and of small entries.
+        wire: the encoding of contributions.
+        mean_wire: the encoding of means.
+
+    Example:
+        Layout(n, Limits(), FP32, FP32).shard(0, 4)
+    """
 
     n_elements: int
     limits: Limits
@@ -69,44 +92,54 @@ class Layout:
 
     @cached_property
     def n_blocks(self) -> int:
+        """The number of blocks."""
         return -(-self.n_elements // self.limits.block_elements)
 
     @cached_property
     def block_bytes(self) -> int:
-        """Size of each block of a contribution but the last."""
+        """The size of each block of a contribution but the last one."""
         return self.wire.size(self.limits.block_elements)
 
     @cached_property
     def mean_block_bytes(self) -> int:
-        """Size of each block of a mean but the last."""
+        """The size of each block of a mean but the last one."""
         return self.mean_wire.size(self.limits.block_elements)
 
     @cached_property
     def size_bytes(self) -> int:
-        """Size of a contribution's payload."""
+        """The size of the payload of a contribution."""
         return self.shard(0, 1).size_bytes
 
     @cached_property
     def mean_bytes(self) -> int:
-        """Size of the whole mean."""
+        """The size of the whole mean."""
         return self.shard(0, 1).mean_bytes
 
     @cached_property
     def head_bytes(self) -> int:
-        """Size of the head of a contribution, behind which its payload starts."""
+        """The size of the head of a contribution, which is the offset of its payload."""
         return head_bytes(self.n_blocks)
 
     @cached_property
     def is_small(self) -> bool:
-        """Whether the mean goes into the seal."""
+        """True if the mean is stored inside the seal."""
         return self.size_bytes <= self.limits.small_bytes
 
     def n_shards(self, n_ranks: int) -> int:
-        """Return how many shards a mean is cut into: as many as ranks, but no tiny ones, and not hundreds."""
+        """Return the number of shards of a mean: one for each rank, but none smaller than a block, and at most 64.
+
+        Args:
+            n_ranks: the number of ranks that reduce the mean.
+        """
         return max(1, min(n_ranks, self.n_elements // self.limits.block_elements, MAX_SHARDS))
 
     def shard(self, shard: int, n_shards: int) -> ShardRange:
-        """Return the range of one of so many shards."""
+        """Return the range of a shard.
+
+        Args:
+            shard: the shard, from 0.
+            n_shards: the number of shards.
+        """
         first, end = shard * self.n_blocks // n_shards, (shard + 1) * self.n_blocks // n_shards
         block = self.limits.block_elements
         n_whole = min(end, self.n_elements // block) - first
@@ -122,9 +155,13 @@ class Layout:
         )
 
     def kept_bytes(self, n_ranks: int, *, streams: bool) -> int:
-        """Return how much of a payload stays in memory, at most, when so many ranks are expected.
+        """Return the largest number of bytes of a payload that stay in memory.
 
-        Where the store streams, only the shard that this replica will probably reduce.
+        If the store streams, it is only the shard that this replica will probably reduce.
+
+        Args:
+            n_ranks: the number of ranks that are expected.
+            streams: True if the store takes a contribution while it is being made.
         """
         if self.is_small or not streams or not self.wire.is_exact:
             return self.size_bytes
@@ -132,19 +169,39 @@ class Layout:
         return min(self.size_bytes, largest_shard * self.block_bytes)
 
     def blocks(self, n_elements: int, proof: Proof) -> Blocks:
-        """Return what is known of so many elements in whole blocks."""
+        """Return the format of a range of whole blocks.
+
+        Args:
+            n_elements: the number of elements of the range.
+            proof: the kind of digests.
+        """
         return Blocks(n_elements, self.limits.block_elements, self.wire, self.mean_wire, proof)
 
 
 def owners(entry: int, ranks: Iterable[int], shard: int) -> list[int]:
-    """Return ranks in the order in which they are to reduce a shard; each is first equally often, or once less."""
+    """Return ranks in the order in which they take over a shard. The first one is its owner.
+
+    The shards of an entry are distributed evenly over the owners.
+
+    Args:
+        entry: the entry.
+        ranks: the ranks that reduce the mean.
+        shard: the shard.
+    """
     order = hash_order(ranks, "mean", entry)
     turn = shard % len(order)
     return order[turn:] + order[:turn]
 
 
 def shards_of(rank: int, entry: int, ranks: Iterable[int], n_shards: int) -> list[int]:
-    """Return the shards that a rank is the first to reduce."""
+    """Return the shards of an entry that a rank owns.
+
+    Args:
+        rank: the rank.
+        entry: the entry.
+        ranks: the ranks that reduce the mean.
+        n_shards: the number of shards.
+    """
     order = hash_order(ranks, "mean", entry)
     return list(range(order.index(rank), n_shards, len(order)))
 
@@ -157,18 +214,18 @@ class Context:
     tests run the rendezvous under a clock of their own.
 
     Args:
-        store: the store of the run. Its errors mean "look again".
+        store: the store of the run. An error of the store means the same as "not yet".
         keys: the keys of the rendezvous.
-        me: this replica.
+        me: this process as a replica of the run.
         training: the anchor, the outer state and the live work.
-        plan: how the inner steps are divided into entries.
-        proof: how records are proven.
+        plan: divides the inner steps into entries.
+        proof: signs records, or adds checksums.
         wait: waits between two looks at the store. It may raise an error that ends the rounds.
         in_background: True if rounds run in a thread of their own while training continues.
         origin: the run whose newest whole snapshot this run begins from. None: no run.
         first_state: returns the anchor and the outer state that this run begins with. None: it begins with the model
             of a replica.
-        limits: how long what may take, and from which size on a mean is cut into shards.
+        limits: time limits, and the sizes of blocks and of small entries.
         min_quorum: the least number of contributions that decide a round.
         weight: the weight of this replica's work in the mean: a number, or a callable that is asked for each
             contribution.
@@ -180,8 +237,8 @@ class Context:
         map: applies a function to several things, perhaps in several threads.
         ask: asks the store a question, perhaps in another thread.
         background: runs a job while training continues.
-        on_standstill: called with the round that waits until the user deletes an object, and with None when the rounds
-            continue.
+        on_standstill: called with the round that waits until the user deletes an object. Called with None when the
+            rounds continue.
 
     Example:
         context = Context(store=store, keys=keys, me=me, training=state, plan=plan, proof=UNSIGNED, wait=watch.wait)
@@ -210,9 +267,9 @@ class Context:
     background: Background = lambda job: job()
     on_standstill: Callable[[Standstill | None], None] = lambda found: None
     members: Membership = field(init=False)
-    """Which replicas take part, as far as this replica knows."""
+    """Knows which replicas take part."""
     phase: Phase = field(init=False)
-    """Where this replica is between two rounds."""
+    """Counts the steps since the last round, and knows whether the next round is due."""
     standstill: StandstillWatch = field(init=False)
     """Reports the objects without the run's key that hold up the rounds of this replica."""
     layouts: tuple[Layout, ...] = field(init=False)
@@ -230,7 +287,7 @@ class Context:
 
     @property
     def ask_again_s(self) -> float:
-        """Seconds to wait before the next question which replicas have left; more if the store answers slowly."""
+        """Seconds from one question which replicas have left to the next one. They are more if the store is slow."""
         return max(ASK_AGAIN_S, ANSWERS_PER_QUESTION * min(self.store.answer_s, 1.0))
 
     def pauses(self) -> Iterator[float]:
@@ -266,7 +323,7 @@ class ResolvedSteps:
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """What the round runner hands back to the training thread, which merges it into the live parameters."""
+    """The result of a job of the round runner. The training thread merges it into the live parameters."""
 
     reports: tuple[RoundReport, ...]
     resolved: tuple[ResolvedSteps, ...]
@@ -288,58 +345,81 @@ class RoundResult:
 
 @dataclass(slots=True)
 class EntryState:
-    """What one replica knows of one entry. All of it is a cache of immutable objects, but for the times."""
+    """The state of one entry, as one replica knows it: a cache of immutable objects, and measured times.
+
+    All times are of the replica's own clock, in seconds.
+
+    Example:
+        entry = EntryState.begin(context, 12)
+    """
 
     index: int
-    """0, 1, 2, … in the log."""
+    """The entry: 0, 1, 2, … in the log."""
     fragment: int
     layout: Layout
     started_s: float
+    """The time at which this replica last began to wait for the round, or first knew of the entry."""
     sealed_s: float | None = None
+    """The time at which this replica first saw the seal of a large mean."""
     packed: PackedWork | None = None
+    """The encoded work of this process."""
     published: bool = False
+    """True if a contribution of this rank is in the store."""
     published_s: float | None = None
-    """When this replica's contribution was in the store."""
+    """The time at which it was there."""
     pending: PendingWork | None = None
-    """The work that the training thread has handed over for it."""
+    """The work that the training thread has handed over for the entry."""
     is_foreign: bool = False
-    """Whether a contribution of another process was found in place of that."""
+    """True if the contribution of this rank in the store is from another process."""
     sent: set[str] = field(default_factory=set)
-    """Digests of the heads that this process sent with `packed`; any of them may be the one that is stored."""
+    """Digests of the heads that this process sent with `packed`. The stored one may be any of them."""
     busy_from_s: float | None = None
-    """When something was done for it first."""
+    """The time at which work for the entry began."""
     began_s: float | None = None
-    """When this replica began to wait for the seal."""
+    """The time at which this replica began to wait for the seal."""
     grace_from_s: float | None = None
-    """From when on the grace counts; None: no expected process is known to wait."""
+    """The time from which the grace counts. None: no expected process is known to wait."""
     overwritten: set[int] = field(default_factory=set)
-    """Shards whose range of the kept payload now holds the mean: read one's own input from the store."""
+    """Shards whose mean has overwritten the kept payload. This replica's input must then be read from the store."""
     seen: dict[int, tuple[Contribution, str]] = field(default_factory=dict)
-    """Contributions by rank, and the digests of their heads."""
+    """By rank, the heads of contributions and their digests."""
     payloads: dict[int, memoryview] = field(default_factory=dict)
-    """Payloads by rank, when they are small."""
+    """By rank, the payloads of small contributions."""
     misread: dict[int, int] = field(default_factory=dict)
-    """Number of failed readings by rank."""
+    """By rank, the number of wrong readings of its contribution."""
     means: dict[int, memoryview] = field(default_factory=dict)
+    """By shard, the parts of the mean that were read."""
     left_out: set[int] = field(default_factory=set)
+    """Ranks whose input could not be used, as the shards of the mean name them."""
     reloaded: bool = False
+    """True if this replica was outvoted in this entry, and has taken the state from the log again."""
     blocked: str | None = None
-    """The key of what its mean is made of that was missing, or not what was written, at the last look."""
+    """The key of an object that the mean needs and that was missing or damaged at the last look. None: no object."""
     ask_s: float = 0.0
-    """When to ask again which of those that are to reduce a shard are gone."""
+    """The time of the next question which owners of shards have left."""
     turn_s: float = 0.0
-    """When to ask again whose turn it is to look for contributions."""
+    """The time of the next question whether it is the turn of this replica to look for contributions."""
     looks: int = 0
-    """How often this replica has looked for contributions, because it was its turn or nobody else did."""
+    """The number of looks of this replica for contributions."""
     move_s: float = 0.0
+    """Seconds spent on packing, sending and reading."""
     wait_s: float = 0.0
+    """Seconds spent on waiting for others."""
     reduce_s: float = 0.0
+    """Seconds spent on computing the mean."""
     read_before: int = 0
+    """Bytes that this process had read from the store when the entry began."""
     written_before: int = 0
+    """Bytes that this process had written when the entry began."""
 
     @classmethod
     def begin(cls, context: Context, index: int) -> EntryState:
-        """Return an entry of which nothing is known yet."""
+        """Return the state of an entry of which nothing is known yet.
+
+        Args:
+            context: the services of the rendezvous.
+            index: the entry.
+        """
         layouts, store = context.layouts, context.store
         fragment = index % len(layouts)
         return cls(
@@ -349,7 +429,7 @@ class EntryState:
 
     @property
     def unreadable_ranks(self) -> set[int]:
-        """Ranks whose contributions exist and are not what was written, whatever a later reading says."""
+        """Ranks whose contributions exist and count as damaged, whatever a later reading shows."""
         return {rank for rank, tries in self.misread.items() if tries >= READ_TRIES}
 
 
