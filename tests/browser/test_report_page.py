@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -26,20 +25,6 @@ BLANK = """canvas => {
 }"""
 REDRAWN = """width => [...document.querySelectorAll("canvas")].every(
     canvas => Math.abs(canvas.clientWidth - canvas.closest(".chart").clientWidth) < 2 && innerWidth === width)"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
-    )
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("there is no chromium: apt-get install --no-install-recommends chromium")
-    with playwright.sync_playwright() as driver:
-        made = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield made
-        made.close()
 
 
 @pytest.fixture(scope="module")

@@ -443,6 +443,8 @@ SECTION = re.compile(
 )
 ENTRY = re.compile(r"\*{0,2}[\w.]+(?:, \*{0,2}[\w.]+)*(?: \([^)]*\))?:(?:\s+|$)")
 INLINE_SECTION = re.compile(r"Raises: [\w., ]+: ")
+DIRECTIVE = re.compile(r":::|:[a-z-]+:|% ")
+"""A line of a directive, an option of one, or a comment, in the Markdown of the site."""
 ITEM = re.compile(r"(?:[-*•]|\d+[.)])\s+")
 
 
@@ -632,7 +634,7 @@ def blocks_of_page(source: str) -> Iterator[Block]:
             is_code = not is_code
         elif is_code or (row.startswith("    ") and not found):
             continue
-        elif not content:
+        elif not content or DIRECTIVE.match(content):
             yield from close()
         elif content.startswith("#"):
             yield from close()

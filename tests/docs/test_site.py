@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from support.site import build_site
 
 from docs.generate.outcomes import EXIT_CODES, REASONS
 from docs.generate.surface import SURFACE, surface
 from executors.cli import output
 from executors.protocol import REASONS as ALL_REASONS
 
-ROOT = Path(__file__).parents[2]
 FROM_THE_CODE = ("FAILED", "USAGE", "HOPELESS", "TIMED_OUT", "CANCELLED")
 LOADED = {"img": "src", "script": "src", "link": "href", "iframe": "src", "source": "src"}
 
@@ -23,20 +21,7 @@ LOADED = {"img": "src", "script": "src", "link": "href", "iframe": "src", "sourc
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the site, built as `make docs` builds it."""
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-n", "-q", "docs"]
-    # An address that refuses each connection: a build that asks another host fails.
-    closed = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9", "PATH": ""}
-    done = subprocess.run(
-        [*command, "-d", str(folder / "doctrees"), str(folder / "html")],
-        cwd=ROOT,
-        env=closed,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "html"
+    return build_site(tmp_path_factory.mktemp("site"))
 
 
 class Loads(HTMLParser):

@@ -237,6 +237,8 @@ def check_command(line: str) -> None:
             words.pop(0)
         if not words or words[0] != "replicas":
             continue
+        if words[1] in {flag for option in command_of().params for flag in option.opts}:
+            continue
         command = command_of().commands.get(words[1])
         assert command is not None, f"replicas has no verb {words[1]!r}"
         try:
