@@ -14,7 +14,7 @@ from docs.generate.surface import SURFACE, surface
 from executors.cli import output
 from executors.protocol import REASONS as ALL_REASONS
 
-FROM_THE_CODE = ("FAILED", "USAGE", "HOPELESS", "TIMED_OUT", "CANCELLED")
+FROM_THE_CODE = ("FAILED", "USAGE", "PERMANENT", "TIMED_OUT", "CANCELLED")
 LOADED = {"img": "src", "script": "src", "link": "href", "iframe": "src", "source": "src"}
 
 
