@@ -1,1 +1,1 @@
-"""The executors that come with this package: local processes, and one file for each service that runs jobs."""
+"""The executors of this package: local processes, this process, and one file for each service that runs jobs."""

@@ -1,6 +1,6 @@
-"""Calls of `huggingface_hub` with a time limit, its errors translated, and no pauses of its own.
+"""Calls `huggingface_hub` with a time limit, and turns its errors into JobServiceError.
 
-Release 1 asks through httpx, release 2 through httpx2; both let that library's errors through.
+Release 1 of the SDK uses httpx, and release 2 httpx2. Both raise errors of that library.
 """
 
 from __future__ import annotations
@@ -36,35 +36,61 @@ __all__ = [
     "translated_errors",
     "volume_of",
 ]
-OLDEST = (1, 20)  # the first release whose jobs have all that is asked for here
-CALL_LIMIT_S = 60.0  # the SDK itself waits for an answer without end
+OLDEST = (1, 20)  # the first release that has all functions that are used here
+CALL_LIMIT_S = 60.0  # without it, the SDK would wait for an answer for ever
 TOKEN_ADVICE = "Log in with: hf auth login (or set HF_TOKEN to a token that may write jobs)."
 
 T = TypeVar("T")
 
 
 def check_version() -> None:
-    """Refuse a client that is too old.
+    """Refuse an SDK that is too old.
 
     Raises:
-        MissingDependencyError: it is, or there is none.
+        MissingDependencyError: the SDK is too old or not installed.
+
+    Example:
+        check_version()
     """
     found = hub.__version__
     if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < OLDEST:
         raise MissingDependencyError(
-            f"Backend 'hf' needs huggingface_hub {'.'.join(map(str, OLDEST))} or later, this is {found}. Update it "
+            f"Backend 'hf' needs huggingface_hub {'.'.join(map(str, OLDEST))} or later; this is {found}. Update it "
             "with: pip install -U huggingface_hub"
         )
 
 
 def ask(call: Callable[[], T], *, may_have_acted: bool = False) -> T:
-    """Make a request, with a time limit and its errors translated."""
+    """Make a request with a time limit, and return its result.
+
+    Args:
+        call: makes the request with the SDK.
+        may_have_acted: True if the service may have acted when its answer is lost. Default False.
+
+    Raises:
+        JobServiceError: the request failed.
+        JobNotFoundError: the Hub does not know the job. This is an error of the SDK.
+
+    Example:
+        ask(api.whoami)
+    """
     with translated_errors(may_have_acted):
         return call_with_timeout(CALL_LIMIT_S, call)
 
 
 def list_jobs(endpoint: str, namespace: str, labels: Mapping[str, str]) -> list[hub.JobInfo]:
-    """Return the jobs with these labels. The SDK's own `list_jobs` waits and asks again when it is refused."""
+    """Return the jobs with these labels.
+
+    The SDK's own `list_jobs` waits and repeats a refused request, so the caller could not decide about pauses.
+
+    Args:
+        endpoint: the url of the Hub.
+        namespace: the user or organization that has the jobs.
+        labels: the labels.
+
+    Example:
+        list_jobs("https://huggingface.co", "me", {"replicas-run": "brave-otter-7f3a"})
+    """
     url: str | None = f"{endpoint}/api/jobs/{namespace}"
     params: Any = [("label", f"{name}={value}") for name, value in labels.items()]
     found: list[hub.JobInfo] = []
@@ -73,15 +99,22 @@ def list_jobs(endpoint: str, namespace: str, labels: Mapping[str, str]) -> list[
         response = utils.get_session().get(url, params=params, headers=headers, timeout=CALL_LIMIT_S)
         utils.hf_raise_for_status(response)
         found += [hub.JobInfo(**job, endpoint=endpoint) for job in response.json()]
-        url, params = response.links.get("next", {}).get("url"), None  # which holds the labels already
+        url, params = response.links.get("next", {}).get("url"), None  # the url of the next page has the labels
     return found
 
 
 def volume_of(source: str, path: str) -> hub.Volume:
-    """Return a volume for a job: `hf://datasets/NAMESPACE/NAME` at a path.
+    """Return a volume for a job.
+
+    Args:
+        source: the storage, as in "hf://datasets/NAMESPACE/NAME".
+        path: the path at which the job sees it.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: the source is not a url of the Hub, or the path is not absolute.
+
+    Example:
+        volume_of("hf://datasets/me/text", "/data")
     """
     mount = utils.parse_hf_mount(f"{source}:{path}")
     place = {"revision": mount.source.revision, "path": mount.source.path_in_repo or None}
@@ -91,9 +124,22 @@ def volume_of(source: str, path: str) -> hub.Volume:
 
 @contextlib.contextmanager
 def log_stream(endpoint: str, namespace: str, job_id: str, n_lines: int) -> Iterator[Any]:
-    """Open a stream of a job's log, from its last lines on; None when there is no such job.
+    """Open a stream of a job's log that begins with its last lines. The value is None if there is no such job.
 
-    The SDK's own reader ends after 5 s of silence, or cannot be stopped; and all streams share its 100 connections.
+    The SDK's own reader ends after 5 s of silence, or cannot be stopped. All its streams share 100 connections.
+
+    Args:
+        endpoint: the url of the Hub.
+        namespace: the user or organization that has the job.
+        job_id: the id of the job.
+        n_lines: the number of last lines.
+
+    Raises:
+        JobServiceError: the stream cannot be opened.
+
+    Example:
+        with log_stream("https://huggingface.co", "me", "687f", 100) as response:
+            ...
     """
     url, headers = f"{endpoint}/api/jobs/{namespace}/{job_id}/logs", utils.build_hf_headers()
     with translated_errors():
@@ -107,23 +153,30 @@ def log_stream(endpoint: str, namespace: str, job_id: str, n_lines: int) -> Iter
 
 @functools.cache
 def _streams() -> Any:
-    """Return a client for streams that stay open; the service sends something every 30 s."""
+    """Return a client for streams that stay open. Its time limit works because the service sends data every 30 s."""
     client = type(utils.get_session())
     limits = _http().Limits(max_connections=None, max_keepalive_connections=0)
     return client(limits=limits, timeout=CALL_LIMIT_S, follow_redirects=True)
 
 
 def _http() -> Any:
-    """Return the library that the SDK asks with: httpx or httpx2."""
+    """Return the HTTP library of the SDK: httpx or httpx2."""
     return sys.modules[type(utils.get_session()).__module__.partition(".")[0]]
 
 
 @contextlib.contextmanager
 def translated_errors(may_have_acted: bool = False) -> Iterator[None]:
-    """Turn what the SDK raises into JobServiceError. `JobNotFoundError` passes where the Hub itself answered.
+    """Turn errors of the SDK into JobServiceError. A `JobNotFoundError` passes if the Hub itself sent it.
 
     Args:
-        may_have_acted: whether the service may have done what was asked when its answer is lost.
+        may_have_acted: True if the service may have acted when its answer is lost. Default False.
+
+    Raises:
+        JobServiceError: the block raised an error of the SDK.
+
+    Example:
+        with translated_errors():
+            api.whoami()
     """
     http = _http()
     lost: Kind = "unknown" if may_have_acted else "unavailable"
@@ -138,8 +191,8 @@ def translated_errors(may_have_acted: bool = False) -> Iterator[None]:
         raise JobServiceError(f"Backend 'hf' needs a Hugging Face token. {TOKEN_ADVICE}", "rejected") from error
     except hub_errors.HfHubHTTPError as error:
         status = error.response.status_code
-        said = str(error.server_message or str(error).strip().partition("\n")[0]).rstrip(".")
-        text = f"Hugging Face: {said} (HTTP {status})."
+        message = str(error.server_message or str(error).strip().partition("\n")[0]).rstrip(".")
+        text = f"Hugging Face: {message} (HTTP {status})."
         if status in (408, 429) or status >= 500:
             kind: Kind = lost if status >= 500 else "unavailable"
             raise JobServiceError(text, kind, retry_after_s=_pause_s(error.response.headers)) from error
@@ -147,13 +200,13 @@ def translated_errors(may_have_acted: bool = False) -> Iterator[None]:
         raise JobServiceError(f"{text}{advice}", "rejected") from error
     except (http.InvalidURL, http.UnsupportedProtocol) as error:
         why = str(error).rstrip(".")
-        raise JobServiceError(f"Hugging Face cannot be reached: {why}. Look at HF_ENDPOINT.", "rejected") from error
+        raise JobServiceError(f"Hugging Face cannot be reached: {why}. Correct HF_ENDPOINT.", "rejected") from error
     except (OSError, http.HTTPError) as error:
         was_sent = not isinstance(error, (http.ConnectError, http.ConnectTimeout))
         text = f"Hugging Face cannot be reached: {error or type(error).__name__}"
         raise JobServiceError(text, lost if was_sent else "unavailable") from error
-    except UnicodeEncodeError:  # of a header, whose value must not be shown
-        text = f"The Hugging Face token holds a letter that no token has. {TOKEN_ADVICE}"
+    except UnicodeEncodeError:  # the header with the token cannot be encoded; the error would show the token
+        text = f"The Hugging Face token has a character that no token can have. {TOKEN_ADVICE}"
         raise JobServiceError(text, "rejected") from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:  # the SDK reads a malformed answer
         text = f"Hugging Face sent a malformed answer ({type(error).__name__}: {error}). Is there a proxy in between?"
@@ -161,12 +214,12 @@ def translated_errors(may_have_acted: bool = False) -> Iterator[None]:
 
 
 def _pause_s(headers: Mapping[str, str]) -> float:
-    """Return how long the service wants to be left alone: the rest of its window, else the value of `Retry-After`.
+    """Return the pause that the service asks for: until the end of its rate-limit window, or else `Retry-After`.
 
-    Every answer tells of the window: it is the reason only where nothing is left of it.
+    Every answer describes the window. It is the reason for a refusal only if no request is left in it.
     """
     window = utils.parse_ratelimit_headers(headers)
     if window and window.remaining == 0:
         return float(window.reset_in_seconds)
-    seconds = headers.get("Retry-After", "")  # or a date, which is not looked at
+    seconds = headers.get("Retry-After", "")  # it may be a date instead, which is ignored
     return float(seconds) if seconds.isdecimal() else 0.0

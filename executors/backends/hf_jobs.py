@@ -1,6 +1,6 @@
-"""Replicas as Hugging Face Jobs, over `huggingface_hub`.
+"""HFJobsExecutor: runs replicas as Hugging Face Jobs, over `huggingface_hub`.
 
-The service keeps no exit code and no name that is unique, so the outcome comes from the store, and a job is found again
+The service keeps no exit codes, so outcomes come from the store. Names of jobs are not unique there, so a job is found
 by its labels.
 """
 
@@ -50,11 +50,12 @@ from executors.protocol import Reason
 from executors.task.record import OPTION_NAME
 
 ENDED: dict[str, Reason | None] = {"COMPLETED": None, "CANCELED": "cancelled", "ERROR": None, "DELETED": "lost"}
-TIMEOUT = "Job timeout"  # the whole message; in others the word tells of a connection
+TIMEOUT = "Job timeout"  # the whole message; in longer messages the word is about a connection
 WORDS: dict[str, Reason] = {"oomkilled": "oom", "evicted": "preempted", "preempt": "preempted"}
 """Parts of the message on a failed job, each with its meaning."""
 EXIT_CODE = re.compile(r"exit(?:ed)?(?: with)?(?: code| status)?[ :=]+(-?\d+)", re.IGNORECASE)
-PYTHON_IMAGE = re.compile(r"python:3\.\d{1,2}")  # Docker's own; any other one from a record would get our secrets
+# Only Docker's own images are read from a record. Another image, which a stranger wrote there, would get our secrets.
+PYTHON_IMAGE = re.compile(r"python:3\.\d{1,2}")
 LABEL = re.compile(r"[A-Za-z0-9_-]{1,100}")
 OUR_LABELS = "replicas-"
 CPU_FLAVOR = "cpu-basic"
@@ -63,7 +64,18 @@ UNITS_PER_HOUR = {"second": 3600, "minute": 60, "hour": 1}
 
 @dataclass(eq=False, kw_only=True)
 class HFJobs(JobService):
-    """The jobs of one namespace. `HFJobsExecutor` describes the fields."""
+    """The jobs of one namespace. `HFJobsExecutor` describes the fields.
+
+    The class has more than 20 methods. Each is one call of `JobService`, or a question to the account that is asked
+    once and kept: the user, the hardware and the client.
+
+    Raises:
+        MissingDependencyError: huggingface_hub is not installed, or too old.
+        ValueError: the service does not accept a label or a volume.
+
+    Example:
+        HFJobs(namespace="my-team").check_account("A100", 3600.0, [])
+    """
 
     name = "Hugging Face"
     lists_running = True
@@ -81,12 +93,12 @@ class HFJobs(JobService):
         self.labels = dict(self.labels or {})
         self._user: str | None = None
         self._asking_for_user = threading.Lock()
-        self.endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT  # the SDK reads it at import alone
+        self.endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT  # the SDK reads it only when imported
         for name, value in self.labels.items():
             if not LABEL.fullmatch(name) or (value and not LABEL.fullmatch(str(value))):
                 raise ValueError(
-                    f"Label {name!r}: {value!r} is not one that Hugging Face takes: letters, digits, '-' and '_', at "
-                    "most 100."
+                    f"Hugging Face does not accept the label {name!r}: {value!r}. Use at most 100 letters, digits, "
+                    "'-' and '_'."
                 )
             if name == "name" or name.startswith(OUR_LABELS):
                 raise ValueError(f"The label {name!r} is set by `replicas` itself. Choose another name.")
@@ -95,7 +107,7 @@ class HFJobs(JobService):
 
     @functools.cached_property
     def api(self) -> hub.HfApi:
-        """The SDK's client. Its import takes long, and a look at a run needs none of it."""
+        """The SDK's client. It is made when it is first used, because its import is slow."""
         return hub.HfApi(endpoint=self.endpoint)
 
     @property
@@ -113,7 +125,7 @@ class HFJobs(JobService):
         units = None if found is None else UNITS_PER_HOUR.get(found.unit_label)
         return None if found is None or units is None else found.unit_cost_usd * units
 
-    def start(self, job: JobSpec) -> JobId:  # the SDK does not repeat this request, so a lost answer is "unknown"
+    def start(self, job: JobSpec) -> JobId:  # the SDK does not repeat this request, so a lost answer is seen here
         request = self._request(job)
         info = ask(lambda: self.api.run_job(**request), may_have_acted=True)
         return self._job_id(info.id, request["namespace"])
@@ -121,7 +133,7 @@ class HFJobs(JobService):
     def find(self, key: JobKey) -> list[JobId]:
         namespace = self.namespace or self._whoami()
         found = ask(lambda: list_jobs(self.endpoint, namespace, key.labels))
-        # A job that is found may be ended. So labels are compared here, even if the service ignores its filter.
+        # The caller may end a found job. So the labels are compared here, in case the service ignores the filter.
         found = [info for info in found if key.labels.items() <= (info.labels or {}).items()]
         found = [info for info in found if _stage(info) != "DELETED"]
         found.sort(key=lambda info: (info.created_at.timestamp() if info.created_at else 0.0, info.id))
@@ -129,7 +141,7 @@ class HFJobs(JobService):
 
     def verify(self, job_id: JobId, key: JobKey) -> JobId:
         parts = [job_id.get(name) for name in ("id", "namespace")]
-        if not all(isinstance(part, str) and OPTION_NAME.fullmatch(part) for part in parts):  # they become a path
+        if not all(isinstance(part, str) and OPTION_NAME.fullmatch(part) for part in parts):  # parts of a url's path
             raise ForeignJobError(self.name, key)
         found = self._job_id(str(parts[0]), str(parts[1]))
         info = self._inspect(found)
@@ -162,7 +174,7 @@ class HFJobs(JobService):
     def running_jobs(self, labels: Mapping[str, str]) -> list[RunningJob]:
         namespace = self.namespace or self._whoami()
         found = ask(lambda: list_jobs(self.endpoint, namespace, labels))
-        # What is found is ended: labels are compared, whatever the service makes of its filter.
+        # The caller ends these jobs. So the labels are compared here, in case the service ignores the filter.
         found = [info for info in found if labels.items() <= (info.labels or {}).items() and _stage(info) not in ENDED]
         return [RunningJob(self._job_id(info.id, namespace), dict(info.labels or {})) for info in found]
 
@@ -185,7 +197,7 @@ class HFJobs(JobService):
                 ask(lambda: self.api.cancel_job(job_id=job_id["id"], namespace=job_id["namespace"]))
         except JobServiceError as error:
             with contextlib.suppress(JobServiceError):
-                if error.kind == "rejected" and self.state(job_id).has_ended:  # in between
+                if error.kind == "rejected" and self.state(job_id).has_ended:  # the job ended before the request
                     return
             raise
 
@@ -219,7 +231,7 @@ class HFJobs(JobService):
 
     def _flavor_of(self, gpu: str | None) -> str:
         if gpu is None or self.flavor is not None:
-            return self.flavor or CPU_FLAVOR  # given by name: a flavor is more than a GPU
+            return self.flavor or CPU_FLAVOR  # the user's choice counts, because a flavor is more than a GPU
         return _cheapest_flavor(self._hardware, gpu)
 
     @functools.cached_property
@@ -230,7 +242,7 @@ class HFJobs(JobService):
         names = (*self.secrets, *names)
         here = dict(os.environ)
         if "HF_TOKEN" in names and (token := hub.get_token()):
-            here.setdefault("HF_TOKEN", token)  # of the login's file, as `hf jobs run --secrets` has it
+            here.setdefault("HF_TOKEN", token)  # from the file of `hf auth login`, as in `hf jobs run --secrets`
         if missing := [name for name in names if name not in here]:
             raise BackendError(
                 f"The secret {missing[0]!r} is not set. Jobs get secrets from this environment: set it before the "
@@ -239,7 +251,7 @@ class HFJobs(JobService):
         return {name: here[name] for name in names}
 
     def _whoami(self) -> str:
-        """Return the user of the token, asked for once: the service counts this request strictly."""
+        """Return the user of the token. The service limits this request strictly, so it is made once."""
         with self._asking_for_user:
             if self._user is None:
                 self._user = str(ask(self.api.whoami)["name"])
@@ -254,18 +266,20 @@ class HFJobsExecutor(JobExecutor):
         launch(HFJobsExecutor(), train, n=4, gpu="A100", rendezvous="s3://bucket/runs")
 
     Args:
-        namespace: the user or organization that pays. None: the user of the token.
-        image: a Docker image with Python and pip. None: Docker's `python`, in this Python's minor version.
-        flavor: the hardware, as in `hf jobs hardware`. None: as `gpu=` asks, or the smallest without a GPU.
-        pip: requirements of the replicas. When empty, the workspace's requirements.txt or pyproject.toml.
-        labels: more labels for the jobs: of letters, digits, "-" and "_", at most 100.
-        secrets: names of variables of this environment that every replica gets as a secret. A secret that a
-            replica prints is in its log, and in its outcome. HF_TOKEN may also come from `hf auth login`.
-        volumes: storage by mount path, as in {"/data": "hf://datasets/NAMESPACE/NAME"}. Replicas may write to a bucket.
+        namespace: the user or organization that pays. Default: the user of the token.
+        image: a Docker image with Python and pip. Default: Docker's `python` with this Python's minor version.
+        flavor: the hardware, as `hf jobs hardware` lists it. Default: the cheapest with the GPU of `gpu=`, or the
+            smallest without a GPU.
+        pip: the requirements of the replicas. Default: those in the workspace's requirements.txt or pyproject.toml.
+        labels: more labels for the jobs. Names and values have at most 100 letters, digits, "-" and "_". Default: none.
+        secrets: the names of variables of this environment that every replica gets as a secret. If a replica prints
+            a secret, its log and its outcome have it. HF_TOKEN may also come from `hf auth login`. Default: none.
+        volumes: the storage by its path in the replica, as in {"/data": "hf://datasets/NAMESPACE/NAME"}. Replicas may
+            write to a bucket. Default: none.
 
     Raises:
         MissingDependencyError: huggingface_hub is not installed, or too old.
-        ValueError: a label or a volume that the service does not take.
+        ValueError: the service does not accept a label or a volume.
     """
 
     backend_name = "hf"
@@ -281,10 +295,10 @@ def _cheapest_flavor(hardware: Sequence[Any], gpu: str) -> str:
 
     Args:
         hardware: the hardware that the service lists.
-        gpu: as in "A100" or "A100:4".
+        gpu: the GPU, as in "A100" or "A100:4".
 
     Raises:
-        BackendError: there is none.
+        BackendError: no flavor has this GPU.
     """
     cheapest = {}
     for each in sorted(hardware, key=lambda each: each.unit_cost_usd, reverse=True):
@@ -295,13 +309,13 @@ def _cheapest_flavor(hardware: Sequence[Any], gpu: str) -> str:
         known = ", ".join(name if n == "1" else f"{name}:{n}" for name, n in sorted(cheapest))
         raise BackendError(
             f"Hugging Face Jobs have no flavor for gpu={gpu!r}. Known: {known}. "
-            "Or name one of `hf jobs hardware`: --option flavor=NAME."
+            "Use one of these, or name one of `hf jobs hardware`: --option flavor=NAME."
         )
     return str(found)
 
 
 def _model(name: str) -> str:
-    """Return the name of a GPU in one spelling: `rtx pro 6000` is `RTX-PRO-6000`."""
+    """Return the name of a GPU in a common spelling: `rtx pro 6000` becomes `RTX-PRO-6000`."""
     return name.upper().replace("_", "-").replace(" ", "-").removeprefix("NVIDIA-")
 
 

@@ -1,4 +1,4 @@
-"""The entrypoint as the one replica of a run, in the calling process: for debuggers, profilers and tests."""
+"""InlineExecutor: calls the entrypoint in this process, as the only replica of a run. For debuggers and tests."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from executors.worker.main import call
 
 MACHINE = re.compile(r"\S+ \S+ \S+")  # as `this_machine` names one
 _calls: list[tuple[str, int]] = []
-"""The run and the rank of each call that this process is inside of."""
+"""The run and the rank of each call that is running in this process."""
 
 
 @dataclass(frozen=True)
 class _Process(Record):
-    """The process that a replica runs in, as its handle says."""
+    """The process in which a replica runs, from its handle."""
 
     machine: str = checked(text(1000, MACHINE))
     pid: int = checked(PID)
@@ -50,10 +50,10 @@ class _Process(Record):
 
 
 class InlineExecutor(Backend):
-    """Calls the entrypoint in this process, as the one replica of its run: `launch` returns when it has ended.
+    """Calls the entrypoint in this process, as the only replica of its run. `launch` returns when the call has ended.
 
-    stdin, stdout and the threads are this process's own, so `breakpoint()` works, and so does `pdb.pm()` after an
-    exception. All else is as for any run: its record, its claim, its outcome.
+    The replica uses stdin, stdout and the threads of this process. So `breakpoint()` works, and `pdb.pm()` works after
+    an exception. The run has the same records as any other run.
 
     Example:
         launch(InlineExecutor(), train, n=1)
@@ -62,12 +62,12 @@ class InlineExecutor(Backend):
     backend_name = "inline"
     supports_inter_replica_network = True
     needs_shared_rendezvous = False
-    ends_with_launcher = False  # it has ended when its launch returns
+    ends_with_launcher = False  # the replica has ended when its launch returns
     ships_code = False
     starts_single_ranks = False
 
     def check_launch(self, request: LaunchRequest) -> None:
-        """Refuse what cannot work, before anything is written or called; see `Backend.check_launch`."""
+        """Refuse a launch that cannot work, before anything is written or called; see `Backend.check_launch`."""
         settings = request.settings
         if settings.n != 1:
             raise ValueError(
@@ -77,8 +77,8 @@ class InlineExecutor(Backend):
         for name, value in (("gpu", settings.gpu), ("timeout", settings.timeout)):
             if value is not None:
                 raise ValueError(
-                    f"Backend 'inline' takes no {name}, got {name}={value!r}: the entrypoint runs in this process, "
-                    "with what it has and as long as it takes. Remove it, or use another backend."
+                    f"Backend 'inline' has no {name}, got {name}={value!r}: it can neither choose a GPU for the "
+                    "entrypoint nor limit its time. Remove the argument, or use another backend."
                 )
         if missing := [name for name in settings.secrets if name not in os.environ]:
             raise ValueError(f"The secret {missing[0]!r} is not set. Set it in this process's environment.")
@@ -113,7 +113,7 @@ class InlineExecutor(Backend):
         try:
             is_ours = attempt.create(HANDLE, handle.to_json().encode())
             if not is_ours:
-                return []  # another process began it first
+                return []  # another process has begun the attempt
             self._call(run, attempt.rank, start.entrypoint)
         finally:
             _calls.remove((run.run_id, attempt.rank))
@@ -127,7 +127,7 @@ class InlineExecutor(Backend):
         return {"process": "this one", "cwd": os.getcwd(), "env": dict.fromkeys(start.spec.env, MASK)}
 
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
-        """Return the replica's status. The first to find its process gone, or its call over, records it as lost.
+        """Return the replica's status. If its process is gone or its call has ended, this records it as lost.
 
         Raises:
             UnknownHandleError: no such replica was ever launched.
@@ -138,7 +138,7 @@ class InlineExecutor(Backend):
         return ReplicaStatus.RUNNING if attempt.has_started() else ReplicaStatus.PENDING
 
     def observe(self, replicas: Sequence[PendingReplica]) -> list[Observation]:
-        """Look at replicas through /proc; see `Backend.observe`."""
+        """Return which replicas have ended, from the processes of this machine; see `Backend.observe`."""
         return [
             Observation(
                 self._conclude(Attempt.from_handle(each.handle, self.backend_name).at(each.attempt), each.handle)
@@ -147,12 +147,12 @@ class InlineExecutor(Backend):
         ]
 
     def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = 200) -> str:
-        """Return nothing: what the replica prints goes where its process prints."""
+        """Return an empty string, because the replica prints to its process's own stdout."""
         Attempt.of_handle(handle, self.backend_name)
         return ""
 
     def supervisors(self, replicas: Sequence[PendingReplica]) -> list[SupervisorStatus]:
-        """No process restarts a replica in the caller's process; see `Backend.supervisors`."""
+        """Return a supervisor for each replica, because no process restarts it; see `Backend.supervisors`."""
         return [SupervisorStatus(is_alive=True)] * len(replicas)
 
     def open_log(self, handle: ReplicaHandle) -> Log:
@@ -160,10 +160,10 @@ class InlineExecutor(Backend):
         return TailedLog(lambda n_lines: self.stream_logs(handle))
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """Do nothing to a replica that has ended, and refuse to end one that runs.
+        """Do nothing if the replica has ended, and refuse to end a running one, which may be under a debugger.
 
         Raises:
-            BackendError: it runs, perhaps under a debugger.
+            BackendError: the replica runs.
         """
         if self.poll(handle).is_terminal:
             return
@@ -171,7 +171,7 @@ class InlineExecutor(Backend):
         process = _process_of(attempt, newest)
         raise BackendError(
             f"Run {attempt.run_id!r} runs inside process {process.pid} on {process.machine.split()[0]} (backend "
-            "'inline'), and ends there: press Ctrl-C."
+            "'inline'). Press Ctrl-C there to end it."
         )
 
     def collect(self, handles: list[ReplicaHandle], *, timeout: float | None = None) -> list[dict[str, Any]]:
@@ -183,13 +183,13 @@ class InlineExecutor(Backend):
             try:
                 call(address_of(run.store_url, run.run_id), run.task_digest)
             except SystemExit:
-                pass  # its outcome says how it left
-            except Exception as error:  # noqa: BLE001 - the user's code raised it, and its outcome has it
+                pass  # the outcome has the exit code
+            except Exception as error:  # noqa: BLE001 - the user's code raised it, and the outcome has it
                 trace = error.__traceback__
                 while trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("executors."):
-                    trace = trace.tb_next  # the user's frames are enough
+                    trace = trace.tb_next  # only frames of the user's code are shown
                 traceback.print_exception(error.with_traceback(trace))
-                # For pdb.pm(), which looks at `last_exc` since Python 3.12.
+                # `pdb.pm()` reads these. Since Python 3.12 it reads `last_exc`.
                 vars(sys).update(last_exc=error, last_type=type(error), last_value=error, last_traceback=trace)
 
     def _conclude(self, attempt: Attempt, handle: ReplicaHandle) -> Outcome | None:
@@ -197,7 +197,7 @@ class InlineExecutor(Backend):
         is_over = process.pid == os.getpid() and (attempt.run_id, attempt.rank) not in _calls
         if process.machine != this_machine() or (is_alive(process.pid, process.pid_started) and not is_over):
             return None
-        # Its last act may have been to write it.
+        # The outcome is read again: the process may have written it just before its end.
         return attempt.outcome() or attempt.record_lost("its call has ended" if is_over else "its process is gone")
 
 
@@ -208,9 +208,9 @@ def _process_of(attempt: Attempt, handle: ReplicaHandle) -> _Process:
 
 @contextlib.contextmanager
 def _surroundings_of(run: RunSpec, rank: int, entrypoint: str | Callable[..., Any]) -> Iterator[None]:
-    """Give a replica in this process its environment, and afterwards this process its own back."""
+    """Give this process the replica's environment for a block, and restore its own environment afterwards."""
     environ, argv, modules, replica = dict(os.environ), sys.argv, {*sys.modules}, find_replica()
-    os.environ.pop(RUN_KEY, None)  # it would be another run's
+    os.environ.pop(RUN_KEY, None)  # this key belongs to another run
     os.environ.update({**run.env, **run.credentials, RANK: str(rank)})
     try:
         with module_search.restored():
@@ -222,4 +222,4 @@ def _surroundings_of(run: RunSpec, rank: int, entrypoint: str | Callable[..., An
         set_current_replica(replica)
         file = re.match(r"(.*\.py)(:\w+)?$", entrypoint) if isinstance(entrypoint, str) else None
         if file and (name := Path(file[1]).stem) not in modules:
-            sys.modules.pop(name, None)  # it may be edited before the next launch
+            sys.modules.pop(name, None)  # so that the next launch imports the file again after an edit

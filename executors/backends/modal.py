@@ -1,7 +1,7 @@
-"""Replicas as Modal Sandboxes, over the `modal` SDK.
+"""ModalExecutor: runs replicas as Modal Sandboxes, over the `modal` SDK.
 
-Sandboxes rather than Functions: they have an exit code, a name, their own output, and the same command as every other
-backend. With a GPU the SDK takes another of its back ends, where creating one waits until it is scheduled.
+Sandboxes are better than Functions here: they have an exit code, a name and their own output, and they run the same
+command as other backends. With a GPU, the SDK uses another server, where the creation of a sandbox waits for a machine.
 """
 
 from __future__ import annotations
@@ -43,24 +43,34 @@ from executors.task.record import OPTION_NAME
 
 LONGEST_S = 24 * 3600 - MARGIN_S  # Modal ends every sandbox after a day
 KILLED = 128 + 9
-GPU_START_S = 1500.0  # a start waits for a machine, up to 21 minutes
-BUILD_S = 900.0  # of an image
-LEAST_CORES, LEAST_MIB = 0.125, 128  # Modal reserves these if nothing is asked for
-GPU_NAMES = {"a100": "a100_40gb", "a10": "a10g"}  # as the rates call what a sandbox asks for by a shorter name
-MOST_ENTRIES = 20_000  # of a log: as many as the SDK returns at once
+GPU_START_S = 1500.0  # a start waits up to 21 minutes for a machine
+BUILD_S = 900.0  # the longest time to build an image
+LEAST_CORES, LEAST_MIB = 0.125, 128  # Modal reserves these by default
+GPU_NAMES = {"a100": "a100_40gb", "a10": "a10g"}  # the names of GPUs in the rates, where they differ
+MOST_ENTRIES = 20_000  # the most entries of a log that the SDK returns in one call
 PYTHON_VERSION = re.compile(r"3\.\d{1,2}")
 APP_ID = re.compile(r"ap-\w{1,60}", re.ASCII)
 
 
 @dataclass(eq=False, kw_only=True)
 class ModalJobs(JobService):
-    """Sandboxes of one Modal app. `ModalExecutor` describes the fields."""
+    """The sandboxes of one Modal app. `ModalExecutor` describes the fields.
+
+    The class has more than 20 methods. Each is one call of `JobService`, or an answer that is asked for once and kept:
+    the app, the rates, the logs and the tags of a sandbox.
+
+    Raises:
+        MissingDependencyError: the SDK is not installed.
+
+    Example:
+        ModalJobs(region="us-east").check_account("H100", 3600.0, [])
+    """
 
     name = "Modal"
-    limits_advice = "The usual cause is the number of GPUs that your workspace may have at once, which its plan sets."
+    limits_advice = "The usual cause is the limit on GPUs at the same time, which the plan of your workspace sets."
     lists_running = True
     keeps_installed = True
-    states_name_ranks = False  # its list tells no tags: they would be a request for each sandbox
+    states_name_ranks = False  # a list has no tags, and reading them would be a request for each sandbox
 
     app_name: str = option("replicas", OPTION_NAME)
     image: Any = None
@@ -74,14 +84,16 @@ class ModalJobs(JobService):
     volumes: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
-        modal.config  # noqa: B018 - a missing SDK is found out now, before anything is planned
+        modal.config  # noqa: B018 - raises now if the SDK is missing, before anything is planned
         self.python_version = self.python_version or "{}.{}".format(*sys.version_info)
         self._lock = threading.Lock()
         self._starts = WaitingCalls()
         self._app: modal.App | None = None
         self._images = Images(self._starts)
-        self._keys: dict[str, JobKey] = {}  # by sandbox, as its tags say it
-        self._logs: dict[str, Any] = {}  # by sandbox; each remembers what the SDK would else ask for every time
+        self._keys: dict[str, JobKey] = {}
+        """The attempt that each sandbox runs, from its tags."""
+        self._logs: dict[str, Any] = {}
+        """The SDK's log of each sandbox. It keeps answers that a new one would ask for again."""
 
     @property
     def python_of_replicas(self) -> str | None:
@@ -91,23 +103,23 @@ class ModalJobs(JobService):
     def check_account(self, gpu: str | None, timeout_s: float | None, secret_names: Sequence[str]) -> None:
         if timeout_s is not None and timeout_s > LONGEST_S:
             raise ValueError(
-                f"timeout must be at most {LONGEST_S} seconds on Modal, got timeout={timeout_s:g}. Launch with a "
-                "shorter one, and continue with `replicas resume`."
+                f"timeout must be at most {LONGEST_S} seconds on Modal, got timeout={timeout_s:g}. Use a shorter "
+                "timeout, and continue with `replicas resume`."
             )
         config = modal.config.config
         if not (config.get("token_id") and config.get("token_secret")) and not config.get("oauth_refresh_token"):
             raise BackendError(f"Backend 'modal' needs a Modal token. {TOKEN_ADVICE}")
-        with contextlib.suppress(modal.exception.NotFoundError):  # then the launch makes it
+        with contextlib.suppress(modal.exception.NotFoundError):  # the launch creates a missing app
             self._look_up(create_if_missing=False)
         for name in (*self.secrets, *secret_names):
             check_secret(name, self.environment)
         check_volumes(self.volumes or {}, self.environment)
 
     def price_per_hour(self, gpu: str | None) -> float | None:
-        """Return what a sandbox costs by the rates of the workspace: its GPUs, cores and memory as they are asked for.
+        """Return the price of a sandbox in US dollars an hour, by the rates of the workspace.
 
-        A sandbox that uses more is billed for it. None if a region or a cloud is chosen: those cost more, by
-        a factor that the rates do not have.
+        It counts the GPUs, cores and memory that are reserved. A sandbox that uses more costs more. With a chosen
+        region or cloud the price is None: these cost more by a factor that the rates do not have.
         """
         if self.region or self.cloud:
             return None
@@ -124,20 +136,20 @@ class ModalJobs(JobService):
 
     @functools.cached_property
     def _rates(self) -> Mapping[str, float]:
-        """The workspace's rates in US dollars: for an hour of a GPU, a core and a GiB, by Modal's names."""
+        """The workspace's rates by Modal's names, in US dollars for an hour of a GPU, a core or a GiB."""
 
         @in_thread
         def ask() -> dict[str, float]:
             found: dict[str, float] = {}
             for name, rate in modal.Workspace.from_context().billing.rates().items():
-                with contextlib.suppress(ValueError, TypeError, ArithmeticError):  # a rate must be a number
+                with contextlib.suppress(ValueError, TypeError, ArithmeticError):  # a rate that is not a number
                     if math.isfinite(value := float(rate)) and value >= 0:
                         found[name] = value
             return found
 
         return ask()
 
-    def start(self, job: JobSpec) -> JobId:  # not `in_thread`: with a GPU this waits for a machine, up to 21 minutes
+    def start(self, job: JobSpec) -> JobId:  # not `in_thread`, whose limit is shorter than the wait for a machine
         secrets = [modal.Secret.from_name(name, environment_name=self.environment) for name in self._names(job)]
         if job.credentials:
             secrets.append(modal.Secret.from_dict(dict(job.credentials)))
@@ -168,7 +180,7 @@ class ModalJobs(JobService):
         self._starts.interrupt()
 
     @in_thread
-    def find(self, key: JobKey) -> list[JobId]:  # at most one: a name is unique among the running ones of an app
+    def find(self, key: JobKey) -> list[JobId]:  # at most one, because names of running sandboxes are unique in an app
         where: Any = {"app_name": self.app_name, "name": key.name, "environment_name": self.environment}
         for also_ended in (False, True):
             with contextlib.suppress(modal.exception.NotFoundError):
@@ -190,30 +202,31 @@ class ModalJobs(JobService):
     def state(self, job_id: JobId) -> JobState:
         try:
             sandbox = modal.Sandbox.from_id(job_id["sandbox_id"])
-            code = sandbox.returncode  # which came with it
+            code = sandbox.returncode  # `from_id` has read it already
             if code is None:
                 return JobState(False)
-            sandbox.wait()  # the exit code alone does not say why it ended; what `wait` raises does
+            sandbox.wait()  # returns at once; its errors show why the sandbox ended, which the exit code does not
         except modal.exception.NotFoundError:
             return UNKNOWN
         except modal.exception.SandboxTimeoutError:
             return JobState(True, "timeout", 124)
         except modal.exception.SandboxTerminatedError:
-            # Ended by us if there is a cancel marker. Otherwise Modal took the machine back.
+            # If there is a cancel marker, this project ended the sandbox, and the caller sees the marker first.
+            # Otherwise Modal took the machine back.
             return JobState(True, "preempted", KILLED)
-        # From inside the container, where the kernel does that for want of memory.
+        # The process was killed inside the container. The kernel does that if memory runs out.
         return JobState(True, "oom" if code == KILLED else None, code)
 
     @in_thread
     def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
         running: set[str] = set()
-        with contextlib.suppress(modal.exception.NotFoundError, StopIteration):  # no such app; no jobs
+        with contextlib.suppress(modal.exception.NotFoundError, StopIteration):  # there is no app, or `jobs` is empty
             where: Any = {"tags": next(iter(jobs)).run_labels, "app_id": self._app_id(list(jobs.values()))}
             unseen = {str(job_id.get("sandbox_id")) for job_id in jobs.values()}
             for sandbox in modal.Sandbox.list(**where):
                 running.add(sandbox.object_id)
                 unseen.discard(sandbox.object_id)
-                if not unseen:  # before the SDK asks for a further page
+                if not unseen:  # so that the SDK does not ask for the next page
                     break
         return {
             key: JobState(False)
@@ -224,17 +237,17 @@ class ModalJobs(JobService):
     @in_thread
     def running_jobs(self, labels: Mapping[str, str]) -> list[RunningJob]:
         found: list[RunningJob] = []
-        with contextlib.suppress(modal.exception.NotFoundError):  # no such app; no jobs
+        with contextlib.suppress(modal.exception.NotFoundError):  # without the app, there are no jobs
             app_id = str(self._look_up(create_if_missing=False).app_id)
             for sandbox in modal.Sandbox.list(app_id=app_id, tags=dict(labels)):
-                # The tags of a sandbox are a request of their own, needed only where its run is not named exactly.
+                # Reading the tags of a sandbox is a request. It is needed only if the caller does not know the store.
                 tags = dict(labels) if STORE_LABEL in labels else sandbox.get_tags()
                 if labels.items() <= tags.items():
                     found.append(RunningJob(self._job_id(sandbox.object_id, app_id), tags))
         return found
 
     def reports_preemption(self, gpu: str | None) -> bool:
-        return bool(gpu or self.region or self.cloud)  # without one of these Modal takes no machine back
+        return bool(gpu or self.region or self.cloud)  # without any of these, Modal takes no machine back
 
     def commands_to_end(self, run_id: str, job_ids: Sequence[JobId] = ()) -> str:
         names = [str(job_id.get("sandbox_id")) for job_id in job_ids[:MAX_COMMANDS]]
@@ -248,19 +261,19 @@ class ModalJobs(JobService):
         return f"{ends}; or, for every run of the app {self.app_name!r}: {every}"
 
     def open_log(self, job_id: JobId) -> TimedLog:
-        """Return what one sandbox writes, also before it is scheduled, and after its end."""
+        """Return the log of a sandbox. It can be read before the sandbox is scheduled, and after its end."""
         sandbox_id = job_id["sandbox_id"]
 
         @in_thread
         def fetch(since: datetime | None, n_entries: int) -> list[LogEntry]:
             try:
                 logs = self._logs.get(sandbox_id) or modal.Sandbox.from_id(sandbox_id).logs
-                # With `tail` alone the SDK asks up to four times, of the last hour to the last month.
+                # `tail` makes up to four requests, from the last hour to the last month. So `fetch` is used if it can.
                 found = list(logs.fetch(since=since) if since else logs.tail(min(MOST_ENTRIES, n_entries)))
-            except modal.exception.LogsFetchError:  # more in a moment than it fetches at once
+            except modal.exception.LogsFetchError:  # there are more entries than `fetch` returns in one call
                 found = list(logs.tail(MOST_ENTRIES))
             except (modal.exception.NotFoundError, modal.exception.ExecutionError):
-                return []  # unknown, or with a GPU: it waits to be scheduled, or never was
+                return []  # the sandbox is unknown, or has a GPU and was never scheduled
             self._logs[sandbox_id] = logs
             return _entries(found)
 
@@ -285,7 +298,7 @@ class ModalJobs(JobService):
 
     @functools.cached_property
     def _shared_log(self) -> SharedLog:
-        """The output of all sandboxes of the app, with two requests for any number of sandboxes."""
+        """The output of all sandboxes of the app, which takes two requests for any number of sandboxes."""
 
         @in_thread
         def fetch(since: datetime) -> list[LogEntry]:
@@ -310,12 +323,13 @@ class ModalJobs(JobService):
 
     def _job_id(self, sandbox_id: str, app_id: object) -> JobId:
         named = {"app_id": app_id} if isinstance(app_id, str) and APP_ID.fullmatch(app_id) else {}
-        return {"sandbox_id": sandbox_id, "url": f"https://modal.com/id/{sandbox_id}", **named}  # as `modal dashboard`
+        # The url is the one that `modal dashboard` opens.
+        return {"sandbox_id": sandbox_id, "url": f"https://modal.com/id/{sandbox_id}", **named}
 
     def _app_id(self, job_ids: Sequence[JobId]) -> str:
-        """Return the app of sandboxes as all their handles name it, which saves a request; else as Modal does.
+        """Return the id of the app. If all handles name the same app, no request is needed.
 
-        A handle that another user wrote does not name the app for the others.
+        Otherwise Modal is asked, because another user may have written a handle.
         """
         app_id, *others = (job_id.get("app_id") for job_id in job_ids)
         if isinstance(app_id, str) and APP_ID.fullmatch(app_id) and all(other == app_id for other in others):
@@ -323,7 +337,7 @@ class ModalJobs(JobService):
         return str(self._look_up(create_if_missing=False).app_id)
 
     def _is_of(self, sandbox: modal.Sandbox, key: JobKey) -> bool:
-        """Whether a sandbox runs this attempt, by its tags, which are asked for once."""
+        """Return True if a sandbox runs an attempt, by its tags, which are read once."""
         if self._keys.get(sandbox.object_id) != key:
             if not key.labels.items() <= sandbox.get_tags().items():
                 return False
@@ -346,20 +360,23 @@ class ModalExecutor(JobExecutor):
         launch(ModalExecutor(), train, n=4, gpu="H100", rendezvous="s3://bucket/runs")
 
     Args:
-        app_name: the Modal app that the sandboxes belong to; made when missing.
-        image: a `modal.Image`, or the name of one in a registry; it needs Python and pip. Modal installs what it lacks
-            in a layer on top, once for all launches with these requirements. None: Debian with Python and all
-            requirements installed.
-        python_version: of the default image, as in "3.12". None: this Python's minor version.
-        pip: requirements of the replicas. When empty, the workspace's requirements.txt or pyproject.toml.
-        secrets: names of Modal secrets that every replica gets.
-        cpu: cores to reserve for each replica.
-        memory_mb: memory to reserve for each replica, in MiB.
-        region: where to run, as in "us-east".
-        cloud: on whose machines, as in "aws".
-        environment: the Modal environment. None: the default of the account.
-        volumes: storage by mount path, as in {"/data": "NAME"} for a Modal Volume. "s3://BUCKET/PREFIX" is a bucket,
-            with the credentials of the rendezvous.
+        app_name: the Modal app that has the sandboxes. It is created if it is missing. Default "replicas".
+        image: a `modal.Image`, or the name of an image in a registry. It needs Python and pip. Modal installs missing
+            requirements in a layer on top, once for all launches with these requirements. Default: Debian with Python
+            and all requirements.
+        python_version: the version of Python in the default image, as in "3.12". Default: this Python's minor version.
+        pip: the requirements of the replicas. Default: those in the workspace's requirements.txt or pyproject.toml.
+        secrets: the names of Modal secrets that every replica gets. Default: none.
+        cpu: the cores to reserve for each replica. Default: Modal's default, 0.125.
+        memory_mb: the memory to reserve for each replica, in MiB. Default: Modal's default, 128.
+        region: the region to run in, as in "us-east". Default: any.
+        cloud: the cloud to run on, as in "aws". Default: any.
+        environment: the Modal environment. Default: the default of the account.
+        volumes: the storage by its path in the replica, as in {"/data": "NAME"} for a Modal Volume. A bucket is
+            "s3://BUCKET/PREFIX", and uses the credentials of the rendezvous. Default: none.
+
+    Raises:
+        MissingDependencyError: the SDK is not installed.
     """
 
     backend_name = "modal"
@@ -371,5 +388,5 @@ class ModalExecutor(JobExecutor):
 
 
 def _entries(found: Iterable[Any]) -> list[LogEntry]:
-    """Return entries of the SDK; the last of their context is the container."""
+    """Return entries of the SDK as entries of a log. The last id of an entry's context is the container."""
     return [LogEntry(each.timestamp, each.source, each.message, ["", *each.context_ids][-1]) for each in found]

@@ -1,4 +1,4 @@
-"""Calls of the `modal` SDK with a time limit, and its errors translated."""
+"""Calls the `modal` SDK with a time limit, and turns its errors into JobServiceError."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ else:
 
 __all__ = ["TOKEN_ADVICE", "WaitingCalls", "in_thread", "modal", "translated_errors"]
 
-CALL_LIMIT_S = 90.0  # the SDK itself gives up on a server that it cannot reach after 56 s
-ON_ITS_WAY_S = 3.0  # until then a request may be under way whose answer tells the SDK what it would have to end
+CALL_LIMIT_S = 90.0  # the SDK gives up on a server that it cannot reach after 56 s
+# A call is not interrupted in its first seconds. Without the answer to its first request, the SDK does not know what it
+# must end.
+ON_ITS_WAY_S = 3.0
 TOKEN_ADVICE = "Run: modal token new (or set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET)."
 
 P = ParamSpec("P")
@@ -29,7 +31,15 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def translated_errors() -> Iterator[None]:
-    """Turn what the SDK raises into JobServiceError. The SDK itself repeats what failed on the way, three times."""
+    """Turn errors of the SDK into JobServiceError. The SDK itself repeats a failed request three times.
+
+    Raises:
+        JobServiceError: the block raised an error of the SDK.
+
+    Example:
+        with translated_errors():
+            modal.App.lookup("replicas")
+    """
     import grpclib.exceptions
     import modal.exception as raised
 
@@ -39,10 +49,11 @@ def translated_errors() -> Iterator[None]:
     except raised.Error as error:
         kind: Kind = "rejected"
         lacks_machines = "insufficient capacity" in str(error).lower()
-        if isinstance(error, (*may_be_done, raised.AlreadyExistsError)):  # an earlier try, whose answer was lost
+        # AlreadyExistsError: an earlier try of the SDK has acted, and its answer was lost.
+        if isinstance(error, (*may_be_done, raised.AlreadyExistsError)):
             kind = "unknown"
         elif isinstance(error, raised.ResourceExhaustedError) and not lacks_machines:
-            kind = "unavailable"  # too many requests; the other one has waited for a machine already
+            kind = "unavailable"  # too many requests; an error about machines has waited for one already
         advice = f" {TOKEN_ADVICE}" if isinstance(error, raised.AuthError) else ""
         raise JobServiceError(f"Modal: {_text(error)}.{advice}", kind, lacks_machines=lacks_machines) from error
     except (grpclib.GRPCError, grpclib.exceptions.StreamTerminatedError, OSError, TimeoutError) as error:
@@ -50,16 +61,24 @@ def translated_errors() -> Iterator[None]:
 
 
 class WaitingCalls:
-    """Calls that may wait long, and can be interrupted: the SDK then ends for sure what they had begun."""
+    """Makes calls that may wait long, and can interrupt them. The SDK then ends what an interrupted call has begun.
+
+    Example:
+        calls = WaitingCalls()
+        sandbox = calls.make(lambda: modal.Sandbox.create.aio("true", app=app))
+    """
 
     def __init__(self) -> None:
         self._under_way: set[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any], float]] = set()
 
     def make(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Return what the call returns; it is made in an event loop of this thread's own.
+        """Make a call in a new event loop of this thread, and return its result.
+
+        Args:
+            call: returns the coroutine of the call.
 
         Raises:
-            JobServiceError: it was interrupted, and may have been done.
+            JobServiceError: the call was interrupted, and may have acted.
         """
 
         async def wait() -> T:
@@ -79,21 +98,31 @@ class WaitingCalls:
             raise JobServiceError("Modal: the launch was given up while it waited for a machine.", "unknown") from None
 
     def interrupt(self) -> None:
-        """Interrupt all that wait, those that began just now a moment later. Each is interrupted once.
+        """Interrupt all calls that wait. A call that has just begun is interrupted a few seconds later.
 
-        Twice would break off the end of what it had begun.
+        Each call is interrupted only once. A second interrupt would stop the SDK while it ends what the call has begun.
         """
         waiting = list(self._under_way)
         self._under_way.difference_update(waiting)
         for loop, task, due_at in waiting:
-            with contextlib.suppress(RuntimeError):  # it has ended meanwhile
+            with contextlib.suppress(RuntimeError):  # the loop is closed because the call has ended
                 loop.call_soon_threadsafe(functools.partial(loop.call_at, due_at, task.cancel))
 
 
 def in_thread(call: Callable[P, T]) -> Callable[P, T]:
-    """Make a call of the SDK in a thread of its own, with a limit, its errors translated.
+    """Return a function that makes a call of the SDK in another thread, with a time limit.
 
-    In a notebook an event loop runs in the caller's thread, and the SDK's blocking calls complain of it.
+    In a notebook, an event loop runs in the caller's thread. The SDK's blocking calls do not work in such a thread.
+
+    Args:
+        call: makes the call of the SDK.
+
+    Raises:
+        JobServiceError: when called, the call failed or took too long.
+
+    Example:
+        @in_thread
+        def stop(sandbox_id): ...
     """
 
     @functools.wraps(call)

@@ -239,7 +239,7 @@ class RayClient:
         if not token:
             return {}
         if not TOKEN.fullmatch(token):  # it must not be shown
-            raise JobServiceError(f"Ray's token holds a letter that no token has. {TOKEN_ADVICE}", "rejected")
+            raise JobServiceError(f"Ray's token has a character that no token can have. {TOKEN_ADVICE}", "rejected")
         return {"Authorization": f"Bearer {token}"}
 
 

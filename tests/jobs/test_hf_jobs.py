@@ -93,7 +93,7 @@ def test_the_token_of_the_login_is_a_secret_like_a_variable(
 def test_a_client_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.__version__", "0.36.2")
     with pytest.raises(
-        MissingDependencyError, match=r"needs huggingface_hub 1\.20 or later, this is 0\.36\.2\. Update"
+        MissingDependencyError, match=r"needs huggingface_hub 1\.20 or later; this is 0\.36\.2\. Update"
     ):
         HFJobsExecutor()
 
@@ -379,6 +379,6 @@ def test_an_account_that_cannot_be_used_is_refused_by_what_to_do(
     with pytest.raises(BackendError, match=f"Backend 'hf' needs a Hugging Face token.{LOGIN}"):
         HFJobsExecutor().service.check_account(None, 60, ())
     monkeypatch.setenv("HF_TOKEN", "hf_pässword")
-    with pytest.raises(BackendError, match="The Hugging Face token holds a letter that no token has") as caught:
+    with pytest.raises(BackendError, match="The Hugging Face token has a character that no token can have") as caught:
         HFJobsExecutor().service.check_account(None, 60, ())
     assert "ssword" not in str(caught.value)

@@ -184,11 +184,9 @@ def test_what_is_missing_is_said_with_what_to_do_and_nothing_is_written(
         with monkeypatch.context() as patch:
             patch.delenv(name)
             refused(BackendError, f"Backend 'modal' needs a Modal token. {token}")
-    made = "Modal has no secret 'wandb'. Make it with: modal secret create wandb KEY=VALUE"
+    made = "Modal has no secret 'wandb'. Create it with: modal secret create wandb KEY=VALUE"
     refused(BackendError, made, secrets=["wandb"])
-    longest = (
-        "timeout must be at most 86280 seconds on Modal, got timeout=90000. Launch with a shorter one, and continue"
-    )
+    longest = "timeout must be at most 86280 seconds on Modal, got timeout=90000. Use a shorter timeout, and continue"
     refused(ValueError, longest, timeout=90_000)
     modal_runs.token = ("ak-another", "as-another")
     refused(BackendError, f"Modal: Token ID or token secret is invalid. {token}")
@@ -357,9 +355,7 @@ def test_a_gpu_that_never_comes_ends_the_launch_and_names_the_rank(
         launch("modal", task("hang"), 4, gpu="H100", run_id="otter")
     (unlucky,) = [box for box in modal_runs.sandboxes if not box.is_scheduled]
     assert caught.value.rank == int(unlucky.tags["replicas-rank"])
-    assert "3 of 4 had a machine. The usual cause is the number of GPUs that your workspace may have" in str(
-        caught.value
-    )
+    assert "3 of 4 had a machine. The usual cause is the limit on GPUs at the same time" in str(caught.value)
     assert "--min-replicas 3" in str(caught.value)
     assert len(modal_runs.sandboxes) == 4, "it is not asked for again"
     assert alive(modal_runs) == []

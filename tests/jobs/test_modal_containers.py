@@ -96,7 +96,7 @@ def test_volumes_and_buckets_are_mounted_and_a_volume_that_is_not_there_is_refus
 ) -> None:
     volumes = {"/data": "corpus", "/more": "s3://bucket-of-mine/some/prefix"}
     executor = ModalExecutor(volumes=volumes)
-    with pytest.raises(BackendError, match=r"no volume 'corpus'\. Make it with: modal volume create corpus"):
+    with pytest.raises(BackendError, match=r"no volume 'corpus'\. Create it with: modal volume create corpus"):
         launch(executor, task("echo"), 1, gpu=gpu)
     assert modal_runs.sandboxes == []
     modal_runs.account.volumes.add("corpus")

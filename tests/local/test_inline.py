@@ -154,8 +154,8 @@ def test_a_file_is_read_again_at_each_launch(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"n": 2}, "n must be 1 on the backend 'inline', which runs one replica in this process, got n=2. For more, "),
-    ({"timeout": 60}, "Backend 'inline' takes no timeout, got timeout=60"),
-    ({"gpu": "H100"}, "Backend 'inline' takes no gpu, got gpu='H100'"),
+    ({"timeout": 60}, "Backend 'inline' has no timeout, got timeout=60"),
+    ({"gpu": "H100"}, "Backend 'inline' has no gpu, got gpu='H100'"),
     ({"chaos": ["kill:rank=0,round=1"]}, "takes no chaos"),
     ({"secrets": ["NO_SUCH_SECRET_HERE"]}, "The secret 'NO_SUCH_SECRET_HERE' is not set"),
 ]
