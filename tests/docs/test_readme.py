@@ -1,4 +1,4 @@
-"""The README's code blocks are run as they stand there."""
+"""The recipes of the README and of the pages do what they promise. `test_pages.py` runs every block of the pages."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from support.cli import FAST, HereInstead
+from support.pages import blocks_of
 from support.training import ScheduleFree, leave
 from torch.optim import swa_utils
 
@@ -29,15 +30,16 @@ from executors.replica import Replica
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
-PYTHON = [text for language, text in BLOCKS if language == "python"]
-SHELL = [text for language, text in BLOCKS if language == "sh"]
-TEXT = [text for language, text in BLOCKS if language == "text"]
+PAGES = [README, *(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in path.parts)]
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+PYTHON = [block.text for block in BLOCKS if block.language == "python"]
+SHELL = [re.sub(r"(?m)^\$ ", "", block.text) for block in BLOCKS if block.language in ("sh", "console")]
+TEXT = [block.text for block in BLOCKS if block.language == "text"]
 
 
 def block_with(blocks: list[str], words: str) -> str:
-    (found,) = [text for text in blocks if words in text]
-    return found
+    """Return the first block that has these words; the README's blocks come first."""
+    return next(text for text in blocks if words in text)
 
 
 def run(command: list[str], folder: Path) -> str:
@@ -101,10 +103,11 @@ def lines_of(here: HereInstead, block: str) -> dict[str, str]:
     """Run the lines of a block of the README, and return what each verb printed last."""
     outputs = {}
     for line in block.splitlines():
-        program, verb, *arguments = line.split()
-        told = here.replicas(verb, *arguments)
-        assert (program, told.code) == ("replicas", 0), told
-        outputs[verb] = told.stdout
+        if line.startswith("replicas "):
+            _, verb, *arguments = line.split()
+            told = here.replicas(verb, *arguments)
+            assert told.code == 0, told
+            outputs[verb] = told.stdout
     return outputs
 
 
@@ -114,7 +117,7 @@ def test_the_trained_model_is_saved_evaluated_and_trained_further_as_the_readme_
 
     folder = here.folder.path
     (folder / "train.py").write_text(block_with(PYTHON, "# train.py"))
-    (folder / "evaluate.py").write_text(block_with(PYTHON, "# evaluate.py"))
+    (folder / "evaluate.py").write_text(block_with(PYTHON, 'attach("first-try").model()'))
     launched = next(line for line in block_with(SHELL, "--run-id first-try").splitlines() if "launch" in line)
     lines_of(here, launched)
     told = lines_of(here, block_with(SHELL, "replicas model first-try --out"))
@@ -231,7 +234,7 @@ def test_the_loop_over_epochs_goes_on_to_the_end_of_the_run_where_some_of_its_st
     def train_on(batch: int) -> None:
         trained.append(batch)
         if len(trained) == 3:
-            diloco._training_side.phase.go_on(0)
+            diloco._training_side.phase.set_steps_since(0)
 
     exec(
         block_with(PYTHON, "train_on(batch)"),
