@@ -1,8 +1,9 @@
-"""Copies between a CUDA device and the memory a fragment is held in, on a stream of their own.
+"""Copies between a CUDA device and the memory of held work, on a stream of their own, so that training continues.
 
-Nobody waits for them but who needs what is copied: the next optimizer step only for what it would overwrite, the rounds
-before they pack, and the training before it adds what has landed. Parameters are copied in their own dtype, so bf16
-moves two bytes a value, and widened on the CPU. Written after torch's notes on CUDA semantics; not yet run on a GPU.
+Each user of a copy waits for that copy alone. The next optimizer step waits only until its values were read. The round
+runner waits before it packs, and the training thread waits before it adds the merged values. Parameters are copied in
+their own dtype and widened on the CPU, so a bf16 value needs two bytes. It
+follows torch's notes on CUDA semantics, and was not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -16,24 +17,43 @@ from diloco.fragments import Values
 
 
 class DeviceCopies:
-    """What one fragment needs for it."""
+    """The stream, events and copies of one fragment.
+
+    Args:
+        device: the CUDA device of the fragment's parameters.
+
+    Example:
+        copies = DeviceCopies.of(live)
+        if copies is not None:
+            copies.hold(live, memory)
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._copied: torch.cuda.Event | None = None
         self._narrow: list[tuple[Tensor, Tensor]] = []
-        """Where in the memory what has another dtype goes, and its copy."""
-        self._landed: torch.cuda.Event | None = None
+        """For each tensor of another dtype, its place in the memory, and its copy."""
+        self._merged_copied: torch.cuda.Event | None = None
 
     @classmethod
     def of(cls, live: Values) -> DeviceCopies | None:
-        """Return what copies these tensors, if all are on one CUDA device."""
+        """Return the copies for some tensors. None: the tensors are not all on one CUDA device.
+
+        Args:
+            live: the tensors of a fragment.
+        """
         devices = {values.device for _, values in live}
         return cls(next(iter(devices))) if len(devices) == 1 and next(iter(devices)).type == "cuda" else None
 
     def hold(self, live: Values, memory: Tensor) -> None:
-        """Begin to copy live parameters into pinned memory; what comes next on the current stream may change them."""
+        """Begin to copy live parameters into pinned memory. The next call on the current stream may change the
+        parameters.
+
+        Args:
+            live: the tensors of a fragment.
+            memory: (n_elements,) float32, pinned.
+        """
         side, current = self._side, torch.cuda.current_stream(self._device)
         side.wait_stream(current)
         tensors = [values for _, values in live]
@@ -55,24 +75,32 @@ class DeviceCopies:
         current.wait_event(cloned if has_room else self._copied)
 
     def wait(self) -> None:
-        """Return when what is held is in its memory."""
+        """Return when the held values are in their memory."""
         if self._copied is not None:
-            self._copied.synchronize()  # gives up the interpreter's lock
+            self._copied.synchronize()  # it releases the interpreter's lock while it waits
             for to, narrow in self._narrow:
                 to.copy_(narrow)
         self._copied, self._narrow = None, []
 
-    def land(self, pieces: Sequence[Tensor]) -> list[Tensor]:
-        """Begin to copy to the device what is to be merged."""
-        with torch.cuda.stream(self._side):
-            landed = [piece.to(self._device, non_blocking=True) for piece in pieces]
-            self._landed = self._side.record_event()
-        return landed
+    def copy_to_device(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """Begin to copy the values to merge to the device, and return the copies.
 
-    def arrive(self, landed: Sequence[Tensor]) -> None:
-        """Let the current stream wait for what was landed."""
+        Args:
+            pieces: the values, in pinned memory.
+        """
+        with torch.cuda.stream(self._side):
+            copies = [piece.to(self._device, non_blocking=True) for piece in pieces]
+            self._merged_copied = self._side.record_event()
+        return copies
+
+    def wait_on_stream(self, copies: Sequence[Tensor]) -> None:
+        """Let the current stream wait for copies that `copy_to_device` began.
+
+        Args:
+            copies: the copies.
+        """
         current = torch.cuda.current_stream(self._device)
-        if self._landed is not None:
-            current.wait_event(self._landed)
-        for piece in landed:
+        if self._merged_copied is not None:
+            current.wait_event(self._merged_copied)
+        for piece in copies:
             piece.record_stream(current)

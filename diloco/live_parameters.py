@@ -1,11 +1,11 @@
-"""The live work of one fragment: how it is read, packed and held, and how a result is merged into it.
+"""The live parameters of one fragment: how they are read, packed, copied, and changed by a round.
 
 The training thread copies its live parameters, B, and continues to train. The round runner sends anchor - B and steps
 the anchor from A to A'. It then turns the same memory into the values to merge. Let S be the values that the others
 decoded. Counted work leaves the live parameters by adding A' - A + S. Later steps stay in them, and so does the
 rounding error of the wire. This is the error feedback of 1-bit SGD (Seide et al. 2014), with the live parameters as its
-memory. Buffers are statistics, and not work: a variance that is moved in this way may become negative. They take the
-values of the anchor, whatever becomes of the work.
+memory. Buffers are statistics, and not work: a variance that is moved in this way may become negative. They are set to
+the values of the anchor, in each case.
 
 If every step waits for its round, a copy is made only if it is needed. Otherwise the rounding error is computed from
 the live parameters while the anchor is stepped.
@@ -48,18 +48,22 @@ from diloco.wires.wire import (
 )
 
 Parts = list[tuple[int, Tensor]]
-"""Parts of tensors that follow each other, flat, each with its first element's number in the fragment."""
+"""Neighboring parts of tensors, flat, each with the number of its first element in the fragment."""
 
 
 # -- the held copy -----------------------------------------------------------------------------------------------------
 
 
 class BufferPool:
-    """Memory that fragments use in turn, as few are on their way at a time.
+    """Memory that fragments use in turn, because few of them are in flight at a time.
 
     Args:
-        n_elements: of the largest fragment.
-        keeps: keep what is given back: the first use of a page costs several times a copy.
+        n_elements: number of elements of the largest fragment.
+        keeps: True: keep memory that is given back. The first use of a page costs several times a copy.
+
+    Example:
+        memory = pool.take(1000, is_pinned=False)
+        pool.give(memory, is_pinned=False)
     """
 
     def __init__(self, n_elements: int, *, keeps: bool) -> None:
@@ -68,7 +72,12 @@ class BufferPool:
         self._free: dict[bool, list[Tensor]] = {False: [], True: []}
 
     def take(self, n_elements: int, *, is_pinned: bool) -> Tensor:
-        """Return memory of (n_elements,) float32 for a fragment, page-locked or not."""
+        """Return memory of (n_elements,) float32 for a fragment.
+
+        Args:
+            n_elements: the number of elements of the fragment.
+            is_pinned: True: page-locked memory, from which a GPU copies while training continues.
+        """
         if not self.keeps:
             return torch.empty(n_elements, dtype=torch.float32, device="cpu")
         if not (free := self._free[is_pinned]):
@@ -76,7 +85,13 @@ class BufferPool:
         return free.pop()[:n_elements]
 
     def give(self, memory: Tensor, *, is_pinned: bool) -> None:
-        """Take memory back. Two fragments are kept; more are in use only during a reload, and their memory is freed."""
+        """Take memory back. The memory of two fragments is kept. More is in use only during a reload, and is then
+        freed.
+
+        Args:
+            memory: the memory.
+            is_pinned: True: it is page-locked.
+        """
         if self.keeps and len(self._free[is_pinned]) < 2:
             self._free[is_pinned].append(memory._base if memory._base is not None else memory)
 
@@ -87,53 +102,68 @@ class WireError:
     def __init__(self) -> None:
         self._lost_square = self._square = 0.0
 
-    def leave(self, work: Floats, sent: Floats) -> None:
-        """Replace a piece of the work, anchor - live, by what was sent of it less that work."""
+    def add(self, work: Floats, sent: Floats) -> None:
+        """Replace a piece of the work by the rounding error: the sent values less the work.
+
+        Args:
+            work: the piece of the work, anchor - live. It is changed.
+            sent: the values that the others decode.
+        """
         self._square += square_of(work) or 0.0
         np.subtract(sent, work, out=work)
         self._lost_square += square_of(work) or 0.0
 
     @property
     def share(self) -> float | None:
-        """|work - sent| / |work|."""
+        """The size of the error relative to the work, |work - sent| / |work|. None: there was no work."""
         return sqrt(self._lost_square / self._square) if self._square else None
 
 
 class HeldWork:
-    """One fragment's part between the training and the rounds.
+    """The work of one fragment between the training thread and the round runner.
 
     Args:
-        anchor: (n_elements,) float32; the rounds step it.
-        room: where its memory is taken from, while it is used.
+        model: the model.
+        fragment: the fragment.
+        anchor: (n_elements,) float32; the round runner steps it.
+        pool: the pool from which memory is taken while it is needed.
+
+    Example:
+        held = HeldWork(model, fragment, anchor, pool)
+        held.hold("Contribution of rank 3")
     """
 
-    def __init__(self, model: nn.Module, fragment: Fragment, anchor: Tensor, room: BufferPool) -> None:
+    def __init__(self, model: nn.Module, fragment: Fragment, anchor: Tensor, pool: BufferPool) -> None:
         self.is_held = False
-        """Whether the memory holds live work; else the live parameters are as they were when that was sent."""
+        """True if the memory holds live work. Otherwise the live parameters have not changed since they were sent."""
         self._model = model
         self._fragment = fragment
         self._anchor = anchor
-        self._room = room
+        self._pool = pool
         self._buffers = slice(fragment.n_stepped, fragment.n_elements)
-        self._copies = DeviceCopies.of(live_tensors(model, fragment)) if room.keeps else None
+        self._copies = DeviceCopies.of(live_tensors(model, fragment)) if pool.keeps else None
         self._is_pinned = self._copies is not None
         self._memory: Tensor | None = None
-        if room.keeps:
-            room.give(room.take(fragment.n_elements, is_pinned=self._is_pinned), is_pinned=self._is_pinned)
-        self._landed: list[Tensor] = []
+        if pool.keeps:
+            pool.give(pool.take(fragment.n_elements, is_pinned=self._is_pinned), is_pinned=self._is_pinned)
+        self._on_device: list[Tensor] = []
         """The values to merge on the device, by slot."""
         self._kind: Literal["add", "set", "anchor"] | None = None
         """The way to merge: add the memory, or replace the live parameters by the memory, or by the anchor."""
         self._mix = 0.0
         self._shift: Tensor | None = None
-        """A shift that is added to the live parameters as well."""
+        """A change of the anchor that is added to the live parameters, too."""
 
     # -- the training's side -----------------------------------------------------------------------------------------
 
     def hold(self, who: str) -> None:
         """Copy the live parameters.
 
-        Raises: ContributionError: one has changed its shape.
+        Args:
+            who: the beginning of an error's message, such as "Contribution of rank 3".
+
+        Raises:
+            ContributionError: a parameter has changed its shape.
         """
         live = live_tensors(self._model, self._fragment)
         check_shapes(live, who)
@@ -145,32 +175,32 @@ class HeldWork:
         self.is_held = True
 
     @property
-    def has_landed(self) -> bool:
-        """Whether `merge` changes the live parameters."""
+    def has_merge(self) -> bool:
+        """True if `merge` will change the live parameters."""
         return self._kind is not None or self._shift is not None
 
     def merge(self) -> None:
-        """Take what has landed into the live parameters, in float32 on their device."""
+        """Change the live parameters by the prepared values, in float32 on their device."""
         kind, shift = self._kind, self._shift
         if kind is None and shift is None:
             return
         source = self._anchor if kind == "anchor" else self._memory
-        if self._copies is not None and self._landed:
-            self._copies.arrive(self._landed)
+        if self._copies is not None and self._on_device:
+            self._copies.wait_on_stream(self._on_device)
         for number, (slot, live) in enumerate(live_tensors(self._model, self._fragment)):
             at = slice(slot.start, slot.end)
             if shift is not None:
                 _add(live, shift[at].view(slot.shape))
             if kind is None or source is None:
                 continue
-            values = self._landed[number] if self._landed else source[at].view(slot.shape)
+            values = self._on_device[number] if self._on_device else source[at].view(slot.shape)
             if kind == "add" and slot.kind == "parameter":
                 _add(live, values)
             elif self._mix and slot.kind == "parameter":
                 live.copy_(live.to(torch.float32).lerp(values.to(live.device), 1 - self._mix))
             else:
                 live.copy_(values)
-        self._shift, self._landed = None, []
+        self._shift, self._on_device = None, []
         if kind is not None:
             self.forget()
 
@@ -180,11 +210,11 @@ class HeldWork:
     def memory(self) -> Tensor:
         """(n_elements,) float32."""
         if self._memory is None:
-            self._memory = self._room.take(self._fragment.n_elements, is_pinned=self._is_pinned)
+            self._memory = self._pool.take(self._fragment.n_elements, is_pinned=self._is_pinned)
         return self._memory
 
     def values(self) -> Values:
-        """Return what is held, or the live parameters."""
+        """Return the held copy, or else the live parameters."""
         if not self.is_held:
             return live_tensors(self._model, self._fragment)
         if self._copies is not None:
@@ -192,61 +222,74 @@ class HeldWork:
         return [(slot, self.memory[slot.start : slot.end].view(slot.shape)) for slot in self._fragment.slots]
 
     def take_anchor(self, mix: float = 0.0) -> None:
-        """Let the anchor take the place of the live parameters, as it is when they are merged."""
+        """Prepare to replace the live parameters by the anchor, as it is at the time of the merge.
+
+        Args:
+            mix: the share of the live values that is kept.
+        """
         self.forget()
         self._kind, self._mix, self._shift = "anchor", mix, None
 
-    def take_away_held(self) -> None:
-        """Let what is held leave the live parameters: anchor - B."""
+    def remove_held(self) -> None:
+        """Prepare to remove the held work from the live parameters: add anchor - B."""
         if not self.is_held:
             self.take_anchor()
             return
         self._turn_into("add").neg_()
 
-    def take_away(self, sent: Pieces, *, keeps_later: bool, mix: float) -> float | None:
-        """Let what others have decoded leave the live parameters.
+    def remove_sent(self, sent: Pieces, *, keeps_later: bool, mix: float) -> float | None:
+        """Prepare to remove the work that the others have decoded from the live parameters.
 
         Args:
-            keeps_later: keep what was done since; else only what the wire has lost.
+            sent: the decoded work, in pieces.
+            keeps_later: True: keep the steps made since the copy. False: keep only the rounding error.
+            mix: the share of the live values that is kept.
 
-        Returns: the share of what was held that the wire lost.
+        Returns:
+            The rounding error relative to the held work.
         """
         anchor, memory = self._anchor.numpy(), self._turn_into("add" if keeps_later else "set", mix).numpy()
         lost = WireError()
         for first, values in sent:
             a, b = anchor[first : first + len(values)], memory[first : first + len(values)]
             np.subtract(a, b, out=b)  # the work
-            lost.leave(b, values)
+            lost.add(b, values)
             if keeps_later:
                 np.subtract(values, a, out=b)
         return lost.share
 
     def stepped_in_place(self, mean: Pieces, *, sent: Pieces, lost: WireError, block_elements: int) -> Pieces:
-        """Yield a mean's pieces, and let what was sent leave the live parameters themselves: no step was made since.
+        """Yield a mean in pieces, and remove the sent work from the live parameters themselves. No step was made since.
 
-        As soon as a piece of the anchor was stepped, the live piece is set to it, less the rounding error. So no memory
-        is taken, and an interrupt leaves no parameter half done.
+        When a piece of the anchor was stepped, the live piece is set to it, less the rounding error. So no memory is
+        needed, and an interrupt leaves no parameter half changed.
+
+        Args:
+            mean: the mean, in pieces.
+            sent: the decoded work, in pieces.
+            lost: adds up the rounding error.
+            block_elements: elements of a block.
         """
         live = live_tensors(self._model, self._fragment)
-        room = torch.empty(min(PIECE, self._fragment.n_elements), dtype=torch.float32, device="cpu")
+        work = torch.empty(min(PIECE, self._fragment.n_elements), dtype=torch.float32, device="cpu")
         parts_of_live = pieces_of(live, self._fragment.n_elements, block_elements)
         for (first, g), (_, s), (_, parts) in zip(mean, sent, parts_of_live, strict=True):
-            left = room[: len(g)]
+            left = work[: len(g)]
             subtract_parts(self._anchor, first, parts, left)
-            lost.leave(left.numpy(), s)
+            lost.add(left.numpy(), s)
             left[max(0, self._buffers.start - first) :] = 0.0
             yield first, g
             left += self._anchor[first : first + len(g)]
             for number, part in parts:
                 part.copy_(left[number - first : number - first + part.numel()])
-        if self._kind in ("add", "set"):  # after a reload, other values must be merged, too
+        if self._kind in ("add", "set"):  # after a reload of the anchor, other values must be merged, too
             self._take_buffers()
 
     @property
-    def is_within_reach(self) -> bool:
-        """Whether live parameters can be stepped in place: none shares memory with another, as if tied by its data.
+    def can_step_in_place(self) -> bool:
+        """True if the live parameters are on the CPU, and none shares memory with another.
 
-        From a device they would be copied once more for it.
+        Parameters that are tied by their data share memory. Parameters on another device would need one more copy.
         """
         tensors = [values for _, values in live_tensors(self._model, self._fragment)]
         if not all(values.is_contiguous() and values.device.type == "cpu" for values in tensors):
@@ -261,14 +304,14 @@ class HeldWork:
         return self.memory
 
     def keep_work(self) -> None:
-        """Let the live parameters follow the anchor from where it is now."""
+        """Prepare to move the live parameters with the anchor, from where the anchor is now."""
         if self._kind is None:
             torch.neg(self._anchor, out=self._turn_into("add"))
         elif self._kind != "anchor":
             self.memory.sub_(self._anchor)
 
     def after_step(self) -> None:
-        """Add the anchor, as it is now."""
+        """Add the anchor, after it was stepped."""
         if self._kind in ("add", "set"):
             self.memory.add_(self._anchor)
             self._take_buffers()
@@ -280,13 +323,14 @@ class HeldWork:
         """Begin to copy the values to merge to the device of the parameters."""
         if self._copies is not None and self._kind in ("add", "set"):
             slots = self._fragment.slots
-            self._landed = self._copies.land([self.memory[s.start : s.end].view(s.shape) for s in slots])
+            self._on_device = self._copies.copy_to_device([self.memory[s.start : s.end].view(s.shape) for s in slots])
 
     def follow(self, shift: Tensor, *, is_passed: bool) -> None:
-        """Move everything by as much as the anchor has moved, apart from any step.
+        """Move everything by the change of the anchor, if the anchor changed without a step, as in a reload.
 
         Args:
-            is_passed: the entry for which something may be held was passed, and did not count it.
+            shift: (n_elements,) float32, the change of the anchor. It may be changed here.
+            is_passed: True: the held work was for an entry that has passed and did not count it.
         """
         if self._kind == "anchor":
             return
@@ -305,17 +349,17 @@ class HeldWork:
             self._take_buffers()
 
     def forget(self) -> None:
-        """Return the memory to the training."""
+        """Return the memory to the pool."""
         self._kind, self._mix, self.is_held = None, 0.0, False
         if self._memory is not None:
             if self._copies is not None:
-                self._copies.wait()  # no other fragment gets memory that is still being written
-            self._room.give(self._memory, is_pinned=self._is_pinned)
+                self._copies.wait()  # another fragment must not get memory that is still being written
+            self._pool.give(self._memory, is_pinned=self._is_pinned)
             self._memory = None
 
 
 def _add(live: Tensor, values: Tensor) -> None:
-    """Add float32 values to a tensor of any dtype and device, rounded once."""
+    """Add float32 values to a tensor of any dtype and device, and round once."""
     if live.dtype == torch.float32:
         live.add_(values.to(live.device))
     else:
@@ -328,13 +372,32 @@ def _add(live: Tensor, values: Tensor) -> None:
 def live_tensors(model: nn.Module, fragment: Fragment) -> Values:
     """Return a fragment's tensors in the model, as they are now.
 
-    Raises: ContributionError: the model has one of them no more.
+    Args:
+        model: the model.
+        fragment: the fragment.
+
+    Raises:
+        ContributionError: the model no longer has one of them.
+
+    Example:
+        for slot, values in live_tensors(model, fragment): ...
     """
     return [(slot, find_tensor(model, slot.name, slot.kind).detach()) for slot in fragment.slots]
 
 
 def check_shapes(live: Values, who: str) -> None:
-    """Raises: ContributionError: a tensor has changed its shape."""
+    """Check that live tensors have the shapes that the run agreed on.
+
+    Args:
+        live: the tensors of a fragment.
+        who: the beginning of the message, such as "Contribution of rank 3".
+
+    Raises:
+        ContributionError: a tensor has changed its shape.
+
+    Example:
+        check_shapes(live_tensors(model, fragment), "Contribution of rank 3")
+    """
     for slot, values in live:
         if tuple(values.shape) != slot.shape:
             raise ContributionError(f"{who}: {shape_difference(slot.name, tuple(values.shape), slot.shape)}.")
@@ -352,16 +415,27 @@ def pack(
     who: str,
     block_elements: int = BLOCK_ELEMENTS,
 ) -> PackedWork:
-    """Encode anchor - live in pieces that stay in the cache while each is digested and checked; write it by blocks.
+    """Encode anchor - live block by block. Each piece stays in the cache while it is digested and checked.
 
     Args:
         live: all tensors of a fragment.
-        kept: the bytes from `start` on go into this memory, as many as it holds.
-        start: the first byte of a block.
-        write: is handed each block, in order.
+        anchor: (n_elements,) float32, the fragment's anchor.
+        kept: memory for the encoded bytes from `start` on. Its length decides how many bytes are kept.
+        wire: the encoding.
+        proof: makes the digests.
+        start: the first byte that is kept, which is the first byte of a block.
+        write: is called with each block, in order. None: nothing is written.
+        who: the beginning of an error's message, such as "Contribution of rank 3 for round 12".
+        block_elements: elements of a block.
+
+    Returns:
+        The digests and norms of the blocks, and the kept bytes.
 
     Raises:
-        ContributionError: it is not finite, or a tensor has changed its shape.
+        ContributionError: a value is not finite, or a tensor has changed its shape.
+
+    Example:
+        pack(live, anchor, memory, wire=FP32, proof=UNSIGNED, who="Contribution of rank 3")
     """
     check_shapes(live, who)
     n_elements = anchor.numel()
@@ -381,7 +455,9 @@ def pack(
                 writer.write(values, at)
             except NotFiniteError:
                 _refuse_what_is_not_finite(live, anchor, who)
-                raise ContributionError(f"{who}: a value is too large for wire={wire.name!r}.") from None
+                raise ContributionError(
+                    f"{who}: a value is too large for wire={wire.name!r}. Lower the learning rate, or use wire='fp32'."
+                ) from None
         blocks.append(writer.digest())
         norms.append(sqrt(writer.square))
         if write is not None:
@@ -390,9 +466,17 @@ def pack(
 
 
 def has_moved(live: Values, anchor: Tensor) -> bool:
-    """Tell whether a live value is another than the anchor's, in as many digits as the model has.
+    """Return True if a live value differs from the anchor's, in the digits of the model's dtype.
 
-    By pieces, since work is mostly in the first: a whole embedding would be copied for it in each round.
+    The comparison goes by pieces, because a difference is mostly in the first piece. To copy a whole embedding in each
+    round would be slow.
+
+    Args:
+        live: all tensors of a fragment.
+        anchor: (n_elements,) float32, the fragment's anchor.
+
+    Example:
+        has_moved(live_tensors(model, fragment), anchor)
     """
     for slot, values in live:
         flat, of_slot, dtype = values.reshape(-1), anchor[slot.start : slot.end], getattr(torch, slot.dtype)
@@ -404,35 +488,81 @@ def has_moved(live: Values, anchor: Tensor) -> bool:
 
 
 def difference(model: nn.Module, fragment: Fragment, anchor: Tensor, out: Tensor) -> None:
-    """Write anchor - live to `out`."""
+    """Write anchor - live to `out`.
+
+    Args:
+        model: the model.
+        fragment: the fragment.
+        anchor: (n_elements,) float32, the fragment's anchor.
+        out: (n_elements,) float32.
+
+    Example:
+        difference(model, fragment, anchor, torch.empty_like(anchor))
+    """
     for slot, live in live_tensors(model, fragment):
         subtract_live(anchor[slot.start : slot.end], live.reshape(-1), out[slot.start : slot.end])
 
 
 def subtract_parts(anchor: Tensor, first: int, parts: Parts, out: Tensor) -> None:
-    """Write anchor - live to `out` for a piece of a fragment that begins with its element `first`."""
+    """Write anchor - live to `out` for one piece of a fragment.
+
+    Args:
+        anchor: (n_elements,) float32, the fragment's anchor.
+        first: the number of the piece's first element.
+        parts: the parts of live tensors in the piece.
+        out: float32, with the number of elements of the piece.
+
+    Example:
+        subtract_parts(anchor, first, parts, out)
+    """
     for number, part in parts:
         end = number + part.numel()
         subtract_live(anchor[number:end], part, out[number - first : end - first])
 
 
 def subtract_live(anchor: Tensor, live: Tensor, out: Tensor) -> None:
-    """Write anchor - live to `out`; all are flat and of one size, `live` of any dtype and on any device."""
+    """Write anchor - live to `out`. All three are flat and have the same number of elements.
+
+    Args:
+        anchor: float32 on the CPU.
+        live: any dtype and device.
+        out: float32 on the CPU.
+
+    Example:
+        subtract_live(anchor, parameter.detach().reshape(-1), out)
+    """
     if live.dtype != torch.float32 or live.device.type != "cpu":
         live = out.copy_(live)
     torch.sub(anchor, live, out=out)
 
 
 def set_live(model: nn.Module, fragment: Fragment, values: Tensor) -> None:
-    """Copy a flat fragment into the model."""
+    """Copy a flat fragment into the model.
+
+    Args:
+        model: the model.
+        fragment: the fragment.
+        values: (n_elements,) float32.
+
+    Example:
+        set_live(model, fragment, anchor)
+    """
     for slot, live in live_tensors(model, fragment):
         live.copy_(values[slot.start : slot.end].view(slot.shape))
 
 
 def pieces_of(live: Values, n_elements: int, block: int) -> Iterator[tuple[int, Parts]]:
-    """Yield pieces of a fragment: the first element, and the parts of tensors that it is made of. None crosses a block.
+    """Yield the pieces of a fragment: the number of the first element, and the parts of tensors in the piece.
 
-    Parts are views of tensors that are contiguous.
+    No piece crosses the end of a block. Parts are views, if the tensor is contiguous.
+
+    Args:
+        live: all tensors of the fragment.
+        n_elements: the number of elements of the fragment.
+        block: elements of a block.
+
+    Example:
+        for first, parts in pieces_of(live, 1000, 256): ...
     """
     first, parts = 0, Parts()
     for slot, values in live:
@@ -449,6 +579,7 @@ def pieces_of(live: Values, n_elements: int, block: int) -> Iterator[tuple[int, 
 
 
 def _refuse_what_is_not_finite(live: Values, anchor: Tensor, who: str) -> None:
+    """Raise an error that names the first tensor whose work is not finite, if there is one."""
     for slot, tensor in live:
         values = anchor[slot.start : slot.end] - tensor.reshape(-1).to(torch.float32).cpu()
         bad = int((~torch.isfinite(values)).sum())
@@ -465,10 +596,10 @@ def check_is_whole(model: nn.Module, fragments: Sequence[Fragment], who: str) ->
     Args:
         model: the model.
         fragments: its fragments.
-        who: the begin of the message, as in "Contribution of rank 3".
+        who: the beginning of the message, such as "Contribution of rank 3".
 
     Raises:
-        ContributionError: a parameter was frozen, or not in the model, when this DiLoCo was made.
+        ContributionError: a parameter was frozen, or not in the model, when this DiLoCo was created.
 
     Example:
         check_is_whole(model, fragments, "Contribution of rank 3")
@@ -477,6 +608,7 @@ def check_is_whole(model: nn.Module, fragments: Sequence[Fragment], who: str) ->
     trained = by_clean_name(model, ((name, p) for name, p in model.named_parameters() if p.requires_grad))
     if new := [name for name in trained if name not in known]:
         raise ContributionError(
-            f"{who}: {new[0]!r} is trained and in no average: when this DiLoCo was made it was frozen, or not in "
-            f"the model ({len(new)} such). Make DiLoCo when all that is ever trained requires gradients; freeze later."
+            f"{who}: {new[0]!r} is trained and in no average, because it was frozen or not in the model when this "
+            f"DiLoCo was created ({len(new)} such). Create DiLoCo while all of these require gradients, and freeze "
+            "them later."
         )

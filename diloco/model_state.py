@@ -1,7 +1,7 @@
-"""The training state of a torch model: the anchor, the outer optimizers, and the live parameters.
+"""The training state of a torch model: its anchor, its outer optimizers and its live parameters.
 
-Beside the model it takes memory for the anchor and the momentum, one float32 copy each, and for the kept part of a
-payload: all of it where the store does not stream or the wire loses something, else one shard.
+It needs memory for one float32 copy of the anchor and one of the momentum. It also keeps part of a payload: one shard
+if the store streams and the wire is exact, and otherwise the whole payload.
 """
 
 from __future__ import annotations
@@ -37,7 +37,17 @@ from diloco.wires.wire import BLOCK_ELEMENTS, Pieces, blocks_of, decoded, square
 
 
 class ModelState:
-    """The `TrainingState` of a torch model."""
+    """Implements `TrainingState`, which the rendezvous knows, for a torch model.
+
+    Args:
+        model: the model.
+        fragments: its fragments.
+        settings: the settings of the DiLoCo.
+        block_elements: elements of a block, which has one digest.
+
+    Example:
+        state = ModelState(model, plan_fragments(model, 1, sync_buffers=None), settings)
+    """
 
     def __init__(
         self,
@@ -52,16 +62,16 @@ class ModelState:
         self.anchors = [torch.empty(fragment.n_elements, dtype=torch.float32, device="cpu") for fragment in fragments]
         self.rank = settings.rank
         self.before_hold: Callable[[], None] = lambda: None
-        """Called before work is held: until that is handed over, the rounds do nothing beside the training."""
+        """Called before work is held. Until the work is handed over, the round runner is idle."""
         self.before_merge: Callable[[], None] = lambda: None
-        """Called before the live parameters are changed by a round; perhaps several times for one."""
+        """Called before a round changes the live parameters, perhaps several times for one round."""
         self.is_back = False
-        """Whether this is a later attempt of its rank, whose own buffers may have changed since the run began."""
+        """True if this is a later attempt of its rank, whose own buffers may have changed since the run began."""
         self._frozen = marks_of_frozen(model)
         self.local_buffers = LocalBuffers(model, fragments)
         self.unshared = UnsharedState(model, fragments)
         self._unmoved: dict[int, int] = {}
-        """By fragment, the newest entry for which no parameter had moved."""
+        """By fragment, the newest entry for which no parameter had changed."""
         self.carries = settings.late == "carry"
         self.keeps_later_work = settings.merge == "carry"
         self.settings = settings
@@ -78,9 +88,9 @@ class ModelState:
             for slot, live in live_tensors(model, fragment):
                 anchor[slot.start : slot.end].copy_(live.reshape(-1))
         self._trains_on = settings.plan.overlaps or settings.in_background
-        room = BufferPool(max(fragment.n_elements for fragment in self.fragments), keeps=self._trains_on)
+        pool = BufferPool(max(fragment.n_elements for fragment in self.fragments), keeps=self._trains_on)
         self._held = [
-            HeldWork(model, fragment, anchor, room)
+            HeldWork(model, fragment, anchor, pool)
             for fragment, anchor in zip(self.fragments, self.anchors, strict=True)
         ]
         outer: list[OuterOptimizer] = [
@@ -90,7 +100,7 @@ class ModelState:
             for fragment, anchor in zip(self.fragments, self.anchors, strict=True)
         ]
         self.anchor = anchor_ = Anchor(self.fragments, self.anchors, outer)
-        # The anchor answers for itself what the rendezvous asks about it.
+        # The rendezvous calls these methods of the anchor itself, without one more call in between.
         self.arrays, self.load, self.snapshot, self.digest = (
             anchor_.arrays,
             anchor_.load,
@@ -125,8 +135,10 @@ class ModelState:
             held.hold(f"Contribution of rank {self.rank}")
 
     def _steps_in_place(self, fragment: int) -> bool:
-        """Return whether what a wire loses of a fragment can be told while it is stepped, from live parameters."""
-        return self.anchor.outer[fragment].goes_by_pieces and not self._mix and self._held[fragment].is_within_reach
+        """Return True if the rounding error of a fragment can be computed from the live parameters while the anchor is
+        stepped.
+        """
+        return self.anchor.outer[fragment].goes_by_pieces and not self._mix and self._held[fragment].can_step_in_place
 
     @torch.no_grad()
     def prepare_merge(self) -> None:
@@ -135,7 +147,7 @@ class ModelState:
 
     @torch.no_grad()
     def merge(self) -> None:
-        if any(held.has_landed for held in self._held):
+        if any(held.has_merge for held in self._held):
             self.before_merge()
         for held in self._held:
             held.merge()
@@ -169,7 +181,13 @@ class ModelState:
         )
 
     def had_moved(self, entry: int) -> bool:
-        """Tell whether what was packed for an entry is work, and not only digits that the model does not have."""
+        """Return True if a parameter had changed when the work for an entry was packed.
+
+        Changes below the precision of the model's dtype do not count.
+
+        Args:
+            entry: the entry.
+        """
         return self._unmoved.get(entry % len(self.fragments)) != entry
 
     @torch.no_grad()
@@ -187,12 +205,12 @@ class ModelState:
             sent = decoded(self.wire, [packed.kept], fragment.n_elements, self._block_elements)
             if not held.is_held:
                 self.before_merge()
-                what_is_lost, block = WireError(), self._block_elements
-                around = partial(held.stepped_in_place, sent=sent, lost=what_is_lost, block_elements=block)
-                return ApplyStats(self._step(entry, mean, around), what_is_lost.share)
-            lost = held.take_away(sent, keeps_later=partly or self.keeps_later_work, mix=self._mix)
+                error, block = WireError(), self._block_elements
+                around = partial(held.stepped_in_place, sent=sent, lost=error, block_elements=block)
+                return ApplyStats(self._step(entry, mean, around), error.share)
+            lost = held.remove_sent(sent, keeps_later=partly or self.keeps_later_work, mix=self._mix)
         elif partly or self.keeps_later_work:
-            held.take_away_held()
+            held.remove_held()
         else:
             held.take_anchor(self._mix)
         mean_norm = self.replay(entry, mean)
@@ -200,6 +218,11 @@ class ModelState:
         return ApplyStats(mean_norm, lost)
 
     def _keeps(self, verdict: Verdict | None) -> bool:
+        """Return True if the live work of a fragment stays in the live parameters.
+
+        Args:
+            verdict: the decision about the work. None: no decision was made yet.
+        """
         return verdict is None or (verdict is Verdict.KEPT and self.carries)
 
     @torch.no_grad()
@@ -207,9 +230,11 @@ class ModelState:
         return self._step(entry, mean) if mean else None
 
     def _step(self, entry: int, mean: Sequence[memoryview], around: Callable[[Pieces], Pieces] | None = None) -> float:
-        """Step the anchor by a mean, and return its norm.
+        """Step the anchor by a mean, and return the norm of the mean.
 
         Args:
+            entry: the entry of the mean.
+            mean: the encoded mean.
             around: does something before and after each piece.
         """
         fragment, _, _ = self._of(entry)
@@ -224,23 +249,23 @@ class ModelState:
             if self._keeps(verdict):
                 held.follow(torch.sub(self.anchors[index], before, out=before), is_passed=verdict is not None)
             elif index == partly:
-                held.take_away_held()
+                held.remove_held()
                 held.after_step()
             else:
                 held.take_anchor(self._mix if verdict is Verdict.COUNTED else 0.0)
 
-    # -- while nothing goes on beside the other ----------------------------------------------------------------------
+    # -- while no round is in flight ---------------------------------------------------------------------------------
 
     @torch.no_grad()
     def progress(self) -> list[Tensor]:
         progress = [torch.empty_like(anchor) for anchor in self.anchors]
         for fragment, anchor, out in zip(self.fragments, self.anchors, progress, strict=True):
             difference(self.model, fragment, anchor, out)
-            out[fragment.n_stepped :] = 0.0  # statistics are averaged, and are no work to go on with
+            out[fragment.n_stepped :] = 0.0  # buffers are statistics, and not work
         return progress
 
     def has_moved(self) -> bool:
-        """Tell whether the live parameters are not the anchor."""
+        """Return True if the live parameters differ from the anchor."""
         return any(bool(away.any()) for away in self.progress())
 
     @torch.no_grad()
@@ -255,22 +280,27 @@ class ModelState:
                 set_live(self.model, fragment, anchor - self._mix * progress[index])
 
     def take_anchor(self) -> None:
-        """Give the live parameters the anchor's values, unless an interrupted outer step has left no whole anchor."""
+        """Set the live parameters to the anchor, unless an interrupted outer step has damaged the anchor."""
         if not self.anchor.is_torn:
             self.resume(None)
 
     def reserve(self, size_bytes: int) -> None:
-        """Take memory for so much of a payload now: the first use of a page costs several times a copy."""
+        """Take memory for a part of a payload now, because the first use of a page costs several times a copy.
+
+        Args:
+            size_bytes: the size of the part.
+        """
         if self._memory.nbytes < size_bytes:
             self._memory = torch.zeros(size_bytes, dtype=torch.uint8, device="cpu").numpy()
 
     def _of(self, entry: int) -> tuple[Fragment, Tensor, HeldWork]:
+        """Return the fragment of an entry, its anchor and its held work."""
         index = entry % len(self.fragments)
         return self.fragments[index], self.anchors[index], self._held[index]
 
 
 class _Square:
-    """Adds up the squares of values that are gone through."""
+    """Adds up the squares of values that pass through."""
 
     def __init__(self) -> None:
         self._sum = 0.0

@@ -29,7 +29,7 @@ def test_what_is_held_and_merged_on_a_device_has_the_bits_of_the_cpu(dtype: torc
             for parameter in model.parameters():
                 parameter.add_(1.0)  # the training goes on at once
             held = torch.cat([values.reshape(-1).cpu() for _, values in shadow.values()])
-            shadow.take_away_held()
+            shadow.remove_held()
             anchor.sub_(0.5)
             shadow.after_step()
             shadow.prepare_merge()
