@@ -6,6 +6,7 @@ import functools
 import gc
 import math
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -364,3 +365,17 @@ def third_party(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pop
     for ticket in started:
         ticket.process.kill()
         ticket.process.wait()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
+    )
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("there is no chromium: apt-get install --no-install-recommends chromium")
+    with playwright.sync_playwright() as driver:
+        made = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield made
+        made.close()
