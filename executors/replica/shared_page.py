@@ -1,8 +1,8 @@
-"""A page of memory that a rank shares with its supervisor: what it does, for how long, and what it printed last.
+"""A page of memory that a rank shares with its supervisor: its progress, its sections, and the end of its output.
 
-The rank writes and the supervisor reads, but for `announce` and `note_hang`. No side waits or locks: each value is
-written whole, again and again, so that one that was torn is soon repaired. Times are of `time.monotonic`, one clock for
-both. Everything that the rank does with it is done in the thread that runs the entrypoint, but for beats and output.
+The rank writes and the supervisor reads, except for `announce` and `note_hang`. No side waits or locks. Each value is
+written often, so that a torn value is soon repaired. All times are of `time.monotonic`, which both processes share. The
+rank uses the page only in the thread that runs the entrypoint, except for beats and output.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from executors.process import private_file
 
 TAIL_BYTES = 64 * 1024
-ATOMIC_LIMIT_S = 60.0  # how long `atomic` keeps off what ends a rank
+ATOMIC_LIMIT_S = 60.0  # `atomic` delays the end of a rank by at most this time
 HEAD_BYTES = 4096
 STEPS = "steps"
 """The section that a rank is in when it is in none."""
@@ -41,7 +41,7 @@ NAN = math.nan
 
 
 class _Number:
-    """A double of the page."""
+    """A number of the page, as an attribute of `SharedPage`."""
 
     def __init__(self, slot: int) -> None:
         self._slot = slot
@@ -53,30 +53,33 @@ class _Number:
         page._numbers[self._slot] = value
 
 
+# More than 20 methods: each field of the page has one place that writes or reads it, and the layout of the memory stays
+# in this class. The rank uses one half of the methods, and the supervisor the other half.
 class SharedPage:
-    """Made before the fork of an attempt's process; both sides have it from then on.
+    """The page of one attempt. The supervisor creates it before it starts the process of the attempt.
 
     Args:
-        after: the page of the attempt before, whose intervals are kept.
+        after: the page of the attempt before, whose learned intervals are copied. None, the default: there is none.
     """
 
     ready = _Number(READY)
-    """1: the rank has its signal handlers, so that it may be sent their signals."""
+    """1 if the rank has its signal handlers, so that the supervisor may send it their signals."""
     beat = _Number(BEAT)
-    """When a thread of the rank last had the GIL."""
+    """The last time at which a thread of the rank had the GIL."""
     beaten = _Number(BEATEN)
-    """When the rank's last `heartbeat.json` was in the store. Infinity: no more heartbeats come."""
+    """The time of the rank's last `heartbeat.json` in the store. Infinity: no more heartbeats come."""
     tick = _Number(TICK)
-    """When the rank's main thread last executed bytecode."""
+    """The last time at which the rank's main thread executed bytecode."""
     step = _Number(STEP)
     """The step that the rank has reached; nan if it has reported none."""
     mark = _Number(MARK)
-    """When the rank last made progress, or 0 if it never did."""
+    """The time of the rank's last progress, or 0 if there was none."""
     progress_marks = _Number(PROGRESS_MARKS)
+    """How often the rank made progress."""
     saved_marks = _Number(SAVED_MARKS)
-    """How often it left something that its next attempt need not do again."""
+    """How often the rank saved work that its next attempt need not do again."""
     since = _Number(SINCE)
-    """Since when it has made no progress in this section: from the last mark on, without the sections between."""
+    """The begin of the present interval without progress, moved by the time in inner sections that have ended."""
     unwatched = _Number(UNWATCHED)
     """If it is more than 0, no limit applies."""
     atomic_since = _Number(ATOMIC_SINCE)
@@ -87,32 +90,32 @@ class SharedPage:
     finished_after = _Number(FINISHED_AFTER)
     """One more than the number of marks when the rank's last DiLoCo finished; 0 if none has."""
     beat_thread = _Number(BEAT_THREAD)
-    """The native id of the thread that beats: its work is not the rank's."""
+    """The native id of the thread that beats. Its activity does not count as the rank's."""
     heartbeat_thread = _Number(HEARTBEAT_THREAD)
-    """The native id of the thread that writes heartbeats and measurements to the store: as `beat_thread`."""
+    """The native id of the thread that writes heartbeats and measurements. Its activity does not count either."""
     main_thread = _Number(MAIN_THREAD)
     """The main thread's ident, by which a dump of the stacks names it."""
     stacks_file = _Number(STACKS_FILE)
     """The descriptor, in the rank, of the file for its stacks, or -1."""
     n_stacks = _Number(N_STACKS)
-    """How many dumps its supervisor has kept."""
+    """The number of dumps that the supervisor has written to the store."""
     hang_raised_at = _Number(HANG_RAISED_AT)
-    """When the rank raised `HangError`, or 0 if it has not."""
+    """The time at which the rank raised `HangError`, or 0 if it has not."""
     claimed = _Number(CLAIMED)
-    """One more than the number of the attempt that the rank has claimed, or 0."""
+    """One more than the number of the attempt that the rank has claimed, or 0 before its claim."""
     n_decisions = _Number(N_DECISIONS)
-    """How many entries of the run's log its supervisor had read when it started the rank, which they do not bar."""
+    """The number of entries of the log that the supervisor had read when it started the rank. They do not block it."""
     left_at = _Number(LEFT_AT)
-    """When the rank had only to run its functions at exit, or 0 while it has more to do."""
+    """The time from which the rank has only its exit functions left to run, or 0."""
     left_with = _Number(LEFT_WITH)
-    """The exit code that it then leaves with."""
+    """The exit code of the rank, set together with `left_at`."""
     has_result = _Number(HAS_RESULT)
-    """1: its entrypoint has returned a result."""
+    """1 if its entrypoint has returned a result."""
     store_failed = _Number(STORE_FAILED)
-    """1 if the run's store failed, so that its process could not begin, or could not record its end."""
+    """1 if the run's store failed, so that the process could not begin, or could not record its outcome."""
 
     def __init__(self, after: SharedPage | None = None) -> None:
-        self._memory = mmap.mmap(-1, HEAD_BYTES + TAIL_BYTES)  # shared with what is forked from here
+        self._memory = mmap.mmap(-1, HEAD_BYTES + TAIL_BYTES)  # shared with forked children
         self._numbers = memoryview(self._memory)[:HEAD_BYTES].cast("d")
         self._rows: dict[str, int] = {}
         if after is not None:
@@ -121,21 +124,21 @@ class SharedPage:
             self._rows = {name: row for name, row in after._read_rows() if name}
         self._row_of(STEPS)
         self._open = list[tuple[int, float, float]]()
-        """The sections around the innermost one: row and limit, and since, from when the one in it was entered on."""
+        """The sections around the innermost one: row, limit, and `since` relative to the entry of the next section."""
         self._row = FIRST_ROW
         self._written = self.n_atomic = 0
-        # Used in the rank's process alone.
+        # Only the rank's process uses these two.
         self.deferred: BaseException | None = None
-        """Raised when it leaves `atomic`."""
+        """An exception that the rank raises when it leaves `atomic`."""
         self.knows_of_end = False
-        """Whether it has read that it must end."""
+        """Whether the rank has read that it must end."""
         self._numbers[ROW], self._numbers[LIMIT] = FIRST_ROW, math.nan
         self._numbers[STEP] = self._numbers[ROUND] = math.nan
         self.stacks_file = -1
         self.since = self.beat = self.beaten = self.tick = monotonic()
 
     def share(self) -> int:
-        """Move the page into a file without a name; return its descriptor, with which a new process opens the page."""
+        """Move the page into a file without a name. Return its descriptor, by which a new process opens the page."""
         file = private_file(self._memory[:])
         self._memory = mmap.mmap(file, HEAD_BYTES + TAIL_BYTES)
         self._numbers = memoryview(self._memory)[:HEAD_BYTES].cast("d")
@@ -143,7 +146,11 @@ class SharedPage:
 
     @classmethod
     def open(cls, file: int) -> SharedPage:
-        """Return the page that another process shares by a descriptor, with all that is in it; close the descriptor."""
+        """Open the page that another process shares, and close the descriptor.
+
+        Args:
+            file: the descriptor from `share`.
+        """
         page = cls()
         page._memory = mmap.mmap(file, HEAD_BYTES + TAIL_BYTES)
         page._numbers = memoryview(page._memory)[:HEAD_BYTES].cast("d")
@@ -152,7 +159,7 @@ class SharedPage:
         return page
 
     def detach(self) -> None:
-        """Share nothing any more, in this process: what is written from here on is its own."""
+        """Continue with a private copy of the page in this process, as in a forked helper of the rank."""
         head = self._memory[:HEAD_BYTES]
         self._memory = mmap.mmap(-1, HEAD_BYTES + TAIL_BYTES)
         self._memory[:HEAD_BYTES] = head
@@ -161,7 +168,13 @@ class SharedPage:
     # -- progress, by the rank ---------------------------------------------------------------------------------------
 
     def progress(self, saved: int = 0, *, step: float | None = None, round_: float | None = None) -> None:
-        """Note that the rank made progress, how far it is, and what of it the next attempt need not do again."""
+        """Note a mark of progress.
+
+        Args:
+            saved: how often work was saved that the next attempt need not do again. Default 0.
+            step: the step that the rank has reached. None, the default: unchanged.
+            round_: the round that the rank has reached. None, the default: unchanged.
+        """
         numbers, now, row = self._numbers, monotonic(), self._row
         gap = now - numbers[SINCE]
         is_start = row == FIRST_ROW and not numbers[PROGRESS_MARKS]
@@ -178,19 +191,20 @@ class SharedPage:
             numbers[ROUND] = round_
 
     def open_training(self) -> None:
-        """Note that the rank has opened a DiLoCo: from here on it owes marks of progress."""
+        """Note that the rank has opened a DiLoCo. From now on the supervisor expects marks of progress."""
         self._numbers[OPENED_AT] = monotonic()
         self._numbers[FINISHED_AFTER] = 0
 
     def finish_training(self) -> None:
-        """Note that every DiLoCo of the rank has ended. It owes no more marks; the next mark undoes this."""
+        """Note that every DiLoCo of the rank has ended. The supervisor expects no marks until the next mark comes."""
         self._numbers[FINISHED_AFTER] = self._numbers[PROGRESS_MARKS] + 1
 
     def enter(self, name: str, limit_s: float | None = None) -> None:
-        """Begin a section, in which its limit counts instead of the steps' limit.
+        """Begin a section, with a limit of its own instead of the limit between steps.
 
         Args:
-            limit_s: how long it may continue without progress. None: learned.
+            name: the name of the section.
+            limit_s: the longest time without progress, in seconds. None, the default: learned by the name.
         """
         numbers, now = self._numbers, monotonic()
         self._open.append((self._row, numbers[LIMIT], numbers[SINCE] - now))
@@ -200,7 +214,11 @@ class SharedPage:
         numbers[ROW] = row
 
     def leave(self, *, learns: bool = True) -> None:
-        """End the innermost section: how long it took tells how long it may take."""
+        """End the innermost section.
+
+        Args:
+            learns: whether the limit is learned from the time that the section took. Default True.
+        """
         numbers, now, row = self._numbers, monotonic(), self._row
         if learns:
             gap = now - numbers[SINCE]
@@ -214,10 +232,14 @@ class SharedPage:
         numbers[ROW] = self._row
 
     def write_tail(self, data: Any) -> None:
-        """Keep the end of what is printed."""
+        """Add output to the tail, which keeps the last 64 KiB.
+
+        Args:
+            data: the bytes that were printed.
+        """
         data = memoryview(data).cast("B")[-TAIL_BYTES:]
-        # In one go between two threads: reserved first, then written.
-        start = max(self._written, int(self._numbers[WRITTEN]))  # its supervisor adds how it ended
+        # Two threads may print at once: each reserves its part of the ring first, and then writes.
+        start = max(self._written, int(self._numbers[WRITTEN]))  # the supervisor adds lines, too
         self._written = end = start + len(data)
         at = start % TAIL_BYTES
         n_first = min(len(data), TAIL_BYTES - at)
@@ -228,7 +250,7 @@ class SharedPage:
     # -- read by the supervisor --------------------------------------------------------------------------------------
 
     def tail(self) -> str:
-        """Return the end of what the rank printed."""
+        """Return the end of the rank's output."""
         written = int(self._numbers[WRITTEN])
         at = written % TAIL_BYTES
         ring = self._memory[HEAD_BYTES:]
@@ -248,9 +270,9 @@ class SharedPage:
 
     @property
     def intervals(self) -> tuple[int, float]:
-        """How many intervals without progress there were in the section, and the longest, in the attempts so far.
+        """The number of intervals without progress in the section, and the longest in seconds, of all attempts so far.
 
-        In a section that waits for others, the steps' limits count.
+        A section that waits for other replicas has no intervals. For it, the intervals between steps are returned.
         """
         row = FIRST_ROW if self.limit_s == math.inf else self.current_row
         return int(self._numbers[row + 1]), self._numbers[row]
@@ -293,7 +315,12 @@ class SharedPage:
         }
 
     def kill_at(self, asked_at: float, grace_s: float) -> float:
-        """Return when a rank that was asked to end is killed: what it does in `atomic` keeps that off for 60 s."""
+        """Return the time at which a rank that was asked to end is killed. A rank in `atomic` gets up to 60 s more.
+
+        Args:
+            asked_at: the time of SIGTERM, by `time.monotonic`.
+            grace_s: seconds between SIGTERM and SIGKILL.
+        """
         latest = asked_at + ATOMIC_LIMIT_S
         since = latest if self.atomic_since else min(max(asked_at, self.atomic_left), latest)
         return since + grace_s
@@ -301,18 +328,18 @@ class SharedPage:
     # -- written by the supervisor -----------------------------------------------------------------------------------
 
     def announce(self, at: float, notice: int = 0) -> None:
-        """Say when the rank is to have ended.
+        """Announce to the rank the time by which it must have ended.
 
         Args:
-            at: by `time.monotonic`.
-            notice: the signal that announced the end of its machine, or 0 if the user stopped the run.
+            at: the time by `time.monotonic`.
+            notice: the signal that announced the end of its machine. 0, the default: the user stopped the run.
         """
         self._numbers[NOTICE] = notice
         self._numbers[ENDING_AT] = at
 
     @property
     def ending_at(self) -> float | None:
-        """When the rank is to have ended, by `time.monotonic`."""
+        """The time by which the rank must have ended, by `time.monotonic`. None: none was announced."""
         return self._numbers[ENDING_AT] or None
 
     @property
@@ -328,11 +355,15 @@ class SharedPage:
 
     @property
     def diagnosis(self) -> str:
-        """Why the supervisor takes the rank for one that hangs."""
+        """The supervisor's sentence about the hang of the rank. Empty: the rank does not hang."""
         return self._memory[DIAGNOSIS:HEAD_BYTES].rstrip(b"\0").decode(errors="replace")
 
     def note_hang(self, diagnosis: str) -> None:
-        """Say why the rank is taken for one that hangs."""
+        """Note that the rank hangs.
+
+        Args:
+            diagnosis: a sentence for the error of the rank. It is cut to the room in the page.
+        """
         size = HEAD_BYTES - DIAGNOSIS
         self._memory[DIAGNOSIS:HEAD_BYTES] = diagnosis.encode()[:size].ljust(size, b"\0")
 
@@ -340,20 +371,21 @@ class SharedPage:
 
     @property
     def current_row(self) -> int:
-        """Where the page keeps the intervals of the section that the rank is in."""
+        """The slot of the intervals of the section that the rank is in."""
         row = self._numbers[ROW]
-        return int(row) if FIRST_ROW <= row < FIRST_ROW + N_ROWS * ROW_SIZE else FIRST_ROW  # torn
+        # A value outside the rows is torn.
+        return int(row) if FIRST_ROW <= row < FIRST_ROW + N_ROWS * ROW_SIZE else FIRST_ROW
 
     def _row_of(self, name: str) -> int:
-        """Return where a section's intervals are, having made a row for it."""
+        """Return the slot of a section's intervals. Make a row for a new section."""
         if name not in self._rows:
             n = len(self._rows)
-            kept = name if n < N_ROWS - 1 else OTHERS
-            if kept not in self._rows:
+            row_name = name if n < N_ROWS - 1 else OTHERS
+            if row_name not in self._rows:
                 at = (ROWS + n * ROW_SIZE) * 8
-                self._memory[at : at + NAME_BYTES] = kept.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
-                self._rows[kept] = ROWS + n * ROW_SIZE + LONGEST
-            return self._rows[kept]
+                self._memory[at : at + NAME_BYTES] = row_name.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
+                self._rows[row_name] = ROWS + n * ROW_SIZE + LONGEST
+            return self._rows[row_name]
         return self._rows[name]
 
     def _read_rows(self) -> Iterator[tuple[str, int]]:
@@ -366,7 +398,13 @@ class SharedPage:
 
 
 class Section:
-    """A section of a rank's work, as a context."""
+    """A context manager for a section of a rank's work; see `SharedPage.enter`.
+
+    Args:
+        page: the page of the rank.
+        name: the name of the section.
+        limit_s: the longest time without progress, in seconds. None: learned by the name.
+    """
 
     __slots__ = ("_limit_s", "_name", "_page")
 
@@ -381,7 +419,11 @@ class Section:
 
 
 class Unwatched(Section):
-    """A section in which the rank is not judged, nor in those inside it."""
+    """A context manager for work without a watchdog. Sections inside it are not watched either.
+
+    Args:
+        page: the page of the rank.
+    """
 
     def __init__(self, page: SharedPage) -> None:
         super().__init__(page, "unwatched", math.inf)
@@ -396,7 +438,11 @@ class Unwatched(Section):
 
 
 class Atomic:
-    """A context that must not be interrupted."""
+    """A context manager for work that the supervisor must not interrupt, for at most 60 s.
+
+    Args:
+        page: the page of the rank.
+    """
 
     def __init__(self, page: SharedPage) -> None:
         self._page = page

@@ -23,8 +23,8 @@ from executors.store.record_names import run_folder_was_deleted
 MAX_OF_PLACE = 8
 """The most texts of one place in the code, because a message with a number in it must not displace all others."""
 N_AT_ONCE = 8
-"""The first texts of an attempt are written at once: its process may not live for long."""
-NEW_S, REPEAT_S = 10.0, 60.0  # how long a later text waits for others, and how long a repeat of a known one
+"""The first texts of an attempt are written at once, because its process may not live long."""
+NEW_S, REPEAT_S = 10.0, 60.0  # a later text waits so long for others, and a repeat of a known text so long
 RETRY_S = 5.0
 CUT = "…"
 
@@ -53,7 +53,7 @@ class WarningLog:
         self._now = now
         self._pid = os.getpid()
         self.on_first: Callable[[], None] = lambda: None
-        """Called for each of the first texts, in the thread that warned: it makes the writing thread look."""
+        """Called for each of the first texts in the thread that warned, to wake the thread that writes."""
         # Re-entrant: a signal handler that warns may interrupt the thread that holds it.
         self._lock = RLock()
         self._kept: dict[str, KeptWarning] = {}
@@ -61,14 +61,14 @@ class WarningLog:
         self._left_out = 0
         self._standstill: Standstill | None = None
         self._due_at: float | None = None
-        """When to write. None: nothing is new."""
+        """The time of the next write. None: nothing is new."""
 
     def add(self, text: str, place: str = "") -> None:
         """Take a warning; never raises and never waits for the store. A process that was forked off adds nothing.
 
         Args:
             text: for people. It is cut to `MAX_CHARACTERS`, and a leading `rank 3: ` is removed.
-            place: where in the code it comes from, as a module and a line. At most `MAX_OF_PLACE` texts of one place
+            place: the module and the line of the warning. At most `MAX_OF_PLACE` texts of one place
                 are kept. Warnings with an empty place have no such limit.
 
         Example:
@@ -86,7 +86,7 @@ class WarningLog:
             return
 
     def stand_still(self, found: Standstill | None) -> None:
-        """Note which round stands still, for the heartbeat and the outcome. Add the warning about it as well.
+        """Note a round that stands still, for the heartbeat and the outcome. The caller also adds a warning about it.
 
         Args:
             found: the standstill. None: the rounds continue.
@@ -100,7 +100,7 @@ class WarningLog:
 
     @property
     def count(self) -> WarningCount | None:
-        """How many there are for the run's events, and the first of them. None: there are none."""
+        """The number of warnings for the run's events, and the first of them. None: there are none."""
         with self._lock:
             if not self._kept:
                 return None
@@ -109,10 +109,12 @@ class WarningLog:
             return WarningCount(n, _cut(first.text, MAX_FIRST), first.at, self._standstill)
 
     def write(self, *, is_last: bool = False) -> bool:
-        """Write what is new, if it is due; return whether nothing is left to write.
+        """Write new warnings if a write is due.
 
         Args:
-            is_last: write all new warnings now. A store that failed a moment ago is asked again.
+            is_last: write all new warnings now, even if the store has just failed. Default False.
+
+        Returns: True if nothing is left to write.
         """
         with self._lock:
             if self._due_at is None or not (is_last or self._clock() >= self._due_at):
@@ -134,7 +136,7 @@ class WarningLog:
         return _cut(text.removeprefix(f"rank {self._attempt.rank}: "), MAX_CHARACTERS)
 
     def _merge(self, text: str, place: str, at: float) -> bool:
-        """Add a text to those that are kept; return whether it is one of the first, which are written at once."""
+        """Add a text to the record. Return True if it is one of the first texts, which are written at once."""
         known = self._kept.get(text)
         if known is not None:
             self._kept[text] = replace(known, last_at=max(at, known.last_at), count=known.count + 1)

@@ -13,7 +13,7 @@ from executors.registry import describe_executor, executor_class, executor_of_re
 from executors.run.placements import PlacedBackend, Placements
 from executors.run.run_index import as_noted
 from executors.store import Store
-from executors.task.added import Added, read_added
+from executors.task.added import Addition, read_additions
 from executors.task.record import Placement, RunRecord
 
 GivenExecutor = ServerlessExecutor | Sequence[ServerlessExecutor] | str | None
@@ -70,7 +70,7 @@ class RunPlacements(Placements):
         elif not isinstance(given, str):
             self._given = [as_backend(each, store) for each in executors_in(given)]
         self._launched: list[PlacedBackend] = []
-        self._additions: list[Added | None] = []
+        self._additions: list[Addition | None] = []
         self._added: list[PlacedBackend] = []
         self._reading = threading.Lock()
         self._added_here: set[str] = set()
@@ -142,12 +142,12 @@ class RunPlacements(Placements):
             placements.read_added()
         """
         with self._reading:  # of two threads, none adds what the other has added
-            for added in read_added(self._store, self._run_id, self._record().world_size, self._additions):
+            for added in read_additions(self._store, self._run_id, self._record().world_size, self._additions):
                 self._additions.append(added)
                 if added is not None:
                     self._added.append(self._placed(added))
 
-    def additions(self) -> list[Added]:
+    def additions(self) -> list[Addition]:
         """Read what was added since, and return the records of all additions that can be read.
 
         Example:
@@ -156,7 +156,7 @@ class RunPlacements(Placements):
         self.read_added()
         return [added for added in self._additions if added is not None]
 
-    def add(self, added: Added, backend: Backend) -> None:
+    def add(self, added: Addition, backend: Backend) -> None:
         """Note which backend this process itself adds ranks with.
 
         Args:
@@ -184,10 +184,10 @@ class RunPlacements(Placements):
             run.placements.may_start(4)
         """
         place = self.at(rank).placement
-        is_ours = not isinstance(place, Added) or self.is_added_here(place)
+        is_ours = not isinstance(place, Addition) or self.is_added_here(place)
         return is_ours or rank in self.named or self.trusts_store
 
-    def is_added_here(self, place: Added) -> bool:
+    def is_added_here(self, place: Addition) -> bool:
         """Return True if this process or this machine added these ranks, as this very record says.
 
         Args:
@@ -257,7 +257,7 @@ class RunPlacements(Placements):
         if place.name in self._of_places:
             return self._of_places[place.name]
         given = next((each for each in self._given if each.backend_name == place.backend), None)
-        if given is None or not isinstance(place, Added):
+        if given is None or not isinstance(place, Addition):
             return given
         if (noted := self._options(place.name)) is not None:
             is_same = as_noted(given.options_to_keep) == noted

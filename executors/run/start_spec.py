@@ -22,7 +22,7 @@ from executors.settings.run_spec import RunSpec, StartSpec
 from executors.status import name_ranks
 from executors.store.record_names import run_record_key
 from executors.store.records import SHA256
-from executors.task.added import Added
+from executors.task.added import Addition
 from executors.task.entrypoint import parse_entrypoint
 from executors.task.record import LaunchedWith, Placement
 from executors.task.stored import StoredTask, folder_of, read_task
@@ -137,7 +137,7 @@ def with_own_task(spec: RunSpec, place: Placement) -> RunSpec:
 
 
 def _check_own_task(run: RunView, place: Placement) -> None:
-    if not isinstance(place, Added) or place.own_task is None or run.placements.trusts_store:
+    if not isinstance(place, Addition) or place.own_task is None or run.placements.trusts_store:
         return
     if not run.placements.is_added_here(place):
         raise UntrustedTaskError(
@@ -266,7 +266,7 @@ def secrets_to_give(run: RunView, place: Placement, secrets: Sequence[str]) -> t
     Raises:
         ValueError: one is missing.
     """
-    if isinstance(place, Added):
+    if isinstance(place, Addition):
         noted = place.secrets if run.placements.is_added_here(place) else None
     else:
         noted = run.noted.secrets if run.noted else None
@@ -319,7 +319,7 @@ def _check_options(run: RunView, places: Sequence[PlacedBackend]) -> None:
 
 
 def _who(run: RunView, place: Placement) -> str:
-    if isinstance(place, Added):
+    if isinstance(place, Addition):
         return f"{name_ranks(place.ranks).capitalize()} of run {run.run_id!r} came"
     return f"Run {run.run_id!r} was launched"
 

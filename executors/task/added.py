@@ -1,4 +1,4 @@
-"""Ranks added to a run: where they are, as `added/<k>.json` says, and how they are taken."""
+"""The records `added/<k>.json` of ranks that were added to a run, and how a process takes new ranks."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Added(AddedRanks, Placement):
-    """Where added ranks are, and what an attempt is started with there."""
+class Addition(AddedRanks, Placement):
+    """The record of one addition: the added ranks, their backend, and the options of their attempts."""
 
     added_at: float = checked(number(LONG_AGO, FAR_AHEAD), 0.0)
     added_by: str = checked(text(1000), "")
@@ -48,21 +48,29 @@ class Added(AddedRanks, Placement):
 
     @property
     def name(self) -> str:
-        """A hash: another record of the same ranks, or nonce, has another name."""
+        """A name with a hash of the whole record, so that a changed record has another name."""
         return f"added:{hashlib.sha256(to_bytes(asdict(self))).hexdigest()}"
 
 
-def read_added(store: Store, run_id: str, world_size: int, known: Sequence[Added | None]) -> Iterator[Added | None]:
-    """Yield what was added to a run since, oldest first; None for a record that cannot be read: it adds nothing.
+def read_additions(
+    store: Store, run_id: str, world_size: int, known: Sequence[Addition | None]
+) -> Iterator[Addition | None]:
+    """Yield the additions to a run since the last read, oldest first. None is yielded for a record that is damaged.
 
     Args:
-        known: all that were added before.
+        store: the store of the run.
+        run_id: the run.
+        world_size: the number of ranks of the launch.
+        known: all additions that were read before, with None for damaged records.
+
+    Raises:
+        StoreError: the store does not answer.
     """
     taken = {rank for each in known if each is not None for rank in each.ranks}
     for k in range(len(known), MAX_ADDED):
         key = added_key(run_id, k)
         try:
-            found = find_record(store, key, Added.parse)
+            found = find_record(store, key, Addition.parse)
             if found is None:
                 return
             if wrong := [rank for rank in found.ranks if rank < world_size or rank in taken]:
@@ -70,46 +78,57 @@ def read_added(store: Store, run_id: str, world_size: int, known: Sequence[Added
             taken.update(found.ranks)
             yield found
         except CorruptObjectError as error:
-            log.warning("Nothing is known of ranks that somebody added: %s", error)
+            log.warning("The record of some added ranks cannot be read, so these ranks are ignored: %s", error)
             yield None
 
 
-def take_ranks(store: Store, run_id: str, world_size: int, n: int, placement: Placement) -> Added:
-    """Take `n` ranks that nobody has; return the record of it, which is written.
+def take_ranks(store: Store, run_id: str, world_size: int, n: int, placement: Placement) -> Addition:
+    """Take `n` free ranks for an addition, and write its record.
+
+    Args:
+        store: the store of the run.
+        run_id: the run.
+        world_size: the number of ranks of the launch.
+        n: the number of ranks to take.
+        placement: the backend of the new ranks, with its options.
+
+    Returns: the record, with its ranks.
 
     Raises:
-        ValueError: what is to be recorded of them could not be read again.
-        StoreError: the store does not answer, or the run has no room for more.
+        ValueError: the record could not be parsed by its readers. The message names the field.
+        StoreError: the store does not answer, or the run takes no more additions.
     """
-    mine = Added(
+    mine = Addition(
         **{**vars(placement), "ranks": ()},
         nonce=os.urandom(8).hex(),
         added_at=time.time(),
         added_by=this_process(),
         added_process=identify_process(),
     )
-    known = list[Added | None]()
+    known = list[Addition | None]()
     while True:
-        known += read_added(store, run_id, world_size, known)
+        known += read_additions(store, run_id, world_size, known)
         if len(known) >= MAX_ADDED:
             raise StoreError(f"Run {run_id!r} takes no more replicas: {MAX_ADDED} were added.", url=store.url)
         mine = replace(mine, ranks=_free_ranks(store, run_id, world_size, n, known))
         key, written = added_key(run_id, len(known)), to_bytes(asdict(mine))
         try:
-            Added.parse(written)
+            Addition.parse(written)
         except CorruptObjectError as error:
             raise ValueError(f"These replicas cannot be recorded: {error}") from None
         store.put_if_absent(key, written)
-        # What stands decides: an answer may be lost, and another machine may have added ranks meanwhile.
+        # The reply may be lost, and another machine may have added ranks meanwhile. So the read decides.
         try:
-            standing = read_record(store, key, Added.parse)
+            standing = read_record(store, key, Addition.parse)
             if standing.nonce == mine.nonce:
                 return standing
         except CorruptObjectError:
             continue
 
 
-def _free_ranks(store: Store, run_id: str, world_size: int, n: int, known: Iterable[Added | None]) -> tuple[int, ...]:
+def _free_ranks(
+    store: Store, run_id: str, world_size: int, n: int, known: Iterable[Addition | None]
+) -> tuple[int, ...]:
     """Return the lowest ranks beyond the first world that no record names."""
     taken = {rank for rank, _, _ in Inventory.of(store, run_id).records}
     taken |= {rank for each in known if each is not None for rank in each.ranks}

@@ -1,4 +1,4 @@
-"""The code that a backend ships to replicas on other machines."""
+"""The package of code that a backend sends to replicas on other machines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Package:
     sha256: str
     """The digest of the archive, in hexadecimal."""
     n_files: int
-    """How many of them are the user's."""
+    """The number of the user's files in it."""
     size_bytes: int
     """The size of the user's files together, unpacked."""
     commit: str | None = None
@@ -27,9 +27,9 @@ class Package:
     left_out: tuple[str, ...] = ()
     """The files that git would take and the archive lacks, each with the reason in brackets."""
     requirements: tuple[str, ...] = ()
-    """What to install."""
+    """The packages that a replica installs, as requirements of pip."""
     pins: tuple[str, ...] = ()
-    """Those of them that are ours: an image that has a later version keeps it."""
+    """The requirements of this package itself. An image that has a later version keeps it."""
     paths: tuple[str, ...] = ()
     """Folders of the workspace from which the launcher imports, such as `src`: its `sys.path`, made relative."""
 

@@ -1,4 +1,4 @@
-"""What a launch is asked for: what runs, where it meets, and the settings."""
+"""The request of a launch: the entrypoint with its arguments, the store, and the settings."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ KINDS: dict[str, tuple[Any, str]] = {
     "rendezvous": (str | Path, "is the url of a store, or a directory"),
     "run_id": (str, "is a name, as in 'first-try'"),
 }
-"""The type of each value that is given, and how an error names it."""
+"""The type of each value, and its description for an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
-    """What a launch is asked for. Its values are checked when it is made; `launch` describes them.
+    """The request of a launch. The constructor checks the values, which `launch` describes.
 
     Raises:
-        TypeError, ValueError: a value is not legal; the message names it.
+        TypeError, ValueError: a value is not legal. The message names it.
 
     Example:
         LaunchRequest.of("train.py:main", n=4, args={"steps": 100})
@@ -38,15 +38,14 @@ class LaunchRequest:
     settings: Settings
     args: Mapping[str, Any] | None = None
     arg_texts: Mapping[str, str] | None = None
-    """Arguments as texts of a command line, which the entrypoint's annotations explain; `args` then has their values.
-    """
+    """Arguments as texts of a command line, for the entrypoint's annotations. `args` has their values as well."""
     argv: Sequence[str] | None = None
-    """The entrypoint is a file or a module, run as a script with these arguments."""
+    """The arguments of a file or module that is run as a script. None: the entrypoint is a function."""
     rendezvous: str | Path | None = None
     run_id: str | None = None
     env: Mapping[str, str] | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
-    """Where each value comes from: a flag, a variable of the environment, a file."""
+    """The origin of each value, by its name: a flag, an environment variable or a file."""
 
     @classmethod
     def of(cls, entrypoint: str | Callable[..., Any], **given: Any) -> Self:
@@ -57,7 +56,7 @@ class LaunchRequest:
             given: fields of a request, and settings by name, as `launch()` takes them.
 
         Raises:
-            TypeError, ValueError: a value is not legal; the message names it.
+            TypeError, ValueError: a value is not legal. The message names it.
 
         Example:
             LaunchRequest.of("train.py:main", n=4, gpu="H100", env={"STAGE": "test"})
@@ -69,7 +68,7 @@ class LaunchRequest:
         """Return the request with some settings changed.
 
         Args:
-            changes: settings by name, in the form that `Settings` has them.
+            changes: settings by name, with values as `Settings` has them.
 
         Example:
             request.with_settings(timeout=3600.0)
@@ -90,7 +89,8 @@ class LaunchRequest:
             check_scheme(self.rendezvous)
         if str(self.rendezvous).startswith("memory:"):
             raise ValueError(
-                f"rendezvous={str(self.rendezvous)!r} lives in this process alone; replicas could not see it."
+                f"rendezvous={str(self.rendezvous)!r} exists only in this process, so replicas cannot read it. Give a "
+                "directory or the url of a bucket."
             )
         for name, value in (self.env or {}).items():
             if not (isinstance(name, str) and isinstance(value, str)) or "\0" in value:
@@ -105,10 +105,10 @@ class LaunchRequest:
             raise TypeError(f"argv is a list of strings, as in ['--lr', '1e-3'], got {self.argv!r}.")
         if self.args or self.arg_texts:
             raise ValueError(
-                "args go to a function and argv to a script: give one of them (--arg, or what follows --)."
+                "args are for a function and argv is for a script. Give one of them: --arg, or options after --."
             )
         if not isinstance(self.entrypoint, str) or ":" in self.entrypoint:
             raise ValueError(
-                f"argv, or what follows --, goes to a file or module that is run as a script, as in 'train.py' or "
+                f"argv, or options after --, need a file or module that is run as a script, as in 'train.py' or "
                 f"'pkg.train', got {describe(self.entrypoint)!r}."
             )

@@ -1,4 +1,4 @@
-"""`${rank}` and its like in arguments and in the environment, which each replica fills in for itself."""
+"""Placeholders such as `${rank}` in arguments and environment variables, which each replica replaces for itself."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from typing import Any
 
 NAMES = ("rank", "run_id", "attempt", "world_size")
 PLACEHOLDER = re.compile(rf"(\$?)\$\{{({'|'.join(NAMES)})\}}")
-CONTAINERS = (dict, list, tuple)  # exactly these: what another class does with its items is its own
+CONTAINERS = (dict, list, tuple)  # exactly these: a subclass may treat its items in its own way
 
 
 def fill(value: Any, of: Mapping[str, object]) -> Any:
-    """Return a value whose texts have the replica's own in place of `${rank}` …; any other `$` stays as it is.
+    """Return a value with the replica's own values in place of the placeholders. Any other `$` stays as it is.
 
-    `$${rank}` is the text `${rank}`. What holds no placeholder is returned as the very same object, and what is given
-    in two places is one object in both. Copied are only the dicts, lists and tuples around a filled text.
+    `$${rank}` becomes the text `${rank}`. An object without placeholders is returned itself, and not as a copy. An
+    object that occurs twice is one object in both places again. Only the dicts, lists and tuples around a replaced text
+    are copied.
 
     Args:
-        of: what stands for each of `NAMES`.
+        value: a text, or dicts, lists and tuples with texts, at any depth.
+        of: the value for each name in `NAMES`.
+
+    Example:
+        fill({"out": "model-${rank}.pt"}, {"rank": 3, "run_id": "otter", "attempt": 0, "world_size": 8})
     """
     around = _around_placeholders(value)
     copies: dict[int, Any] = {at: type(each)() for at, each in around.items() if type(each) is not tuple}
@@ -26,11 +31,11 @@ def fill(value: Any, of: Mapping[str, object]) -> Any:
     def filled(item: Any) -> Any:
         if _has_placeholder(item):
             return PLACEHOLDER.sub(lambda found: found[0][1:] if found[1] else str(of[found[2]]), item)
-        if id(item) in around and id(item) not in copies:  # a tuple: made when its items are there
+        if id(item) in around and id(item) not in copies:  # a tuple can be made only after its items
             copies[id(item)] = tuple(map(filled, item))
         return copies.get(id(item), item)
 
-    for at, each in around.items():  # once all copies are there, so that one may hold itself
+    for at, each in around.items():  # after all copies exist, because a container may hold itself
         if type(each) is dict:
             copies[at].update((key, filled(item)) for key, item in each.items())
         elif type(each) is list:
@@ -41,9 +46,9 @@ def fill(value: Any, of: Mapping[str, object]) -> Any:
 def _around_placeholders(value: Any) -> dict[int, Any]:
     """Return the containers that hold a placeholder at any depth, by their `id`.
 
-    A walk and not a recursion: a pickle takes containers that hold themselves.
+    This is no recursion, because a pickle may have containers that hold themselves.
     """
-    holders: dict[int, list[Any]] = {}  # of each container that is in another
+    holders: dict[int, list[Any]] = {}  # the containers around each container, by its id
     found: list[Any] = []
     seen: set[int] = set()
     pending = [value]

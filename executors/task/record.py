@@ -1,6 +1,6 @@
-"""`run.json`: who launched what, when, and on which backend.
+"""The records `run.json` and `task.json`: the launch of a run with its settings, and the entrypoint with its arguments.
 
-It names a backend, and never code: see `registry.executor_of_record`.
+`run.json` names a backend, and never code that would be imported; see `registry.executor_of_record`.
 """
 
 from __future__ import annotations
@@ -42,48 +42,56 @@ OPTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @dataclass(frozen=True, kw_only=True)
 class Placement(Record):
-    """Where some ranks of a run are, and what an attempt is started with there."""
+    """The ranks of a run that are on one backend, with the options and variables of their attempts."""
 
     backend: str = checked(text(64, BACKEND_NAME))
     ranks: tuple[int, ...] = checked(RANKS, ())
     executor: str | None = checked(nullable(text(400, CLASS_PATH)), None)
-    """The class of an executor that no installed package registers, as `module:Class`: for people, never imported."""
+    """The class of an executor that no installed package registers, as `module:Class`. It is shown, and never imported.
+    """
     executor_options: Mapping[str, Any] = checked(json_object, {})
-    """What its executor was made with, as far as a reader takes it from a record."""
+    """The options of its executor that a reader may take from a record."""
     unrecorded_options: tuple[str, ...] = checked(NAMES, ())
-    """The names of its other options: who resumes the run on another machine gives their values again."""
+    """The names of its other options. A user who resumes the run on another machine gives their values again."""
     env: tuple[str, ...] = checked(NAMES, ())
+    """The names of the environment variables. Their values are not recorded."""
     secrets: tuple[str, ...] = checked(NAMES, ())
+    """The names of the secrets. Their values are not recorded."""
     gpu: str | None = checked(nullable(text(100)), None)
     timeout_s: float | None = checked(nullable(number(0.0, FAR_AHEAD)), None)
     own_task: str | None = checked(nullable(text(64, SHA256)), None)
-    """The sha256 of the task with the code of these ranks. None: they run that of the launch."""
+    """The sha256 of the task with the code of these ranks. None: they run the task of the launch."""
 
     @property
     def name(self) -> str:
-        """What this machine notes it under."""
+        """The name of the placement in this machine's notes on the run."""
         return self.backend
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchedWith(Record):
-    """What decides what runs where. `task.json` holds it, too, so that the task's digest proves it."""
+    """The part of a launch that decides which code runs where. `task.json` has it as well, so its digest proves it."""
 
     entrypoint: str = checked(text())
     settings: Settings = checked(nested(Settings))
     placements: tuple[Placement, ...] = checked(list_of(nested(Placement)))
-    """Where the ranks of the launch are: each rank is at one of them."""
+    """The placements of the launch. Each rank is in exactly one of them."""
     key_id: str | None = checked(nullable(text(8, KEY_ID)), None)
-    """Which key a signed run has."""
+    """The id of the key of a signed run. None: the run is not signed."""
     continues: str | None = checked(nullable(text(40, RUN_ID)), None)
     """The run, in the same store, from whose newest snapshot this one continues."""
 
     @classmethod
     def parse(cls, data: Any, key: str = RUN_RECORD, url: str = "") -> Self:
-        """Parse what the store holds under the key. Each rank of the launch is at one placement.
+        """Parse the bytes of a record. Each rank of the launch must be in exactly one placement.
+
+        Args:
+            data: the bytes.
+            key: the key of the object, for the error. Default: the record of a run.
+            url: the url of the store, for the error. Default: not named.
 
         Raises:
-            CorruptObjectError: it is not such a record; the message names what of it does not fit.
+            CorruptObjectError: the bytes are not such a record. The message names the field.
         """
         found = super().parse(data, key, url)
         ranks = [rank for place in found.placements for rank in place.ranks]
@@ -93,12 +101,12 @@ class LaunchedWith(Record):
 
     @property
     def world_size(self) -> int:
-        """How many replicas were launched."""
+        """The number of replicas that were launched."""
         return self.settings.n
 
     @property
     def backend(self) -> str:
-        """The backend of the launch; the first of several."""
+        """The backend of the launch, or the first one of several."""
         return self.placements[0].backend
 
     @property
@@ -109,7 +117,7 @@ class LaunchedWith(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord(LaunchedWith):
-    """What `run.json` holds: how a run was launched, by whom, and when."""
+    """The content of `run.json`: the launch of a run, with its process and time."""
 
     task_digest: str = checked(text(64, SHA256))
     created_at: float = checked(number(LONG_AGO, FAR_AHEAD))
@@ -118,7 +126,7 @@ class RunRecord(LaunchedWith):
     launcher: str | None = checked(nullable(text(600, IDENTITY)), None)
     """The process that launched the run, as `identify_process` names it."""
     cwd: str = checked(text(), "")
-    """For people. The folder from which replicas get their code is in the task."""
+    """The folder of the launch, for the user. The folder from which replicas get their code is in the task."""
     python: str = checked(text(100), "")
     code: Mapping[str, Any] | None = checked(nullable(json_object), None)
     origins: Mapping[str, Any] = checked(json_object, {})
@@ -127,44 +135,53 @@ class RunRecord(LaunchedWith):
 
 @dataclass(frozen=True, kw_only=True)
 class TaskRecord(Record):
-    """What `task.json` says: what to call, and with what."""
+    """The content of `task.json`: the entrypoint and its arguments."""
 
     python: str = checked(text(100))
-    """The minor version that a pickle is of."""
+    """The minor version of the Python that made the pickle, as in "3.11"."""
     entrypoint: str | None = checked(nullable(text()), None)
-    """None: the pickled callable."""
+    """The name of the entrypoint. None: the entrypoint is the pickled callable."""
     args: Mapping[str, Any] | None = checked(nullable(json_object), None)
     arg_texts: Mapping[str, Any] = checked(json_object, {})
-    """Those of the arguments that a command line gave, as it gave them: the function's annotations say what they are.
-    """
+    """Arguments from the command line, as texts. The replica converts them by the function's annotations."""
     callable_sha256: str | None = checked(nullable(text(64, SHA256)), None)
     modules: tuple[str, ...] | None = checked(nullable(NAMES), None)
-    """Those that the pickled callable imports, without Python's own. None: nobody noted them."""
+    """The modules that the pickled callable imports, without the standard library. None: not known."""
     sources: Mapping[str, Any] = checked(json_object, {})
     """The text of the files that the callable was defined in, for tracebacks."""
     cwd: str = checked(text(), "")
-    """The folder of the launch; empty: nobody noted it."""
+    """The folder of the launch. Empty: not known."""
     rank_env: str | None = checked(nullable(text(1000)), None)
     """The name of one more environment variable for the rank."""
     code_sha256: str | None = checked(nullable(text(64, SHA256)), None)
-    """Of the code that replicas on other machines get. None: there are none."""
+    """The digest of the code that replicas on other machines get. None: there is no such code."""
     requirements: tuple[str, ...] = checked(list_of(text()), ())
     pins: tuple[str, ...] = checked(list_of(text()), ())
-    """Those of the requirements that are ours: an image that has a later version keeps it."""
+    """The requirements of this package itself. An image that has a later version keeps it."""
     python_version: str | None = checked(nullable(text(100)), None)
-    """The launcher's; None: the replicas have the launcher's Python."""
+    """The version of the launcher's Python. None: the replicas run the launcher's own Python."""
     torch: str | None = checked(nullable(text(100)), None)
+    """The version of the launcher's torch. None: it has none, or the replicas run the launcher's own Python."""
     launched_with: LaunchedWith | None = checked(nullable(nested(LaunchedWith)), None)
-    """What else decides what runs where. None: a task of no launch, which is not resumed."""
+    """The rest of the launch that decides which code runs where. None: the task belongs to no launch."""
 
     @property
     def seed(self) -> int | None:
-        """What the replicas' generators are seeded from. None: the run id."""
+        """The seed of the replicas' random generators. None: the id of the run is the seed."""
         return None if self.launched_with is None else self.launched_with.settings.seed
 
     @classmethod
     def parse(cls, data: Any, key: str = "task.json", url: str = "") -> TaskRecord:
-        """Parse what the store holds under the key; it has to name an entrypoint, or a callable."""
+        """Parse the bytes of a task, which must name an entrypoint or a callable.
+
+        Args:
+            data: the bytes.
+            key: the key of the object, for the error. Default: the file's name.
+            url: the url of the store, for the error. Default: not named.
+
+        Raises:
+            CorruptObjectError: the bytes are not a task. The message names the field.
+        """
         task = super().parse(data, key, url)
         if task.entrypoint is None and task.callable_sha256 is None:
             raise Fields({}, key, url).refusal("it names neither an entrypoint nor a callable")
@@ -172,9 +189,14 @@ class TaskRecord(Record):
 
 
 def find_run_record(store: Store, run_id: str) -> RunRecord | None:
-    """Read the record of a run; None when there is none.
+    """Read the record of a run. Return None if there is none.
+
+    Args:
+        store: the store of the run.
+        run_id: the run.
 
     Raises:
-        CorruptObjectError: it is not a record of a run.
+        CorruptObjectError: the object is not a record of a run.
+        StoreError: the store does not answer.
     """
     return find_record(store, run_record_key(run_id), RunRecord.parse)

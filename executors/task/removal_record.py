@@ -1,7 +1,7 @@
-"""`<run>/removing.json`: the record with which the removal of a run begins, and which is deleted last.
+"""`<run>/removing.json`: the record that the removal of a run writes first and deletes last.
 
-A removal that was killed leaves this record. Then every later command knows that the rest of the run means nothing, and
-another `replicas rm` can finish.
+A removal that was killed leaves this record. So later commands know that the run is incomplete, and another
+`replicas rm` can finish the removal.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from executors.store.records import (
 
 REMOVAL = "removing.json"
 WRITTEN = ("decisions/", "added/", "handles/", "replicas/", "launched.json")
-"""What a resume or an addition writes before its replicas have started; the last one where the store is the state
-directory."""
+"""The keys that a resume or an addition may write before its replicas have started. The last one is written only if the
+store is the state directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Removal(Record):
-    """A removal that has begun."""
+    """The record of a removal that has begun."""
 
     nonce: str = checked(text(100))
     by: str = checked(text(1000))
-    """The process that began the removal, for people."""
+    """The process that began the removal, for messages."""
     at: float = checked(number(LONG_AGO, FAR_AHEAD))
-    """When it began, by that process's clock."""
+    """The Unix time at which it began, by that process's clock."""
     process: str | None = checked(nullable(text(600, IDENTITY)), None)
     """The same process, as `identify_process` names it."""
     is_deleting: bool = checked(flag, False)
-    """Whether the run was found to have ended. Nothing is deleted before, and the run is whole."""
+    """Whether the run was found to have ended. Before that, nothing is deleted."""
 
     @classmethod
     def new(cls) -> Removal:
@@ -59,15 +59,15 @@ class Removal(Record):
 
     @property
     def is_void(self) -> bool:
-        """Whether the removal came to nothing: its process has ended before it deleted anything."""
+        """Whether the process of the removal has ended before it deleted anything."""
         return self.has_stopped and not self.is_deleting
 
     def describe(self, run_id: str, reference: str) -> str:
-        """Return two sentences for people: the state of the removal, and what finishes it.
+        """Return two sentences for the user: the state of the removal, and the command that finishes it.
 
         Args:
             run_id: the run.
-            reference: what finds the run from this machine, for a shell.
+            reference: the name of the run for a command on this machine, quoted for a shell.
         """
         began = f"Run {run_id!r} is being removed by {self.by}."
         if self.has_stopped:
@@ -76,12 +76,12 @@ class Removal(Record):
 
 
 def removal_key(run_id: str) -> str:
-    """Return the key of the record: `<run>/removing.json`."""
+    """Return the key of the record of a removal: `<run>/removing.json`."""
     return f"{run_id}/{REMOVAL}"
 
 
 def find_removal(store: Store, run_id: str) -> Removal | None:
-    """Return the removal of a run that has begun; None if there is none, or it came to nothing.
+    """Return the removal of a run that has begun. None: there is none, or its process ended before it deleted anything.
 
     Args:
         store: the store of the run.
@@ -96,7 +96,7 @@ def find_removal(store: Store, run_id: str) -> Removal | None:
 
 
 def write_removal(store: Store, run_id: str, removal: Removal) -> None:
-    """Write the record of a removal, over one that is there.
+    """Write the record of a removal, and replace an earlier one.
 
     Args:
         store: the store of the run.
@@ -113,13 +113,13 @@ def write_removal(store: Store, run_id: str, removal: Removal) -> None:
 def check_not_removed(store: Store, run_id: str, reference: str) -> None:
     """Check that a run exists and is not being removed.
 
-    A caller that starts replicas checks twice: before it writes anything, and after it has written what a removal looks
-    for. A removal writes its record before it looks. So at least one of the two sees the other.
+    A caller that starts replicas checks twice: before it writes anything, and after it has written a record that a
+    removal looks for. A removal writes its own record before it looks. So at least one of the two sees the other.
 
     Args:
         store: the store of the run.
         run_id: the run.
-        reference: what finds the run from this machine, for a shell.
+        reference: the name of the run for a command on this machine, quoted for a shell.
 
     Raises:
         RunBeingRemovedError: a removal has begun, or has deleted the run.
@@ -133,19 +133,22 @@ def check_not_removed(store: Store, run_id: str, reference: str) -> None:
 
 
 def sweep_behind_removal(store: Store, run_id: str) -> bool:
-    """Delete what this process wrote for a run whose removal did not see it any more; return whether there was any.
+    """Delete the objects that this process wrote for a run after its removal had listed the run.
 
     Args:
         store: the store of the run.
         run_id: the run.
 
+    Returns: True if there was anything to delete.
+
     Raises:
         StoreError: the store does not answer.
     """
-    # In this order: a new run of the same id writes its run.json first, so none of the keys can be of that run.
+    # The keys are listed before run.json is looked for. A new run with the same id writes its run.json first, so none
+    # of these keys can belong to such a run.
     keys = [entry.key for entry in store.list(f"{run_id}/") if entry.key != removal_key(run_id)]
     written = tuple(f"{run_id}/{name}" for name in WRITTEN)
-    # Where more is left, no removal has deleted the run: its run.json was lost by other means.
+    # If other keys are left, no removal has deleted the run, and its run.json was lost in another way.
     if not all(key.startswith(written) for key in keys) or run_exists(store, run_id):
         return False
     for key in keys:

@@ -1,4 +1,4 @@
-"""The source of functions that travel by value, so that a traceback shows its lines where its files are not."""
+"""The source lines of pickled functions, so that a traceback shows them on machines without the file."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ MAX_CHARACTERS = 1 << 20
 
 
 def sources_of(function: Callable[..., Any], pickled: bytes) -> dict[str, str]:
-    """Return, by file or notebook cell, the lines of the functions that are in a pickle, and no other lines of it.
+    """Return the source lines of the functions in a pickle, by file or notebook cell.
 
-    What else is in a cell, a token perhaps, does not travel: its lines are empty.
+    All other lines are empty. So a token elsewhere in a cell does not leave this machine.
+
+    Args:
+        function: the pickled function.
+        pickled: the pickle.
     """
     found: dict[str, list[str]] = {}
     for code in _codes(function, set()):
         if code.co_filename.encode(errors="surrogatepass") in pickled:
             try:
                 lines, first = inspect.getsourcelines(code)
-            except Exception:  # noqa: BLE001 - no text is kept, or one that was edited since: tracebacks do without
+            except Exception:  # noqa: BLE001 - the source is missing, or was edited since: tracebacks have no lines then
                 continue
             text = found.setdefault(code.co_filename, [])
             text += ["\n"] * (first - 1 + len(lines) - len(text))
@@ -32,7 +36,7 @@ def sources_of(function: Callable[..., Any], pickled: bytes) -> dict[str, str]:
 
 
 def _codes(value: Any, seen: set[int]) -> Iterator[CodeType]:
-    """Yield the code of a function or of a class's methods, and of what they use of their module's functions."""
+    """Yield the code of a function or of a class's methods, and of functions of the same module that they use."""
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -48,12 +52,16 @@ def _codes(value: Any, seen: set[int]) -> Iterator[CodeType]:
             for name in code.co_names:
                 yield from _codes(value.__globals__.get(name), seen)
         for cell in value.__closure__ or ():
-            if cell != CellType():  # else its variable was never set
+            if cell != CellType():  # an empty cell has no contents to read
                 yield from _codes(cell.cell_contents, seen)
 
 
 def show_sources(sources: Mapping[str, Any]) -> None:
-    """Have tracebacks show these texts, where there is no file of that name."""
+    """Make tracebacks show these sources if there is no file of that name.
+
+    Args:
+        sources: the text of each file, by its name.
+    """
     for file, text in sources.items():
         if isinstance(text, str) and not os.path.exists(file):
             linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)

@@ -6,12 +6,12 @@
     hang:rank=1,round=3,how=gil              make no progress: gil, spin, lock, loop or stop
     raise:rank=1,round=3,attempt=all         an exception there, in every attempt
     exit:rank=1,round=3,code=75              leave without an outcome
-    oom:rank=1,round=3                       be killed by the kernel for want of memory
+    oom:rank=1,round=3                       let the kernel kill the replica because memory runs out
     store:lost=0.02,delay=0.3                2 % of all store calls are done and then fail; each waits up to 0.3 s first
 
-The chaos of a run is part of its launch: recorded in `run.json`, handed to the replicas by their executor, and injected
-where a worker opens the run's store; `kill:every` is the supervisor's. Other processes that open the store, such as a
-helper, get no faults.
+The chaos of a run is one of its settings. The record `run.json` has it, and the executor passes it to the replicas. A
+worker injects the faults when it opens the run's store. `kill:every` is done by the supervisor. Other processes that
+open the store, such as a helper, get no faults.
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ EVERY_REPLICA: Mapping[str, FaultPoint] = {
 
 @functools.cache
 def fault_points() -> Mapping[str, FaultPoint]:
-    """Return the store calls that have a name: those of every replica, and those of the tables that installed packages
-    announce under the entry point group `replicas.fault_points`."""
+    """Return the named store calls: the calls of every replica, and those that installed packages declare.
+
+    A package declares a table of them under the entry point group `replicas.fault_points`.
+    """
     from importlib.metadata import entry_points
 
     tables: list[Mapping[str, FaultPoint]] = [table.load() for table in entry_points(group=ENTRY_POINTS)]
@@ -58,36 +60,42 @@ def fault_points() -> Mapping[str, FaultPoint]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strike:
-    """Something that ends or stops a replica's own process, at a call to the store and in the thread that makes it."""
+    """A fault that ends or stops a replica's own process, at a call to the store, in the thread that makes the call."""
 
     verb: ClassVar[str]
-    """What the replica does, as its log says it."""
+    """The verb for the line in the replica's log, as in "hangs"."""
     rank: int | None = None
     round: int | None = None
-    """1, 2, 3, …, as in the table; of a snapshot, how many rounds are behind it."""
+    """The number of the round, from 1 on, as the live table shows it. For a snapshot, the number of rounds in it."""
     at: str = "contribution"
+    """The name of the store call, as in `fault_points`."""
     count: int = 1
-    """Which of such calls it is."""
+    """The number of the call among the calls of that name, from 1 on."""
     when: Literal["before", "after"] = "before"
-    """Before the call is done, or after it and before the replica knows; a read that finds nothing is not done."""
+    """Before the call is done, or after it and before the replica has the reply. A read that finds nothing is not
+    done."""
     attempt: int | None = 0
-    """None: every attempt; `attempt=all`."""
+    """The number of the attempt. None, given as `attempt=all`: every attempt."""
 
     def around(self, store: Store, seed: str) -> Store:
-        """Return a store at which its replica is struck.
+        """Return a store whose call triggers the fault.
+
+        Args:
+            store: the store of the run.
+            seed: seeds random faults.
 
         Raises:
-            ValueError: the fields make no sense.
+            ValueError: the fields do not fit together.
         """
         if self.rank is None:
-            raise ValueError("whom? Give a rank, as in kill:rank=1,round=3.")
+            raise ValueError("a rank is missing. Give one, as in kill:rank=1,round=3.")
         if self.at not in fault_points():
             raise ValueError(unknown_name("fault point", self.at, fault_points()))
         if self.when not in ("before", "after"):
             raise ValueError(unknown_name("time", self.when, ("before", "after")))
         point = fault_points()[self.at]
         if self.round is not None and not ("{round}" in point.key or "{index}" in point.key):
-            raise ValueError(f"at={self.at} belongs to no round, got round={self.round}.")
+            raise ValueError(f"at={self.at} has no rounds, got round={self.round}. Remove round=.")
         if self.round == 0 and "{index}" in point.key:
             raise ValueError("rounds count from 1, got round=0.")
         number, index = ("*", "*") if self.round is None else (self.round, self.round - 1)
@@ -98,26 +106,30 @@ class Strike:
         return deadly
 
     def strike(self) -> None:
-        """Tell the log, and do it."""
+        """Print a line into the replica's log, and then trigger the fault."""
         which = "" if self.round is None else f" of round {self.round}"
-        said = f"chaos: rank {self.rank} {self.verb} {self.when} {self.at} {self.count}{which}"
+        line = f"chaos: rank {self.rank} {self.verb} {self.when} {self.at} {self.count}{which}"
         try:
-            print(said, file=sys.stderr, flush=True)
-        finally:  # whatever the user made of stderr
-            self.act(said)
+            print(line, file=sys.stderr, flush=True)
+        finally:  # the user's code may have closed or replaced stderr
+            self.act(line)
 
-    def act(self, said: str) -> None:
-        """Do what is to be done to this process."""
+    def act(self, line: str) -> None:
+        """Trigger the fault in this process.
+
+        Args:
+            line: the line that was printed.
+        """
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill(Strike):
-    """SIGKILL, at a call to the store; or of any rank again and again, by the supervisor."""
+    """SIGKILL at a call to the store, or by the supervisor every few seconds."""
 
     verb: ClassVar[str] = "dies"
     every: float = 0.0
-    """Seconds between two kills of the rank that is named, or of a random one."""
+    """Seconds between two kills by the supervisor, of `rank` or of a random rank. 0: a single kill at a store call."""
 
     def around(self, store: Store, seed: str) -> Store:
         if not self.every:
@@ -125,16 +137,16 @@ class Kill(Strike):
         if not 0.01 <= self.every < math.inf:
             raise ValueError(f"every is a number of seconds, at least 0.01, got every={self.every}.")
         if self != Kill(every=self.every, rank=self.rank):
-            raise ValueError("every= kills whatever runs then, so it goes with rank= alone.")
+            raise ValueError("every= can only be combined with rank=, because it kills at no store call.")
         return store
 
-    def act(self, said: str) -> None:
+    def act(self, line: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hang(Strike):
-    """No progress any more, in one of five ways."""
+    """A hang: the replica makes no more progress, in one of five ways."""
 
     verb: ClassVar[str] = "hangs"
     how: str = "lock"
@@ -144,23 +156,23 @@ class Hang(Strike):
             raise ValueError(unknown_name("way to hang", self.how, HANGS))
         return Strike.around(self, store, seed)
 
-    def act(self, said: str) -> None:
+    def act(self, line: str) -> None:
         HANGS[self.how]()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Raise(Strike):
-    """An exception."""
+    """An exception in the user's call."""
 
     verb: ClassVar[str] = "raises"
 
-    def act(self, said: str) -> NoReturn:
-        raise RuntimeError(said)
+    def act(self, line: str) -> NoReturn:
+        raise RuntimeError(line)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit(Strike):
-    """The end of the process, without an outcome."""
+    """An exit of the process without an outcome."""
 
     verb: ClassVar[str] = "exits"
     code: int = 1
@@ -170,27 +182,27 @@ class Exit(Strike):
             raise ValueError(f"an exit code is from 0 to 255, got code={self.code}.")
         return Strike.around(self, store, seed)
 
-    def act(self, said: str) -> NoReturn:
+    def act(self, line: str) -> NoReturn:
         os._exit(self.code)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutOfMemory(Strike):
-    """SIGKILL by the kernel, in a control group with little memory."""
+    """A kill by the kernel because memory runs out, in a control group with little memory."""
 
     verb: ClassVar[str] = "runs out of memory"
 
-    def act(self, said: str) -> NoReturn:
+    def act(self, line: str) -> NoReturn:
         (small_memory() / "cgroup.procs").write_text(str(os.getpid()))
         taken = [bytearray(b"x" * (4 << 20)) for _ in range(2 * SMALL_MEMORY_BYTES >> 22)]
-        raise RuntimeError(f"{said}, and got {len(taken)} blocks: its control group has no limit.")
+        raise RuntimeError(f"{line}, and got {len(taken)} blocks: its control group has no limit.")
 
 
 def small_memory() -> Path:
-    """Return a memory control group of this machine with little memory; an empty one stays behind.
+    """Return a control group of this machine with little memory. The empty group is never removed.
 
     Raises:
-        ValueError: it cannot be made here.
+        ValueError: this process cannot create one.
     """
     for root, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
         group = Path(root, "replicas-chaos")
@@ -203,14 +215,14 @@ def small_memory() -> Path:
                         (group / swap).write_text(value)
                 return group
             group.rmdir()
-    raise ValueError("the kernel's own end of a process needs a memory control group, which root alone can make.")
+    raise ValueError("oom needs a memory control group, which only root can create. Run the launch as root.")
 
 
 SMALL_MEMORY_BYTES = 64 << 20
 
 
 def _hold_gil() -> None:
-    """Lock a C mutex twice: unlike `sleep`, no signal ends that."""
+    """Lock a C mutex twice. No signal ends that, unlike `sleep`."""
     libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)
     libc.pthread_mutex_lock(mutex)
     libc.pthread_mutex_lock(mutex)
@@ -238,7 +250,7 @@ HANGS: Mapping[str, Callable[[], object]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreFaults:
-    """A store that fails at random, as `FaultyStore` does: rates of its calls, and seconds of delay."""
+    """A store that fails at random, with rates per call and a delay in seconds; see `FaultyStore`."""
 
     lost: float = 0.0
     error: float = 0.0
@@ -247,16 +259,20 @@ class StoreFaults:
     delay: float = 0.0
     seed: int = 0
     rank: int | None = None
-    """The one whose store fails; None: all."""
+    """The rank whose store fails. None: the stores of all ranks fail."""
 
     def around(self, store: Store, seed: str) -> FaultyStore:
         """Return the store with these faults.
 
+        Args:
+            store: the store of the run.
+            seed: seeds the random faults, together with the field `seed`.
+
         Raises:
-            ValueError: the fields make no sense.
+            ValueError: all rates are 0.
         """
         if not any((self.lost, self.error, self.corrupt, self.truncate, self.delay)):
-            raise ValueError("this does nothing: give lost, error, corrupt, truncate (rates) or delay (seconds).")
+            raise ValueError("no fault is given. Give lost, error, corrupt, truncate (rates) or delay (seconds).")
         return FaultyStore(
             store,
             seed=random.Random(f"{self.seed} {seed}").getrandbits(32),
@@ -279,10 +295,15 @@ KINDS: Mapping[str, type[Strike] | type[StoreFaults]] = {
 
 
 def check_chaos(specs: Iterable[str], n: int) -> tuple[str, ...]:
-    """Return the specs, if they make sense for a run of `n` replicas.
+    """Return the specs after a check against a run of `n` replicas.
+
+    Args:
+        specs: the specs, as in "kill:rank=1,round=3".
+        n: the number of replicas.
 
     Raises:
-        ValueError: one does not; names the nearest word that does, and the known ones.
+        ValueError: a spec cannot be parsed, or does not fit the run. For an unknown name, the message has the nearest
+            known one.
     """
     checked = tuple(specs)
     for spec in checked:
@@ -298,10 +319,13 @@ def check_chaos(specs: Iterable[str], n: int) -> tuple[str, ...]:
 
 
 def parse(spec: str) -> Strike | StoreFaults:
-    """Read one spec: the name of its kind, and `name=value` separated by commas.
+    """Parse one spec: the name of its kind, a colon, and `name=value` pairs separated by commas.
+
+    Args:
+        spec: the spec, as in "kill:rank=1,round=3".
 
     Raises:
-        ValueError: the spec is not one.
+        ValueError: the spec cannot be parsed.
     """
     try:
         name, _, rest = spec.partition(":")
@@ -317,16 +341,23 @@ def parse(spec: str) -> Strike | StoreFaults:
                 raise ValueError(f"{key!r} needs one value, as in {key}=1.")
             values[key] = _value(key, value, types[key])
         found = KINDS[name](**values)
-        found.around(MemoryStore(), seed="")  # raises what is wrong with the values
+        found.around(MemoryStore(), seed="")  # raises an error if the values do not fit together
     except ValueError as error:
         raise ValueError(f"chaos {spec!r}: {error}") from None
     return found
 
 
 def inject_faults(store: Store, specs: Sequence[str], rank: int, attempt: int) -> Store:
-    """Return the store as one attempt of a rank gets it."""
+    """Return the store of one attempt of a rank, with the faults for this attempt.
+
+    Args:
+        store: the store of the run.
+        specs: the specs of the run.
+        rank: the rank.
+        attempt: the number of the attempt.
+    """
     chaos = [(parse(spec), f"{number} {rank} {attempt}") for number, spec in enumerate(specs)]
-    # Strikes are innermost: a call whose reply is lost has been done, and so counts.
+    # Strikes are the inner store: they count calls, and a call whose reply is lost has been done.
     for kind in (Strike, StoreFaults):
         for spec, seed in chaos:
             is_here = spec.rank in (None, rank) and getattr(spec, "attempt", None) in (None, attempt)
@@ -336,10 +367,11 @@ def inject_faults(store: Store, specs: Sequence[str], rank: int, attempt: int) -
 
 
 class Killer:
-    """Kills running ranks again and again, as `kill:every=…` says, by their supervisor.
+    """Kills running ranks every few seconds, by `kill:every=…`. The supervisor calls it.
 
     Args:
-        seed: of the choice of ranks.
+        specs: the specs of the run.
+        seed: seeds the choice of ranks.
     """
 
     def __init__(self, specs: Sequence[str], seed: str) -> None:
@@ -349,14 +381,14 @@ class Killer:
 
     @property
     def next_at(self) -> float:
-        """When it kills next, in CLOCK_MONOTONIC; infinite: never."""
+        """The time of the next kill by `time.monotonic`. Infinity: there is none."""
         return min(self._due_at.values(), default=math.inf)
 
     def strike(self, pids: Mapping[int, int]) -> None:
-        """Kill what is due.
+        """Kill a rank for each spec that is due.
 
         Args:
-            pids: by rank, of those that run.
+            pids: the pids of the running ranks, by rank.
         """
         now = time.monotonic()
         for kill, at in self._due_at.items():

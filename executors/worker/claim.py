@@ -1,4 +1,4 @@
-"""Claiming an attempt: of several processes that would be a rank, which one is which, and whether it may run."""
+"""Claims an attempt for a process, so that of several processes started for one rank each has its own attempt."""
 
 from __future__ import annotations
 
@@ -25,24 +25,26 @@ class CancelledBeforeStart(ReplicasError):
 
 
 def claim(asked: Attempt, n_decisions: int = 0, key: str | None = None) -> tuple[Attempt, str]:
-    """Claim the attempt asked for, or the next free one: a service may start the same input twice.
+    """Claim the attempt that was asked for, or the next free one, because a service may start the same job twice.
 
     Args:
-        n_decisions: how many entries of the log are known not to bar the rank.
-        key: of a signed run.
+        asked: the attempt that the process was started for.
+        n_decisions: the number of first entries of the log that are known not to block the rank. Default 0.
+        key: the key of a signed run. None, the default: the run is not signed.
 
-    Returns: the attempt, and the nonce of its claim.
+    Returns: the claimed attempt, and the nonce of its claim.
 
     Raises:
-        CancelledBeforeStart: an attempt on the way, from the one asked for on, was cancelled; or the log of decisions
-            bars the rank, by a cancel or a stop that came before it.
+        CancelledBeforeStart: an attempt from the one asked for on was cancelled, or a cancel or stop in the log blocks
+            the rank.
     """
     nonce, claim = _new_claim()
     for attempt in map(asked.at, itertools.count(asked.number)):
         if retry(functools.partial(attempt.has, CANCEL), START):
             _end_before_start(attempt)
         if retry(functools.partial(_nonce_that_counts, attempt, claim), START) == nonce:
-            # Behind the claim: who cancels looks for claims behind the entry, so one of the two sees the other.
+            # The log is read after the claim. A canceller looks for claims after it has added its entry to the log. So
+            # at least one of the two sees the other.
             log = DecisionLog(attempt.store, attempt.run_id, key=key, n_skipped=n_decisions)
             if (entry := blocking_order(retry(log.read, START), attempt.rank)) is not None:
                 retry(functools.partial(attempt.request_cancel, stop_reason(entry)), START)
@@ -52,7 +54,11 @@ def claim(asked: Attempt, n_decisions: int = 0, key: str | None = None) -> tuple
 
 
 def claim_alone(attempt: Attempt) -> bool:
-    """Claim this attempt and no later one; return whether it is this process's."""
+    """Claim this attempt and no later one. Return True if this process has it.
+
+    Args:
+        attempt: the attempt.
+    """
     nonce, claim = _new_claim()
     return retry(functools.partial(_nonce_that_counts, attempt, claim), START) == nonce
 
@@ -71,7 +77,7 @@ def _end_before_start(attempt: Attempt) -> NoReturn:
 
 
 def _nonce_that_counts(attempt: Attempt, claim: bytes) -> str:
-    """Create a claim and return the nonce of the one that exists; safe to do again when a reply was lost."""
-    # Whether the create succeeded is not the question: only what exists decides.
+    """Create a claim, and return the nonce of the claim that exists. The call may be repeated after a lost reply."""
+    # A create may succeed although its reply is lost, so the read decides.
     attempt.create(CLAIM, claim)
     return attempt.read(CLAIM, Claim.parse).nonce

@@ -1,4 +1,4 @@
-"""What an exception of the user's code leaves in its outcome: a traceback, its first line, and where it was raised."""
+"""Describes an exception of the user's code for the outcome: the user's frames, the message, and a fingerprint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ NOTEBOOK = ("/ipykernel_", "<ipython-input-")
 
 
 def describe_failure(error: BaseException) -> dict[str, str | None]:
-    """Return `error`, `error_line`, `error_place` and `fingerprint` of an outcome."""
+    """Return the fields `error`, `error_line`, `error_place` and `fingerprint` of an outcome.
+
+    Args:
+        error: the exception that the entrypoint raised.
+    """
     trace = error.__traceback__
     while trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("executors.worker."):
         trace = trace.tb_next
@@ -33,27 +37,27 @@ def describe_failure(error: BaseException) -> dict[str, str | None]:
     while first is not None and not _is_users(first):
         first = first.tb_next
     if first is not None:
-        trace = first  # the user's frames are enough
+        trace = first  # our frames before the user's first one do not help the user
     leaf, lines, place = error, [_first_line(error)], _place(trace)
-    while isinstance(leaf, BaseExceptionGroup):  # which says itself no more than how many it holds
+    while isinstance(leaf, BaseExceptionGroup):  # its own message has only the number of its members
         leaf = leaf.exceptions[0]
         lines, place = [lines[0], _first_line(leaf)], _place(leaf.__traceback__) or place
     return {
         "error": "".join(traceback.format_exception(type(error), error, trace)).rstrip(),
-        "error_line": str(error) if isinstance(error, HangError) else ": ".join(lines),  # a sentence of its own
+        # The message of a HangError is a whole sentence, which needs no name of a class before it.
+        "error_line": str(error) if isinstance(error, HangError) else ": ".join(lines),
         "error_place": place,
         "fingerprint": fingerprint_of(error),
     }
 
 
 def last_error(printed: str) -> str:
-    """Return the line in which a program printed its reason to exit: the last that names an error, else its last few
-    lines.
+    """Return the line with a program's reason to exit: the last line with the word "error", or else the last few lines.
 
-    Parsers of options print usage and advice around that line, and some a frame. Hydra names no error.
+    Parsers of options print usage and advice around that line, and some print a frame. Hydra prints no such word.
 
     Args:
-        printed: the end of what the program printed.
+        printed: the end of the program's output.
     """
     lines = [line.strip(FRAME) for line in printed.splitlines()[-LAST_LINES:]]
     lines = [line for line in lines if line]
@@ -62,24 +66,29 @@ def last_error(printed: str) -> str:
 
 
 def fingerprint_of(error: BaseException) -> str | None:
-    """Return what is the same for two exceptions of one type, at one place, whose messages differ in numbers alone.
+    """Return a hash that two exceptions share if only numbers in their messages differ.
 
-    The same holds of their causes and of what they group: `raise ... from`, or a TaskGroup, says the same of anything.
-    How many tasks of a group fail alike, and in which order, is chance.
+    The type, the message and the place of the exception count, of its causes, and of the members of a group. The
+    message alone is not enough: `raise … from` and a TaskGroup have the same message for any cause. The number and the
+    order of the members do not count, because both are chance.
 
-    None: a store failed, to all replicas alike and for a while, so that likeness says nothing of what will come again.
+    Args:
+        error: the exception.
+
+    Returns: 64 hexadecimal digits. None: a store has failed. Such a failure hits all replicas, and ends by itself, so
+        equal failures do not show that another attempt fails, too.
     """
     _, *others = errors = list(_all_of(error))
     if any(map(is_store_failure, errors)):
         return None
-    import hashlib  # 2 ms, on the way of every replica otherwise
+    import hashlib  # only here, because it costs each start of a replica 2 ms
 
     parts = [_likeness(error), *sorted({*map(_likeness, others)})]
     return hashlib.sha256("\n".join(parts).encode(errors="replace")).hexdigest()
 
 
 def _likeness(error: BaseException) -> str:
-    """Return message and place of one exception, without what varies."""
+    """Return the message and the place of one exception, without numbers and addresses."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users_file(frame.filename)]
     message = _only(error)[:MAX_MESSAGE]
     parts = [VARYING.sub("#", message)]
@@ -96,7 +105,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _all_of(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and those that its traceback shows: causes, and the members of groups."""
+    """Yield an exception, its causes, and the members of groups, as its traceback shows them."""
     seen, left = set[int](), [error]
     while left:
         error = left.pop()
@@ -110,7 +119,7 @@ def _all_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def _place(trace: TracebackType | None) -> str | None:
-    """Return file and line of the last of the user's frames: what lies below called something of others."""
+    """Return the file and the line of the user's innermost frame. Frames below it are in libraries."""
     found = None
     while trace is not None:
         if _is_users(trace):
@@ -129,12 +138,20 @@ def _place(trace: TracebackType | None) -> str | None:
 
 
 def is_store_failure(error: BaseException | None) -> bool:
-    """Return whether a store gave no answer, or took nothing: what it did answer, a later attempt finds as well."""
+    """Return True if an error means that a store did not answer, or took nothing. A later attempt may succeed.
+
+    Args:
+        error: any exception, or None.
+    """
     return isinstance(error, StoreError) and not isinstance(error, ANSWERS_OF_STORES)
 
 
 def is_users_file(file: str) -> bool:
-    """Tell whether a file is the user's: not of Python, not installed, not of ours."""
+    """Return True if a file is the user's: not part of Python, of an installed package, or of our packages.
+
+    Args:
+        file: the path, as in a frame.
+    """
     return not file.startswith(("<frozen ", STANDARD_LIBRARY, *OURS)) and not any(mark in file for mark in INSTALLED)
 
 

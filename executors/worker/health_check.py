@@ -1,4 +1,4 @@
-"""The check that a run asks for: whether this process, and the machine below it, can do its task."""
+"""The health check of a run: a function of the user that tests this process and its machine before the entrypoint."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ class UnhealthyError(ReplicasError):
 
 
 def check_health(name: str, end: Callable[[str], None] | None = None, limit_s: float = LIMIT_S) -> None:
-    """Call a health check, which fails by an exception, by leaving, or by returning False.
+    """Call a health check. It fails by an exception, by SystemExit, or by returning False.
 
     Args:
-        end: called in a thread, with a sentence, when the check takes too long; ends the process. None: no limit.
+        name: the function, as in "checks.py:gpu".
+        end: ends the process if the check takes too long. It is called in another thread, with a sentence. None, the
+            default: the check has no limit.
+        limit_s: the limit in seconds. Default: a minute.
 
     Raises:
-        UnhealthyError: it failed.
+        UnhealthyError: the check failed.
     """
-    import threading  # a process that forks replicas must not
+    import threading  # only here, because a process that forks replicas must not import it
 
     too_long = f"The health check {name} took longer than {limit_s:g} s."
     timer = threading.Timer(limit_s, end or print, [too_long])
@@ -37,11 +40,11 @@ def check_health(name: str, end: Callable[[str], None] | None = None, limit_s: f
         timer.start()
     try:
         answer = load_entrypoint(name)()
-        answer = answer.item() if is_scalar(answer) else answer  # a tensor tells only now what its device has failed at
+        answer = answer.item() if is_scalar(answer) else answer  # a failure of the tensor's device is raised only here
     except (Exception, SystemExit) as error:
         if sigterm_arrived():
             raise
-        traceback.print_exc()  # the outcome has the last line of it
+        traceback.print_exc()  # the outcome has only its last line
         raise UnhealthyError(f"The health check {name} failed: {type(error).__name__}: {error}") from error
     finally:
         timer.cancel()

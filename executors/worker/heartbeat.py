@@ -1,7 +1,8 @@
-"""The thread beside an entrypoint: it beats, and notices a dead supervisor.
+"""The thread beside an entrypoint: it writes heartbeats, and notices when the supervisor has died.
 
-It is not of `threading`: its `Thread.start()` waits for the thread's first turn, which is long among 256 new
-processes. So it must import nothing: `threading` takes the thread that imports it first for the main thread.
+The thread is not a `threading.Thread`, whose `start()` waits until the thread runs. Among 256 new processes that takes
+long. For the same reason this thread must import nothing: `threading` takes the thread that imports it first for the
+main thread.
 """
 
 from __future__ import annotations
@@ -26,16 +27,19 @@ from executors.worker.log_copy import LIVE_BYTES, LogCopy
 from executors.worker.pace import Pace
 from executors.worker.sigterm import sigterm_arrived
 
-COPY_S = 60.0  # how often the end of the output is copied, where it is
-LOOK_S = 1.0  # how often new reports are looked for, and so the least time between two heartbeats
-BEAT_S = 10.0  # how often it beats with nothing new
+COPY_S = 60.0  # between two copies of the end of the output
+LOOK_S = 1.0  # between two looks for new reports, and so the least time between two heartbeats
+BEAT_S = 10.0  # between two heartbeats without a new report
 
 
 class Heartbeat:
-    """Beats while its replica runs: writes `heartbeat.json` again and again.
+    """Writes `heartbeat.json` while its replica runs: at once after a report, and every 10 s otherwise.
 
     Args:
-        log: copied with it, if given.
+        replica: the replica.
+        supervisor_pid: the supervisor. If it ends, this thread ends the replica. None, the default: there is none.
+        grace_s: seconds between SIGTERM and SIGKILL for that. Default 5.
+        log: the output whose end is copied every minute. None, the default: nothing is copied.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class Heartbeat:
         self._written_count: WarningCount | None = None
         self._writing = _thread.allocate_lock()
         self._is_stopped = False
-        self._wakeup = _thread.allocate_lock()  # held until the thread is to look, or to end
+        self._wakeup = _thread.allocate_lock()  # held until the thread must look, or end
         self._wakeup.acquire()
         if replica.warnings is not None:
             replica.warnings.on_first = self._wake
@@ -65,11 +69,12 @@ class Heartbeat:
     @property
     def supervisor_is_gone(self) -> bool:
         """Whether the process that supervised this one has ended."""
-        # Not by a descriptor: daemon-style libraries close all they find. A process whose parent ends gets another.
+        # A descriptor of the supervisor would not do, because libraries that make daemons close all descriptors. A
+        # process whose parent has ended gets another parent.
         return self._supervisor_pid is not None and os.getppid() != self._supervisor_pid
 
     def start(self) -> None:
-        """Begin to beat."""
+        """Start the thread."""
         _thread.start_new_thread(self._run, ())
 
     def _run(self) -> None:
@@ -97,18 +102,18 @@ class Heartbeat:
             if self._replica.recorder is not None:
                 with self._writing:
                     if not self._is_stopped and not self._run_is_gone:
-                        self._replica.recorder.look(is_last=sigterm_arrived())  # it may be killed soon
+                        self._replica.recorder.look(is_last=sigterm_arrived())  # after SIGTERM it may be killed soon
 
     def beat(self) -> None:
-        """Write the heartbeat now, unless stopped. A store that fails does not end the training."""
+        """Write a heartbeat now, unless the thread was stopped. A store that fails does not end the training."""
         with self._writing:
             if not self._is_stopped:
                 self._write()
 
     def stop(self) -> None:
-        """Write what was reported and measured since the last beat, and end: nothing is written after this returns.
+        """Write the last reports and measurements, and end the thread. Nothing is written after this returns.
 
-        Else a late beat would make the folder of a run again that somebody deletes once it has ended.
+        A later heartbeat could create the folder of a run again that a user deletes right after its end.
         """
         with self._writing:
             if not self._is_stopped:
@@ -124,7 +129,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def left_to_supervisor(self) -> Iterator[None]:
-        """Let the supervisor of a container beat, once this was stopped, for a replica whose outcome is late."""
+        """Within the block, let a container's supervisor write the heartbeats of a replica whose outcome is late."""
         self._note(time.monotonic())
         try:
             yield
@@ -132,8 +137,8 @@ class Heartbeat:
             self._note(math.inf)
 
     def _wake(self) -> None:
-        """Make the thread check at once. Safe in any thread: of two calls at the same time one is enough."""
-        with contextlib.suppress(RuntimeError):  # it is awake already
+        """Make the thread look at once. Any thread may call this."""
+        with contextlib.suppress(RuntimeError):  # the thread is awake already
             self._wakeup.release()
 
     def _write_warnings(self) -> None:
@@ -143,7 +148,7 @@ class Heartbeat:
 
     @property
     def _is_news(self) -> bool:
-        """Whether the last heartbeat that was written lacks something."""
+        """Whether a report or a warning came after the last heartbeat."""
         return self._replica.reported != self._written or self._count != self._written_count
 
     @property
@@ -169,20 +174,21 @@ class Heartbeat:
                 text = f"rank {self._replica.rank}: no heartbeat: {error}"
                 if self._replica.warnings is not None:
                     self._replica.warnings.add(text, place="heartbeat")
-                with contextlib.suppress(OSError, ValueError, AttributeError):  # the disk is full; closed by the user
+                # The disk may be full, or the user's code may have closed or replaced stderr.
+                with contextlib.suppress(OSError, ValueError, AttributeError):
                     sys.stderr.write(f"replicas: {text}\n")
         self._written, self._written_count = reported, count
 
     def _note(self, beaten_at: float) -> None:
-        """Note when the store had the last beat: the supervisor beats while this thread waits for the store."""
+        """Note the time of the last heartbeat in the page. The supervisor beats if this thread waits for the store."""
         if self._replica.page is not None:
             self._replica.page.beaten = beaten_at
 
     def _end_process(self) -> None:
-        """End this replica in its supervisor's place: let it clean up, then kill it and all it started."""
+        """End this replica because its supervisor cannot: SIGTERM, the grace, and SIGKILL to it and its descendants."""
         os.kill(os.getpid(), signal.SIGTERM)
         deadline = time.monotonic() + self._grace_s
-        # The main thread records the outcome and leaves by itself meanwhile; then this thread ends with the process.
+        # Usually the main thread records the outcome and exits within the grace, and this thread ends with it.
         while (left_s := deadline - time.monotonic()) > 0:
             self._wakeup.acquire(timeout=left_s)  # `stop` and each warning wake this thread
         kill_descendants(os.getpid())

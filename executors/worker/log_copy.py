@@ -1,4 +1,4 @@
-"""The end of a replica's output as an object of its attempt, for readers who do not see this machine's files."""
+"""Copies the end of a replica's output into the run's store, for readers on other machines."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ from executors.errors import StoreError
 from executors.store.record_names import run_folder_was_deleted
 
 NAME = "output.log"
-LIVE_BYTES = 256 << 10  # put while the replica runs
-FINAL_BYTES = 16 << 20  # put at its end
+LIVE_BYTES = 256 << 10  # copied while the replica runs
+FINAL_BYTES = 16 << 20  # copied at its end
 
 
 class LogCopy:
-    """Puts the end of a log file into a run's store."""
+    """Copies the end of a log file into a run's store.
+
+    Args:
+        attempt: the attempt that gets the copy.
+        path: the log file.
+    """
 
     def __init__(self, attempt: Attempt, path: Path) -> None:
         self._attempt = attempt
@@ -24,7 +29,11 @@ class LogCopy:
         self._copied: tuple[int, int] | None = None
 
     def put(self, n_bytes: int) -> None:
-        """Put the last bytes, unless that was done. A copy that fails is left out: the next one may succeed."""
+        """Copy the last bytes, unless the store has them already. A failure is ignored, because another copy follows.
+
+        Args:
+            n_bytes: the most bytes to copy.
+        """
         if run_folder_was_deleted(self._attempt.store, self._attempt.run_id):
             return
         with contextlib.suppress(StoreError, OSError), open(self._path, "rb") as file:

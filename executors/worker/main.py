@@ -1,7 +1,7 @@
-"""What every replica runs, on every backend: claim the attempt, call the entrypoint, leave one outcome.
+"""The main function of every replica, on every backend: claim the attempt, call the entrypoint, record one outcome.
 
-`main()` owns its process, which a supervisor has started. `call()` does the same inside a process of a third party, and
-so touches neither its descriptors nor its signals.
+`main()` owns its process, which a supervisor has started. `call()` does the same inside a process of a third party. So
+it changes neither the descriptors nor the signal handlers of that process.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from executors.worker.surroundings import (
     set_environment,
 )
 from executors.worker.trained_alone import has_trained_alone
-from executors.worker.warning_hook import heard
-from executors.worker.watched import be_watched, end_watch
+from executors.worker.warning_hook import collect_warnings
+from executors.worker.watched import end_watch, start_watch
 
 if TYPE_CHECKING:
     from executors.worker.tracking import Tracking
 
-BAD_OPTIONS = 2  # argparse and click leave so
+BAD_OPTIONS = 2  # the exit code of argparse and click after a wrong option
 AFTER_THE_END = "this attempt began after the last round"
 AFTER_THE_END_ADVICE = (
     "This attempt began after the last round: the run is complete, and the model holds the anchor. A loop of the "
@@ -72,34 +72,40 @@ AFTER_THE_END_ADVICE = (
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a replica's process is given by its parent, or by the command that started it."""
+    """The data that a replica's process gets from its parent, or from the command that started it."""
 
     spec: RunSpec
-    """The run. The replica claims the attempt of the spec, or the next that is free."""
+    """The run. The replica claims the attempt of the spec, or the next free one."""
     rank: int
     task: StoredTask | None = None
     """The task, if the parent has read it."""
     supervisor_pid: int | None = None
-    """The parent that supervises this process; it ends with it. None: a third party's process."""
+    """The parent that supervises this process, and with which this process ends. None: a third party's process."""
     output_tail: Callable[[], str] = str
     """Returns the end of the output, for the outcome."""
     log_file: Path | None = None
-    """The output, where its end is to be copied into the rendezvous."""
+    """The file of the output, if its end must be copied into the store."""
     term_grace_s: float = 5.0
+    """Seconds between SIGTERM and SIGKILL."""
     torch_threads: int | None = None
+    """The number of threads of torch and OpenMP. None: their own default."""
     gpu: str | None = None
-    """What was asked for, and is here as far as the backend knows."""
+    """The GPU that the launch asked for. None: none, and torch is not checked."""
     how: str | None = None
     """How the attempt was started; see `Outcome`."""
     page: SharedPage | None = None
-    """What the parent sees of this process."""
+    """The memory that this process shares with its supervisor. None: it has none."""
 
 
 def main(assignment: Assignment) -> NoReturn:
-    """Run one replica in a process of its own, and leave it."""
+    """Run one replica in a process of its own, and exit with its exit code.
+
+    Args:
+        assignment: the replica.
+    """
     faulthandler.enable()  # a segfault leaves its Python stack
     handle_sigterm(assignment.page)
-    waits.say = lambda words: _say(f"replicas: rank {assignment.rank}: {words}\n")
+    waits.say = lambda words: _print(f"replicas: rank {assignment.rank}: {words}\n")
     code = 1
     try:
         code = _Worker(assignment).run()
@@ -119,11 +125,17 @@ def main(assignment: Assignment) -> NoReturn:
 def call(run: str, digest: str | None = None) -> Any:
     """Run one replica inside a process of a third-party executor, which has this as its entrypoint.
 
+    Exceptions of the user's entrypoint are passed on.
+
     Args:
         run: `<store url>/<run id>`. The rank comes from `REPLICA_RANK`.
-        digest: of the task that was launched, where a launch can carry it.
+        digest: the digest of the task that was launched, for a launch that can pass it on. None, the default: the task
+            is not checked.
 
-    Returns: what the user's entrypoint returned, as a JSON value. Its exceptions are passed on.
+    Returns: the result of the user's entrypoint as a JSON value.
+
+    Raises:
+        ReplicasError: another process has recorded another end of this attempt.
     """
     store_url, run_id = split_address(run)
     record = retry(lambda: read_record(store_at(store_url), run_record_key(run_id), RunRecord.parse), START)
@@ -133,10 +145,11 @@ def call(run: str, digest: str | None = None) -> Any:
     argv = sys.argv
     set_environment(worker.replica)
     worker.heartbeat.start()
-    with heard(worker.warnings):  # this process continues afterwards, and its later warnings are not the replica's
+    # Only within the block, because this process continues afterwards, with warnings that are not the replica's.
+    with collect_warnings(worker.warnings):
         try:
             outcome = worker.succeeded(
-                _called(worker.load(read_task(worker.attempt.store, run_id, digest, patience=START)))
+                _call_entrypoint(worker.load(read_task(worker.attempt.store, run_id, digest, patience=START)))
             )
             error: BaseException | None = None
         except BaseException as raised:
@@ -145,13 +158,14 @@ def call(run: str, digest: str | None = None) -> Any:
                 with contextlib.suppress(StoreError):
                     worker.attempt.request_cancel()
         finally:
-            sys.argv = argv  # it is the caller's process
+            sys.argv = argv  # the process belongs to the caller, who may read it later
         worker.stop(outcome)
     if error is not None:
         try:
-            worker.attempt.record(worker.with_warnings(outcome), patience=BRIEF)  # its caller waits for the error
-        except StoreError as failure:  # nobody has seen yet what was raised, and that counts for more
-            _say(f"replicas: rank {rank}: how it ended cannot be recorded: {failure}\n")
+            # Only briefly, because the caller waits for the error.
+            worker.attempt.record(worker.with_warnings(outcome), patience=BRIEF)
+        except StoreError as failure:  # the user's own error matters more, so that one is raised below
+            _print(f"replicas: rank {rank}: its outcome cannot be recorded: {failure}\n")
         raise error
     recorded = worker.record(outcome)
     if recorded.status is not ReplicaStatus.SUCCEEDED and recorded.error:
@@ -197,8 +211,8 @@ class _Worker:
         """The entrypoint if it got no options; None while it is not known, or if it got some."""
 
     def run(self) -> int:
-        """Call the entrypoint and leave the outcome; return the process's exit code."""
-        with heard(self.warnings):
+        """Call the entrypoint, record the outcome, and return the exit code of the process."""
+        with collect_warnings(self.warnings):
             return self._run()
 
     def _run(self) -> int:
@@ -206,13 +220,13 @@ class _Worker:
         try:
             set_environment(self.replica, assignment.torch_threads)
             if assignment.page is not None:
-                be_watched(assignment.page)
+                start_watch(assignment.page)
             self.heartbeat.start()
             spec = assignment.spec
             task = assignment.task or read_task(
                 self.attempt.store, spec.run_id, spec.task_digest, spec.task_folder, START
             )
-            value = _called(self.load(task))
+            value = _call_entrypoint(self.load(task))
             self._let_finish()
             outcome = self.succeeded(value)
             if assignment.page is not None:
@@ -221,40 +235,46 @@ class _Worker:
             self._let_finish()
             if sigterm_arrived() and not self.heartbeat.supervisor_is_gone:
                 self.stop(None)
-                return TERMINATED  # the supervisor sent SIGTERM, knows why, and writes the outcome
+                return TERMINATED  # the supervisor sent SIGTERM, knows the reason, and writes the outcome
             self._reserve.release()
             outcome = self._orphaned() if sigterm_arrived() else self.raised(error)
             _flush()
             half_a_line = assignment.output_tail().rpartition("\n")[2]
-            _say("\n" * bool(half_a_line) + f"{outcome.error}\n")
-            self._raised = error  # what it holds would end else, and might take its time, before this is recorded
+            _print("\n" * bool(half_a_line) + f"{outcome.error}\n")
+            # Keep the error alive. Else the objects in its frames end here, and that may take long before the record.
+            self._raised = error
         self.stop(outcome)
         _flush()
         self._record(outcome)
         return outcome.exit_code if outcome.exit_code is not None else 1
 
     def _let_finish(self) -> None:
-        """Let nothing interrupt what is left to do: what the entrypoint did is worth writing down."""
+        """Ignore SIGTERM and hang limits from now on, so that the outcome is recorded."""
         ignore_sigterm()
         if self._assignment.page is not None:
             end_watch(self._assignment.page)
 
     def load(self, task: StoredTask) -> Callable[[], Any]:
-        """Return the task to call, having checked this process's health and begun to hand its numbers to a tracker."""
+        """Run the health check, start the tracker, and return the function to call.
+
+        Args:
+            task: the task of the run.
+        """
         replica, self._task = self.replica, task
         launched = replica.launched = task.record.launched_with
-        if not (task.record.args or {}).get("argv"):  # otherwise the user knows how to give them
+        if not (task.record.args or {}).get("argv"):  # a user who gave options knows how to give them
             self._entrypoint = task.record.entrypoint
         settings = None if launched is None else launched.settings
         if settings is not None and settings.health_check is not None:
-            seed_generators(replica, task.record.seed, but=set())  # the check may import the user's module
+            seed_generators(replica, task.record.seed, but=set())  # first, because the check may import user modules
             with replica.section("health check", LIMIT_S):
                 check_health(settings.health_check, self._end_unhealthy if self._assignment.supervisor_pid else None)
         if settings is None or settings.tracker is None or replica.recorder is None:
             return _load(replica, task, self._assignment)
         from executors.worker.tracking import Tracking, tracked, write_page
 
-        # Loaded before the generators are seeded: what it draws is not the user's. Begun after: it loads more modules.
+        # The tracker is loaded before the generators are seeded, so that it takes no numbers of the user's streams. It
+        # starts after that, because its thread loads more modules.
         page = functools.partial(write_page, replica) if replica.rank == 0 else None
         about = tracked(task, replica, self._assignment.spec.launched_at)
         tracking = Tracking(settings.tracker, about, page, self.warnings.add)
@@ -264,15 +284,23 @@ class _Worker:
         return loaded
 
     def stop(self, outcome: Outcome | None) -> None:
-        """Write what is left of measurements; None: the supervisor ends this process soon, and records how it ended."""
+        """Write the last measurements.
+
+        Args:
+            outcome: the outcome of this attempt. None: the supervisor ends this process soon, and records the outcome.
+        """
         self.heartbeat.stop()
         if self._tracking is not None:
             has_succeeded = outcome is not None and outcome.status is ReplicaStatus.SUCCEEDED
             self._tracking.finish(has_succeeded=has_succeeded, is_hurried=outcome is None or sigterm_arrived())
-            self.warnings.write(is_last=True)  # what the tracker did not finish
+            self.warnings.write(is_last=True)  # with the warning of a tracker that did not finish
 
     def succeeded(self, value: Any) -> Outcome:
-        """Return the outcome of an entrypoint that returned: a success, unless what it returned is not a JSON value."""
+        """Return the outcome of an entrypoint that returned: a success if the result is a JSON value.
+
+        Args:
+            value: the result.
+        """
         try:
             result = to_json_value(value)
         except ResultError as error:
@@ -288,15 +316,19 @@ class _Worker:
         )  # fmt: skip
 
     def raised(self, error: BaseException) -> Outcome:
-        """Return the outcome of an entrypoint that raised, or left by `SystemExit`."""
+        """Return the outcome of an entrypoint that raised an exception or `SystemExit`.
+
+        Args:
+            error: the exception.
+        """
         if isinstance(error, SystemExit):
             if (page := self.replica.page) is not None and page.ending_at is not None:
                 return self._left(page)
             code = _exit_code(error.code)
-            said = f" ({error.code})" if isinstance(error.code, str) else ""
-            text = f"The entrypoint ended its process with exit code {code}{said} instead of returning a result."
+            message = f" ({error.code})" if isinstance(error.code, str) else ""
+            text = f"The entrypoint ended its process with exit code {code}{message} instead of returning a result."
             _flush()
-            if not said and (tail := self._assignment.output_tail().strip()):
+            if not message and (tail := self._assignment.output_tail().strip()):
                 text += f" It printed: {last_error(tail)}"
             if code == BAD_OPTIONS and self._entrypoint is not None:
                 text += f" The options of a script go behind --: {command_for(self._entrypoint)} -- …"
@@ -304,18 +336,19 @@ class _Worker:
         if isinstance(error, NoGpuError):
             return self._failed("start_failed", str(error), 1, fingerprint=fingerprint_of(error))
         if isinstance(error, UnhealthyError):
-            return self._failed("start_failed", str(error), 1)  # perhaps the machine's fault: not `deterministic`
+            # Without a fingerprint, because the machine may be the cause: equal failures do not give the rank up.
+            return self._failed("start_failed", str(error), 1)
         reason: Any = error.outcome_reason if isinstance(error, ReplicasError | HangError) else "exception"
-        told = describe_failure(error)
+        fields = describe_failure(error)
         if self.replica.began_after_the_end and reason == "exception":
-            # Most often it is a variable that a loop sets. The line stands alone in events and in the live table, where
+            # The usual cause is a variable that only the loop sets. Events and the live table have this line alone, and
             # `NameError: name 'loss' is not defined` looks like a bug in a script that has run for days.
-            told["error_line"] = f"{told['error_line']} ({AFTER_THE_END})"
-            told["error"] = f"{told['error']}\n{AFTER_THE_END_ADVICE}"
-        return self._failed(reason, exit_code=1, **told)
+            fields["error_line"] = f"{fields['error_line']} ({AFTER_THE_END})"
+            fields["error"] = f"{fields['error']}\n{AFTER_THE_END_ADVICE}"
+        return self._failed(reason, exit_code=1, **fields)
 
     def _left(self, page: SharedPage, result: Any = None) -> Outcome:
-        """Return the outcome of a replica that left because it was asked to, in its own time."""
+        """Return the outcome of a replica that ended by itself after a stop or a notice."""
         if page.is_stopping:
             text = self._sentence("stopped")
             return self._ended(ReplicaStatus.CANCELLED, "stopped", error=text, exit_code=TERMINATED, result=result)
@@ -340,37 +373,41 @@ class _Worker:
         return describe_end(ending, self.replica.rank, self.replica.world_size, **values)
 
     def _record(self, outcome: Outcome) -> None:
-        if run_was_deleted(self.attempt.store, self.attempt.run_id):  # it would be all that there is of the run
+        if run_was_deleted(self.attempt.store, self.attempt.run_id):  # an outcome would create its folder again
             return
         outcome = replace(outcome, output_tail=self._assignment.output_tail())
         self.record(outcome)
 
     def record(self, outcome: Outcome) -> Outcome:
-        """Record the outcome and return the one that counts, though the store fails for minutes.
+        """Record the outcome, and return the outcome that counts. Retry for minutes if the store fails.
 
-        A result cannot be computed again, and the supervisor knows less of a failure than this process.
+        A result cannot be computed again, and the supervisor knows less about a failure than this process.
 
         Args:
-            outcome: how this attempt ended.
+            outcome: the outcome of this attempt.
 
         Raises:
             StoreError: the store did not take it.
         """
         has_warned = False
 
-        def tell(words: str) -> None:
+        def warn(words: str) -> None:
             nonlocal has_warned
-            text = f"rank {self.replica.rank}: how it ended cannot be recorded yet: {words}"
-            if not has_warned:  # once: the rank ended before the time that its outcome is there
+            text = f"rank {self.replica.rank}: its outcome cannot be recorded yet: {words}"
+            if not has_warned:  # one warning shows why the outcome comes later than the end of the rank
                 has_warned = True
                 self.warnings.add(text, place="outcome")
-            _say(f"replicas: {text}\n")
+            _print(f"replicas: {text}\n")
 
-        with self.heartbeat.left_to_supervisor(), waits.saying(tell):
+        with self.heartbeat.left_to_supervisor(), waits.saying(warn):
             return retry(lambda: self._write(outcome), OUTCOME, "the store", is_last=True)
 
     def with_warnings(self, outcome: Outcome) -> Outcome:
-        """Return the outcome with the count of this attempt's warnings."""
+        """Return the outcome with the count of this attempt's warnings.
+
+        Args:
+            outcome: the outcome.
+        """
         return replace(outcome, warned=self.warnings.count)
 
     def _write(self, outcome: Outcome) -> Outcome:
@@ -380,14 +417,14 @@ class _Worker:
         if self._log is not None:
             self._log.put(FINAL_BYTES)
         recorded = self.attempt.record(outcome)
-        # Nothing more, unless the store came back between the two.
+        # Again, because the first write may have failed in an outage that has ended since.
         self.warnings.write(is_last=True)
         if self._log is not None:
             self._log.put(FINAL_BYTES)
         return recorded
 
     def _end_unhealthy(self, words: str) -> None:
-        """Leave the outcome and the process, in a thread beside the check."""
+        """Record the outcome and exit, from the timer's thread, because the health check does not return."""
         try:
             self._record(self._failed("start_failed", words, 1))
             kill_descendants(os.getpid())
@@ -395,10 +432,10 @@ class _Worker:
             os._exit(1)
 
 
-def _called(task: Callable[[], Any]) -> Any:
-    """Call the entrypoint and return its result; `sys.exit(0)` returns None, unless it answers a SIGTERM.
+def _call_entrypoint(task: Callable[[], Any]) -> Any:
+    """Call the entrypoint and return its result. After `sys.exit(0)` the result is None, unless a SIGTERM caused it.
 
-    A process that it forked ends with it: it is not the replica and leaves no outcome.
+    If a process that the entrypoint has forked returns here, it exits: it is not the replica, and records no outcome.
     """
     pid, code = os.getpid(), 1
     try:
@@ -420,15 +457,15 @@ def _called(task: Callable[[], Any]) -> Any:
 
 
 def _exit_code(given: object) -> int:
-    """Return what the system sees of `sys.exit(given)`, where 256 and the like do not look like a success."""
-    if isinstance(given, int):  # also a bool, as in sys.exit(not is_fine)
+    """Return the exit code of `sys.exit(given)`. A multiple of 256 gives 1, because it must not look like a success."""
+    if isinstance(given, int):  # a bool counts, too, as in sys.exit(not is_fine)
         return given & 0xFF or int(given != 0)
     return int(given is not None)
 
 
 def _load(replica: Replica, stored: StoredTask, assignment: Assignment) -> Callable[[], Any]:
-    """Load the task; seed every generator before the user's module is imported, and those that came with it after."""
-    if stored.record.python_version is not None:  # it came from another machine
+    """Load the task. Seed all generators before the import of the user's module, and newly loaded ones after it."""
+    if stored.record.python_version is not None:  # the task came from another machine
         from executors.task.stored import difference
 
         if warning := difference(stored.record.python_version, stored.record.torch):
@@ -436,7 +473,7 @@ def _load(replica: Replica, stored: StoredTask, assignment: Assignment) -> Calla
             if replica.warnings is not None:
                 replica.warnings.add(warning)
     seeded = seed_generators(replica, stored.record.seed, but=set())
-    launched = stored.record.launched_with  # not all of what a resume or an addition gives is in it
+    launched = stored.record.launched_with  # it lacks some variables that a resume or an addition gives
     given = {*assignment.spec.env, *_recorded_env(replica.rank, launched)}
     own = fill_in_environment(replica, given)
     function, args = stored.load(own)
@@ -450,33 +487,35 @@ def _load(replica: Replica, stored: StoredTask, assignment: Assignment) -> Calla
 
 
 def _recorded_env(rank: int, launched: LaunchedWith | None) -> Collection[str]:
-    """Name the variables that the launch gave a rank. An added rank has those of the launch's first placement."""
+    """Return the names of the variables that the launch gave to a rank, or to its first placement for an added rank."""
     if launched is None:
         return ()
     place = next((each for each in launched.placements if rank in each.ranks), launched.placements[0])
     return place.env
 
 
-def _say(words: str) -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # the user may have closed or unset it
+def _print(words: str) -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # the user's code may have closed or replaced it
         sys.stderr.write(words)
 
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # a full disk; closed or unset by the user
+        # The disk may be full, or the user's code may have closed or replaced the stream.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
     flush_c_streams()
 
 
 def _leave(code: int, grace_s: float) -> NoReturn:
-    """Run what was registered at exit, flush, and go without the half second that tearing torch down takes.
+    """Run the functions registered at exit, flush, and exit without the half second that torch needs to shut down.
 
-    What the user's code left running ends here: a supervisor that would do it may be gone.
+    Processes that the user's code left running end here, because the supervisor may have ended.
 
     Args:
+        code: the exit code.
         grace_s: seconds for which these processes may continue after a SIGTERM, to save their work. The supervisor may
-            end the wait before, as it counts from its own request. 0: they are killed.
+            end the wait earlier, because it counts from its own request. 0: they are killed at once.
     """
     try:
         atexit._run_exitfuncs()

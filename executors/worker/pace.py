@@ -1,27 +1,32 @@
-"""How fast a replica's `step` goes on, measured beside it: who looks from elsewhere sees too few of its steps."""
+"""Measures a replica's steps per second, in its own process, because readers of heartbeats see too few of its steps."""
 
 from __future__ import annotations
 
 from collections import deque
 
-MAX_STEP = 1e15  # reports may be any number
-LEAP = 3.0  # times as many steps as usual
-ENOUGH = 3  # steps seen; one of two may be a leap
-WINDOW_S = 60.0  # long enough that a round of some seconds moves the rate little
+MAX_STEP = 1e15  # a report may be any number
+LEAP = 3.0  # a rate of this many times the usual one is a leap
+ENOUGH = 3  # the fewest observations; of only two, one may be a leap
+WINDOW_S = 60.0  # so long that a round of some seconds changes the rate little
 
 
 class Pace:
-    """Steps per second over the last minute, by the steps seen now and then."""
+    """The steps per second over the last minute, computed from occasional observations of the step."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, float]] = deque()  # when the step had changed, and the step
         self._has_caught_up = False
 
     def look(self, now: float, step: float | None) -> None:
-        """Take down what the step is now."""
+        """Note the present step.
+
+        Args:
+            now: the time in seconds, by a monotonic clock.
+            step: the step that the replica reported last. None: it has reported none.
+        """
         if step is None or not abs(step) < MAX_STEP or (self._seen and step == self._seen[-1][1]):
             return
-        if self._seen and step < self._seen[-1][1]:  # it went back to a checkpoint
+        if self._seen and step < self._seen[-1][1]:  # the replica went back to a checkpoint
             self._seen.clear()
         self._seen.append((now, step))
         if not self._has_caught_up:
@@ -30,9 +35,9 @@ class Pace:
             self._seen.popleft()
 
     def _catch_up(self) -> None:
-        """Begin anew behind the first leap, by which a replica that came back catches up with the run.
+        """Begin the measurement again after the first leap, with which a returned replica catches up with the run.
 
-        One that goes on leaping is always late: that is how it gets on.
+        Later leaps count, because a replica that leaps again and again is always late, and that is its real pace.
         """
         if len(self._seen) < ENOUGH:
             return
@@ -46,7 +51,13 @@ class Pace:
         self._has_caught_up = True
 
     def steps_per_s(self, now: float) -> float | None:
-        """Return the rate, which falls while the step has stood for longer than it used to; None: not known yet."""
+        """Return the steps per second. The rate falls while the step has not changed for longer than usual.
+
+        Args:
+            now: the time in seconds, by the same clock.
+
+        Returns: the rate with three digits. None: there are too few observations.
+        """
         if len(self._seen) < ENOUGH:
             return None
         (began, first), (changed, last) = self._seen[0], self._seen[-1]

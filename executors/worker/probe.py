@@ -1,4 +1,4 @@
-"""What `replicas doctor` shows of a machine, and with `--probe` of a replica."""
+"""Collects the facts on a machine for `replicas doctor`, and on a replica for `replicas doctor --probe`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = ("torch", "numpy", "boto3", "modal", "huggingface_hub", "kubernetes")
 
 
 def describe_environment() -> dict[str, str]:
-    """Return the facts about where this process runs: system, Python, packages, cores, GPUs."""
+    """Return the facts about this machine: system, Python, packages, cores and GPUs, by their names."""
     return {
         "system": f"{platform.system()} {platform.release()}",
         "python": f"{platform.python_version()} at {sys.executable}",
@@ -30,9 +30,14 @@ def describe_environment() -> dict[str, str]:
 
 
 def probe(gpu: str | None = None) -> dict[str, str]:
-    """Return the facts about a replica; where a GPU was asked for, also what torch sees, and how long that took."""
+    """Return the facts about a replica, by their names.
+
+    Args:
+        gpu: the GPU that the launch asked for. With one, the facts on torch and its import are included. None, the
+            default: without.
+    """
     facts = describe_environment()
-    print("probed", flush=True)  # `doctor` looks for its log
+    print("probed", flush=True)  # `doctor` checks that the log of the replica has this line
     if gpu is None:
         return facts
     began = time.monotonic()
@@ -49,7 +54,7 @@ def probe(gpu: str | None = None) -> dict[str, str]:
 
 
 def driver_version() -> str | None:
-    """Return the version of the NVIDIA driver; None where there is none."""
+    """Return the version of the NVIDIA driver. None: no driver was found."""
     with contextlib.suppress(OSError):
         if found := re.search(r"\b\d+\.\d[\d.]*", NVIDIA_DRIVER_FILE.read_text()):
             return found.group()
@@ -71,7 +76,11 @@ def _gpus() -> str:
 
 
 def nvidia_smi(*arguments: str) -> list[str]:
-    """Return the lines that `nvidia-smi` prints; none where it fails."""
+    """Return the lines that `nvidia-smi` prints. The list is empty if the command fails.
+
+    Args:
+        arguments: the arguments of the command.
+    """
     try:
         command = ["nvidia-smi", *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()

@@ -1,4 +1,4 @@
-"""What an entrypoint returned, as a JSON value, or an error that names the path of what is not one."""
+"""Converts the result of an entrypoint to a JSON value, or raises an error with the path of the part that is none."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ MAX_INTEGER_BITS = 14_000  # Python refuses to write integers of more than 4,300
 
 
 def to_json_value(value: Any, path: str = "result", depth: int = 0) -> Any:
-    """Return the value with tuples as lists and one-element numpy or torch scalars as numbers.
+    """Return the value with tuples as lists, and numpy or torch values of one element as numbers.
+
+    Args:
+        value: the result.
+        path: the place of the value within the result, for the error. Default: the result itself.
+        depth: the number of containers around the value. Default 0.
 
     Raises:
-        ResultError: something in it is not a JSON value.
+        ResultError: a part of it is not a JSON value.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -42,7 +47,11 @@ def to_json_value(value: Any, path: str = "result", depth: int = 0) -> Any:
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether this has the methods of a numpy or torch scalar or one-element array; neither need be installed."""
+    """Return True for a numpy or torch value of one element. Neither package needs to be installed.
+
+    Args:
+        value: any object.
+    """
     if not callable(getattr(value, "item", None)):
         return False
     count = getattr(value, "numel", None)

@@ -1,7 +1,7 @@
-"""What SIGTERM does to a replica: it raises `SystemExit` in the entrypoint, so that `finally` runs, until that arrives.
+"""Turns SIGTERM into a `SystemExit` in the entrypoint, so that its `finally` blocks run.
 
-Python ignores what is raised in a finalizer or the callback of a weak reference, as its import locks have one. Where
-it ignores ours, it is raised again.
+Python ignores an exception that is raised in a finalizer, or in the callback of a weak reference, as in its import
+locks. If it ignores our exception, the exception is raised again a moment later.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 from executors.replica.shared_page import SharedPage
 
-TERMINATED = 143  # 128 + SIGTERM, as a shell says it
-AGAIN_AFTER_S = 0.01  # seconds in which a callback ends
+TERMINATED = 143  # 128 + SIGTERM, the exit code that a shell reports
+AGAIN_AFTER_S = 0.01  # the callback that ignored the exception has ended by then
 
 _arrived = False
 _page: SharedPage | None = None
@@ -28,10 +28,10 @@ class Terminated(SystemExit):
 
 
 def handle_sigterm(page: SharedPage | None) -> None:
-    """Turn the first SIGTERM into SystemExit; a second one ends the process.
+    """Turn the first SIGTERM into SystemExit. A second one ends the process.
 
     Args:
-        page: says when that has to wait.
+        page: the page of the replica. The exception waits while the replica is in `atomic`. None: there is no page.
     """
     global _page
     _page = page
@@ -41,12 +41,12 @@ def handle_sigterm(page: SharedPage | None) -> None:
 
 
 def ignore_sigterm() -> None:
-    """Let the worker finish: what the entrypoint did is worth writing down."""
+    """Ignore SIGTERM from now on, so that the worker can record the outcome."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def sigterm_arrived() -> bool:
-    """Whether this replica was asked to end."""
+    """Return True if this replica was asked to end."""
     return _arrived
 
 
@@ -65,16 +65,17 @@ def _raise_again(ignored: Any) -> None:
         sys.__unraisablehook__(ignored)
         return
     signal.signal(signal.SIGTERM, _terminate)
-    _thread.start_new_thread(_send_again, ())  # what is raised in this hook would be ignored as well
+    _thread.start_new_thread(_send_again, ())  # Python would also ignore an exception that is raised in this hook
 
 
 def _send_again() -> None:
     time.sleep(AGAIN_AFTER_S)
-    if signal.getsignal(signal.SIGTERM) is _terminate:  # else another one came meanwhile, or the entrypoint has ended
+    # The handler differs if another SIGTERM came meanwhile, or if the entrypoint has ended.
+    if signal.getsignal(signal.SIGTERM) is _terminate:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _forget() -> None:
-    """Let a helper that the replica forks die of SIGTERM as any process: its pool would wait for it for ever."""
+    """Restore the default of SIGTERM in a forked helper. A helper that survives it would block its pool forever."""
     if signal.getsignal(signal.SIGTERM) is _terminate:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""What an entrypoint finds around it: the environment contract, its share of the cores, its GPU, its random numbers."""
+"""Prepares a process for its entrypoint: environment variables, threads, the GPU, and seeds of random numbers."""
 
 from __future__ import annotations
 
@@ -28,23 +28,29 @@ class NoGpuError(ReplicasError):
 
 
 def set_environment(replica: Replica, threads: int | None = None) -> None:
-    """Make the replica known to this process and its children.
+    """Set the environment variables of the replica, for this process and its children.
 
     Args:
-        threads: how many torch and OpenMP use, unless the user has set `OMP_NUM_THREADS`. None: left alone.
+        replica: the replica.
+        threads: the number of threads for torch and OpenMP, unless the user has set `OMP_NUM_THREADS`. None, the
+            default: nothing is set.
     """
     environment.leave_process_group()
     contract = (replica.rank, replica.world_size, replica.run_id, replica.attempt, replica.rendezvous)
     os.environ.update(zip(environment.CONTRACT, map(str, contract), strict=True))
     set_current_replica(replica)
     if threads is not None:
-        said = os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-        if "torch" in sys.modules and said.isdigit():  # imported before the variable was set
-            sys.modules["torch"].set_num_threads(int(said))
+        n_threads = os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        if "torch" in sys.modules and n_threads.isdigit():  # torch read the variable before it was set
+            sys.modules["torch"].set_num_threads(int(n_threads))
 
 
 class OwnValues(dict[str, object]):
-    """A replica's own values for the placeholders, by name."""
+    """A replica's own values for the placeholders, by name. It notes which of them were used.
+
+    Args:
+        values: the values.
+    """
 
     def __init__(self, values: Mapping[str, object]) -> None:
         super().__init__(values)
@@ -57,10 +63,10 @@ class OwnValues(dict[str, object]):
 
 
 def fill_in_environment(replica: Replica, given: Iterable[str]) -> OwnValues:
-    """Replace the placeholders in variables; return the values of all placeholders.
+    """Replace the placeholders in environment variables. Return the values of all placeholders.
 
     Args:
-        replica: whose values they are.
+        replica: the replica whose values replace the placeholders.
         given: the names of the variables that the user gave.
     """
     own = OwnValues({name: getattr(replica, name) for name in NAMES})
@@ -71,18 +77,21 @@ def fill_in_environment(replica: Replica, given: Iterable[str]) -> OwnValues:
 
 
 def check_gpu(asked: str) -> None:
-    """Check that torch, where it is installed, can use a GPU: training on the CPU of a GPU's machine helps nobody.
+    """Check that torch can use a GPU, so that no replica trains on the CPU of a machine with a paid GPU.
 
-    An entrypoint whose module has loaded another framework and no torch is left alone.
+    There is no check without torch, or if the entrypoint's module has loaded another framework and no torch.
+
+    Args:
+        asked: the GPU that the launch asked for, for the message.
 
     Raises:
-        NoGpuError: it cannot; the message says which driver and which build of torch do not fit.
+        NoGpuError: torch cannot use a GPU. The message has the driver and the build of torch.
     """
     if "torch" not in sys.modules and any(name in sys.modules for name in OTHER_FRAMEWORKS):
         return
     try:
         torch = importlib.import_module("torch")
-    except (ImportError, OSError):  # not there, or not for this machine: who needs it will say so
+    except (ImportError, OSError):  # an entrypoint that needs torch raises this error itself
         return
     if torch.cuda.is_available():
         return
@@ -107,31 +116,40 @@ def check_gpu(asked: str) -> None:
 
 
 def await_gpu_release(pid: int, limit_s: float = GPU_RELEASE_S) -> None:
-    """Wait until an ended process is gone from the GPUs of this machine, whose memory it may hold a little longer."""
+    """Wait until an ended process has freed the memory of this machine's GPUs, which takes a moment.
+
+    Args:
+        pid: the process.
+        limit_s: the longest wait in seconds. Default 50. After it, a warning is printed, and the replica starts.
+    """
     from executors.worker.probe import nvidia_smi
 
-    began, has_told = time.monotonic(), False
+    began, has_printed = time.monotonic(), False
     while str(pid) in nvidia_smi("--query-compute-apps=pid", "--format=csv,noheader"):
-        if not has_told:
-            _say(f"waiting until process {pid}, which has ended, is gone from the GPU")
-            has_told = True
+        if not has_printed:
+            _print(f"waiting until process {pid}, which has ended, is gone from the GPU")
+            has_printed = True
         if time.monotonic() - began > limit_s:
             still = f"process {pid} is still on the GPU after {limit_s:g} s; starting all the same"
-            _say(still)
+            _print(still)
             EARLY_WARNINGS.append(f"{still}.")
             return
         time.sleep(GPU_PAUSE_S)
 
 
-def _say(words: str) -> None:
+def _print(words: str) -> None:
     print(f"replicas: {words}.", file=sys.stderr, flush=True)
 
 
 def seed_generators(replica: Replica, seed: int | None, but: set[str]) -> set[str]:
-    """Give every generator that is loaded a stream of this rank's own; return their names.
+    """Seed the loaded random generators of Python, numpy and torch, each rank with its own stream.
 
     Args:
-        but: those seeded before, which the user's module may have seeded otherwise since.
+        replica: the replica.
+        seed: the seed of the run. None: the id of the run is the seed.
+        but: generators that were seeded before. The user's module may have seeded them since, so they are left out.
+
+    Returns: the names of all loaded generators.
     """
     source = f"{replica.run_id if seed is None else seed}/{replica.rank}"
     loaded: set[str] = {name for name in ("random", "numpy", "torch") if name in sys.modules}

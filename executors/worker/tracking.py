@@ -1,6 +1,6 @@
-"""The numbers of a replica, handed to a tracker in a thread that does nothing else.
+"""Sends the numbers of a replica to a tracker, such as wandb, from a thread of its own.
 
-Neither the training nor the heartbeat waits for it, and what fails there is one warning.
+Neither the training nor the heartbeat waits for the tracker. A failure of the tracker is one warning.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from executors.report.scalars import scalars
 from executors.report.trackers import TakesPage, Tracked, load_tracker
 from executors.task.stored import StoredTask
 
-MAX_WAITING = 10_000  # lines that wait for the tracker: hours of them
-FINISH_S = 20.0  # how long a replica waits at its end for what is left
-PAGE_SHARE = 0.5  # of that, for the page of the run
-HURRIED_S = 2.5  # where it is killed soon
+MAX_WAITING = 10_000  # lines that wait for the tracker, which is some hours of them
+FINISH_S = 20.0  # a replica waits so long at its end for the tracker
+PAGE_SHARE = 0.5  # the share of this time for the page of the run
+HURRIED_S = 2.5  # the wait of a replica that is killed soon
 
 
 class Tracking:
-    """One tracker of this replica: loaded when this is made, begun by `start`.
+    """The connection of this replica to one tracker. The constructor loads the tracker, and `start` starts it.
 
     Args:
-        name: of the tracker, as the task says it.
-        tracked: what the tracker gets to know of this replica and its run.
-        write_page: writes the page of the run, for a tracker that takes it. None: it gets no page.
-        on_warning: gets a sentence, once, when the tracker fails. It is in stderr, too.
+        name: the name of the tracker, from the settings of the run.
+        tracked: the facts on this replica and its run that the tracker gets.
+        write_page: writes the page of the run into a file, for a tracker that takes it. None, the default: it gets no
+            page.
+        on_warning: gets one sentence if the tracker fails. The sentence is also printed to stderr.
     """
 
     def __init__(
@@ -56,17 +57,22 @@ class Tracking:
         self._page_by = 0.0
         self._has_complained = False
         self._class: Any = None
-        with self._told("cannot be loaded here, so it gets no numbers"):
+        with self._warned("cannot be loaded here, so it gets no numbers"):
             self._class = load_tracker(name)
 
     def start(self) -> None:
-        """Begin to hand on."""
+        """Start the thread that sends numbers to the tracker."""
         if self._class is not None:
             self._thread = threading.Thread(target=self._run, name="replicas-tracker", daemon=True)
             self._thread.start()
 
     def take(self, at: float, line: Mapping[str, Any]) -> None:
-        """Take a line of measurements, made at this Unix time; never waits."""
+        """Queue a line of measurements for the tracker. Never waits.
+
+        Args:
+            at: the Unix time of the measurements.
+            line: the numbers, by name.
+        """
         if self._class is not None:
             try:
                 self._waiting.put_nowait((at, line))
@@ -74,14 +80,19 @@ class Tracking:
                 self._complain("does not keep up, so some numbers are missing there")
 
     def finish(self, *, has_succeeded: bool, is_hurried: bool) -> None:
-        """Hand on what is left, and end."""
+        """Send the remaining lines, and end the thread.
+
+        Args:
+            has_succeeded: whether the replica has succeeded.
+            is_hurried: whether the replica is killed soon, so that the wait must be short.
+        """
         thread, self._thread = self._thread, None
         if thread is None or not thread.is_alive():
             return
         self._has_succeeded, self._is_hurried = has_succeeded, is_hurried
         limit_s = HURRIED_S if is_hurried else FINISH_S
         self._page_by = time.monotonic() + PAGE_SHARE * limit_s
-        with contextlib.suppress(queue.Full):  # it hangs
+        with contextlib.suppress(queue.Full):  # the tracker hangs
             self._waiting.put_nowait(None)
         thread.join(limit_s)
         if thread.is_alive():
@@ -89,7 +100,7 @@ class Tracking:
 
     def _run(self) -> None:
         tracker: Any = None
-        with self._told("cannot begin, so it gets no numbers"):
+        with self._warned("cannot begin, so it gets no numbers"):
             tracker = self._class(self._tracked)
         if tracker is None:
             self._class = None
@@ -97,7 +108,7 @@ class Tracking:
         strange = Counter[str]()
         while (item := self._waiting.get()) is not None:
             at, line = item
-            with self._told("refuses numbers, so some are missing there"):
+            with self._warned("refuses numbers, so some are missing there"):
                 row = parse_line({"t": 0.0, **line}, self._tracked.rank, self._tracked.attempt, "a line", strange)
                 if isinstance(row, Left | LeftOut):
                     continue
@@ -105,41 +116,48 @@ class Tracking:
                 if numbers:
                     tracker.log(numbers, step, at)
         if self._write_page is not None and isinstance(tracker, TakesPage) and not self._is_hurried:
-            with self._told("did not take the page of the run"), tempfile.TemporaryDirectory() as folder:
+            with self._warned("did not take the page of the run"), tempfile.TemporaryDirectory() as folder:
                 path = Path(folder, f"{self._tracked.run_id}.html")
                 writing = threading.Thread(target=self._write, args=(self._write_page, path), daemon=True)
-                writing.start()  # a store that does not answer would keep the tracker from its end
+                writing.start()  # in a thread, because a store that does not answer would delay the tracker's end
                 writing.join(max(0.0, self._page_by - time.monotonic()))
                 if writing.is_alive():
                     self._complain("did not get the page of the run: it was not written in time")
                 elif path.exists():
                     tracker.page(path)
-        with self._told("did not finish, so some numbers may be missing there"):
+        with self._warned("did not finish, so some numbers may be missing there"):
             tracker.finish(has_succeeded=self._has_succeeded)
 
     def _write(self, write_page: Callable[[Path], object], path: Path) -> None:
-        with self._told("did not get the page of the run"):
+        with self._warned("did not get the page of the run"):
             write_page(path)
 
     @contextlib.contextmanager
-    def _told(self, what: str) -> Iterator[None]:
-        """Tell on stderr what is raised in the block, and go on."""
+    def _warned(self, problem: str) -> Iterator[None]:
+        """Turn an error in the block into a warning, and continue."""
         try:
             yield
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a tracker's failure is not the training's
-            self._complain(f"{what}: {type(error).__name__}: {error}")
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a failure of the tracker must not end the training
+            self._complain(f"{problem}: {type(error).__name__}: {error}")
 
-    def _complain(self, what: str) -> None:
+    def _complain(self, problem: str) -> None:
         if not self._has_complained:
             self._has_complained = True
-            text = f"rank {self._tracked.rank}: the tracker {self._name!r} {what}"
+            text = f"rank {self._tracked.rank}: the tracker {self._name!r} {problem}"
             self._on_warning(text)
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # the disk is full; closed by the user
+            # The disk may be full, or the user's code may have closed or replaced stderr.
+            with contextlib.suppress(OSError, ValueError, AttributeError):
                 sys.stderr.write(f"replicas: {text}\n")
 
 
 def tracked(task: StoredTask, replica: Replica, launched_at: float) -> Tracked:
-    """Return what a tracker is told of a replica and of its task."""
+    """Return the facts on a replica and its task that a tracker gets.
+
+    Args:
+        task: the task of the run.
+        replica: the replica.
+        launched_at: the Unix time of the launch.
+    """
     launched, record = task.launched_with, task.record
     settings = {
         "run": task.run_id,
@@ -163,7 +181,12 @@ def tracked(task: StoredTask, replica: Replica, launched_at: float) -> Tracked:
 
 
 def write_page(replica: Replica, path: Path) -> None:
-    """Write the page of a replica's run, as it is now and the rendezvous shows it."""
+    """Write the page of a replica's run, by the present records in the store.
+
+    Args:
+        replica: the replica.
+        path: the file.
+    """
     from executors.run.run_view import RunView
 
     store_alone: Any = _StoreAlone()
@@ -171,7 +194,7 @@ def write_page(replica: Replica, path: Path) -> None:
 
 
 class _StoreAlone:
-    """In place of the executor: a replica has no account to ask, so who has left no outcome runs."""
+    """An executor that asks no service, because a replica has no account. Ranks without an outcome are running."""
 
     backend_name = "store"
     supports_inter_replica_network = False

@@ -1,7 +1,7 @@
-"""Tells whether a replica trained a model without the others, by what its process has left behind.
+"""Detects that a replica trained a model without the others, by the modules and objects of its process.
 
-A launch of several replicas of a script that knows nothing of `replicas` trains the same model several times and
-succeeds. That deserves a line, and nothing else may get it: sharded inference, sweeps and plain functions are wanted.
+If a script that does not use `replicas` is launched several times, it trains the same model several times and succeeds.
+The user gets a warning for that. Sharded inference, sweeps and plain functions are intended, and get no warning.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ def has_trained_alone(replica: Replica, task: TaskRecord) -> bool:
     - No argument and no variable has `${rank}`, and no source file of the user names `REPLICA_RANK`.
 
     Args:
-        replica: of this process, whose entrypoint has returned.
-        task: what it was started with.
+        replica: the replica of this process, whose entrypoint has returned.
+        task: the task of the run.
     """
     if replica.world_size < 2 or replica.knows_rank or task.entrypoint is None:
         return False
     try:
         return _made_optimizer() and not any(RANK.encode() in source for source in _users_sources(task.entrypoint))
-    except Exception:  # noqa: BLE001 - a module of the user may be any object, and a result must not be lost for a hint
+    except Exception:  # noqa: BLE001 - modules may be any object, and no result may be lost because of a hint
         return False
 
 
 def _made_optimizer() -> bool:
-    """Tell whether any optimizer of torch was made in this process."""
+    """Return True if an optimizer of torch was made in this process."""
     torch = sys.modules.get("torch")
     base = getattr(getattr(torch, "optim", None), "Optimizer", None)
     # The constructor of an optimizer wraps the `step` of its class once, and marks it so. With a future torch that does

@@ -1,6 +1,7 @@
 """Handlers for the records of the loggers `executors` and `diloco` in a replica.
 
-Imported only where `logging` is: it takes as long as a fork, and its hooks would slow down every fork after it.
+This module is imported only after `logging`. That import takes as long as a fork, and its hooks slow down each later
+fork.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ MAX_FRAMES = 20
 
 
 def attach(names: Iterable[str], add: Callable[[str, str], None], note: Callable[..., None]) -> Callable[[], None]:
-    """Hear loggers from here on; return a function that ends it.
+    """Add handlers to loggers, and return a function that removes them.
 
     Args:
-        names: of the loggers. Their child loggers are included.
-        add: gets the text of each record of level WARNING or above, and where in the code it comes from.
-        note: gets message and category of each warning that `logging.captureWarnings(True)` turned into a record.
+        names: the names of the loggers. Their child loggers are included.
+        add: gets the text of each record of level WARNING or above, and its place in the code.
+        note: gets the message and the category of each warning that `logging.captureWarnings(True)` turned into a
+            record.
 
     Example:
         detach = attach(["diloco"], warnings.add, note_warning)
@@ -41,7 +43,7 @@ def attach(names: Iterable[str], add: Callable[[str, str], None], note: Callable
 
 
 class _LoggerHandler(logging.Handler):
-    """Hands on the records of our loggers, and shows them as if there was no such handler."""
+    """Passes on the records of our loggers. They are still printed as if this handler did not exist."""
 
     def __init__(self, add: Callable[[str, str], None]) -> None:
         super().__init__(logging.WARNING)
@@ -69,7 +71,7 @@ def _is_taken(name: str) -> bool:
 
 
 class _CapturedHandler(logging.Handler):
-    """Hands on warnings that `logging.captureWarnings(True)` took away from `warnings.showwarning`."""
+    """Passes on warnings that `logging.captureWarnings(True)` redirects from `warnings.showwarning` to a logger."""
 
     def __init__(self, note: Callable[..., None]) -> None:
         super().__init__(logging.WARNING)

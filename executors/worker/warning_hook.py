@@ -1,8 +1,8 @@
 """The only place that collects a replica's warnings, from `warnings.warn` and from loggers.
 
 Every text still goes to the same place as without this hook: to the handlers that the user configured, or to stderr.
-The hook only adds it to the attempt's `WarningLog`. It imports no `logging`: most replicas have it, and the others
-start faster without.
+The hook only adds it to the attempt's `WarningLog`. It does not import `logging` itself, because replicas that do not
+need it start faster without it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ MAX_FRAMES = 20
 
 
 @contextlib.contextmanager
-def heard(log: WarningLog) -> Iterator[None]:
+def collect_warnings(log: WarningLog) -> Iterator[None]:
     """Add the warnings of `executors` and `diloco` in this process to a log, within the block.
 
     Args:
-        log: what collects them. After the block it gets nothing more.
+        log: collects the warnings. After the block it gets no more.
 
     Example:
-        with heard(WarningLog(attempt)):
+        with collect_warnings(WarningLog(attempt)):
             entrypoint()
     """
     note = functools.partial(_note_warning, log)
@@ -46,20 +46,20 @@ def heard(log: WarningLog) -> Iterator[None]:
 
     with contextlib.ExitStack() as leaving:
 
-        def hear_loggers() -> None:
+        def attach_to_loggers() -> None:
             from executors.worker.warning_handlers import attach
 
             leaving.callback(attach(OURS, log.add, note))
 
         if "logging" in sys.modules:
-            hear_loggers()
+            attach_to_loggers()
         else:
-            leaving.enter_context(_when_imported("logging", hear_loggers))
+            leaving.enter_context(_when_imported("logging", attach_to_loggers))
         warnings.showwarning = show
         try:
             yield
         finally:
-            # Else the user, or `logging`, has put another in its place, which keeps this one.
+            # If the user's code or `logging` has replaced the hook since, their function stays.
             if warnings.showwarning is show:
                 warnings.showwarning = shown_before
 
@@ -104,8 +104,8 @@ class _Watching:
         self._act = act
 
     def stop(self) -> None:
-        """Leave the import system."""
-        with contextlib.suppress(ValueError):  # it has left
+        """Remove this finder from the import system."""
+        with contextlib.suppress(ValueError):  # it was removed before
             sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
@@ -113,7 +113,7 @@ class _Watching:
         if name != self._name:
             return None
         self.stop()
-        # As the other finders find it: one of them keeps a `logging.py` of the user out.
+        # Ask the other finders in their order: one of them ignores a `logging.py` of the user.
         specs = (finder.find_spec(name, path, target) for finder in list(sys.meta_path))
         spec = next((found for found in specs if found is not None), None)
         loader: Any = None if spec is None else spec.loader

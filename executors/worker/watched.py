@@ -1,6 +1,7 @@
-"""The rank's side of the page: it beats and ticks, and answers its supervisor's signals.
+"""The rank's side of the watchdog: it beats and ticks in the shared page, and handles the supervisor's two signals.
 
-It answers one with the stacks of its threads, also where the GIL is held; and the other by raising `HangError`.
+At the first signal it dumps the stacks of its threads, which works also while a call holds the GIL. At the second it
+raises `HangError` in the main thread.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from executors.errors import HangError
 from executors.process import memory_file, own_threads
 from executors.replica.shared_page import SharedPage
 
-SIGRTMIN: int = getattr(signal, "SIGRTMIN", 34)  # macOS has none; there only `inline` runs, which is not watched
+SIGRTMIN: int = getattr(signal, "SIGRTMIN", 34)  # macOS has none, and runs only the backend inline, without a watchdog
 STACKS_SIGNAL = SIGRTMIN + 5
 HANG_SIGNAL = SIGRTMIN + 6
 STACKS_NAME = "replicas-stacks"
@@ -29,48 +30,56 @@ _page: SharedPage | None = None
 _TICK = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 
-def be_watched(page: SharedPage) -> None:
-    """Begin to beat, and to answer signals. Called by the main thread of a process of our own."""
+def start_watch(page: SharedPage) -> None:
+    """Start to beat and to handle the signals. The main thread of a process of our own calls this.
+
+    Args:
+        page: the page that the rank shares with its supervisor.
+    """
     global _page
     _page = page
-    with contextlib.suppress(OSError, AttributeError):  # a sandbox or a system without it: no stacks
+    with contextlib.suppress(OSError, AttributeError):  # some sandboxes and systems lack it; then there are no stacks
         file = memory_file(STACKS_NAME)
         fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # the supervisor truncates it
         faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
         page.stacks_file = file
     signal.signal(HANG_SIGNAL, _raise_hang)
-    os.register_at_fork(after_in_child=_be_unwatched)
+    os.register_at_fork(after_in_child=_end_watch_in_child)
     page.main_thread = _thread.get_ident()
     page.beat = page.tick = monotonic()
     before = own_threads()
     _thread.start_new_thread(_beat, (page,))
-    # Not by that thread: the entrypoint may take the GIL for ever before the thread had its first turn.
+    # The new thread cannot set this itself: the entrypoint may hold the GIL before that thread runs for the first time.
     page.beat_thread = max(own_threads() - before, default=0)
-    # That thread takes it: the call in which the main thread hangs is not to be interrupted by a look.
+    # Only the beating thread gets the signal for stacks, so that it does not interrupt a call of the main thread.
     signal.pthread_sigmask(signal.SIG_BLOCK, (STACKS_SIGNAL,))
     page.ready = 1
 
 
 def end_watch(page: SharedPage) -> None:
-    """Be judged no more: the entrypoint has ended."""
+    """End the watchdog's judgment, because the entrypoint has ended.
+
+    Args:
+        page: the page that the rank shares with its supervisor.
+    """
     signal.signal(HANG_SIGNAL, signal.SIG_IGN)
     page.unwatched, page.ready = 1, 0
 
 
 def _beat(page: SharedPage) -> None:
-    """Beat once a second, and have the main thread tick."""
+    """Beat once a second, and ask the main thread to tick."""
 
     def tick(_: object) -> int:
         page.tick = monotonic()
         return 0
 
-    # Not in the heartbeat's thread: a store that hangs would look like a held GIL.
+    # The heartbeat has a thread of its own, because a store that hangs would look like a held GIL here.
     pause, called, add = _thread.allocate_lock(), _TICK(tick), ctypes.pythonapi.Py_AddPendingCall
     pause.acquire()
     ticked_at = -1.0
     while True:
         page.beat = monotonic()
-        if page.tick != ticked_at:  # else the call before is still to be made
+        if page.tick != ticked_at:  # else the main thread has not made the last call yet
             ticked_at = page.tick
             add(called, None)
         pause.acquire(timeout=BEAT_S)
@@ -89,8 +98,8 @@ def _raise_hang(signum: int, frame: FrameType | None) -> None:
     raise error
 
 
-def _be_unwatched() -> None:
-    """Let a helper that the rank forks share nothing, and treat the signals as any process."""
+def _end_watch_in_child() -> None:
+    """In a forked helper of the rank, detach from the page, and restore the defaults of the signals."""
     if _page is not None:
         _page.detach()
         faulthandler.unregister(STACKS_SIGNAL)

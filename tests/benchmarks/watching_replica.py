@@ -63,9 +63,9 @@ def beat_for(seconds: float, is_watched: bool) -> float:
     """Return the processor time that this process uses while it waits."""
     if is_watched:
         from executors.replica.shared_page import SharedPage
-        from executors.worker.watched import be_watched
+        from executors.worker.watched import start_watch
 
-        be_watched(SharedPage())
+        start_watch(SharedPage())
     began, until = time.process_time(), time.monotonic() + seconds
     while time.monotonic() < until:
         time.sleep(0.25)

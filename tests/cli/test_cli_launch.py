@@ -204,7 +204,7 @@ USAGE = [
     (["--n", "2", "--timeout", "-1"], "--timeout '-1' is not a duration"),
     (["--n", "2", "--timeout", "5 minutes"], "'5 minutes' is not a duration. Give seconds, or "),
     (["--n", "2", "--secret", "NOT_SET"], "The secret 'NOT_SET' is not set"),
-    (["--n", "2", "--rendezvous", "memory://x"], "lives in this process alone"),
+    (["--n", "2", "--rendezvous", "memory://x"], "exists only in this process"),
     (["--n", "2", "--rendezvous", "ftp://x"], "No store has the scheme 'ftp'"),
     (["--n", "2", "--rendezvous", "s3://"], "An S3 store needs a bucket"),
     (["--n", "2", "--rendezvous", "s3:/bucket"], "as in 's3://bucket'"),

@@ -26,7 +26,7 @@ from executors.settings.run_spec import StartSpec
 from executors.store import store_at
 from executors.store.added_ranks import added_key
 from executors.store.records import exists, to_bytes
-from executors.task.added import read_added
+from executors.task.added import read_additions
 from executors.testing import eventually
 
 LOCAL: Any = {"preload": (), "term_grace_s": 0.5}
@@ -178,12 +178,12 @@ def test_threads_that_look_at_once_count_each_addition_once(go: Path, monkeypatc
     both_read = threading.Barrier(2)
 
     def slowly(*args: Any) -> Any:
-        found = list(read_added(*args))
+        found = list(read_additions(*args))
         with ThreadPoolExecutor(1):  # another thread may come in between
             both_read_if_unguarded(both_read)
         return found
 
-    monkeypatch.setattr("executors.run.run_placements.read_added", slowly)
+    monkeypatch.setattr("executors.run.run_placements.read_additions", slowly)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda _: run.placements.read_added(), range(2)))
     assert list(run.placements.ranks) == [0, 1, 2]

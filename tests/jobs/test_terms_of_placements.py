@@ -30,7 +30,7 @@ from executors.run import run_index
 from executors.run.resume import resume
 from executors.run.run_index import Note, noted_at_launch, noted_options, remember, remember_added
 from executors.run.start_spec import start_specs_of, trusted_task
-from executors.task.added import Added, take_ranks
+from executors.task.added import Addition, take_ranks
 from executors.testing import eventually
 
 __all__ = ["folder", "others"]  # fixtures
@@ -165,7 +165,7 @@ def test_a_cancel_after_a_resume_counts_for_what_is_being_added(
     come(folder, "0-1")
     take = take_ranks
 
-    def cancelled(*args: Any) -> Added:
+    def cancelled(*args: Any) -> Addition:
         run.request_cancel()
         return take(*args)
 

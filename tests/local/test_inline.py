@@ -111,7 +111,7 @@ def test_what_the_entrypoint_raises_is_passed_on_though_its_store_takes_nothing(
         launch("inline", entrypoint, 1, rendezvous=tmp_path)
         assert type(sys.last_value) is kind
     printed = capsys.readouterr().err
-    assert "how it ended cannot be recorded: Cannot create" in printed
+    assert "its outcome cannot be recorded: Cannot create" in printed
 
 
 def test_an_inline_run_whose_outcome_could_not_be_written_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

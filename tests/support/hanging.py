@@ -24,7 +24,7 @@ from executors.replica import Replica
 from executors.replica.shared_page import SharedPage
 from executors.settings.policy import HangLimits
 from executors.supervisor.watchdog import Defaults, Watchdog, WatchdogReport
-from executors.worker.watched import be_watched
+from executors.worker.watched import start_watch
 from support.new_runs import run_spec
 
 GRACE_S = 1.0
@@ -135,7 +135,7 @@ def start(entrypoint: Callable[[Replica], None], limits: str, defaults: Defaults
     if pid == 0:
         code = 4
         try:
-            be_watched(page)
+            start_watch(page)
             entrypoint(Replica(3, 8, "RUN", 0, "memory://hanging", page=page))
             code = 0
         except BaseException as error:  # noqa: BLE001 - of a process that ends here

@@ -52,7 +52,7 @@ def nothing_written(state_home: Path) -> Iterator[None]:
         ({"timeout": 0}, ValueError, "timeout must be more than 0 seconds, got timeout=0."),
         ({"timeout": -1}, ValueError, "got timeout=-1."),
         ({"run_id": "Not A Name"}, ValueError, "Bad run id 'Not A Name'"),
-        ({"rendezvous": "memory://x"}, ValueError, "lives in this process alone"),
+        ({"rendezvous": "memory://x"}, ValueError, "exists only in this process"),
         ({"rendezvous": "ftp://x/y"}, ValueError, "No store has the scheme 'ftp'"),
         ({"gpu": "H100:none"}, ValueError, "as in 'H100' or 'H100:2', got 'H100:none'"),
         ({"env": {"A": 1}}, ValueError, "env maps names to strings"),

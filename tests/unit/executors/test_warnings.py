@@ -33,7 +33,7 @@ from executors.task.record import TaskRecord
 from executors.worker import trained_alone
 from executors.worker.heartbeat import Heartbeat
 from executors.worker.trained_alone import has_trained_alone
-from executors.worker.warning_hook import heard
+from executors.worker.warning_hook import collect_warnings
 
 SUCCEEDED = ReplicaStatus.SUCCEEDED
 ROOT = Path(__file__).parents[3]
@@ -316,7 +316,7 @@ def test_warnings_of_our_code_are_heard_at_whichever_line_they_point_and_those_o
 ) -> None:
     ours, users = module_of("diloco.settings", WARNS), module_of("train", WARNS)
     almost = module_of("diloco_fork", WARNS)
-    with heard(kept.log):
+    with collect_warnings(kept.log):
         ours.warn("of ours")
         ours.warn("of ours, with the line of the caller", level=2)
         ours.warn("of ours, of any category", DeprecationWarning)
@@ -337,7 +337,7 @@ def test_records_of_our_loggers_are_heard_from_the_level_of_warnings_on(
     kept: Kept, caplog: pytest.LogCaptureFixture
 ) -> None:
     ours, users = module_of("diloco.rendezvous.round_runner", WARNS), module_of("train", WARNS)
-    with heard(kept.log):
+    with collect_warnings(kept.log):
         ours.note("rank %s: round %s", 3, 7)
         ours.log.info("for whoever asks")
         ours.fail()
@@ -352,7 +352,7 @@ def test_a_record_without_a_text_is_ignored(kept: Kept, monkeypatch: pytest.Monk
     quiet = module_of("diloco.quiet", WARNS)
     monkeypatch.setattr(quiet.log, "propagate", False)
     quiet.log.addHandler(logging.NullHandler())
-    with heard(kept.log):
+    with collect_warnings(kept.log):
         monkeypatch.setattr(quiet.log, "handlers", [*quiet.log.handlers, *logging.getLogger("diloco").handlers])
         quiet.note("bad arguments %s %s", 1)
         quiet.note("good")
@@ -361,7 +361,7 @@ def test_a_record_without_a_text_is_ignored(kept: Kept, monkeypatch: pytest.Monk
 
 def test_a_warning_that_the_user_turned_into_a_record_is_heard_all_the_same(kept: Kept) -> None:
     ours, users = module_of("diloco.settings", WARNS), module_of("train", WARNS)
-    with heard(kept.log):
+    with collect_warnings(kept.log):
         logging.captureWarnings(True)
         try:
             ours.warn("of ours", level=2)
@@ -375,10 +375,10 @@ def test_the_users_own_showwarning_stays_when_the_replica_has_ended(kept: Kept) 
     def mine(*_: Any, **more: Any) -> None: ...
 
     before = warnings.showwarning
-    with heard(kept.log):
+    with collect_warnings(kept.log):
         pass
     assert warnings.showwarning is before
-    with heard(kept.log):
+    with collect_warnings(kept.log):
         warnings.showwarning = mine
     assert warnings.showwarning is mine
 
@@ -390,7 +390,7 @@ sys.path.insert(0, {root!r})
 from executors.attempt import Attempt
 from executors.replica.warning_log import WarningLog
 from executors.store.memory import MemoryStore
-from executors.worker.warning_hook import heard
+from executors.worker.warning_hook import collect_warnings
 assert "logging" not in sys.modules, "it would cost every replica"
 kept = WarningLog(Attempt(MemoryStore(), "run", 0))
 def work():
@@ -405,7 +405,7 @@ def work():
 {begin}
     work()
 count = kept.count
-print("heard:", None if count is None else count.count)
+print("collect_warnings:", None if count is None else count.count)
 """
 
 
@@ -424,10 +424,10 @@ def test_the_log_gets_the_same_text_as_without_the_hook_and_a_logging_that_comes
     def run(begin: str) -> tuple[str, str, str]:
         code = SCRIPT.format(root=str(ROOT), setup=setup, code=WARNS, begin=begin)
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        output, _, n = done.stdout.rpartition("heard: ")
+        output, _, n = done.stdout.rpartition("collect_warnings: ")
         return output, done.stderr, n.strip()
 
-    out, err, n = run("with heard(kept):")
+    out, err, n = run("with collect_warnings(kept):")
     assert (out, err) == run("if True:")[:2]
     assert n == "3"
 
@@ -438,9 +438,9 @@ import sys
 from executors.attempt import Attempt
 from executors.replica.warning_log import WarningLog
 from executors.store.memory import MemoryStore
-from executors.worker.warning_hook import heard
+from executors.worker.warning_hook import collect_warnings
 before = [*sys.meta_path]
-with heard(WarningLog(Attempt(MemoryStore(), "run", 0))):
+with collect_warnings(WarningLog(Attempt(MemoryStore(), "run", 0))):
     import colorsys
 assert sys.meta_path == before
 assert "logging" not in sys.modules
