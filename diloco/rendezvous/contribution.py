@@ -1,8 +1,8 @@
-"""This replica's work: how it is weighed and sent, and what each entry decides about it.
+"""Weighs and sends the work of this replica, and keeps account of the steps that no seal has counted yet.
 
-A contribution is packed and written in one pass if the store streams, else it is packed into memory and then sent. In
-fp32, a streamed contribution leaves only one shard in memory: the shard that this replica will probably reduce, as far
-as that is known before the seal. If this replica has to reduce another shard, it reads its own input from the store.
+If the store streams, a contribution is packed and written in one pass. Otherwise it is packed into memory and then
+sent. A streamed contribution in fp32 leaves only one shard in memory: the shard that this replica will probably reduce.
+If this replica has to reduce another shard, it reads its own input from the store.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from executors.store import Buffer
 log = logging.getLogger(__name__)
 
 NOTABLY_SLOWER = 1.1
-"""How many times as long as a round allows the steps of a replica take before the advice is about its speed."""
+"""The ratio of a replica's phase to the others' phase from which a warning advises about the speed."""
 
 
 # -- weighing ----------------------------------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ class WorkScale:
         self._phase = context.phase
         self._plan = context.plan
         self._work_per_step = 1.0
-        """By the last answer of a callable weight."""
+        """The work of one step, by the last value of a callable weight."""
 
     @property
     def undecided(self) -> float:
@@ -167,7 +167,7 @@ def send_contribution(context: Context, entry: EntryState, pending: PendingWork,
         return head
 
     def produce(write: Callable[[Buffer], None]) -> bytes:
-        entry.packed = None  # until it is whole
+        entry.packed = None  # so that an error in the middle leaves no half-packed work
         entry.packed = packed = training.pack(entry.index, write, _range_to_keep(context, entry))
         return head(packed)
 
@@ -235,7 +235,7 @@ class ContributionSender:
         if self._seals.is_sealed(entry.index):
             return
         pauses = self._context.pauses()
-        is_there = pending.is_early and self._is_there(entry)  # of an earlier attempt, perhaps
+        is_there = pending.is_early and self._is_there(entry)  # an earlier attempt may have sent it
         while not is_there:
             send_contribution(self._context, entry, pending, waited_s)
             is_there = self._is_there(entry)
@@ -243,16 +243,17 @@ class ContributionSender:
                 break
             self._sealer.check_time(entry)
             self._context.wait(next(pauses), ())
-        if is_there or not pending.is_early:  # else the seal may only seem to exist: look again after the next step
+        # Out of phase, a seal that was seen may not exist (a garbled reading). The next look then sends the work again.
+        if is_there or not pending.is_early:
             entry.published, entry.published_s = True, clock()
         entry.move_s += clock() - began
 
     def handle_forgeries(self, entry: EntryState, seal: Seal | None, waited_s: float) -> None:
-        """Report the objects that hold an entry of a signed run up, and send a contribution again that had no place.
+        """Report forged objects that block an entry of a signed run. Send the contribution again if its key is free.
 
         Args:
             entry: the open entry.
-            seal: its seal. None: it has none, or none that can be read just now.
+            seal: its seal. None: it has none, or it could not be read this time.
             waited_s: seconds that this replica waited for others in its last round.
         """
         context, store = self._context, self._context.store
@@ -315,7 +316,11 @@ class StepAccount:
         """The decisions that the training thread has not received yet."""
 
     def begin_at(self, position: int) -> None:
-        """Let the uncounted work of every fragment begin at its next entry from a position on."""
+        """Set the beginning of the uncounted work of each fragment to its first entry from a position on.
+
+        Args:
+            position: the next entry to apply.
+        """
         n = len(self.uncounted_since)
         self.uncounted_since = [self._next_entry(fragment, position) for fragment in range(n)]
 
@@ -325,9 +330,13 @@ class StepAccount:
         return tuple(resolved)
 
     def verdict(self, entry: EntryState, seal: Seal) -> tuple[Verdict, bool]:
-        """Return what an entry decides about the live work, and True if that is about the held part of it alone.
+        """Return the decision of an entry about the live work, and True if it is about the held part alone.
 
-        Steps that were made after the work was held are then not affected.
+        In that case, the steps that were made after the work was held are not affected.
+
+        Args:
+            entry: the entry.
+            seal: its seal.
         """
         member, verdict = seal.replicas.get(self._me.rank), self._seals.verdict(seal)
         if verdict is Verdict.DROPPED:
@@ -355,7 +364,7 @@ class StepAccount:
         self.uncounted_since[entry.fragment] = entry.index + len(self.uncounted_since)
 
     def resolve_passed(self, first: int, end: int) -> list[Verdict | None]:
-        """Return by fragment what passed entries decided about the live work, and note which steps that resolves.
+        """Return by fragment the decisions of passed entries about the live work, and note the steps that they resolve.
 
         Args:
             first: the first of the passed entries.
@@ -383,7 +392,7 @@ class StepAccount:
         Otherwise it would be dropped later, together with the work that this process adds to it.
 
         Args:
-            verdicts: by fragment, what the passed entries decided.
+            verdicts: by fragment, the decisions of the passed entries.
             progress: by fragment, the restored work.
             position: the next entry.
         """
@@ -403,10 +412,16 @@ class StepAccount:
             self.uncounted_since[fragment] = self._next_entry(fragment, position)
         return verdicts
 
-    def fate(
+    def reported_verdict(
         self, entry: EntryState, seal: Seal, verdict: Verdict
     ) -> tuple[Literal["counted", "carried", "dropped"], float]:
-        """Return what became of this replica's work in an entry, and the amount of that work."""
+        """Return the verdict for the report of an entry, and the amount of this replica's work.
+
+        Args:
+            entry: the entry, whose mean was applied.
+            seal: its seal.
+            verdict: the decision, as `StepAccount.verdict` returned it.
+        """
         pending = entry.pending
         work = 0.0 if pending is None else pending.work
         if self._seals.verdict(seal) is Verdict.COUNTED:
@@ -448,7 +463,7 @@ class StepAccount:
     def _why_uncounted(self, entry: EntryState, seal: Seal) -> str:
         """Return why rounds did not count the work of this replica, and the remedy."""
         mine, theirs = self._phase.phase_s, seal.phase_s
-        # Every step of this process is still uncounted: it has not met the others since it began.
+        # If every step of this process is uncounted, it has not met the others since it began.
         if self._me.attempt and self._phase.n_steps <= self._phase.uncounted_steps[entry.fragment]:
             return "this replica was starting while the others continued. You need not do anything."
         if mine >= NOTABLY_SLOWER * theirs > 0:

@@ -1,7 +1,7 @@
 """Records in the store: packs a head into a frame, reads it back, and proves that the bytes are the written ones.
 
-A frame has these parts, in this order: `RPL1`, the length of the head (uint32, little-endian), the proof of the head,
-the head as JSON, zeros up to a multiple of 64 bytes or more, and the payload.
+A frame begins with `RPL1`, the length of the head (uint32, little-endian) and the proof of the head. The head as JSON
+follows, then zeros up to a multiple of 64 bytes or more, and then the payload.
 
 The proof is a checksum, or a signature if the replicas share a secret. A checksum finds damaged bytes. A signature also
 shows that a replica of the run wrote the record under this key of the store. So the reader refuses a forged record, and

@@ -1,8 +1,8 @@
-"""Extending a run beyond its planned end: the checks before the order, and the replica's side.
+"""Extends a run beyond its planned end: the checks of the command, and `Extension`, which each replica follows.
 
-An extension is an entry in the run's log of decisions, so it belongs to the run and reaches every attempt on every
-machine. The script keeps the total that it gives to DiLoCo. Up to that total all replicas agree on every entry, whether
-they know of the extension or not (`RoundPlan`), so a replica may learn of it at any time before it leaves.
+An extension is an entry in the decision log of the run, so it reaches every attempt on every machine. The script still
+gives its first total to DiLoCo. Up to that total all replicas agree on every entry, whether they know of the extension
+or not (`RoundPlan`). So a replica may learn of it at any time before it leaves.
 """
 
 from __future__ import annotations
@@ -28,22 +28,25 @@ UNITS = {"total_steps": "--total-steps", "total_rounds": "--total-rounds"}
 
 
 class Orders(Protocol):
-    """A replica that knows to which totals its run was extended."""
+    """Gives a replica the orders to extend its run."""
 
     def extensions(self) -> Mapping[str, Sequence[int]]:
-        """Return the totals, in their order: `total_steps` and `total_rounds`."""
+        """Return the ordered totals, in their order, as lists under `total_steps` and `total_rounds`."""
 
 
 class Extension:
-    """The extensions of a run, as one DiLoCo follows them.
+    """Reads the orders to extend a run, and changes the plan of one DiLoCo accordingly.
 
     Args:
-        orders: the replica of this process. None: it is not a replica of this run, and no order reaches it.
+        orders: the replica of this process. None: this process is not a replica of the run, and gets no orders.
         plan: the plan of the DiLoCo, which is changed.
         unit: the name of the argument with the total: `total_steps` or `total_rounds`.
-        per_total: steps of the plan in one of that unit.
-        is_trainers: whether a trainer runs the loop, which ends after its own number of steps. An order that comes
-            while it is True has no effect.
+        per_total: the number of steps of the plan in one such unit.
+        is_trainers: True while a trainer runs the loop, which ends after its own number of steps. An order then has no
+            effect.
+
+    Example:
+        Extension(replica, plan, unit="total_steps", per_total=1).look(lambda: 400)
     """
 
     def __init__(
@@ -55,29 +58,30 @@ class Extension:
         self._per_total = per_total
         self.is_trainers = is_trainers
         self._told: set[str] = set()
+        """The warnings that were given already."""
         self.refused = ""
-        """Why the newest order has no effect here. Empty: it has, or there is none."""
+        """The reason why the newest order has no effect in this replica. Empty: it has one, or there is no order."""
 
     @property
     def total(self) -> int | None:
-        """The total that the run was extended to. None: it was not extended."""
+        """The total to which the run was extended. None: it was not extended."""
         total = self._plan.total_steps
         return None if not self._plan.earlier or total is None else total // self._per_total
 
     def look(self, find_total: Callable[[], int | None]) -> bool:
-        """Read the orders, and return whether the plan has become longer. A line on stderr says so.
+        """Read the orders, and return True if the plan has become longer. A line on stderr then names the new total.
 
-        An order that has no effect here is a warning, and so an event of the run.
+        An order that has no effect in this replica causes a warning, which becomes an event of the run.
 
         Args:
-            find_total: returns the total that the run began with. Replicas whose own totals lead to the same rounds
-                may differ in it, and all must count from one. None: this replica begins the run.
+            find_total: returns the total with which the run began, or None if this replica begins the run. Replicas
+                with slightly different totals may have the same rounds, so all of them must count from one total.
         """
         if self._orders is None:
             return False
         try:
             ordered = self._orders.extensions()
-        except StoreError as error:  # training without the extension is correct, too: replicas that know of it continue
+        except StoreError as error:  # the replica may continue: without the extension its rounds are the same so far
             warnings.warn(f"The extensions of this run cannot be read: {error}", stacklevel=4)
             return False
         totals = ordered.get(self._unit, ())
@@ -98,7 +102,11 @@ class Extension:
         return any(has_grown)
 
     def _why_not(self, ordered: Mapping[str, Sequence[int]]) -> str:
-        """Say why orders to extend have no effect. Empty: they have, or there are none."""
+        """Return the reason why orders have no effect in this replica. Empty: they have one, or there are no orders.
+
+        Args:
+            ordered: the ordered totals.
+        """
         others = [(name, totals[-1]) for name, totals in ordered.items() if totals and name != self._unit]
         mine = ordered.get(self._unit, ())
         if not mine and not others:
@@ -123,9 +131,9 @@ class Extension:
         """Check that the training loop has followed an extension.
 
         Args:
-            steps: inner steps that this process has made.
-            at: the run's step, or by the clock its round.
-            is_over: whether the run has had its last planned round.
+            steps: the number of inner steps that this process has made.
+            at: the step of the run, or by the clock its round.
+            is_over: True if the run has had its last planned round.
 
         Raises:
             DiLoCoError: the run was extended, and this attempt has not made a single step.
@@ -146,18 +154,18 @@ class Extension:
 
 
 def check_extension(store: Store, run_id: str, key: bytes | None, asked: Mapping[str, int]) -> None:
-    """Check, before anything is ordered, that a run can be extended so.
+    """Check that a run can be extended to a new total, before the order is written.
 
         check_extension(store, "first-try", None, {"total_steps": 800})
 
     Args:
         store: the store of the run.
-        run_id: its id.
-        key: of a signed run.
+        run_id: the id of the run.
+        key: the key of a signed run. None: the run is not signed.
         asked: the new total, under `total_steps` or `total_rounds`.
 
     Raises:
-        ValueError: no DiLoCo of the run would continue; the message has the reason.
+        ValueError: no DiLoCo of the run would continue. The message has the reason.
     """
     proof = proof_of(key)
     patient = RetryingStore(store, clock=lambda: 0.0, patience=BRIEF, copies=proof.copies)
@@ -171,7 +179,7 @@ def check_extension(store: Store, run_id: str, key: bytes | None, asked: Mapping
             if log.start is not None:
                 found[name] = log.agreed
                 ended_by[name] = log.plan().ended_by
-        except (BadRecordError, CorruptObjectError):  # replicas know more about it than this process
+        except (BadRecordError, CorruptObjectError):  # this process may lack the key: let the replicas decide
             return
     if not found:
         raise ValueError(f"Run {run_id!r} has nothing to extend: its replicas have not begun, or train without DiLoCo.")
@@ -187,7 +195,7 @@ def check_extension(store: Store, run_id: str, key: bytes | None, asked: Mapping
 
 
 def _problem(run_id: str, agreed: StoredAgreement, asked: Mapping[str, int]) -> str:
-    """Return the reason why a DiLoCo would not continue to a new total. Empty: it would."""
+    """Return the reason why a DiLoCo would not continue to a new total. Empty: it would continue."""
     by_clock = agreed.inner_steps is None
     unit = "total_rounds" if by_clock else "total_steps"
     option, other = UNITS[unit], next(iter(asked))
@@ -196,8 +204,8 @@ def _problem(run_id: str, agreed: StoredAgreement, asked: Mapping[str, int]) -> 
         return f"Run {run_id!r} has rounds {how}: use {option} instead of {UNITS[other]}."
     if agreed.total_steps is None:
         return (
-            f"Run {run_id!r} has no {unit}: DiLoCo was given none, so the script itself ends the training. "
-            f"Resume it without {option}."
+            f"Run {run_id!r} has no {unit}, because the script did not give it to DiLoCo and ends the training itself. "
+            f"Resume the run without {option}."
         )
     if asked[unit] <= agreed.total_steps:
         began = f"Run {run_id!r} was begun with {unit}={agreed.total_steps}"
@@ -206,11 +214,17 @@ def _problem(run_id: str, agreed: StoredAgreement, asked: Mapping[str, int]) -> 
 
 
 def total_of_start(store: RetryingStore, keys: Keys, key: bytes | None) -> int | None:
-    """Return the total that a run began with, in its own unit. None: it has not begun, or has none."""
+    """Return the total with which a run began, in its own unit. None: the run has not begun, or has no total.
+
+    Args:
+        store: the store of the run.
+        keys: the keys of the DiLoCo.
+        key: the key of a signed run. None: the run is not signed.
+    """
     log = StoredLog(store, keys, proof_of(key))
     try:
         return None if log.start is None else log.agreed.total_steps
-    except CorruptObjectError:  # an agreement that has rotted does not end a run
+    except CorruptObjectError:  # a damaged agreement does not end a run
         return None
 
 
@@ -221,20 +235,20 @@ def check_source(
     step: int | None = None,
     extensions: Mapping[str, Sequence[int]] | None = None,
 ) -> None:
-    """Check, before a run is launched that begins with another run's model, that there is such a model.
+    """Check that a run has a model from which a new run can begin, before the new run is launched.
 
         check_source(store, "first-try", None)
 
     Args:
-        store: the store of that run.
-        run_id: its id.
-        key: of a signed run.
-        step: at or before which step of that run the model is asked for. None: the newest.
-        extensions: the totals that it was extended to.
+        store: the store of the existing run.
+        run_id: the id of the existing run.
+        key: the key of a signed run. None: the run is not signed.
+        step: the step of the existing run at which the model is wanted. None: the newest model.
+        extensions: the totals to which the existing run was extended. None: it was not extended.
 
     Raises:
-        ValueError: no DiLoCo of that run has begun, or none still has so early a state.
-        CorruptObjectError: the beginning of its log is not what was written, or was made with another key.
+        ValueError: no DiLoCo of that run has begun, or its state of that step was deleted.
+        CorruptObjectError: the beginning of its log is damaged, or was signed with another key.
     """
     proof = proof_of(key)
     patient = RetryingStore(store, clock=lambda: 0.0, patience=BRIEF, copies=proof.copies)

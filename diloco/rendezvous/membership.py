@@ -1,7 +1,7 @@
-"""Who takes part: claims, who is expected in a round, who is gone, and whether this replica may go on.
+"""Claims a rank for this process, and knows which replicas are expected in a round and which have left.
 
-Nothing here depends on clocks, heartbeats or modification times: the members of the newest seal are expected, and a
-replica is gone when it said bye or left an outcome.
+The replicas that the newest seal names are expected. A replica has left if it has written its bye object or its
+outcome. Nothing here depends on clocks of other machines, heartbeats or modification times.
 """
 
 from __future__ import annotations
@@ -36,32 +36,45 @@ log = logging.getLogger(__name__)
 JOIN = "join"
 MAX_HOST = 255
 MISREAD = 3
-"""So many readings that are no record mean that there is none."""
+"""The number of wrong readings after which a record counts as missing."""
 FENCE_S = 10.0
 """Seconds between two looks of a replica out of phase for a newer attempt of its rank."""
 DELETED_LOOKS, DELETED_LOOK_S = 3, 10.0
-"""A run is held to be deleted when what is never deleted was missing in three looks, ten seconds apart."""
+"""A run counts as deleted if objects that are never deleted are missing in three looks, ten seconds apart."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """One process as a replica of a run."""
+    """The identity of one process as a replica of a run.
+
+    Example:
+        Identity(rank=0, world_size=4, attempt=0, nonce=secrets.token_hex(8))
+    """
 
     rank: int
     world_size: int
     attempt: int
     nonce: str
+    """A random text that distinguishes this process from all others, also from other attempts of its rank."""
 
 
 def claim(
     store: RetryingStore, keys: Keys, rank: int | None, world_size: int, nonce: str, pause: Callable[[], None]
 ) -> Identity:
-    """Take the next free attempt of a rank. Returns when the stored claim is this process's.
+    """Claim the next free attempt of a rank, and return once the stored claim is from this process.
 
-    One that exists and cannot be read is somebody else's.
+    A claim that exists and cannot be read counts as a claim of another process.
 
     Args:
-        rank: None: a joiner, which takes the next free rank beyond the first world.
+        store: the store of the run.
+        keys: the keys of the rendezvous.
+        rank: the rank. None: this process joins the run, and claims the next free rank beyond the first world.
+        world_size: the number of replicas in the first world.
+        nonce: the nonce of this process.
+        pause: waits before the store is asked again.
+
+    Example:
+        me = claim(store, keys, rank=0, world_size=4, nonce="a1b2", pause=lambda: sleep(0.01))
     """
     joins = rank is None
     rank, attempt = world_size if rank is None else rank, 0
@@ -70,7 +83,7 @@ def claim(
     if joins:
         added.look()
     while True:
-        if rank in added.ranks:  # known to a joiner alone
+        if rank in added.ranks:  # only a joiner reads them: a rank that the user adds is not free for it
             rank += 1
             continue
         key, plain = keys.claim(rank, attempt), keys.plain_claim(rank, attempt)
@@ -82,17 +95,21 @@ def claim(
             store.create(key, json.dumps(fields).encode())
             claimed = store.peek(key)
             owner = _owner(claimed, plain, keys.run_key)
-            if plain != key and owner == nonce:  # for people, and for processes without the key
+            if plain != key and owner == nonce:  # for users, and for processes without the key
                 store.create(plain, json.dumps(fields).encode())
             misread[key] = misread.get(key, 0) + (owner is None and claimed is not None)
             if misread[key] == MISREAD:
-                log.warning("%s in %s is no claim: its owner is not known, and it is taken.", key, store.store.url)
+                log.warning(
+                    "%s in %s cannot be read as a claim. It counts as a claim of another process.", key, store.store.url
+                )
                 owner = ""
         if owner is None:
             pause()
         elif owner == nonce:
             if joins:
-                added.look()  # behind the claim: who adds ranks looks for claims behind the record
+                # The command that adds ranks writes its record first, and looks for claims then. With the look after
+                # the claim, at least one of the two sees the other.
+                added.look()
             if rank in added.ranks:
                 continue
             return Identity(rank, world_size, attempt, nonce)
@@ -103,7 +120,12 @@ def claim(
 
 
 class KnownAddedRanks:
-    """The ranks that were added to a run after its launch, as far as one process has read of them."""
+    """The ranks that were added to a run after its launch, as far as this process has read their records.
+
+    Args:
+        store: the store of the run.
+        keys: the keys of the rendezvous.
+    """
 
     def __init__(self, store: RetryingStore, keys: Keys) -> None:
         self.ranks: set[int] = set()
@@ -112,7 +134,7 @@ class KnownAddedRanks:
         self._n_read = self._n_misread = 0
 
     def look(self) -> None:
-        """Read what is new; a record that cannot be read adds nothing."""
+        """Read the records that are new. A record that cannot be read adds no rank."""
         while len(self.ranks) < MAX_ADDED and self._n_read < MAX_ADDED:
             key = self._keys.added(self._n_read)
             data = self._store.peek(key, size=MAX_RECORD_BYTES)
@@ -122,13 +144,13 @@ class KnownAddedRanks:
                 self.ranks.update(AddedRanks.parse(data, key).ranks)
             except CorruptObjectError:
                 self._n_misread += 1
-                if self._n_misread < MISREAD:  # perhaps it was the reading
+                if self._n_misread < MISREAD:  # perhaps only the reading was wrong
                     return
             self._n_read, self._n_misread = self._n_read + 1, 0
 
 
 def _owner(claimed: memoryview | None, plain: str, run_key: bytes | None) -> str | None:
-    """Return the nonce in a claim; None when there is no claim, or none that can be read or is proven just now."""
+    """Return the nonce in a claim. None: there is no claim, or it could not be read or proven this time."""
     if run_key is not None and claimed is not None and not is_proven(claimed, plain, run_key):
         return None
     try:
@@ -141,28 +163,47 @@ _claimed: dict[tuple[str, str, int | None, int], str] = {}
 
 
 def process_nonce(url: str, run_id: str, rank: int | None) -> str:
-    """Return this process's nonce for a rank of a run. Several DiLoCos share one nonce and one claim.
+    """Return the nonce of this process for a rank of a run. All DiLoCos of a process share one nonce and one claim.
 
-    A forked process is another process and has other nonces.
+    A forked process has other nonces.
+
+    Args:
+        url: the URL of the store.
+        run_id: the id of the run.
+        rank: the rank. None: the process joins the run.
     """
     return _claimed.setdefault((url, run_id, rank, os.getpid()), secrets.token_hex(8))
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessRecord:
-    """The content of `process/<rank>/<attempt>`: the process of an attempt that opened a DiLoCo of a name."""
+    """The content of `process/<rank>/<attempt>`: the one process of an attempt that takes part in a rendezvous.
+
+    Example:
+        ProcessRecord(nonce, os.getpid(), socket.gethostname()).data(key, proof)
+    """
 
     nonce: str
     pid: int
     host: str
 
     def data(self, key: str, proof: Proof) -> bytes:
-        """Return the record as it is stored under a key."""
+        """Return the record as bytes for the store.
+
+        Args:
+            key: the key of the record. A signature covers the key.
+            proof: signs the record or adds a checksum.
+        """
         return frame({"nonce": self.nonce, "pid": self.pid, "host": self.host[:MAX_HOST]}, key, proof)
 
     @classmethod
     def parse(cls, data: memoryview, key: str, proof: Proof) -> Self:
-        """Return the record that a replica has stored under a key.
+        """Read a record from bytes of the store.
+
+        Args:
+            data: the bytes.
+            key: the key of the record.
+            proof: checks the signature or the checksum.
 
         Raises:
             BadRecordError: these bytes are not such a record.
@@ -176,20 +217,20 @@ class ProcessRecord:
 
 
 def claim_process(store: RetryingStore, keys: Keys, me: Identity, proof: Proof, pause: Callable[[], None]) -> None:
-    """Claim this attempt's part in a rendezvous for this process, which may have claimed it before.
+    """Record that this process takes part in a rendezvous for its replica. Do nothing if it did so before.
 
-    The processes of a replica share its rank and its nonce. Two of them would be one replica to all others, and the
-    work of one would silently be lost.
+    The processes of one replica share its rank and its nonce. If two of them took part, the other replicas would take
+    them for one, and the work of one of them would silently be lost.
 
     Args:
         store: the store of the run.
         keys: the keys of the rendezvous.
-        me: the replica that this process takes itself for.
-        proof: what proves records: a forged one must not keep the replica out of a signed run.
+        me: the identity of the replica.
+        proof: signs and checks the record, so that a forged record does not keep the replica out of a signed run.
         pause: waits before the store is asked again.
 
     Raises:
-        DiLoCoError: another process of this attempt has claimed it.
+        DiLoCoError: another process of this attempt takes part.
     """
     key, mine = keys.process(me.rank, me.attempt), process_nonce(store.store.url, keys.run_id, me.rank)
     while True:
@@ -199,28 +240,42 @@ def claim_process(store: RetryingStore, keys: Keys, me: Identity, proof: Proof, 
             pause()
             continue
         try:
-            opener = ProcessRecord.parse(data, key, proof)
+            claimant = ProcessRecord.parse(data, key, proof)
         except BadRecordError as error:
             store.record_misread(key, data)
-            if store.count_misreads(key) >= MISREAD:  # better several processes unseen than a replica kept out
-                log.warning("Whether other processes of rank %s take part is not known: %s (%s)", me.rank, error, key)
+            # The check protects against a mistake of the user. A damaged record must not end a replica.
+            if store.count_misreads(key) >= MISREAD:
+                log.warning(
+                    "Rank %s cannot check that only one of its processes takes part: %s (%s)", me.rank, error, key
+                )
                 return
             pause()
             continue
-        if opener.nonce == mine:
+        if claimant.nonce == mine:
             return
         raise DiLoCoError(
-            f"Rank {me.rank} takes part by another process already: {opener.pid} on {opener.host!r}, and this is "
-            f"{os.getpid()} on {socket.gethostname()!r}. DiLoCo takes one process per replica so far, so launch more "
-            "replicas instead of several processes in each."
+            f"Process {os.getpid()} on {socket.gethostname()!r} cannot take part as rank {me.rank}, because process "
+            f"{claimant.pid} on {claimant.host!r} takes part as this rank already. DiLoCo supports one process per "
+            "replica: launch more replicas instead of several processes in each."
         )
 
 
 class Membership:
-    """Knows who is expected, who is gone, and which of those that the newest seal names are alive.
+    """Knows which replicas are expected in the next round, which of them have left, and which ranks exist.
 
-    A *named process* is a member of the newest adopted seal; before the first seal, a first attempt of the launch's
-    world. Expected are ranks, whichever of their attempts sends something.
+    A *named process* is a process that the newest applied seal names. Before the first seal, it is the first attempt of
+    each rank of the first world. The ranks of named processes are *expected*: any attempt of such a rank may
+    contribute.
+
+    Args:
+        store: the store of the run.
+        keys: the keys of the rendezvous.
+        me: the identity of this process.
+        clock: returns seconds of a monotonic clock.
+        abort_check_s: the shortest time, in seconds, between two looks for an abort.
+
+    Example:
+        Membership(store, keys, me).is_behind()
     """
 
     def __init__(
@@ -239,27 +294,33 @@ class Membership:
         self._gone: set[tuple[int, int]] = set()
         self._dead: set[tuple[int, int]] = set()
         self.frontier = me.world_size
-        """The first rank beyond the first world that nobody has claimed and nobody was given, as far as was looked."""
+        """The first rank beyond the first world that is neither claimed nor added, as of the last look."""
         self._added = KnownAddedRanks(store, keys)
         self._missing: set[int] = set()
-        """The ranks below it that were added, and have not been claimed."""
+        """The ranks below `frontier` that were added and are not claimed yet."""
         self.seal: Seal | None = None
-        """The newest seal that was adopted."""
+        """The newest seal that was applied."""
         self.read_seal: str | None = None
-        """The key of the first seal that was read: where a run was deleted, later ones may be there again."""
+        """The key of the first seal that was read. After a deletion, replicas may have written later seals again."""
         self.missing_looks = 0
-        """How often in a row nothing was found of what is never deleted."""
+        """The number of looks in a row at which no object that is never deleted was found."""
         self.fence_checked_s = self._abort_checked_s = self._looked_s = clock()
 
     @property
     def expected(self) -> Mapping[int, int]:
-        """The attempts of the named processes, by rank."""
+        """By rank, the attempts of the named processes."""
         if self.seal is None:
             return dict.fromkeys(range(self._me.world_size), 0)
         return {rank: member.attempt for rank, member in self.seal.replicas.items()}
 
     def names(self, rank: int, attempt: int, nonce: str) -> bool:
-        """Return whether this is a named process."""
+        """Return True if a process is a named process.
+
+        Args:
+            rank: its rank.
+            attempt: its attempt.
+            nonce: its nonce.
+        """
         if self.seal is None:
             return rank < self._me.world_size and attempt == 0
         member = self.seal.replicas.get(rank)
@@ -272,7 +333,7 @@ class Membership:
 
     @property
     def is_first_member(self) -> bool:
-        """True if this is the lowest rank that the newest seal names: one replica does what every replica could do."""
+        """True if this rank is the lowest that the newest seal names. It does the work that one replica must do."""
         return self.seal is not None and min(self.seal.replicas) == self._me.rank
 
     @property
@@ -282,11 +343,11 @@ class Membership:
 
     @property
     def claimed(self) -> set[int]:
-        """The ranks that may send something: of the first world, and beyond it those that were claimed."""
+        """The ranks that may contribute: all ranks of the first world, and the claimed ranks beyond it."""
         return {*range(self.frontier)} - self._missing
 
     def look_for_joiners(self) -> None:
-        """Find out which ranks beyond the first world were claimed; they are dense, but for those that were added."""
+        """Find out which ranks beyond the first world were claimed. Only added ranks leave gaps between them."""
         self._added.look()
         self._missing = {rank for rank in self._missing if not self._is_claimed(rank, 0)}
         while (is_claimed := self._is_claimed(self.frontier, 0)) or self.frontier in self._added.ranks:
@@ -295,21 +356,25 @@ class Membership:
             self.frontier += 1
 
     def someone_lives(self) -> bool:
-        """Return whether a named process of another rank lives, as far as can be seen."""
+        """Return True if a named process of another rank seems to be alive."""
         return any(self.lives(rank) for rank in self.expected if rank != self._me.rank)
 
     def is_behind(self) -> bool:
         """Return True if this replica is out of phase: the newest seal names other live processes, and not this one.
 
         Raises:
-            FencedError: a newer attempt of this rank has begun, which is looked for now and then.
+            FencedError: a newer attempt of this rank has begun. This is checked every `FENCE_S` seconds.
         """
         if self._clock() - self.fence_checked_s >= FENCE_S:
             self.check_fence()
         return not self.names_me and self.someone_lives()
 
     def lives(self, rank: int) -> bool:
-        """Return whether the named process of a rank has neither ended nor been replaced by a newer attempt."""
+        """Return True if the named process of a rank has not left, and no newer attempt has replaced it.
+
+        Args:
+            rank: an expected rank.
+        """
         named = (rank, self.expected[rank])
         if named in self._dead:
             return False
@@ -319,13 +384,13 @@ class Membership:
         return True
 
     def still_expected(self, good: Mapping[int, Contribution]) -> set[int]:
-        """Return the ranks to wait for.
+        """Return the ranks to wait for: the expected ranks that have not left.
 
-        Those of the newest seal that are not gone; when all of them are gone, as in a run that was resumed as a whole,
-        the ranks whose newest attempts have claimed and not ended.
+        If all of them have left, as in a run that was resumed as a whole, return the expected ranks with a newer
+        attempt that has not left.
 
         Args:
-            good: the contributions found, by rank.
+            good: by rank, the contributions that were found. The ranks of named processes among them have not left.
         """
         expected = self.expected
         if expected.keys() <= good.keys():
@@ -335,16 +400,17 @@ class Membership:
         return here or {rank for rank in expected if self._newer_lives(rank)}
 
     def is_gone(self, rank: int, attempt: int | None = None) -> bool:
-        """Return whether an attempt of this rank has said bye or left an outcome.
+        """Return True if an attempt of a rank, or a later attempt, has written its bye object or its outcome.
 
         Args:
-            attempt: or a later one; None: the named process's.
+            rank: the rank.
+            attempt: the attempt. None: the attempt of the named process.
         """
         attempt = self.expected.get(rank, 0) if attempt is None else attempt
         if (rank, attempt) in self._gone:
             return True
         newest = attempt
-        # An outcome without a claim is of an attempt that never took part.
+        # An attempt with an outcome and without a claim never took part, so its end proves nothing.
         while not (self._has_left(rank, newest) and self._is_claimed(rank, newest)):
             newest += 1
             if not self._is_claimed(rank, newest):
@@ -353,7 +419,7 @@ class Membership:
         return True
 
     def _newer_lives(self, rank: int) -> bool:
-        """Return whether a newer attempt than the named one has not left; the newest of them is the rank."""
+        """Return True if the newest attempt of a rank is newer than the named one and has not left."""
         named = newest = self.expected[rank]
         while self._is_claimed(rank, newest + 1):
             newest += 1
@@ -367,18 +433,28 @@ class Membership:
         return self._store.peek(self._keys.claim(rank, attempt), size=0) is not None
 
     def check_fence(self) -> None:
-        """Raise FencedError when a newer attempt of this rank has begun."""
+        """Check that no newer attempt of this rank has begun.
+
+        Raises:
+            FencedError: a newer attempt has begun.
+            RunNotFoundError: the run was deleted.
+        """
         self.fence_checked_s = self._clock()
         self.check_run()
         newer = self._me.attempt + 1
         if self._is_claimed(self._me.rank, newer):
             raise FencedError(
-                f"Rank {self._me.rank} of run {self._keys.run_id!r}: attempt {newer} has begun, and this is attempt "
-                f"{self._me.attempt}. The newest one is the rank; this one ends."
+                f"Attempt {self._me.attempt} of rank {self._me.rank} in run {self._keys.run_id!r} ends, because "
+                f"attempt {newer} of this rank has begun. Only the newest attempt of a rank takes part."
             )
 
     def check_abort(self) -> None:
-        """Raise AbortedError when a peer has aborted the run; asks at most every `abort_check_s`."""
+        """Check that no peer has aborted the run. The store is asked at most every `abort_check_s` seconds.
+
+        Raises:
+            AbortedError: a peer has aborted the run.
+            RunNotFoundError: the run was deleted.
+        """
         self.check_run()
         if self._clock() - self._abort_checked_s < self._abort_check_s:
             return
@@ -388,9 +464,12 @@ class Membership:
             raise AbortedError.from_record(self._keys.run_id, bytes(data))
 
     def check_run(self) -> None:
-        """Raise RunNotFoundError when the run was deleted: nobody could end a replica that wrote on into its place.
+        """Check that the run was not deleted. Otherwise this replica would write new objects into the deleted run.
 
-        One stale answer, or a store that fails, ends nobody.
+        A stale answer or a failing store does not end the replica: three looks in a row must find nothing.
+
+        Raises:
+            RunNotFoundError: the run was deleted.
         """
         if self._clock() - self._looked_s < DELETED_LOOK_S:
             return
@@ -401,48 +480,59 @@ class Membership:
         if self.is_deleted:
             raise RunNotFoundError(
                 f"Run {self._keys.run_id!r} was deleted from {self._store.store.url}: neither the claim of rank "
-                f"{self._me.rank} ({kept[0]}) nor {kept[-1]} is there any more. This replica ends."
+                f"{self._me.rank} ({kept[0]}) nor {kept[-1]} exists any more. This replica ends."
             )
 
     @property
     def is_deleted(self) -> bool:
+        """True if the run counts as deleted."""
         return self.missing_looks >= DELETED_LOOKS
 
 
 @dataclass(frozen=True, slots=True)
 class RunLocation:
-    """Where a DiLoCo meets others, and under which rank; None: not known before it has claimed one."""
+    """The run, the store and the rank of a DiLoCo, as its arguments or the replica of this process give them.
+
+    Example:
+        find_location(store=None, run_id=None, rank=None, world_size=None).run_id
+    """
 
     replica: Replica | None
+    """The replica that this process is. None: it was not launched as a replica."""
     store: Store
     run_id: str
     rank: int | None
+    """None: the process joins the run, and claims a rank later."""
     world_size: int
     is_alone: bool = False
-    """Whether this process is no replica at all, so that nobody will ever read what it stores."""
+    """True if this process is not a replica, so that no other process will read the objects that it stores."""
 
     @property
     def is_of_replica(self) -> bool:
-        """Whether this is the run that this process is a replica of."""
+        """True if this process is a replica of the run."""
         return self.replica is not None and self.replica.run_id == self.run_id and not self.is_alone
 
     @property
     def begins_warm(self) -> bool:
-        """Whether the run begins with the model of another one."""
+        """True if the run begins with the model and the momentum of another run."""
         return self.is_of_replica and self.replica is not None and self.replica.begins_warm
 
     @property
     def origin(self) -> str | None:
-        """The run whose newest whole snapshot this one begins from."""
+        """The id of the run from whose newest complete snapshot this run begins. None: from no run."""
         replica = self.replica
         return replica.continues if replica is not None and replica.run_id == self.run_id else None
 
     def key_of_run(self, given: bytes | None) -> bytes | None:
-        """Return the key that the run is signed with: the one given, or handed over by the launch; None: it is not.
+        """Return the key of a signed run. None: the run is not signed.
+
+        Args:
+            given: the key that DiLoCo was created with. None: the key of the launch is used, if there is one.
 
         Raises:
-            TypeError, ValueError: it is not a key.
-            ContributionError: the run's record names another key, or there is none here.
+            TypeError: `given` is neither None nor bytes.
+            ValueError: `given` is too short.
+            ContributionError: the run's record names another key, or this process has no key.
         """
         check_key(given)
         is_of_run = self.replica is None or self.replica.run_id == self.run_id
@@ -453,13 +543,13 @@ class RunLocation:
         return key
 
     def key_of_outcomes(self, given: bytes | None) -> bytes | None:
-        """Return the key that the outcomes of the run's replicas are signed with; None: they are not signed.
+        """Return the key with which the outcomes of the run's replicas are signed. None: they are not signed.
 
-        That is the key of the launch. A key that a script gives to DiLoCo alone signs no outcomes, but a process that
-        joins a signed run may get the launch's key in this way.
+        It is the key of the launch. A key that the script gives to DiLoCo signs no outcomes. But a process that joins a
+        signed run may get the key of the launch in this way.
 
         Args:
-            given: the key that DiLoCo was created with.
+            given: the key that DiLoCo was created with. None: no key was given.
         """
         is_of_run = self.replica is None or self.replica.run_id == self.run_id
         if is_of_run and not self.is_alone and (key := run_key()) is not None:
@@ -470,16 +560,16 @@ class RunLocation:
         return given if key_of_run == key_id(given) else None
 
     def identify(self, store: RetryingStore, keys: Keys, proof: Proof) -> Identity:
-        """Return the claim that this process has already, or claim the next attempt, or the next rank.
+        """Return the identity of this process. If it has no claim yet, claim the next attempt, or the next rank.
 
         Args:
             store: the store of the run.
             keys: the keys of the rendezvous.
-            proof: what proves records of the run.
+            proof: signs and checks records.
 
         Raises:
-            DiLoCoError: the replica has left under this name, so no other replica waits for it. Or another process of
-                the replica takes part.
+            DiLoCoError: the DiLoCo of this name has left already, so no other replica waits for it. Or another process
+                of the replica takes part.
         """
         replica = self.replica
         is_own = replica is not None and (replica.run_id, replica.rank) == (self.run_id, self.rank)
@@ -490,8 +580,8 @@ class RunLocation:
             me = claim(store, keys, self.rank, self.world_size, nonce, lambda: sleep(0.01))
         if store.exists(keys.bye(me.rank, me.attempt)):
             raise DiLoCoError(
-                f"The DiLoCo named {keys.name!r} of this replica has left, and this one would go on with its model, at "
-                "its step. Give each training another name: DiLoCo(model, name=…)."
+                f"This replica has closed a DiLoCo named {keys.name!r} already, and a second one of this name would "
+                "continue its training. Give each training its own name: DiLoCo(model, name=…)."
             )
         if is_own:  # else the claim is this process's own already
             claim_process(store, keys, me, proof, lambda: sleep(0.01))
@@ -501,11 +591,23 @@ class RunLocation:
 def find_location(
     store: Store | str | None, run_id: str | None, rank: int | Literal["join"] | None, world_size: int | None
 ) -> RunLocation:
-    """Take what was not given from the replica that this process is.
+    """Return the run, the store and the rank of a DiLoCo.
 
-    A process that is no replica, and is told nothing, is alone: world size 1, in memory.
+    Missing arguments come from the replica that this process is. A process that is not a replica, and gets no argument,
+    is alone: its world size is 1, and its store is in memory.
 
-    Raises: DiLoCoError: this process is not a replica, and too little was given.
+    Args:
+        store: the store or its URL. None: the store of this replica.
+        run_id: the id of the run. None: the run of this replica.
+        rank: the rank, or "join" for one more replica. None: the rank of this replica.
+        world_size: the number of replicas in the first world. None: that number for this replica.
+
+    Raises:
+        DiLoCoError: this process is not a replica, and an argument is missing.
+        ValueError: `rank` is another text than "join".
+
+    Example:
+        find_location("file:///runs", "first-try", rank=0, world_size=4)
     """
     if isinstance(rank, str) and rank != JOIN:
         raise ValueError(f'rank must be an integer or "join", got rank={rank!r}.')
@@ -516,13 +618,13 @@ def find_location(
         replica, problem = None, str(error)
     else:
         if replica is None and {store, run_id, rank, world_size} == {None}:
-            current_replica()  # says that it is alone
+            current_replica()  # it prints that this process trains alone
             return RunLocation(None, MemoryStore("alone"), "alone", 0, 1, is_alone=True)
     given = {"store": store, "run_id": run_id, "rank": rank, "world_size": world_size}
     missing = [name for name, value in given.items() if value is None]
     if replica is None and missing:
         raise DiLoCoError(
-            "DiLoCo needs to know its run and its rank: pass store, run_id, rank and world_size. "
+            f"DiLoCo needs the arguments store, run_id, rank and world_size: "
             f"{' and '.join(missing)} {'are' if missing[1:] else 'is'} missing. {problem}"
         )
     if replica is not None:
@@ -538,5 +640,5 @@ def find_location(
 
 
 def _parse_key_id(data: Any, key: str, url: str) -> str | None:
-    """Return the id of the key that a run is signed with, as its `run.json` says; None: it is not signed."""
+    """Return the id of the key of a signed run from its `run.json`. None: the run is not signed."""
     return Fields(data, key, url).take("key_id", nullable(text(8, KEY_ID)), None)

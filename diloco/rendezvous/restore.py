@@ -1,7 +1,10 @@
-"""Where a replica's state comes from: the newest usable snapshot, and at the very beginning one replica's model.
+"""Loads the state of a replica from the log: the newest usable snapshot, and the means of the entries after it.
 
-Bootstrapping, jumping ahead and taking the state from the log again are the same thing. The head of the log is found
-without a listing, because seals are dense and never deleted; pointers exist at multiples of `snapshot_every` alone.
+A replica does this when it begins, when it has fallen behind, and when its state is not the state of the log. At the
+very beginning of a run, one replica stores its model as the first snapshot.
+
+The end of the log is found without a list of keys, because no seal is missing and none is ever deleted. Snapshots exist
+only at multiples of `snapshot_every`.
 """
 
 from __future__ import annotations
@@ -28,14 +31,19 @@ from diloco.rendezvous.training_state import Arrays, check_agreement, unlike_fro
 log = logging.getLogger(__name__)
 
 AGREEMENT_TRIES = 3 * READ_TRIES
-"""How often the agreement is read before a replica goes without: longer than for what has another copy."""
+"""The number of wrong readings after which a replica continues without the agreement. There is no other copy of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestoredWork:
-    """What an earlier copy of this rank had."""
+    """The work of an earlier attempt of this rank, from a checkpoint or from the store.
+
+    Example:
+        replayer.begin(RestoredWork(12, progress, uncounted_since=[10]))
+    """
 
     position: int
+    """The next entry that the earlier attempt would have applied."""
     progress: Any
     """Its live work, as distances from the anchor."""
     uncounted_since: Sequence[int]
@@ -43,7 +51,15 @@ class RestoredWork:
 
 
 class SnapshotReader:
-    """Loads snapshots into the training state."""
+    """Loads snapshots into the training state, and stores the first one if no other replica has.
+
+    Args:
+        context: the services of the rendezvous.
+        may_offer: True if this replica may store its model as the first snapshot.
+
+    Example:
+        entry = SnapshotReader(context).load(above=-1)
+    """
 
     def __init__(self, context: Context, *, may_offer: bool = True) -> None:
         self._context = context
@@ -52,20 +68,28 @@ class SnapshotReader:
         self._me = context.me
         self._training = context.training
         self._may_offer = may_offer
-        """False once a snapshot was loaded: uploading parts of a different state would corrupt the first anchor."""
+        """False once a snapshot was loaded: parts of another state under this nonce would damage the first anchor."""
         self._start: SnapshotPointer | None = None
-        """The pointer of the first state of the log, whose agreement this replica shares."""
+        """The pointer of the first snapshot. It has the agreement, which fits this replica."""
         self._taken_over: int | None = None
-        """The entry before which another run's state is, if it was loaded to begin this run with."""
+        """The entry of another run whose state this run begins with. None: no such state was loaded."""
         self._has_first_state = False
-        """Whether the state that the run begins with was read from another run."""
+        """True if the first state was read from another run."""
         self._misfits: set[int] = set()
-        """Entries whose snapshots can be read and not be loaded."""
+        """Entries whose snapshots can be read, and do not fit this model."""
 
     def load(self, above: int) -> int | None:
-        """Load the newest usable snapshot before an entry after `above`; -1: any, however long it takes.
+        """Load the newest usable snapshot, and return its entry: the next entry to apply.
 
-        Returns: the entry before which the state now is; None: there is no such snapshot, and nothing has changed.
+        Args:
+            above: load only a snapshot after this entry. -1: load any snapshot, and wait until there is one.
+
+        Returns:
+            The entry. None: there is no such snapshot, and nothing has changed.
+
+        Raises:
+            QuorumTimeoutError: no snapshot could be read in `round_timeout_s`.
+            ContributionError: this replica does not fit the run: see `check_agreement` and `check_signed`.
         """
         context, limits = self._context, self._context.limits
         began, pauses = context.clock(), backoff(context.rng)
@@ -82,17 +106,17 @@ class SnapshotReader:
                     continue
                 self._may_offer = False
                 if self._took(entry, pointer, arrays):
-                    if entry != self.first:  # the seal that ended the run may be earlier, and is then never read
+                    if entry != self.first:  # the seal with the early end may be before it, and is then never read
                         apply_recorded_end(context.plan, self._store, self._keys, context.proof)
                     context.standstill.end()
                     return entry
-                above = -1  # the state from before is lost now
+                above = -1  # a snapshot that did not fit has replaced the state, so any other one is better
             if above >= 0:
                 return None
             waited_s = context.clock() - began
             if knows_start and self._start is None and waited_s >= limits.takeover_after_s:
                 self._check_key(is_alone=True)
-            turn_s = self._me.rank * limits.takeover_after_s  # by then every lower rank is held to be dead
+            turn_s = self._me.rank * limits.takeover_after_s  # by then every lower rank counts as dead
             if self._may_offer and waited_s >= turn_s and not self._store.exists(self._keys.snapshot(0)):
                 self._offer_first_anchor()
                 continue
@@ -107,7 +131,7 @@ class SnapshotReader:
             context.wait(next(pauses), [folder_of(self._keys.snapshot(0))])
 
     def _took(self, entry: int, pointer: SnapshotPointer, arrays: Arrays) -> bool:
-        """Load arrays, and return whether they are the state that their pointer promises."""
+        """Load arrays, and return True if they are the state that their pointer names."""
         try:
             with reading("snapshot of this model"):
                 self._training.load(arrays)
@@ -119,10 +143,11 @@ class SnapshotReader:
         return pointer.state == self._digests()
 
     def _digests(self) -> tuple[str, ...]:
+        """Return the digest of the state of each fragment."""
         return tuple(self._training.digest(f) for f in range(len(self._context.layouts)))
 
     def _head(self, entry: int) -> int:
-        """Return the first entry without a seal, at least `entry`; perhaps an earlier one."""
+        """Return the first entry without a seal, from `entry` on. A stale answer may make the result too early."""
 
         def is_sealed(entry: int) -> bool:
             return self._store.peek(self._keys.seal(entry), size=0) is not None
@@ -138,6 +163,7 @@ class SnapshotReader:
         return sealed + 1
 
     def _pointer(self, entry: int) -> SnapshotPointer | None:
+        """Return the pointer of a snapshot. None: there is none, or it is damaged."""
         key = self._keys.snapshot(entry)
         for _ in range(READ_TRIES):
             data = self._store.peek(key)
@@ -150,20 +176,22 @@ class SnapshotReader:
 
     @property
     def first(self) -> int:
-        """The first entry of this log, as far as is known."""
+        """The first entry of this log. 0 before it is known."""
         return 0 if self._start is None else self._start.first
 
     @property
     def is_author(self) -> bool:
-        """Whether the first state of the log is this process's, as far as is known."""
+        """True if the first snapshot of the log is from this process. False before that is known."""
         return self._start is not None and self._start.nonce == self._me.nonce
 
     def _find_start(self) -> bool:
-        """Read where the log begins and compare the agreements, once; return False while that cannot be seen.
+        """Read the first snapshot's pointer, and compare the agreements, once. Return False if it cannot be read yet.
 
-        An agreement that has rotted is not the end of a run whose snapshots are well: digests show misfits, too.
+        A damaged agreement does not end a run whose other snapshots are good. The digests of a snapshot also show
+        whether it fits.
 
-        Raises: ContributionError: names the first difference, or says that this replica has not the run's key.
+        Raises:
+            ContributionError: this replica does not fit the run, or does not have the run's key.
         """
         mine = self._training.agreement()
         if self._start is None and (start := self._pointer(0)) is not None:
@@ -172,8 +200,8 @@ class SnapshotReader:
             self._start = start
             if unlike := unlike_frozen(mine, start.agreement):
                 log.warning(
-                    "rank %s: %s has other values than at rank %s, and stays so: nobody sends it (%d such). "
-                    "Load the same weights, or seed all replicas alike; what is trained is sent.",
+                    "rank %s: the frozen parameter %s has other values than at rank %s, and so have %d parameters in "
+                    "all. Load the same weights in all replicas, or use the same seed: frozen parameters are not sent.",
                     self._me.rank, unlike[0], start.rank, len(unlike),
                 )  # fmt: skip
         if self._start is None and self._store.count_misreads(self._keys.snapshot(0)) >= READ_TRIES:
@@ -181,33 +209,40 @@ class SnapshotReader:
         return self._start is not None or self._store.count_misreads(self._keys.snapshot(0)) >= AGREEMENT_TRIES
 
     def _check_key(self, *, is_alone: bool) -> None:
-        """Distinguish a replica without the run's key from a damaged agreement. Nothing else depends on that record.
+        """Find out whether an unreadable agreement means that this replica does not have the run's key.
+
+        The agreement may also be damaged, or another writer may have overwritten it.
 
         Args:
-            is_alone: no later snapshot is proven either. Until then, no replica with a key is refused: another writer
-                may have overwritten the agreement.
+            is_alone: True if no later snapshot can be proven either. Only then is a replica with a key refused.
+
+        Raises:
+            ContributionError: the agreement names another key.
         """
         mine = self._training.agreement().get("signed")
         if mine is not None and not is_alone:
             return
-        data, said = self._store.peek(self._keys.snapshot(0)), mine
+        data, theirs = self._store.peek(self._keys.snapshot(0)), mine
         with suppress(BadRecordError), reading("agreement"):
-            said = mine if data is None else typed(dict, unproven_fields(data)["contract"]).get("signed")
-        check_signed(said, mine)
+            theirs = mine if data is None else typed(dict, unproven_fields(data)["contract"]).get("signed")
+        check_signed(theirs, mine)
 
     def _offer_first_anchor(self) -> None:
-        """Put one's own initial model under one's own nonce; the pointer in the store then decides.
+        """Store the initial model of this process under its own nonce, and then try to create the first pointer.
 
-        A run that goes on from another begins with the newest state of that.
+        The pointer that exists afterwards decides which process's model begins the run. A run that continues from
+        another run begins with the newest state of that run.
         """
         origin = self._context.origin
         if origin is not None and self._taken_over is None:
-            limits = replace(self._context.limits, round_timeout_s=self._context.limits.grace_s)  # nothing comes there
-            # A plan of its own: if that run was stopped, this replica alone would read of it, and end too early.
+            # The other run has ended, so no object will appear there: a short wait is enough.
+            limits = replace(self._context.limits, round_timeout_s=self._context.limits.grace_s)
+            # The reader gets its own copy of the plan. If the other run was stopped, only this replica would read that
+            # early end, and would end too early.
             keys, plan = replace(self._keys, run_id=origin), replace(self._context.plan)
             there = replace(self._context, keys=keys, limits=limits, plan=plan)
             self._taken_over = SnapshotReader(there, may_offer=False).load(-1)
-            log.warning("rank %s: goes on from round %s of run %s", self._me.rank, self._taken_over, origin)
+            log.warning("rank %s: it continues from round %s of run %s.", self._me.rank, self._taken_over, origin)
         if origin is None and self._context.first_state is not None and not self._has_first_state:
             self._training.load(self._context.first_state())
             self._has_first_state = True
@@ -222,15 +257,15 @@ class SnapshotReader:
 class LogReplayer:
     """Takes this replica's training state from the log, and holds its position there.
 
-    It loads the newest snapshot and applies the means of the entries behind it. In a usual round it does nothing: the
-    round runner applies the entry and moves the position on.
+    It loads the newest snapshot and applies the means of the entries after it. In a usual round it does nothing: the
+    round runner applies the entry and advances the position.
 
     Args:
         context: the services of the rendezvous.
         seals: the seals of the run.
         reducer: reads or computes means.
         sealer: knows when an entry takes too long.
-        account: gets the decisions of the entries that are passed.
+        account: gets the decisions of the passed entries.
 
     Example:
         replayer = LogReplayer(context, seals, reducer, sealer, account)
@@ -245,7 +280,7 @@ class LogReplayer:
         self.is_reloaded = False
         """True if the state was taken from the log since the last result of a round."""
         self.n_diverged = 0
-        """The number of entries in a row at which the anchor was not the seal's, also after a reload."""
+        """The number of entries in a row at which the anchor differed from the seal's, even after a reload."""
         self._context = context
         self._training = context.training
         self._seals = seals
@@ -265,7 +300,7 @@ class LogReplayer:
         return self._reader.is_author
 
     def begin(self, restored: RestoredWork | None = None) -> None:
-        """Load the newest snapshot, or agree on the first anchor, and set the live parameters by it.
+        """Load the newest snapshot, or agree on the first anchor, and set the live parameters accordingly.
 
         Args:
             restored: the work of an earlier attempt of this rank. Work that no seal has counted since is kept.
@@ -285,19 +320,23 @@ class LogReplayer:
         self.read_newest_seal()
 
     def go_back(self, position: int) -> None:
-        """Continue from an earlier position, whose training state was loaded."""
+        """Continue from an earlier position, after the caller has loaded the training state of that position.
+
+        Args:
+            position: the next entry to apply.
+        """
         self.position = position
         self._account.begin_at(position)
         self.read_newest_seal()
 
     def reload(self, above: int = -1) -> bool:
-        """Take the state from the log, at least up to this position, and keep the live work that no mean contains.
+        """Take the state from the log, at least up to the present position, and keep the work that no mean contains.
 
         Args:
-            above: do so only if there is a snapshot after this entry.
+            above: do this only if there is a snapshot after this entry. -1: do it in any case.
 
         Returns:
-            True if that was done. The position may be a later one then.
+            True if the state was loaded. The position may be later than before.
         """
         before, anchors = self.position, self._training.anchors_now()
         entry = self._reader.load(above)
@@ -322,7 +361,7 @@ class LogReplayer:
             seal: its seal.
 
         Raises:
-            DivergenceError: the anchor differs for two entries in a row, also after this.
+            DivergenceError: the anchor differs at two entries in a row, even after the reload.
         """
         self.reload()
         if self.position != entry.index or self._training.digest(entry.fragment) == seal.anchor:
@@ -331,18 +370,24 @@ class LogReplayer:
         self.n_diverged += 1
         if self.n_diverged >= 2:
             raise DivergenceError(
-                f"Rank {self._context.me.rank}, round {entry.index + 1}: this replica's anchor is not that of ranks "
-                f"{', '.join(map(str, sorted(seal.replicas)))}, also after reloading the run. "
-                "Do all replicas run the same version, and the same outer optimizer on the same kind of processor?"
+                f"Rank {self._context.me.rank}, round {entry.index + 1}: the anchor of this replica differs from the "
+                f"anchor of ranks {', '.join(map(str, sorted(seal.replicas)))}, even after loading it from the store. "
+                "Use the same version and the same outer optimizer on the same kind of processor in all replicas."
             )
 
     def read_newest_seal(self) -> None:
-        """Read the seal before this position, which says which replicas are expected."""
+        """Read the seal of the last applied entry. It names the replicas that are expected in the next round."""
         is_first = self.position == self._reader.first
         self._context.members.seal = None if is_first else self._seals.read_seal_or_none(self.position - 1)
 
     def _replay(self, until: int) -> None:
-        """Apply the means of the log to the anchor, up to a position. A newer snapshot may lead beyond it."""
+        """Apply the means of the log to the anchor, up to a position.
+
+        If a mean is missing and a newer snapshot exists, load that, which may lead beyond the position.
+
+        Args:
+            until: the position, as the next entry to apply.
+        """
         context = self._context
         pauses = context.pauses()
         entry: EntryState | None = None

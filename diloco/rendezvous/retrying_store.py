@@ -1,7 +1,7 @@
-"""A store whose answers are hints: what the rendezvous looks through.
+"""Wraps a store for the rendezvous: `RetryingStore` hides errors of the store until they have continued for a while.
 
-No decision depends on an absence or on the answer of a write, so an error of the store means the same as "not yet":
-look again. Only errors that continue for a while become an exception.
+No decision of the rendezvous depends on a missing object, or on the answer to a write. So an error of the store means
+the same as "not yet": the caller looks again later. This file also has the pauses between looks, and parallel reads.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 FAILURES = 3
-"""The number of calls of one kind that must have failed in a row before their error is raised. A round may take longer
-than the patience lasts, and it deletes only once."""
+"""The number of calls of one kind that must have failed in a row before their error is raised.
+
+A round may take longer than the patience lasts, and it deletes only once.
+"""
 WAITED_FOR = {
     "get": "the store to read of a round",
     "list": "the store to list what rounds left",
@@ -37,32 +39,38 @@ WAITED_FOR = {
     "put_if_absent": "the store to write for a round",
     "delete": "the store to delete what a round left",
 }
-"""The words that name the wait while a kind of call fails."""
+"""By kind of call, the text that names the wait while such calls fail."""
 THREADS = 8
-"""An S3 store reads large objects in parallel by itself, and its pool has connections for 8 such reads."""
+"""The number of parallel reads. The connection pool of the S3 store has room for 8 large reads at a time."""
 
 
 class _Misread(NamedTuple):
-    """The failed readings of one object, whose bytes were not the written ones."""
+    """The wrong readings of one object."""
 
     n: int
     since_s: float
-    """When it was first read as these bytes."""
+    """The time of the first reading with the same wrong bytes."""
     last_s: float
+    """The time of the last reading."""
     digest: bytes
+    """The digest of the bytes of the last reading."""
 
 
 class RetryingStore:
-    """Asks a store, and raises its errors only when a kind of call has failed for as long as the patience lasts.
+    """Calls a store, and raises an error only if one kind of call has failed for longer than the patience.
 
-    `peek` may be called from several threads at once.
+    Several threads may call `peek` at once.
 
     Args:
         store: the store.
         clock: returns seconds of a monotonic clock.
-        patience: how long a kind of call may fail, again and again.
-        waits: says once a minute that the store is waited for. None: nothing is said.
-        copies: True: copy data that the store maps from a file. Another process may write to the file after the proof.
+        patience: the longest time for which one kind of call may fail.
+        waits: reports once a minute that the replica waits for the store. None: there is no report.
+        copies: True: copy data that the store maps from a file, because another process may write to the file after
+            the data was checked.
+
+    Example:
+        RetryingStore(store, clock=monotonic).peek(key)
     """
 
     def __init__(
@@ -78,32 +86,38 @@ class RetryingStore:
         self.read_bytes = 0
         self.written_bytes = 0
         self.answer_s = 0.0
-        """How long the store last took to answer that a key does not exist."""
+        """Seconds that the store last took to answer that a key does not exist."""
         self._clock = clock
         self._patience = patience
         self._waits = waits or Waits(lambda words: None, clock)
         self._copies = copies
         self._outages = {verb: Outage(patience, what, waits=self._waits) for verb, what in WAITED_FOR.items()}
-        """By kind of call."""
+        """By kind of call, the present outage."""
         self._n_failed = dict.fromkeys(WAITED_FOR, 0)
-        """By kind of call, how many have failed in a row."""
+        """By kind of call, the number of failures in a row."""
         self._bad: dict[str, _Misread] = {}
         self._counting = threading.Lock()
         self.last_error: StoreError | None = None
-        """Why something was not written or deleted, the last time."""
+        """The error of the last write or deletion that failed."""
         self.streams = isinstance(store, StreamingStore)
-        """Whether the store takes objects while they are being made."""
+        """True if the store can write an object while it is being made."""
         self.maps = self.streams and not copies
-        """True if a streamed object can be read again without taking memory."""
+        """True if a streamed object can be read again without using memory."""
 
     def peek(
         self, key: str, *, start: int = 0, size: int | None = None, moves: bool = True, is_copied: bool = False
     ) -> memoryview | None:
-        """Return the object, or None: there is none, or no answer. An object that was cut off gives fewer bytes.
+        """Return an object, or a range of it. None: it does not exist, or the store failed.
+
+        If the object ends before the range does, the result is shorter than the range.
 
         Args:
-            moves: count its bytes as read. An object that this process has streamed is still in this machine's memory.
-            is_copied: it is copied piece by piece before it is proven.
+            key: the key of the object.
+            start: the first byte of the range.
+            size: the size of the range. None: to the end of the object.
+            moves: True: count the bytes as read. False is for an object that this process has streamed before: its
+                bytes are still in the memory of this machine.
+            is_copied: True if the caller copies the data piece by piece before it checks them.
         """
         asked_s = self._clock()
         data: memoryview | None
@@ -115,7 +129,7 @@ class RetryingStore:
             except StoreError:
                 if size is None:
                     raise
-                # The range may no longer exist. The object is then rotten, and the store works.
+                # The object may be shorter than the range. It is then damaged, and the store works.
                 data = self.store.get(key)[start : start + size]
         except KeyNotFoundError:
             data = None
@@ -132,20 +146,25 @@ class RetryingStore:
         return data
 
     def record_misread(self, key: str, data: Buffer) -> None:
-        """Note a reading that is not what was written: the reading may be wrong, or the object."""
+        """Record a wrong reading of an object. Either the reading is wrong, or the object is damaged.
+
+        Args:
+            key: the key of the object.
+            data: the bytes that were read.
+        """
         found, now = xxh3_128_digest(data), self._clock()
         before = self._bad.get(key, _Misread(0, now, now, found))
         self._bad[key] = _Misread(before.n + 1, before.since_s if found == before.digest else now, now, found)
         if before.n + 1 == READ_TRIES:
-            log.warning("%s in %s is not what was written, in %s readings.", key, self.store.url, READ_TRIES)
+            log.warning("%s in %s was damaged in each of %s readings.", key, self.store.url, READ_TRIES)
 
     def count_misreads(self, key: str) -> int:
-        """Return how many readings of an object were not what was written."""
+        """Return the number of wrong readings of an object."""
         found = self._bad.get(key)
         return 0 if found is None else found.n
 
     def is_damaged(self, key: str, for_s: float) -> bool:
-        """Return whether an object was read as the same wrong bytes for so long, again and again."""
+        """Return True if the readings of an object gave the same wrong bytes for a number of seconds."""
         found = self._bad.get(key)
         return found is not None and found.n >= READ_TRIES and found.last_s - found.since_s >= for_s
 
@@ -163,34 +182,51 @@ class RetryingStore:
         return False
 
     def exists(self, key: str) -> bool:
-        """Return whether the object exists; False may be wrong."""
+        """Return True if the object exists. False may be wrong, because the store may have failed."""
         return self.peek(key) is not None
 
     def create(self, key: str, data: Data) -> None:
-        """Create an object, perhaps: read it to know."""
+        """Try to create an object. Read the key to find out which object exists now.
+
+        Args:
+            key: the key of the object.
+            data: the bytes, as one buffer or several.
+        """
         if self._did("put_if_absent", lambda: self.store.put_if_absent(key, data)):
             self.written_bytes += size_of(data)
 
     def create_streamed(self, key: str, head_bytes: int, size_bytes: int, produce: Produce) -> None:
-        """Create an object while it is being made, perhaps; only where the store streams."""
+        """Try to create an object while it is being made. The store must be able to stream.
+
+        Args:
+            key: the key of the object.
+            head_bytes: the size of the head, which is written last.
+            size_bytes: the size of the whole object.
+            produce: writes the payload by the function that it gets, and returns the head.
+        """
         store = self.store
         assert isinstance(store, StreamingStore)
         if self._did("put_if_absent", lambda: store.put_if_absent_streamed(key, head_bytes, produce)):
             self.written_bytes += size_bytes
 
     def write(self, key: str, data: Data) -> bool:
-        """Write an object; True when the store has acknowledged it."""
+        """Write an object, and return True if the store has acknowledged it.
+
+        Args:
+            key: the key of the object.
+            data: the bytes, as one buffer or several.
+        """
         done = self._did("put", lambda: self.store.put(key, data))
         if done:
             self.written_bytes += size_of(data)
         return done
 
     def remove(self, key: str) -> None:
-        """Delete an object, perhaps: what is left over is tidied up later."""
+        """Try to delete an object. If that fails, a later garbage collection deletes it."""
         self._did("delete", lambda: self.store.delete(key))
 
     def list_keys(self, prefix: str) -> list[str]:
-        """List the keys below a prefix; some may be missing, and some gone already."""
+        """Return the keys below a prefix. The list may miss new keys and contain deleted ones."""
         try:
             return [entry.key for entry in self.store.list(prefix)]
         except StoreError as error:
@@ -198,12 +234,13 @@ class RetryingStore:
             return []
 
     def for_thread(self) -> RetryingStore:
-        """Return another such view of the same store, for another thread."""
+        """Return another `RetryingStore` for the same store, with its own counts, for use in another thread."""
         return RetryingStore(
             self.store, clock=self._clock, patience=self._patience, waits=self._waits, copies=self._copies
         )
 
     def _did(self, verb: str, act: Callable[[], object]) -> bool:
+        """Make a call that writes or deletes, and return True if it did not fail."""
         try:
             act()
         except StoreError as error:
@@ -214,12 +251,13 @@ class RetryingStore:
         return True
 
     def _failed(self, verb: str, error: StoreError) -> None:
+        """Record a failed call. Raise the error if calls of this kind have failed for too long."""
         self._n_failed[verb] += 1
         if not self._outages[verb].bears(error) and self._n_failed[verb] >= FAILURES:
             raise error
 
     def _works(self, verb: str) -> None:
-        """Note that a kind of call did not fail."""
+        """Record that a call did not fail."""
         if self._n_failed[verb]:
             self._n_failed[verb] = 0
             self._outages[verb].end()
@@ -233,7 +271,13 @@ def size_of(data: Data) -> int:
 
 
 def backoff(rng: random.Random, first_s: float = 0.002, most_s: float = 1.0) -> Iterator[float]:
-    """Yield pauses that grow from `first_s` to `most_s`, each shortened by up to half, so that replicas spread."""
+    """Yield growing pauses in seconds. Each pause is shortened at random, so that replicas do not ask all at once.
+
+    Args:
+        rng: shortens each pause by up to half.
+        first_s: the first pause.
+        most_s: the longest pause.
+    """
     pause_s = first_s
     while True:
         yield pause_s * rng.uniform(0.5, 1.0)
@@ -241,26 +285,30 @@ def backoff(rng: random.Random, first_s: float = 0.002, most_s: float = 1.0) -> 
 
 
 class Map(Protocol):
-    """Applies a function to several things, as the builtin `map` does; perhaps in several threads."""
+    """Applies a function to several arguments, as the builtin `map` does, and perhaps in several threads."""
 
     def __call__(self, act: Callable[[T], R], things: Iterable[T], /) -> Iterator[R]: ...
 
 
 class Ask(Protocol):
-    """Asks the store a question, at once or while training continues."""
+    """Calls a function that asks the store, at once or in another thread while training continues."""
 
     def __call__(self, question: Callable[[], T], /) -> Future[T]: ...
 
 
 def at_once(question: Callable[[], T]) -> Future[T]:
-    """Ask now."""
+    """Call a function that asks the store now, and return its answer as a completed future."""
     answer: Future[T] = Future()
     answer.set_result(question())
     return answer
 
 
 class ParallelMap:
-    """A `Map` of threads, which are started when they are first needed."""
+    """A `Map` that uses several threads. They start when they are first needed.
+
+    Example:
+        list(ParallelMap()(store.peek, keys))
+    """
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
@@ -270,7 +318,7 @@ class ParallelMap:
         return map(act, listed) if len(listed) < 2 else self._threads().map(act, listed)
 
     def ask(self, question: Callable[[], T]) -> Future[T]:
-        """Ask in another thread, while training continues."""
+        """Call a function that asks the store in another thread, while training continues."""
         return self._threads().submit(question)
 
     def _threads(self) -> ThreadPoolExecutor:
@@ -279,12 +327,12 @@ class ParallelMap:
         return self._pool
 
     def close(self) -> None:
-        """Start nothing more; what is under way ends by itself."""
+        """Start no more calls. Calls that are running end by themselves."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
 
 
 def is_near(store: Store) -> bool:
-    """Return whether the store answers at once, so that threads would cost more than they save."""
+    """Return True if the store is on this machine: it answers at once, so threads would cost more than they save."""
     return isinstance(store, (FileStore, MemoryStore))

@@ -1,8 +1,8 @@
-"""Runs the rounds of one replica: it sends held work, brings a decision about, and applies the mean to the anchor.
+"""Runs the rounds of one replica: sends held work, helps to decide the round, and applies the mean to the anchor.
 
-An entry goes through four stages: contribution, seal, mean, outer step, as in the paper. The runner is level-triggered:
-it looks at what exists, does the next idempotent thing that is missing, and waits. It may die between any two calls of
-the store, and a second copy of it may run at the same time.
+An entry goes through four stages: contribution, seal, mean and outer step. The runner is level-triggered: it looks
+which objects exist, makes the next one that is missing, and waits. Each of these actions may be repeated safely. So the
+runner may die between any two calls of the store, and a second copy of it may run at the same time.
 
 The runner owns the anchor, the outer state, the position in the log, and every call of the store. It may run in a
 thread of its own while training continues (`training_side.py` hands it jobs). It reads no live parameter except held
@@ -29,7 +29,7 @@ from diloco.rendezvous.snapshot import SnapshotWriter
 from diloco.rendezvous.training_state import ApplyStats, Verdict
 
 LOOK_S, ANSWERS_PER_LOOK = 1.0, 40
-"""Out of phase, a replica looks for the seal once a second, or as often as that costs a fortieth of its time."""
+"""Out of phase, a replica looks for the seal every 40 answer times of the store, and at least once a second."""
 
 
 class RoundRunner:
@@ -157,14 +157,14 @@ class RoundRunner:
         return not self.poll.is_on
 
     def idle(self) -> bool:
-        """Look for the seal once while there is no job; return True if there is more to look for."""
+        """Look for the seal once while there is no job. Return True if the runner must look again."""
         if self.poll.is_on:
             self._context.wait(self.poll.pause_s, ())
             self.look()
         return self.poll.is_on
 
     def look(self) -> bool:
-        """Look for the seal of the open entry if it is time to, without waiting; return True if there is a result."""
+        """Look for the seal of the open entry if it is time to do so. Return True if there is a result."""
         entry = self.current()
         found = self.poll.ask(lambda: (self.seals.is_sealed(entry.index), self._members.is_behind()))
         if found is None:
@@ -173,7 +173,8 @@ class RoundRunner:
             return self.catch_up()
         self.poll.note(found.began_s, found.at_step)
         self._members.check_abort()
-        if not found.is_behind or not entry.published:  # it is in phase again, or a seal only seemed to exist
+        # Either this replica is in phase again, or it did not send its work because a seal only seemed to exist.
+        if not found.is_behind or not entry.published:
             self._prepare_result([], 0, is_out_of_phase=found.is_behind)
             return True
         waited_s = 0.0 if entry.published_s is None else found.asked_s - entry.published_s
@@ -236,7 +237,7 @@ class RoundRunner:
                 self.sender.handle_forgeries(entry, seal, self._waited_s)
             self.sealer.check_time(entry)
             paused = clock()
-            pause_s = max(next(pauses), min(self._store.answer_s, MOST_PAUSE_S))  # a far store is asked less often
+            pause_s = max(next(pauses), min(self._store.answer_s, MOST_PAUSE_S))  # ask a slow store less often
             if seal is not None:
                 awaited = [self._keys.mean(entry.index, 0)]
             else:
@@ -244,12 +245,13 @@ class RoundRunner:
                 awaited += [self._keys.contribution(entry.index, 0)] if entry.looks else []
             context.wait(pause_s, [folder_of(key) for key in awaited])
             entry.wait_s += clock() - paused
-        if context.standstill.found is not None:  # an error that ends the wait leaves it, for the outcome
+        # If an error ends the wait instead, the standstill stays: the outcome of the attempt then names it.
+        if context.standstill.found is not None:
             context.standstill.end()
         return found
 
     def _check_anchor(self, entry: EntryState, seal: Seal) -> None:
-        """Take the state from the log if the anchor is not the one that an entry was made for."""
+        """Take the state from the log if the anchor differs from the anchor that a seal names."""
         if self._training.digest(entry.fragment) == seal.anchor:
             self.replayer.n_diverged = 0
         else:
@@ -265,7 +267,7 @@ class RoundRunner:
     def _apply(self, entry: EntryState, seal: Seal, mean: Sequence[memoryview]) -> RoundReport:
         """Step the anchor by the mean of the open entry, and move on to the next entry."""
         context = self._context
-        if seal.stops:  # before the step: the outer step of a last round is a plain average
+        if seal.stops:  # this changes the plan, and the outer step of a last round is a plain average
             apply_sealed_end(seal, entry.index, context.plan, self._store, self._keys, context.proof)
         verdict, is_partly = self.account.verdict(entry, seal)
         began = context.clock()
@@ -280,14 +282,15 @@ class RoundRunner:
         if entry.published:
             self._store.remove(self._keys.contribution(entry.index, self._me.rank))
         self._check_next_seal(entry)
-        # How far apart replicas arrive that came from one phase, less a known head start.
+        # The next contribution reports how far apart replicas arrive. So the wait counts only after a common phase, and
+        # without a known head start.
         self._waited_s = 0.0 if self._phase.is_out_of_phase else max(0.0, entry.wait_s - self._phase.head_start_s)
         if not self._phase.is_out_of_phase:
             self.sealer.learn(entry, self._waited_s)
         return self._report(entry, seal, verdict, applied, (began, ended))
 
     def _check_next_seal(self, entry: EntryState) -> None:
-        """Take the state from the log again if the fragment's next seal was made for another anchor than this one."""
+        """Take the state from the log again if the fragment's next seal names another anchor than this replica has."""
         following = entry.index + len(self._context.layouts)
         seal = self.seals.seal(following)
         if seal is None and not self.seals.misread(following):
@@ -301,17 +304,17 @@ class RoundRunner:
         """Return the report of an entry that was applied.
 
         Args:
-            step: when the outer step began and when it ended.
+            step: the times at which the outer step began and ended.
         """
         is_counted = self.seals.verdict(seal) is Verdict.COUNTED
-        fate, work = self.account.fate(entry, seal, verdict)
+        reported, work = self.account.reported_verdict(entry, seal, verdict)
         began, ended = step
         return RoundReport(
             round=entry.index + 1,
             fragment=entry.fragment,
             ranks=tuple(rank for rank in seal.inputs if rank not in entry.left_out),
             counted=is_counted,
-            verdict=fate,
+            verdict=reported,
             work=work,
             same=next((group for group in seal.same if is_counted and self._me.rank in group), ()),
             elements=entry.layout.n_elements,
@@ -335,7 +338,11 @@ class RoundRunner:
 
     @contextmanager
     def _result(self, *, has_met: bool) -> Iterator[list[RoundReport]]:
-        """Make a result of the entries that are applied inside, also if an error ends that."""
+        """Prepare a result of the entries that are applied inside the block, even if an error ends the block.
+
+        Args:
+            has_met: True if all inner steps of the phase are made.
+        """
         before = self.position
         reports: list[RoundReport] = []
         try:
@@ -352,7 +359,7 @@ class RoundRunner:
     def _prepare_result(
         self, reports: list[RoundReport], n_entries: int, *, is_out_of_phase: bool, has_met: bool = False
     ) -> None:
-        """Bring what must be merged to where the live parameters are, and hand the result over."""
+        """Copy the values to merge to the device of the live parameters, and hand the result over."""
         phase, account, replayer = self._phase, self.account, self.replayer
         if has_met:
             phase.head_start_s = 0.0
@@ -419,12 +426,12 @@ class SealPoll:
         return min(LOOK_S, ANSWERS_PER_LOOK * self._context.store.answer_s)
 
     def start(self) -> None:
-        """Look from now on."""
+        """Begin to look."""
         self.note(self._context.clock(), self._phase.n_steps)
         self.is_on = True
 
     def stop(self) -> None:
-        """Look no more, and forget the look that is under way."""
+        """Stop looking, and forget the look that is under way."""
         self.is_on, self._asked = False, None
 
     def note(self, at_s: float, at_step: int) -> None:

@@ -1,8 +1,8 @@
-"""The state before an entry, as objects: parts in safetensors form and a pointer that decides.
+"""Writes, reads and deletes snapshots: the state before an entry, as parts in safetensors form and a pointer to them.
 
-A snapshot's parts are put under their writer's own nonce, each is acknowledged, and then the pointer is created; the
-stored pointer decides whose parts count, so half-written or competing parts do no harm. `snapshot/0`, the first anchor,
-also carries the agreement. Nothing here knows torch: arrays in, arrays out.
+A writer stores the parts under its own nonce, waits until the store has acknowledged each of them, and then creates the
+pointer. The pointer decides which writer's parts count, so incomplete or competing parts do no harm. The first pointer,
+`snapshot/0`, also has the agreement. This file works with numpy arrays and does not import torch.
 """
 
 from __future__ import annotations
@@ -38,30 +38,52 @@ DTYPES = {
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 _NONCE = re.compile(r"\w[\w.-]{0,63}", re.ASCII)  # becomes a segment of keys
 _OWN = re.compile(r"(\d+)/(\d{1,15})/(\d{1,15})/[^/]+$")
-"""What a rank keeps for its next attempts; anything else below that prefix is not a replica's."""
+"""The keys of the states that ranks keep for their next attempts. A replica writes no other key below that prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPointer:
-    """The content of `snapshot/<entry>`."""
+    """The content of `snapshot/<entry>`: the writer of the snapshot, and the digests of its parts.
+
+    Example:
+        pointer = SnapshotPointer.parse(data, key, proof)
+    """
 
     nonce: str
+    """The nonce of the writer, which is part of the keys of the parts."""
     rank: int
+    """The rank of the writer."""
     parts: tuple[str, ...]
-    """Digest of each part."""
+    """The digest of each part."""
     state: tuple[str, ...]
-    """Digest of the anchor and outer state of each fragment."""
+    """The digest of the anchor and outer state of each fragment."""
     agreement: Agreement
+    """The agreement of the run in `snapshot/0`. Empty in all other pointers."""
     first: int = 0
-    """Of `snapshot/0`: the first entry of this log; those before it are another run's."""
+    """In `snapshot/0`: the first entry of this log. The entries before it belong to another run."""
 
     def data(self, key: str, proof: Proof) -> bytes:
+        """Return the pointer as bytes for the store.
+
+        Args:
+            key: the key of the pointer. A signature covers the key.
+            proof: signs the pointer or adds a checksum.
+        """
         fields = {"nonce": self.nonce, "rank": self.rank, "parts": self.parts, "state": self.state}
         return frame({**fields, "contract": self.agreement, "first": self.first}, key, proof)
 
     @classmethod
     def parse(cls, data: Buffer, key: str, proof: Proof) -> SnapshotPointer:
-        """Raises: BadRecordError: these bytes are not a pointer."""
+        """Read a pointer from bytes of the store.
+
+        Args:
+            data: the bytes.
+            key: the key of the pointer.
+            proof: checks the signature or the checksum.
+
+        Raises:
+            BadRecordError: these bytes are not a pointer.
+        """
         fields, _, _ = unframe(data, key, proof)
         with reading("snapshot pointer"):
             nonce, agreement = matching(_NONCE, "nonce", fields["nonce"]), typed(dict, fields["contract"])
@@ -79,7 +101,16 @@ class SnapshotPointer:
 def put_parts(
     store: RetryingStore, keys: Keys, entry: int, nonce: str, arrays: Arrays, proof: Proof
 ) -> tuple[str, ...] | None:
-    """Put the state as parts and return their digests; None when the store did not acknowledge one: begin again."""
+    """Store a state as parts, and return their digests. None: the store did not acknowledge a part.
+
+    Args:
+        store: the store of the run.
+        keys: the keys of the rendezvous.
+        entry: the entry of the snapshot.
+        nonce: the nonce of this process.
+        arrays: the state.
+        proof: the kind of digests.
+    """
     digests = []
     for index, part in enumerate(parts_of(arrays, PART_BYTES)):
         data = encode_part(part)
@@ -92,7 +123,15 @@ def put_parts(
 def get_parts(
     store: RetryingStore, keys: Keys, entry: int, pointer: SnapshotPointer, proof: Proof
 ) -> dict[str, Array] | None:
-    """Read a snapshot's arrays; None when a part is missing, rotten after re-reads, or was never a part."""
+    """Return the arrays of a snapshot. None: a part is missing, damaged, or not a safetensors file.
+
+    Args:
+        store: the store of the run.
+        keys: the keys of the rendezvous.
+        entry: the entry of the snapshot.
+        pointer: the pointer of the snapshot.
+        proof: the kind of digests.
+    """
     arrays: dict[str, Array] = {}
     for index, digest in enumerate(pointer.parts):
         key = keys.part(entry, pointer.nonce, index)
@@ -111,12 +150,16 @@ def get_parts(
     return arrays
 
 
-# The library `safetensors` would copy everything twice, each way: attached states may be as large as the model several
-# times over. Here arrays are written from their own memory, and read as views of the bytes.
+# The library `safetensors` would copy all data twice in each direction, and attached states may be several times as
+# large as the model. The two functions below write arrays from their own memory, and read them as views of the bytes.
 
 
 def encode_part(arrays: Arrays) -> list[Buffer]:
-    """Return a safetensors file as buffers: a header, and the arrays' own memory."""
+    """Return a safetensors file as buffers: a header, and the memory of the arrays themselves.
+
+    Args:
+        arrays: the arrays by name.
+    """
     header: dict[str, Any] = {}
     buffers: list[Buffer] = []
     at = 0
@@ -133,7 +176,11 @@ def encode_part(arrays: Arrays) -> list[Buffer]:
 def decode_part(data: memoryview) -> dict[str, Array]:
     """Return the arrays of a safetensors file as views of its bytes.
 
-    Raises: BadRecordError: these bytes are not such a file.
+    Args:
+        data: the file.
+
+    Raises:
+        BadRecordError: these bytes are not such a file.
     """
     header_end = 8 + int.from_bytes(data[:8], "little")
     with reading("safetensors file"):
@@ -144,13 +191,14 @@ def decode_part(data: memoryview) -> dict[str, Array]:
                 continue
             start, dtype, shape = about["data_offsets"][0], DTYPES[about["dtype"]], about["shape"]
             if start < 0 or any(length < 0 for length in shape):
-                raise ValueError(f"{name!r} has a negative length or offset")  # numpy would take all that follows
+                raise ValueError(f"{name!r} has a negative length or offset")  # numpy would read to the end of the data
             values: Array = np.frombuffer(data, dtype, count=prod(shape), offset=header_end + start)
             arrays[name] = values.reshape(shape)
         return arrays
 
 
 def digest_of(data: Sequence[Buffer], proof: Proof) -> str:
+    """Return the digest of an object that is given as several buffers."""
     digest = proof.hash()
     for buffer in data:
         digest.update(buffer)
@@ -158,7 +206,12 @@ def digest_of(data: Sequence[Buffer], proof: Proof) -> str:
 
 
 def parts_of(arrays: Arrays, most_bytes: int) -> Iterator[dict[str, Array]]:
-    """Yield arrays in parts of so many bytes, or of one array; at least one part."""
+    """Yield the arrays in parts, at least one part.
+
+    Args:
+        arrays: the arrays by name.
+        most_bytes: the size limit of a part. A larger array is a part of its own.
+    """
     part: dict[str, Array] = {}
     size = 0
     for name, array in arrays.items():
@@ -172,26 +225,44 @@ def parts_of(arrays: Arrays, most_bytes: int) -> Iterator[dict[str, Array]]:
 
 @dataclass(frozen=True, slots=True)
 class StateCopy:
-    """The state before an entry, as this replica had it."""
+    """A copy of the state of this replica before an entry, which may become a snapshot."""
 
     entry: int
     arrays: Arrays
     state: Sequence[str]
+    """The digest of each fragment's state."""
 
 
 class SnapshotWriter:
-    """Writes this replica's share of the snapshots."""
+    """Writes those snapshots for which it is the turn of this replica.
+
+    Args:
+        context: the services of the rendezvous.
+
+    Example:
+        SnapshotWriter(context).before_step(entry, seal)
+    """
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._me = context.me
         self.copy: StateCopy | None = None
-        """The state that waits for the seals that agree with it."""
+        """The copy that waits for seals that confirm it. None: there is none."""
         self._busy = False
+        """True while a snapshot is being uploaded."""
         self._possible = True
+        """False if the state of the outer optimizer cannot be stored."""
 
     def before_step(self, entry: int, seal: Seal) -> None:
-        """StateCopy the state if it is this replica's turn, and publish the copy once the seals agree with it."""
+        """Copy the state if it is the turn of this replica. Upload an earlier copy once the seals confirm it.
+
+        Call it before the outer step of each entry. A copy is confirmed if the next seal of each fragment names its
+        digest as the anchor. So a replica with a wrong state never stores a snapshot.
+
+        Args:
+            entry: the entry that is about to be applied.
+            seal: its seal.
+        """
         is_multiple = entry > 0 and entry % self._context.snapshot_every == 0
         is_free = is_multiple and self._possible and not self._busy
         if is_free and hash_order(seal.replicas, "snapshot", entry)[0] == self._me.rank:
@@ -208,19 +279,21 @@ class SnapshotWriter:
             self._context.background(lambda: self._publish(copy))
 
     def _take_copy(self, entry: int) -> None:
+        """Copy the state before an entry."""
         try:
             arrays, state = self._context.training.snapshot()
         except TypeError as error:
             self._possible = False
-            log.warning("rank %s takes no snapshots: %s", self._me.rank, error)
+            log.warning("Rank %s writes no snapshots: %s", self._me.rank, error)
         else:
             self.copy = StateCopy(entry, arrays, state)
 
     def _agrees(self, copy: StateCopy, entry: int, seal: Seal) -> bool:
-        """Return whether the entry was made from the state that was copied, as far as its fragment goes."""
+        """Return True if the seal of an entry names the copied state of its fragment."""
         return seal.anchor == copy.state[entry % len(copy.state)]
 
     def _publish(self, copy: StateCopy) -> None:
+        """Store a snapshot, and delete objects that are no longer needed. It runs in the thread for uploads."""
         context = self._context
         store, keys, proof = context.store.for_thread(), context.keys, context.proof
         try:
@@ -233,17 +306,25 @@ class SnapshotWriter:
                     collect_garbage(store, keys, copy.entry, context.snapshot_every, proof)
                     break
             else:
-                raise store.last_error or StoreError("the store did not take it")
+                raise store.last_error or StoreError("the store did not accept it")
         except StoreError as error:
-            log.warning("rank %s could not keep the snapshot after round %s: %s", self._me.rank, copy.entry, error)
+            log.warning("Rank %s could not store the snapshot after round %s: %s", self._me.rank, copy.entry, error)
         finally:
             self._busy = False
 
 
 def collect_garbage(store: RetryingStore, keys: Keys, newest: int, snapshot_every: int, proof: Proof) -> None:
-    """Delete what nobody needs any more: payloads of entries before the second newest snapshot.
+    """Delete the contributions, means and snapshots before the second newest snapshot.
 
-    A replica that is still behind that finds them gone and jumps to a snapshot. Records that decide are never deleted.
+    A replica that is still before that point finds them missing, and loads a newer snapshot. Seals and pointers are
+    never deleted, because they are decisions.
+
+    Args:
+        store: the store of the run.
+        keys: the keys of the rendezvous.
+        newest: the entry of the newest snapshot.
+        snapshot_every: entries from one snapshot to the next.
+        proof: checks pointers.
     """
     if not _pointer(store, keys, newest, proof):
         return
@@ -254,7 +335,7 @@ def collect_garbage(store: RetryingStore, keys: Keys, newest: int, snapshot_ever
     else:
         return
     numbered = re.compile(rf"{re.escape(keys.rounds())}(\d+)/|{re.escape(keys.parts())}(\d+)/")
-    listed = store.list_keys(keys.rounds())  # what is kept beside the anchor is below the same prefix
+    listed = store.list_keys(keys.rounds())  # the prefix "r" also has the copies of unshared tensors, below "rest/"
     for key in [*listed, *store.list_keys(keys.parts())]:
         found = numbered.match(key)
         if found and int(found[1] or found[2]) < horizon:
@@ -266,12 +347,13 @@ def collect_garbage(store: RetryingStore, keys: Keys, newest: int, snapshot_ever
     ]
     newest_before = max((entry for entry in rests if entry <= horizon), default=0)
     for entry in rests:
-        if 0 < entry < newest_before:  # the first has the frozen parameters, which no later one repeats
+        if 0 < entry < newest_before:  # copy 0 has the frozen parameters, which no later copy repeats
             store.remove(keys.unshared(entry))
     _collect_own(store, keys, horizon)
 
 
 def _pointer(store: RetryingStore, keys: Keys, entry: int, proof: Proof) -> SnapshotPointer | None:
+    """Return the pointer of a snapshot. None: there is none, or it could not be read this time."""
     key = keys.snapshot(entry)
     data = store.peek(key)
     with suppress(BadRecordError):
@@ -280,7 +362,7 @@ def _pointer(store: RetryingStore, keys: Keys, entry: int, proof: Proof) -> Snap
 
 
 def _collect_own(store: RetryingStore, keys: Keys, horizon: int) -> None:
-    """Delete what ranks kept before the horizon, but for the newest of each: a rank may come back after long."""
+    """Delete the ranks' own states before the horizon, except the newest of each rank, which may come back late."""
     prefix = keys.own_state()
     kept: dict[str, dict[tuple[int, int], list[str]]] = {}
     for key in store.list_keys(prefix):

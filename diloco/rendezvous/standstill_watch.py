@@ -1,7 +1,7 @@
-"""A round of a signed run that stands still because of an object without the run's key.
+"""Finds and reports the object that blocks a round of a signed run, because it is not signed with the run's key.
 
-Replicas ignore such an object, and it stays where one of theirs belongs: an object in a store is created once. The
-round continues when the user deletes it. So a replica that waits names the object.
+Replicas ignore such an object, but it occupies the key of one of their objects, and an object can be created only once.
+The round continues when the user deletes the object. So a waiting replica reports its key.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from executors.store.standstill import Standstill, describe_standstill
 log = logging.getLogger(__name__)
 
 STANDS_AFTER_S = 5.0
-"""A round that waits for less is not worth a word. With a shorter `grace_s` the word comes after that."""
+"""The wait in seconds before a report. With a shorter `grace_s` the report comes after that time."""
 LOOK_S = 1.0
-"""How often a waiting replica asks whether the object is still there, which costs a request."""
+"""The seconds between two checks whether the object still exists. Each check costs a request."""
 
 
 class StandstillWatch:
-    """Finds the object without the run's key that a waiting replica would need to be deleted, and reports it once.
+    """Finds the forged object that makes this replica wait, and reports it once.
 
     Args:
         store: the store of the run.
@@ -33,7 +33,7 @@ class StandstillWatch:
         members: the replicas that take part.
         report: called with the standstill when it begins, and with None when it has ended.
         clock: returns seconds.
-        after_s: how long a round waits before it stands still, in seconds.
+        after_s: the wait in seconds before a report.
 
     Example:
         watch = StandstillWatch(store, keys, me, members, link.stand_still, monotonic, after_s=5.0)
@@ -63,26 +63,26 @@ class StandstillWatch:
         self._warned: set[str] = set()
 
     def look(self, entry: int, began_s: float, good: Mapping[int, Contribution], blocked: str | None) -> None:
-        """Look for the objects that hold a round up, now and then, while this replica waits for it.
+        """Look for the objects that block a round. Call this again and again while this replica waits for the round.
 
         Args:
             entry: the entry of the round in the log.
-            began_s: since when this replica waits, by the clock.
-            good: the contributions that are proven, by rank.
-            blocked: the key of what the mean is made of and could not be read. None: nothing is.
+            began_s: the time at which the wait began, by the clock.
+            good: by rank, the contributions that are proven.
+            blocked: the key of an object that the mean needs and that could not be read. None: there is none.
         """
         self._look(entry + 1, began_s, lambda: self._objects_of(entry, good, blocked))
 
     def look_at_start(self, began_s: float) -> None:
-        """Look whether the record of the first anchor holds up the beginning of the training.
+        """Look whether a forged pointer of the first snapshot blocks the beginning of the training.
 
         Args:
-            began_s: since when this replica waits for it, by the clock.
+            began_s: the time at which the wait began, by the clock.
         """
         self._look(0, began_s, lambda: [self._keys.snapshot(0)])
 
     def end(self) -> None:
-        """Note that the round continues."""
+        """Report that the round continues, if a standstill was reported before."""
         if self.found is not None:
             self.found = None
             self._report(None)
@@ -105,12 +105,12 @@ class StandstillWatch:
             log.warning("rank %s: %s", self._me.rank, describe_standstill(found, self._store.store.url))
 
     def _objects_of(self, entry: int, good: Mapping[int, Contribution], blocked: str | None) -> list[str]:
-        """Return the keys of what was read and is not proven, if the round waits for nothing else."""
+        """Return the keys of objects that are not proven, if the round waits only for these."""
         keys, expected = self._keys, self._members.expected
         found = [key for key in (keys.seal(entry), blocked) if key is not None and self._is_bad(key)]
         ranks = [rank for rank in sorted({*expected, self._me.rank}) if rank not in good]
         bad = {rank: key for rank in ranks if self._is_bad(key := keys.contribution(entry, rank))}
-        # A replica that is merely late is waited for, too: then the round does not wait for a user.
+        # If the round also waits for a replica that is merely late, it does not wait for the user yet.
         if bad and self._members.still_expected(good) <= good.keys() | bad.keys():
             found += bad.values()
         return list(dict.fromkeys(found))

@@ -1,7 +1,7 @@
-"""The log of a run, read from its store by a process that takes no part in the run. Nothing here writes.
+"""Reads the log of a run from its store, for a process that does not take part in the run. It never writes.
 
-A replica waits for what is missing, and helps to make it. A reader from outside does neither: an entry whose mean is
-not complete has not happened for it.
+A replica waits for missing objects and helps to create them. This reader does neither: it treats an entry whose mean is
+incomplete as an entry that has not happened.
 """
 
 from __future__ import annotations
@@ -41,12 +41,16 @@ from executors.errors import CorruptObjectError
 MOST_TENSORS = 100_000
 MOST_STEPS = 10**15
 KINDS = ("frozen", "buffer", "tied", "other")
-"""The kinds of entries that a model's `state_dict` has beside the anchor; see `UnsharedEntry`."""
+"""The kinds of entries of a model's `state_dict` that are not in the anchor: see `UnsharedEntry`."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnsharedEntry:
-    """One entry of a model's `state_dict` that is not in the anchor."""
+    """One entry of a model's `state_dict` that is not in the anchor.
+
+    Example:
+        UnsharedEntry("frozen", "float32", (1000, 64)).line()
+    """
 
     kind: str
     """`frozen`: a parameter that is not trained. `buffer`: each replica has its own. `tied`: another name of a tensor
@@ -54,15 +58,18 @@ class UnsharedEntry:
     dtype: str = ""
     shape: tuple[int, ...] = ()
     same_as: str = ""
-    """The name of the same tensor in the anchor, if the entry is tied."""
+    """The name of the tensor in the anchor, if the entry is another name of it."""
 
     def line(self) -> list[Any]:
-        """Return the entry as the agreement keeps it."""
+        """Return the entry as the JSON list that the agreement contains."""
         return [self.kind, self.dtype, list(self.shape), self.same_as]
 
     @classmethod
     def parse(cls, line: Any) -> Self:
-        """Read an entry, which another replica wrote.
+        """Read an entry from an agreement, which another replica wrote.
+
+        Args:
+            line: the JSON list.
 
         Raises:
             ValueError: a field is out of range.
@@ -76,33 +83,42 @@ class UnsharedEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredAgreement:
-    """The part of the replicas' agreement that a reader of the log needs."""
+    """The part of the replicas' agreement that a reader of the log needs, with checked types.
+
+    Example:
+        StoredAgreement.parse(pointer.agreement).plan()
+    """
 
     tensors: dict[str, tuple[tuple[int, ...], str, int]]
     """By name: the shape, the live model's dtype, and the fragment."""
     n_fragments: int
     stepped: tuple[int, ...]
-    """By fragment, how many elements the outer optimizer steps. The others are buffers, which are averaged."""
+    """By fragment, the number of elements that the outer optimizer steps. The other elements are averaged buffers."""
     wire: str
+    """The encoding of contributions."""
     mean_wire: str
+    """The encoding of means."""
     outer_lr: float
     outer_momentum: float
     warmup: int
     final_average: bool
     inner_steps: int | None
-    """None: rounds by the clock."""
+    """None: the run has rounds by the clock."""
     total_steps: int | None
-    """As the run began, in the unit of its plan: steps, or by the clock rounds of a fragment. None: it had no total."""
+    """The total with which the run began, in steps, or by the clock in rounds of a fragment. None: it had no total."""
     outer_optimizer: str | None
-    """The name of an outer optimizer of the user's. None: the built-in one."""
+    """The name of the user's own outer optimizer. None: the run has the built-in one."""
     unshared: dict[str, UnsharedEntry] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, agreement: Agreement) -> Self:
         """Read an agreement, which another replica wrote.
 
+        Args:
+            agreement: the JSON object.
+
         Raises:
-            BadRecordError: it is not one, or a value is out of its range.
+            BadRecordError: it is not an agreement, or a value is out of its range.
         """
         with reading("agreement of a run"):
             found = {name: typed(list, about) for name, about in typed(dict, agreement["tensors"]).items()}
@@ -138,7 +154,7 @@ class StoredAgreement:
                 unshared=unshared,
             )
             if any(n > size for n, size in zip(stepped, agreed.sizes, strict=True)) or 0 in agreed.sizes:
-                raise ValueError("a fragment without elements, or with fewer than are stepped")
+                raise ValueError("a fragment has no elements, or has fewer elements than the outer optimizer steps")
         return agreed
 
     @cached_property
@@ -150,10 +166,11 @@ class StoredAgreement:
         return tuple(sizes)
 
     def plan(self, extensions: Mapping[str, Sequence[int]] | None = None) -> RoundPlan:
-        """Return how the run is divided into entries.
+        """Return the plan that divides the run into entries.
 
         Args:
-            extensions: the totals that the run was extended to since: `total_steps`, or by the clock `total_rounds`.
+            extensions: the totals to which the run was extended, as lists under `total_steps` and `total_rounds`.
+                None: it was not extended.
         """
         n, by_clock = self.n_fragments, self.inner_steps is None
         unit = n if by_clock else 1
@@ -165,13 +182,17 @@ class StoredAgreement:
 
 
 class StoredLog:
-    """The log of the DiLoCo of one name of one run.
+    """Reads the log of one DiLoCo of a run.
 
     Args:
         store: the store of the run.
-        keys: the run's and the DiLoCo's name.
-        proof: what proves its records.
-        limits: how payloads are cut; as the run was made with.
+        keys: the keys of the DiLoCo.
+        proof: checks the records.
+        limits: the sizes of blocks and small entries that the run was made with. None: the default ones.
+
+    Example:
+        log = StoredLog(store, Keys("first-try", "main"), UNSIGNED)
+        log.agreed.plan().last_entry
     """
 
     def __init__(self, store: RetryingStore, keys: Keys, proof: Proof, limits: Limits | None = None) -> None:
@@ -181,10 +202,10 @@ class StoredLog:
         self._limits = limits or Limits()
 
     def plan(self, extensions: Mapping[str, Sequence[int]] | None = None) -> RoundPlan:
-        """Return how the run is divided into entries, up to the end that a replica has set, if one has.
+        """Return the plan that divides the run into entries. If a replica has stopped the run, the plan ends there.
 
         Args:
-            extensions: the totals that the run was extended to, as `StoredAgreement.plan` takes them.
+            extensions: the totals to which the run was extended, as `StoredAgreement.plan` takes them.
 
         Raises:
             CorruptObjectError: the agreement cannot be read.
@@ -195,10 +216,10 @@ class StoredLog:
 
     @cached_property
     def start(self) -> SnapshotPointer | None:
-        """The pointer of the first state, which has the agreement. None: no replica has begun under this name.
+        """The pointer of the first snapshot, which has the agreement. None: no replica has begun under this name.
 
         Raises:
-            CorruptObjectError: there is one, and it is not what was written, or it was made with another key.
+            CorruptObjectError: the pointer is damaged, or was signed with another key.
         """
         key = self._keys.snapshot(0)
         data: memoryview | None = None
@@ -211,10 +232,10 @@ class StoredLog:
         signed: Any = None
         with suppress(BadRecordError), reading("agreement"):
             signed = typed(dict, unproven_fields(data)["contract"]).get("signed")
-        why = "it is not what was written"
+        reason = "it is damaged"
         if signed is not None:
-            why = f"the key that is known here does not prove it; it was signed with the key {str(signed)[:8]!r}"
-        raise CorruptObjectError(f"{key!r} in {self._store.store.url} cannot be used: {why}.", key=key)
+            reason = f"it was signed with the key {str(signed)[:8]!r}, and this process does not have that key"
+        raise CorruptObjectError(f"{key!r} in {self._store.store.url} cannot be used: {reason}.", key=key)
 
     @cached_property
     def agreed(self) -> StoredAgreement:
@@ -236,11 +257,15 @@ class StoredLog:
         return 0 if self.start is None else self.start.first
 
     def snapshots(self) -> list[int]:
-        """Return the entries before which a whole state is kept, according to a list; the newest first."""
+        """Return the entries of all snapshots according to a list of keys, the newest first."""
         return sorted({self.first, *self._entries_below(self._keys.snapshots()) - {0}}, reverse=True)
 
     def load(self, entry: int) -> tuple[SnapshotPointer, dict[str, Array]] | None:
-        """Read the state before an entry. None: some of it was deleted, or is not what was written."""
+        """Return a snapshot: its pointer and its arrays. None: a part of it was deleted or is damaged.
+
+        Args:
+            entry: the entry of the snapshot.
+        """
         pointer = self.start if entry == self.first else self._pointer(entry)
         if pointer is None:
             return None
@@ -249,7 +274,11 @@ class StoredLog:
         return None if arrays is None else (pointer, arrays)
 
     def has_parts(self, entry: int) -> bool:
-        """Return whether the first part of a state is still there."""
+        """Return True if the first part of a snapshot still exists.
+
+        Args:
+            entry: the entry of the snapshot.
+        """
         pointer = self.start if entry == self.first else self._pointer(entry)
         number = 0 if entry == self.first else entry
         if pointer is None or not pointer.parts:
@@ -257,11 +286,15 @@ class StoredLog:
         return self._store.peek(self._keys.part(number, pointer.nonce, 0), size=0) is not None
 
     def is_sealed(self, entry: int) -> bool:
-        """Return whether an entry was decided."""
+        """Return True if an entry has a seal."""
         return self._store.peek(self._keys.seal(entry), size=0) is not None
 
     def round(self, entry: int) -> tuple[Seal, list[memoryview]] | None:
-        """Read the seal of an entry and its mean, in consecutive ranges. None: it has not happened yet, or is gone."""
+        """Return the seal of an entry, and its mean as consecutive ranges. None: it is incomplete, or was deleted.
+
+        Args:
+            entry: the entry.
+        """
         layout = self._layouts[entry % len(self._layouts)]
         key = self._keys.seal(entry)
         for _ in range(READ_TRIES):
@@ -282,11 +315,15 @@ class StoredLog:
         return None
 
     def unshared_rounds(self) -> list[int]:
-        """Return the rounds after which a replica kept what its model has beside the anchor; the newest first."""
+        """Return the rounds after which a replica stored its unshared tensors, the newest first."""
         return sorted(self._entries_below(self._keys.all_unshared()), reverse=True)
 
     def read_unshared(self, entry: int) -> UnsharedTensors | None:
-        """Read what a replica kept of its model beside the anchor. None: it is gone, or is not what was written."""
+        """Return the unshared tensors that a replica stored after a number of rounds. None: deleted or damaged.
+
+        Args:
+            entry: the number of rounds.
+        """
         key = self._keys.unshared(entry)
         for _ in range(READ_TRIES):
             if (data := self._store.peek(key)) is None:
@@ -297,10 +334,12 @@ class StoredLog:
         return None
 
     def _entries_below(self, prefix: str) -> set[int]:
+        """Return the entries for which there is a key with a prefix."""
         names = (key.removeprefix(prefix) for key in self._store.list_keys(prefix))
         return {int(name) for name in names if re.fullmatch(r"\d{1,15}", name, re.ASCII)}
 
     def _pointer(self, entry: int) -> SnapshotPointer | None:
+        """Return the pointer of a snapshot. None: there is none, or it is damaged."""
         key = self._keys.snapshot(entry)
         for _ in range(READ_TRIES):
             if (data := self._store.peek(key)) is None:
@@ -317,9 +356,11 @@ class StoredLog:
         return tuple(Layout(size, self._limits, *wires) for size in agreed.sizes)
 
     def _blocks(self, layout: Layout, n_elements: int) -> Blocks:
+        """Return the format of a range of whole blocks."""
         return layout.blocks(n_elements, self._proof)
 
     def _shard(self, entry: int, layout: Layout, shard: int, n_shards: int) -> memoryview | None:
+        """Return the payload of one shard of a mean. None: it does not exist, or is damaged."""
         part, key = layout.shard(shard, n_shards), self._keys.mean(entry, shard)
         for _ in range(READ_TRIES):
             if (data := self._store.peek(key)) is None:
@@ -335,15 +376,25 @@ class StoredLog:
 
 @dataclass(frozen=True, slots=True)
 class UnsharedTensors:
-    """The tensors of a replica's model beside the anchor, as stored in `rest/<entry>`."""
+    """The tensors of one replica's model that are not in the anchor: the content of `rest/<entry>`.
+
+    Example:
+        UnsharedTensors(rank=0, arrays=arrays, dtypes={}).data(key, proof)
+    """
 
     rank: int
+    """The rank of the replica."""
     arrays: Arrays
     dtypes: dict[str, str]
-    """By name, the dtype in torch of each array whose dtype numpy lacks; its bits are in the array."""
+    """By name, the torch dtype of each array whose dtype numpy does not have. The array has its bits."""
 
     def data(self, key: str, proof: Proof) -> list[Buffer]:
-        """Return the object: a frame, and a safetensors file behind it."""
+        """Return the object as buffers for the store: a frame, and a safetensors file after it.
+
+        Args:
+            key: the key of the object. A signature covers the key.
+            proof: signs the head or adds a checksum.
+        """
         part = encode_part(self.arrays)
         fields = {"rank": self.rank, "dtypes": self.dtypes, "digest": digest_of(part, proof)}
         head = frame(fields, key, proof)
@@ -351,16 +402,21 @@ class UnsharedTensors:
 
     @classmethod
     def parse(cls, data: memoryview, key: str, proof: Proof) -> Self:
-        """Read the object from bytes of a store.
+        """Read the object from bytes of the store.
+
+        Args:
+            data: the bytes.
+            key: the key of the object.
+            proof: checks the signature or the checksum.
 
         Raises:
             BadRecordError: these bytes are not such an object.
         """
         fields, _, end = unframe(data, key, proof)
-        with reading("rest of a model"):
+        with reading("record of unshared tensors"):
             dtypes = {name: typed(str, dtype)[:40] for name, dtype in typed(dict, fields["dtypes"]).items()}
             if proof.digest(data[end:]) != fields["digest"]:
-                raise ValueError("tensors of other bytes")
+                raise ValueError("the tensors do not match their digest")
             return cls(_whole(fields["rank"], 0, 10**6), decode_part(data[end:]), dtypes)
 
 

@@ -24,13 +24,13 @@ from diloco.rendezvous.round import Context, PendingWork, RoundReport, RoundResu
 from diloco.rendezvous.round_runner import RoundRunner
 
 EARLY_CONTRIBUTIONS = 3
-"""How often a replica out of phase sends work in a row before it trains on: each time the seal may come meanwhile."""
+"""The number of contributions that a replica out of phase sends in a row before it continues to train."""
 Job: TypeAlias = Callable[[], object]
 T = TypeVar("T")
 
 
 class Scheduler(Protocol):
-    """Runs the jobs of the round runner. The training thread calls everything except `pause` and `notify`."""
+    """Runs the jobs of the round runner. The training thread calls all methods except `pause` and `notify`."""
 
     wait: Wait
     """The function that a pause waits with."""
@@ -42,21 +42,21 @@ class Scheduler(Protocol):
         """Set the function that runs in the round thread while there is no job.
 
         Args:
-            idle: does a little work, and returns True if there is more of it.
+            idle: does a little work, and returns True if there is more work.
         """
 
     def submit(self, job: Job, /) -> object:
-        """Queue a job. Raises the first error of an earlier job.
+        """Queue a job. Raise the first error of an earlier job.
 
         Args:
             job: the job. Jobs run one after another, in the order in which they were queued.
         """
 
     def check(self) -> bool:
-        """Raise the first error of a job, once. From then on return False."""
+        """Return True if no job has failed. Raise the first error of a job once, and return False after that."""
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Return when a job has made something true. Raises the first error of a job.
+        """Wait until a condition is true. Raise the first error of a job.
 
         Args:
             done: returns True when the wait has ended. It is called after each `notify`.
@@ -66,7 +66,7 @@ class Scheduler(Protocol):
         """Wake the training thread, which waits in `until`."""
 
     def pause(self, seconds: float, prefixes: Sequence[str]) -> None:
-        """Wait between two looks at the store. Ends the current job if the training thread has left.
+        """Wait between two looks at the store. End the current job if the training thread has left.
 
         Args:
             seconds: the longest wait.
@@ -74,7 +74,7 @@ class Scheduler(Protocol):
         """
 
     def leave(self) -> None:
-        """End the jobs where they are, within one call of the store and one pause. Safe to call again."""
+        """End the running job within one call of the store and one pause. A second call does nothing."""
 
 
 class Inline:
@@ -112,7 +112,7 @@ class Inline:
 
 
 class TrainingSide:
-    """The side of the training thread of one rendezvous.
+    """Counts the steps of one replica, and exchanges work and results with its round runner.
 
     Args:
         context: the services of the rendezvous.
@@ -127,7 +127,7 @@ class TrainingSide:
     def __init__(self, context: Context, scheduler: Scheduler) -> None:
         self.phase = context.phase
         self.position = 0
-        """The next entry to merge: the number of fragment rounds so far."""
+        """The next entry to merge, which is the number of merged entries."""
         self.is_out_of_phase = False
         """True if this replica is out of phase, as of the last merged result."""
         self.runner = RoundRunner(context, self.merge_ready)
@@ -140,11 +140,11 @@ class TrainingSide:
         self._scheduler = scheduler
         self._scheduler.begin(self.runner.idle)
         self._result: RoundResult | None = None
-        """A result that was not merged yet."""
+        """The result that is ready and not merged yet. None: there is none."""
         self._n_merged = 0
         """The number of merged results."""
         self._pending: PendingWork | None = None
-        """The work that was held for the open entry."""
+        """The work that is held for the open entry. None: no work is held."""
         self._is_awaited = False
         """True if the round of the open entry runs while training continues."""
 
@@ -154,7 +154,8 @@ class TrainingSide:
         """Take the state from the log, or agree on the first anchor, and catch up.
 
         Args:
-            restored: the work of an earlier attempt of this rank. Work that no seal has counted since is kept.
+            restored: the work of an earlier attempt of this rank. Work that no seal has counted since is kept. None:
+                there is no such work.
         """
         self.runner.replayer.begin(restored)
         if restored is not None:
@@ -168,11 +169,11 @@ class TrainingSide:
             raise
 
     def go_back(self, point: Mapping[str, Any], load: Callable[[], None]) -> list[RoundReport]:
-        """Continue from an earlier point, and then on to where the run is now; return what was merged before.
+        """Go back to the state of a checkpoint, and catch up with the run. Return the reports of the entries in flight.
 
         Args:
-            point: the point, as `Phase.resume_point` returned it.
-            load: takes the training state of that point.
+            point: the position of the checkpoint, as `Phase.resume_point` returned it.
+            load: loads the training state of the checkpoint.
         """
         position, base, since = point["rounds"], point["base"], point["since"]
 
@@ -189,7 +190,7 @@ class TrainingSide:
         return reports
 
     def _join(self) -> None:
-        """Catch up, and continue in phase, or out of phase if the others are in the middle of their phase."""
+        """Catch up with the run. Continue in phase, or out of phase if the others are in the middle of a phase."""
         since = self.phase.steps_since
         self.run_in_round_thread(partial(self.runner.catch_up, has_met=True))
         self.deliver()
@@ -198,15 +199,17 @@ class TrainingSide:
             not self.is_out_of_phase and bool(self._context.me.attempt) and not self._plan.is_over(self.position)
         )
         if may_be_sent and self.run_in_round_thread(self.runner.has_predecessor):
-            self.runner.current().pending = self._hold(is_early=True)  # the runner has no job until then
+            # An earlier attempt has sent a contribution, which may still count. So this attempt sends none, and holds
+            # its work as if it had. The runner has no job now, so its entry may be changed here.
+            self.runner.current().pending = self._hold(is_early=True)
         self.phase.start_training_clock()
 
     def leave(self, *, in_order: bool = True) -> list[RoundReport]:
-        """Merge the last results, and tell the others that this replica sends nothing more.
+        """Merge the last results, and record that this replica sends no more work.
 
         Args:
-            in_order: True: wait for the round in flight. Out of phase there is no wait: work that was sent may be
-                counted after this replica has left. False: leave at once.
+            in_order: True: wait for the round in flight. A replica out of phase does not wait, and its work may be
+                counted after it has left. False: leave at once.
         """
         try:
             if in_order:
@@ -230,7 +233,7 @@ class TrainingSide:
             self.run_in_round_thread(partial(self.runner.run_round, None))
 
     def say_bye(self) -> None:
-        """Record that this replica sends nothing more, unless the run was deleted."""
+        """Record that this replica sends no more work, unless the run was deleted."""
         context, pauses = self._context, self._context.pauses()
         self._scheduler.leave()
         while not self._members.is_deleted and not context.store.write(
@@ -241,7 +244,7 @@ class TrainingSide:
     # -- steps and rounds --------------------------------------------------------------------------------------------
 
     def step(self) -> list[RoundReport]:
-        """Count an inner step, do what is due after it, and return the reports of the entries that were merged.
+        """Count an inner step, send and merge work if it is due, and return the reports of the merged entries.
 
         Raises:
             QuorumTimeoutError, ContributionError, DivergenceError, FencedError, AbortedError: see `DiLoCo.step`.
@@ -275,7 +278,7 @@ class TrainingSide:
         return reports
 
     def _send_if_due(self) -> list[RoundReport]:
-        """Send work before its round is due, if it is time to; return the reports of what was merged."""
+        """Send work before its round is due, if it is time to do so. Return the reports of merged entries."""
         is_auto = self._plan.overlap_steps is None
         has_sent = self._is_awaited or self.is_out_of_phase if is_auto else self._pending is not None
         if has_sent or not self.phase.is_time_to_send(self.position):
@@ -306,7 +309,7 @@ class TrainingSide:
         return reports
 
     def _meet(self) -> list[RoundReport]:
-        """Run the round of the due entry, apply the entries that others had without this replica, and merge them."""
+        """Run the round of the open entry, and all sealed rounds after it. Merge them, and return their reports."""
         reports: list[RoundReport] = []
         before = self.position
         while self.position == before and not self._plan.is_over(before):
@@ -344,7 +347,7 @@ class TrainingSide:
         return self.deliver()
 
     def at_rest(self, act: Callable[[], None]) -> list[RoundReport]:
-        """Run a function in the round thread when all results are merged; return the reports of what was merged.
+        """Run a function in the round thread once all results are merged. Return the reports of merged entries.
 
         Args:
             act: the function.
@@ -352,7 +355,7 @@ class TrainingSide:
         reports: list[RoundReport] = []
         is_done = False
 
-        def act_at_rest() -> None:  # out of phase, a seal may have been found since
+        def act_at_rest() -> None:  # out of phase, the runner may have found another seal since the last merge
             nonlocal is_done
             if not self._has_result():
                 act()
@@ -364,13 +367,13 @@ class TrainingSide:
         return reports
 
     def stop(self) -> list[RoundReport]:
-        """End the round in flight, and merge the results so far."""
+        """End the round in flight, merge the result that is ready, and return the reports."""
         self._scheduler.leave()
         self._is_awaited = False
         return self._merge()
 
     def merge_ready(self, result: RoundResult) -> None:
-        """Take a result from the runner, which changes nothing until the result is merged.
+        """Take a result from the runner. The runner changes nothing more until the result is merged.
 
         Args:
             result: the result.
@@ -383,7 +386,7 @@ class TrainingSide:
         return self._result is not None
 
     def deliver(self, late_s: float = 0.0) -> list[RoundReport]:
-        """Merge the results there are, and return their reports. Out of phase, contribute early after each of them.
+        """Merge the results that are ready, and return their reports. Out of phase, contribute early after each one.
 
         Args:
             late_s: seconds that the training thread has waited for the result.
@@ -410,7 +413,7 @@ class TrainingSide:
         Args:
             is_early: True if the phase is not over. The weight then follows from the steps that were made.
         """
-        self._scheduler.check()  # a runner that has failed does not give the memory back
+        self._scheduler.check()  # a failed runner never returns the memory of held work, so hold no more
         pending = self.scale.weigh(self.position, is_early=is_early)
         self._training.hold(self.position % self._n_fragments, is_early=is_early)
         self.phase.note_held()
@@ -418,7 +421,11 @@ class TrainingSide:
         return pending
 
     def _merge(self, late_s: float = 0.0) -> list[RoundReport]:
-        """Merge the result into the live parameters and the count of steps."""
+        """Merge the result into the live parameters and the count of steps, and return its reports.
+
+        Args:
+            late_s: seconds that the training thread has waited for the result.
+        """
         result, self._result = self._result, None
         if result is None:
             return []

@@ -72,7 +72,7 @@ def test_a_rotten_newest_round_is_named_within_the_grace_and_a_new_run_goes_on(
     first = SnapshotPointer.parse(new.store.get(f"{new.run_id}/diloco/main/snapshot/0"), "", UNSIGNED)
     old = SnapshotPointer.parse(run.store.get(f"{run.run_id}/diloco/main/snapshot/{SNAPSHOT}"), "", UNSIGNED)
     assert (first.first, first.state, first.agreement["last_entry"]) == (SNAPSHOT, old.state, ROUNDS - 1)
-    assert f"goes on from round {SNAPSHOT} of run {run.run_id}" in new.logs(rank=0) + new.logs(rank=1)
+    assert f"continues from round {SNAPSHOT} of run {run.run_id}" in new.logs(rank=0) + new.logs(rank=1)
     assert new.record.continues == run.run_id
     assert trusted_task(new).record.args == trusted_task(run).record.args
     assert attach(new.run_id).task_digest == new.record.task_digest != run.record.task_digest

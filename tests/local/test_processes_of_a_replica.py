@@ -59,10 +59,10 @@ def test_a_second_process_of_a_replica_is_refused_at_once_and_the_first_continue
     pid, _, rest = said["first"].partition(" ")
     assert rest.endswith("0"), said["first"]
     for refused in (said["second"], said["parent"]):
-        assert f"Rank 0 takes part by another process already: {pid} on " in refused
+        assert f"because process {pid} on " in refused
         assert "launch more replicas instead of several processes in each" in refused
     assert said["other name"] == "open\n", "under another name it is a separate training"
-    assert "The DiLoCo named 'main' of this replica has left" in said["third"]
+    assert "This replica has closed a DiLoCo named 'main' already" in said["third"]
 
 
 def use_in_a_fork() -> tuple[str, int]:

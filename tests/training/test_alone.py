@@ -66,12 +66,14 @@ def test_who_is_alone_keeps_no_more_for_more_rounds() -> None:
 
 def test_a_replica_with_half_an_environment_does_not_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REPLICA_RANK", "3")
-    with pytest.raises(DiLoCoError, match=r"needs to know its run and its rank.*REPLICA_WORLD_SIZE, "):
+    with pytest.raises(
+        DiLoCoError, match=r"needs the arguments store, run_id, rank and world_size.*REPLICA_WORLD_SIZE, "
+    ):
         DiLoCo(nn.Linear(1, 1))
 
 
 def test_a_place_that_is_told_in_part_is_refused() -> None:
-    with pytest.raises(DiLoCoError, match="pass store, run_id, rank and world_size"):
+    with pytest.raises(DiLoCoError, match="needs the arguments store, run_id, rank and world_size"):
         DiLoCo(nn.Linear(1, 1), rank=0, world_size=2)
 
 

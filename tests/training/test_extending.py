@@ -218,7 +218,7 @@ def test_the_error_of_a_replica_resumed_with_a_larger_total_says_how_to_extend_t
     [
         ({"total_steps": 8}, {"total_steps": 8}, "was begun with total_steps=8, and --total-steps must be more: got 8"),
         ({"total_steps": 8}, {"total_rounds": 9}, "has rounds by steps: use --total-steps instead of --total-rounds"),
-        ({}, {"total_steps": 9}, "has no total_steps: DiLoCo was given none"),
+        ({}, {"total_steps": 9}, "has no total_steps, because the script did not give it"),
         (
             {"inner_steps": None, "round_seconds": 9.0, "total_rounds": 3},
             {"total_steps": 9},

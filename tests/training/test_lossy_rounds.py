@@ -243,7 +243,7 @@ def test_a_round_without_quorum_names_the_contributions_that_were_forged(caplog:
         "Damaged contributions: ranks 0, 1."
     )
     assert caught.value.missing == [2]
-    assert "test/diloco/main/r0/contribution/1 in memory:// is not what was written" in caplog.text
+    assert "test/diloco/main/r0/contribution/1 in memory:// was damaged in each of" in caplog.text
 
 
 def test_a_mean_of_another_wire_is_not_stepped_with() -> None:

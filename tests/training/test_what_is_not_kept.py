@@ -177,7 +177,7 @@ def test_a_snapshot_that_cannot_be_kept_is_a_warning(caplog: pytest.LogCaptureFi
             nudge(model, 0.1)
             diloco.step()
             diloco._workers.uploads.finish()
-    assert "rank 0 could not keep the snapshot after round 2: No space left on device" in caplog.text
+    assert "Rank 0 could not store the snapshot after round 2: No space left on device" in caplog.text
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b'{"nonce": ', np.zeros(9, np.uint8).tobytes()])
@@ -192,7 +192,7 @@ def test_a_claim_that_cannot_be_read_is_somebody_elses(data: bytes, caplog: pyte
         patient = RetryingStore(store, clock=monotonic, patience=lasting(15.0))
         me = claim(patient, KEYS, rank, 4, "mine", pause)
         assert (me.rank, me.attempt) == found
-    assert "replicas/0004/0/started.json in memory:// is no claim" in caplog.text
+    assert "replicas/0004/0/started.json in memory:// cannot be read as a claim" in caplog.text
 
 
 def test_a_checkpoint_from_before_the_first_round_of_a_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
