@@ -1,8 +1,8 @@
-"""What is synchronised together: parameters and float buffers, grouped into fragments, each laid out flat.
+"""Divides a model into fragments: groups of parameters and float buffers that are averaged together, laid out flat.
 
-Everything is keyed by name, without what wrappers such as `torch.compile` add to it (`tensor_names`). Frozen parameters
-are not sent. Tied ones are sent once, under their first name. Integer buffers stay local, and so do buffers that the
-model does not save or that hold infinities: these are masks and tables, not statistics.
+Everything is identified by its name, without prefixes that wrappers such as `torch.compile` add (`tensor_names`).
+Frozen parameters are not sent. Tied parameters are sent once, under their first name. Integer buffers stay local, and
+so do buffers that the model does not save or that contain infinities: these are masks and tables, not statistics.
 """
 
 from __future__ import annotations
@@ -27,12 +27,22 @@ from executors.store.protocol import LimitedStore
 
 FragmentSpec: TypeAlias = int | Sequence[Sequence[nn.Module | str]]
 MARK_VALUES = 256
-"""Of each frozen parameter, and buffer: few, so that those of two seeds have unlike means."""
+"""Values of each frozen parameter or buffer that its mark is made of. They are few, so that two seeds give different
+means."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one tensor lies in its fragment."""
+    """The place of one tensor in its fragment.
+
+    Attributes:
+        name: the tensor's name, without prefixes of wrappers.
+        kind: "parameter" or "buffer".
+        shape: its shape.
+        dtype: its dtype in the model, such as "bfloat16".
+        start: the number of its first element in the flat fragment.
+        end: the number of the element after its last one.
+    """
 
     name: str
     kind: Literal["parameter", "buffer"]
@@ -44,12 +54,18 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Tensors that are synchronised together: parameters first, then buffers."""
+    """Tensors that are averaged together: parameters first, then buffers.
+
+    Attributes:
+        index: the number of the fragment, from 0.
+        slots: the places of its tensors, in order.
+        n_stepped: the number of elements before the first buffer. The outer optimizer steps these.
+        n_elements: the number of all elements.
+    """
 
     index: int
     slots: tuple[Slot, ...]
     n_stepped: int
-    """Elements before the first buffer; the outer optimizer steps these."""
     n_elements: int
 
 
@@ -60,30 +76,38 @@ Values: TypeAlias = Sequence[tuple[Slot, Tensor]]
 def plan_fragments(
     model: nn.Module, fragments: FragmentSpec, *, sync_buffers: bool | None, wires: Sequence[str] = ()
 ) -> list[Fragment]:
-    """Lay a model out in fragments.
+    """Divide a model into fragments.
 
     Args:
-        fragments: a number (layers are dealt out in turn, as Streaming DiLoCo found best: 2501.18512, 2.3), or lists
-            of modules or names of modules or parameters that cover each trainable parameter exactly once.
-        sync_buffers: whether float buffers are averaged. None: unless one of the wires is too coarse for them; a
-            warning says so.
-        wires: by name, how contributions and means travel.
+        model: the model.
+        fragments: a number of fragments, over which layers are distributed in turn, as Streaming DiLoCo found best
+            (arXiv 2501.18512, section 2.3). Or lists of modules, or of names of modules or parameters. The lists must
+            contain each trainable parameter exactly once.
+        sync_buffers: whether float buffers are averaged. None: they are, unless one of the wires is too coarse for
+            them, which a warning reports.
+        wires: the names of the encodings of contributions and means.
+
+    Returns:
+        The fragments, in their order.
 
     Raises:
-        ValueError: there is nothing to train, not enough layers, or the lists do not cover the model once; or buffers
-            are to be averaged over a wire that is too coarse for them.
-        TypeError: the model is not a module, or its parameters cannot be averaged: they are pieces, or not numbers.
+        ValueError: the model has no trainable parameters, or too few layers. Or the lists do not contain the model
+            once. Or buffers must be averaged, and a wire is too coarse for them.
+        TypeError: the model is not a module, or its parameters cannot be averaged: they are sharded, or not numbers.
+
+    Example:
+        plan_fragments(model, 4, sync_buffers=None, wires=("fp32",))
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {kind_of(model)}.")
     check_is_unsharded(model)
     parameters = by_clean_name(model, ((name, p) for name, p in model.named_parameters() if p.requires_grad))
     if not parameters:
-        raise ValueError("The model has no trainable parameters: nothing would be synchronised.")
+        raise ValueError("The model has no trainable parameters, so there is nothing to average. Unfreeze some first.")
     for name, parameter in parameters.items():
         if not parameter.is_floating_point() or parameter.is_meta:
             kind = "on the meta device" if parameter.is_meta else f"{parameter.dtype}"
-            raise TypeError(f"Parameter {name!r} is {kind}; only real numbers with values can be averaged.")
+            raise TypeError(f"Parameter {name!r} is {kind}. DiLoCo averages real numbers: freeze it, or convert it.")
     if isinstance(fragments, (bool, str)) or not isinstance(fragments, (int, Sequence)):
         raise TypeError(f"fragments must be a number, or lists of modules or names, got fragments={fragments!r}.")
     if not isinstance(sync_buffers, bool | None):
@@ -92,9 +116,9 @@ def plan_fragments(
         groups = _dealt_out(model, parameters, fragments)
     else:
         groups = _listed(model, parameters, fragments)
-    buffers = {} if sync_buffers is False else synchronised_buffers(model)
+    buffers = {} if sync_buffers is False else synchronized_buffers(model)
     if buffers and (coarse := next((wire for wire in wires if not wire_named(wire).is_relative), None)):
-        _say_too_coarse(coarse, list(buffers), is_asked_for=sync_buffers is True)
+        _warn_too_coarse(coarse, list(buffers), is_asked_for=sync_buffers is True)
         buffers = {}
     homes = _homes(groups, buffers)
     plan = []
@@ -105,21 +129,40 @@ def plan_fragments(
 
 
 def check_sizes(fragments: Sequence[Fragment], wire: str, store: Store) -> None:
-    """Raises: ValueError: the store takes no object as large as a contribution would be."""
+    """Check that the store accepts objects as large as the contributions.
+
+    Args:
+        fragments: the fragments of the model.
+        wire: the name of the encoding of contributions.
+        store: the store of the run.
+
+    Raises:
+        ValueError: a contribution is larger than an object in this store may be.
+
+    Example:
+        check_sizes(fragments, "fp32", store)
+    """
     if not isinstance(store, LimitedStore):
         return
     n_elements = [fragment.n_elements for fragment in fragments]
     sizes = [head_bytes(-(-n // BLOCK_ELEMENTS)) + wire_named(wire).size(n) for n in n_elements]
     if max(sizes) > store.max_object_bytes:
         raise ValueError(
-            f"A contribution of fragment {sizes.index(max(sizes))} has {max(sizes) / 1e9:.3g} GB as {wire}, and "
-            f"{store.url} takes {store.max_object_bytes / 1e9:.3g} GB in one object. Use at least "
-            f"fragments={-(-sum(sizes) // store.max_object_bytes)}, or a smaller wire: got {len(fragments)} of {wire}."
+            f"With fragments={len(fragments)} and wire={wire!r}, a contribution of fragment {sizes.index(max(sizes))} "
+            f"has {max(sizes) / 1e9:.3g} GB, and {store.url} allows {store.max_object_bytes / 1e9:.3g} GB. "
+            f"Use at least fragments={-(-sum(sizes) // store.max_object_bytes)}, or a smaller wire."
         )
 
 
 def marks_of_frozen(model: nn.Module) -> dict[str, float]:
-    """Return a number for each frozen parameter that tells weights of other origin, whatever machine made them."""
+    """Return a number for each frozen parameter. It differs for weights of another origin, and not for another machine.
+
+    Args:
+        model: the model.
+
+    Example:
+        marks_of_frozen(model)  # {"embedding.weight": 0.0123}
+    """
     marks = {}
     for name, p in by_clean_name(model, model.named_parameters()).items():
         if not p.requires_grad and type(p.data) is Tensor and p.is_floating_point() and not p.is_meta and p.numel():
@@ -128,8 +171,15 @@ def marks_of_frozen(model: nn.Module) -> dict[str, float]:
     return marks
 
 
-def synchronised_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that are averaged: of floats, saved with the model, finite."""
+def synchronized_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that are averaged: floats, saved with the model, and finite.
+
+    Args:
+        model: the model.
+
+    Example:
+        synchronized_buffers(torch.nn.BatchNorm1d(4)).keys()  # running_mean, running_var
+    """
     return {
         name: buffer
         for name, buffer in saved_buffers(model).items()
@@ -137,20 +187,25 @@ def synchronised_buffers(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _say_too_coarse(wire: str, buffers: list[str], *, is_asked_for: bool) -> None:
-    """Warn that buffers stay each replica's own.
+def _warn_too_coarse(wire: str, buffers: list[str], *, is_asked_for: bool) -> None:
+    """Warn that each replica keeps its own buffers.
 
-    Raises: ValueError: they were to be averaged.
+    Raises:
+        ValueError: the user asked to average them.
     """
     more = f" and {len(buffers) - 1} more" if len(buffers) > 1 else ""
     why = (
-        f"a wire of {wire} is too coarse to average running statistics ({buffers[0]!r}{more}): its error is a share of "
-        "the largest value beside, and a small variance would become negative."
+        f"wire={wire!r} is too coarse to average running statistics ({buffers[0]!r}{more}), because its rounding could "
+        "make a small variance negative."
     )
     if is_asked_for:
-        raise ValueError(f"sync_buffers=True: {why} Use bf16, or sync_buffers=False: each replica keeps its own.")
+        raise ValueError(
+            f"sync_buffers=True is not possible: {why} Use wire='bf16', or sync_buffers=False, which lets each replica "
+            "keep its own."
+        )
     warnings.warn(
-        f"Float buffers stay each replica's own: {why} Say sync_buffers=False where that is meant, or use bf16.",
+        f"Each replica keeps its own float buffers: {why} Pass sync_buffers=False if that is intended, or "
+        "use wire='bf16'.",
         stacklevel=4,
     )
 
@@ -163,12 +218,13 @@ def _dealt_out(model: nn.Module, parameters: dict[str, nn.Parameter], count: int
     layers, rest = _layers(model, parameters, count)
     if len(layers) + len(rest) < count:
         raise ValueError(
-            f"fragments={count} is more than the model's {len(layers) + len(rest)} modules with trainable parameters."
+            f"fragments={count} is more than the model has modules with trainable parameters. Use at most "
+            f"fragments={len(layers) + len(rest)}."
         )
     groups: list[set[str]] = [set() for _ in range(count)]
     for index, layer in enumerate(layers):
         groups[index % count].update(layer)
-    for unit in rest:  # embeddings, heads and the like go where there is least
+    for unit in rest:  # embeddings, heads and other modules go into the smallest fragment
         sizes = [sum(parameters[name].numel() for name in group) for group in groups]
         groups[sizes.index(min(sizes))].update(unit)
     return groups
@@ -177,7 +233,7 @@ def _dealt_out(model: nn.Module, parameters: dict[str, nn.Parameter], count: int
 def _layers(
     model: nn.Module, parameters: dict[str, nn.Parameter], count: int
 ) -> tuple[list[list[str]], list[list[str]]]:
-    """Return the names of each layer of the model's longest stack, and those of every other module."""
+    """Return the names of the parameters in each layer of the model's longest stack, and in each other module."""
     stacks = []
     for path, module in modules_by_clean_name(model).items():
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
@@ -202,19 +258,23 @@ def _listed(
     groups: list[set[str]] = []
     for index, items in enumerate(fragments):
         if isinstance(items, (str, nn.Module)):
-            raise ValueError(f"fragments[{index}] must be a list of modules or names, got {type(items).__name__}.")
+            raise ValueError(f"fragments[{index}] must be a list of modules or names, got a {type(items).__name__}.")
         group: set[str] = set()
         for item in items:
             group.update(name_of[id(p)] for p in _parameters_of(model, item, index) if id(p) in name_of)
         if not group:
-            raise ValueError(f"fragments[{index}] has no trainable parameters.")
+            raise ValueError(f"fragments[{index}] has no trainable parameters. Remove it, or add a trained module.")
         for earlier, other in enumerate(groups):
             if group & other:
-                raise ValueError(f"{min(group & other)!r} is in fragments[{earlier}] and in fragments[{index}].")
+                raise ValueError(
+                    f"{min(group & other)!r} is in fragments[{earlier}] and in fragments[{index}]. Remove it from one."
+                )
         groups.append(group)
     left = [name for name in parameters if not any(name in group for group in groups)]
     if left:
-        raise ValueError(f"{left[0]!r} is in none of the {len(groups)} fragments ({len(left)} parameters are not).")
+        raise ValueError(
+            f"{left[0]!r} is in none of the {len(groups)} fragments ({len(left)} such). Add it to one of them."
+        )
     return groups
 
 
@@ -223,14 +283,17 @@ def _parameters_of(model: nn.Module, item: nn.Module | str, index: int) -> Itera
         yield from item.parameters()
         return
     named = [*model.named_parameters(remove_duplicate=False)]
-    # Names with the prefixes of wrappers are understood, too, since the user may have printed them. Clean names come
-    # first: a layer that is called `module` is meant, and not all that is inside a wrapper.
+    # Names with the prefixes of wrappers are accepted, too, because the user may have printed them. Clean names come
+    # first, because "module" may be the name of a layer, and must then not select all that is inside a wrapper.
     for name_of in (partial(clean_name, model), str):
         found = [p for name, p in named if f"{name_of(name)}.".startswith(f"{item}.")]
         if found:
             break
     if not found:
-        raise ValueError(f"fragments[{index}] names {item!r}, which is not a parameter or module of the model.")
+        raise ValueError(
+            f"fragments[{index}] has the name {item!r}, and the model has no such parameter or module. "
+            "model.named_parameters() lists the names."
+        )
     yield from found
 
 

@@ -1,8 +1,9 @@
-"""Optimizers whose next step is computed from a history of earlier steps, as LBFGS, which a round makes wrong.
+"""Warns of optimizers that compute their next step from a history of earlier steps, such as LBFGS.
 
-LBFGS estimates the curvature from how gradients changed over its last steps. A round moves the parameters between two
-steps. The change of the gradient then does not belong to the step, and without a line search LBFGS may diverge.
-Momentum and second moments (SGD, Adam, Muon, Shampoo) are averages of gradients, which a round makes a little older.
+A round makes such a history wrong. LBFGS estimates the curvature from the change of gradients over its last steps. A
+round moves the parameters between two steps, so the change of the gradient no longer belongs to the step. Without a
+line search, LBFGS may then diverge. Momentum and second moments (SGD, Adam, Muon, Shampoo) are averages of gradients,
+which a round only makes a little older.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from torch.optim.optimizer import Optimizer
 from diloco.stale_copies.optimizer_hook import unwatch, watch
 
 NAMES = re.compile("BFGS|Anderson", re.IGNORECASE)
-"""How classes of such optimizers are named, in torch and elsewhere: LBFGS, FullBatchLBFGS, LBFGSNew."""
+"""Finds the class names of such optimizers, in torch and elsewhere: LBFGS, FullBatchLBFGS, LBFGSNew."""
 KEYS = re.compile("old|prev|hist|past")
-"""How such an optimizer names a list of tensors from earlier steps, in the state of a parameter."""
+"""Finds the key of a list of tensors from earlier steps, in the state of a parameter."""
 MOST_LOOKED_AT = 4
-"""Parameters whose state is looked at. LBFGS keeps everything in the state of the first one."""
+"""Number of parameters whose state is examined. LBFGS keeps everything in the state of the first parameter."""
 
 
 class OptimizerHistory:
     """Warns, once, of an optimizer that uses a history from before a round.
 
     The warning comes right before the first such step. A training loop that clears the history after each round, or
-    makes a new optimizer, sees no warning.
+    creates a new optimizer, gets no warning.
 
     Args:
-        model: the model whose optimizers are looked at. Optimizers of other models may keep their history.
+        model: the model whose optimizers are examined. Optimizers of other models may keep their history.
 
     Example:
         history = OptimizerHistory(model)
@@ -45,9 +46,9 @@ class OptimizerHistory:
     def __init__(self, model: nn.Module) -> None:
         self._own = set(map(id, model.parameters()))
         self.last_merge = ""
-        """The last merge that has changed the parameters, as the message names it. Empty: none yet."""
+        """The last merge that has changed the parameters, in the words of the message. Empty: there was none yet."""
         self._looked: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
-        """By optimizer, the last merge when it made its last step."""
+        """By optimizer, the value of `last_merge` at its last step."""
         me = ref(self)
 
         def look(optimizer: Optimizer) -> None:
@@ -60,12 +61,12 @@ class OptimizerHistory:
         watch(look)
 
     def close(self) -> None:
-        """Watch no further steps."""
+        """End the watch."""
         unwatch(self._callback)
 
     def _look(self, optimizer: Optimizer) -> None:
-        """Called before each optimizer step of this thread; only the first step after a merge is looked at."""
-        # An optimizer that makes its first step has no history, or another run's, as with a loaded state.
+        """Examine the first step of an optimizer after a merge. Called before each optimizer step of this thread."""
+        # At its first step, an optimizer has no history, or one from another run that was loaded with its state.
         before = self._looked.setdefault(optimizer, self.last_merge)
         if before == self.last_merge:
             return
@@ -75,7 +76,7 @@ class OptimizerHistory:
         self.close()
         warnings.warn(
             f"{type(optimizer).__name__} computes its steps from a history of gradients, which is from before "
-            f"{self.last_merge}. It may diverge: call optimizer.state.clear() whenever diloco.step() returns a report.",
+            f"{self.last_merge}, so it may diverge. Call optimizer.state.clear() when diloco.step() returns a report.",
             stacklevel=4,
         )
 
@@ -84,10 +85,10 @@ class OptimizerHistory:
 
 
 def has_history(optimizer: Optimizer) -> bool:
-    """Return whether the state of an optimizer has a history of earlier steps.
+    """Return True if the state of an optimizer has a history of earlier steps.
 
     Args:
-        optimizer: any optimizer. One that has made no step yet has no history.
+        optimizer: any optimizer. It has no history before its first step.
 
     Example:
         has_history(torch.optim.LBFGS(model.parameters()))  # False before its first step, then True
@@ -105,7 +106,7 @@ def has_history(optimizer: Optimizer) -> bool:
 
 
 def _is_history(key: Any, values: Any, parameter: Any, n_elements: int) -> bool:
-    """Return whether a list in the state of a parameter has tensors of several steps.
+    """Return True if a list in the state of a parameter has tensors of several steps.
 
     A list alone proves nothing: Shampoo and SOAP have lists of matrices, one for each dimension of the parameter.
 
@@ -113,7 +114,7 @@ def _is_history(key: Any, values: Any, parameter: Any, n_elements: int) -> bool:
         key: the name of the list in the state.
         values: the list.
         parameter: the parameter that the state belongs to.
-        n_elements: of all parameters of the optimizer, which LBFGS makes one vector of.
+        n_elements: the number of elements of all the optimizer's parameters, which LBFGS joins to one vector.
     """
     tensors = [value for value in islice(values, MOST_LOOKED_AT) if isinstance(value, Tensor)]
     if not tensors:

@@ -1,8 +1,9 @@
-"""The outer step: Nesterov SGD over flat float32 buffers, in place, a cache-sized chunk at a time.
+"""The outer step, which moves the anchor by a mean: Nesterov SGD on flat float32 memory, or the user's own optimizer.
 
-The mathematics is `torch.optim.SGD(nesterov=True)`'s: b = mu*b + g, d = g + mu*b, anchor -= lr*d. Multiplies and adds
-are separate operations, because a fused one rounds once: the same step gives other bits where the processor, or torch's
-choice of kernel, has none. Each chunk is digested while it is in the cache.
+The built-in optimizer computes the same as `torch.optim.SGD(nesterov=True)`: b = mu*b + g, d = g + mu*b,
+anchor -= lr*d. It works in place, on pieces that fit into the cache, and digests each piece while it is in the cache.
+Products and sums are separate operations. A fused operation rounds once, and not every processor or kernel of torch
+has it, so the same step would give other bits on another machine.
 """
 
 from __future__ import annotations
@@ -28,29 +29,50 @@ OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def never(entry: int) -> bool:
-    """Return False: no entry is a plain average."""
+    """Return False: no entry is a plain average.
+
+    Args:
+        entry: any entry.
+
+    Example:
+        Schedule(0.7, 0.9, 0, 1, is_average=never)
+    """
     return False
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How far the outer step goes at each entry.
+    """The outer learning rate and momentum at each entry.
 
-    From a cold start all replicas move the same way for a while, and a momentum whose gain is 1 / (1 - mu) overshoots.
-    So it is ramped up over the fragment's first `warmup` rounds; and the last planned round of each fragment is a
-    plain average, which takes out the noise that the momentum carries.
+    At a cold start all replicas move in the same direction for a while, and a momentum whose gain is 1 / (1 - mu)
+    overshoots. So it grows over the fragment's first `warmup` rounds. The last planned round of each fragment is a
+    plain average, which removes the noise that the momentum carries.
+
+    Args:
+        lr: the learning rate.
+        momentum: the full momentum.
+        warmup: rounds of a fragment over which the momentum grows. 0: it has its full value from the first round.
+        n_fragments: the number of fragments.
+        is_average: returns True if an entry is a plain average.
+
+    Example:
+        Schedule(0.7, 0.9, warmup=20, n_fragments=1).at(10)  # (0.7, 0.45)
     """
 
     lr: float
     momentum: float
     warmup: int
-    """Rounds of a fragment until the momentum is full; 0: at once."""
+    """Rounds of a fragment over which the momentum grows. 0: it has its full value from the first round."""
     n_fragments: int
     is_average: Callable[[int], bool] = never
-    """Tells whether an entry is a plain average, as the last planned round of each fragment."""
+    """Returns True if an entry is a plain average, such as the last planned round of each fragment."""
 
     def at(self, entry: int) -> tuple[float, float]:
-        """Return learning rate and momentum for an entry."""
+        """Return the learning rate and the momentum for an entry.
+
+        Args:
+            entry: the entry.
+        """
         if self.is_average(entry):
             return 1.0, 0.0
         ramp = min(1.0, (entry // self.n_fragments) / self.warmup) if self.warmup else 1.0
@@ -58,51 +80,72 @@ class Schedule:
 
 
 class OuterOptimizer(ABC):
-    """Steps one fragment's anchor."""
+    """Steps the anchor of one fragment. It is the interface of the two kinds of outer optimizers."""
 
     _digest: str | None = None
-    """Of anchor and state; None: not known."""
+    """The digest of anchor and state. None: not known."""
 
     goes_by_pieces: bool
-    """Whether each piece of the anchor is stepped before the next one of the mean is asked for."""
+    """True if each piece of the anchor is stepped before the next piece of the mean is read."""
 
     @abstractmethod
     def step(self, entry: int, mean: Pieces) -> None:
         """Step the anchor by the mean pseudo-gradient.
 
         Args:
-            mean: in pieces of up to `PIECE` elements.
+            entry: the entry of the mean.
+            mean: the mean, in pieces of at most `PIECE` elements.
         """
 
     def digest(self) -> str:
-        """Digest the anchor and the optimizer's state."""
+        """Return the digest of the anchor and the optimizer's state."""
         return self.fresh_digest() if self._digest is None else self._digest
 
     @abstractmethod
     def fresh_digest(self) -> str:
-        """Digest them as they are in memory now, whatever was digested while stepping."""
+        """Compute the digest from memory as it is now, without the one that a step has computed."""
 
     @abstractmethod
     def arrays(self) -> Mapping[str, Array]:
-        """Return the optimizer's state, unless it is the initial one.
+        """Return the optimizer's state. Empty if it is the initial state.
 
-        Raises: TypeError: it is more than tensors and JSON.
+        Raises:
+            TypeError: the state is more than tensors and JSON.
         """
 
     @abstractmethod
     def load_arrays(self, arrays: Mapping[str, Array]) -> None:
-        """Take the state from `arrays`, or return to the initial one; the anchor was replaced."""
+        """Load a state after the anchor was replaced.
+
+        Args:
+            arrays: the state as `arrays` returned it, among other arrays. Without a state in it, the initial state is
+                restored.
+        """
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the optimizer's state."""
 
     @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state that `state_dict` returned.
+
+        Args:
+            state: the state.
+        """
 
 
 class NesterovSGD(OuterOptimizer):
-    """The built-in outer optimizer."""
+    """The built-in outer optimizer: SGD with Nesterov momentum.
+
+    Args:
+        fragment: the fragment.
+        anchor: (n_elements,) float32; it is stepped in place.
+        schedule: the learning rate and momentum at each entry.
+
+    Example:
+        NesterovSGD(fragment, anchor, Schedule(0.7, 0.9, 0, 1)).step(0, pieces)
+    """
 
     goes_by_pieces = True
 
@@ -120,7 +163,7 @@ class NesterovSGD(OuterOptimizer):
         all_anchors, all_momenta = self._anchor.numpy(), self._momentum.numpy()
         anchors, momenta = xxh3_128(), xxh3_128()
         for start, end, g in _cut(mean, self._fragment.n_stepped):
-            # numpy's calls cost a third of torch's, and a float32 product or sum has the same bits in both.
+            # A call of numpy takes a third of the time of torch's, and float32 products and sums have the same bits.
             anchor = all_anchors[start:end]
             if start < self._fragment.n_stepped:
                 d = self._step[: end - start]
@@ -171,7 +214,19 @@ class NesterovSGD(OuterOptimizer):
 
 
 class GivenOptimizer(OuterOptimizer):
-    """An outer optimizer of the user's, taken as it is: it sees parameters that are views of the anchor."""
+    """An outer optimizer that the user gave. It gets parameters that are views of the anchor.
+
+    Args:
+        fragment: the fragment.
+        anchor: (n_elements,) float32; it is stepped in place.
+        factory: returns the optimizer of a list of parameters.
+
+    Raises:
+        TypeError: the factory returned something else than an optimizer.
+
+    Example:
+        GivenOptimizer(fragment, anchor, lambda parameters: torch.optim.SGD(parameters, 0.7)).step(0, pieces)
+    """
 
     goes_by_pieces = False
 
@@ -183,7 +238,7 @@ class GivenOptimizer(OuterOptimizer):
         self._optimizer = factory(self._parameters)
         if not isinstance(self._optimizer, torch.optim.Optimizer):
             kind = type(self._optimizer).__name__
-            raise TypeError(f"outer_optimizer must return a torch.optim.Optimizer, it returned a {kind}.")
+            raise TypeError(f"outer_optimizer must return a torch.optim.Optimizer, got a {kind}.")
         self._factory = factory
 
     def step(self, entry: int, mean: Pieces) -> None:
@@ -217,19 +272,28 @@ class GivenOptimizer(OuterOptimizer):
         return copy.deepcopy(self._optimizer.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._optimizer.load_state_dict(copy.deepcopy(state))  # else its tensors are the checkpoint's
+        # Without the copy, the optimizer would step the tensors of the checkpoint itself.
+        self._optimizer.load_state_dict(copy.deepcopy(state))
         self._digest = None
 
 
 def digest_of_given(anchor: Tensor, state: Any) -> str:
-    """Digest an anchor and the `state` of a user's outer optimizer, as its `state_dict` has it."""
+    """Return the digest of an anchor and of the state of a user's outer optimizer.
+
+    Args:
+        anchor: (n_elements,) float32.
+        state: the value of "state" in the optimizer's `state_dict`.
+
+    Example:
+        digest_of_given(anchor, optimizer.state_dict()["state"])
+    """
     digest = xxh3_128(_bytes(anchor))
     _digest_state(digest, state)
     return digest.hexdigest()
 
 
 def _cut(mean: Pieces, n_stepped: int) -> Iterable[tuple[int, int, Floats]]:
-    """Yield first element, end and values of pieces of which none crosses the end of the stepped part."""
+    """Yield the pieces of a mean: first element, end and values. No piece crosses the end of the stepped part."""
     for start, values in mean:
         end = start + len(values)
         if start < n_stepped < end:
@@ -244,7 +308,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _digest_state(digest: Any, value: Any) -> None:
-    """Feed an optimizer's state to a digest: tensors by their bytes, everything else by its text."""
+    """Add an optimizer's state to a digest: tensors by their bytes, everything else by its text."""
     if isinstance(value, Tensor):
         digest.update(_bytes(value.detach().cpu().contiguous().reshape(-1)))
     elif isinstance(value, dict):
@@ -279,17 +343,24 @@ class Anchor:
         """True if an outer step was interrupted, so that an unknown part of a fragment was stepped."""
 
     def arrays(self) -> Arrays:
+        """Return views of the anchor, and the state of the outer optimizers, by the names in a snapshot."""
         arrays: dict[str, Array] = {f"anchor/{name}": values.numpy() for name, values in self.views().items()}
         for outer in self.outer:
             arrays |= outer.arrays()
         return arrays
 
     def snapshot(self) -> tuple[Arrays, tuple[str, ...]]:
+        """Return copies of the same arrays, and the digest of each fragment."""
         state = tuple(outer.fresh_digest() for outer in self.outer)
         return {name: np.array(values) for name, values in self.arrays().items()}, state
 
     @torch.no_grad()
     def load(self, arrays: Arrays) -> None:
+        """Load the arrays of a snapshot.
+
+        Args:
+            arrays: the arrays, as `arrays` returned them.
+        """
         for name, values in self.views().items():
             values.numpy()[...] = arrays[f"anchor/{name}"]
         for outer in self.outer:
@@ -297,10 +368,15 @@ class Anchor:
         self.is_torn = False
 
     def digest(self, fragment: int) -> str:
+        """Return the digest of a fragment's anchor and outer state.
+
+        Args:
+            fragment: the number of the fragment.
+        """
         return self.outer[fragment].digest()
 
     def check_is_whole(self) -> None:
-        """Refuse to continue with a damaged anchor.
+        """Refuse a damaged anchor.
 
         Raises:
             DiLoCoError: an outer step was interrupted before it had stepped the whole anchor.
@@ -312,6 +388,7 @@ class Anchor:
             )
 
     def copies(self) -> list[Tensor]:
+        """Return a copy of the anchor, by fragment."""
         return [anchor.clone() for anchor in self.values]
 
     def by_name(self) -> dict[str, Tensor]:
@@ -337,16 +414,23 @@ class Anchor:
         if not first <= state["rounds"] <= rounds:
             at = f"is at {rounds}" if not first else f"began at {first} and is at {rounds}"
             raise ValueError(
-                f"This checkpoint is of round {state['rounds']}, the run {at}: it is of another run. To "
-                "begin a new run from a checkpoint, load the model's own state before making a DiLoCo."
+                f"This checkpoint belongs to another run: it is of round {state['rounds']}, and the run {at}. To begin "
+                "a new run from a checkpoint, load the model's own state before creating a DiLoCo."
             )
         shapes = {name: values.shape for name, values in self.views().items()}
         if {name: values.shape for name, values in state["anchor"].items()} != shapes:
-            raise ValueError("This checkpoint is of a model with other parameters.")
+            names = ", ".join(sorted(shapes.keys() ^ state["anchor"].keys())[:3]) or "their shapes differ"
+            raise ValueError(
+                f"This checkpoint belongs to a model with other parameters ({names}). Build the model as in that run."
+            )
 
     @torch.no_grad()
     def load_checkpoint(self, state: Mapping[str, Any]) -> None:
-        """Take anchor and outer state from a checkpoint. Leaves live work alone."""
+        """Load anchor and outer state from a checkpoint. Live work does not change.
+
+        Args:
+            state: the checkpoint.
+        """
         for name, view in self.views().items():
             view.copy_(state["anchor"][name])
         for outer, outer_state in zip(self.outer, state["outer"], strict=True):

@@ -1,9 +1,9 @@
-"""The names of a model's tensors, without what wrappers add to them.
+"""Names of a model's tensors without the prefixes that wrappers such as `torch.compile` add.
 
 `torch.compile`, `DistributedDataParallel` and others put a module inside another one, and the names of its parameters
 get a prefix: `_orig_mod.`, `module.`. Such a wrapper changes how a module runs and not which parameters it has. So one
-replica may compile what another does not, and a resumed run may switch it on or off. A *clean name* leaves these
-prefixes out, at any depth. A wrapper is recognized by its class alone: your layer with the name `module` keeps its
+replica may compile its model and another may not, and a resumed run may switch that on or off. A *clean name* omits
+these prefixes, at any depth. A wrapper is recognized by its class alone: your layer with the name `module` keeps its
 name.
 """
 
@@ -31,7 +31,7 @@ WRAPPERS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "_forward_module": (("lightning.fabric.wrappers", "_FabricModule"), ("lightning_fabric.wrappers", "_FabricModule")),
 }
-"""By the attribute that holds the wrapped module, the classes of wrappers: module and name. None is imported here."""
+"""By the attribute that holds the wrapped module, the classes of wrappers, each with its module. None is imported."""
 SHARDED = ("torch.distributed.fsdp", "FullyShardedDataParallel")
 DTENSOR = ("torch.distributed.tensor", "DTensor")
 
@@ -43,7 +43,7 @@ def clean_name(model: nn.Module, name: str) -> str:
 
     Args:
         model: the model that `name` belongs to.
-        name: as torch has it. A name that is clean is returned as it is.
+        name: the name that torch uses. A clean name is returned as it is.
     """
     parts = name.split(".")
     if WRAPPERS.keys().isdisjoint(parts):
@@ -54,28 +54,28 @@ def clean_name(model: nn.Module, name: str) -> str:
             at += 1
             continue
         kept.append(part)
-        # A model may name its parameters itself and leave wrappers out: the rest of the path is then below them.
+        # A model may name its parameters itself and omit wrappers. The rest of the path is then inside of them.
         child = next((child for layer in layers[at:] if (child := layer._modules.get(part)) is not None), None)
         layers, at = ([], 0) if child is None else (layers_of(child), 0)
     return ".".join(kept)
 
 
 def by_clean_name(model: nn.Module, named: Iterable[tuple[str, T]]) -> dict[str, T]:
-    """Return things of a model by their clean names, in their order.
+    """Return named objects of a model by their clean names, in their order.
 
         by_clean_name(model, model.named_parameters())
 
     Args:
         model: the model.
-        named: pairs of a name, as torch has it, and a thing, as a parameter.
+        named: pairs of the name that torch uses, and an object such as a parameter.
 
     Raises:
-        ValueError: two have one name, in a model that names its parameters itself.
+        ValueError: two objects have one name, in a model that names its parameters itself.
     """
     found: dict[str, T] = {}
     for name, thing in named:
         clean = clean_name(model, name)
-        if clean in found:  # one of them would be in no average
+        if clean in found:  # one of the two would be in no average
             raise ValueError(f"The model has two tensors named {clean!r}, the second as {name!r}. Rename one of them.")
         found[clean] = thing
     return found
@@ -87,9 +87,9 @@ def find_tensor(model: nn.Module, name: str, kind: Literal["parameter", "buffer"
         find_tensor(nn.Linear(2, 2), "weight", "parameter")
 
     Args:
-        model: the model. It may have been wrapped, unwrapped, or given other parameters since the name was made.
+        model: the model. It may have been wrapped, unwrapped, or given other parameters since the name was computed.
         name: a clean name.
-        kind: whether it is a parameter or a buffer.
+        kind: "parameter" or "buffer".
 
     Raises:
         ContributionError: the model no longer has such a tensor.
@@ -111,15 +111,21 @@ def find_tensor(model: nn.Module, name: str, kind: Literal["parameter", "buffer"
         if tensor is not None:
             return tensor
     raise ContributionError(
-        f"The {kind} {name!r} is in the run's average and no longer in this model. Replace the values of a tensor, or "
-        "the tensor by one of its shape, and keep the layers of the model while a DiLoCo is open."
+        f"The {kind} {name!r} is in the run's average and no longer in this model. Keep the layers of the model while "
+        "a DiLoCo is open; a tensor may be replaced by one of the same shape."
     )
 
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that are saved with a model, by their clean names.
 
-    Some wrappers name what is saved as the wrapped module does, so a buffer is looked for by itself, too.
+    Some wrappers save a buffer under the name that the wrapped module uses, so a buffer is also compared by identity.
+
+    Args:
+        model: the model.
+
+    Example:
+        saved_buffers(torch.nn.BatchNorm1d(4)).keys()
     """
     saved = model.state_dict(keep_vars=True)
     tensors = {id(tensor) for tensor in saved.values()}
@@ -127,7 +133,14 @@ def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def modules_by_clean_name(model: nn.Module) -> dict[str, nn.Module]:
-    """Return all modules by their clean names; in the place of a wrapper the module inside, which has the same name."""
+    """Return all modules by their clean names. A wrapper is replaced by the module inside, which has the same name.
+
+    Args:
+        model: the model.
+
+    Example:
+        modules_by_clean_name(torch.compile(model))["layers.0"]
+    """
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         found.setdefault(clean_name(model, name), layers_of(module)[-1])
@@ -135,10 +148,16 @@ def modules_by_clean_name(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_is_unsharded(model: nn.Module) -> None:
-    """Refuse a model in pieces.
+    """Refuse a sharded model.
+
+    Args:
+        model: the model.
 
     Raises:
         TypeError: each process has only a piece of a parameter.
+
+    Example:
+        check_is_unsharded(model)
     """
     fsdp, dtensor = _class(SHARDED), _class(DTENSOR)
     for name, module in model.named_modules():
@@ -151,21 +170,27 @@ def check_is_unsharded(model: nn.Module) -> None:
 
 def _refuse(subject: str, kind: str) -> None:
     raise TypeError(
-        f"{subject} {kind}: each process has a piece of it, and DiLoCo averages whole parameters. Train the model as "
-        "it is, in one process per replica, and launch more replicas instead."
+        f"{subject} {kind}, so this process has only a piece of it, and DiLoCo averages whole parameters. Train the "
+        "whole model in one process per replica, and launch more replicas instead."
     )
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
-    """Return a module and, if it is a wrapper, the modules inside that share its name, from the outermost on.
+    """Return a module and the wrapped modules inside that share its name, from the outermost to the innermost.
 
-    A module is not treated as wrapped if one of its names is also a name of the wrapper, as in a user's own wrapper:
-    two tensors would get one name. All that is inside then keeps its full name.
+    A module does not count as wrapped if one of its names is also a name of the wrapper, as in a user's own wrapper.
+    Otherwise two tensors would get one name. Everything inside then keeps its full name.
+
+    Args:
+        module: any module.
+
+    Example:
+        layers_of(torch.compile(model))[-1] is model
     """
     layers, names = [module], set[str]()
     while (attribute := _wrapped_by(layers[-1])) is not None:
         inner = layers[-1]._modules[attribute]
-        assert inner is not None  # `_wrapped_by` looks
+        assert inner is not None  # `_wrapped_by` has checked that
         names |= _names_in(layers[-1]) - {attribute}
         if names & _names_in(inner):
             break
@@ -178,7 +203,7 @@ def _next(layers: list[nn.Module], number: int) -> nn.Module | None:
 
 
 def _wrapped_by(module: nn.Module) -> str | None:
-    """Return the attribute that holds the wrapped module; None if this is not a wrapper."""
+    """Return the attribute that holds the wrapped module. None: this module is not a wrapper."""
     if WRAPPERS.keys().isdisjoint(module._modules):
         return None
     for attribute, classes in WRAPPERS.items():
@@ -194,6 +219,6 @@ def _names_in(module: nn.Module) -> set[str]:
 
 
 def _class(where: tuple[str, str]) -> type | None:
-    """Return a class if its module is loaded: else no object can be one of it."""
+    """Return a class. None: its module is not loaded, so no object can be an instance of it."""
     found = getattr(sys.modules.get(where[0]), where[1], None)
     return found if isinstance(found, type) else None

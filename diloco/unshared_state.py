@@ -1,8 +1,8 @@
-"""The part of a model's `state_dict` that is not in the anchor, and a bounded copy of it in the run.
+"""The tensors of a model that are not in the anchor, and a bounded copy of them in the run.
 
-The anchor has the trained parameters and the averaged buffers. A whole model needs the rest, too: frozen parameters,
-buffers that each replica has of its own, and second names of tied parameters. The run records all their names, so that
-a reader knows the missing ones, and keeps small tensors.
+The anchor has the trained parameters and the averaged buffers. A whole model also needs frozen parameters, buffers that
+each replica has of its own, and second names of tied parameters. The run records all their names, so that a reader
+knows the missing ones, and stores small tensors.
 """
 
 from __future__ import annotations
@@ -29,17 +29,26 @@ from executors.errors import StoreError
 log = logging.getLogger(__name__)
 
 FIRST_BYTES = 256 << 20
-"""Most bytes of frozen parameters and buffers, which one replica keeps once."""
+"""Most bytes of frozen parameters and buffers, which one replica stores once."""
 LATER_BYTES = 64 << 20
-"""Most bytes of buffers that training has changed, which one replica keeps between two snapshots."""
+"""Most bytes of buffers that training has changed, which one replica stores between two snapshots."""
 MOST_NAMED = 20_000
+"""Most names of such tensors in the agreement of a run."""
 _HELD_AS = {"bfloat16": torch.int16, "float8_e4m3fn": torch.uint8, "float8_e5m2": torch.uint8}
 """The type whose bits represent a type that numpy lacks."""
 _NUMPY = {np.dtype(dtype) for dtype in DTYPES.values()}
 
 
 class UnsharedState:
-    """The tensors of one replica's model that are not in the anchor."""
+    """The tensors of one replica's model that are not in the anchor.
+
+    Args:
+        model: the model.
+        fragments: its fragments, which have the tensors of the anchor.
+
+    Example:
+        UnsharedState(model, fragments).first()
+    """
 
     def __init__(self, model: nn.Module, fragments: Sequence[Fragment]) -> None:
         self._model = model
@@ -63,13 +72,13 @@ class UnsharedState:
         return {clean_name(self._model, name): value for name, value in self._model.state_dict(keep_vars=True).items()}
 
     def lines(self) -> dict[str, list[object]]:
-        """Return what there is, for the agreement: at most `MOST_NAMED` entries."""
+        """Return the entries for the agreement of a run, at most `MOST_NAMED`."""
         return {name: more.line() for name, more in [*self.more.items()][:MOST_NAMED]}
 
     def first(self) -> dict[str, Tensor]:
-        """Return frozen parameters and buffers as they are now: all of them, or only the buffers, or nothing.
+        """Return frozen parameters and buffers as they are now.
 
-        Tensors are not kept beyond `FIRST_BYTES` in total.
+        If they have more than `FIRST_BYTES` together, only the buffers are returned; if these do, too, nothing.
         """
         state = self._state()
         kinds = (("frozen", "buffer"), ("buffer",))
@@ -83,7 +92,18 @@ class UnsharedState:
 
 
 class UnsharedStateWriter:
-    """Keeps the rest of one replica's model with the run. An object that cannot be kept is a line in the log."""
+    """Stores the unshared tensors of one replica with the run. If that fails, a line in the log reports it.
+
+    Args:
+        store: the store of the run.
+        keys: the keys of the rendezvous.
+        rank: this replica.
+        proof: how records are proven.
+        background: runs the upload while training continues.
+
+    Example:
+        UnsharedStateWriter(store, keys, 0, UNSIGNED, uploads).keep(0, state.first(), FIRST_BYTES)
+    """
 
     def __init__(self, store: RetryingStore, keys: Keys, rank: int, proof: Proof, background: Background) -> None:
         self._store = store
@@ -94,7 +114,13 @@ class UnsharedStateWriter:
         self._kept: set[int] = set()
 
     def keep(self, position: int, tensors: Mapping[str, Tensor], most_bytes: int) -> None:
-        """Copy tensors now, and store the copy while training continues, once for each position."""
+        """Copy tensors now, and store the copy while training continues. Each position is stored once.
+
+        Args:
+            position: the number of entries that the run has had.
+            tensors: the tensors by name.
+            most_bytes: if the tensors have more bytes together, nothing is stored.
+        """
         if position in self._kept or not tensors or sum(value.nbytes for value in tensors.values()) > most_bytes:
             return
         self._kept.add(position)
@@ -114,14 +140,20 @@ class UnsharedStateWriter:
         try:
             store.create(key, rest.data(key, self._proof))
         except StoreError as error:
-            log.warning("rank %s could not keep the rest of its model after round %s: %s", self._rank, position, error)
+            log.warning("rank %s: unshared tensors could not be stored after round %s: %s", self._rank, position, error)
 
 
 def restored(rest: UnsharedTensors) -> dict[str, Tensor]:
-    """Return the kept tensors, with their original types.
+    """Return stored tensors with their original types.
+
+    Args:
+        rest: the stored tensors.
 
     Raises:
         ValueError, RuntimeError: an array does not fit its recorded type.
+
+    Example:
+        restored(rest)["mask"]
     """
     found: dict[str, Tensor] = {}
     for name, array in rest.arrays.items():
@@ -136,7 +168,7 @@ def restored(rest: UnsharedTensors) -> dict[str, Tensor]:
 
 
 def _is_plain(value: Tensor) -> bool:
-    """Return whether a tensor can be kept: a subclass, as of quantised weights, has a meaning beyond its values."""
+    """Return True if a tensor can be stored. A subclass, as for quantized weights, has a meaning beyond its values."""
     if type(value) not in (Tensor, nn.Parameter) or value.is_meta or value.layout != torch.strided:
         return False
     dtype = _name_of(value.dtype)
@@ -144,7 +176,7 @@ def _is_plain(value: Tensor) -> bool:
         return True
     try:
         return torch.empty(0, dtype=value.dtype).numpy().dtype in _NUMPY
-    except TypeError:  # numpy has no such type
+    except TypeError:  # numpy does not have the type
         return False
 
 

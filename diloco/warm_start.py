@@ -1,4 +1,4 @@
-"""The model and outer state of another run, as the first state of a new one."""
+"""Lets a new run begin with the model and the outer momentum of another run (`--from RUN`)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,12 @@ class WarmStart:
 
     Args:
         source: the other run.
-        step: take its newest round at or before this step. None: its newest.
-        state: the new run's state, whose model it has to fit.
-        rank: of this replica, for lines and errors.
+        step: use the state of its newest round at or before this step. None: of its newest round.
+        state: the new run's state, whose model the other run's state must fit.
+        rank: this replica, for log lines and errors.
+
+    Example:
+        WarmStart(source, None, model_state, rank=0).read()
     """
 
     source: Source
@@ -39,7 +42,7 @@ class WarmStart:
 
     @property
     def has_source(self) -> bool:
-        """Whether the other run has a DiLoCo of this name."""
+        """True if the other run has a DiLoCo of this name."""
         try:
             open_log(self.source)
         except RunNotFoundError:
@@ -47,12 +50,13 @@ class WarmStart:
         return True
 
     def check(self) -> None:
-        """Check that the other run has what this model trains. Costs one small read.
+        """Check that the other run trained the parameters that this model trains. It costs one small read.
 
         Raises:
-            ContributionError: names the parameters that are missing there, or of another shape, or frozen here.
-            RunNotFoundError: it has no DiLoCo of this name.
-            CorruptObjectError: it cannot be read.
+            ContributionError: parameters are missing there, have another shape there, or are frozen here. The message
+                names the first one.
+            RunNotFoundError: the other run has no DiLoCo of this name.
+            CorruptObjectError: the other run's state cannot be read.
         """
         self._check(open_log(self.source))
 
@@ -83,9 +87,9 @@ class WarmStart:
         """Read the state that the new run begins with.
 
         Raises:
-            DiLoCoError: the other run no longer has such a round.
-            ContributionError: it does not fit this model.
-            CorruptObjectError: it cannot be read.
+            DiLoCoError: the other run no longer has a round at this step.
+            ContributionError: the state does not fit this model.
+            CorruptObjectError: the state cannot be read.
         """
         settings = self.state.settings
         found = read_state(self.source, step=self.step, outer_optimizer=self._same_optimizer(settings.outer_optimizer))
@@ -113,12 +117,12 @@ class WarmStart:
         return arrays
 
     def _same_optimizer(self, given: OptimizerFactory | None) -> OptimizerFactory | None:
-        """Return this run's outer optimizer if the other run's has the same name."""
+        """Return this run's outer optimizer if the other run's has the same name. Otherwise return None."""
         named = open_log(self.source).agreed.outer_optimizer
         return given if given is not None and named == getattr(given, "__qualname__", type(given).__name__) else None
 
     def _is_outer(self, name: str, log_of_source: StoredLog) -> bool:
-        """Return whether a part of the other run's state is outer state that this run can take."""
+        """Return True if an array of the other run's state is outer state that this run can use."""
         if name.startswith("momentum/"):
             return self.state.settings.outer_optimizer is None
         agreed = log_of_source.agreed
@@ -129,7 +133,7 @@ class WarmStart:
 
 
 def find_warm_start(location: RunLocation, store: RetryingStore, keys: Keys, state: ModelState) -> WarmStart | None:
-    """Return the state that a run begins with which has not begun yet. None: it begins with a replica's own model.
+    """Return the state that this run begins with. None: it begins with a replica's own model, or has begun already.
 
     Every replica checks that the state fits its model. So all of them fail at once, and none waits for the others.
 

@@ -101,7 +101,7 @@ def test_a_replica_that_was_late_takes_the_statistics_of_the_others() -> None:
 @pytest.mark.parametrize("wires", [{"wire": wire} for wire in COARSE] + [{"mean_wire": "int8"}])
 def test_statistics_stay_each_replicas_own_where_a_wire_is_too_coarse(wires: dict[str, Any]) -> None:
     model = nn.BatchNorm1d(2)
-    with pytest.warns(UserWarning, match="Float buffers stay each replica's own.*'running_mean' and 1 more"):
+    with pytest.warns(UserWarning, match="Each replica keeps its own float buffers.*'running_mean' and 1 more"):
         diloco = DiLoCo(model, inner_steps=1, **wires)
     with diloco:
         see(model, VARIANCES[:2])
@@ -113,7 +113,7 @@ def test_statistics_stay_each_replicas_own_where_a_wire_is_too_coarse(wires: dic
 
 @pytest.mark.parametrize("wire", COARSE)
 def test_averaging_statistics_over_a_coarse_wire_is_refused(wire: str) -> None:
-    with pytest.raises(ValueError, match=r"sync_buffers=True: a wire of .* is too coarse.*Use bf16"):
+    with pytest.raises(ValueError, match=r"sync_buffers=True is not possible: wire=.* is too coarse.*Use wire='bf16'"):
         DiLoCo(nn.BatchNorm1d(2), wire=wire, sync_buffers=True)
 
 
@@ -136,7 +136,7 @@ class Shuffled(nn.Linear):
 
 
 @pytest.mark.parametrize("n", [8, 512])
-@pytest.mark.filterwarnings("ignore:Float buffers stay each replica's own")  # they are equal at the beginning
+@pytest.mark.filterwarnings("ignore:Each replica keeps its own float buffers")  # they are equal at the beginning
 def test_a_permutation_in_a_buffer_that_differs_is_told(n: int, caplog: pytest.LogCaptureFixture) -> None:
     for seeds in ((1, 1), (1, 2)):
 
@@ -155,7 +155,7 @@ def test_a_permutation_in_a_buffer_that_differs_is_told(n: int, caplog: pytest.L
 
 
 @pytest.mark.parametrize("options", [{"wire": "int8"}, {"sync_buffers": False}])
-@pytest.mark.filterwarnings("ignore:Float buffers stay each replica's own")
+@pytest.mark.filterwarnings("ignore:Each replica keeps its own float buffers")
 def test_statistics_that_no_wire_takes_come_back_with_their_replica(options: dict[str, Any]) -> None:
     def process() -> tuple[nn.BatchNorm1d, DiLoCo]:
         next_process()

@@ -99,7 +99,7 @@ def test_a_checkpoint_may_be_loaded_while_a_seal_is_adopted(late: Late, monkeypa
 def test_a_checkpoint_of_another_model_is_refused_and_the_rounds_go_on(late: Late) -> None:
     state = late.late.state_dict()
     state["anchor"] = {"weight": torch.zeros(2, 2)}
-    with pytest.raises(ValueError, match="of a model with other parameters"):
+    with pytest.raises(ValueError, match="belongs to a model with other parameters"):
         late.late.load_state_dict(state)
     nudge(late.model, 1.0)
     late.late.step()

@@ -68,7 +68,7 @@ def train(options: Mapping[str, Any], where: Mapping[str, Any]) -> dict[int, byt
 
 
 @pytest.mark.parametrize("name", RUNS)
-@pytest.mark.filterwarnings("ignore:.* in no average", "ignore:Float buffers")
+@pytest.mark.filterwarnings("ignore:.* in no average", "ignore:Each replica keeps its own float")
 def test_every_object_of_a_run_is_read_and_every_mean_and_anchor_computed_again(name: str, tmp_path: Path) -> None:
     options = {"inner_steps": 2, "momentum_warmup": 3, "snapshot_every": 2, **RUNS[name]}
     anchors = run_replicas(3, lambda where: train(options, where), store=Keeping(tmp_path))

@@ -80,8 +80,8 @@ def test_an_optimizer_with_a_history_from_before_a_round_is_warned_of_once_with_
     options = {"momentum": 0.9} if issubclass(kind, torch.optim.SGD) else {"max_iter": 4}
     (message,) = messages(lambda model, diloco: steps(model, diloco, kind(model.parameters(), 0.01, **options), 8))
     assert message == (
-        f"{kind.__name__} computes its steps from a history of gradients, which is from before round 1. It may "
-        "diverge: call optimizer.state.clear() whenever diloco.step() returns a report."
+        f"{kind.__name__} computes its steps from a history of gradients, which is from before round 1, so it may "
+        "diverge. Call optimizer.state.clear() when diloco.step() returns a report."
     )
 
 
@@ -91,7 +91,7 @@ def test_an_optimizer_with_a_history_that_takes_over_later_is_warned_of() -> Non
         steps(model, diloco, torch.optim.LBFGS(model.parameters(), 0.01), 4)
 
     (message,) = messages(train)
-    assert message.startswith("LBFGS computes its steps from a history of gradients, which is from before round 3.")
+    assert message.startswith("LBFGS computes its steps from a history of gradients, which is from before round 3,")
 
 
 def test_a_history_that_the_loop_clears_after_each_round_is_not_warned_of() -> None:

@@ -219,7 +219,7 @@ def test_a_checkpoint_of_the_same_run_is_taken_up_where_the_run_is_now() -> None
         diloco.load_state_dict(saved)
         assert diloco.rounds == 5
         assert all(torch.equal(later[name], value) for name, value in diloco.anchor().items())
-        with pytest.raises(ValueError, match="it is of another run"):
+        with pytest.raises(ValueError, match="belongs to another run"):
             diloco.load_state_dict({**saved, "rounds": 99})
 
 
@@ -370,7 +370,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"name": 5}, "name must be a word without '/'"),
     ({"rank": -1}, "rank must be at least 0"),
     ({"rank": "joins"}, 'rank must be an integer or "join"'),
-    ({"model": nn.Linear(2, 2, dtype=torch.complex64)}, "'weight' is torch.complex64; only real numbers"),
+    ({"model": nn.Linear(2, 2, dtype=torch.complex64)}, "'weight' is torch.complex64. DiLoCo averages real numbers"),
     ({"model": nn.Linear(2, 2, device="meta")}, "'weight' is on the meta device"),
     ({"model": [nn.Parameter(torch.zeros(2))]}, "must be a torch.nn.Module, got a list"),
 ]

@@ -68,10 +68,10 @@ def test_fragments_can_be_listed_by_module_and_by_name() -> None:
 
 REFUSED: list[tuple[Any, str]] = [
     (0, "fragments must be at least 1, got fragments=0"),
-    (99, "fragments=99 is more than the model's"),
+    (99, "fragments=99 is more than the model has"),
     ([["embedding", "layers", "norm"], ["head"]], "'embedding.weight' is in fragments.0. and in fragments.1."),
     ([["embedding", "layers"]], "'norm.weight' is in none of the 1 fragments"),
-    ([["embeding"]], "names 'embeding', which is not a parameter or module"),
+    ([["embeding"]], "the name 'embeding', and the model has no such parameter or module"),
     (["embedding"], r"fragments\[0\] must be a list"),
 ]
 
@@ -93,7 +93,7 @@ def test_a_fragment_that_the_store_takes_in_no_object_is_refused_before_anything
 
     store, place = Small(), dict[str, Any](rank=0, world_size=2)
     model = nn.Sequential(nn.Linear(20, 20, bias=False), nn.Linear(20, 20, bias=False))
-    words = r"fragment 0 has 4.29e-06 GB as fp32, and memory://.* takes 3e-06 GB.*fragments=2, or a smaller wire: got 1"
+    words = r"fragments=1 and wire='fp32', .* fragment 0 has 4.29e-06 GB, and memory:.* allows 3e-06 GB.*fragments=2"
     with pytest.raises(ValueError, match=words):
         DiLoCo(model, inner_steps=2, store=store, run_id="run", **place)
     assert not list(store.list(""))
