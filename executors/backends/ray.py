@@ -1,7 +1,7 @@
-"""Replicas as jobs of a Ray cluster.
+"""RayExecutor: runs replicas as jobs of a Ray cluster.
 
-A job's name is its attempt's, so that it is found by name, and a start that is repeated starts nothing. Ray has no
-secrets, no time limits and no gangs: a job that finds no room waits for it.
+The name of a job comes from its attempt. So a job is found by its name, and a repeated start starts no second job. Ray
+has no secrets, no time limits and no groups. A job waits until the cluster has room for it.
 """
 
 from __future__ import annotations
@@ -39,20 +39,28 @@ from executors.store.run_key import RUN_KEY
 
 ADDRESS = re.compile(r"https?://[A-Za-z0-9.:\[\]-]+(/[A-Za-z0-9._~-]+)*")
 GPU = re.compile(r"([A-Za-z][A-Za-z0-9_.-]*)(?::(\d{1,3}))?|(\d{1,3})")
-REMOVED = re.compile(r"\$\{[A-Z0-9_]+\}")  # Ray leaves none of these in a value, whatever they come from
-STOP_GRACE_S = 3  # that Ray leaves between SIGTERM and SIGKILL
+REMOVED = re.compile(r"\$\{[A-Z0-9_]+\}")  # Ray removes or replaces each of these in the value of a variable
+STOP_GRACE_S = 3  # Ray's time between SIGTERM and SIGKILL
 LOG_PAUSE_S, LOG_BYTES_PER_S = 2.0, 1 << 20
 OURS = ("working_dir", "env_vars")
 
 
 @dataclass(eq=False, kw_only=True)
 class RayJobs(JobService):
-    """The jobs of one Ray cluster. `RayExecutor` describes the fields."""
+    """The jobs of one Ray cluster. `RayExecutor` describes the fields.
+
+    Raises:
+        ValueError: an option has a wrong value.
+
+    Example:
+        RayJobs(address="http://head:8265").check_account("A100", None, [])
+    """
 
     name = "Ray"
     lists_running = True
 
-    address: str | None = None  # not recorded, like what follows: a record could have our token sent anywhere
+    # These two are not read from records: another user could write an address there, and get the token.
+    address: str | None = None
     token_file: str | None = None
     cpus: float = option(1, float)
     memory_mb: int | None = option(None, int)
@@ -69,20 +77,23 @@ class RayJobs(JobService):
         if not ADDRESS.fullmatch(address):
             shown = address.rpartition("@")[2]
             raise ValueError(
-                f"address={shown!r} is not the address of a Ray dashboard, as in 'http://127.0.0.1:8265'. Set "
-                "RAY_API_SERVER_ADDRESS, or --option address=…, to that."
+                f"address={shown!r} is not the url of a Ray dashboard. Set RAY_API_SERVER_ADDRESS, or --option "
+                "address=…, to one such as 'http://127.0.0.1:8265'."
             )
         if file := self.token_file or os.environ.get("RAY_AUTH_TOKEN_PATH"):
             self.token_file = str(Path(file).expanduser().absolute())
         if self.credentials not in ("nodes", "env"):
             raise ValueError(f"credentials must be 'nodes' or 'env', got {self.credentials!r}.")
         if taken := [name for name in OURS if name in (self.runtime_env or {})]:
-            raise ValueError(f"runtime_env has {taken[0]!r}, which `replicas` sets itself. Leave it out; see env=.")
+            raise ValueError(
+                f"runtime_env has {taken[0]!r}, which `replicas` sets itself. Remove it, and give variables as env=."
+            )
         self.address = address
         self._client = RayClient(address, self.token_file)
         self._stopped: set[str] = set()
-        """The jobs that this process ended. Ray goes on to call those pending that wait for room."""
-        self._told: set[str] = set()
+        """The jobs that this process has ended. Ray still reports a job that waits for room as pending."""
+        self._warned_about: set[str] = set()
+        """The variables about which the user was warned, because other users see them."""
 
     def command(self) -> tuple[str, ...]:
         return (self.python, *super().command()[1:])
@@ -90,18 +101,18 @@ class RayJobs(JobService):
     def check_account(self, gpu: str | None, timeout_s: float | None, secret_names: Sequence[str]) -> None:
         if secret_names:
             raise BackendError(
-                f"Ray has no secrets, so its jobs cannot have {secret_names[0]!r}. Set it on the nodes, or give it as "
-                "env=, which every user who may list the cluster's jobs sees."
+                f"Ray has no secrets, so its jobs cannot have {secret_names[0]!r}. Set it on the nodes, or pass it as "
+                "env= (every user who may list the cluster's jobs sees it)."
             )
         _gpus(gpu)
         self._client.check()
 
     def start(self, job: JobSpec) -> JobId:
         request = self._request(job)
-        if seen := {name for name in job.env if not name.startswith("REPLICA_")} - self._told:
-            self._told |= seen
-            who = f"every user who may list the jobs of {self.address}"
-            print(f"replicas: {who} sees the values of {', '.join(sorted(seen))}", file=sys.stderr)
+        if visible := {name for name in job.env if not name.startswith("REPLICA_")} - self._warned_about:
+            self._warned_about |= visible
+            users = f"every user who may list the jobs of {self.address}"
+            print(f"replicas: {users} sees the values of {', '.join(sorted(visible))}", file=sys.stderr)
         self._client.provide(job.command[-1])
         try:
             self._client.submit(request)
@@ -116,7 +127,7 @@ class RayJobs(JobService):
 
     def verify(self, job_id: JobId, key: JobKey) -> JobId:
         name = job_id.get("id")
-        if not isinstance(name, str) or not NAME.fullmatch(name):  # it becomes a path
+        if not isinstance(name, str) or not NAME.fullmatch(name):  # it becomes a part of a url's path
             raise ForeignJobError(self.name, key)
         job, found = self._client.job(name), self._id(name)
         if job is not None and not job.is_of(key):
@@ -166,7 +177,7 @@ class RayJobs(JobService):
 
     def _state_of(self, job: RayJob) -> JobState:
         if job.status == "PENDING" and job.submission_id in self._stopped:
-            return JobState(True, "cancelled")  # once there is room it starts, finds that out, and ends
+            return JobState(True, "cancelled")  # if it gets room, it starts, finds its cancel marker, and ends
         return job.state
 
     def _request(self, job: JobSpec) -> dict[str, Any]:
@@ -185,18 +196,20 @@ class RayJobs(JobService):
         }
 
     def _env_vars(self, job: JobSpec) -> dict[str, str]:
-        """Return the environment that Ray, which replaces `${NAME}` in values, makes into the job's."""
+        """Return the environment for Ray, which replaces `${NAME}` in the values. So each `$` is escaped."""
         if self.credentials == "nodes" and RUN_KEY in job.credentials:
             raise JobServiceError(
                 "every user who may list the cluster's jobs would see the key of a signed run. Launch without signed= "
-                "(--signed), or allow that: --option credentials=env",
+                "(--signed), or accept that with --option credentials=env",
                 "rejected",
             )
         hidden = job.credentials if self.credentials == "env" else {}
         values = {NOTICE_S: str(STOP_GRACE_S), **job.env, **hidden}
         for name, value in values.items():
             if found := REMOVED.search(value):
-                raise JobServiceError(f"Ray would remove {found[0]!r} from the value of {name}.", "rejected")
+                raise JobServiceError(
+                    f"Ray would remove {found[0]!r} from the value of {name}. Choose a value without it.", "rejected"
+                )
         dollar = {"$": "$"} if any("$" in value for value in values.values()) else {}
         return {**dollar, **{name: value.replace("$", "${$}") for name, value in values.items()}}
 
@@ -208,22 +221,25 @@ class RayExecutor(JobExecutor):
         launch(RayExecutor(address="http://head:8265"), train, n=4, rendezvous="s3://bucket/runs")
 
     Args:
-        address: of the cluster's dashboard. None: $RAY_API_SERVER_ADDRESS, $RAY_ADDRESS if it begins with http, or
-            http://127.0.0.1:8265.
-        token_file: holds the cluster's token. None: $RAY_AUTH_TOKEN_PATH. $RAY_AUTH_TOKEN, the token itself, wins.
-        cpus: of each replica. Replicas that find no room wait; Ray gives them up after 15 minutes.
-        memory_mb: of each replica, in MiB.
-        resources: more of Ray's resources, as in {"accelerator_type:A100": 0.001}, which gpu="A100" asks for.
-        python: the command of Python on the nodes.
-        pip: requirements of the replicas. When empty, the workspace's requirements.txt or pyproject.toml.
-        runtime_env: more of Ray's runtime environment, as in {"image_uri": "…"}.
-        credentials: "nodes" lets replicas open the rendezvous with the credentials of their nodes. "env" gives them the
-            credentials of this machine, which every user who may list the cluster's jobs sees.
-        shared_disk: whether every node sees this machine's folders, as with one node, or a home on a network: then the
-            rendezvous may be a directory.
+        address: the url of the cluster's dashboard. Default: $RAY_API_SERVER_ADDRESS, $RAY_ADDRESS if it begins with
+            http, or http://127.0.0.1:8265.
+        token_file: a file with the cluster's token. Default: $RAY_AUTH_TOKEN_PATH. If $RAY_AUTH_TOKEN has a token, that
+            is used instead.
+        cpus: the cores of each replica. Default 1. Replicas wait for free cores, and Ray gives them up after 15
+            minutes.
+        memory_mb: the memory of each replica, in MiB. Default: no request for memory.
+        resources: more of Ray's resources, as in {"accelerator_type:A100": 0.001}. `gpu="A100"` requests this one.
+            Default: none.
+        python: the command of Python on the nodes. Default "python".
+        pip: the requirements of the replicas. Default: those in the workspace's requirements.txt or pyproject.toml.
+        runtime_env: more of Ray's runtime environment, as in {"image_uri": "…"}. Default: none.
+        credentials: "nodes", the default, lets replicas open the rendezvous with the credentials of their nodes. "env"
+            gives them the credentials of this machine, which every user who may list the cluster's jobs sees.
+        shared_disk: True if every node sees this machine's folders, so that the rendezvous may be a directory. Default
+            False.
 
     Raises:
-        ValueError: an option that is not one.
+        ValueError: an option has a wrong value.
     """
 
     backend_name = "ray"
@@ -238,7 +254,7 @@ class RayExecutor(JobExecutor):
 
 
 class _RayLog(OffsetLog):
-    """A job's log, of which each look reads all: the longer it is, the rarer, or the head would do nothing else."""
+    """The log of a job. Each look reads all of it, so looks at a long log are rarer, to spare the cluster's head."""
 
     reads_all = True
     pause_s = LOG_PAUSE_S
@@ -257,9 +273,13 @@ class _RayLog(OffsetLog):
 
 
 def _gpus(gpu: str | None) -> tuple[int, dict[str, float]]:
-    """Return the number of GPUs, and the resource that names their type. Raises ValueError if it is not a GPU."""
+    """Return the number of GPUs, and the resource that names their type.
+
+    Raises:
+        ValueError: the text is not a GPU.
+    """
     found = GPU.fullmatch("0" if gpu is None else gpu)
     if found is None:
-        raise ValueError(f"gpu={gpu!r} is not a GPU as Ray takes it: give 'H100', 'H100:2', or '2' of any type.")
+        raise ValueError(f"gpu={gpu!r} is not a GPU that Ray knows: use 'H100', 'H100:2', or '2' for any type.")
     kind, n, of_any = found.groups()
     return int(of_any or n or 1), {f"accelerator_type:{kind}": 0.001} if kind else {}

@@ -1,7 +1,7 @@
-"""RayClient: the requests of Ray's Jobs REST API that are needed here. Ray's own client would bring 380 MB.
+"""RayClient: makes the requests of Ray's Jobs REST API that this project needs. Ray's own client has 380 MB.
 
-Answers of the server are foreign: they are bounded, and parsed field by field. The token goes to the address that the
-user gave and nowhere else: no redirect is followed.
+Answers are not trusted: their size is limited, and they are parsed field by field. The token is only sent to the
+address that the user gave, so no redirect is followed.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from executors.store.records import Check, Fields, Record, checked, integer, jso
 
 NAME = re.compile(r"[a-z0-9-]{1,100}")
 TOKEN = re.compile(r"[!-~]{1,8192}")
-TOKEN_ADVICE = "Set RAY_AUTH_TOKEN_PATH to a file that holds the cluster's token (or --option token_file=PATH)."
+TOKEN_ADVICE = "Set RAY_AUTH_TOKEN_PATH to a file that has the cluster's token (or --option token_file=PATH)."
 CALL_LIMIT_S = 60.0
 MAX_ANSWER_BYTES = 4 << 20
 MAX_LIST_BYTES = 32 << 20  # some 20,000 jobs
 MAX_LOG_BYTES = 64 << 20
 MAX_REFUSAL_BYTES = 64 << 10
 SCRIPT = "replicas_bootstrap.py"
-PACKAGE_STAYS_S = 60.0  # a package stays for ten minutes, also if no job refers to it
-WAITS = {"RUNNING": "", "PENDING": "waiting for room, or for its environment"}  # Ray's text is much longer
+PACKAGE_STAYS_S = 60.0  # after this time a package is checked again; Ray keeps an unused one for ten minutes
+WAITS = {"RUNNING": "", "PENDING": "waiting for room, or for its environment"}  # instead of Ray's long texts
 LOST = ("JOB_SUPERVISOR_ACTOR_DIED", "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE")
-LOST_WORDS = ("supervisor actor died", "nexpected")  # of releases that name no types of errors
+LOST_WORDS = ("supervisor actor died", "nexpected")  # in messages of older releases, which name no error types
 RAYS_LINES = re.compile(
     r"\A[^\n]*Runtime env is setting up\.[^\n]*\n|^Running entrypoint for job [a-z0-9-]+: exec [^\n]*\n", re.MULTILINE
 )
@@ -51,7 +51,11 @@ RAYS_LINES = re.compile(
 
 @dataclass(frozen=True)
 class RayJob(Record):
-    """Ray's answer about a job."""
+    """Ray's answer about a job.
+
+    Example:
+        client.job("brave-otter-7f3a-0a1b2c3d-r0000-a0").state
+    """
 
     submission_id: str = checked(text(100, NAME))
     status: str = checked(text(40))
@@ -61,49 +65,70 @@ class RayJob(Record):
     metadata: Mapping[str, Any] | None = checked(nullable(json_object), None)
 
     def is_of(self, key: JobKey) -> bool:
-        """Return whether the job runs this attempt."""
+        """Return True if the job runs an attempt.
+
+        Args:
+            key: the run, the rank and the attempt.
+        """
         return key.labels.items() <= (self.metadata or {}).items()
 
     @property
     def state(self) -> JobState:
+        """The state of the job as a JobState."""
         code, message = self.driver_exit_code, self.message or ""
         if self.status == "STOPPED":
             return JobState(True, "cancelled")
         if self.status == "SUCCEEDED" or (self.status == "FAILED" and code is not None):
             return JobState(True, None, 128 - code if code and code < 0 else code or 0)
         lines = message.strip().splitlines() or [""]
-        said = one_line(lines[-1 if "Traceback" in message else 0])
+        summary = one_line(lines[-1 if "Traceback" in message else 0])
         if self.status != "FAILED":
-            return JobState(False, message=WAITS.get(self.status, said))
-        is_lost = any(word in said for word in LOST_WORDS) if self.error_type is None else self.error_type in LOST
+            return JobState(False, message=WAITS.get(self.status, summary))
+        is_lost = any(word in summary for word in LOST_WORDS) if self.error_type is None else self.error_type in LOST
         reason: Reason = "lost" if is_lost else "start_failed"
-        return JobState(True, reason, None, said)
+        return JobState(True, reason, None, summary)
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects, which would take the token along."""
+    """Refuses redirects, because a redirected request would send the token to another server."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 class RayClient:
-    """Asks the head of one cluster. Every call may come from several threads, and raises JobServiceError."""
+    """Makes requests to the head of one cluster. Calls may come from several threads, and may raise JobServiceError.
+
+    Args:
+        address: the url of the dashboard.
+        token_file: a file with the cluster's token. None: no token, unless $RAY_AUTH_TOKEN has one.
+
+    Example:
+        RayClient("http://head:8265", None).check()
+    """
 
     def __init__(self, address: str, token_file: str | None) -> None:
         self.address = address
         self._token_file = token_file
         self._opener = urllib.request.build_opener(_NoRedirects)
         self._provided: dict[str, float] = {}
-        """When Ray was last asked for each package."""
+        """The time of the last check of each package."""
         self._providing = threading.Lock()
 
     def check(self) -> None:
-        """Check that a head answers, and takes the token."""
+        """Check that a head answers and accepts the token.
+
+        Raises:
+            JobServiceError: no head answers at the address, or it refuses the token.
+        """
         self._take(self._need("GET", "/api/version"), "/api/version", "ray_version", text(100))
 
     def job(self, name: str) -> RayJob | None:
-        """Return Ray's answer about a job. None if it does not know the job."""
+        """Return Ray's answer about a job. None if Ray does not know the job.
+
+        Args:
+            name: the name of the job.
+        """
         path = f"/api/jobs/{name}"
         if (answer := self._ask("GET", path)) is None:
             return None
@@ -111,11 +136,19 @@ class RayClient:
             return RayJob.parse(answer, path, self.address)
 
     def jobs(self, names: Collection[str]) -> dict[str, RayJob]:
-        """Return the answers of Ray's list about these jobs. A job is left out if the list is too large."""
+        """Return Ray's answers about several jobs, from its list of jobs. A list that is too large has none of them.
+
+        Args:
+            names: the names of the jobs.
+        """
         return {job.submission_id: job for job in self._listed(lambda each: str(each.get("submission_id")) in names)}
 
     def jobs_with(self, labels: Mapping[str, str]) -> list[RayJob]:
-        """Return the jobs that have these labels as metadata, as far as Ray's list has them."""
+        """Return the jobs in Ray's list that have these labels as metadata.
+
+        Args:
+            labels: the labels.
+        """
         return self._listed(
             lambda each: isinstance(its := each.get("metadata"), dict) and labels.items() <= its.items()
         )
@@ -131,28 +164,44 @@ class RayClient:
         return found
 
     def submit(self, request: Mapping[str, Any]) -> None:
-        """Start a job. The error about a name that is taken contains "already exists"."""
+        """Start a job. If its name is taken, the message of the error has "already exists".
+
+        Args:
+            request: the body of the request.
+        """
         path = "/api/jobs/"
         answer = self._need("POST", path, json.dumps(request).encode(), lost="unknown")
         self._take(answer, path, "submission_id", text(100, NAME), "unknown")
 
     def stop(self, name: str) -> None:
-        """End a job; one that has ended, or is unknown, is left alone."""
+        """End a job. A job that has ended or that Ray does not know is not an error.
+
+        Args:
+            name: the name of the job.
+        """
         self._ask("POST", f"/api/jobs/{name}/stop", b"")
 
     def log(self, name: str) -> str:
-        """Return all that a job wrote; nothing of one that is unknown, or whose node is gone."""
+        """Return the whole log of a job. It is empty if Ray does not know the job, or its node is gone.
+
+        Args:
+            name: the name of the job.
+        """
         path = f"/api/jobs/{name}/logs"
         answer = self._ask("GET", path, max_bytes=MAX_LOG_BYTES, none_at=(404, 500))
         if answer is None:
             return ""
         if len(answer) > MAX_LOG_BYTES:
-            said = f"The log of {name} has more than {MAX_LOG_BYTES >> 20} MiB, and Ray sends whole logs alone."
-            raise JobServiceError(f"{said} Read it with: ray job logs {name}", "rejected")
+            problem = f"The log of {name} has more than {MAX_LOG_BYTES >> 20} MiB, and Ray can only send whole logs."
+            raise JobServiceError(f"{problem} Read it with: ray job logs {name}", "rejected")
         return RAYS_LINES.sub("", self._take(answer, path, "logs", text(MAX_LOG_BYTES)), count=2)
 
     def provide(self, script: str) -> None:
-        """Make sure that Ray has the package of a script, and keeps it until a job has begun that needs it."""
+        """Send the package of a script to Ray if Ray does not have it, so that the next job can use it.
+
+        Args:
+            script: the script.
+        """
         package, data = package_of(script)
         with self._providing:
             if time.monotonic() - self._provided.get(package, float("-inf")) > PACKAGE_STAYS_S:
@@ -179,7 +228,11 @@ class RayClient:
         return answer
 
     def _no_ray(self, path: str) -> JobServiceError:
-        return JobServiceError(f"{self.address} is not the dashboard of a Ray cluster: no {path} there.", "unavailable")
+        return JobServiceError(
+            f"{self.address} is not the dashboard of a Ray cluster: it has no {path}. Give the url of the dashboard: "
+            "--option address=…",
+            "unavailable",
+        )
 
     def _ask(
         self,
@@ -191,31 +244,39 @@ class RayClient:
         max_bytes: int = MAX_ANSWER_BYTES,
         none_at: tuple[int, ...] = (404,),
     ) -> bytes | None:
-        """Return the body of an answer, at most one byte more than `max_bytes`; None at some statuses.
+        """Make a request, and return the body of the answer. None if the answer has a status in `none_at`.
 
         Args:
-            lost: the kind of an error after which Ray may have done what was asked.
+            method: the HTTP method.
+            path: the path of the url.
+            body: the body of the request. Default: none.
+            lost: the kind of the error if the answer is lost, so that Ray may have acted.
+            max_bytes: the largest body. One byte more is read, so that the caller sees that a body is too large.
+            none_at: the HTTP statuses for which None is returned.
+
+        Raises:
+            JobServiceError: the request failed.
         """
         try:
             status, answer = call_with_timeout(CALL_LIMIT_S, lambda: self._send(method, path, body, max_bytes))
         except (OSError, http.client.HTTPException) as error:
             why = error.reason if isinstance(error, urllib.error.URLError) else error
             kind = "unavailable" if isinstance(why, (ConnectionRefusedError, socket.gaierror)) else lost
-            said = one_line(str(why)) or type(why).__name__
-            raise JobServiceError(f"Ray at {self.address} cannot be reached: {said}.", kind) from error
+            problem = one_line(str(why)) or type(why).__name__
+            raise JobServiceError(f"Ray at {self.address} cannot be reached: {problem}.", kind) from error
         if status < 300:
             return answer
         if status in none_at and (status != 404 or b"does not exist" in answer):
             return None
-        if status == 404:  # of a proxy before it, say: nothing is lost
+        if status == 404:  # not from Ray, but for example from a proxy, so Ray has not acted
             raise self._no_ray(path)
         lines = answer.decode(errors="replace").strip(" .\n").splitlines() or [""]
-        said = f"Ray at {self.address}: {one_line(lines[-1]).rstrip('.') or 'it gave no reason'} (HTTP {status})."
+        problem = f"Ray at {self.address}: {one_line(lines[-1]).rstrip('.') or 'it gave no reason'} (HTTP {status})."
         if status >= 500 or status in (408, 429):
-            raise JobServiceError(said, lost if status >= 500 else "unavailable")
+            raise JobServiceError(problem, lost if status >= 500 else "unavailable")
         if status < 400:
-            said += " It redirects, and would get the token there as well: give the address that is meant."
-        raise JobServiceError(f"{said} {TOKEN_ADVICE}" if status in (401, 403) else said, "rejected")
+            problem += " It redirects to another address. Give the final address, because the token is sent there."
+        raise JobServiceError(f"{problem} {TOKEN_ADVICE}" if status in (401, 403) else problem, "rejected")
 
     def _send(self, method: str, path: str, body: bytes | None, max_bytes: int) -> tuple[int, bytes]:
         headers = {"Content-Type": "application/json", **self._authorization()}
@@ -234,17 +295,24 @@ class RayClient:
                 with Path(file).open("rb") as opened:
                     token = opened.read(10_000).decode(errors="replace").strip()
             except OSError as error:
-                said = f"Ray's token cannot be read from {file!r}: {error.strerror}."
-                raise JobServiceError(f"{said} {TOKEN_ADVICE}", "rejected") from error
+                problem = f"Ray's token cannot be read from {file!r}: {error.strerror}."
+                raise JobServiceError(f"{problem} {TOKEN_ADVICE}", "rejected") from error
         if not token:
             return {}
-        if not TOKEN.fullmatch(token):  # it must not be shown
+        if not TOKEN.fullmatch(token):  # the message must not show the token
             raise JobServiceError(f"Ray's token has a character that no token can have. {TOKEN_ADVICE}", "rejected")
         return {"Authorization": f"Bearer {token}"}
 
 
 def package_of(script: str) -> tuple[str, bytes]:
-    """Return name and bytes of a zip that holds a script: the same wherever it is made."""
+    """Return the name and the bytes of a zip file with a script. They are the same on every machine.
+
+    Args:
+        script: the script.
+
+    Example:
+        name, data = package_of("print('hello')")
+    """
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr(zipfile.ZipInfo(SCRIPT), script)

@@ -1,8 +1,8 @@
-"""Replicas as jobs of a Slurm cluster, over its own commands: `sbatch`, `squeue`, `scancel`.
+"""SlurmExecutor: runs replicas as jobs of a Slurm cluster, with the commands `sbatch`, `squeue` and `scancel`.
 
-The replicas that one launch or resume starts are one array, whose task ids are their ranks. A cluster takes task ids
-below its `MaxArraySize` only, 1001 by default, so each thousand ranks have an array of their own. Slurm
-forgets a job minutes after its end, so the outcome comes from the store.
+The replicas that a launch or a resume starts are one job array, and their ranks are the task ids. A cluster only takes
+task ids below its `MaxArraySize`, by default 1001. So each thousand ranks have an array of their own. Slurm forgets a
+job some minutes after its end, so outcomes come from the store.
 """
 
 from __future__ import annotations
@@ -53,13 +53,24 @@ NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,-]{0,199}")
 SUBMITTED = re.compile(r"(\d+)(?:;\S*)?")
 ARRAY = re.compile(r"\d{1,12}")
 DIGITS = 3
-"""The digits of a rank that are the task id: ranks up to 999 are in one array, those from 1000 to 1999 in the next."""
-FRESH_S = 0.5  # how long a list of a group's jobs is good: all its ranks are looked for at once
+"""The last digits of a rank that are its task id. Ranks 0 to 999 are in one array, and 1000 to 1999 in the next."""
+FRESH_S = 0.5  # for this time a list of an array's jobs counts, because all its ranks are searched at the same time
 
 
 @dataclass(eq=False, kw_only=True)
 class SlurmJobs(JobService):
-    """The jobs of this user on one cluster. `SlurmExecutor` describes the fields."""
+    """The jobs of this user on one cluster. `SlurmExecutor` describes the fields.
+
+    The class has more than 20 methods. Each is one call of `JobService`, or a step of a start: the sizes that
+    the cluster accepts, the request, and the file of the log.
+
+    Raises:
+        MissingDependencyError: Slurm's commands are not installed on this machine.
+        ValueError: an option of `sbatch` is set by this project itself.
+
+    Example:
+        SlurmJobs(partition="gpu").check_account("H100", 3600.0, [])
+    """
 
     name = "Slurm"
     log_advice = f"Its node writes it elsewhere. {commands.FOLDER_ADVICE}"
@@ -79,10 +90,10 @@ class SlurmJobs(JobService):
         if shutil.which("sbatch") is None:
             raise commands.not_installed("sbatch")
         commands.check_options(self.sbatch)
-        if self.log_dir:  # noted as it is here, and read from other folders
+        if self.log_dir:  # absolute, because a process in another folder may use this option later
             self.log_dir = str(Path(self.log_dir).expanduser().absolute())
         self._keys: dict[tuple[str, int], JobKey] = {}
-        """The jobs that this process started, or whose owner Slurm has confirmed."""
+        """The attempt of each array and task that this process has started, or that Slurm has confirmed."""
         self._found: dict[str, tuple[float, list[commands.Row]]] = {}
         self._granted: dict[tuple[str | None, int | None], int | None] = {}
         """The time limits that the cluster accepts, by GPU and requested limit."""
@@ -102,7 +113,8 @@ class SlurmJobs(JobService):
         self._fit(gpu, None if timeout_s is None else int(timeout_s + INSTALL_S), INSTALL_S)
 
     def start_jobs(self, jobs: Sequence[JobSpec]) -> list[JobId]:
-        self._cluster  # noqa: B018 - asked for now: a controller that is silent after `sbatch` is not one that did nothing
+        # Asked for before `sbatch`. If this question failed after it, the caller would believe that no job was started.
+        self._cluster  # noqa: B018
         for job in jobs:
             self._log_of(job.key).parent.mkdir(parents=True, exist_ok=True)
         job = jobs[0]
@@ -114,7 +126,7 @@ class SlurmJobs(JobService):
             for name, ours in _by_array(jobs).items():
                 arrays[name] = self._submit(ours, env)
         except JobServiceError as error:
-            if error.kind != "unknown":  # else it is found out what Slurm has
+            if error.kind != "unknown":  # after an unknown answer, the caller searches for the jobs instead
                 _take_back(arrays.values(), error)
             raise
         finally:
@@ -132,16 +144,16 @@ class SlurmJobs(JobService):
                 raise
             most = commands.configuration("MaxArraySize")
             raise JobServiceError(
-                f"{error} Its MaxArraySize is {most}: it takes ranks below that.", "rejected"
+                f"{error} The cluster's MaxArraySize is {most}, so it only takes lower ranks.", "rejected"
             ) from error
         submitted = SUBMITTED.fullmatch(answer.strip().rpartition("\n")[2])
         if submitted is None:
-            raise JobServiceError(f"Slurm: sbatch answered {one_line(answer)!r}, and no job id.", "unknown")
+            raise JobServiceError(f"Slurm: sbatch printed {one_line(answer)!r} instead of a job id.", "unknown")
         return submitted[1]
 
     def find(self, key: JobKey) -> list[JobId]:
         name = _array_name(key)
-        with self._lock:  # another thread that looks for this array waits for the answer
+        with self._lock:  # other threads that search in this array wait for the list and use it
             at, rows = self._found.get(name, (-math.inf, []))
             if time.monotonic() > at + FRESH_S:
                 rows = commands.list_jobs("--me", f"--name={name}")
@@ -163,9 +175,8 @@ class SlurmJobs(JobService):
         self._check_cluster(job_id)
         place = job_id["id"], job_id["task"]
         row, key = commands.find_job(*place), self._keys.get(place)
-        is_another = (
-            row is not None and key is not None and not _runs(row, key)
-        )  # a cluster that lost its state counts from the start
+        # A cluster that lost its state numbers jobs from the start again, so an id may name another job.
+        is_another = row is not None and key is not None and not _runs(row, key)
         return UNKNOWN if row is None or is_another else row.job_state
 
     def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
@@ -185,7 +196,7 @@ class SlurmJobs(JobService):
 
     def running_jobs(self, labels: Mapping[str, str]) -> list[RunningJob]:
         run, found = re.escape(labels[RUN_LABEL]), []
-        for row in commands.list_jobs("--me"):  # a job has a name and no labels: it begins with the run and its store
+        for row in commands.list_jobs("--me"):  # jobs have no labels, but their names begin with the run and its store
             name = re.fullmatch(rf"{run}-([0-9a-f]{{8}})-[as]\d+", row.name)
             if name is not None and labels.get(STORE_LABEL) in (None, name[1]) and not row.job_state.has_ended:
                 job_id = {"id": row.array, "task": row.task, "cluster": self._cluster}
@@ -205,10 +216,10 @@ class SlurmJobs(JobService):
         return f"{listed}; scancel --me --name=NAME for each name that this prints"
 
     def open_log(self, job_id: JobId) -> FileLog:
-        """Return the file that Slurm writes. Where it is comes from the key: a record names no file that is read."""
+        """Return the file that Slurm writes. Its path comes from the key, and never from a record of another user."""
         key = self._keys.get((job_id["id"], job_id["task"]))
         log = FileLog(Path(os.devnull) if key is None else self._log_of(key))
-        log.may_lag = True  # a file system between shows what another machine wrote late
+        log.may_lag = True  # a network file system shows late what another machine has written
         return log
 
     def stop(self, job_id: JobId) -> None:
@@ -226,7 +237,11 @@ class SlurmJobs(JobService):
             yield commands.STORES_ENV, "Use a directory that all nodes share, or credentials found on the nodes."
 
     def folder_of(self, key: JobKey) -> Path:
-        """Return the folder of the logs of the run that a job is of."""
+        """Return the folder with the logs of a job's run.
+
+        Args:
+            key: the run, the rank and the attempt.
+        """
         return Path(self.log_dir or state_dir().absolute()) / key.run_id / key.nonce
 
     @functools.cached_property
@@ -234,10 +249,11 @@ class SlurmJobs(JobService):
         return commands.configuration("ClusterName")
 
     def _check_cluster(self, job_id: JobId) -> None:
-        """Refuse a job of another cluster, because a job of this cluster may have the same number."""
+        """Refuse a job of another cluster, because this cluster may have a job with the same number."""
         if (named := job_id.get("cluster")) != self._cluster:
             raise JobServiceError(
-                f"The job runs on the cluster {str(named)[:100]!r}; Slurm's commands here ask {self._cluster!r}.",
+                f"The job runs on the cluster {str(named)[:100]!r}, and Slurm's commands here ask {self._cluster!r}. "
+                "Use a machine of that cluster.",
                 "rejected",
             )
 
@@ -249,14 +265,14 @@ class SlurmJobs(JobService):
         return {"id": array, "task": _task(key), "cluster": self._cluster}
 
     def _log_of(self, key: JobKey) -> Path:
-        """Return the file of a job's log, in the layout of local logs; each run of an id has a folder of its own."""
+        """Return the file of a job's log. The layout is that of local logs, and each run has its own folder."""
         place = Path("spares" if key.is_spare else "replicas", f"{key.rank:04d}", str(key.attempt))
         return self.folder_of(key) / place / "output.log"
 
     def _request(self, jobs: Sequence[JobSpec]) -> list[str]:
         job, tasks = jobs[0], commands.ranges(sorted(_task(job.key) for job in jobs))
         log, limit_s = self._log_of(job.key), self._granted.get((job.gpu, job.limit_s), job.limit_s)
-        folder = f"{log.parents[1].name[:-DIGITS]}%{DIGITS}a"  # the rank, as `_log_of` has it
+        folder = f"{log.parents[1].name[:-DIGITS]}%{DIGITS}a"  # Slurm makes the rank of it, as `_log_of` writes it
         output = f"{str(log.parents[2]).replace('%', '%%')}/{folder}/{log.parent.name}/{log.name}"
         return [
             *("sbatch", "--parsable", *self._sizes(job.gpu, limit_s), f"--job-name={_array_name(job.key)}"),
@@ -265,9 +281,9 @@ class SlurmJobs(JobService):
         ]
 
     def _fit(self, gpu: str | None, limit_s: int | None, margin_s: int) -> None:
-        """Find out whether the cluster takes a time limit, else one without its margin, and note which.
+        """Find out whether the cluster accepts a time limit, or else the limit without its margin. Note which.
 
-        Slurm names the jobs that it ends at their limit, so such a replica is a `timeout` all the same.
+        Without the margin, Slurm ends the job at the limit. It reports that, so the replica still ends as `timeout`.
         """
         try:
             self._try(gpu, limit_s)
@@ -279,19 +295,23 @@ class SlurmJobs(JobService):
             self._granted[gpu, limit_s] = limit_s - margin_s
 
     def _try(self, gpu: str | None, limit_s: int | None) -> None:
-        """Raises: JobServiceError: the cluster would not run a job like this."""
+        """Check that the cluster would run a job of this size.
+
+        Raises:
+            JobServiceError: the cluster would not run it.
+        """
         sizes = self._sizes(gpu, limit_s)
-        # Without a least time most clusters also take what is longer than a partition's limit, and it waits for ever.
+        # Without --time-min, most clusters accept a job that is longer than its partition's limit, and never run it.
         least = [word.replace("--time=", "--time-min=") for word in sizes if word.startswith("--time=")]
         try:
             commands.ask("sbatch", "--test-only", *least, *sizes, script="#!/bin/sh\ntrue\n")
         except JobServiceError as error:
             if limit_s is None or not any(words in str(error) for words in commands.TOO_LONG):
                 raise
-            asked = (
-                f"{math.ceil(limit_s / 60)} min were asked for, the time limit of the replicas: choose a shorter one"
-            )
-            raise JobServiceError(f"{error} {asked}, or another partition.", error.kind) from error
+            asked = f"The time limit of the replicas is {math.ceil(limit_s / 60)} min"
+            raise JobServiceError(
+                f"{error} {asked}. Choose a shorter one, or another partition.", error.kind
+            ) from error
 
     def _sizes(self, gpu: str | None, limit_s: int | None) -> list[str]:
         given = {
@@ -314,20 +334,19 @@ class SlurmExecutor(JobExecutor):
         launch(SlurmExecutor(partition="gpu"), train, n=4)
 
     Args:
-        partition: the partition to run in. None: $SBATCH_PARTITION, or the cluster's default. The next
-            options have such defaults as well.
-        account: the account that pays.
-        qos: the quality of service.
-        cpus: cores of each replica.
-        memory_mb: memory of each replica, in MiB.
-        sbatch: more options of `sbatch`, each as one word, as in ("--constraint=a100", "--exclude=n7").
-        python: the Python that replicas start with, on the nodes. None: this one's path.
-        pip: requirements of the replicas. When empty, the workspace's requirements.txt or pyproject.toml.
-        log_dir: a folder that the nodes share with this machine, for logs. None: the directory of runs, in the home.
+        partition: the partition to run in. Default: $SBATCH_PARTITION, or the cluster's default.
+        account: the account that pays. Default: $SBATCH_ACCOUNT, or the cluster's default.
+        qos: the quality of service. Default: $SBATCH_QOS, or the cluster's default.
+        cpus: the cores of each replica. Default: the cluster's default.
+        memory_mb: the memory of each replica, in MiB. Default: the cluster's default.
+        sbatch: more options of `sbatch`, each as one word, as in ("--constraint=a100", "--exclude=n7"). Default: none.
+        python: the path of Python on the nodes. Default: the path of this Python.
+        pip: the requirements of the replicas. Default: those in the workspace's requirements.txt or pyproject.toml.
+        log_dir: a folder for logs that the nodes share with this machine. Default: the directory of runs, in the home.
 
     Raises:
-        MissingDependencyError: Slurm's commands are not installed here.
-        ValueError: an option of `sbatch` that is set by `replicas` itself.
+        MissingDependencyError: Slurm's commands are not installed on this machine.
+        ValueError: an option of `sbatch` is set by this project itself.
     """
 
     backend_name = "slurm"
@@ -345,23 +364,23 @@ class SlurmExecutor(JobExecutor):
         """Delete the logs of a run; see `LeavesFiles`."""
         folder = self._slurm.folder_of(JobKey.of(Attempt(store_at(store_url), run_id, 0), launched_at))
         shutil.rmtree(folder, ignore_errors=True)
-        with contextlib.suppress(OSError):  # another run of this id has logs beside it
+        with contextlib.suppress(OSError):  # the folder is not empty: another run of this id has logs there
             folder.parent.rmdir()
 
 
-def _place(rank: int) -> tuple[int, int]:
-    """Return which of a launch's arrays a rank is in, and its task id there."""
+def _array_and_task(rank: int) -> tuple[int, int]:
+    """Return the number of a rank's array in the launch, and the rank's task id in that array."""
     size = int(10**DIGITS)
     return rank // size, rank % size
 
 
 def _task(key: JobKey) -> int:
-    return _place(key.rank)[1]
+    return _array_and_task(key.rank)[1]
 
 
 def _array_name(key: JobKey) -> str:
-    """Return the name of the jobs of an array: the launch's name, with the array's number from the second array on."""
-    number, _ = _place(key.rank)
+    """Return the name of the jobs of an array: the name of the group, and from the second array on its number."""
+    number, _ = _array_and_task(key.rank)
     return f"{key.group}-{number}" if number else key.group
 
 
@@ -373,10 +392,10 @@ def _by_array(jobs: Sequence[JobSpec]) -> dict[str, list[JobSpec]]:
 
 
 def _take_back(arrays: Iterable[str], refused: JobServiceError) -> None:
-    """End the arrays that were started before another one was refused: they are asked for again, or not at all.
+    """End the arrays that were started before another array was refused, so that none or all of them are started.
 
     Raises:
-        JobServiceError: of kind "unknown", if Slurm does not end them.
+        JobServiceError: Slurm did not end an array. Its kind is "unknown".
     """
     for array in arrays:
         try:

@@ -1,4 +1,4 @@
-"""Slurm's own commands: what they get of this process's environment, what their errors and the states of jobs mean."""
+"""Runs Slurm's commands with a clean environment, and translates their errors and the states of jobs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from executors.errors import BackendError, MissingDependencyError
 from executors.protocol import Reason
 from executors.store.run_key import RUN_KEY
 
-CALL_LIMIT_S = 60.0  # a controller that is gone gives an error after 9 s, a stopped one after 10 s
+CALL_LIMIT_S = 60.0  # without a controller a command fails after 9 s, and with a stopped one after 10 s
 OF_OTHER_JOBS = ("SLURM_", "SQUEUE_", "SCANCEL_", "REPLICA_")
-"""Variables of a surrounding job, which would pass on its sizes, of a surrounding replica, and defaults of commands."""
+"""The beginnings of variables that are not passed on. A job or replica around this process sets them for itself, and
+they would change the sizes of new jobs and the output of commands."""
 KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
+"""The variables that are passed on all the same, because the commands find the cluster with them."""
 OPTIONS = ("SBATCH_CLUSTERS", "SBATCH_ERROR", "SBATCH_INPUT", "SBATCH_WAIT")
-"""Variables that give `sbatch` options which are set here, or must not be given."""
+"""The variables that are not passed on because they are options of `sbatch` that this file sets or forbids."""
 CLUSTERS = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")
 BUSY = ("Unable to contact slurm controller", "Connection refused", "temporarily unable")
 UNCLEAR = ("Socket timed out", "Zero Bytes were transmitted", "Message receive failure")
@@ -41,12 +43,12 @@ exec {command}
 """
 PREFIX = re.compile(r"^(?:\w+: )?(?:error: |fatal: )?(?:allocation failure: |Batch job submission failed: )?")
 COLUMNS = ("ArrayJobID", "ArrayTaskID", "State", "Reason", "exit_code", "Name")
-NOT_BEGUN = 128 + 53  # the signal that Slurm names where a node could not begin; its reason is a killed job's, too
+NOT_BEGUN = 128 + 53  # the signal that Slurm reports if a node could not start the job
 STORES_ENV = (
     "AccountingStoreFlags has job_env: the cluster's database keeps the environment of every job, and with it the "
     "credentials of an s3 rendezvous."
 )
-NO_FOLDER = "Perhaps its node has no folder for its log."
+NO_FOLDER = "Perhaps its node cannot write to the folder of its log."
 FOLDER_ADVICE = "Name a folder that the nodes share with this machine: --option log_dir=…"
 ENDED: dict[str, Reason | None] = {
     "COMPLETED": None,
@@ -63,25 +65,36 @@ ENDED: dict[str, Reason | None] = {
 
 @dataclass(frozen=True)
 class Row:
-    """A job as `squeue` lists it."""
+    """A job as `squeue` lists it.
+
+    Example:
+        list_jobs("--me")[0].job_state
+    """
 
     array: str
+    """The id of the job's array."""
     task: int
+    """The job's task id in the array."""
     state: str
+    """The state, such as "RUNNING"."""
     reason: str
+    """The reason for the state, such as "Priority". It may be empty or "None"."""
     exit_code: str
+    """The status of the process, as `waitpid` returns it."""
     name: str
+    """The name of the job."""
 
     @property
     def job_state(self) -> JobState:
-        said = f"{self.state} ({self.reason})" if self.reason not in ("", "None") else self.state
+        """The state of the job as a JobState."""
+        message = f"{self.state} ({self.reason})" if self.reason not in ("", "None") else self.state
         if self.state not in ENDED:
-            doing = said if self.reason in ("", "None") else f"{self.state.lower()}: {self.reason}"
-            return JobState(False, message="" if said in ("PENDING", "RUNNING") else doing)
+            doing = message if self.reason in ("", "None") else f"{self.state.lower()}: {self.reason}"
+            return JobState(False, message="" if message in ("PENDING", "RUNNING") else doing)
         if self.state == "FAILED" and self._code == NOT_BEGUN:
-            return JobState(True, "start_failed", None, f"{said}. {NO_FOLDER} {FOLDER_ADVICE}")
+            return JobState(True, "start_failed", None, f"{message}. {NO_FOLDER} {FOLDER_ADVICE}")
         reason = ENDED[self.state]
-        return JobState(True, reason, self._code if reason is None else None, said)
+        return JobState(True, reason, self._code if reason is None else None, message)
 
     @property
     def _code(self) -> int | None:
@@ -93,8 +106,12 @@ class Row:
 
 
 def environment() -> dict[str, str]:
-    """Return this process's variables, as far as they go to Slurm's commands, and with `sbatch` to the jobs."""
-    left_out = (*OPTIONS, RUN_KEY)  # a key would be another run's: a signed run's own comes with its jobs
+    """Return this process's variables that Slurm's commands get. `sbatch` passes them on to the jobs.
+
+    Example:
+        subprocess.run(["squeue", "--me"], env=environment())
+    """
+    left_out = (*OPTIONS, RUN_KEY)  # this process may have another run's key; a signed run passes its own
     return {
         name: value
         for name, value in os.environ.items()
@@ -103,14 +120,20 @@ def environment() -> dict[str, str]:
 
 
 def ask(*command: str, script: str = "", env: Mapping[str, str] | None = None, may_have_acted: bool = False) -> str:
-    """Return what a command prints.
+    """Run one of Slurm's commands, and return its output.
 
     Args:
-        env: its variables besides `environment()`.
-        may_have_acted: whether it may have done what was asked when its answer is lost.
+        command: the command and its arguments.
+        script: the text for the command's stdin. Default: none.
+        env: more variables, besides `environment()`. Default: none.
+        may_have_acted: True if Slurm may have acted when the answer is lost. Default False.
 
     Raises:
-        JobServiceError: it failed, in its own words.
+        JobServiceError: the command failed. The message has the command's own text.
+        MissingDependencyError: the command is not installed.
+
+    Example:
+        ask("squeue", "--me")
     """
     lost: Kind = "unknown" if may_have_acted else "unavailable"
     try:
@@ -123,7 +146,7 @@ def ask(*command: str, script: str = "", env: Mapping[str, str] | None = None, m
             errors="replace",
             timeout=CALL_LIMIT_S,
             check=False,
-            start_new_session=True,  # a Ctrl-C here is not to leave open whether the jobs were started
+            start_new_session=True,  # a Ctrl-C must not kill the command, or it would be unknown whether jobs started
         )
     except subprocess.TimeoutExpired as error:
         raise JobServiceError(f"Slurm: {command[0]} gave no answer in {CALL_LIMIT_S:g} s.", lost) from error
@@ -143,6 +166,14 @@ def ask(*command: str, script: str = "", env: Mapping[str, str] | None = None, m
 
 
 def not_installed(command: str) -> MissingDependencyError:
+    """Return the error for a command that is not installed.
+
+    Args:
+        command: the name of the command.
+
+    Example:
+        raise not_installed("sbatch")
+    """
     return MissingDependencyError(
         f"Backend 'slurm' needs Slurm's commands, and there is no {command!r} on the PATH. Use it on a machine from "
         "which jobs are submitted, such as a login node."
@@ -150,7 +181,17 @@ def not_installed(command: str) -> MissingDependencyError:
 
 
 def list_jobs(*which: str) -> list[Row]:
-    """Return the jobs of arrays that Slurm still knows, also those that ended. `which` are options of `squeue`."""
+    """Return the jobs of arrays that Slurm knows. Jobs that have ended some minutes ago are included.
+
+    Args:
+        which: options of `squeue` that choose the jobs.
+
+    Raises:
+        JobServiceError: Slurm does not answer.
+
+    Example:
+        list_jobs("--me", "--name=brave-otter-7f3a-a0")
+    """
     columns = ",".join(f"{column}:|" for column in COLUMNS)
     try:
         listed = ask("squeue", "--noheader", "--array", "--all", "--states=all", *which, f"--Format={columns}")
@@ -163,15 +204,33 @@ def list_jobs(*which: str) -> list[Row]:
 
 
 def find_job(array: str, task: int) -> Row | None:
-    """Return a job; None where Slurm does not know it, or not any more."""
+    """Return a job of an array. None if Slurm does not know the job, or has forgotten it.
+
+    Args:
+        array: the id of the array.
+        task: the task id.
+
+    Raises:
+        JobServiceError: Slurm does not answer.
+
+    Example:
+        find_job("4711", 3)
+    """
     return next((row for row in list_jobs(f"--jobs={array}_{task}") if (row.array, row.task) == (array, task)), None)
 
 
 def cancel(array: str, task: int | None = None) -> None:
-    """End a job; one that has ended, or is not known, is not an error.
+    """End a job of an array, or the whole array. A job that has ended, or that Slurm does not know, is not an error.
 
     Args:
-        task: which of the array's jobs. None: all of them.
+        array: the id of the array.
+        task: the task id. Default: all jobs of the array.
+
+    Raises:
+        JobServiceError: Slurm refused, or does not answer.
+
+    Example:
+        cancel("4711", 3)
     """
     try:
         ask("scancel", array if task is None else f"{array}_{task}")
@@ -181,44 +240,72 @@ def cancel(array: str, task: int | None = None) -> None:
 
 
 def configuration(name: str) -> str:
-    """Return one setting of the cluster, as `scontrol show config` has it."""
+    """Return a setting of the cluster from `scontrol show config`. An empty string if there is no such setting.
+
+    Args:
+        name: the name of the setting.
+
+    Raises:
+        JobServiceError: Slurm does not answer.
+
+    Example:
+        configuration("ClusterName")
+    """
     found = re.search(rf"^{name} *= (.*)$", ask("scontrol", "show", "config"), re.MULTILINE)
     return found[1].strip() if found else ""
 
 
 def check_clusters(cluster: str) -> None:
-    """Refuse an environment that has Slurm's commands ask another cluster than the one that is asked here.
+    """Check that no variable makes Slurm's commands ask another cluster.
+
+    Args:
+        cluster: the name of the cluster that is used.
 
     Raises:
-        BackendError: it names another.
+        BackendError: a variable names another cluster.
+
+    Example:
+        check_clusters("main")
     """
     for name in CLUSTERS:
         if (named := os.environ.get(name, "")) not in ("", cluster):
             raise BackendError(
-                f"{name} is {named!r}, and replicas start at the cluster of SLURM_CONF alone, {cluster!r}. Unset it, "
-                "or set SLURM_CONF to that cluster's file."
+                f"{name} is {named!r}, but replicas only start on the cluster of SLURM_CONF, which is {cluster!r}. "
+                f"Unset {name}, or set SLURM_CONF to the file of {named!r}."
             )
 
 
 def check_options(options: Sequence[str]) -> None:
-    """Refuse options of `sbatch` that are not one word each, and those that are set here, also abbreviated.
+    """Check the user's options of `sbatch`. Each must be one word, and must not be set by this project.
+
+    Args:
+        options: the options. An abbreviated option is checked as well.
 
     Raises:
-        ValueError: one of them.
+        ValueError: an option is not one word, or is set by this project.
+
+    Example:
+        check_options(["--constraint=a100"])
     """
     for option in options:
         if not re.fullmatch(r"--?[A-Za-z].*", option, re.DOTALL):
             raise ValueError(f"{option!r} is not an option of sbatch. Write each as one word, as in '--exclude=n7'.")
         name = option.partition("=")[0] if option.startswith("--") else option[:2]
         if owned := next((each for each in OURS if each == name or (name[2:] and each.startswith(name))), None):
-            raise ValueError(f"The option {owned} of sbatch is set by `replicas` itself, got {option!r}.")
+            raise ValueError(f"The option {owned} of sbatch is set by `replicas` itself, got {option!r}. Remove it.")
 
 
 def gres_of(gpu: str) -> str:
-    """Return GPUs as Slurm names them.
+    """Return GPUs as Slurm's option `--gres` takes them.
+
+    Args:
+        gpu: a type, a number, or both, as in "H100:2".
 
     Raises:
-        ValueError: they are not a type, a number, or both.
+        ValueError: the text is not such a GPU.
+
+    Example:
+        gres_of("H100:2")
     """
     if not GPU.fullmatch(gpu):
         raise ValueError(f"gpu must be a type and a number, as in 'H100:2', got gpu={gpu!r}.")
@@ -226,16 +313,23 @@ def gres_of(gpu: str) -> str:
 
 
 def script_of(command: Sequence[str], *, first_rank: int) -> str:
-    """Return the script of an array's jobs. `exec`: signals reach the command, and its exit code is the job's.
+    """Return the script of an array's jobs. It replaces its shell by the command, which so gets the job's signals.
 
     Args:
-        first_rank: the rank that the task 0 has, or would have.
+        command: the program and its arguments.
+        first_rank: the rank of task 0.
+
+    Example:
+        script_of(["python", "-c", "print('hello')"], first_rank=0)
     """
     return SCRIPT.format(command=shlex.join(command), first_rank=first_rank)
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as `--array` takes them, short however many there are.
+    """Return ascending numbers as ranges, as `--array` takes them.
+
+    Args:
+        numbers: the numbers.
 
     Example:
         ranges([0, 1, 2, 7])  # "0-2,7"
@@ -250,10 +344,16 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def secrets_of(names: Sequence[str]) -> dict[str, str]:
-    """Return variables of this environment.
+    """Return the values of variables of this environment that jobs get as secrets.
+
+    Args:
+        names: the names of the variables.
 
     Raises:
-        BackendError: one is not set.
+        BackendError: a variable is not set.
+
+    Example:
+        secrets_of(["WANDB_API_KEY"])
     """
     if missing := [name for name in names if name not in os.environ]:
         raise BackendError(

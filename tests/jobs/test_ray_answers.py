@@ -142,7 +142,7 @@ def test_each_failure_has_its_kind_and_its_words(stub: Stub, service: JobService
     for start, call in calls_of(service).items():
         error = error_of(call)
         assert error.kind == "unavailable", "nothing is lost because a proxy does not know it"
-        assert "is not the dashboard of a Ray cluster: no /api/" in str(error), start
+        assert "is not the dashboard of a Ray cluster: it has no /api/" in str(error), start
     stub.says = {f"GET /api/jobs/{KEY.name}/logs": (500, "KeyError: the agent of that node")}
     assert service.logs({"id": KEY.name}, 10) == "", "its node is gone"
 
@@ -155,7 +155,7 @@ def test_redirects_are_not_followed_with_the_token(stub: Stub, service: JobServi
             for call in calls_of(service).values():
                 error = error_of(call)
                 assert error.kind == "rejected"
-                assert "give the address that is meant" in str(error)
+                assert "Give the final address" in str(error)
     assert other.requests == []
     assert {token for _, token in stub.requests} == {f"Bearer {TOKEN}"}
 
@@ -327,7 +327,7 @@ def test_credentials_travel_only_where_the_user_decides_so(service: JobService) 
     signed = replace(JOB, credentials={"REPLICAS_RUN_KEY": "5b"})
     assert "AWS_SECRET_ACCESS_KEY" not in json.dumps(service.describe(JOB))
     assert env.describe(JOB)["runtime_env"]["env_vars"]["AWS_SECRET_ACCESS_KEY"] == "***"
-    assert "or allow that: --option credentials=env" in str(error_of(lambda: service.start(signed)))
+    assert "or accept that with --option credentials=env" in str(error_of(lambda: service.start(signed)))
     assert "REPLICAS_RUN_KEY" in json.dumps(env.describe(signed))
     removed = replace(JOB, env={"MINE": "a ${HOME} b"})
     assert "Ray would remove '${HOME}' from the value of MINE" in str(error_of(lambda: service.start(removed)))
@@ -352,7 +352,10 @@ def test_the_token_is_found_where_ray_looks_for_it_and_is_never_shown(
     assert sent(token_file=str(tmp_path / "token")) == "Bearer of-the-file"
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
     assert sent() == "Bearer of-the-file"
-    for file, words in (("none", "cannot be read from .*/none': No such file"), ("bad", "a letter that no token has")):
+    for file, words in (
+        ("none", "cannot be read from .*/none': No such file"),
+        ("bad", "a character that no token can have"),
+    ):
         service = RayExecutor(address=stub.address, token_file=str(tmp_path / file)).service
         with pytest.raises(JobServiceError, match=rf"{words}.*Set RAY_AUTH_TOKEN_PATH"):
             service.check_account(None, None, ())
@@ -366,7 +369,7 @@ def test_where_the_cluster_is_a_user_says_and_no_record(monkeypatch: pytest.Monk
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.5:6379")
     assert address() == "http://127.0.0.1:8265"
     monkeypatch.setenv("RAY_ADDRESS", "ray://elsewhere:10001")  # not the head that may run on this machine
-    with pytest.raises(ValueError, match=r"'ray://elsewhere:10001' is not the address of a Ray dashboard"):
+    with pytest.raises(ValueError, match=r"'ray://elsewhere:10001' is not the url of a Ray dashboard"):
         address()
     monkeypatch.setenv("RAY_ADDRESS", "https://ray.example/")
     assert address() == "https://ray.example"
@@ -380,9 +383,9 @@ def test_where_the_cluster_is_a_user_says_and_no_record(monkeypatch: pytest.Monk
 
 def test_options_that_are_none_are_refused() -> None:
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"address": "ray://head:10001"}, "'ray://head:10001' is not the address of a Ray dashboard"),
+        ({"address": "ray://head:10001"}, "'ray://head:10001' is not the url of a Ray dashboard"),
         ({"address": "http://me:secret@head"}, "address='head' is not"),
-        ({"address": "http://head/?x"}, "is not the address of a Ray dashboard"),
+        ({"address": "http://head/?x"}, "is not the url of a Ray dashboard"),
         ({"credentials": "no"}, "'nodes' or 'env', got 'no'"),
         ({"runtime_env": {"working_dir": "."}}, "'working_dir', which `replicas` sets itself"),
     ]
@@ -391,7 +394,7 @@ def test_options_that_are_none_are_refused() -> None:
             RayExecutor(**options)
         assert "secret" not in str(caught.value)
     for gpu in ("", "H100:x", "H100:", "a b"):
-        with pytest.raises(ValueError, match="is not a GPU as Ray takes it"):
+        with pytest.raises(ValueError, match="is not a GPU that Ray knows"):
             RayExecutor().service.describe(replace(JOB, gpu=gpu))
 
 

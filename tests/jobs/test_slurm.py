@@ -182,9 +182,7 @@ def test_replicas_may_run_for_as_long_as_their_partition_lets_them(
             run = launch(SlurmExecutor(partition="short"), "job.py:main", 1, timeout=timeout_s)
             assert run.results() == [{"rank": 0}]
             assert asked in slurm_commands.calls("sbatch")[-1]
-        with pytest.raises(
-            BackendError, match=r"31 min were asked for, the time limit of the replicas: choose a short"
-        ):
+        with pytest.raises(BackendError, match=r"The time limit of the replicas is 31 min\. Choose a short"):
             launch(SlurmExecutor(partition="short"), "job.py:main", 1, run_id="otter", timeout=1801)
     with pytest.raises(RunNotFoundError):
         attach("otter")
@@ -273,7 +271,9 @@ def test_a_node_that_does_not_see_the_folder_of_the_log_is_suspected(slurm: Clus
     assert run.wait(60)
     (outcome,) = run.outcomes()
     assert outcome.reason == "start_failed"
-    assert "Perhaps its node has no folder for its log. Name a folder that the nodes share" in (outcome.error or "")
+    assert "Perhaps its node cannot write to the folder of its log. Name a folder that the nodes share" in (
+        outcome.error or ""
+    )
 
 
 def test_a_job_is_never_begun_again_by_slurm_nor_by_hand(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,7 +423,7 @@ def test_a_record_chooses_neither_the_file_that_is_read_nor_a_job_of_another_clu
     assert SlurmExecutor().service.logs(job_id, 5) == "", "of a job that nobody has verified"
     elsewhere = {**job_id, "cluster": "another"}
     for call in (service.state, service.stop, lambda named: service.verify(named, key)):
-        with pytest.raises(JobServiceError, match="on the cluster 'another'; Slurm's commands here ask 'replicas'"):
+        with pytest.raises(JobServiceError, match="on the cluster 'another', and Slurm's commands here ask 'replicas'"):
             call(elsewhere)
     assert set(SlurmJobs.recordable_options()) == {"partition", "account", "qos", "cpus", "memory_mb"}
 

@@ -185,7 +185,7 @@ def test_the_command_shows_a_debugger_and_goes_on(folder: Folder) -> None:
     try:
         terminal.shows("(Pdb)")
         assert str(attach("mine").status().status) == "running"
-        with pytest.raises(ReplicasError, match=r"runs inside process \d+ on .* press Ctrl-C"):
+        with pytest.raises(ReplicasError, match=r"runs inside process \d+ on .* Press Ctrl-C"):
             attach("mine").cancel()
         terminal.type(b"p value + 1000\n")
         terminal.shows("1042")

@@ -28,7 +28,7 @@ from executors.store import store_at
 from executors.store.run_key import RUN_KEY
 
 NO_LOG = (
-    "Perhaps its node has no folder for its log. Name a folder that the nodes share with this machine: "
+    "Perhaps its node cannot write to the folder of its log. Name a folder that the nodes share with this machine: "
     "--option log_dir=…"
 )
 
@@ -282,5 +282,5 @@ def test_an_environment_that_names_another_cluster_is_refused(monkeypatch: pytes
         monkeypatch.setenv("SLURM_CLUSTERS", named)
         check_clusters("here")
     monkeypatch.setenv("SBATCH_CLUSTERS", "there")
-    with pytest.raises(BackendError, match=r"SBATCH_CLUSTERS is 'there'.* SLURM_CONF alone, 'here'"):
+    with pytest.raises(BackendError, match=r"SBATCH_CLUSTERS is 'there'.* SLURM_CONF, which is 'here'"):
         check_clusters("here")
