@@ -1,4 +1,4 @@
-"""What small wires, and rounds beside the training, cost in loss: makes the table of the README.
+"""What small wires, and rounds beside the training, cost in loss: makes the table of docs/how-to/slow-links.md.
 
     python examples/compare_wires.py                                  # 66 runs of half a minute of a core
     python examples/compare_wires.py --only int8 int4 --seeds 5 --steps 2000 --inner-steps 50

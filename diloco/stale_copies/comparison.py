@@ -189,8 +189,8 @@ class StaleCopies:
                 self._warned_of.add(key)
                 warnings.warn(
                     f"{type(optimizer).__name__} keeps a copy of {names[parameter]!r} in its state ({key!r}), which "
-                    "rounds do not change. Average such copies with diloco.average_also(), as README shows under "
-                    "'What does not go with DiLoCo'.",
+                    "rounds do not change. Average such copies with diloco.average_also(): see "
+                    "docs/explanation/what-does-not-fit.md.",
                     stacklevel=4,
                 )
 
@@ -258,8 +258,8 @@ class StaleCopies:
         self._n_later = LATER_MERGES
         warnings.warn(
             f"Single steps took back {' and '.join(self._takes_back)}, as Lookahead's do: the optimizer mixes in a "
-            "copy of the weights that rounds do not change. Average that copy with diloco.average_also(), as README "
-            "shows under 'What does not go with DiLoCo'.",
+            "copy of the weights that rounds do not change. Average that copy with diloco.average_also(): see "
+            "docs/explanation/what-does-not-fit.md.",
             stacklevel=4,
         )
 
@@ -420,6 +420,6 @@ def _message(name: str, when: str, optimizer: str) -> str:
         remedy = "Create the optimizer after DiLoCo(model), and copy the model's parameters into that copy each round"
     return (
         f"{optimizer[:1].upper()}{optimizer[1:]} put {name!r} back to its value before {when}: it keeps a copy of the "
-        f"weights, or computes them from where it began. {remedy}, or create the optimizer again; README, 'What does "
-        "not go with DiLoCo', has examples."
+        f"weights, or computes them from where it began. {remedy}, or create the optimizer again. Examples are "
+        "in docs/explanation/what-does-not-fit.md."
     )

@@ -124,7 +124,9 @@ def check_environment(backend: Backend, request: LaunchRequest) -> None:
         )
     for name in request.env or {}:
         if name in (*PROCESS_GROUP, *CONTRACT, *FOR_THE_WORKER, RUN_KEY):
-            raise ValueError(f"env cannot set {name!r}: replicas get or lose it themselves, see the README.")
+            raise ValueError(
+                f"env cannot set {name!r}: replicas get or lose it themselves, see docs/reference/environment.md."
+            )
 
 
 def with_policy(backend: Backend, request: LaunchRequest) -> LaunchRequest:

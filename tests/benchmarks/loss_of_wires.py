@@ -1,4 +1,4 @@
-"""What wires and overlaps cost in loss (W6): the example that makes the table of the README, and its goals."""
+"""What wires and overlaps cost in loss (W6): the example that makes the table of docs/how-to/slow-links.md, and its goals."""
 
 from __future__ import annotations
 

@@ -329,7 +329,8 @@ assert logging.root.handlers == before
 def test_one_basename_has_one_role() -> None:
     paths: dict[str, list[str]] = {}
     for name, path in files_of("executors", "diloco").items():
-        paths.setdefault(path.name, []).append(name)
+        if path.parent.name != "cli":  # a file there has the name of its verb
+            paths.setdefault(path.name, []).append(name)
     assert {name: where for name, where in paths.items() if len(where) > 1 and name not in REPEATED} == {}
 
 

@@ -69,8 +69,8 @@ def test_every_plan_of_the_grid_was_measured_with_three_seeds(script: Any, measu
     assert {one.point for one in measured} == set(script.grid(3, list(script.TASKS)))
 
 
-def test_the_readme_and_the_page_show_the_numbers_of_the_file(script: Any, measured: list[Any]) -> None:
-    assert "\n".join(script.summary(measured)) in (ROOT / "README.md").read_text()
+def test_the_pages_show_the_numbers_of_the_file(script: Any, measured: list[Any]) -> None:
+    assert "\n".join(script.summary(measured)) in (ROOT / "docs/explanation/diloco-in-practice.md").read_text()
     assert RESULTS.with_suffix(".md").read_text() == script.page(measured, RESULTS.name)
 
 

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from support.site import build_site
+from support.build_docs import build_site
 
 from docs.generate.outcomes import EXIT_CODES, REASONS
 from docs.generate.surface import SURFACE, surface

@@ -134,7 +134,7 @@ def test_a_wish_at_the_end_of_a_stage_means_the_same_whether_a_replica_knows_of_
 
 
 def test_a_schedule_of_epochs_ends_with_the_epoch_in_which_a_replica_stops_the_run() -> None:
-    """In the loop that README has; else it would be stepped for each epoch that is left."""
+    """In the loop that the tutorial has; else it would be stepped for each epoch that is left."""
 
     def body(where: Mapping[str, Any]) -> tuple[int, float, int]:
         model = nn.Linear(2, 1)
