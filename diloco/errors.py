@@ -89,7 +89,8 @@ class StaleCopyError(DiLoCoError):
 
     Cause: it keeps a copy of the weights, such as float32 master weights, and writes the copy into the model.
 
-    Remedy: copy the parameters into that copy after each round, or create the optimizer again. Examples are in docs/explanation/what-does-not-fit.md.
+    Remedy: copy the parameters into that copy after each round, or create the optimizer again.
+    Examples are in docs/explanation/what-does-not-fit.md.
 
     Example:
         try:

@@ -1,4 +1,6 @@
-"""Measures which outer settings suit short runs: makes docs/results/outer_settings.json, .md and a table of docs/explanation/diloco-in-practice.md.
+"""Measures which outer settings suit short runs.
+
+It makes docs/results/outer_settings.json and .md, and a table of docs/explanation/diloco-in-practice.md.
 
     python examples/measure_outer_settings.py --lines measured.jsonl --write docs/results/outer_settings.json
     python examples/measure_outer_settings.py --lines measured.jsonl --write … --no-more   # of the finished points
