@@ -1,4 +1,4 @@
-"""What wires and overlaps cost in loss (W6): the example that makes the table of docs/how-to/slow-links.md, and its goals."""
+"""The cost of wires and overlaps in loss (W6): the goals of the table of docs/how-to/slow-links.md."""
 
 from __future__ import annotations
 
