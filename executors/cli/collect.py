@@ -103,16 +103,20 @@ def collect(
 
 def _write(run: Run, document: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     """Write everything a run left into an empty folder; return what was skipped, and why."""
+    from executors.run.run import view_of
+    from executors.run.run_view import all_artifacts
+
+    view = view_of(run)
     skipped: list[dict[str, Any]] = []
     for rank in run.ranks:
         (folder / str(rank)).mkdir()
-        attempts = run.launched(rank)
+        attempts = view.launched(rank)
         for attempt in attempts:
             is_newest = attempt == attempts[-1]
             log = folder / str(rank) / ("output.log" if is_newest else f"output-attempt-{attempt.number}.log")
             if problem := _copy_log(run, attempt, log):
                 skipped.append({"rank": rank, "log": log.name, "problem": problem, "is_unreadable": True})
-        for artifact in run.all_artifacts(rank):
+        for artifact in all_artifacts(view, rank):
             if error := _save(artifact, folder / str(rank) / "artifacts"):
                 problem = (isinstance(error, OSError) and error.strerror) or str(error)
                 is_unreadable = isinstance(error, StoreError)  # else its name is at fault, which others may choose
@@ -161,9 +165,12 @@ def _copy_log(run: Run, attempt: Attempt, path: Path) -> str | None:
 
 def _pieces(run: Run, attempt: Attempt, problems: list[str]) -> Iterator[bytes]:
     """Read a log in pieces; what goes wrong here is not what goes wrong with the file that is written."""
+    from executors.run.run import view_of
+    from executors.run.run_logs import whole_log
+
     is_begun = False
     try:
-        for piece in run.whole_log(attempt, problems.append):
+        for piece in whole_log(view_of(run), attempt, problems.append):
             is_begun = is_begun or bool(piece)
             yield piece
     except (ReplicasError, OSError) as error:

@@ -27,8 +27,10 @@ def events(
     as_json: Annotated[bool, Option("--json", help=AS_JSON)] = False,
 ) -> int:
     """Show what happened in a run: launches, first progress, warnings, hangs, ends, and decisions on them."""
+    from executors.run.run import view_of
+
     found = find_run(run, rendezvous, backend, option)
-    output, began_at = Output(), found.record.created_at
+    output, began_at = Output(), view_of(found).record.created_at
     json_guard.has_document = as_json  # many, a line each
     for event in found.events(follow, note):
         if as_json:

@@ -71,7 +71,9 @@ def _export(
     """Write the files, again and again if the run is to be followed; return what was written."""
     from executors.metrics.metrics import read_metrics
     from executors.report.tables import write_csv, write_jsonl
+    from executors.run.run import view_of
 
+    view = view_of(run)
     kept: dict[str, memoryview] | None = {} if follow else None
     n_events, metrics = 0, None
     with contextlib.ExitStack() as stack:
@@ -79,12 +81,12 @@ def _export(
         if tensorboard is not None:
             from executors.report.tensorboard import open_event_files
 
-            events = stack.enter_context(open_event_files(tensorboard, run.run_id, run.record.created_at))
+            events = stack.enter_context(open_event_files(tensorboard, run.run_id, view.record.created_at))
         on_progress = stack.enter_context(output.busy(f"{'Following' if follow else 'Reading'} {run.run_id}"))
-        for pause_s in run.pauses():
+        for pause_s in view.reader.pauses():
             began = time.monotonic()
             is_over = run.status(reports=False).is_terminal  # asked first: nothing comes after that
-            before, metrics = metrics, read_metrics(run.store, run.run_id, run.record, kept)
+            before, metrics = metrics, read_metrics(view.store, run.run_id, view.record, kept)
             if before is None or len(before) != len(metrics) or is_over:
                 if csv is not None:
                     write_csv(metrics, csv)

@@ -245,6 +245,7 @@ def resume(
     """
     from executors.cli.live import Interrupts
     from executors.run.resume import resume as start_again
+    from executors.run.run import view_of
 
     output = Output(as_json)
     started: list[Run] = []
@@ -252,7 +253,7 @@ def resume(
     with Interrupts() as interrupts:
         try:
             text = f"Starting replicas of {found.run_id} again"
-            with usage_errors(), _starting(found.backend, text, output) as on_progress:
+            with usage_errors(), _starting(view_of(found).backend, text, output) as on_progress:
                 resumed = start_again(
                     found,
                     ranks=rank or None,
@@ -300,9 +301,11 @@ def _finish(
     """Watch a run that this process started to its end, or leave it; return the exit code."""
     from executors.cli.live import EndedWithoutStore, watch
     from executors.cli.summary import Summary, heading, reference
+    from executors.run.run import view_of
 
+    view = view_of(run)
     name = reference(run)
-    if detach and run.backend != "inline":  # which has ended
+    if detach and view.backend != "inline":  # which has ended
         if output.as_json:
             output.document(Summary(run, run.outcomes(), None).document())
             return 0
@@ -313,8 +316,8 @@ def _finish(
     interrupts.count_on(run.run_id)
     with without_unwritable_lines():
         # The store is not asked before `watch`: it may be silent, and Ctrl-C would wait for it.
-        output.print(heading(run, timeout_s, n=run.world_size if is_new else None), "bold")
-        lease = _lease_of(run.placements)
+        output.print(heading(run, timeout_s, n=view.world_size if is_new else None), "bold")
+        lease = _lease_of(view.placements)
         if lease:
             output.print(f"It ends when nobody watches it for {lease}: --detach lets it go on alone.", "dim")
         try:
@@ -323,7 +326,7 @@ def _finish(
         except EndedWithoutStore:
             return ended_without_store(run, output)
         except (StoreError, BackendError) as error:
-            return report_unreadable_run(run, output, error, run.placements, is_cancelled=interrupts.count > 0)
+            return report_unreadable_run(run, output, error, view.placements, is_cancelled=interrupts.count > 0)
     return summary.finish(output)
 
 
@@ -333,8 +336,10 @@ def ended_without_store(run: Run, output: Output) -> int:
     Example:
         return ended_without_store(run, output)
     """
+    from executors.run.run import manager_of
+
     said = f"Cancelled {run.run_id}: its jobs were ended at their service. Its store does not answer."
-    if not run.was_ended_without_store:
+    if not manager_of(run).canceller.was_ended_without_store:
         said = f"{run.run_id} was not ended as a whole, see above, and its store does not answer."
     output.print(said, "yellow")
     if output.as_json:
@@ -353,6 +358,7 @@ def report_unreadable_run(
 ) -> int:
     """Say that a run cannot be watched any more, and what becomes of who was started here; return the exit code."""
     from executors.cli.summary import reference
+    from executors.run.run import manager_of
 
     name, lease = reference(run), _lease_of(backend)
     ends = f"End it: replicas cancel {name}"
@@ -360,11 +366,12 @@ def report_unreadable_run(
         ends += f"   or: {backend.commands_to_end(run.run_id)}"
     if is_cancelled:
         then = f"Whether all of it has ended is not known here: replicas status {name}   {ends}"
-    elif words := run.end_refused(error):
+    elif words := manager_of(run).end_refused(error):
         then = words
-    elif lease and not run.is_released and isinstance(error, StoreError):  # who cannot read a lease does not end by it
+    elif lease and not manager_of(run).is_released and isinstance(error, StoreError):
+        # A replica that cannot read the lease does not end by it.
         then = f"{who} continues while the store does not answer, and {lease} longer. {ends}"
-    elif lease and not run.is_released:
+    elif lease and not manager_of(run).is_released:
         then = f"{who} continues for {lease}, and as long as somebody watches it: replicas watch {name}"
     elif not lease and backend.ends_with_launcher:
         then = f"{who} ends with this command."

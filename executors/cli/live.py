@@ -36,7 +36,7 @@ from executors.patience import Waits
 from executors.patience import waits as process_waits
 from executors.process import wakeup_pipe
 from executors.protocol import ReplicaStatus
-from executors.run.run import Run
+from executors.run.run import Run, manager_of, view_of
 from executors.run.waiter import OutageTolerance
 from executors.status import COLUMNS, MAX_DECIDED, MAX_LINE, ReplicaState, RunStatus
 from executors.store.parallel import within
@@ -191,7 +191,7 @@ def _follow_and_cancel(run: Run, view: PlainView, interrupts: Interrupts) -> Non
     def cancel(is_requested: bool) -> None:
         try:
             if is_requested:
-                run.finish_cancel()
+                manager_of(run).finish_cancel()
             else:
                 run.cancel()
         except ReplicasError as error:
@@ -213,7 +213,8 @@ def _follow_and_cancel(run: Run, view: PlainView, interrupts: Interrupts) -> Non
             view.print_line("Cancelling; waiting for the replicas to end. Press Ctrl-C again to exit now.", "yellow")
             is_cancelling.set()
             threading.Thread(target=cancel, args=(is_requested,), name="replicas-cancel", daemon=True).start()
-        if has_cancelled and run.is_store_silent:  # a look would wait for a store that does not answer
+        # A look would wait for a store that does not answer.
+        if has_cancelled and manager_of(run).canceller.is_store_silent:
             raise EndedWithoutStore
     for error in problems:
         raise error
@@ -241,8 +242,9 @@ def describe_exit(run: Run) -> str:
 
 def _service_of(run: Run) -> Backend | None:
     """Return the backends of a run if they end jobs at a service; None if they do not, or are not installed here."""
+    view = view_of(run)
     with contextlib.suppress(ReplicasError):
-        return run.placements if run.placements.ends_jobs else None
+        return view.placements if view.placements.ends_jobs else None
     return None
 
 
@@ -253,7 +255,7 @@ def _request_cancel(run: Run) -> bool:
     supervisor of the replicas then finds a marker, and kills them without the grace of a first request.
     """
     with contextlib.suppress(StoreError):
-        within(REQUEST_S, run.request_cancel, run.store.url)
+        within(REQUEST_S, manager_of(run).canceller.request, view_of(run).store.url)
         return True
     return False
 
@@ -284,18 +286,20 @@ def follow(
         BackendError: the backend could not be asked for so long, or the first time.
     """
 
+    manager = manager_of(run)
+
     def has_ended() -> bool:
         status = run.status()
-        while run.keep(status.replicas):  # the look after may find other ends
+        while manager.keep(status.replicas):  # the look after may find other ends
             status = run.status()
         view.update(status)
-        if status.failed_early and (told := run.end_early(status, "--fail-fast")):
+        if status.failed_early and (told := manager.end_early(status, "--fail-fast")):
             view.print_line(told[:1].upper() + told[1:], "yellow")
         return status.is_terminal
 
     end = math.inf if timeout_s is None else clock() + timeout_s
-    tolerance = OutageTolerance(lambda: run.patience, waits)
-    is_over, between = tolerance.tolerant(has_ended), run.pauses()
+    tolerance = OutageTolerance(lambda: manager.patience, waits)
+    is_over, between = tolerance.tolerant(has_ended), manager.view.reader.pauses()
     with waits.saying(lambda words: view.print_line(f"{words[:1].upper()}{words[1:]}", "yellow")):
         try:
             while not is_over():
@@ -323,7 +327,7 @@ class PlainView:
         self._output = output
         self._columns = columns
         self._clock = clock
-        self._created_at = run.record.created_at
+        self._created_at = view_of(run).record.created_at
         self._shown_from = clock() - max(0.0, time.time() - self._created_at)
         """When the run was launched, by this view's own clock."""
         self._seen: dict[int, ReplicaStatus] = {}

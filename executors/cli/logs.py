@@ -79,9 +79,11 @@ def logs(
     Lines of more than one rank are led by `\\[rank]`. Exit code: 1 if the logs of some ranks cannot be read.
     """
     from executors.report.words import colored
-    from executors.run.run_logs import Lines
+    from executors.run.run import view_of
+    from executors.run.run_logs import Lines, log_pieces, logs_by_rank
 
     found = find_run(run, rendezvous, backend, option)
+    view = view_of(found)
     if as_json and (follow or prefix is not None):
         refuse(f"--json prints one document at the end: leave {'--follow' if follow else '--prefix'} away.")
     if follow and (since or until):
@@ -112,13 +114,13 @@ def logs(
         )
         n_lines = lines if lines is not None else None if chosen.is_search and not follow else LAST_LINES
         if as_json:
-            texts = found.logs_by_rank(rank or found.ranks, n_lines, which, chosen, note, name_unread)
+            texts = logs_by_rank(view, rank or found.ranks, n_lines, which, chosen, note, name_unread)
             rows = [{"rank": one, "log": text} for one, text in texts.items()]
             Output(as_json).document({"run_id": found.run_id, "attempt": attempt, "replicas": rows})
             return FAILED if unread else 0
         asked = rank[0] if rank is not None and len(rank) == 1 else rank
         shown = colored if sys.stdout.isatty() else str  # a file or a program gets what was written
-        for text in found.log_pieces(asked, n_lines, follow, which, chosen, note, name_unread):
+        for text in log_pieces(view, asked, n_lines, follow, which, chosen, note, name_unread):
             sys.stdout.write(shown(text))
             last = text[-1:] or last
             if follow:
@@ -140,14 +142,16 @@ def _show_stacks(run: Run, ranks: Sequence[int], which: Any, output: Output) -> 
     from executors.cli.output import one_line
     from executors.report.events import read_stacks
     from executors.report.words import name_moment
+    from executors.run.run import view_of
     from executors.store.inventory import Inventory
 
-    dumps = sorted(dump for dump in Inventory.of(run.store, run.run_id).stacks if dump[0] in ranks)
+    view = view_of(run)
+    dumps = sorted(dump for dump in Inventory.of(view.store, run.run_id).stacks if dump[0] in ranks)
     newest = {rank: attempt for rank, attempt, _, _ in dumps}
     rows = list[dict[str, Any]]()
     for rank, attempt, number, at in dumps:
         if which in ("all", attempt) or (which is None and attempt == newest[rank]):
-            text = inert(read_stacks(run.newest_attempt(rank).at(attempt), number))
+            text = inert(read_stacks(view.newest_attempt(rank).at(attempt), number))
             rows.append({"rank": rank, "attempt": attempt, "number": number, "at": at, "text": text})
     if output.as_json:
         output.document({"run_id": run.run_id, "stacks": rows})

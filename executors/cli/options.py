@@ -183,6 +183,7 @@ def find_run(
     """
     from executors.registry import executor_class, get_executor
     from executors.run.lookup import attach
+    from executors.run.run import view_of
 
     if backend is None and volume:
         refuse("--volume belongs to a backend: give --backend, too.")
@@ -198,7 +199,7 @@ def find_run(
             known: Mapping[str, Any] = {}
             check_options(name, executor_class(name), given)
             with contextlib.suppress(BackendError):  # the record's are not taken: those given are all
-                known = found.placements.options_of(name)
+                known = view_of(found).placements.options_of(name)
             executors.append(get_executor(name, {**known, **given}))
         return attach(run, rendezvous=rendezvous, executor=executors)
 

@@ -126,18 +126,20 @@ class PlanComparison:
 def compare_with_plan(run: Run) -> PlanComparison | None:
     """Return how the newest rounds of a run compare with the plan; None: no link was measured here, or no round was."""
     from executors.metrics.segments import newest_rounds
+    from executors.run.run import view_of
 
-    link = find_link(run.store.url, run.record.world_size)
+    view = view_of(run)
+    link = find_link(view.store.url, view.record.world_size)
     if link is None:
         return None
     try:
-        rounds = newest_rounds(run.store, run.run_id, _measured(run.inventory), LAST_ROUNDS)
+        rounds = newest_rounds(view.store, run.run_id, _measured(view.reader.inventory), LAST_ROUNDS)
         rounds = [row for row in rounds if row.busy_s and row.elements and row.wire]
         if not rounds:
             return None
         planner = load_planner()
         way = planner.Link(up=link.up, down=link.down, latency_s=link.latency_s)
-        processor, n = planner.Processor(**link.processor), run.record.world_size
+        processor, n = planner.Processor(**link.processor), view.record.world_size
         planned = [
             planner.cost_of_round(row.elements, n, row.wire, row.mean_wire, way, processor).seconds for row in rounds
         ]

@@ -31,11 +31,13 @@ def report(
 
     from executors.report.page import write_page
     from executors.report.words import name_size
+    from executors.run.run import view_of
+    from executors.run.run_page import report_document
 
     output = Output(as_json)
     found = find_run(run, rendezvous, backend, option)
     with output.busy(f"Reading {found.run_id}"):
-        document = found.report_document()
+        document = report_document(view_of(found))
     path = out or Path(f"{found.run_id}.html")
     writes = out is not None or open_it or not as_json
     if writes:

@@ -105,22 +105,25 @@ def ls(
 
 
 def _row_of(run: Run) -> dict[str, Any]:
+    from executors.run.run import view_of
+
+    view = view_of(run)
     row: dict[str, Any] = {"run_id": run.run_id, "url": run.url, "backend": "", "world_size": 0, "n": 0}
     row |= {"entrypoint": "", "created_at": 0.0, "problem": None}
     row["status"] = "unreadable"  # a power cut left half a record, or somebody wrote it
     try:
-        record = run.record
+        record = view.record
         n = record.world_size
         row |= {"backend": record.backend, "world_size": n, "n": n, "entrypoint": record.entrypoint}
         row |= {"created_at": record.created_at, "status": "unknown"}  # no such backend here, or the store is away
-        run.check_not_removed()
+        view.check_not_removed()
         now = run.status()
         row |= {"status": str(now.status), "backend": now.backend, "n": len(now.replicas)}
     except RunBeingRemovedError as error:
         row |= {"status": BEING_REMOVED, "problem": str(error)}
     except ReplicasError as error:
         row["problem"] = str(error)
-        if not is_near(run.store.url) and not isinstance(error, CorruptObjectError):
+        if not is_near(view.store.url) and not isinstance(error, CorruptObjectError):
             row["status"] = "unknown"
     return row
 
@@ -142,11 +145,13 @@ def status(
     from executors.cli.table import replica_table, title
     from executors.report.uptime import uptime_document, wants_attention
     from executors.run.progress import bars
+    from executors.run.run import view_of
 
     output = Output(as_json)
     try:
         found = find_run(run, rendezvous, backend, option)
-        found.check_not_removed()
+        view = view_of(found)
+        view.check_not_removed()
     except RunBeingRemovedError as error:
         run_id = split_address(run)[1] if "/" in run else run
         shown_as = {"run_id": run_id, "status": BEING_REMOVED, "problem": str(error)}
@@ -164,20 +169,20 @@ def status(
     try:
         now = found.status()
     except BackendError as error:  # what the store says is worth more than nothing
-        now, refusal = found.recorded_status(), error
-    record = found.record
+        now, refusal = view.recorded_status(), error
+    record = view.record
     outcomes = [replica.outcome for replica in now.replicas if replica.outcome is not None]
     summary = Summary(found, outcomes, code_of(found, outcomes) if now.is_terminal else None)
     # By rank: those that joined have none, and ranks may have been added since the look.
     handles = {each.rank: each for each in found.handles if each is not None} if as_json or verbose else {}
-    attention = wants_attention(now, found.inventory, found.newest_attempt) if as_json or check else {}
+    attention = wants_attention(now, view.reader.inventory, view.newest_attempt) if as_json or check else {}
     if check and not as_json:
         for rank, why in attention.items():
             output.print(f"rank {rank} {one_line(why)}", "red")
         return FAILED if attention else 0
     compared, spares = compare_with_plan(found), _describe_spares(found)
     if as_json:
-        up = uptime_document(now, record.created_at, found.newest_attempt)
+        up = uptime_document(now, record.created_at, view.newest_attempt)
         document = {**summary.document(), **now.to_json(), "availability": up["availability"]}
         document |= {"flakiness": up["flakiness"], "attention": {str(rank): why for rank, why in attention.items()}}
         document["spares"] = spares
@@ -190,7 +195,7 @@ def status(
     output.print(heading(found, n=len(now.replicas)), "bold")
     output.print(
         f"launched {name_age(time.time() - record.created_at)} ago by {one_line(record.created_by)}"
-        f"{', detached' if record.settings.detach else ''}, in {found.store.url}",
+        f"{', detached' if record.settings.detach else ''}, in {view.store.url}",
         "dim",
     )
     if refusal is not None:
@@ -220,11 +225,14 @@ def status(
 
 def _describe_spares(run: Run) -> list[str]:
     """Say of each spare what it does, or what became of it. Records that a list does not name are not asked for."""
-    if not run.record.settings.spares:
+    from executors.run.run import view_of
+
+    view = view_of(run)
+    if not view.record.settings.spares:
         return []
-    left = {entry.key for entry in run.store.list(f"{run.run_id}/spares/")}
-    spares = [Attempt(run.store, run.run_id, number, is_spare=True) for number in range(run.record.settings.spares)]
-    return at_store(run.store, lambda spare: _describe_spare(spare, left), spares)
+    left = {entry.key for entry in view.store.list(f"{run.run_id}/spares/")}
+    spares = [Attempt(view.store, run.run_id, number, is_spare=True) for number in range(view.record.settings.spares)]
+    return at_store(view.store, lambda spare: _describe_spare(spare, left), spares)
 
 
 def _describe_spare(spare: Attempt, left: Collection[str]) -> str:
@@ -259,10 +267,11 @@ def wait(
     """
     from executors.cli.live import watch
     from executors.cli.summary import Summary, heading
+    from executors.run.run import view_of
 
     output = Output(as_json)
     found = find_run(run, rendezvous, backend, option)
-    found.check_not_removed()
+    view_of(found).check_not_removed()
     output.print(heading(found), "bold")
     in_time = watch(found, output, timeout_s=timeout, columns=columns)
     return Summary.of(found, in_time=in_time).finish(output)
@@ -281,6 +290,7 @@ def cancel(
     Returns when they are gone, or the backend has agreed to end them. Replicas that have ended stay as they are. Works
     also if the rendezvous does not answer: by the notes of the machine that launched, or with --backend.
     """
+    from executors.run.run import manager_of, view_of
     from executors.run.without_store import end_without_store, where_is
 
     output = Output(as_json)
@@ -288,8 +298,9 @@ def cancel(
     try:
         # The store has a few seconds. Then the jobs are ended by what this machine and the service know of them.
         found = within(FIND_S, lambda: find_run(run, rendezvous, backend, option), where_is(run, rendezvous))
+        view = view_of(found)
         with _collect_errors(problems):
-            before = within(FIND_S, lambda: found.status(reports=False), found.store.url)
+            before = within(FIND_S, lambda: found.status(reports=False), view.store.url)
     except (RunNotFoundError, StoreError) as error:
         given = None if backend is None else make_executor(backend, options_of(backend, option, None))
         told = end_without_store(
@@ -301,11 +312,12 @@ def cancel(
         return 0
     with usage_errors():
         for one in rank or ():
-            found.check_rank(one)
+            view.check_rank(one)
     failed: list[BackendError] = []
     with _collect_errors(failed):
         found.cancel(rank or None)
-    if found.was_ended_without_store:
+    manager = manager_of(found)
+    if manager.canceller.was_ended_without_store:
         if as_json:
             said = "Its jobs were ended at their service. Its store does not answer."
             output.document({"run_id": run, "cancelled": None, "still_ending": None, "problem": said})
@@ -325,10 +337,10 @@ def cancel(
     names += [f"{name_ranks(ending)} (still ending)"] if ending else []
     if names:
         output.print(f"Cancelled {found.run_id}: {' and '.join(names)}. Now {after.counts}.")
-    elif not found.n_withdrawn:
+    elif not manager.n_withdrawn:
         output.print(f"Nothing to cancel in {found.run_id}: {after.counts}.")
-    if found.n_withdrawn:
-        jobs = "1 job" if found.n_withdrawn == 1 else f"{found.n_withdrawn} jobs"
+    if manager.n_withdrawn:
+        jobs = "1 job" if manager.n_withdrawn == 1 else f"{manager.n_withdrawn} jobs"
         output.print(f"Deleted {jobs} of {found.run_id} that a queue would have started again.")
     if as_json:
         output.document({**after.to_json(), "cancelled": ended, "still_ending": ending})
@@ -368,6 +380,8 @@ def rm(
 
     A run that still runs is refused. If a removal was interrupted, another one finishes it.
     """
+    from executors.run.run import view_of
+
     output = Output(as_json)
     problems: dict[str, str | None] = {}
     for run in runs:
@@ -375,7 +389,7 @@ def rm(
             found = find_run(run, rendezvous, backend, option)
             with output.busy(f"Removing {found.run_id}") as on_progress:
                 found.remove(on_progress)
-            output.print(f"Removed {found.run_id} from {found.store.url}")
+            output.print(f"Removed {found.run_id} from {view_of(found).store.url}")
             problems[run] = None
         except (ReplicasError, BadParameter) as error:
             text = f"{error}{_hint_on_running_jobs(run, error)}"

@@ -25,7 +25,7 @@ from executors.restarts.decision_log import Decision
 from executors.restarts.restart_view import counted, was_stopped
 from executors.run import run_index
 from executors.run.model_of_run import has_model
-from executors.run.run import Run
+from executors.run.run import Run, view_of
 from executors.status import FAILED_EARLY, MAX_LINE, FoundWarning, describe_warnings, name_ranks
 from executors.store.standstill import standstill_lines
 from executors.task.entrypoint import shown
@@ -44,22 +44,23 @@ def heading(run: Run, timeout_s: float | None = None, *, n: int | None = None) -
         timeout_s: the time limit of what was resumed. None: as launched.
         n: how many replicas it has. None: to be looked up.
     """
+    view = view_of(run)
     n = len(run.ranks) if n is None else n
     replicas = "1 replica" if n == 1 else f"{n} replicas"
-    limit_s = run.record.settings.timeout if timeout_s is None else timeout_s
-    partitions = " but the partition's" * (limit_s is None and run.backend == "slurm")
+    limit_s = view.record.settings.timeout if timeout_s is None else timeout_s
+    partitions = " but the partition's" * (limit_s is None and view.backend == "slurm")
     limit = f", {name_limit(limit_s)}{partitions}"
-    if len(run.record.placements) > 1 and timeout_s is None:  # each backend has its own
+    if len(view.record.placements) > 1 and timeout_s is None:  # each backend has its own
         limit = ""
-    chaos = "".join(f", chaos {one_line(spec)}" for spec in run.record.settings.chaos)
-    signed = f", signed (key {run.record.key_id})" * run.record.settings.signed
-    what = one_line(shown(run.record.entrypoint))
-    return f"{run.run_id}: {replicas} of {what} on {run.backend}{limit}{chaos}{signed}"
+    chaos = "".join(f", chaos {one_line(spec)}" for spec in view.record.settings.chaos)
+    signed = f", signed (key {view.record.key_id})" * view.record.settings.signed
+    what = one_line(shown(view.record.entrypoint))
+    return f"{run.run_id}: {replicas} of {what} on {view.backend}{limit}{chaos}{signed}"
 
 
 def reference(run: Run) -> str:
     """Return what finds the run again from this machine, for a shell."""
-    return run_index.reference(run.run_id, run.store.url)
+    return run_index.reference(run.run_id, view_of(run).store.url)
 
 
 def exit_code(
@@ -95,12 +96,13 @@ def exit_code(
 
 def code_of(run: Run, outcomes: Sequence[Outcome], *, interrupted: bool = False) -> int:
     """Return the exit code for a run that was looked at and has ended."""
+    view = view_of(run)
     return exit_code(
         outcomes,
         interrupted=interrupted,
-        enough=run.record.settings.min_replicas,
-        decisions=run.decisions,
-        is_permanent=run.is_permanent,
+        enough=view.record.settings.min_replicas,
+        decisions=view.reader.decisions,
+        is_permanent=view.reader.is_permanent,
     )
 
 
@@ -129,27 +131,29 @@ class Summary:
     @classmethod
     def of(cls, run: Run, *, in_time: bool = True, interrupted: bool = False) -> Summary:
         """Summarise a run that was watched to its end, or until the time was over."""
+        view = view_of(run)
         outcomes = run.outcomes()
         code = code_of(run, outcomes, interrupted=interrupted) if in_time else TIMED_OUT
-        if all(outcome.status.is_terminal for outcome in outcomes) or not run.record.settings.signed:
+        if all(outcome.status.is_terminal for outcome in outcomes) or not view.record.settings.signed:
             counts = [(outcome.warned, True) for outcome in outcomes]
-            standstills = standstill_lines(counts, run.run_id, run.store.url)
+            standstills = standstill_lines(counts, run.run_id, view.store.url)
         else:  # heartbeats have it
             standstills = run.status().standstills
         return cls(run, outcomes, code, run.warnings(note), standstills)
 
     def document(self) -> dict[str, Any]:
         """Return the summary as JSON."""
-        run, record = self.run, self.run.record
+        run, view = self.run, view_of(self.run)
+        record = view.record
         return {
             "run_id": run.run_id,
             "url": run.url,
-            "backend": run.backend,
+            "backend": view.backend,
             "entrypoint": record.entrypoint,
-            "world_size": run.world_size,
+            "world_size": view.world_size,
             "timeout_s": record.settings.timeout,
             "created_at": record.created_at,
-            "task_digest": run.task_digest,
+            "task_digest": view.task_digest,
             "signed": record.settings.signed,
             "exit_code": self.code,
             "summary": find_summary(self.outcomes),
@@ -175,7 +179,7 @@ class Summary:
                 self._print_results(output, document)
             self.print_failures(output)
             n_done = sum(outcome.status is ReplicaStatus.SUCCEEDED for outcome in self.outcomes)
-            enough = self.run.record.settings.min_replicas
+            enough = view_of(self.run).record.settings.min_replicas
             if enough is not None and n_done < len(self.outcomes):
                 output.print()
                 asked = f"at least {enough} were asked for"
@@ -200,16 +204,17 @@ class Summary:
 
     def _removed(self) -> str:
         """Name the ranks that a user has cancelled alone; empty if there are none, or if they decide the exit code."""
-        if self.run.record.settings.min_replicas is not None:
+        view = view_of(self.run)
+        if view.record.settings.min_replicas is not None:
             return ""
-        left = {outcome.rank for outcome in counted(self.run.decisions, self.outcomes)}
+        left = {outcome.rank for outcome in counted(view.reader.decisions, self.outcomes)}
         ranks = [outcome.rank for outcome in self.outcomes if outcome.rank not in left]
         were = "were" if len(ranks) > 1 else "was"
         return f"{name_ranks(ranks).capitalize()} {were} cancelled with `cancel --rank`" if ranks else ""
 
     def print_model(self, output: Output) -> None:
         """Name the command that writes the trained model, if the run has one."""
-        if has_model(self.run.store, self.run.run_id, self.outcomes):
+        if has_model(view_of(self.run).store, self.run.run_id, self.outcomes):
             output.print(f"The model: replicas model {reference(self.run)} --out model.safetensors", "dim")
 
     def _others(self) -> str:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from executors.cli.logs import without_bars
 from executors.errors import ReplicasError
 from executors.logs.follower import WHOLE, begins
-from executors.run.run import Run
-from executors.run.run_logs import Lines
+from executors.run.run import Run, view_of
+from executors.run.run_logs import Lines, log_pieces
+from executors.run.run_view import RunView
 
 END_S = 5.0  # a service's last lines come late; they are in its log
 
@@ -22,8 +23,10 @@ class Tee:
     """
 
     def __init__(self, run: Run, ranks: Sequence[int], show: Callable[[str], None]) -> None:
-        handles = run.handles[: run.world_size]
-        self._run = Run(run.store, run.run_id, executor=run.executor, handles=handles)  # looks from other threads
+        shared = view_of(run)
+        # A view of its own: this thread looks while another one looks through the run's view.
+        handles = shared.handles[: shared.world_size]
+        self._view = RunView(shared.store, shared.run_id, executor=shared.executor, handles=handles)
         self._ranks = ranks
         self._show = show
         self._thread = threading.Thread(target=self._follow, name="replicas-tee", daemon=True)
@@ -32,7 +35,7 @@ class Tee:
     def _follow(self) -> None:
         try:
             chosen = Lines(clean=without_bars)
-            for line in self._run.log_pieces(self._ranks, WHOLE, True, "all", chosen, note=lambda words: None):
+            for line in log_pieces(self._view, self._ranks, WHOLE, True, "all", chosen, note=lambda words: None):
                 if not line.endswith(begins(0)):  # the first attempt is no news
                     self._show(line.rstrip("\n"))
         except ReplicasError as error:

@@ -67,14 +67,16 @@ def watch(
     from executors.restarts.decision_log import DecisionLog, hang_of
     from executors.restarts.lease import LeaseHolder
     from executors.restarts.orders import order_policy
+    from executors.run.run import manager_of, view_of
 
     output = Output(as_json)
     new_restarts, hang, start = _settings([*(set_ or ()), *([] if restarts is None else [f"restarts={restarts}"])])
     found = find_run(run, rendezvous, backend, option, volume)
-    found.check_not_removed()
+    view = view_of(found)
+    view.check_not_removed()
     with usage_errors():
         start_specs = _start_specs(found, env, secret, task_digest=task_digest, trust_bucket=trust_bucket)
-    log = DecisionLog(found.store, found.run_id, key=next((start_spec.spec.key for start_spec in start_specs), None))
+    log = DecisionLog(view.store, found.run_id, key=next((start_spec.spec.key for start_spec in start_specs), None))
     needs_lease = any(start_spec.spec.lease_s is not None for start_spec in start_specs)
     if not needs_lease:  # else there is something to do in any case
         _check_policy(found, log, new_restarts)
@@ -87,9 +89,9 @@ def watch(
     output.print(heading(found), "bold")
     lease = None
     if needs_lease:
-        lease = LeaseHolder(found.store, found.run_id, yields=True)
+        lease = LeaseHolder(view.store, found.run_id, yields=True)
         lease.start()
-    controller = found.keep_here(start_specs, lease, lambda words: output.print(words, "yellow"), log=log)
+    controller = manager_of(found).keep_here(start_specs, lease, lambda words: output.print(words, "yellow"), log=log)
     if once:
         now = _make_one_pass(found, controller, output)
         if as_json:
@@ -157,15 +159,17 @@ def _start_specs(
     run: Run, env: Sequence[str] | None, secrets: Sequence[str] | None, *, task_digest: str | None, trust_bucket: bool
 ) -> list[StartSpec]:
     """Return what starts attempts of a run that another process launched, after checking that all it needs is here."""
+    from executors.run.run import view_of
     from executors.run.start_spec import resumable_placements, start_specs_of, trusted_task
     from executors.task.launch_request import LaunchRequest
 
-    task = trusted_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
-    placements = resumable_placements(run)
+    view = view_of(run)
+    task = trusted_task(view, task_digest=task_digest, trust_bucket=trust_bucket)
+    placements = resumable_placements(view)
     # What this starts on this machine outlives it: Ctrl-C leaves the run alone.
-    detach = run.record.settings.detach or placements.lease_s is None
+    detach = view.record.settings.detach or placements.lease_s is None
     values: Any = {"env": parse_texts("--env", env), "secrets": secrets or ()}
-    start_specs = start_specs_of(run, task, **values, detach=detach, verb="watch")
+    start_specs = start_specs_of(view, task, **values, detach=detach, verb="watch")
     # Its digest vouches for the entrypoint; what is checked are the account and the secrets.
     for start_spec in start_specs:
         its = placements.some([*{placements.at(rank): None for rank in start_spec.ranks}])
@@ -177,8 +181,9 @@ def _start_specs(
 def _check_policy(run: Run, log: DecisionLog, restarts: Restarts | None) -> None:
     from executors.cli.summary import reference
     from executors.restarts.decision_log import policy_of
+    from executors.run.run import view_of
 
-    if restarts is None and policy_of(log.read(), Restarts.of(run.record.settings.restarts)) is None:
+    if restarts is None and policy_of(log.read(), Restarts.of(view_of(run).record.settings.restarts)) is None:
         refuse(
             f"Run {run.run_id!r} has no --restarts, so nothing restarts after an end. Give a policy: "
             f"replicas watch {reference(run)} --restarts 3"

@@ -155,7 +155,9 @@ def launch(
         request = named(request)
         with preparing(str(request.run_id)):
             run = plan_launch(request, executor).start()
-    run.shows_progress = progress
+    from executors.run.run import manager_of  # not before locals() is read
+
+    manager_of(run).shows_progress = progress
     return ends_with_this_process(run, detach=request.settings.detach)
 
 
@@ -168,6 +170,8 @@ def _bring_back(
     request: LaunchRequest, executor: str | ServerlessExecutor, task_digest: str | None, trust_bucket: bool
 ) -> Run:
     """Resume a run as `launch(resume=True)` does."""
+    from executors.run.run import view_of
+
     given = request.args if request.argv is None else request.argv
     request = resolved(request) if given is not None else replace(resolved(request), args=None)
     check_kept(request)
@@ -178,9 +182,10 @@ def _bring_back(
     from executors.run.start_spec import trusted_task
 
     run = attach(request.run_id, rendezvous=request.rendezvous, executor=executor)
-    task = trusted_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
+    view = view_of(run)
+    task = trusted_task(view, task_digest=task_digest, trust_bucket=trust_bucket)
     check_same(request, task)
-    check_environment(run.placements, request)
+    check_environment(view.placements, request)
     settings = request.settings
     return resume(
         run,

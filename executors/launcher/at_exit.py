@@ -32,7 +32,10 @@ def ends_with_this_process(run: Run, *, detach: bool) -> Run:
         run: the run.
         detach: True if the run continues without this process.
     """
-    placements, pid = run.placements, os.getpid()
+    from executors.run.run import manager_of, view_of
+
+    view = view_of(run)
+    placements, pid = view.placements, os.getpid()
     is_cancelled = placements.is_cancelled_at_exit
     if detach or not (placements.ends_with_launcher or is_cancelled):
         return run
@@ -42,7 +45,7 @@ def ends_with_this_process(run: Run, *, detach: bool) -> Run:
     def leave() -> None:
         if pid != os.getpid():
             return
-        store = impatient_store(run.store.url, GLANCE.limit_s)
+        store = impatient_store(view.store.url, GLANCE.limit_s)
         attempts = [Attempt(store, run.run_id, rank) for rank in placements.ranks]
         goes_on = _goes_on(attempts)
         if goes_on is False:
@@ -62,7 +65,7 @@ def ends_with_this_process(run: Run, *, detach: bool) -> Run:
         if is_cancelled:
             _cancel(run, attempts)
 
-    run.at_exit = leave
+    manager_of(run).at_exit = leave
     atexit.register(leave)
     return run
 
@@ -83,6 +86,9 @@ def _cancel(run: Run, attempts: Sequence[Attempt]) -> None:
 
     It starts none a second time, so these are the only attempts. A store that does not answer is not asked again.
     """
+    from executors.run.run import view_of
+
+    view = view_of(run)
     alive = attempts
     with contextlib.suppress(ReplicasError):
         alive = [attempt for attempt in attempts if attempt.outcome() is None]
@@ -92,14 +98,14 @@ def _cancel(run: Run, attempts: Sequence[Attempt]) -> None:
     ended = []
     for attempt in alive:
         try:
-            run.placements.cancel(run.handle(attempt.rank))
+            view.placements.cancel(view.reader.handle(attempt.rank))
             ended.append(attempt)
         except Exception as error:  # noqa: BLE001 - whatever a stranger's executor raises: the others are to end, too
             refused.setdefault(f"{type(error).__name__}: {error}", []).append(attempt.rank)
     for why, ranks in refused.items():
         go = "goes" if len(ranks) == 1 else "go"
         print(
-            f"replicas: {name_ranks(ranks)} of run {run.run_id} {go} on at backend {run.backend!r}: {why}",
+            f"replicas: {name_ranks(ranks)} of run {run.run_id} {go} on at backend {view.backend!r}: {why}",
             file=sys.stderr,
         )
     with contextlib.suppress(ReplicasError):

@@ -87,7 +87,7 @@ class LaunchPlan:
             run = plan_launch(LaunchRequest.of("train.py:main", n=4), "local").start()
         """
         from executors.restarts.lease import new_lease, with_lease
-        from executors.run.run import Run
+        from executors.run.run import Run, manager_of, view_of
         from executors.run.start_attempts import StartPlan, start_attempts
 
         request, placements, settings = self.request, self.placements, self.request.settings
@@ -124,9 +124,10 @@ class LaunchPlan:
         )
         handles = [started.handles.get(rank) for rank in range(settings.n)]
         run = Run(store, self.run_id, executor=placements, handles=handles)
-        run.record = RunRecord.parse(to_bytes(new.record))  # the store's record may have been changed by others since
+        # Not the record that the store has by now: another process may have changed that one.
+        view_of(run).record = RunRecord.parse(to_bytes(new.record))
         if not settings.detach and placements.knows_attempts:
-            run.keep_here([start.with_settings(spares=0)], started.lease)
+            manager_of(run).keep_here([start.with_settings(spares=0)], started.lease)
         return run
 
     def usd_per_hour(self) -> float | None:

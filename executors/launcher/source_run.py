@@ -26,16 +26,19 @@ def check_source(request: LaunchRequest, backend: Backend) -> tuple[LaunchReques
         ValueError: the run is signed and its key is not here; or it is not signed, and the launch is.
         BackendError: the replicas cannot read the store of that run.
     """
+    from executors.run.run import view_of
+
     if request.settings.from_run is None:
         return request, None
     from executors.run.lookup import attach
     from executors.run.model_of_run import load_reader
 
     source = attach(request.settings.from_run)
-    record = source.record
-    if backend.needs_shared_rendezvous and directory_of(source.store.url):
+    view = view_of(source)
+    record = view.record
+    if backend.needs_shared_rendezvous and directory_of(view.store.url):
         raise BackendError(
-            f"Run {source.run_id!r} is in {source.store.url}, a directory that replicas on "
+            f"Run {source.run_id!r} is in {view.store.url}, a directory that replicas on "
             f"{backend.backend_name!r} do not see. Start from a run at a bucket, or load its model in your script: "
             f"replicas model {source.run_id} --out model.safetensors"
         )
@@ -51,7 +54,7 @@ def check_source(request: LaunchRequest, backend: Backend) -> tuple[LaunchReques
         pass
     else:
         found = None if key is None else parse_key(key)
-        extensions = extensions_of(DecisionLog(source.store, source.run_id, key=key).read())
-        check(source.store, source.run_id, found, request.settings.from_step, extensions)
+        extensions = extensions_of(DecisionLog(view.store, source.run_id, key=key).read())
+        check(view.store, source.run_id, found, request.settings.from_step, extensions)
     signed = request.settings.signed or key is not None
     return request.with_settings(from_run=source.url, signed=signed), key

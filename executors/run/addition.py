@@ -75,7 +75,7 @@ class AddedReplicas:
     """The lease of their containers. None: they need none."""
 
 
-@names_removal
+@names_removal(lambda run: run)
 def add_replicas(
     run: RunView, executor: str | ServerlessExecutor, asked: Addition, on_progress: Callable[[str], None]
 ) -> AddedReplicas:

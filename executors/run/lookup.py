@@ -21,7 +21,7 @@ from executors.errors import (
 from executors.patience import GLANCE
 from executors.protocol import ServerlessExecutor
 from executors.registry import check_backend_of, check_executor, executor_class
-from executors.run.run import Run
+from executors.run.run import Run, view_of
 from executors.run.run_index import (
     check_is_located,
     find_preparation,
@@ -108,13 +108,14 @@ def attach(
 
 def _placement_for(run: Run, named: str | ServerlessExecutor | None) -> Placement:
     """Return the placement of a run that an executor is meant for: one of its backend, else the first."""
-    launched = run.record.placements
+    view = view_of(run)
+    launched = view.record.placements
     if named is None:
         return launched[0]
     backend = getattr(executor_class(named) if isinstance(named, str) else named, "backend_name", None)
     if all(place.backend != backend for place in launched):
-        run.placements.read_added()
-    places = (placed.placement for placed in run.placements.placed)
+        view.placements.read_added()
+    places = (placed.placement for placed in view.placements.placed)
     return next((place for place in places if place.backend == backend), launched[0])
 
 
@@ -160,7 +161,7 @@ def _runs_at(url: str, run_ids: Sequence[str]) -> list[Run]:
                     return run  # a removal was interrupted, and another one finishes it
                 check_is_located(run_id, url)
                 return None
-            run.record = record
+            view_of(run).record = record
         except CorruptObjectError:  # it can be looked at, and removed
             pass
         except ReplicasError as error:
@@ -168,8 +169,8 @@ def _runs_at(url: str, run_ids: Sequence[str]) -> list[Run]:
         return run
 
     first = find(run_ids[0])
-    if first is not None and isinstance(first.store, _Away):
-        store = quick = first.store
+    if first is not None and isinstance(away := view_of(first).store, _Away):
+        store = quick = away
     return [run for run in (first, *at_store(store, find, run_ids[1:])) if run is not None]
 
 
@@ -180,7 +181,7 @@ def _find_run(store: Store, run_id: str) -> Run | None:
         record = find_run_record(store, run_id)
         if record is None:
             return None if find_removal(store, run_id) is None else run
-        run.record = record
+        view_of(run).record = record
     return run
 
 
@@ -235,5 +236,5 @@ def _may_exist(path: Path) -> bool:
 
 def _created_at(run: Run) -> float:
     with contextlib.suppress(ReplicasError):  # left half by a power cut, written by hand, or out of reach
-        return run.record.created_at
+        return view_of(run).record.created_at
     return noted_at(run.run_id)

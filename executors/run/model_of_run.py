@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from executors.errors import MissingDependencyError, ReplicasError, StoreError
@@ -11,6 +12,7 @@ from executors.patience import retry
 from executors.protocol import Outcome
 from executors.restarts.decision_log import DecisionLog, extensions_of
 from executors.run.run_index import needed_key
+from executors.run.run_view import RunView
 from executors.store import Store
 from executors.store.records import exists
 from executors.store.run_key import parse_key
@@ -57,6 +59,50 @@ def source_of(store: Store, run_id: str, key_id: str | None, name: str) -> Any:
     extensions = extensions_of(retry(DecisionLog(store, run_id, key=key).read))
     found = None if key is None else parse_key(key)
     return load_reader().Source(store=store, run_id=run_id, name=name, key=found, extensions=extensions)
+
+
+def read_model(view: RunView, *, step: int | None = None, name: str = "main", **more: Any) -> Any:
+    """Return the trained model of a run, as the reader of models gives it: `tensors`, `step`, `rounds` and more.
+
+    Args:
+        view: the run.
+        step: take the newest round at or before this step of the run. None: the newest round.
+        name: the name of the DiLoCo. Default "main".
+        more: the options `rounds`, `dtype` and `outer_optimizer`, as `Run.model` describes them.
+
+    Raises:
+        RunNotFoundError: the run has no DiLoCo of this name.
+        ReplicasError: the store no longer has this round.
+        ValueError: the run is signed, and this machine does not have its key.
+        MissingDependencyError: torch is not installed on this machine.
+
+    Example:
+        read_model(view_of(attach("first-try"))).tensors
+    """
+    source = source_of(view.store, view.run_id, view.record.key_id, name)
+    return load_reader().read_model(source, step=step, **more)
+
+
+def save_model(view: RunView, path: Path, *, step: int | None = None, name: str = "main", **more: Any) -> Any:
+    """Write the trained model of a run to a safetensors file; return the content of the file.
+
+    Args:
+        view: the run.
+        path: the file. An existing file is replaced.
+        step: take the newest round at or before this step of the run. None: the newest round.
+        name: the name of the DiLoCo. Default "main".
+        more: the options `rounds`, `dtype` and `outer_optimizer`, as `Run.model` describes them.
+
+    Raises:
+        OSError: the file cannot be written.
+        RunNotFoundError, ReplicasError, ValueError, MissingDependencyError: as for `read_model`.
+
+    Example:
+        save_model(view_of(attach("first-try")), Path("model.safetensors"))
+    """
+    found = read_model(view, step=step, name=name, **more)
+    load_reader().save_model(found, path)
+    return found
 
 
 def has_model(store: Store, run_id: str, outcomes: Iterable[Outcome]) -> bool:

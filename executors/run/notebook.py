@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from executors.errors import ReplicasError
-from executors.metrics.metrics import Metrics
+from executors.metrics.metrics import Metrics, read_metrics
 from executors.patience import FOLLOWER, Outage, Waits
 from executors.report.words import inert
 from executors.run.run_view import RunView
@@ -106,7 +106,7 @@ class Display:
         status = self._run.status()
         with self._lock:
             if not self._has_begun:
-                self._view.begin(self._run.metrics())
+                self._view.begin(read_metrics(self._run.store, self._run.run_id, self._run.record))
                 self._has_begun = True  # once: it takes many requests of a long run
             if status.is_terminal:
                 self._view.head = self._head()
@@ -117,9 +117,10 @@ class Display:
 
     def _head(self) -> str:
         from executors.report.page import head
+        from executors.run.run_page import report_document
 
         with contextlib.suppress(ReplicasError):  # what was seen of the run is shown without
-            return head(self._run.report_document())
+            return head(report_document(self._run))
         return ""
 
     def settle(self) -> None:
@@ -131,7 +132,7 @@ class Display:
 
     def _renew(self) -> None:
         outage = Outage(FOLLOWER, "the run", waits=Waits(lambda words: None))  # the cell says it
-        for pause_s in self._run.pauses():
+        for pause_s in self._run.reader.pauses():
             self._look_now.wait(max(EVERY_S, pause_s))
             self._look_now.clear()
             try:

@@ -47,7 +47,7 @@ ENDS = ("replicas", "decisions", "added", "handles")  # these show that a run ha
 MANY = 4096  # objects whose deletion is begun together
 P = ParamSpec("P")
 T = TypeVar("T")
-R = TypeVar("R", bound=RunView)
+R = TypeVar("R")
 MAX_PASSES = 20  # a list may be older than a deletion, or a process may continue to write
 
 
@@ -90,28 +90,34 @@ def remove(run: RunView, on_progress: Callable[[str], None]) -> None:
     remove_run(run.store, run.run_id, on_progress, before_ends=mark_late)
 
 
-def names_removal(act: Callable[Concatenate[R, P], T]) -> Callable[Concatenate[R, P], T]:
+def names_removal(
+    view_in: Callable[[R], RunView],
+) -> Callable[[Callable[Concatenate[R, P], T]], Callable[Concatenate[R, P], T]]:
     """Decorate a function of a run so that its error names the removal that has deleted what the function needs.
 
     Args:
-        act: a function whose first argument is the run.
+        view_in: returns the view of the run from the first argument of the function.
     """
 
-    @functools.wraps(act)
-    def act_and_explain(run: R, /, *args: P.args, **more: P.kwargs) -> T:
-        try:
-            return act(run, *args, **more)
-        except (ReplicasError, ValueError) as error:
-            removed = error if isinstance(error, RunBeingRemovedError) else _removal_behind(run)
-            if removed is None:
-                raise
-            # The removal may not have seen what the function has written in the meantime.
-            with contextlib.suppress(StoreError):
-                if sweep_behind_removal(run.store, run.run_id):
-                    forget(folder_of_run(run.run_id, run.store.url))
-            raise removed from (None if removed is error else error)
+    def decorate(act: Callable[Concatenate[R, P], T]) -> Callable[Concatenate[R, P], T]:
+        @functools.wraps(act)
+        def act_and_explain(run: R, /, *args: P.args, **more: P.kwargs) -> T:
+            try:
+                return act(run, *args, **more)
+            except (ReplicasError, ValueError) as error:
+                view = view_in(run)
+                removed = error if isinstance(error, RunBeingRemovedError) else _removal_behind(view)
+                if removed is None:
+                    raise
+                # The removal may not have seen what the function has written in the meantime.
+                with contextlib.suppress(StoreError):
+                    if sweep_behind_removal(view.store, view.run_id):
+                        forget(folder_of_run(view.run_id, view.store.url))
+                raise removed from (None if removed is error else error)
 
-    return act_and_explain
+        return act_and_explain
+
+    return decorate
 
 
 def _removal_behind(run: RunView) -> RunBeingRemovedError | None:
@@ -156,11 +162,11 @@ def _check_ended(run: RunView) -> bool:
     """
     try:
         now = run.status(reports=False)
-        starting = run.about_to_start()
+        starting = run.reader.about_to_start()
     except (CorruptObjectError, UnknownHandleError, RunBeingRemovedError):
         return False  # a run that cannot be read, or has no run.json any more, can be removed
     name = reference(run.run_id, run.store.url)
-    if not now.is_terminal and not run.inventory.records:
+    if not now.is_terminal and not run.reader.inventory.records:
         raise RunExistsError(
             f"Run {run.run_id!r} has started no replica yet, and only the machine of its launcher "
             f"({run.record.created_by}, process {run.record.launcher_pid}) can tell whether the launch continues. "
@@ -248,7 +254,7 @@ def backends_here(run: RunView) -> list[Backend]:
         run: the run.
 
     Example:
-        backends_here(attach("brave-otter-7f3a"))
+        backends_here(view_of(attach("brave-otter-7f3a")))
     """
     found: list[Backend] = []
     try:

@@ -34,8 +34,9 @@ from executors.run.model_of_run import load_reader
 from executors.run.placements import Placements, check_single_ranks
 from executors.run.prices import affordable_s
 from executors.run.removal import names_removal
-from executors.run.run import Run
+from executors.run.run import Run, manager_of, view_of
 from executors.run.run_index import reference, remember_launch, settle
+from executors.run.run_view import RunView
 from executors.run.start_attempts import StartPlan, start_attempts
 from executors.run.start_spec import resumable_placements, spec_of, start_specs_of, trusted_task
 from executors.settings.policy import HangLimits, Restarts
@@ -51,7 +52,7 @@ from executors.task.stored import StoredTask
 MAX_NAME = 200  # characters of the name that a record gives somebody
 
 
-@names_removal
+@names_removal(view_of)
 def resume(
     run: Run,
     *,
@@ -111,31 +112,34 @@ def resume(
             ended.
         StoreError: the run was aborted, which is final for its id; or its task is not the one that was launched.
     """
+    view = view_of(run)
     new_restarts = Restarts.of(restarts)
     HangLimits.of(hang_timeout, start_timeout)  # refuses a wrong value before anything is read
     totals = _totals(total_steps, total_rounds)
-    name = reference(run.run_id, run.store.url)
-    check_not_removed(run.store, run.run_id, name)
-    task = trusted_task(run, task_digest=task_digest, trust_bucket=trust_bucket)
+    name = reference(view.run_id, view.store.url)
+    check_not_removed(view.store, view.run_id, name)
+    task = trusted_task(view, task_digest=task_digest, trust_bucket=trust_bucket)
     launched = task.launched_with
-    run.placements.named = frozenset(ranks or ())
+    view.placements.named = frozenset(ranks or ())
     given: Any = {"gpu": gpu, "timeout": timeout, "env": env, "secrets": secrets, "detach": detach}
     given["verb"] = "resume --from-snapshot" if from_snapshot else "resume"
-    start_specs = start_specs_of(run, task, ranks=range(run.world_size) if from_snapshot else ranks, **given)
-    placements = resumable_placements(run)
+    start_specs = start_specs_of(view, task, ranks=range(view.world_size) if from_snapshot else ranks, **given)
+    placements = resumable_placements(view)
     has_new_hang = hang_timeout is not None or start_timeout is not None
     asks_for_restarts = new_restarts is not None and not new_restarts.nothing
     if (asks_for_restarts or has_new_hang) and not placements.starts_single_ranks:
         raise ValueError(
-            f"Backend {run.backend!r} restarts no replica. Remove restarts=, hang_timeout= and start_timeout=."
+            f"Backend {view.backend!r} restarts no replica. Remove restarts=, hang_timeout= and start_timeout=."
         )
     if from_snapshot:
-        _check_that_all_ended(run, ranks)
-    elif exists(run.store, f"{run.run_id}/abort.json"):
-        raise StoreError(f"Run {run.run_id!r} was aborted, which is final. Launch a new one.", url=run.store.url)
+        _check_that_all_ended(view, ranks)
+    elif exists(view.store, f"{view.run_id}/abort.json"):
+        raise StoreError(f"Run {view.run_id!r} was aborted, which is final. Launch a new one.", url=view.store.url)
     if gather_s is not None and launched.settings.min_replicas is None:
-        raise ValueError(f"Run {run.run_id!r} was launched without min_replicas, so gather_s= (--gather) says nothing.")
-    log = DecisionLog(run.store, run.run_id, key=spec_of(run, task, detach=detach).key)
+        raise ValueError(
+            f"Run {view.run_id!r} was launched without min_replicas, so gather_s= (--gather) says nothing."
+        )
+    log = DecisionLog(view.store, view.run_id, key=spec_of(view, task, detach=detach).key)
     policy = (
         new_restarts if new_restarts is not None else policy_of(log.read(), Restarts.of(launched.settings.restarts))
     )
@@ -145,34 +149,34 @@ def resume(
         more["gather_s"] = gather_s
     start_specs = [start_spec.with_settings(**more) for start_spec in start_specs]
     if totals:
-        _check_extension(run, log, start_specs[0].spec.key, totals)
+        _check_extension(view, log, start_specs[0].spec.key, totals)
     if from_snapshot:
         extensions = [{name: total} for name, found in extensions_of(log.entries).items() for total in found]
         return _begin_from_snapshot(
-            run, task, start_specs[0], [*extensions, *([totals] if totals else [])], on_progress
+            view, task, start_specs[0], [*extensions, *([totals] if totals else [])], on_progress
         )
     if not placements.needs_shared_rendezvous:  # it would refuse when the log says already that ranks are resumed
-        settle(run.run_id, run.store.url, task.digest)
+        settle(view.run_id, view.store.url, task.digest)
     n_seen = len(log.read())
     startable = {rank for start_spec in start_specs for rank in start_spec.ranks}
-    next_attempts = _next_attempts(run, ranks, startable, is_extended=bool(totals))
-    _check_backends(run, next_attempts)
+    next_attempts = _next_attempts(view, ranks, startable, is_extended=bool(totals))
+    _check_backends(view, next_attempts)
     if new_restarts or has_new_hang or totals:
         order_policy(log, new_restarts, hang if has_new_hang else None, totals=totals)
     if not next_attempts:
         return run
     if (barring := order_resume(log, next_attempts, n_seen)) is not None:
         what = "cancelled" if barring.kind == "cancel" else "stopped"
-        raise LaunchError(f"Run {run.run_id!r} was {what} meanwhile by {_name(barring.by)}.", cancelled=True)
+        raise LaunchError(f"Run {view.run_id!r} was {what} meanwhile by {_name(barring.by)}.", cancelled=True)
     try:
-        check_not_removed(run.store, run.run_id, name)
+        check_not_removed(view.store, view.run_id, name)
     except RunBeingRemovedError:
         # That removal may not have seen the order. If it did, it has refused to delete the run.
         with contextlib.suppress(StoreError):
             take_back_resume(log, next_attempts, "the run is being removed")
         raise
     if detach and placements.lease_s is not None:
-        release_lease(run.store, run.run_id)
+        release_lease(view.store, view.run_id)
     if detach:
         start_specs = _with_own_lease(start_specs, placements)
 
@@ -180,15 +184,15 @@ def resume(
         why = launch_failed_message(error)
         order_cancel(log, begun, why)  # no controller starts again what ends now
         for rank in begun:
-            Attempt(run.store, run.run_id, rank, next_attempts[rank]).request_cancel(why)
+            Attempt(view.store, view.run_id, rank, next_attempts[rank]).request_cancel(why)
         take_back_resume(log, next_attempts, str(error) or type(error).__name__)
 
-    leases = (new_lease(run.store, start_spec.spec) for start_spec in start_specs)
+    leases = (new_lease(view.store, start_spec.spec) for start_spec in start_specs)
     started = start_attempts(
         StartPlan(
-            store=run.store,
+            store=view.store,
             backend=placements,
-            orders=_orders(start_specs, next_attempts, n_others=len(run.ranks) - len(next_attempts)),
+            orders=_orders(start_specs, next_attempts, n_others=len(view.ranks) - len(next_attempts)),
             lease=next(filter(None, leases), None),
             undo=undo,
         ),
@@ -197,14 +201,14 @@ def resume(
     begun, enough = started.handles, launched.settings.min_replicas
     if overtaken := {rank: attempt for rank, attempt in next_attempts.items() if rank not in begun}:
         if not begun:
-            by_others = _who_resumes(run, overtaken)
-            raise AlreadyResumedError(f"{by_others} Follow it: `replicas wait {shlex.quote(run.url)}`.")
+            by_others = _who_resumes(view, overtaken)
+            raise AlreadyResumedError(f"{by_others} Follow it: `replicas wait {shlex.quote(view.url)}`.")
         # With `min_replicas` some may be missing that this process itself could not start, or not yet.
-        if by_others := _who_resumes(run, overtaken, but=this_process() if enough else None):
+        if by_others := _who_resumes(view, overtaken, but=this_process() if enough else None):
             print(f"replicas: {by_others}", file=sys.stderr)
-    found = Run(run.store, run.run_id, executor=placements)
+    found = Run(view.store, view.run_id, executor=placements)
     if not detach:
-        found.keep_here(start_specs, started.lease)
+        manager_of(found).keep_here(start_specs, started.lease)
     return found
 
 
@@ -253,7 +257,7 @@ def _totals(total_steps: int | None, total_rounds: int | None) -> dict[str, int]
     return totals
 
 
-def _check_extension(run: Run, log: DecisionLog, key: str | None, totals: Mapping[str, int]) -> None:
+def _check_extension(run: RunView, log: DecisionLog, key: str | None, totals: Mapping[str, int]) -> None:
     """Check that a run can be extended to a new total, with the knowledge of this machine.
 
     Raises:
@@ -270,7 +274,7 @@ def _check_extension(run: Run, log: DecisionLog, key: str | None, totals: Mappin
     check(run.store, run.run_id, None if key is None else parse_key(key), totals)
 
 
-def _check_that_all_ended(run: Run, ranks: Sequence[int] | None) -> None:
+def _check_that_all_ended(run: RunView, ranks: Sequence[int] | None) -> None:
     if ranks is not None:
         raise ValueError("A new run from a snapshot has all ranks: leave ranks= away.")
     status = run.status()
@@ -282,7 +286,7 @@ def _check_that_all_ended(run: Run, ranks: Sequence[int] | None) -> None:
 
 
 def _begin_from_snapshot(
-    run: Run,
+    run: RunView,
     task: StoredTask,
     start_spec: StartSpec,
     extensions: Sequence[Mapping[str, int]],
@@ -324,11 +328,11 @@ def _begin_from_snapshot(
     )
     begun = Run(run.store, spec.run_id, executor=placements)
     if not spec.settings.detach:
-        begun.keep_here([start_spec], started.lease)
+        manager_of(begun).keep_here([start_spec], started.lease)
     return begun
 
 
-def _check_backends(run: Run, chosen: Collection[int]) -> None:
+def _check_backends(run: RunView, chosen: Collection[int]) -> None:
     """Ask for all backends that must start replicas: were one missing, what the others started would be ended again.
 
     Raises:
@@ -355,7 +359,7 @@ def _check_backends(run: Run, chosen: Collection[int]) -> None:
 
 
 def _next_attempts(
-    run: Run, ranks: Sequence[int] | None, startable: Collection[int], *, is_extended: bool = False
+    run: RunView, ranks: Sequence[int] | None, startable: Collection[int], *, is_extended: bool = False
 ) -> dict[int, int]:
     """Choose the ranks to resume, and number their next attempts: each follows the one whose end was seen.
 
@@ -401,7 +405,7 @@ def _decided(state: ReplicaState) -> Mapping[str, Any]:
     return {"kind": None, **(state.restart.decision or {})}
 
 
-def _who_resumes(run: Run, overtaken: Mapping[int, int], but: str | None = None) -> str:
+def _who_resumes(run: RunView, overtaken: Mapping[int, int], but: str | None = None) -> str:
     """Say by whom attempts were begun that this process was to begin."""
     by_whom: dict[tuple[int, str], list[int]] = {}
     for rank, attempt in overtaken.items():
@@ -413,7 +417,7 @@ def _who_resumes(run: Run, overtaken: Mapping[int, int], but: str | None = None)
     return " ".join(_being_resumed(run, ranks, attempt, f"begun by {who}") for (attempt, who), ranks in by_whom.items())
 
 
-def _being_resumed(run: Run, ranks: Sequence[int], attempt: int, by: str) -> str:
+def _being_resumed(run: RunView, ranks: Sequence[int], attempt: int, by: str) -> str:
     subject = f"{name_ranks(ranks).capitalize()} of run {run.run_id!r} {'is' if len(ranks) == 1 else 'are'}"
     return f"{subject} being resumed by another process (attempt {attempt}, {by})."
 

@@ -1,52 +1,60 @@
-"""A run: wait for it, read what it left, cancel it and collect its results."""
+"""`Run`: what a user holds of a run, in 22 names. The command takes more of a run from `view_of` and `manager_of`."""
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import sys
+import logging
+import re
+import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, overload
 
-from executors.backend import JobsOfRun, no_progress
-from executors.errors import BackendError, StoreError
-from executors.patience import FOLLOWER, KEEPER, PAID_KEEPER, Patience
-from executors.protocol import BY_USER, Outcome, ReplicaStatus, ServerlessExecutor
+from executors.backend import no_progress
+from executors.errors import ReplicasError
+from executors.metrics.metrics import Metrics, read_metrics
+from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
+from executors.report.events import Event
 from executors.report.root_cause import raise_root_cause
-from executors.restarts.decision_log import DecisionLog
-from executors.restarts.lease import LeaseHolder
 from executors.restarts.restart_view import counted
-from executors.run.canceller import Canceller
-from executors.run.external_controller import ExternalController
-from executors.run.launch_starter import LaunchStarter
-from executors.run.notebook import Display, in_notebook
-from executors.run.progress import View, open_view
-from executors.run.removal import remove, withdraw_jobs
-from executors.run.run_logs import Ranks
-from executors.run.run_view import RunView
-from executors.run.waiter import Waiter
-from executors.settings.run_spec import StartSpec
-from executors.status import ReplicaState, RunStatus
-from executors.store.parallel import within
+from executors.run.removal import remove
+from executors.run.run_logs import Lines, Ranks, Which, log_pieces
+from executors.run.run_manager import RunManager
+from executors.run.run_placements import GivenExecutor
+from executors.run.run_view import RunView, all_artifacts
+from executors.status import FoundWarning, RunStatus
+from executors.store import Store
+from executors.store.artifacts import Artifact
 
-UPDATE_S = 10.0  # how long `add` waits for the store once its replicas are started
+log = logging.getLogger(__name__)
 
 
-class Run(RunView):
-    """One run: follow it, read its logs, cancel it, collect its results.
+class Run:
+    """One run: wait for it, read its state, logs and measurements, cancel it, collect its results.
 
-    A context manager: leaving it cancels what still runs.
+    `launch` and `attach` return runs. A run is a context manager: at the end of the block, all replicas that still run
+    are cancelled.
+
+    Args:
+        store: the store of the run.
+        run_id: the id of the run.
+        executor: the executor of the run, several, or the name of one. None: the backends that the run's record names.
+        handles: the handles of a launch of this process, in rank order. None: another process launched the run.
+
+    Example:
+        with launch("local", "train.py:main", n=4) as run:
+            print(run.results())
     """
 
-    at_exit: Callable[[], None] | None = None
-    """What this process does at its exit, unless it has waited for the run's end, or ended it."""
-    n_withdrawn = 0
-    """How many jobs that a queue still held the last `cancel` of the whole run deleted."""
-    shows_progress = False
-    """Whether waiting for it draws how far it is."""
-    _leases: tuple[LeaseHolder, ...] = ()
-    _controller: ExternalController | None = None
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        *,
+        executor: GivenExecutor = None,
+        handles: Sequence[Any] | None = None,
+    ) -> None:
+        view = RunView(store, run_id, executor=executor, handles=handles)
+        self._manager = RunManager(view, is_launcher=handles is not None)
 
     def __enter__(self) -> Run:
         return self
@@ -54,127 +62,334 @@ class Run(RunView):
     def __exit__(self, *error: object) -> None:
         self.cancel()
 
-    def wait(self, timeout: float | None = None, *, n: int | None = None) -> bool:
-        """Wait until every replica has ended, or `n` of them; False if `timeout` seconds were over first.
-
-        Ctrl-C leaves the run alone.
-        """
-        if n is not None and not 1 <= n <= len(self.ranks):
-            raise ValueError(f"Run {self.run_id!r} has {len(self.ranks)} replicas, got n={n}.")
+    def __repr__(self) -> str:
+        view = view_of(self)
         try:
-            is_over = self._waiter.wait(n, timeout, self._view())
-        except StoreError as error:
-            if words := self.end_refused(error):
-                error.add_note(words)
-            raise
-        if is_over and n in (None, len(self._reader.ranks)):
-            self._settle()
-        return is_over
+            about = f"{len(view.placements.ranks)} replicas on {view.backend!r}"
+        except ReplicasError:  # in a list of runs, one that cannot be read must not hide the others
+            about = "cannot be read"
+        return f"<Run {view.run_id!r}: {about}, {view.store.url}>"
 
-    def as_completed(self) -> Iterator[Outcome]:
-        """Yield how each replica ended as soon as it has, whose `rank` it says; ends with the run.
+    def _repr_html_(self) -> str:
+        return self.status().to_html()
 
-        A rank that is resumed meanwhile comes once more when its new attempt ends.
+    @property
+    def run_id(self) -> str:
+        """The id of the run. On this machine, `attach` and the command find the run by it."""
+        return view_of(self).run_id
+
+    @property
+    def url(self) -> str:
+        """The run's address. `attach` finds the run by it from any machine that reaches the store."""
+        return view_of(self).url
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of the run: those that were launched, and those that were added since."""
+        return view_of(self).ranks
+
+    @property
+    def handles(self) -> list[Any]:
+        """The handles of the replicas in rank order, for calls of the executor itself.
+
+        None stands for a replica whose handle this process cannot read, or which has none yet.
         """
-        yield from self._waiter.as_completed(self._view())
-        self._settle()
+        return view_of(self).handles
 
-    def end_early(self, now: RunStatus, option: str) -> str | None:
-        """End the run at a failure before anybody's first round, if it was launched so; return what to say, once.
+    def status(self, *, reports: bool = True) -> RunStatus:
+        """Return the state of the run and of every replica, with its last report.
 
         Args:
-            option: what would have ended it, as the caller's users write it.
+            reports: False leaves out the reports, which saves one request per replica at a bucket. Default: True.
+
+        Raises:
+            StoreError: the store cannot be read.
+            BackendError: the backend cannot be asked.
+
+        Example:
+            print(attach("first-try").status().counts)
         """
-        return self._waiter.end_early(now, option)
+        return view_of(self).status(reports=reports)
+
+    def wait(self, timeout: float | None = None, *, n: int | None = None) -> bool:
+        """Wait until every replica has ended. Ctrl-C leaves the run alone.
+
+        Args:
+            timeout: the longest wait, in seconds. None, the default: no limit.
+            n: wait only until this number of replicas has ended. None, the default: all.
+
+        Returns: False if the time was over first.
+
+        Raises:
+            ValueError: the run does not have `n` replicas.
+            StoreError: the store did not answer for a long time, or refuses this process.
+            BackendError: the backend could not be asked for a long time, or is not installed here.
+
+        Example:
+            if not run.wait(timeout=3600):
+                run.stop()
+        """
+        return self._manager.wait(timeout, n=n)
+
+    def as_completed(self) -> Iterator[Outcome]:
+        """Yield the outcome of each replica as soon as the replica has ended. The iterator ends with the run.
+
+        A rank that is resumed meanwhile comes again when its new attempt ends.
+
+        Raises:
+            StoreError, BackendError: as for `wait`.
+
+        Example:
+            for outcome in run.as_completed():
+                print(outcome.rank, outcome.status)
+        """
+        return self._manager.as_completed()
+
+    def results(self) -> list[Any]:
+        """Wait, and return what the entrypoint of each replica returned, in rank order.
+
+        If the run has `min_replicas` and that number of replicas gave a result, the result of the others is None. It is
+        also None for ranks that were cancelled alone, as with `cancel(rank=2)`, if any other rank gave a result.
+
+        Raises:
+            ReplicaError: a replica gave no result. The error is the earliest failure, with the remote traceback as its
+                message. The other failures are its notes.
+            StoreError, BackendError: as for `wait`.
+
+        Example:
+            losses = launch("local", "train.py:main", n=4).results()
+        """
+        self.wait()
+        outcomes, view = self.outcomes(), view_of(self)
+        n_done = sum(outcome.status is ReplicaStatus.SUCCEEDED for outcome in outcomes)
+        if n_done < (view.record.settings.min_replicas or len(counted(view.reader.decisions, outcomes))):
+            raise_root_cause(outcomes)
+        return [outcome.result for outcome in outcomes]
+
+    def outcomes(self) -> list[Outcome]:
+        """Return the outcomes in rank order, without waiting. A replica that has none is pending or running.
+
+        Raises:
+            StoreError: the store cannot be read.
+            BackendError: the backend cannot be asked.
+
+        Example:
+            failed = [outcome.rank for outcome in run.outcomes() if outcome.status == "failed"]
+        """
+        return view_of(self).outcomes()
+
+    def events(self, follow: bool = False, note: Callable[[str], None] = log.warning) -> Iterator[Event]:
+        """Yield what happened in the run so far, in the order of time: launches, ends, hangs, decisions.
+
+        Args:
+            follow: True: continue with later events, until the run has ended. Default: False.
+            note: called with a message for each record that cannot be read. Default: the module's log.
+
+        Raises:
+            StoreError: the store cannot be read.
+
+        Example:
+            for event in run.events():
+                print(event.kind, event.rank)
+        """
+        from executors.run.run_events import events_of
+
+        return events_of(view_of(self), follow=follow, note=note)
+
+    def warnings(self, note: Callable[[str], None] = log.warning) -> list[FoundWarning]:
+        """Return the warnings of all attempts so far, and the warning of the run as a whole, the oldest first.
+
+        Each text of an attempt is listed once, with its number of occurrences. The call makes one read for each attempt
+        that has a warning.
+
+        Args:
+            note: called with a message for each record that cannot be read. Default: the module's log.
+
+        Raises:
+            StoreError: the store cannot be read.
+
+        Example:
+            for warning in run.warnings():
+                print(warning.rank, warning.text)
+        """
+        from executors.run.run_events import warnings_of
+
+        return warnings_of(view_of(self), note)
+
+    @overload
+    def logs(
+        self,
+        rank: Ranks = None,
+        tail: int = 200,
+        follow: Literal[False] = False,
+        *,
+        attempt: Which = None,
+        grep: str | None = None,
+        since: float | None = None,
+    ) -> str: ...
+
+    @overload
+    def logs(
+        self, rank: Ranks = None, tail: int = 200, *, follow: Literal[True], attempt: Which = None,
+        grep: str | None = None,
+    ) -> Iterator[str]: ...  # fmt: skip
+
+    def logs(
+        self,
+        rank: Ranks = None,
+        tail: int = 200,
+        follow: bool = False,
+        *,
+        attempt: Which = None,
+        grep: str | None = None,
+        since: float | None = None,
+    ) -> str | Iterator[str]:
+        """Return the last lines of the output of replicas. With several ranks, `[rank]` leads each line.
+
+        Args:
+            rank: one rank, or several. None, the default: all.
+            tail: how many lines of each replica, and with "all" of each attempt. Default: 200.
+            follow: True: return an iterator over these and all later lines, which ends with the run. If a rank is
+                resumed meanwhile, the iterator continues with the new attempt. Default: False.
+            attempt: the number of an attempt, or "all". None, the default: the newest attempt of each rank.
+            grep: only the lines in which this regular expression is found. None: every line.
+            since: only the lines of the last `since` seconds; not with `follow`. None: no limit.
+
+        Raises:
+            ValueError: the run has no such rank or attempt, or no times of lines are known.
+            BackendError: no log could be read.
+
+        Example:
+            print(run.logs(rank=2, tail=50))
+        """
+        lines = Lines(grep=re.compile(grep) if grep else None, since=None if since is None else time.time() - since)
+        pieces = log_pieces(view_of(self), rank, tail, follow, attempt, lines)
+        return pieces if follow else "".join(pieces)
+
+    def metrics(self) -> Metrics:
+        """Return the measurements of the run on one time line, and how its work was counted.
+
+        Raises:
+            StoreError: the store cannot be read.
+
+        Example:
+            pandas.DataFrame(run.metrics().to_dict())
+        """
+        view = view_of(self)
+        return read_metrics(view.store, view.run_id, view.record)
+
+    def artifacts(self, rank: int) -> list[Artifact]:
+        """List the files that a rank kept with `save_artifact`, in any of its attempts.
+
+        If several attempts kept a file of one name, the newest attempt's file is listed. Files of the newest attempt
+        come first. Objects whose names are not relative paths are left out; `replicas collect` names them.
+
+        Args:
+            rank: the rank.
+
+        Raises:
+            ValueError: the run has no such rank.
+            StoreError: the store cannot be read.
+
+        Example:
+            for artifact in run.artifacts(rank=0):
+                print(artifact.name)
+        """
+        return [artifact for artifact in all_artifacts(view_of(self), rank) if artifact.problem is None]
+
+    def model(self, *, step: int | None = None, name: str = "main", **more: Any) -> dict[str, Any]:
+        """Return the model that the run has trained, after its newest round, as tensors by name.
+
+        The model is read from the run's store alone, also while replicas train. Digests prove each object that is read.
+        The trained parameters and float buffers are averages; `save_model` describes the other tensors.
+
+        Args:
+            step: take the newest round at or before this step of the run. None: the newest. Rounds older than the
+                second newest snapshot are deleted.
+            name: the name of the DiLoCo, as given to `DiLoCo(name=…)`. Default "main".
+            more: any of three. `rounds` selects the newest round up to this number. `dtype` is "live", the default, for
+                the dtypes of the model, or "float32" for the averaged values. `outer_optimizer` is the run's own outer
+                optimizer, if the run has one: without it only snapshots are available.
+
+        Raises:
+            RunNotFoundError: the run has no DiLoCo of this name.
+            DiLoCoError: the store no longer has this round. The message names the rounds that it has.
+            ValueError: the run is signed, and this machine does not have its key.
+            MissingDependencyError: torch is not installed here.
+
+        Example:
+            model.load_state_dict(attach("first-try").model())
+        """
+        from executors.run.model_of_run import read_model
+
+        return dict(read_model(view_of(self), step=step, name=name, **more).tensors)
+
+    def save_model(self, path: str | Path, *, step: int | None = None, name: str = "main", **more: Any) -> Any:
+        """Write the model that the run has trained to a safetensors file. An existing file is replaced.
+
+        Frozen parameters, and buffers that are not averaged, come from one replica. The file contains them if they are
+        small: at most 256 MiB at the beginning of the run, and 64 MiB of buffers later.
+
+        Args:
+            path: the path of the file.
+            step: take the newest round at or before this step of the run. None: the newest round.
+            name: the name of the DiLoCo. Default "main".
+            more: the options `rounds`, `dtype` and `outer_optimizer`, as `model` describes them.
+
+        Returns: the content of the file, as `rounds`, `step`, `tensors`, `missing` (names of the model that the file
+            does not have) and `notes`.
+
+        Raises:
+            OSError: the file cannot be written.
+            RunNotFoundError, DiLoCoError, ValueError, MissingDependencyError: as for `model`.
+
+        Example:
+            run.save_model("model.safetensors")
+            model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
+        """
+        from executors.run.model_of_run import save_model
+
+        return save_model(view_of(self), Path(path), step=step, name=name, **more)
+
+    def report(self, path: str | Path) -> Path:
+        """Write the run, as it is now, as one self-contained HTML page; return the path of the page.
+
+        Args:
+            path: the file. An existing file is replaced.
+
+        Raises:
+            OSError: there is no such folder, or it cannot be written to.
+            StoreError, BackendError: the state of the run cannot be read.
+
+        Example:
+            run.report("run.html")
+        """
+        from executors.run.run_page import write_report
+
+        return write_report(view_of(self), Path(path))
 
     def show(self) -> None:
         """Show the run in a cell of a notebook: status, progress and loss, renewed every second until it has ended.
 
-        Returns at once. Any number of cells may show it.
-        """
-        if in_notebook():
-            self._display.show()
-        else:
-            print(
-                "replicas: Run.show() draws in a notebook. Elsewhere use launch(…, progress=True), or the command "
-                f"`replicas wait {self.run_id}`.",
-                file=sys.stderr,
-            )
-
-    def results(self) -> list[Any]:
-        """Wait, and return what each replica's entrypoint returned, in rank order.
-
-        When as many as `min_replicas` gave a result, it is None for the others. It is None, too, for ranks that were
-        cancelled by themselves, as with `cancel(rank=2)`, if any other rank gave a result.
-
-        Raises:
-            ReplicaError: a replica gave no result. The error is the earliest failure, with the remote traceback as its
-                message; the other failures are its notes.
-        """
-        self.wait()
-        outcomes = self.outcomes()
-        n_done = sum(outcome.status is ReplicaStatus.SUCCEEDED for outcome in outcomes)
-        if n_done < (self.record.settings.min_replicas or len(counted(self.decisions, outcomes))):
-            raise_root_cause(outcomes)
-        return [outcome.result for outcome in outcomes]
-
-    def request_cancel(self) -> None:
-        """Leave the cancel marker of every replica that has not ended; `cancel` also waits for their end."""
-        self._canceller.request()
-
-    def end_refused(self, error: BaseException) -> str:
-        """End the jobs of a run that this process keeps attached, after its store has refused this process for good.
-
-        Such a store refuses the replicas as well: they have the same credentials. They can neither exchange what they
-        learn nor leave a result, so what they cost is lost.
-
-        Args:
-            error: why the run cannot be watched any more.
-
-        Returns: what was ended, and what may still run; empty if nothing was to be done.
+        Returns at once. Any number of cells may show the run.
 
         Example:
-            print(run.end_refused(error))
+            attach("first-try").show()
         """
-        if not self._leases or not isinstance(error, StoreError) or not error.refusal:
-            return ""
-        if not self.placements.ends_jobs:
-            return ""
-        for lease in self._leases:
-            lease.end()
-        told = self.placements.end_jobs(JobsOfRun(self.run_id, self.store.url, self.record.created_at), self._tell)
-        if not told.is_complete:
-            return told.what_is_left
-        jobs = f"{told.n_ended} job{'s' * (told.n_ended != 1)}"
-        return f"Its {jobs} were ended at the service, because replicas cannot use a store that refuses them."
-
-    def finish_cancel(self) -> None:
-        """End what `request_cancel` has marked, as `cancel` does, which would note the same decision once more."""
-        self._canceller.end(BY_USER)
-        self._settle()
-
-    @property
-    def is_store_silent(self) -> bool:
-        """Whether the store did not answer the last `cancel`."""
-        return self._canceller.is_store_silent
-
-    @property
-    def was_ended_without_store(self) -> bool:
-        """Whether `cancel` ended the run's jobs at their service, while the store did not answer."""
-        return self._canceller.was_ended_without_store
+        self._manager.show()
 
     def cancel(self, rank: Ranks = None) -> None:
-        """Cancel one replica, some, or all that still run. The others stay as they are.
+        """Cancel one replica, several, or all that still run. The other replicas stay as they are.
 
         Local replicas are gone when it returns. At a service, it returns when the service has accepted to end their
-        jobs; how long it takes to end a container is up to the service. A store that does not answer is not waited for:
-        the service is asked all the same, and a line on stderr says so.
+        jobs; how long it takes to end a container is up to the service. It does not wait for a store that does not
+        answer. The service is asked all the same, and a line on stderr names the store.
 
         A queue may hold jobs whose replicas it has ended, and would start them again. The cancel of a whole run deletes
-        these as well, also where the run has ended.
+        these as well, also if the run has ended.
 
         Args:
-            rank: one rank, or some. None: all.
+            rank: one rank, or several. None, the default: all.
 
         Raises:
             BackendError: a service did not end some jobs. The message says which, and how to end them. Their cancel
@@ -184,30 +399,27 @@ class Run(RunView):
         Example:
             attach("first-try").cancel(rank=3)
         """
-        chosen = [rank] if isinstance(rank, int) else rank
-        self._canceller.cancel(None if chosen is None else [self.check_rank(each) for each in chosen])
-        if rank is None:
-            self._settle()
-            try:
-                self.n_withdrawn = self._canceller.n_withdrawn + withdraw_jobs(self)
-            except BackendError as error:  # the replicas have been cancelled: that must not look as if it had failed
-                print(
-                    f"replicas: {self.run_id} was cancelled. Whether a queue still holds jobs of it could not be found "
-                    f"out: {error}",
-                    file=sys.stderr,
-                )
+        self._manager.cancel([rank] if isinstance(rank, int) else rank)
 
     def stop(self, within_s: float = 600.0, wait: Callable[[float], bool] | None = None) -> None:
-        """End the run well; returns when its replicas are gone.
+        """End the run well; returns when its replicas are gone. `replicas resume` continues the run later.
 
-        Each ends at the next round that is adopted, or when its entrypoint looks at `replica.ending_s`. What has not
-        after `within_s` seconds is ended as by a cancel. `resume` goes on from there.
+        Each replica ends at the next round that it adopts, or when its entrypoint reads `replica.ending_s`. A replica
+        that has not ended after `within_s` seconds is cancelled.
 
         Args:
-            wait: waits meanwhile, so many seconds at most; False if the run is not over then. None: as `wait` does.
+            within_s: how long replicas have to finish their round, in seconds. Default: 600.
+            wait: waits for the end of the run, for at most the seconds that it is given; returns False if the run has
+                not ended then. None, the default: `wait` of this run.
+
+        Raises:
+            ValueError: `within_s` is not a time.
+            BackendError: as for `cancel`.
+
+        Example:
+            attach("first-try").stop(within_s=300)
         """
-        self._canceller.stop(within_s, wait or self.wait)
-        self._settle()
+        self._manager.stop(within_s, wait)
 
     def add(
         self,
@@ -217,103 +429,45 @@ class Run(RunView):
         on_progress: Callable[[str], None] = no_progress,
         **asked: Any,
     ) -> list[int]:
-        """Start `n` more replicas of the run, anywhere its rendezvous can be reached; return their ranks.
+        """Start `n` more replicas of the run, on any backend that reaches its rendezvous; return their ranks.
 
-        They have new ranks, beyond those of the launch, and join the others at their next round. From then on they are
-        replicas of the run like the others: `wait`, `results`, `cancel` and all else count them. What they see as
-        `world_size` is that of the launch, which never changes; see `Replica.shard` for their data. They come on top
-        of the run's `max_cost`.
+        They have new ranks, beyond the ranks of the launch, and join the others at their next round. From then on they are
+        replicas of the run like the others: `wait`, `results`, `cancel` and everything else count them. Their
+        `world_size` stays the launch's, which never changes. `Replica.shard` explains their share of the data. The
+        run's `max_cost` does not limit them.
 
         Args:
-            executor: a backend's name, or an executor. What it starts on other machines gets the code of this folder,
-                if the run was launched without any.
-            on_progress: called with a few words on the progress, if the start takes long. Default: nothing is reported.
-            asked: any of these. `gpu`, `timeout`: None: as launched; "" is no GPU. `secrets`: None: as launched, on a
-                backend of the launch; else these alone. `env`: values are not recorded, so those of the launch have to
-                be given again. `detach`: let them go on when this process ends, as they do
-                anyway where the run does: somebody has left `replicas watch`, or resumed with `detach`.
-                `task_digest`, `trust_bucket`: who vouches for the task where another machine launched the run; see
-                `resume`.
+            executor: the name of a backend, or an executor. If the run was launched without code for other machines,
+                replicas on other machines get the code of this folder.
+            n: how many replicas.
+            on_progress: called with a few words on the progress of the start, if it takes long. Default: nothing is
+                reported.
+            asked: any of these. `gpu` replaces the launch's GPU, and "" removes it. `timeout` replaces the launch's
+                timeout, in seconds. `secrets` replaces the launch's secrets, which only a backend of the launch
+                inherits. `env` gives the values of the launch again, because they are not recorded. `detach` lets the
+                replicas continue when this process ends. They also do so if the whole run was detached since its
+                launch, by leaving `replicas watch` or by a resume with `detach`. `task_digest` and `trust_bucket` are
+                for a run that another machine launched, as for `resume`.
 
         Raises:
-            ValueError: the run is over, or a value of its environment, or its key, is missing.
-            UntrustedTaskError: another machine launched the run, and nobody vouches for its task.
-            BackendError: the backend cannot start single ranks, or sees no such rendezvous; `LaunchError` when it
+            ValueError: the run has ended, or a value of its environment, or its key, is missing.
+            UntrustedTaskError: another machine launched the run, and neither `task_digest` nor `trust_bucket` is given.
+            BackendError: the backend cannot start single ranks, or does not reach the rendezvous. `LaunchError` if it
                 refused a replica.
+
+        Example:
+            new_ranks = attach("first-try").add("modal", 2, gpu="H100")
         """
-        from executors.run.addition import Addition, add_replicas
+        return self._manager.add(executor, n, on_progress, **asked)
 
-        added = add_replicas(self, executor, Addition(n=n, **asked), on_progress)
-        ranks = list(added.start_spec.ranks)
-        try:
-            if not added.start_spec.spec.settings.detach:
-                self.keep_here([added.start_spec], added.lease)
-            with contextlib.suppress(StoreError):  # what was seen a moment ago has none of them
-                within(UPDATE_S, self._reader.update, self.store.url)
-        except KeyboardInterrupt:  # the caller never hears of these ranks
-            self.cancel(ranks)
-            raise
-        return ranks
-
-    def keep_here(
-        self,
-        start_specs: Sequence[StartSpec],
-        lease: LeaseHolder | None,
-        say: Callable[[str], None] | None = None,
-        *,
-        log: DecisionLog | None = None,
-    ) -> ExternalController:
-        """Let this process answer ends whose supervisors are gone, whenever it looks at the run while it waits.
-
-        Called again, it keeps more of the run.
-
-        Args:
-            start_specs: the values that start its ranks again. Ranks without such values are left alone.
-            lease: where its replicas end unless somebody renews it; it ends with the run.
-            say: gets a sentence on each start that failed. None: they go to stderr.
-            log: the log of decisions, as far as the caller has read it.
-        """
-        self._leases += () if lease is None else (lease,)
-        if self._controller is not None:
-            self._controller.starter.learn(start_specs)
-            return self._controller
-        on_progress = say or (lambda words: print(f"replicas: {words}", file=sys.stderr))
-        starter = LaunchStarter(self.placements, start_specs, on_progress)
-        log = log or DecisionLog(
-            self.store, self.run_id, key=next((start_spec.spec.key for start_spec in start_specs), None)
-        )
-        self._reader.share_log(log)
-        self._reader.is_kept_here = True
-        self._controller = ExternalController(log, self._reader, starter, self._canceller.end, starter.knows)
-        return self._controller
-
-    @property
-    def is_released(self) -> bool:
-        """Whether what this process has started goes on without it, as somebody let the run go."""
-        return any(lease.is_released for lease in self._leases)
-
-    @property
-    def patience(self) -> Patience:
-        """How long this process waits for the store of the run: giving up would leave a run that it keeps."""
-        if self._leases:  # it keeps jobs that are paid for
-            return PAID_KEEPER
-        return FOLLOWER if self._controller is None and self._launched is None else KEEPER
-
-    def keep(self, states: Sequence[ReplicaState]) -> bool:
-        """Answer the ends among these states, if this process keeps the run; return whether there are new decisions."""
-        if self._controller is None:
-            return False
-        n_known = len(self._controller.log.entries)
-        self._controller.keep(states)
-        return len(self._controller.log.entries) > n_known
-
-    def remove(self, on_progress: Callable[[str], None] = lambda words: None) -> None:
-        """Delete everything the run left, here and in its store.
+    def remove(self, on_progress: Callable[[str], None] = no_progress) -> None:
+        """Delete everything that the run left, on this machine and in its store.
 
         If an earlier removal was interrupted, this one finishes it.
 
         Args:
-            on_progress: gets a few words on the progress, if the removal takes long. Default: nothing is reported.
+            on_progress: called with a few words on the progress, if the removal takes long. Default: nothing is
+                reported.
 
         Raises:
             RunExistsError: a replica still runs, or is about to be started.
@@ -322,32 +476,32 @@ class Run(RunView):
         Example:
             attach("first-try").remove()
         """
-        remove(self, on_progress)
+        remove(view_of(self), on_progress)
 
-    @cached_property
-    def _waiter(self) -> Waiter:
-        return Waiter(self._reader, self.cancel, self.keep, lambda: self.patience)
 
-    @cached_property
-    def _canceller(self) -> Canceller:
-        return Canceller(self._reader, lambda: self.record.created_at, self._tell)
+def view_of(run: Run) -> RunView:
+    """Return the view of a run, which reads what `Run` does not show: its record, store, placements and log pieces.
 
-    @staticmethod
-    def _tell(words: str) -> None:
-        print(f"replicas: {words}", file=sys.stderr)
+    For the command and other rooms of this package. It is not part of the promise to users.
 
-    @cached_property
-    def _display(self) -> Display:
-        return Display(self)
+    Args:
+        run: the run.
 
-    def _settle(self) -> None:
-        """The run has ended: whoever goes on finds that the cells say so."""
-        if self.at_exit is not None:
-            atexit.unregister(self.at_exit)
-        for lease in self._leases:
-            lease.end()
-        if "_display" in self.__dict__:
-            self._display.settle()
+    Example:
+        view_of(attach("first-try")).record.created_at
+    """
+    return run._manager.view
 
-    def _view(self) -> View | None:
-        return open_view(self.run_id) if self.shows_progress else None
+
+def manager_of(run: Run) -> RunManager:
+    """Return the manager of a run, which keeps, watches and ends the run for this process.
+
+    For the command and other rooms of this package. It is not part of the promise to users.
+
+    Args:
+        run: the run.
+
+    Example:
+        manager_of(attach("first-try")).patience
+    """
+    return run._manager

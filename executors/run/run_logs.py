@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import re
 import string
 import threading
@@ -18,12 +19,13 @@ from executors.attempt import Attempt
 from executors.attempt.outcome import OUTPUT_TAIL_BYTES, OUTPUT_TAIL_LINES
 from executors.errors import BackendError, CorruptObjectError, unknown_name
 from executors.logs import LIMITED, MAX_READ_BYTES, last_of
-from executors.logs.follower import Sight, begins, follow_logs
+from executors.logs.follower import WHOLE, Sight, begins, follow_logs
 from executors.logs.gaps import completed, completed_bytes
 from executors.logs.log import KnowsTimes, Log
 from executors.logs.readers import lines_of
 from executors.protocol import Outcome
 from executors.run.run_state_reader import RunStateReader, unreadable
+from executors.run.run_view import RunView
 from executors.store.record_names import OUTCOME
 
 LOOK_S, FAR_LOOK_S = 1.0, 4.0  # between two looks at a run in a directory, and in a bucket
@@ -40,6 +42,7 @@ FIELDS = ("rank", "attempt", "run_id")
 """Of what leads a line."""
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,94 @@ class Lines:
 
 
 EVERYTHING = Lines()
+
+
+def log_pieces(
+    view: RunView,
+    rank: Ranks,
+    tail: int | None,
+    follow: bool,
+    attempt: Which = None,
+    lines: Lines = EVERYTHING,
+    note: Note = log.warning,
+    on_unread: OnUnread | None = None,
+) -> Iterator[str]:
+    """Yield the lines of logs, rank after rank. Logs that are followed come line after line.
+
+    Args:
+        view: the run.
+        rank: one rank, or several. None: all ranks.
+        tail: how many lines of each rank. None: all lines, or the last 20,000 of logs that are followed.
+        follow: True: continue with later lines, until the run has ended.
+        attempt: the number of an attempt, or "all". None: the newest attempt of each rank.
+        lines: which lines to yield, and how they are shown. Default: every line.
+        note: called with a message about each log that is not read where its replica writes to.
+        on_unread: called with each rank whose log its backend does not give while it gives others. None: `note` is
+            called.
+
+    Raises:
+        ValueError: the run has no such rank or attempt.
+        BackendError: no log could be read.
+
+    Example:
+        print("".join(log_pieces(view, 0, 200, follow=False)))
+    """
+    logs = RunLogs(view.reader, attempt, lines, note, is_one=isinstance(rank, int))
+    chosen = view.ranks if rank is None else [rank] if isinstance(rank, int) else rank
+    ranks = [view.check_rank(each) for each in chosen]
+    if follow:
+        return logs.followed(ranks, WHOLE if tail is None else tail, grows=rank is None)
+    return (text for _, text in logs.tails(ranks, tail, on_unread))
+
+
+def logs_by_rank(
+    view: RunView,
+    ranks: Sequence[int],
+    tail: int | None,
+    attempt: Which,
+    lines: Lines,
+    note: Note,
+    on_unread: OnUnread | None = None,
+) -> dict[int, str]:
+    """Return the lines of each rank that has the attempt. The rank does not lead its lines.
+
+    Args:
+        view: the run.
+        ranks: the ranks.
+        tail: how many lines of each rank. None: all lines.
+        attempt: the number of an attempt, or "all". None: the newest attempt of each rank.
+        lines: which lines to return, and how they are shown.
+        note: called with a message about each log that is not read where its replica writes to.
+        on_unread: called with each rank whose log its backend does not give while it gives others. None: `note` is
+            called.
+
+    Raises:
+        ValueError: the run has no such rank or attempt.
+        BackendError: no log could be read.
+
+    Example:
+        logs_by_rank(view, [0, 1], 200, None, EVERYTHING, print)
+    """
+    logs = RunLogs(view.reader, attempt, lines, note, is_one=True)
+    texts: dict[int, list[str]] = {}
+    for rank, text in logs.tails([view.check_rank(rank) for rank in ranks], tail, on_unread):
+        texts.setdefault(rank, []).append(text)
+    return {rank: "".join(pieces) for rank, pieces in texts.items()}
+
+
+def whole_log(view: RunView, attempt: Attempt, note: Note) -> Iterator[bytes]:
+    """Yield everything that is available of the output of an attempt, as it was written, in pieces.
+
+    Args:
+        view: the run.
+        attempt: the attempt.
+        note: called with the reason if this is not the whole output.
+
+    Example:
+        b"".join(whole_log(view, view.newest_attempt(0), print))
+    """
+    logs = RunLogs(view.reader, attempt.number, EVERYTHING, lambda words: None, is_one=True)
+    return logs.whole(attempt, note)
 
 
 class RunLogs:

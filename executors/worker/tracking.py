@@ -187,10 +187,11 @@ def write_page(replica: Replica, path: Path) -> None:
         replica: the replica.
         path: the file.
     """
+    from executors.run.run_page import write_report
     from executors.run.run_view import RunView
 
     store_alone: Any = _StoreAlone()
-    RunView(replica.store, replica.run_id, executor=store_alone).report(path)
+    write_report(RunView(replica.store, replica.run_id, executor=store_alone), path)
 
 
 class _StoreAlone:

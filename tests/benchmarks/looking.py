@@ -19,6 +19,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from executors.run.run import view_of
+
 from .far import running_bucket
 from .harness import Comparison, Options
 from .launch import scratch_folder, state_of_its_own
@@ -106,11 +108,11 @@ def launch(cloud: Cloud, n: int) -> tuple[Any, dict[str, int]]:
     cost = cloud.asked_meanwhile(act)
     cloud.show_as_running()
     for rank in range(n):
-        attempt = run.newest_attempt(rank)
+        attempt = view_of(run).newest_attempt(rank)
         attempt.store.put_if_absent(attempt.key("started.json"), to_bytes({"nonce": f"n{rank}", "host": "far"}))
         attempt.store.put(attempt.key("heartbeat.json"), to_bytes({"at": time.time(), "step": 7, "loss": 0.5}))
     found = executors.attach(run.url)
-    assert found.world_size == n
+    assert view_of(found).world_size == n
     return found, cost
 
 

@@ -16,6 +16,7 @@ from diloco.rendezvous.frames import Seal
 from executors import LocalProcessExecutor, Run, launch
 from executors.attempt import Attempt, Claim
 from executors.restarts.decision_log import DecisionLog
+from executors.run.run import view_of
 
 from .harness import Comparison, Options, interleave
 from .launch import PATIENCE_S, scratch_folder, state_of_its_own
@@ -97,10 +98,10 @@ def _first_steps(folder: Path, wanted: set[tuple[int, int]]) -> dict[tuple[int, 
 
 def _delays(run: Run) -> dict[str, float]:
     """Return the seconds from outcome to decision, and from decision to claim, by the times in these records."""
-    log = DecisionLog(run.store, run.run_id)
+    log = DecisionLog(view_of(run).store, run.run_id)
     log.read()
-    outcome = Attempt(run.store, run.run_id, VICTIM, 0).outcome()
-    claim = Attempt(run.store, run.run_id, VICTIM, 1).find("started.json", Claim.parse)
+    outcome = Attempt(view_of(run).store, run.run_id, VICTIM, 0).outcome()
+    claim = Attempt(view_of(run).store, run.run_id, VICTIM, 1).find("started.json", Claim.parse)
     assert outcome is not None
     assert claim is not None
     decided_at = log.entries[0].at
@@ -140,7 +141,7 @@ def _lost_share(n: int, round_s: float, every_s: float, seconds: float) -> tuple
     if any(result != results[0] for result in results):
         raise RuntimeError(f"The replicas of {run.run_id} do not hold the same anchor.")
     counted = sum(sum(member.weight for member in seal.replicas.values()) for seal in seals(run).values())
-    log = DecisionLog(run.store, run.run_id)
+    log = DecisionLog(view_of(run).store, run.run_id)
     log.read()
     n_restarts = sum(entry.kind == "restart" for entry in log.entries)
     planned = n * rounds * round(round_s / STEP_S)
@@ -152,5 +153,5 @@ def _lost_share(n: int, round_s: float, every_s: float, seconds: float) -> tuple
 def seals(run: Run) -> Mapping[int, Seal]:
     """Read the seals of a run's rounds, by their index."""
     prefix = f"{run.run_id}/diloco/main/seal/"
-    keys = [entry.key for entry in run.store.list(prefix)]
-    return {int(key.removeprefix(prefix)): Seal.parse(run.store.get(key), "", UNSIGNED) for key in keys}
+    keys = [entry.key for entry in view_of(run).store.list(prefix)]
+    return {int(key.removeprefix(prefix)): Seal.parse(view_of(run).store.get(key), "", UNSIGNED) for key in keys}

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from executors import LocalProcessExecutor, Run, launch
 from executors.replica import Replica
 from executors.replica.shared_page import SharedPage
+from executors.run.run import view_of
 
 from .harness import Comparison, Options
 from .launch import scratch_folder, state_of_its_own
@@ -48,7 +49,7 @@ def stacks(options: Options) -> list[Comparison]:
 
 
 def _stacks_of(run: Run, rank: int) -> list[Path]:
-    folder = Path(urlsplit(run.store.url).path, run.run_id, "replicas", f"{rank:04d}", "0", "stacks")
+    folder = Path(urlsplit(view_of(run).store.url).path, run.run_id, "replicas", f"{rank:04d}", "0", "stacks")
     return [path for path in folder.glob("*.txt") if "most recent call first" in path.read_text()]
 
 

@@ -15,6 +15,7 @@ from diloco.fault_points import FAULT_POINTS
 from executors import LocalProcessExecutor, Run, attach, launch, list_runs
 from executors.attempt import Attempt
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.store import MemoryStore
 from executors.testing.helpers import environment
 from executors.worker.chaos import EVERY_REPLICA, Kill, parse
@@ -24,7 +25,7 @@ KILL = "kill:rank=1,at=claim,when=after"
 
 def bring_back(run_id: str) -> Run:
     found = attach(run_id)
-    run = resume(Run(found.store, run_id, executor=LocalProcessExecutor(preload=())))
+    run = resume(Run(view_of(found).store, run_id, executor=LocalProcessExecutor(preload=())))
     run.wait(60)
     return run
 
@@ -40,8 +41,8 @@ def test_the_attempt_of_a_rank_is_killed_where_the_spec_says_and_no_other(folder
     assert "chaos: rank 1 dies after claim 1" in folder.replicas("logs", "shaken", "--rank", 1).stdout
     bring_back("shaken")
     run = bring_back("shaken")
-    assert run.record.settings.chaos == (KILL, later)
-    found = [Attempt(run.store, "shaken", 1, attempt).outcome() for attempt in range(3)]
+    assert view_of(run).record.settings.chaos == (KILL, later)
+    found = [Attempt(view_of(run).store, "shaken", 1, attempt).outcome() for attempt in range(3)]
     assert [outcome.signal for outcome in found if outcome is not None] == ["SIGKILL", "SIGKILL", None]
     assert [(outcome.attempt, outcome.status) for outcome in run.outcomes()] == [(0, "succeeded"), (2, "succeeded")]
 

@@ -12,6 +12,7 @@ from support.cli import HereInstead
 
 from executors import list_runs
 from executors.registry import BUILT_IN
+from executors.run.run import view_of
 
 SETTINGS = """\
 entrypoint = "job:echo"
@@ -44,7 +45,7 @@ def test_a_profile_alone_launches_a_run_whose_record_says_where_everything_comes
     assert result.json["replicas"][0]["result"] == {"steps": 7, "name": "5", "where": "here"}
     assert (result.json["world_size"], result.json["timeout_s"]) == (1, 120.0)
     (run,) = list_runs()
-    assert run.record.origins == {
+    assert view_of(run).record.origins == {
         "entrypoint": str(file),
         "timeout": str(file),
         "n": f"[profile.laptop] of {file}",

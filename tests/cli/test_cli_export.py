@@ -12,6 +12,7 @@ from support.cli import HereInstead
 
 from executors import LocalProcessExecutor, attach, launch
 from executors.attempt import Attempt
+from executors.run.run import view_of
 from executors.testing import eventually
 
 TRAIN = """
@@ -111,7 +112,7 @@ def test_a_tracker_is_named_by_an_option_a_settings_file_or_the_environment(
     assert here.replicas("launch", "live.py", "--n", 1, "--run-id", "one", "--json").code == 0
     assert "'replicas': 1" in (here.folder.path / "tracked-0").read_text()
     assert launch(local, "live.py", 2, config=True, run_id="two").results() == [None, None]
-    task = Attempt(attach("two").store, "two", 0).store.get("two/task/task.json")
+    task = Attempt(view_of(attach("two")).store, "two", 0).store.get("two/task/task.json")
     assert json.loads(bytes(task))["launched_with"]["settings"]["tracker"] == "live:Tracker"
     monkeypatch.setenv("REPLICAS_TRACKER", "trackoi")
     refused = here.replicas("launch", "live.py", "--n", 1)

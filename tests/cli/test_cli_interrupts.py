@@ -14,15 +14,17 @@ from support.cli import FAST, Folder, HereInstead, Terminal
 from support.fake_jobs import FakeExecutor, Machines
 from support.runs import log_of
 
-from executors import LocalProcessExecutor, ReplicaStatus, Run, attach, launch, list_runs
+from executors import LocalProcessExecutor, ReplicaStatus, attach, launch, list_runs
 from executors.errors import StoreError
 from executors.restarts.decision_log import DecisionLog
+from executors.run.canceller import Canceller
+from executors.run.run import view_of
 from executors.testing import eventually
 
 
 def is_hanging(run_id: str) -> bool:
     run = attach(run_id)
-    return all("hanging" in run.logs(rank) for rank in range(run.world_size))
+    return all("hanging" in run.logs(rank) for rank in range(view_of(run).world_size))
 
 
 @pytest.mark.parametrize(
@@ -38,7 +40,7 @@ def test_one_interrupt_cancels_the_run_says_so_and_waits_for_the_end(folder: Fol
         assert re.search(r"ranks 0-1 cancelled|rank [01] cancelled", command.output)
     run = attach("mine")
     assert run.status().status is ReplicaStatus.CANCELLED
-    kinds = [entry.kind for entry in DecisionLog(run.store, "mine").read()]
+    kinds = [entry.kind for entry in DecisionLog(view_of(run).store, "mine").read()]
     assert kinds.count("cancel") == 1, "one interrupt is one cancellation"
 
 
@@ -101,20 +103,20 @@ def test_an_interrupt_cancels_a_run_whose_service_rejects_every_question(
 def test_an_interrupt_that_could_not_be_noted_at_once_is_noted_and_cancels(
     here: HereInstead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unreachable(run: Run) -> None:
+    def unreachable(canceller: Canceller) -> None:
         raise StoreError("gone for a moment")
 
     def strike() -> None:
         eventually(lambda: list_runs() and is_hanging("mine"))
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(Run, "request_cancel", unreachable)
+    monkeypatch.setattr(Canceller, "request", unreachable)
     thread = threading.Thread(target=strike)
     thread.start()
     done = here.launch("job:hang", "--run-id", "mine")
     thread.join()
     assert done.code == 130, done
-    kinds = [entry.kind for entry in DecisionLog(attach("mine").store, "mine").read()]
+    kinds = [entry.kind for entry in DecisionLog(view_of(attach("mine")).store, "mine").read()]
     assert kinds.count("cancel") == 1
 
 
@@ -137,8 +139,8 @@ def test_ctrl_c_of_add_marks_all_it_added_where_the_backend_is_silent(machines: 
         True,
     ), done
     run = attach("mine", executor=FakeExecutor())
-    assert [run.newest_attempt(rank).has("cancel.json") for rank in range(3)] == [False, True, True]
-    barred = [entry.rank for entry in DecisionLog(run.store, "mine").read() if entry.kind == "cancel"]
+    assert [view_of(run).newest_attempt(rank).has("cancel.json") for rank in range(3)] == [False, True, True]
+    barred = [entry.rank for entry in DecisionLog(view_of(run).store, "mine").read() if entry.kind == "cancel"]
     assert barred == [1, 2]
     machines.forgive()
     run.cancel()

@@ -10,6 +10,7 @@ from pathlib import Path
 from support.cli import COMMAND, FAST, Folder, HereInstead
 
 from executors import ReplicaStatus, attach, list_runs
+from executors.run.run import view_of
 
 
 def test_an_attached_launch_runs_a_file_of_the_current_directory_and_prints_the_results(folder: Folder) -> None:
@@ -153,7 +154,7 @@ def test_a_detached_run_goes_on_by_itself_and_values_of_its_environment_are_reco
     assert run.results() == ["hunter2=x"] * 2
     written = [path for path in state_home.rglob("*") if path.is_file() and path.name != "outcome.json"]
     assert not [path for path in written if b"hunter2" in path.read_bytes()]
-    assert run.record.placements[0].env == ("TOKEN",)
+    assert view_of(run).record.placements[0].env == ("TOKEN",)
 
 
 def test_a_run_may_live_in_any_directory_and_its_id_alone_finds_it_again(here: HereInstead, tmp_path: Path) -> None:
@@ -280,10 +281,10 @@ def test_what_a_dry_run_shows_is_what_a_launch_records_and_a_taken_id_is_refused
     assert here.launch(*call).code == 0
     run = attach("same")
     own = {"created_at", "launcher_pid"}
-    assert {k: v for k, v in json.loads(bytes(run.store.get("same/run.json"))).items() if k not in own} == {
+    assert {k: v for k, v in json.loads(bytes(view_of(run).store.get("same/run.json"))).items() if k not in own} == {
         k: v for k, v in planned["run.json"].items() if k not in own
     }
-    assert json.loads(bytes(run.store.get("same/task/task.json"))) == planned["task/task.json"]
+    assert json.loads(bytes(view_of(run).store.get("same/task/task.json"))) == planned["task/task.json"]
     assert planned["url"] == run.url
     for more in ((), ("--dry-run",)):
         result = here.launch("job:main", "--run-id", "same", *more)

@@ -13,6 +13,7 @@ from support.cli import Folder, HereInstead, Terminal
 from executors import LocalProcessExecutor, Run, attach, launch
 from executors.logs.times import PAIR, times_of
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.run.run_state_reader import RunStateReader
 from executors.status import ReplicaState
 from executors.testing import eventually
@@ -206,7 +207,9 @@ def test_stacks_are_shown_of_the_newest_attempt_that_has_any(bars: HereInstead, 
     assert run.wait(60)
     assert "no stacks were dumped of ranks 0-1." in bars.replicas("logs", "mine", "--stacks").stderr
     for attempt, number in ((0, 0), (1, 0), (1, 1)):
-        run.store.put(f"mine/replicas/0001/{attempt}/stacks/{number}.txt", f"hung {attempt}\x1b[2J\n  File".encode())
+        view_of(run).store.put(
+            f"mine/replicas/0001/{attempt}/stacks/{number}.txt", f"hung {attempt}\x1b[2J\n  File".encode()
+        )
     shown = bars.replicas("logs", "mine", "--stacks")
     head, *rest = shown.stdout.splitlines()
     assert head.startswith("=== rank 1, attempt 1, 20")

@@ -16,6 +16,7 @@ from support.cli import HereInstead
 
 from executors import LocalProcessExecutor, Run, attach, launch
 from executors.errors import MissingDependencyError
+from executors.run.run import view_of
 from executors.store.run_key import RUN_KEY, key_file
 from executors.testing import eventually
 
@@ -173,7 +174,7 @@ def test_a_run_starts_from_another_ones_model_in_another_store(
     options = ("tuned.py:main", "--n", 3, "--arg", f"folder={tmp_path}", "--from", source.url, "--run-id", "tuned")
     planned = here.replicas("launch", *options, "--dry-run").json
     assert planned["run.json"]["settings"]["from_run"] == source.url
-    assert planned["run.json"]["key_id"] == source.record.key_id
+    assert planned["run.json"]["key_id"] == view_of(source).record.key_id
     done = here.replicas("launch", *options)
     assert done.code == 0, done
     first = here.replicas("model", "tuned", "--round", 0, "--out", tmp_path / "first").code

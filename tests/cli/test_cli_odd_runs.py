@@ -20,6 +20,7 @@ from support.processes import is_alive
 from executors import LocalProcessExecutor, launch
 from executors.attempt import spare_key
 from executors.errors import StoreError
+from executors.run.run import view_of
 from executors.run.run_index import reference, remember
 from executors.store import open_store
 from executors.store.file import FileStore
@@ -378,4 +379,4 @@ def test_cancel_of_a_rank_that_does_not_exist_cancels_nobody(here: HereInstead, 
     with launch(local, "job:hang", 2, run_id="mine") as run:
         told = here.replicas("cancel", "mine", "--rank", "0-3")
         assert (told.code, "Run 'mine' has the ranks 0-1, got rank=2." in told.stderr) == (2, True)
-        assert not any(run.newest_attempt(rank).has("cancel.json") for rank in (0, 1))
+        assert not any(view_of(run).newest_attempt(rank).has("cancel.json") for rank in (0, 1))

@@ -14,11 +14,12 @@ import pytest
 from servers.s3.server import S3Server
 from support.cli import Folder, HereInstead
 
-from executors import LocalProcessExecutor, launch
+from executors import LocalProcessExecutor, Run, launch
 from executors.cli import plan_check
 from executors.cli.output import UsageProblem
 from executors.cli.plan import _rate
 from executors.cli.plan_check import MeasuredLink, link_key, save_link
+from executors.run.run import view_of
 from executors.run.run_index import state_dir
 from executors.store import Entry, MemoryStore
 from executors.store.inventory import Inventory
@@ -217,13 +218,13 @@ def test_status_compares_the_rounds_of_a_run_with_the_plan(here: HereInstead, lo
             ({"elements": 2**53}, ""),
             ({}, "rounds take 2.1x the plan: 26.5 s, planned 12.6 s (48 ms, 210 MB/s up, 260 MB/s down, measured 2026"),
         ):
-            run.store.put("mine/metrics/0000/0/000000.jsonl", json.dumps({**ROUND, **changed}).encode())
+            view_of(run).store.put("mine/metrics/0000/0/000000.jsonl", json.dumps({**ROUND, **changed}).encode())
             assert "the plan" not in here.replicas("status", "mine").stdout
-            save_link(MeasuredLink(url=run.store.url, n=1, at=1.795e9, up=210e6, down=260e6, latency_s=0.048))
+            save_link(MeasuredLink(url=view_of(run).store.url, n=1, at=1.795e9, up=210e6, down=260e6, latency_s=0.048))
             shown = here.replicas("status", "mine").stdout
             assert (said in shown, "the plan" in shown) == (True, bool(said))
             assert (here.replicas("status", "mine", "--json").json["plan"] is not None) == bool(said)
-            (state_dir() / link_key(run.store.url)).unlink()
+            (state_dir() / link_key(view_of(run).store.url)).unlink()
 
 
 def test_status_of_a_long_run_lists_the_measurements_of_four_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +239,9 @@ def test_status_of_a_long_run_lists_the_measurements_of_four_ranks_alone(monkeyp
                 store.put(f"mine/metrics/{rank:04d}/{attempt}/{number:06d}.jsonl", json.dumps(lines).encode())
     store.put("mine/replicas/0001/2/outcome.json", b"{}")
     inventory = Inventory.of(store, "mine")
-    run: Any = SimpleNamespace(store=store, run_id="mine", record=SimpleNamespace(world_size=8), inventory=inventory)
+    run = Run(store, "mine")
+    view: Any = view_of(run)
+    view.record, view.reader = SimpleNamespace(world_size=8), SimpleNamespace(inventory=inventory)
     link = MeasuredLink(url="memory://", n=8, at=1.795e9, up=210e6, down=260e6, latency_s=0.048)
     monkeypatch.setattr(plan_check, "find_link", lambda url, n: link)
     monkeypatch.setattr(plan_check, "LAST_ROUNDS", 1)

@@ -8,6 +8,8 @@ import pytest
 from support.cli import HereInstead
 
 from executors import LocalProcessExecutor, attach, launch
+from executors.run.run import view_of
+from executors.run.run_page import report_document
 from executors.testing import eventually
 
 
@@ -29,7 +31,7 @@ def test_report_writes_a_page_named_after_the_run(here: HereInstead, failed: str
 
 def test_report_prints_what_the_page_shows_as_one_document(here: HereInstead, failed: str) -> None:
     made = here.replicas("report", failed, "--json").json
-    assert made == attach("mine").report_document() | {"as_of": made["as_of"]}
+    assert made == report_document(view_of(attach("mine"))) | {"as_of": made["as_of"]}
     assert (made["run_id"], made["status"], made["numbers"]["restarts"]) == ("mine", "failed", 0)
     assert [row["status"] for row in made["replicas"]] == ["succeeded", "failed"]
     assert not (here.folder.path / "mine.html").exists()
@@ -49,7 +51,7 @@ def test_a_page_of_a_run_that_goes_on_says_as_of_when(
 ) -> None:
     with launch(local, "job:hang", 2, run_id="live") as run:
         eventually(lambda: all("hanging" in run.logs(rank) for rank in range(2)))
-        made = run.report_document()
+        made = report_document(view_of(run))
         assert (made["is_live"], made["status"]) == (True, "running")
         assert made["in_short"][0]["text"].startswith("As of 20")
         assert run.report(tmp_path / "live.html") == tmp_path / "live.html"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import diloco
 import executors
 import executors.testing
+from executors.store.memory import MemoryStore
 
 
 def test_executors_offers_exactly_these_names() -> None:
@@ -31,6 +34,46 @@ def test_executors_offers_exactly_these_names() -> None:
         "list_runs",
         "open_store",
     ]
+
+
+def test_a_run_offers_exactly_these_names_and_documents_each() -> None:
+    """The command takes what it needs beyond them from `view_of(run)` and `manager_of(run)`."""
+    names = [
+        "add",
+        "artifacts",
+        "as_completed",
+        "cancel",
+        "events",
+        "handles",
+        "logs",
+        "metrics",
+        "model",
+        "outcomes",
+        "ranks",
+        "remove",
+        "report",
+        "results",
+        "run_id",
+        "save_model",
+        "show",
+        "status",
+        "stop",
+        "url",
+        "wait",
+        "warnings",
+    ]
+    assert len(names) <= 22
+    assert [name for name in dir(executors.Run) if not name.startswith("_")] == names
+    assert [name for name in names if not getattr(executors.Run, name).__doc__] == []
+    page = Path(__file__).parents[2].joinpath("docs/how-to/follow.md").read_text()
+    assert [name for name in names if f"run.{name}" not in page] == []
+
+
+def test_an_instance_of_a_run_has_no_public_name_that_its_class_lacks() -> None:
+    run = executors.Run(MemoryStore(), "brave-otter-7f3a")
+    assert {name for name in dir(run) if not name.startswith("_")} == {
+        name for name in dir(executors.Run) if not name.startswith("_")
+    }
 
 
 def test_diloco_offers_exactly_these_names() -> None:

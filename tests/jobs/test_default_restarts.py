@@ -15,6 +15,7 @@ from executors import Run
 from executors.replica import SETTINGS
 from executors.restarts.decision_log import DecisionLog
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.settings import Settings
 from executors.settings.policy import Restarts, supervised
 from executors.testing import eventually
@@ -39,7 +40,7 @@ def waited_for(run: Run) -> Iterator[None]:
 
 def test_a_replica_whose_machine_was_taken_back_comes_back_by_itself(machines: Machines) -> None:
     run = start(2, "hang")
-    assert run.record.settings.restarts == "preempted"
+    assert view_of(run).record.settings.restarts == "preempted"
     with waited_for(run):
         wait_until_hanging(run)
         machines.end(machines.job_of(run, 1), "preempted")
@@ -60,13 +61,13 @@ def test_no_other_end_is_answered(machines: Machines, reason: str | None) -> Non
 @pytest.mark.parametrize(("restarts", "recorded"), [("none", None), ("2", "2")])
 def test_what_is_asked_for_wins(machines: Machines, restarts: str, recorded: str | None) -> None:
     run = start(1, "main", restarts=restarts)
-    assert run.record.settings.restarts == recorded
+    assert view_of(run).record.settings.restarts == recorded
     assert run.wait(60)
 
 
 def test_a_detached_run_has_no_such_restarts_because_nobody_waits_for_it(machines: Machines) -> None:
     run = start(1, "main", detach=True)
-    assert run.record.settings.restarts is None
+    assert view_of(run).record.settings.restarts is None
     assert run.wait(60)
 
 
@@ -107,7 +108,7 @@ def test_a_resume_can_switch_restarts_off_for_a_run_that_was_launched_with_them(
         machines.end(machines.job_of(resumed, 0), "preempted")
         eventually(lambda: resumed.status().is_terminal, "the run is over")
     assert machines.living() == []
-    policy = next(entry for entry in DecisionLog(run.store, "otter").read() if entry.kind == "policy")
+    policy = next(entry for entry in DecisionLog(view_of(run).store, "otter").read() if entry.kind == "policy")
     assert policy.restarts == "none"
     assert "from here on: restarts none" in [each.line for each in resumed.status().decided]
 

@@ -20,6 +20,7 @@ from executors.errors import BackendError, LaunchError, RunNotFoundError, StoreE
 from executors.launcher import plan_launch
 from executors.protocol import ReplicaStatus
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.run.run_index import find_preparation, local_store
 from executors.store.file import FileStore
 from executors.store.staleness import StalenessTracker
@@ -277,7 +278,7 @@ def test_a_launch_says_how_far_it_is(machines: Machines) -> None:
 def abandon_intent(run: Run, age_s: float) -> None:
     """Leave the intent of a launcher that died before it had called the service."""
     record = {"nonce": "of another", "by": "elsewhere:1", "job": "-", "at": time.time() - age_s}
-    assert run.store.put_if_absent("otter/replicas/0000/1/intent.json", json.dumps(record).encode())
+    assert view_of(run).store.put_if_absent("otter/replicas/0000/1/intent.json", json.dumps(record).encode())
 
 
 def test_a_launcher_that_died_before_the_service_knew_leaves_a_rank_pending_that_can_be_cancelled(
@@ -289,7 +290,9 @@ def test_a_launcher_that_died_before_the_service_knew_leaves_a_rank_pending_that
     assert [(state.status, state.attempt) for state in attached().status().replicas] == [("pending", 1)]
     with pytest.raises(ValueError, match="no replica to resume: 1 pending"):
         resume(attached())
-    assert str(run.executor.poll(run.handles[0])) == "pending", "nor is the job of the attempt before asked about"
+    assert str(view_of(run).executor.poll(run.handles[0])) == "pending", (
+        "nor is the job of the attempt before asked about"
+    )
     attached().cancel()
     assert [(outcome.status, outcome.attempt) for outcome in attached().outcomes()] == [("cancelled", 1)]
 
@@ -355,13 +358,13 @@ def test_a_start_whose_attempt_was_ended_meanwhile_asks_for_no_job(machines: Mac
 def test_a_job_whose_launcher_left_no_handle_is_found_by_its_key(machines: Machines) -> None:
     run = launched(machines, 1)
     key = "otter/replicas/0000/0/handle.json"
-    handle = bytes(run.store.get(key))
-    run.store.delete(key)
+    handle = bytes(view_of(run).store.get(key))
+    view_of(run).store.delete(key)
     machines.hides = lambda _: 1
     other = attached()
     assert other.handles == [None], "one who attaches early sees none yet, and finds it later"
     machines.hides = lambda _: 0
     eventually(lambda: other.handles != [None], "it is not looked for all the time")
     other.cancel()
-    assert json.loads(bytes(run.store.get(key))) == json.loads(handle)
+    assert json.loads(bytes(view_of(run).store.get(key))) == json.loads(handle)
     assert machines.living() == []

@@ -13,6 +13,7 @@ from executors.backends.jobs.service import JobKey, Kind
 from executors.errors import BackendError, LaunchError
 from executors.protocol import ReplicaStatus
 from executors.run.resume import resume
+from executors.run.run import manager_of, view_of
 from executors.run.start_spec import start_specs_of, trusted_task
 from executors.testing import eventually
 
@@ -47,7 +48,7 @@ def test_one_call_starts_all_ranks_and_each_knows_which_it_is(machines: Machines
     assert ends(run) == [("succeeded", None)] * 3
     assert run.results() == [{"rank": rank} for rank in range(3)]
     assert machines.count("start") == 1
-    assert [Attempt(run.store, "otter", rank).has("intent.json") for rank in range(3)] == [True] * 3
+    assert [Attempt(view_of(run).store, "otter", rank).has("intent.json") for rank in range(3)] == [True] * 3
 
 
 def test_ranks_that_are_resumed_are_a_group_of_their_own(machines: Machines) -> None:
@@ -113,7 +114,7 @@ def test_jobs_behind_a_lost_answer_are_ended_when_the_launch_is_given_up(machine
 def test_jobs_that_nobody_left_a_handle_of_are_found_each_by_its_key(machines: Machines) -> None:
     run = launched(machines, 3)
     for rank in range(3):
-        run.store.delete(f"otter/replicas/{rank:04d}/0/handle.json")
+        view_of(run).store.delete(f"otter/replicas/{rank:04d}/0/handle.json")
     other = attached()
     eventually(lambda: None not in other.handles, "they are not looked for all the time")
     other.cancel()
@@ -140,8 +141,8 @@ def test_a_cancel_is_not_called_done_where_the_service_cannot_say_whether_there_
     machines: Machines, has_looked: bool
 ) -> None:
     run, other = launched(machines, 2), attached()
-    left = Attempt(run.store, "otter", 1)
-    run.store.delete(left.key("handle.json"))
+    left = Attempt(view_of(run).store, "otter", 1)
+    view_of(run).store.delete(left.key("handle.json"))
     machines.fail("find", "unavailable", times=None)
     if has_looked:
         assert other.status().counts == "2 pending", "a look goes on without it"
@@ -157,11 +158,13 @@ def test_a_cancel_is_not_called_done_where_the_service_cannot_say_whether_there_
 
 def test_a_supervisor_whose_job_the_service_cannot_look_for_now_counts_as_one_that_lives(machines: Machines) -> None:
     run = launch(FakeExecutor(), "job.py:main", 2, run_id="otter", restarts="2", detach=True)
-    attempt = Attempt(run.store, "otter", 0)
+    attempt = Attempt(view_of(run).store, "otter", 0)
     end = attempt.record(attempt.ended(ReplicaStatus.FAILED, "exception"))
-    run.store.delete(attempt.key("handle.json"))
+    view_of(run).store.delete(attempt.key("handle.json"))
     other = attached()
-    controller = other.keep_here(start_specs_of(other, trusted_task(other), detach=True), None)
+    controller = manager_of(other).keep_here(
+        start_specs_of(view_of(other), trusted_task(view_of(other)), detach=True), None
+    )
     machines.fail("find", "unavailable", times=None)
     other.status()
     assert controller._supervisors([end]) == {0: SupervisorStatus(is_alive=True)}

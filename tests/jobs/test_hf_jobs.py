@@ -14,6 +14,7 @@ from servers.hub.server import HubServer, Reply
 from executors import HFJobsExecutor, Run, attach, launch
 from executors.backends.jobs.service import UNKNOWN, JobId, JobKey, JobService, JobServiceError, JobSpec, JobState
 from executors.errors import BackendError, MissingDependencyError
+from executors.run.run import view_of
 from executors.testing import eventually
 
 CPU = "cpu-basic"
@@ -137,7 +138,7 @@ def test_the_user_is_asked_for_once_by_all_threads_and_never_for_a_known_namespa
     def one(number: int) -> list[str]:
         together.wait()
         run = launch(executor, "job.py:main", 4, run_id=f"run-{number}")
-        assert run.record.placements[0].executor_options["namespace"] == hf.namespace
+        assert view_of(run).record.placements[0].executor_options["namespace"] == hf.namespace
         attach(run.url).cancel()
         return ids_of(run)
 

@@ -24,6 +24,7 @@ from executors.protocol import Outcome
 from executors.registry import get_executor
 from executors.run.placements import known_supervisors
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.store.records import exists
 from executors.testing import eventually
 from executors.testing.executor_contract import task
@@ -31,9 +32,9 @@ from executors.testing.executor_contract import task
 LOOKS: list[Callable[[Run], Any]] = [
     lambda run: run.logs(0),
     lambda run: run.cancel(),
-    lambda run: run.executor.stream_logs(run.handle(0)),
-    lambda run: run.executor.cancel(run.handle(0)),
-    lambda run: run.executor.poll(run.handle(0)),
+    lambda run: view_of(run).executor.stream_logs(view_of(run).reader.handle(0)),
+    lambda run: view_of(run).executor.cancel(view_of(run).reader.handle(0)),
+    lambda run: view_of(run).executor.poll(view_of(run).reader.handle(0)),
 ]
 
 
@@ -49,14 +50,14 @@ def run_of(owner: OwnsDirectory, job: object) -> Run:
 def test_a_job_of_somebody_elses_run_is_neither_shown_nor_ended(machines: Machines, tmp_path: Path) -> None:
     machines.is_held = True
     owner, mine = OwnsDirectory(tmp_path / "theirs"), start()
-    for named in (mine.handle(0).metadata["job"], {"id": "../../x"}, {"id": 5}, {}, {"id": "x" * 500}):
+    for named in (view_of(mine).reader.handle(0).metadata["job"], {"id": "../../x"}, {"id": 5}, {}, {"id": "x" * 500}):
         for look in LOOKS:
             with pytest.raises(BackendError, match="names a job that Fake does not know as this replica's"):
                 look(run_of(owner, named))
         run = run_of(owner, named)
         assert "names a job that Fake does not know as this replica's" in run.status().replicas[0].note
         for name in ("outcome.json", "cancel.json"):
-            assert not exists(run.store, f"bad/replicas/0000/0/{name}"), "they would learn of it there"
+            assert not exists(view_of(run).store, f"bad/replicas/0000/0/{name}"), "they would learn of it there"
     assert machines.living() == [(0, 0)]
     assert (machines.count("state"), machines.count("logs"), machines.count("stop")) == (0, 0, 0)
 
@@ -69,14 +70,15 @@ def test_a_foreign_job_of_one_rank_hides_no_other_of_its_backend_in_a_mixed_run(
     run = launch(executor, "job.py:hang", 3, run_id="otter", detach=True)
     eventually(lambda: all("hanging" in run.logs(rank) for rank in range(3)), "all run")
     machines.end(machines.job_of(run, 2), "preempted")
-    key = Attempt(run.store, "otter", 1).key("handle.json")
-    job, handle = run.handle(2).metadata["job"], json.loads(bytes(run.store.get(key)))
-    run.store.put(key, json.dumps({**handle, "metadata": {**handle["metadata"], "job": job}}).encode())
+    key = Attempt(view_of(run).store, "otter", 1).key("handle.json")
+    job, handle = view_of(run).reader.handle(2).metadata["job"], json.loads(bytes(view_of(run).store.get(key)))
+    view_of(run).store.put(key, json.dumps({**handle, "metadata": {**handle["metadata"], "job": job}}).encode())
     seen = attach("otter", executor=FakeExecutor())
     states = [(str(state.status), state.is_readable) for state in seen.status().replicas]
-    asked: list[Any] = [PendingReplica(seen.handle(rank), 0) for rank in range(3)]
-    assert isinstance(seen.executor, Backend)
-    parents = [(parent.is_alive, parent.reason) for parent in known_supervisors(seen.executor, asked)]
+    asked: list[Any] = [PendingReplica(view_of(seen).reader.handle(rank), 0) for rank in range(3)]
+    backend = view_of(seen).executor
+    assert isinstance(backend, Backend)
+    parents = [(parent.is_alive, parent.reason) for parent in known_supervisors(backend, asked)]
     run.cancel()
     assert states == [("running", True), ("running", False), ("failed", True)]
     assert parents == [(True, None), (True, None), (False, "preempted")]
@@ -93,7 +95,7 @@ def test_no_secret_and_no_image_is_used_because_a_record_names_it(
 ) -> None:
     run = launch(local, task("fail"), 1, args={"message": "no"}, run_id="same", rendezvous=tmp_path / "shared")
     assert run.wait(30)
-    record = json.loads(bytes(run.store.get("same/run.json")))
+    record = json.loads(bytes(view_of(run).store.get("same/run.json")))
     shutil.rmtree(state_home / "replicas" / "same")  # as on another machine
     for changes, words in (
         ({"secrets": ["HOME"]}, "Name it again: --secret HOME"),
@@ -102,13 +104,13 @@ def test_no_secret_and_no_image_is_used_because_a_record_names_it(
         changed = {**record, "placements": [{**record["placements"][0], **changes}]}
         theirs = json.dumps(task_json(changed)).encode()
         digest = hashlib.sha256(theirs).hexdigest()
-        run.store.put("same/task/task.json", theirs)
-        run.store.put("same/run.json", json.dumps({**changed, "task_digest": digest}).encode())
+        view_of(run).store.put("same/task/task.json", theirs)
+        view_of(run).store.put("same/run.json", json.dumps({**changed, "task_digest": digest}).encode())
         trusts: list[dict[str, Any]] = [{"trust_bucket": True}, {"task_digest": digest}]
         for trust in trusts:
             with pytest.raises(ValueError, match=words):
                 resume(attach("same", rendezvous=tmp_path / "shared"), **trust)
-    assert run.newest_attempt(0).number == 0
+    assert view_of(run).newest_attempt(0).number == 0
 
 
 def test_why_a_service_ended_a_replica_is_taken_from_two_words_and_for_a_notice_alone() -> None:

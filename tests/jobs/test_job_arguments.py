@@ -10,6 +10,7 @@ from support.fake_jobs import FakeExecutor, Machines
 from executors import attach, launch
 from executors.errors import EntrypointArgumentsError, EntrypointError
 from executors.launcher import plan_launch
+from executors.run.run import view_of
 from executors.run.run_index import local_store
 from executors.task.launch_request import LaunchRequest
 
@@ -44,7 +45,7 @@ def test_replicas_that_see_this_machine_meet_where_the_variable_says_or_in_the_s
     def places() -> set[str]:
         run = launch(FakeExecutor(), "job.py:main", 1)
         (handle,) = FakeExecutor().launch_replicas(1, "job.py:main", {})
-        return {run.store.url, handle.metadata["store_url"]}
+        return {view_of(run).store.url, handle.metadata["store_url"]}
 
     assert places() == {local_store().url}
     monkeypatch.setenv("REPLICAS_RENDEZVOUS", str(tmp_path / "shared"))
@@ -59,7 +60,7 @@ def test_a_run_in_a_directory_is_the_same_run_by_a_link_to_it(machines: Machines
     launch(FakeExecutor(), "job.py:main", 1, run_id="otter", rendezvous=str(place), detach=True)
     link.symlink_to(place.parent)
     by_link = attach(f"{link}/runs/otter", executor=FakeExecutor())
-    assert by_link.store.url != place.as_uri()
+    assert view_of(by_link).store.url != place.as_uri()
     (replica,) = by_link.status().replicas
     assert (str(replica.status), replica.doing) == ("pending", "scheduling")
     by_link.cancel()
@@ -74,7 +75,10 @@ def test_a_service_may_have_no_limit_of_its_own_by_default(machines: Machines, m
     limited, free = (made.job for made in machines.jobs)
     assert (limited.limit_s, free.limit_s) == (3600 + 900, None)
     assert ["REPLICA_TIMEOUT_S" in job.env for job in (limited, free)] == [True, False]
-    assert (run.record.placements[0].timeout_s, run.handle(0).metadata["timeout_s"]) == (None, None)
+    assert (view_of(run).record.placements[0].timeout_s, view_of(run).reader.handle(0).metadata["timeout_s"]) == (
+        None,
+        None,
+    )
 
 
 def test_a_script_runs_in_a_job_with_its_argv(machines: Machines) -> None:

@@ -12,6 +12,8 @@ from support.fake_jobs import FakeExecutor, Machines, attached, start
 from executors import Run
 from executors.attempt import replica_key
 from executors.errors import ReplicaFailedError
+from executors.run.run import view_of
+from executors.run.run_page import report_document
 from executors.status import RunStatus
 from executors.testing import eventually
 
@@ -92,14 +94,14 @@ def test_the_pages_of_jobs_are_shown(machines: Machines, command: HereInstead) -
     assert [row["page"] for row in command.replicas(*STATUS, "--json").json["replicas"]] == pages
     assert "https://" not in command.replicas(*STATUS).stdout
     assert f"rank 1: {pages[1]}" in command.replicas(*STATUS, "-v").stdout.splitlines()
-    assert [row["page"] for row in run.report_document()["replicas"]] == pages
+    assert [row["page"] for row in report_document(view_of(run))["replicas"]] == pages
 
 
 def test_a_page_is_shown_with_its_rank_where_others_joined_or_are_added_during_the_look(
     machines: Machines, command: HereInstead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, look = start(1, "hang"), Run.status
-    run.store.put(replica_key("otter", 1, 0, "started.json"), b'{"nonce": "joined by itself"}')
+    view_of(run).store.put(replica_key("otter", 1, 0, "started.json"), b'{"nonce": "joined by itself"}')
 
     def look_before_somebody_adds(self: Run) -> RunStatus:
         now = look(self)

@@ -16,6 +16,7 @@ from executors.backend import Observation, PendingReplica
 from executors.backends.jobs.job_outcomes import STILL_S, JobOutcomeRecorder
 from executors.errors import BackendError, ReplicaLostError
 from executors.restarts.decision_log import DecisionLog
+from executors.run.run import manager_of, view_of
 from executors.store.records import to_bytes
 from executors.testing import eventually
 
@@ -30,7 +31,7 @@ def test_each_way_to_end_a_job_from_outside_has_its_reason(machines: Machines) -
     machines.end(forgotten)
     be_silent_for(run, 3, 3600)
     forgotten.is_forgotten = True
-    run.executor.service.stop({"id": stopped.id})  # type: ignore[attr-defined]
+    view_of(run).executor.service.stop({"id": stopped.id})  # type: ignore[attr-defined]
     run.cancel(5)
     machines.end(broken, "start_failed")
     assert ends(run) == [
@@ -65,7 +66,7 @@ def test_each_way_to_end_a_job_from_outside_has_its_reason(machines: Machines) -
 
 def be_silent_for(run: Run, rank: int, seconds: float) -> None:
     """Let the last heartbeat of a replica that is gone be so old."""
-    run.store.put(f"otter/replicas/{rank:04d}/0/heartbeat.json", to_bytes({"at": time.time() - seconds}))
+    view_of(run).store.put(f"otter/replicas/{rank:04d}/0/heartbeat.json", to_bytes({"at": time.time() - seconds}))
 
 
 @pytest.mark.parametrize("lists_jobs", [False, True])
@@ -136,9 +137,9 @@ def test_a_single_look_at_a_replica_that_never_beat_goes_by_when_it_was_begun(
     begun_at = time.time() - age_s
     queued_s = 86400 if has_started else 0  # the claim is the later sign of life
     intent = {"nonce": "n", "by": "its launcher", "at": begun_at - queued_s}
-    run.store.put("otter/replicas/0000/0/intent.json", to_bytes(intent))
+    view_of(run).store.put("otter/replicas/0000/0/intent.json", to_bytes(intent))
     if has_started:
-        run.store.put("otter/replicas/0000/0/started.json", to_bytes({"nonce": "n", "at": begun_at}))
+        view_of(run).store.put("otter/replicas/0000/0/started.json", to_bytes({"nonce": "n", "at": begun_at}))
     alive = "1 running" if has_started else "1 pending"
     assert attached().status().counts == (alive if age_s == 600 else "1 failed")
 
@@ -165,7 +166,7 @@ def test_the_services_limit_ends_a_replica_that_does_not_end_itself(
 def test_what_prevents_a_start_is_in_the_outcome(machines: Machines) -> None:
     machines.is_held = True
     run = start()
-    run.store.delete("otter/task/code.tar.gz")
+    view_of(run).store.delete("otter/task/code.tar.gz")
     machines.release()
     assert ends(run) == [("failed", "start_failed")]
     (outcome,) = run.outcomes()
@@ -311,8 +312,10 @@ def test_a_cancel_is_ordered_though_the_service_rejects_every_question(machines:
     else:
         attached().cancel()
         assert machines.living() == [], "who is not told how they are may end them"
-    assert [(entry.kind, entry.rank) for entry in DecisionLog(run.store, "otter").read()] == [("cancel", None)]
-    assert all(run.newest_attempt(rank).has("cancel.json") for rank in range(2)), "replicas look there by themselves"
+    assert [(entry.kind, entry.rank) for entry in DecisionLog(view_of(run).store, "otter").read()] == [("cancel", None)]
+    assert all(view_of(run).newest_attempt(rank).has("cancel.json") for rank in range(2)), (
+        "replicas look there by themselves"
+    )
     machines.forgive()
     run.cancel()
     assert ends(run) == [("cancelled", "cancelled")] * 2
@@ -330,8 +333,8 @@ def test_the_command_cancels_all_ranks_that_it_is_given_though_the_service_rejec
     assert told.code == 2
     assert told.stderr.startswith("Error: Fake: rejected, as the test asked.")
     assert told.stdout.startswith("Cancelled ranks 0, 2 of otter in its store, where replicas look.")
-    assert [entry.rank for entry in DecisionLog(run.store, "otter").read()] == [0, 2]
-    assert [run.newest_attempt(rank).has("cancel.json") for rank in range(3)] == [True, False, True]
+    assert [entry.rank for entry in DecisionLog(view_of(run).store, "otter").read()] == [0, 2]
+    assert [view_of(run).newest_attempt(rank).has("cancel.json") for rank in range(3)] == [True, False, True]
     machines.forgive()
     run.cancel()
 
@@ -340,9 +343,9 @@ def test_a_request_to_cancel_asks_the_store_alone(machines: Machines) -> None:
     machines.is_held = True
     run = start(2)
     machines.calls.clear()
-    attached().request_cancel()
+    manager_of(attached()).canceller.request()
     assert machines.calls == []
-    assert all(run.newest_attempt(rank).has("cancel.json") for rank in range(2))
+    assert all(view_of(run).newest_attempt(rank).has("cancel.json") for rank in range(2))
     run.cancel()
 
 
@@ -391,6 +394,6 @@ def test_what_a_job_waits_for_is_told(machines: Machines) -> None:
     for machines.lists_jobs in (False, True):
         machines.is_held = True
         run = launch(FakeExecutor(), "job.py:main", 1, run_id=f"otter-{int(machines.lists_jobs)}")
-        (observed,) = FakeExecutor().observe([PendingReplica(run.handle(0), 0)])
+        (observed,) = FakeExecutor().observe([PendingReplica(view_of(run).reader.handle(0), 0)])
         assert observed == Observation(doing="scheduling")
         run.cancel()

@@ -24,6 +24,7 @@ from support.resumers import resume_at_once, resumers
 from support.sandboxes import gpu
 
 from executors import HFJobsExecutor, ModalExecutor, attach, launch
+from executors.run.run import view_of
 from executors.testing import eventually
 from executors.testing.helpers import environment
 
@@ -142,7 +143,7 @@ def test_a_sandbox_whose_launcher_was_killed_before_it_left_the_handle_is_found_
     done = subprocess.run([sys.executable, "-c", DIES_BEFORE_THE_HANDLE, gpu or ""], env=environment(), check=False)
     assert done.returncode == -signal.SIGKILL
     run = attach("otter", rendezvous=s3.url("runs"))
-    assert not [entry for entry in run.store.list("otter/") if entry.key.endswith("/handle.json")]
+    assert not [entry for entry in view_of(run).store.list("otter/") if entry.key.endswith("/handle.json")]
     assert [result["rank"] for result in run.results()] == [0]
     assert [handle.metadata["job"]["sandbox_id"] for handle in run.handles] == [
         sandbox.sandbox_id for sandbox in modal_runs.sandboxes
@@ -292,7 +293,14 @@ def test_a_run_is_resumed_as_it_was_launched(hf: HubServer, folder: Folder, monk
     assert second.spec["secrets"].items() >= {"ALWAYS": "a secret", "ONCE": "another"}.items()
     assert second.labels == {**one.labels, "replicas-attempt": "1", "name": one.labels["name"].replace("-a0", "-a1")}
     again = launch(
-        executor, "job.py:fail", 2, run_id="otter", rendezvous=run.store.url, timeout=500, secrets=["ONCE"], resume=True
+        executor,
+        "job.py:fail",
+        2,
+        run_id="otter",
+        rendezvous=view_of(run).store.url,
+        timeout=500,
+        secrets=["ONCE"],
+        resume=True,
     )
     assert again.wait(60)
     assert [outcome.attempt for outcome in again.outcomes()] == [0, 2]
@@ -330,7 +338,7 @@ def test_what_failed_is_resumed_from_elsewhere_with_the_recorded_options(
     command = ["-m", "executors.cli", "resume", run.url]
     refused = elsewhere(*command)
     assert (refused.returncode, "only its rendezvous says what it is" in refused.stderr) == (2, True), refused.stderr
-    command += ["--task-digest", str(run.task_digest)]
+    command += ["--task-digest", str(view_of(run).task_digest)]
     refused = elsewhere(*command)
     assert (refused.returncode, "Name it again: --secret wandb" in refused.stderr) == (2, True), refused.stderr
     done = elsewhere(*command, "--secret", "wandb")

@@ -20,6 +20,7 @@ from executors import HFJobsExecutor, attach, launch
 from executors.backends.jobs.service import JobKey, JobSpec
 from executors.errors import ReplicasError
 from executors.launcher import plan_launch
+from executors.run.run import view_of
 from executors.store.run_key import RUN_KEY, key_file
 from executors.task.launch_request import LaunchRequest
 
@@ -64,15 +65,24 @@ def test_a_secret_is_seen_by_the_replica_and_by_nobody_else(
 
     for name, value in secrets.items():
         assert hf.places_of(value) == [], f"{name} was sent to the Hub outside of the secrets"
-    for entry in run.store.list(""):
-        assert_nothing_of(secrets, bytes(run.store.get(entry.key)).decode(errors="replace"), entry.key)
+    for entry in view_of(run).store.list(""):
+        assert_nothing_of(secrets, bytes(view_of(run).store.get(entry.key)).decode(errors="replace"), entry.key)
     for path in state_home.rglob("*"):
         if path.is_file() and path != key_file(run.run_id):
             assert_nothing_of(secrets, path.read_text(errors="replace"), str(path))
     (job,) = hf.jobs.newest_first()
     assert job.spec["secrets"].keys() == {"BY_OPTION", "BY_LAUNCH", RUN_KEY, *CREDENTIALS}
     assert_nothing_of(secrets, repr({**job.spec, "secrets": None}), "the job")
-    shown = [executor, run, run.handles, run.record, run.outcomes(), run.status(), attach(run.url), run.store]
+    shown = [
+        executor,
+        run,
+        run.handles,
+        view_of(run).record,
+        run.outcomes(),
+        run.status(),
+        attach(run.url),
+        view_of(run).store,
+    ]
     assert_nothing_of(secrets, repr(shown), "a repr")
     assert_nothing_of(secrets, run.logs(rank=0), "the log")
     assert_nothing_of(secrets, caplog.text, "the launcher's log")

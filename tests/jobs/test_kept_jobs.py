@@ -28,6 +28,7 @@ from executors.backends.jobs.service import LONGEST_PATIENCE_S, START_LIMIT_S, J
 from executors.restarts.decision_log import Decision, DecisionLog
 from executors.restarts.lease import LeaseHolder, release_lease
 from executors.run.resume import resume
+from executors.run.run import manager_of, view_of
 from executors.run.start_spec import start_specs_of, trusted_task
 from executors.settings.run_spec import LEASE_S
 from executors.store.records import to_bytes
@@ -98,7 +99,7 @@ def _time_after_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def log_of(run: Run) -> list[Decision]:
-    return list(DecisionLog(run.store, run.run_id).read())
+    return list(DecisionLog(view_of(run).store, run.run_id).read())
 
 
 def lose_container(machines: Machines, job: FakeJob) -> None:
@@ -131,7 +132,7 @@ def test_who_launched_starts_anew_what_lost_its_container(
     assert run.results() == [0, 1]
     assert [(e.kind, e.start, e.how, e.reason) for e in log_of(run)] == [("restart", {1: 1}, "launch", reason)]
     assert len(machines.jobs) == 3
-    assert Attempt(run.store, run.run_id, 1).outcome().notice == ("SIGTERM" if end is give_notice else None)  # type: ignore[union-attr]
+    assert Attempt(view_of(run).store, run.run_id, 1).outcome().notice == ("SIGTERM" if end is give_notice else None)  # type: ignore[union-attr]
 
 
 @pytest.mark.usefixtures("_time_after_a_notice")
@@ -144,7 +145,7 @@ def test_the_service_says_once_why_it_ended_a_replica_and_that_stands(machines: 
         ("signal", "Replica 1 of 2 was terminated by SIGTERM, sent by Fake or its administrators."),
     ]
     assert [(end.reason, end.error) for end in attached().outcomes()] == words
-    assert [row["reason"] for row in run.executor.collect(run.handles)] == ["preempted", "signal"]
+    assert [row["reason"] for row in view_of(run).executor.collect(run.handles)] == ["preempted", "signal"]
     first = machines.job_of(run, 0)
     machines.start_again(first)
     assert first.process is not None
@@ -193,7 +194,9 @@ def test_a_detached_run_waits_for_whoever_keeps_it(machines: Machines, folder: P
     assert not run.wait(2)
     assert log_of(run) == []
     controller = attached()
-    controller.keep_here(start_specs_of(controller, trusted_task(controller), detach=True), None)
+    manager_of(controller).keep_here(
+        start_specs_of(view_of(controller), trusted_task(view_of(controller)), detach=True), None
+    )
     with waiting(controller):
         eventually((folder / "0-1").exists, "rank 0 is started anew")
         (folder / "go").touch()
@@ -207,13 +210,17 @@ def test_a_handle_that_names_the_job_of_another_rank_keeps_no_other_from_its_res
     run = waits(folder, 3, restarts="2", detach=True)
     for rank in (0, 1):
         lose_container(machines, machines.job_of(run, rank))
-    eventually(lambda: run.status() and all(run.newest_attempt(rank).outcome() for rank in (0, 1)), "both are lost")
-    key = Attempt(run.store, "otter", 1).key("handle.json")
-    handle = json.loads(bytes(run.store.get(key)))
-    handle["metadata"]["job"] = run.handle(2).metadata["job"]
-    run.store.put(key, to_bytes(handle))
+    eventually(
+        lambda: run.status() and all(view_of(run).newest_attempt(rank).outcome() for rank in (0, 1)), "both are lost"
+    )
+    key = Attempt(view_of(run).store, "otter", 1).key("handle.json")
+    handle = json.loads(bytes(view_of(run).store.get(key)))
+    handle["metadata"]["job"] = view_of(run).reader.handle(2).metadata["job"]
+    view_of(run).store.put(key, to_bytes(handle))
     controller, told = attached(), list[str]()
-    controller.keep_here(start_specs_of(controller, trusted_task(controller), detach=True), None, told.append)
+    manager_of(controller).keep_here(
+        start_specs_of(view_of(controller), trusted_task(view_of(controller)), detach=True), None, told.append
+    )
     with waiting(controller):
         eventually(lambda: all((folder / name).exists() for name in ("0-1", "1-1")), "both are started anew")
         (folder / "go").touch()
@@ -278,24 +285,28 @@ def test_an_attached_run_has_a_lease_which_its_launcher_renews_and_a_second_watc
 ) -> None:
     run = waits(folder, 1)
     key = f"{run.run_id}/lease.json"
-    lease = json.loads(bytes(run.store.get(key)))
+    lease = json.loads(bytes(view_of(run).store.get(key)))
     assert not lease["detached"]
     assert machines.jobs[0].job.env["REPLICA_LEASE_S"] == "900.0"
-    second = LeaseHolder(run.store, run.run_id, yields=True, renew_s=0.2)
+    second = LeaseHolder(view_of(run).store, run.run_id, yields=True, renew_s=0.2)
     second.renew()
-    assert json.loads(bytes(run.store.get(key))) == lease  # somebody else renews it
+    assert json.loads(bytes(view_of(run).store.get(key))) == lease  # somebody else renews it
     second.start()
-    taken = eventually(lambda: (found := json.loads(bytes(run.store.get(key)))) != lease and found, "it is taken over")
+    taken = eventually(
+        lambda: (found := json.loads(bytes(view_of(run).store.get(key)))) != lease and found, "it is taken over"
+    )
     assert taken["holder"] not in ("", lease["holder"])
     second.release()
-    assert json.loads(bytes(run.store.get(key)))["detached"]
+    assert json.loads(bytes(view_of(run).store.get(key)))["detached"]
     (folder / "go").touch()
     assert run.results() == [0]
 
 
 def renewed_last(run: Run, *, by: str, age_s: float = 0.0) -> None:
     """Leave the lease as a launcher does that has ended."""
-    run.store.put(f"{run.run_id}/lease.json", to_bytes({"holder": "gone", "by": by, "at": time.time() - age_s}))
+    view_of(run).store.put(
+        f"{run.run_id}/lease.json", to_bytes({"holder": "gone", "by": by, "at": time.time() - age_s})
+    )
 
 
 def pid_of_the_dead() -> int:
@@ -324,9 +335,9 @@ def test_a_run_whose_launcher_may_still_renew_the_lease_waits_for_the_restart(ma
     preempt(machines, machines.job_of(run, 0))
     renewed_last(run, by="elsewhere:4711", age_s=LEASE_S / 2)
     assert attached().status().counts == "1 pending"
-    LeaseHolder(run.store, run.run_id).release()
+    LeaseHolder(view_of(run).store, run.run_id).release()
     renewed_last(run, by="elsewhere:4711", age_s=LEASE_S + 1)
-    release_lease(run.store, run.run_id)
+    release_lease(view_of(run).store, run.run_id)
     assert attached().status().counts == "1 pending", "a released run needs no launcher: another process may watch it"
 
 
@@ -336,7 +347,7 @@ def test_who_leaves_a_run_does_not_wait_for_a_bucket_that_does_not_answer(
     machines.is_held = True
     run = start(1, rendezvous=s3.url("runs"))
     s3.misbehave(unavailable=1.0)
-    LeaseHolder(run.store, run.run_id).release()
+    LeaseHolder(view_of(run).store, run.run_id).release()
     assert "run otter may end 15 min from now unless somebody watches it" in caplog.text
     assert len(s3.requests("GET", "lease.json")) == 1, "tried once"
     s3.misbehave()
@@ -350,19 +361,21 @@ def test_a_detached_resume_lets_an_attached_run_go_and_its_own_lease_once_it_has
     run.cancel()
     Path(folder, "go").touch()
     assert resume(run, detach=True).results() == [1]
-    assert json.loads(bytes(run.store.get(f"{run.run_id}/lease.json")))["detached"]
+    assert json.loads(bytes(view_of(run).store.get(f"{run.run_id}/lease.json")))["detached"]
     name = machines.jobs[1].job.env["REPLICA_LEASE_NAME"]
     assert name.startswith("starts/"), "a lease of its own, until the last handle is written"
-    assert json.loads(bytes(run.store.get(f"{run.run_id}/{name}")))["detached"], "nobody has to renew it any more"
+    assert json.loads(bytes(view_of(run).store.get(f"{run.run_id}/{name}")))["detached"], (
+        "nobody has to renew it any more"
+    )
 
 
 def test_a_lease_does_not_bring_a_deleted_run_back(machines: Machines, folder: Path) -> None:
     run = waits(folder, 1)
-    holder = LeaseHolder(run.store, run.run_id)
+    holder = LeaseHolder(view_of(run).store, run.run_id)
     run.cancel()
     run.remove()
     holder.renew()
-    assert list(run.store.list(f"{run.run_id}/")) == []
+    assert list(view_of(run).store.list(f"{run.run_id}/")) == []
 
 
 def test_a_stop_ends_what_is_not_over_in_time_and_a_resume_goes_on(machines: Machines, folder: Path) -> None:
@@ -386,11 +399,11 @@ def test_a_closed_laptop_another_machine_brings_a_run_back_with_its_url_alone(hf
     assert launched.code == 0, launched
     run = attach("otter")
     eventually(lambda: "hanging" in run.logs(rank=0), "it hangs")
-    hf.kill(run.handle(0).metadata["job"]["id"])
+    hf.kill(view_of(run).reader.handle(0).metadata["job"]["id"])
     elsewhere = {"XDG_STATE_HOME": str(tmp_path / "elsewhere"), "REPLICAS_RENDEZVOUS": ""}
     missing = here.replicas("watch", run.url, "--once", environ=elsewhere)
     assert (missing.code, "--task-digest" in missing.stderr) == (2, True), missing
-    vouched = ("watch", run.url, "--once", "--task-digest", str(run.task_digest))
+    vouched = ("watch", run.url, "--once", "--task-digest", str(view_of(run).task_digest))
     missing = here.replicas(*vouched, environ=elsewhere)
     assert (missing.code, "--env WORDS=" in missing.stderr) == (2, True), missing
     assert log_of(run) == []
@@ -423,12 +436,14 @@ def test_a_start_whose_controller_died_before_the_service_heard_of_it_is_given_u
 ) -> None:
     run = waits(folder, 1, restarts="2,backoff=0s", detach=True)
     lose_container(machines, machines.job_of(run, 0))
-    next_one = Attempt(run.store, run.run_id, 0, 1)
+    next_one = Attempt(view_of(run).store, run.run_id, 0, 1)
     begun_at = time.time() - START_LIMIT_S - CLOCKS_DIFFER_S - 60
     begun = {"nonce": "n", "by": "a laptop", "at": begun_at, "takes_s": START_LIMIT_S}
-    run.store.put(next_one.key("intent.json"), to_bytes(begun))
+    view_of(run).store.put(next_one.key("intent.json"), to_bytes(begun))
     controller = attached()
-    controller.keep_here(start_specs_of(controller, trusted_task(controller), detach=True), None)
+    manager_of(controller).keep_here(
+        start_specs_of(view_of(controller), trusted_task(view_of(controller)), detach=True), None
+    )
     with waiting(controller):
         eventually((folder / "0-2").exists, "rank 0 is started anew", within_s=60)
         (folder / "go").touch()

@@ -21,6 +21,7 @@ from executors.backends.kubernetes_client import _asked, client
 from executors.backends.kubernetes_pods import TAKEN_BACK, state_of
 from executors.errors import BackendError, LaunchError
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.store.records import to_bytes
 from executors.testing import eventually
 
@@ -219,7 +220,7 @@ def test_a_pod_that_should_be_gone_has_ended_once_the_heartbeat_of_its_replica_h
             (state,) = attached().status().replicas
             assert (state.status, state.note) == ("running", "DeletionByTaintManager"), "it beats"
     machines.end(machines.job_of(run, 0))
-    run.store.put("otter/replicas/0000/0/heartbeat.json", to_bytes({"at": time.time() - 3600}))
+    view_of(run).store.put("otter/replicas/0000/0/heartbeat.json", to_bytes({"at": time.time() - 3600}))
     with monkeypatch.context() as patch:
         patch.setattr(FakeJob, "state", lambda job: told)
         assert [outcome.reason for outcome in attached().outcomes()] == ["preempted"]
@@ -308,7 +309,7 @@ def test_ranks_are_resumed_as_one_more_job(k8s: ApiServer) -> None:
     assert [outcome.attempt for outcome in again.outcomes()] == [1, 0, 1]
     (second,) = k8s.cluster.jobs.keys() - {first}
     assert second == f"{first.removesuffix('-a0-r0')}-a1-r0"
-    assert [again.handle(rank).metadata["job"]["index"] for rank in range(3)] == [0, 1, 1]
+    assert [view_of(again).reader.handle(rank).metadata["job"]["index"] for rank in range(3)] == [0, 1, 1]
     k8s.until(lambda: k8s.cluster.jobs[second]["status"].get("failedIndexes") == "0,1")
     assert k8s.cluster.secrets.keys() == {first, second}
     assert "my-own-value" not in str(k8s.cluster.jobs)
@@ -341,7 +342,7 @@ def test_a_cancellation_is_noted_though_the_service_refuses_to_answer(k8s: ApiSe
     run = launch("k8s", "job.py:main", 1)
     k8s.write_kubeconfig("a-token-that-ran-out")
     with pytest.raises(JobServiceError, match="HTTP 401"):
-        KubernetesExecutor().cancel(run.handle(0))
-    assert Attempt.of_handle(run.handle(0), "k8s")[0].has("cancel.json")
+        KubernetesExecutor().cancel(view_of(run).reader.handle(0))
+    assert Attempt.of_handle(view_of(run).reader.handle(0), "k8s")[0].has("cancel.json")
     k8s.write_kubeconfig(k8s.token)
     run.cancel()

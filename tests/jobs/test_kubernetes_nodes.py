@@ -13,6 +13,7 @@ from executors import attach, launch
 from executors.backends.jobs.service import UNKNOWN, JobState
 from executors.backends.kubernetes import KubernetesJobs
 from executors.backends.kubernetes_pods import CUT_OFF, DELETED_EARLY
+from executors.run.run import view_of
 from executors.testing import eventually
 
 
@@ -101,14 +102,14 @@ def test_the_standstill_of_a_heartbeat_counts_from_when_its_node_ceased_to_answe
 
     run = launch("k8s", "job.py:hang", 1, args={"deaf": True})
     eventually(lambda: "hanging" in run.logs(0))
-    eventually(lambda: run.newest_attempt(0).beat() is not None)
+    eventually(lambda: view_of(run).newest_attempt(0).beat() is not None)
     (pod,) = k8s.cluster.pods.values()
-    beat = run.newest_attempt(0).beat()
+    beat = view_of(run).newest_attempt(0).beat()
     monkeypatch.setattr("executors.attempt.Attempt.beat", lambda self: beat)  # its node is dead: it beats no more
     service, now = KubernetesJobs(), [0.0]
     ends = JobOutcomeRecorder(service, JobStatePoller(service), clock=lambda: now[0])
-    handle = run.handle(0)
-    replica, job_id = JobReplica.of(run.newest_attempt(0), handle), handle.metadata["job"]
+    handle = view_of(run).reader.handle(0)
+    replica, job_id = JobReplica.of(view_of(run).newest_attempt(0), handle), handle.metadata["job"]
     k8s.cluster.lose_node(pod.name)
     assert ends.may_live(replica, service.state(job_id))
     now[0] = 300.0

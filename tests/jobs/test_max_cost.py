@@ -15,6 +15,7 @@ from executors.backends.jobs.max_cost import used_s
 from executors.errors import MaxCostSpentError
 from executors.protocol import ReplicaStatus
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.store.memory import MemoryStore
 from executors.store.records import to_bytes
 from executors.supervisor import standalone
@@ -36,14 +37,14 @@ def limits(machines: Machines) -> list[float]:
 
 def has_run(run: Run, rank: int, number: int, seconds: float) -> None:
     """Let an attempt have begun earlier than it did."""
-    attempt = Attempt(run.store, run.run_id, rank, number)
-    claim = json.loads(bytes(run.store.get(attempt.key("started.json"))))
-    run.store.put(attempt.key("started.json"), to_bytes({**claim, "at": time.time() - seconds}))
+    attempt = Attempt(view_of(run).store, run.run_id, rank, number)
+    claim = json.loads(bytes(view_of(run).store.get(attempt.key("started.json"))))
+    view_of(run).store.put(attempt.key("started.json"), to_bytes({**claim, "at": time.time() - seconds}))
 
 
 def preempted(run: Run, machines: Machines, rank: int, number: int, after_s: float) -> None:
     """Take the machine of an attempt back, once it hangs."""
-    attempt = Attempt(run.store, run.run_id, rank, number)
+    attempt = Attempt(view_of(run).store, run.run_id, rank, number)
     eventually(lambda: attempt.has("handle.json") and "hanging" in run.logs(rank), f"attempt {number} hangs")
     has_run(run, rank, number, after_s)
     machines.end(machines.job_of(attached(), rank), "preempted")
@@ -100,7 +101,7 @@ def test_a_rank_that_is_resumed_at_another_price_gets_the_rest_of_its_money(
     has_run(run, 0, 0, 1800.0)
     costs(2.0)
     run = resumed()
-    eventually(lambda: Attempt(run.store, run.run_id, 0, 1).has("started.json"), "attempt 1 begins")
+    eventually(lambda: Attempt(view_of(run).store, run.run_id, 0, 1).has("started.json"), "attempt 1 begins")
     has_run(run, 0, 1, 9000.0)  # five of the ten dollars that were left
     costs(20.0)
     run = resumed()
@@ -118,7 +119,7 @@ def test_a_new_run_from_a_snapshot_costs_no_more_than_its_max_cost(
     assert run.wait(60)
     new = resume(attached(), gpu=gpu, timeout=timeout, from_snapshot=True)
     assert limits(machines) == [SHARE_S, limit_s]
-    assert (new.record.settings.max_cost, new.record.placements[0].timeout_s) == (2.0, limit_s)
+    assert (view_of(new).record.settings.max_cost, view_of(new).record.placements[0].timeout_s) == (2.0, limit_s)
     new.cancel()
 
 

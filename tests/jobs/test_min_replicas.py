@@ -13,6 +13,7 @@ from support.fake_jobs import FakeExecutor, FakeJobs, Machines, start
 from executors import Run, attach, launch
 from executors.errors import LaunchError
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.run.run_index import local_store
 from executors.store.records import exists
 from executors.testing import eventually
@@ -39,7 +40,7 @@ def test_a_rank_that_is_refused_is_left_out_when_enough_others_are_started(
     assert machines.living() == [(0, 0), (1, 0), (3, 0)]
     assert "replicas: Rank 2 could not be started: Fake: rejected, as the test asked." in capsys.readouterr().err
     assert reasons(run) == [None, None, "start_failed", None]
-    assert run.record.settings.min_replicas == 3
+    assert view_of(run).record.settings.min_replicas == 3
     run.cancel()
 
 
@@ -160,7 +161,7 @@ def test_a_resume_waits_for_the_rest_as_the_launch_did_or_as_it_is_told(
     machines: Machines, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = start(3, min_replicas=2, gather_s=0.3)
-    assert run.record.settings.gather_s == 0.3
+    assert view_of(run).record.settings.gather_s == 0.3
     for gather_s, said in ((None, "0.3 s"), (0.1, "0.1 s")):
         run.cancel()
         decides = machines.hold(1)

@@ -17,6 +17,7 @@ from executors.backends.jobs.service import START_LIMIT_S, JobKey, JobServiceErr
 from executors.backends.modal import BUILD_S, GPU_START_S
 from executors.errors import BackendError
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.testing.executor_contract import task
 
 __all__ = ["gpu"]  # a fixture
@@ -81,7 +82,7 @@ def test_a_run_with_an_image_object_is_resumed_only_with_an_image_that_is_given_
     image = modal.Image.debian_slim("3.11").run_commands("echo made-by-the-user")
     run = launch(ModalExecutor(image=image), task("hang"), 1, run_id="otter")
     run.cancel()
-    assert run.record.placements[0].unrecorded_options == ("image",)
+    assert view_of(run).record.placements[0].unrecorded_options == ("image",)
     asked_again = r"with the option 'image' of backend 'modal'.*--backend modal --option image=…"
     for found in (attach("otter"), attach("otter", executor="modal"), attach("otter", executor=ModalExecutor())):
         with pytest.raises(ValueError, match=asked_again):

@@ -33,6 +33,7 @@ from executors.errors import LaunchError, StoreError
 from executors.patience import PAID_KEEPER
 from executors.protocol import ReplicaStatus
 from executors.run.job_notes import noted_jobs
+from executors.run.run import manager_of, view_of
 from executors.testing import eventually
 
 pytestmark = pytest.mark.timeout(480)  # a call that hangs is waited for in earnest
@@ -121,7 +122,7 @@ def test_the_process_that_launched_ends_all_jobs_whatever_the_store_does(
     lose_the_store()
     run.cancel()
     assert living(hf) == []
-    assert run.was_ended_without_store
+    assert manager_of(run).canceller.was_ended_without_store
     assert f"2 jobs of run {RUN.id} ended at the service. The run's records do not say so: " in capsys.readouterr().err
 
 
@@ -260,8 +261,8 @@ def test_a_run_whose_prefix_was_emptied_is_still_found_and_ended(
     hf: HubServer, command: HereInstead, s3: S3Server
 ) -> None:
     run = started(hf, detach=True)
-    for entry in list(run.store.list(f"{RUN.id}/")):
-        run.store.delete(entry.key)
+    for entry in list(view_of(run).store.list(f"{RUN.id}/")):
+        view_of(run).store.delete(entry.key)
     told = command.replicas("cancel", RUN.id)
     assert (told.code, living(hf)) == (0, []), told
 
@@ -271,7 +272,7 @@ def test_a_run_whose_prefix_was_emptied_is_still_found_and_ended(
 def test_the_launching_command_ends_the_jobs_of_a_run_whose_store_refuses_it_for_good(
     hf: HubServer, command: HereInstead, s3: S3Server, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    monkeypatch.setattr("executors.run.run.PAID_KEEPER", replace(PAID_KEEPER, refused_seconds=0.5))
+    monkeypatch.setattr("executors.run.run_manager.PAID_KEEPER", replace(PAID_KEEPER, refused_seconds=0.5))
 
     def strike() -> None:
         eventually(lambda: len(living(hf)) == 2 and len(noted_jobs(RUN.id)) == 2)
@@ -314,7 +315,7 @@ def ended_in_its_records_alone(hub: HubServer) -> Run:
     """Return a run whose records say that all replicas have ended, while one job still runs at the service."""
     run = started(hub)
     for rank in range(2):
-        attempt = Attempt(run.store, RUN.id, rank, 0)
+        attempt = Attempt(view_of(run).store, RUN.id, rank, 0)
         attempt.record(attempt.ended(ReplicaStatus.FAILED, "lost", error="as some process concluded"))
     hub.jobs.cancel(hub.job(run.handles[0].metadata["job"]["id"]))
     assert living(hub) == ["1"]
@@ -350,7 +351,7 @@ def test_a_run_whose_records_cannot_be_read_is_not_removed_while_the_service_lis
 ) -> None:
     run = started(hf)
     for rank in range(2):
-        run.store.put(f"{RUN.id}/{record.format(rank=rank)}", b"{")
+        view_of(run).store.put(f"{RUN.id}/{record.format(rank=rank)}", b"{")
     told = command.replicas("rm", RUN.id)
     assert (told.code, living(hf)) == (2, ["0", "1"]), told
     assert f"replicas cancel {RUN.id}" in told.stderr
@@ -365,7 +366,7 @@ def test_another_machine_that_is_given_the_backend_does_not_remove_an_unreadable
     hf: HubServer, command: HereInstead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = started(hf)
-    run.store.put(f"{RUN.id}/run.json", b"{")
+    view_of(run).store.put(f"{RUN.id}/run.json", b"{")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
     told = command.replicas("rm", run.url, "--backend", "hf")
     assert (told.code, living(hf)) == (2, ["0", "1"]), told

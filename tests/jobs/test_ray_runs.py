@@ -14,6 +14,7 @@ from executors.attempt import Attempt
 from executors.backends.jobs.service import JobServiceError
 from executors.backends.ray_client import RayClient, RayJob
 from executors.protocol import ReplicaStatus
+from executors.run.run import view_of
 
 
 class KeepsJobs(RayClient):
@@ -51,10 +52,10 @@ def test_a_run_id_that_was_removed_and_launched_again_does_not_get_the_old_runs_
 
     def launched() -> tuple[Run, str]:
         run = launch(RayExecutor(shared_disk=True), "job.py:main", 1, run_id="otter", detach=True)
-        return run, run.handle(0).metadata["job"]["id"]
+        return run, view_of(run).reader.handle(0).metadata["job"]["id"]
 
     old, old_name = launched()
-    attempt = Attempt(old.store, "otter", 0)
+    attempt = Attempt(view_of(old).store, "otter", 0)
     attempt.record(attempt.ended(ReplicaStatus.SUCCEEDED))
     KeepsJobs.kept[old_name] = replace(KeepsJobs.kept[old_name], status="SUCCEEDED", driver_exit_code=0)
     old.remove()

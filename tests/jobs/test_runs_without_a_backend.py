@@ -22,6 +22,7 @@ from executors.launcher.parts import executor_of
 from executors.registry import get_executor
 from executors.restarts.decision_log import DecisionLog
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.settings.run_spec import StartSpec
 from executors.store import store_at
 from executors.store.added_ranks import added_key
@@ -54,7 +55,9 @@ def test_an_interrupt_in_the_middle_of_a_launch_leaves_no_job_that_waits_for_a_m
         eventually(lambda: machines.count("start") == 2, "both are asked for")
         os.kill(os.getpid(), signal.SIGINT)
         run = attach("otter", executor=FakeExecutor())
-        eventually(lambda: all(run.newest_attempt(rank).has("cancel.json") for rank in range(3)), "all are marked")
+        eventually(
+            lambda: all(view_of(run).newest_attempt(rank).has("cancel.json") for rank in range(3)), "all are marked"
+        )
         decides.set()
 
     thread = threading.Thread(target=interrupt)
@@ -99,29 +102,29 @@ def test_a_mixed_resume_that_is_overtaken_and_refused_leaves_the_others_attempts
     run = ended_on_two(go)
 
     def interrupt() -> bool:
-        eventually(lambda: Attempt(run.store, "otter", 1, 1).has("intent.json"), "it is overtaken")
+        eventually(lambda: Attempt(view_of(run).store, "otter", 1, 1).has("intent.json"), "it is overtaken")
         os.kill(os.getpid(), signal.SIGINT)
-        eventually(lambda: Attempt(run.store, "otter", 2, 1).has("cancel.json"), "what is ours is marked")
+        eventually(lambda: Attempt(view_of(run).store, "otter", 2, 1).has("cancel.json"), "what is ours is marked")
         return False
 
     machines.fail("start", "rejected", rank=2, when=interrupt if is_interrupted else None)
     with pytest.raises(KeyboardInterrupt if is_interrupted else LaunchError):
         resume(attach("otter", executor=Overtaken()), detach=True)
     assert machines.living() == []
-    theirs = Attempt(run.store, "otter", 1, 1)
+    theirs = Attempt(view_of(run).store, "otter", 1, 1)
     assert [theirs.has(f"{name}.json") for name in ("intent", "cancel", "outcome")] == [True, False, False]
-    assert all(Attempt(run.store, "otter", rank, 1).has("cancel.json") for rank in (0, 2))
-    eventually(Attempt(run.store, "otter", 0, 1).outcome, "what is ours has ended")
+    assert all(Attempt(view_of(run).store, "otter", rank, 1).has("cancel.json") for rank in (0, 2))
+    eventually(Attempt(view_of(run).store, "otter", 0, 1).outcome, "what is ours has ended")
 
 
 def test_a_resume_where_one_backend_is_missing_starts_nothing(machines: Machines, go: Path) -> None:
     run = ended_on_two(go)
-    n_decided = len(DecisionLog(run.store, "otter").read())
+    n_decided = len(DecisionLog(view_of(run).store, "otter").read())
     advice = r"Ranks 1-2 of run 'otter' cannot be started here, .*replicas resume otter --rank 0, or ranks="
     with pytest.raises(BackendError, match=advice):
         resume(attach("otter"), restarts=3)
-    assert len(DecisionLog(run.store, "otter").read()) == n_decided, "nothing was ordered"
-    ranks = [Attempt(run.store, "otter", rank) for rank in range(3)]
+    assert len(DecisionLog(view_of(run).store, "otter").read()) == n_decided, "nothing was ordered"
+    ranks = [Attempt(view_of(run).store, "otter", rank) for rank in range(3)]
     assert [rank.newest().number for rank in ranks] == [0, 0, 0]
     go.touch()
     resume(attach("otter"), ranks=[0])
@@ -132,7 +135,7 @@ def test_a_resume_where_one_backend_is_missing_starts_nothing(machines: Machines
 def test_who_added_can_watch_and_resume_where_the_launchs_backend_is_missing(machines: Machines, go: Path) -> None:
     run = launch(FakeExecutor(), "job.py:main", 1, run_id="otter", args={"go": str(go)}, detach=True, restarts="1")
     assert run.add(LocalProcessExecutor(**LOCAL), 1, detach=True) == [1]
-    added = Attempt(run.store, "otter", 1)
+    added = Attempt(view_of(run).store, "otter", 1)
     eventually(lambda: added.has("started.json"), "it runs")
     attach("otter").cancel(1)  # where no installed package registers the launch's backend, and so below
     assert resume(attach("otter"), ranks=[1], detach=True).status().replicas[1].attempt == 1
@@ -146,13 +149,13 @@ def test_who_added_can_watch_and_resume_where_the_launchs_backend_is_missing(mac
 @pytest.mark.parametrize("record", ["intent", "handle"])
 def test_a_rank_on_a_backend_that_is_not_to_be_had_here_hides_no_other_and_is_cancelled(go: Path, record: str) -> None:
     run = waiting(go, detach=True)
-    run.store.put(added_key("otter", 0), to_bytes({"backend": "elsewhere", "ranks": [1], "nonce": "x"}))
-    place = {"store_url": run.store.url, "run_id": "otter", "attempt": 0}
+    view_of(run).store.put(added_key("otter", 0), to_bytes({"backend": "elsewhere", "ranks": [1], "nonce": "x"}))
+    place = {"store_url": view_of(run).store.url, "run_id": "otter", "attempt": 0}
     left = {
         "intent": {"nonce": "n", "by": "b", "at": 1.0},
         "handle": {"rank": 1, "backend_name": "elsewhere", "metadata": place},
     }
-    run.store.put(f"otter/replicas/0001/0/{record}.json", to_bytes(left[record]))
+    view_of(run).store.put(f"otter/replicas/0001/0/{record}.json", to_bytes(left[record]))
     seen = attach("otter")
     assert [(each.rank, each.backend) for each in seen.status().replicas] == [(0, "local"), (1, "elsewhere")]
     assert ("elsewhere" in seen.logs()) == (record == "handle"), "where the log is"
@@ -165,7 +168,7 @@ def test_replicas_that_cannot_be_recorded_are_refused_and_nothing_is_written(go:
     run = waiting(go)
     with pytest.raises(ValueError, match=r"cannot be recorded: .*timeout_s"):
         run.add(LocalProcessExecutor(**LOCAL), 1, timeout=math.inf)
-    assert list(run.store.list("otter/added/")) == []
+    assert list(view_of(run).store.list("otter/added/")) == []
     go.touch()
     assert run.wait(60)
 
@@ -174,7 +177,7 @@ def test_threads_that_look_at_once_count_each_addition_once(go: Path, monkeypatc
     run = waiting(go)
     for k, rank in enumerate((1, 2)):
         record = {"backend": "local", "ranks": [rank], "nonce": f"n{k}"}
-        run.store.put(added_key("otter", k), to_bytes(record))
+        view_of(run).store.put(added_key("otter", k), to_bytes(record))
     both_read = threading.Barrier(2)
 
     def slowly(*args: Any) -> Any:
@@ -185,8 +188,8 @@ def test_threads_that_look_at_once_count_each_addition_once(go: Path, monkeypatc
 
     monkeypatch.setattr("executors.run.run_placements.read_additions", slowly)
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda _: run.placements.read_added(), range(2)))
-    assert list(run.placements.ranks) == [0, 1, 2]
+        list(pool.map(lambda _: view_of(run).placements.read_added(), range(2)))
+    assert list(view_of(run).placements.ranks) == [0, 1, 2]
     go.touch()
     assert run.wait(60)
 
@@ -203,13 +206,13 @@ def test_a_spare_with_the_number_of_a_rank_that_was_added_elsewhere_takes_anothe
 ) -> None:
     run = launch(FakeExecutor(), "job.py:main", 1, run_id="otter", args={"go": str(go)}, restarts="3", spares=2)
     spares = [f"otter/spares/{number:04}/0/started.json" for number in (0, 1)]
-    eventually(lambda: all(exists(run.store, spare) for spare in spares), "the spares wait")
+    eventually(lambda: all(exists(view_of(run).store, spare) for spare in spares), "the spares wait")
     run.add(LocalProcessExecutor(**LOCAL), 1)
     machines.end(machines.jobs[1])  # the first spare
     machines.end(machines.job_of(run, 0), "preempted")
     waits = threading.Thread(target=run.wait, args=(60,))
     waits.start()
-    eventually(lambda: run.newest_attempt(0).at(1).has("started.json"), "it goes on", within_s=30)
+    eventually(lambda: view_of(run).newest_attempt(0).at(1).has("started.json"), "it goes on", within_s=30)
     go.touch()
     waits.join()
     assert [str(each.status) for each in run.status().replicas] == ["succeeded"] * 2

@@ -25,7 +25,8 @@ from executors.registry import get_executor
 from executors.restarts.decision_log import DecisionLog
 from executors.restarts.lease import release_lease
 from executors.run.resume import resume
-from executors.run.run_logs import EVERYTHING
+from executors.run.run import view_of
+from executors.run.run_logs import EVERYTHING, logs_by_rank
 from executors.store.added_ranks import added_key
 from executors.store.records import exists, to_bytes
 from executors.task.launch_request import LaunchRequest
@@ -80,11 +81,11 @@ def states(run: Run) -> list[tuple[int, str, str]]:
 
 def test_a_launch_on_two_backends_is_one_run_of_all(folder: Path) -> None:
     run = launched(folder, f"local:1,{FAKE}:2", detach=True)
-    assert run.backend == run.status().backend == "local:1,fake:2"
+    assert view_of(run).backend == run.status().backend == "local:1,fake:2"
     seen = attach("otter", executor=FakeExecutor())
     assert states(seen) == [(0, "local", "running"), (1, "fake", "running"), (2, "fake", "running")]
     assert "backend" in seen.status().used_columns()
-    assert [part.backend for part in seen.record.placements] == ["local", "fake"]
+    assert [part.backend for part in view_of(seen).record.placements] == ["local", "fake"]
     lines = "".join(f"[{rank}] rank {rank} of 3 waits\n" for rank in range(3))
     assert seen.logs() == lines
     seen.cancel(2)
@@ -151,7 +152,7 @@ def test_what_fails_alike_on_one_backend_leaves_those_to_another_that_have_not_b
     machines.is_held = True
     asked: Any = {"run_id": "otter", "args": {"folder": str(folder)}, "restarts": "3,backoff=0s", "detach": True}
     run = launch(executor_of(f"local:2,{FAKE}:2", made), "job.py:main", 4, **asked)
-    log = DecisionLog(run.store, "otter")
+    log = DecisionLog(view_of(run).store, "otter")
     eventually(
         lambda: [entry.kind for entry in log.read()].count("give_up") == 2, "both here are given up", within_s=60
     )
@@ -163,7 +164,7 @@ def test_what_fails_alike_on_one_backend_leaves_those_to_another_that_have_not_b
 
 def test_replicas_are_added_by_another_executor_and_count_like_the_others(machines: Machines, folder: Path) -> None:
     run = launched(folder, "local:1", restarts="2", detach=True)
-    assert not list(run.store.list("otter/task-")), "a local run has no code for elsewhere"
+    assert not list(view_of(run).store.list("otter/task-")), "a local run has no code for elsewhere"
     assert run.add(FakeExecutor(), 2) == [1, 2]
     come(folder, "1-0", "2-0")
     assert states(run) == [(0, "local", "running"), (1, "fake", "running"), (2, "fake", "running")]
@@ -191,7 +192,7 @@ def test_what_is_added_to_a_run_that_was_let_go_is_said_to_go_on(
     report_unreadable_run(found, Output(), StoreError("gone"), FakeExecutor(), who="What was added")
     told = "What was added continues while the store does not answer, and 15 min longer. End it: replicas cancel otter"
     assert told in capsys.readouterr().out
-    release_lease(run.store, "otter")
+    release_lease(view_of(run).store, "otter")
     found = attach("otter", executor=FakeExecutor())
     assert found.add(FakeExecutor(), 2) == [2, 3]
     assert f"{note}. End it: replicas cancel otter --rank 2-3\n" in capsys.readouterr().err
@@ -209,14 +210,14 @@ def test_another_machine_adds_with_the_digest_and_starts_again_what_it_is_told_t
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = launched(folder, "local:1", rendezvous=str(tmp_path / "shared"), detach=True, env={"WORD": "x"})
-    digest = run.task_digest
+    digest = view_of(run).task_digest
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
     there = attach(run.url)
     with pytest.raises(UntrustedTaskError):
         there.add(FakeExecutor(), 1)
     with pytest.raises(ValueError, match="the variable 'WORD', whose value is not recorded"):
         there.add(FakeExecutor(), 1, task_digest=digest)
-    assert not exists(run.store, added_key("otter", 0))
+    assert not exists(view_of(run).store, added_key("otter", 0))
     assert there.add(FakeExecutor(), 1, task_digest=digest, env={"WORD": "y"}, detach=True) == [1]
     come(folder, "1-0")
     there.cancel(0)
@@ -232,14 +233,18 @@ def test_another_machine_adds_with_the_digest_and_starts_again_what_it_is_told_t
     assert "rank 1 on fake: added elsewhere" in capsys.readouterr().err
     come(folder, "0-1")
     forged = added_key("otter", 1)
-    run.store.put(forged, bytes(run.store.get(added_key("otter", 0))).replace(b"[1]", b"[7]"))
-    third.placements.read_added()
-    assert (there.placements.may_start(1), third.placements.may_start(1), third.placements.may_start(7)) == (
+    view_of(run).store.put(forged, bytes(view_of(run).store.get(added_key("otter", 0))).replace(b"[1]", b"[7]"))
+    view_of(third).placements.read_added()
+    assert (
+        view_of(there).placements.may_start(1),
+        view_of(third).placements.may_start(1),
+        view_of(third).placements.may_start(7),
+    ) == (
         True,
         False,
         False,
     )
-    run.store.delete(forged)
+    view_of(run).store.delete(forged)
     with pytest.raises(UntrustedTaskError, match="came with code of its own"):
         resume(attach(run.url, executor=FakeExecutor()), ranks=[1], **known)
     trusting = {**known, "task_digest": None, "trust_bucket": True}
@@ -262,7 +267,7 @@ def test_logs_of_an_added_rank_come_from_its_own_backend_at_the_first_question(
 
     assert fresh().logs() == f"[0] {lines[0]}[1] {lines[1]}"
     assert fresh().logs(1) == lines[1]
-    assert fresh().logs_by_rank([1], 20, None, EVERYTHING, print) == {1: lines[1]}
+    assert logs_by_rank(view_of(fresh()), [1], 20, None, EVERYTHING, print) == {1: lines[1]}
     (folder / "go").touch()
     assert run.wait(60)
 
@@ -280,10 +285,10 @@ def test_a_follower_that_began_before_an_addition_reads_it_at_its_backend(machin
 
 def test_who_adds_at_the_same_time_gets_other_ranks_and_a_record_of_somebody_hostile_adds_none(folder: Path) -> None:
     run = launched(folder, "local:1", detach=True)
-    run.store.put(added_key("otter", 0), b"{" * 5)
+    view_of(run).store.put(added_key("otter", 0), b"{" * 5)
     hostile = {"backend": "os:system", "ranks": [0], "nonce": "x"}
-    run.store.put(added_key("otter", 1), to_bytes(hostile))
-    run.store.put(added_key("otter", 2), to_bytes({**hostile, "backend": "modal"}))
+    view_of(run).store.put(added_key("otter", 1), to_bytes(hostile))
+    view_of(run).store.put(added_key("otter", 2), to_bytes({**hostile, "backend": "modal"}))
     local = LocalProcessExecutor(preload=(), term_grace_s=0.5)
     runs = [attach("otter") for _ in range(3)]
     with ThreadPoolExecutor(3) as pool:
@@ -304,7 +309,7 @@ def test_a_run_in_a_directory_takes_nothing_from_where_nobody_sees_it(
         run.add("inline", 1)
     with pytest.raises(BackendError, match="needs a rendezvous that both sides reach"):
         launch(executor_of(f"local:1,{FAKE}:1", made), "job.py:main", 2, args={"folder": str(folder)})
-    assert not exists(run.store, added_key("otter", 0))
+    assert not exists(view_of(run).store, added_key("otter", 0))
     (folder / "go").touch()
     assert run.wait(60)
 
@@ -321,7 +326,7 @@ def test_the_command_adds_replicas_and_leaves_the_others_alone(folder: Path, mon
     none = here.replicas("add", "otter", "--n", 1, "--detach", *local, "--gpu", "", "--secret", "")
     assert (none.code, none.stdout) == (0, "Added rank 2 on local.\n"), none
     assert run.ranks == [0, 1, 2]
-    terms = [(each.placement.gpu, each.placement.secrets) for each in run.placements.placed]
+    terms = [(each.placement.gpu, each.placement.secrets) for each in view_of(run).placements.placed]
     assert terms == [("H100", ("S",)), ("H100", ("S",)), (None, ())]
     come(folder, "2-0")
     assert here.replicas("add", "otter", "--n", 1, "-b", "nowhere").stderr.startswith("Error: No backend named 'now")

@@ -15,6 +15,7 @@ from executors.attempt import Attempt
 from executors.errors import AlreadyResumedError, LaunchError
 from executors.restarts.decision_log import DecisionLog
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.settings.run_spec import StartSpec
 from executors.store import store_at
 from executors.testing import eventually
@@ -61,10 +62,10 @@ def test_a_resume_that_is_refused_in_part_leaves_nothing_running(
     run.cancel()
     resume(attached(), ranks=[1], detach=True).cancel()
     with pytest.raises(error, match="no third one"):
-        resume(Run(run.store, "otter", executor=Refusing(error)), detach=True)
+        resume(Run(view_of(run).store, "otter", executor=Refusing(error)), detach=True)
     assert machines.living() == []
     assert [(str(state.status), state.attempt) for state in attached().status().replicas] == [("cancelled", 1)] * 3
-    ordered = [entry.rank for entry in DecisionLog(run.store, "otter").read() if "no third one" in entry.words]
+    ordered = [entry.rank for entry in DecisionLog(view_of(run).store, "otter").read() if "no third one" in entry.words]
     assert ordered == [0, 2, 1], "and no controller goes on with it"
     resume(attached(), detach=True)
     assert machines.living() == [(0, 2), (1, 2), (2, 2)]
@@ -85,7 +86,7 @@ class Overtaken(FakeExecutor):
 def resume_overtaken(machines: Machines, by_ranks: list[int] | None) -> None:
     run = launched(machines, 3)
     run.cancel()
-    resume(Run(run.store, "otter", executor=Overtaken(by_ranks)))
+    resume(Run(view_of(run).store, "otter", executor=Overtaken(by_ranks)))
 
 
 def test_a_resume_that_comes_second_starts_nothing_and_is_told_who_was_first(machines: Machines) -> None:
@@ -109,7 +110,7 @@ def test_a_resume_that_is_overtaken_in_part_and_fails_ends_its_own_jobs_alone(ma
     run.cancel()
     machines.fail("start", "rejected", rank=2, when=lambda: eventually(lambda: (0, 1) in machines.living()))
     with pytest.raises(LaunchError, match="replica 2 of 3"):
-        resume(Run(run.store, "otter", executor=Overtaken([1])))
+        resume(Run(view_of(run).store, "otter", executor=Overtaken([1])))
     assert machines.living() == [(1, 1)]
     states = [(str(state.status), state.attempt) for state in attached().status().replicas]
     assert states == [("cancelled", 1), ("pending", 1), ("failed", 1)]
@@ -132,8 +133,8 @@ def test_who_resumes_beside_one_that_dies_does_not_wait_for_its_rank(machines: M
     if is_refused:
         machines.fail("start", "rejected", rank=0)
     with pytest.raises(LaunchError) if is_refused else contextlib.nullcontext():
-        resume(Run(run.store, "otter", executor=executor))
-    seen = Run(run.store, "otter", executor=executor)
+        resume(Run(view_of(run).store, "otter", executor=executor))
+    seen = Run(view_of(run).store, "otter", executor=executor)
     eventually(lambda: seen.status().replicas[1].status == "failed", "the service is asked for it")
     outcome = seen.status().replicas[1].outcome
     assert outcome is not None
@@ -145,7 +146,7 @@ def test_what_was_reported_of_an_attempt_is_not_taken_for_the_next_one_that_begi
 ) -> None:
     """Else who resumes then gives the rank a third attempt, and a second job."""
     launched(machines, 2).cancel()
-    look, others = attached()._reader, iter([[], [0], [1]])
+    look, others = view_of(attached()).reader, iter([[], [0], [1]])
     update = look.update
 
     def update_after_another_resumed(max_age_s: float = 0.0) -> None:

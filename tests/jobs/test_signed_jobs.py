@@ -14,6 +14,7 @@ from support.hostile_records import outcome_json
 
 from executors import Run
 from executors.attempt import Attempt
+from executors.run.run import view_of
 from executors.store.records import to_bytes
 from executors.testing import eventually
 
@@ -52,8 +53,8 @@ def waiting(run: Run) -> Iterator[None]:
 
 
 def forge(run: Run, rank: int, attempt: int = 0, **fields: Any) -> None:
-    key = Attempt(run.store, run.run_id, rank, attempt).key("outcome.json")
-    run.store.put(key, to_bytes(outcome_json(rank, attempt=attempt, **fields)))
+    key = Attempt(view_of(run).store, run.run_id, rank, attempt).key("outcome.json")
+    view_of(run).store.put(key, to_bytes(outcome_json(rank, attempt=attempt, **fields)))
 
 
 @pytest.mark.parametrize("detach", [False, True])

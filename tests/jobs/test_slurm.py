@@ -23,6 +23,7 @@ from executors.backends.jobs.service import JobId, JobKey, JobServiceError, JobS
 from executors.backends.slurm import SlurmJobs
 from executors.errors import BackendError, LaunchError, RunNotFoundError
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.store.records import to_bytes
 from executors.store.run_key import RUN_KEY
 from executors.testing import eventually
@@ -44,7 +45,7 @@ def job_of(run: Run, rank: int) -> str:
 
 def group_of(run: Run) -> str:
     """Name the jobs that a launch started."""
-    return JobKey(run.store.url, run.run_id, 0, 0, launched_at=run.record.created_at).group
+    return JobKey(view_of(run).store.url, run.run_id, 0, 0, launched_at=view_of(run).record.created_at).group
 
 
 def states(slurm: Cluster, *which: str) -> list[str]:
@@ -286,13 +287,13 @@ def test_a_job_is_never_begun_again_by_slurm_nor_by_hand(slurm: Cluster, monkeyp
     service = SlurmExecutor().service
     run.cancel()
     eventually(lambda: states(slurm, f"--jobs={job_of(run, 0)}") == ["CANCELLED"])
-    key = Attempt(run.store, "otter", 0).key("outcome.json")
-    before = run.store.get(key)
+    key = Attempt(view_of(run).store, "otter", 0).key("outcome.json")
+    before = view_of(run).store.get(key)
     again = service.start(job)
     eventually(lambda: service.state(again).has_ended)
     assert (service.state(again).reason, service.state(again).exit_code) == (None, 0)
     assert "has ended" in service.logs(again, 1)
-    assert run.store.get(key) == before
+    assert view_of(run).store.get(key) == before
 
 
 def test_of_jobs_that_slurm_has_forgotten_an_outcome_is_used_and_none_is_lost(slurm: Cluster) -> None:
@@ -301,7 +302,9 @@ def test_of_jobs_that_slurm_has_forgotten_an_outcome_is_used_and_none_is_lost(sl
         eventually(lambda: "hanging" in run.logs(rank=1))
         slurm.kill_job(job_of(run, 1))
         eventually(lambda: slurm.jobs() == [], "Slurm has forgotten the jobs", within_s=90.0)
-        run.store.put(Attempt(run.store, "otter", 1).key("heartbeat.json"), to_bytes({"at": time.time() - 3600}))
+        view_of(run).store.put(
+            Attempt(view_of(run).store, "otter", 1).key("heartbeat.json"), to_bytes({"at": time.time() - 3600})
+        )
         outcomes = attach("otter").outcomes()
     assert [(outcome.status, outcome.reason) for outcome in outcomes] == [("succeeded", None), ("failed", "lost")]
 

@@ -15,6 +15,7 @@ from support.fake_jobs import FakeExecutor, Machines, attached, start
 from executors import Run, launch
 from executors.attempt import Attempt
 from executors.restarts.decision_log import Decision, DecisionLog
+from executors.run.run import view_of
 from executors.testing import eventually
 
 MAIN = """
@@ -33,13 +34,13 @@ SOON = {"REPLICA_LOST_AFTER_S": "4"}
 
 
 def spare_of(run: Run, number: int = 0) -> Attempt:
-    return Attempt(run.store, run.run_id, number, is_spare=True)
+    return Attempt(view_of(run).store, run.run_id, number, is_spare=True)
 
 
 def stands_by(run: Run) -> Run:
     """Wait until the ranks and the spare are up."""
     eventually(lambda: spare_of(run).has("heartbeat.json"), "the spare stands by")
-    ranks = [Attempt(run.store, run.run_id, rank) for rank in range(run.world_size)]
+    ranks = [Attempt(view_of(run).store, run.run_id, rank) for rank in range(view_of(run).world_size)]
     eventually(lambda: all(rank.has("heartbeat.json") for rank in ranks), "the ranks run")
     return run
 
@@ -51,11 +52,11 @@ def starts(n: int = 1, **more: Any) -> Run:
 
 
 def end_well(run: Run) -> None:
-    run.store.put(f"{run.run_id}/go", b"")
+    view_of(run).store.put(f"{run.run_id}/go", b"")
 
 
 def log_of(run: Run) -> list[Decision]:
-    return list(DecisionLog(run.store, run.run_id).read())
+    return list(DecisionLog(view_of(run).store, run.run_id).read())
 
 
 def outcome_of_spare(run: Run) -> tuple[str, Any]:
@@ -72,13 +73,13 @@ def test_a_spare_of_a_detached_run_finds_a_rank_lost_and_takes_it_over_without_a
     more: Any = {"restarts": "2,backoff=0s", "spares": 1, "detach": True, "env": SOON}
     run = launch("modal", "job.py:main", 2, run_id="otter", **more)
     stands_by(run)
-    n_jobs, job = len(modal_runs.sandboxes), run.handle(1).metadata["job"]
+    n_jobs, job = len(modal_runs.sandboxes), view_of(run).reader.handle(1).metadata["job"]
     modal_runs.kill(job["sandbox_id"], signal.SIGKILL)
-    second = Attempt(run.store, run.run_id, 1, 1)
+    second = Attempt(view_of(run).store, run.run_id, 1, 1)
     eventually(lambda: second.has("heartbeat.json"), "the spare is rank 1", within_s=60)
     assert [(e.kind, e.start, e.how, e.reason) for e in log_of(run)] == [("restart", {1: 1}, "spare:0", "lost")]
     assert outcome_of_spare(run) == ("succeeded", "rank 1, attempt 1")
-    assert str(run.executor.poll(run.handle(1))) == "running"
+    assert str(view_of(run).executor.poll(view_of(run).reader.handle(1))) == "running"
     end_well(run)
     assert run.results() == [0, 1]
     assert len(modal_runs.sandboxes) == n_jobs == 3
@@ -89,7 +90,7 @@ def test_who_watches_a_run_names_the_spare_and_starts_nothing(machines: Machines
     thread = threading.Thread(target=run.wait, args=(120,))
     thread.start()
     machines.end(machines.job_of(run, 0))
-    eventually(lambda: Attempt(run.store, run.run_id, 0, 1).has("heartbeat.json"), "the spare is rank 0")
+    eventually(lambda: Attempt(view_of(run).store, run.run_id, 0, 1).has("heartbeat.json"), "the spare is rank 0")
     end_well(run)
     thread.join()
     assert run.results() == [1]
@@ -105,7 +106,7 @@ def test_what_a_spare_has_become_can_be_seen_followed_and_cancelled(
     run = starts(detach=True, env=SOON)
     assert "\nspare 0 stands by\n" in command.replicas(*status).stdout
     machines.end(machines.job_of(run, 0))
-    eventually(lambda: Attempt(run.store, run.run_id, 0, 1).has("heartbeat.json"), "the spare is rank 0")
+    eventually(lambda: Attempt(view_of(run).store, run.run_id, 0, 1).has("heartbeat.json"), "the spare is rank 0")
     outcome_of_spare(run)
     assert command.replicas(*status, "--json").json["spares"] == ["became rank 0, attempt 1"]
     found = attached()
@@ -113,7 +114,7 @@ def test_what_a_spare_has_become_can_be_seen_followed_and_cancelled(
     found.cancel()
     assert [str(outcome.status) for outcome in found.outcomes()] == ["cancelled"]
     assert machines.living() == []
-    run.store.put(key := spare_of(run).key("outcome.json"), b"{")
+    view_of(run).store.put(key := spare_of(run).key("outcome.json"), b"{")
     assert f"spare 0 cannot be read: '{key}'" in command.replicas(*status).stdout
 
 
@@ -130,7 +131,7 @@ def test_a_spare_ends_with_its_run(machines: Machines, ending: str) -> None:
     reasons = ["the run has ended"] + ["its container got the signal to end"] * (ending == "cancel")
     assert (status, why) in [("cancelled", f"The spare ended: {reason}.") for reason in reasons]
     eventually(lambda: machines.living() == [], "its job ends")
-    assert run.record.settings.spares == 1
+    assert view_of(run).record.settings.spares == 1
 
 
 def test_a_spare_that_cannot_be_had_is_a_warning(machines: Machines, capsys: pytest.CaptureFixture[str]) -> None:

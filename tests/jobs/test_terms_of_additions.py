@@ -27,6 +27,7 @@ from executors.errors import BackendError
 from executors.launcher.parts import executor_of
 from executors.registry import BUILT_IN
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.run.start_spec import start_specs_of, trusted_task
 from executors.store.added_ranks import added_key
 from executors.store.records import exists, to_bytes
@@ -48,7 +49,7 @@ def test_a_resume_gives_each_what_it_was_given_and_asks_for_nothing_that_somebod
     come(folder, "1-0", "2-0")
     run.cancel()
     hostile = {"backend": "modal", "ranks": [3], "nonce": "x", "env": ["AWS_KEY"], "secrets": ["ITS"]}
-    run.store.put(added_key("otter", 2), to_bytes(hostile))
+    view_of(run).store.put(added_key("otter", 2), to_bytes(hostile))
     with pytest.raises(ValueError, match=r"Rank 1 of run 'otter' came with the variable 'MORE', whose value"):
         resume(attach("otter"), env={"WORD": "again"}, detach=True)
     with pytest.raises(ValueError, match="'AWS_KEY'"):
@@ -88,7 +89,7 @@ def test_an_option_is_asked_for_where_it_is_needed_and_several_backends_are_give
     made = {"fake": AnyFakeExecutor("other"), "other": OtherFakeExecutor("other")}
     asked: Any = {"args": {"folder": str(folder)}, "detach": True, "rendezvous": tmp_path / "shared"}
     run = launch(executor_of("fake:1,other:1", made.__getitem__), "job.py:main", 2, run_id="otter", **asked)
-    known: Any = {"task_digest": run.task_digest, "detach": True}
+    known: Any = {"task_digest": view_of(run).task_digest, "detach": True}
     run.cancel()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
     for given, option in ((None, "fake"), (made["fake"], "other"), (made["other"], "fake")):
@@ -98,8 +99,8 @@ def test_an_option_is_asked_for_where_it_is_needed_and_several_backends_are_give
     assert others.living() == [(1, 1)]
     again.cancel()
     alone = attach(run.url, executor=made["other"])
-    task = trusted_task(alone, task_digest=known["task_digest"])
-    (start_spec,) = start_specs_of(alone, task, ranks=[1], detach=True)
+    task = trusted_task(view_of(alone), task_digest=known["task_digest"])
+    (start_spec,) = start_specs_of(view_of(alone), task, ranks=[1], detach=True)
     assert start_spec.spec.ranks == (1,), "it does not start again what it has no options for"
     both = ["fake.account=other", "other.account=other"]
     again = resume(find_run(run.url, None, option=both), **known)
@@ -184,7 +185,7 @@ def test_what_a_run_with_code_was_not_launched_with_is_not_installed_for_some_of
         resume(attach("otter", executor=installing("flash-attn")))
     there = attach("otter", executor=installing("flash-attn"))
     with pytest.raises(ValueError, match=words):
-        start_specs_of(there, trusted_task(there))
+        start_specs_of(view_of(there), trusted_task(view_of(there)))
     assert not machines.living()
     resume(attach("otter", executor=installing("numpy")), detach=True)
     assert machines.living() == [(0, 1), (1, 1)]
@@ -219,7 +220,7 @@ def test_a_pickle_of_another_python_is_refused_before_anything_is_added_resumed_
     refusal = f"was pickled by Python {here}, and replicas on 'fake' would run 3.99"
     with pytest.raises(ValueError, match=f"The callable of run 'otter' {refusal}"):
         run.add(AnyFakeExecutor(), 1)
-    assert not exists(run.store, added_key("otter", 0))
+    assert not exists(view_of(run).store, added_key("otter", 0))
     with pytest.raises(ValueError, match=f"{refusal}. Run this with Python {here}"):
         launch(executor_of("local:1,fake:1", lambda name: AnyFakeExecutor() if name == "fake" else local()), wait, 2)
     run.cancel()

@@ -28,6 +28,7 @@ from executors.replica import LEASE_S
 from executors.restarts.decision_log import DecisionLog
 from executors.run import run_index
 from executors.run.resume import resume
+from executors.run.run import manager_of, view_of
 from executors.run.run_index import Note, noted_at_launch, noted_options, remember, remember_added
 from executors.run.start_spec import start_specs_of, trusted_task
 from executors.task.added import Addition, take_ranks
@@ -85,7 +86,7 @@ def test_what_is_added_changes_nothing_of_what_the_launch_is_started_with(machin
 
     before = {*holders()}
     run = launched(folder, AnyFakeExecutor(), restarts="3,backoff=0s", env={"WORD": "launch"})
-    lease = bytes(run.store.get("otter/lease.json"))
+    lease = bytes(view_of(run).store.get("otter/lease.json"))
     assert run.add(local(), 1, env={"WORD": "added", "MORE": "yes"}) == [1]
     assert run.add(AnyFakeExecutor(), 1, env={"WORD": "added"}) == [2]
     come(folder, "1-0", "2-0")
@@ -94,7 +95,7 @@ def test_what_is_added_changes_nothing_of_what_the_launch_is_started_with(machin
     come(folder, "0-1")
     assert (folder / "0-1").read_text() == "launch -"
     assert len({job.job.env[LEASE_S] for job in machines.jobs}) == 1
-    assert bytes(run.store.get("otter/lease.json")) == lease, "who launched holds it"
+    assert bytes(view_of(run).store.get("otter/lease.json")) == lease, "who launched holds it"
     (folder / "go").touch()
     waiting.join()
     assert run.results() == [[0, 1], [1, 0], [2, 0]]
@@ -130,8 +131,8 @@ def test_a_cancel_ends_all_that_it_can_before_it_tells_of_what_it_cannot(
     assert run.add(local(), 1, detach=True) == [1]
     come(folder, "1-0")
     machines.fail("verify", "rejected", times=None)
-    handle = Attempt(run.store, "otter", 0).key("handle.json")
-    run.store.put(handle, bytes(run.store.get(handle)).replace(b"job-0", b"job-9"))
+    handle = Attempt(view_of(run).store, "otter", 0).key("handle.json")
+    view_of(run).store.put(handle, bytes(view_of(run).store.get(handle)).replace(b"job-0", b"job-9"))
     (state_home / "replicas" / "otter" / "jobs.jsonl").unlink()  # else this machine knows the job that was started
     with pytest.raises(BackendError):
         attach("otter").cancel()
@@ -147,9 +148,11 @@ def test_no_controller_goes_on_with_an_addition_that_failed(machines: Machines, 
         run.add(AnyFakeExecutor(), 1)
     machines.forgive()
     controller = attach("otter")
-    controller.keep_here(start_specs_of(controller, trusted_task(controller), detach=True), None)
-    controller.keep(controller.status().replicas)
-    log = DecisionLog(run.store, "otter").read()
+    manager_of(controller).keep_here(
+        start_specs_of(view_of(controller), trusted_task(view_of(controller)), detach=True), None
+    )
+    manager_of(controller).keep(controller.status().replicas)
+    log = DecisionLog(view_of(run).store, "otter").read()
     assert [(entry.kind, entry.rank) for entry in log] == [("cancel", 1)]
     (folder / "go").touch()
     assert run.wait(60)
@@ -166,7 +169,7 @@ def test_a_cancel_after_a_resume_counts_for_what_is_being_added(
     take = take_ranks
 
     def cancelled(*args: Any) -> Addition:
-        run.request_cancel()
+        manager_of(run).canceller.request()
         return take(*args)
 
     monkeypatch.setattr("executors.run.addition.take_ranks", cancelled)
@@ -191,11 +194,11 @@ def test_later_attempts_of_what_was_added_run_the_code_of_the_first(
     resume(attach("otter"), ranks=[1], detach=True)
     come(folder, "1-2")
     assert [(folder / name).read_text() for name in ("1-0", "1-1", "1-2")] == ["- -"] * 3
-    assert len({entry.key.split("/")[1] for entry in run.store.list("otter/task-")}) == 1
+    assert len({entry.key.split("/")[1] for entry in view_of(run).store.list("otter/task-")}) == 1
     run.cancel()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
     with pytest.raises(UntrustedTaskError, match=r"Rank 1 .* code of its own"):
-        resume(attach(run.url), ranks=[1], task_digest=run.record.task_digest)
+        resume(attach(run.url), ranks=[1], task_digest=view_of(run).record.task_digest)
     resume(attach(run.url), ranks=[1], trust_bucket=True, detach=True)
     come(folder, "1-3")
     assert (folder / "1-3").read_text() == "- -"

@@ -11,6 +11,8 @@ from executors import LocalProcessExecutor, Run, attach, current_replica, launch
 from executors.errors import LaunchError
 from executors.restarts.decision_log import DecisionLog
 from executors.run.resume import resume
+from executors.run.run import view_of
+from executors.run.run_view import RunView
 from executors.settings.run_spec import StartSpec
 from executors.testing import eventually
 
@@ -46,7 +48,7 @@ def failed(tmp_path: Path) -> Run:
 
 
 def kinds(run: Run) -> list[tuple[str, int | None, dict[int, int]]]:
-    return [(entry.kind, entry.rank, entry.start) for entry in DecisionLog(run.store, run.run_id).read()]
+    return [(entry.kind, entry.rank, entry.start) for entry in DecisionLog(view_of(run).store, run.run_id).read()]
 
 
 def ran(folder: Path) -> list[str]:
@@ -69,15 +71,15 @@ def test_what_a_resume_starts_behind_a_cancel_runs_none_of_the_users_code(
 def test_a_cancel_between_the_look_and_the_order_of_a_resume_is_told(
     failed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look = Run.status
+    look = RunView.status
 
-    def cancel_behind_it(self: Run, **more: Any) -> Any:
+    def cancel_behind_it(self: RunView, **more: Any) -> Any:
         found = look(self, **more)
-        monkeypatch.setattr(Run, "status", look)
+        monkeypatch.setattr(RunView, "status", look)
         attach(self.run_id, executor=PLAIN).cancel()
         return found
 
-    monkeypatch.setattr(Run, "status", cancel_behind_it)
+    monkeypatch.setattr(RunView, "status", cancel_behind_it)
     with pytest.raises(LaunchError, match=r"was cancelled meanwhile by \S+:\d+"):
         resume(failed)
     assert kinds(failed) == [("cancel", None, {})]
@@ -113,7 +115,9 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def orders_of(run_id: str) -> list[tuple[str, int | None, str]]:
-    return [(entry.kind, entry.rank, entry.words) for entry in DecisionLog(attach(run_id).store, run_id).read()]
+    return [
+        (entry.kind, entry.rank, entry.words) for entry in DecisionLog(view_of(attach(run_id)).store, run_id).read()
+    ]
 
 
 BARRED = [("cancel", None, "The launch failed before all replicas were started: no process can be started")]

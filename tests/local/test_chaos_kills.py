@@ -23,6 +23,7 @@ from executors import LocalProcessExecutor, Run, launch
 from executors.attempt import Attempt, replica_key
 from executors.protocol import Outcome
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.store.records import exists
 from executors.testing import eventually
 from executors.worker.chaos import EVERY_REPLICA
@@ -48,7 +49,7 @@ def start(folder: Path, n: int, rounds: int, gates: Sequence[int] = (), url: str
 
 def death_of(run: Run, rank: int, attempt: int) -> Outcome:
     """Wait until an attempt of a rank has ended, and return how."""
-    look = Attempt(run.store, run.run_id, rank, attempt).outcome
+    look = Attempt(view_of(run).store, run.run_id, rank, attempt).outcome
     outcome = eventually(look, f"attempt {attempt} of rank {rank} ends", within_s=45)
     assert outcome is not None
     return outcome
@@ -74,9 +75,9 @@ def test_random_replicas_are_killed_again_and_again_and_the_run_is_as_good(
         run = start(tmp_path / "gates", 4, 20, gates, url, snapshot_every=5)
         for gate in gates:
             seal = f"{run.run_id}/diloco/main/seal/{gate - dice.randrange(1, 5)}"
-            eventually(partial(exists, run.store, seal), f"{seal} exists")
+            eventually(partial(exists, view_of(run).store, seal), f"{seal} exists")
             rank = dice.randrange(4)
-            attempt = run.newest_attempt(rank).number
+            attempt = view_of(run).newest_attempt(rank).number
             os.kill(pid_of(run.handles[rank]), signal.SIGKILL)
             assert death_of(run, rank, attempt).signal == "SIGKILL"
             run = resume(run, ranks=[rank])
@@ -129,8 +130,8 @@ def test_the_first_to_publish_an_anchor_is_killed_and_another_does_it(tmp_path: 
     assert death_of(run, 0, 0).signal == "SIGKILL"
     run = resume(run, ranks=[0])
     is_unharmed(run, 2, ROUNDS)
-    dead = read_json(run.store, replica_key(run.run_id, 0, 0, "started.json"))["nonce"]
-    first = SnapshotPointer.parse(run.store.get(f"{run.run_id}/diloco/main/snapshot/0"), "", UNSIGNED)
+    dead = read_json(view_of(run).store, replica_key(run.run_id, 0, 0, "started.json"))["nonce"]
+    first = SnapshotPointer.parse(view_of(run).store.get(f"{run.run_id}/diloco/main/snapshot/0"), "", UNSIGNED)
     assert (first.nonce == dead) == (point == "pointer")  # parts without a pointer are nobody's anchor
 
 

@@ -15,6 +15,7 @@ from support.cli import Folder
 from executors import LocalProcessExecutor, Run, launch
 from executors.attempt import Attempt, Claim
 from executors.process import start_time
+from executors.run.run import view_of
 from executors.testing import eventually
 from executors.worker.chaos import small_memory
 
@@ -29,8 +30,8 @@ def claims(run: Run) -> dict[tuple[int, int], Claim]:
     """Return who claimed which attempt, by rank and number."""
     found = {}
     for rank in range(N):
-        for number in range(run.newest_attempt(rank).number + 1):
-            if claim := Attempt(run.store, run.run_id, rank, number).find("started.json", Claim.parse):
+        for number in range(view_of(run).newest_attempt(rank).number + 1):
+            if claim := Attempt(view_of(run).store, run.run_id, rank, number).find("started.json", Claim.parse):
                 found[rank, number] = claim
     return found
 
@@ -41,7 +42,7 @@ def lives(claim: Claim) -> bool:
 
 def strike(run: Run, orders: Path, rank: int, kind: str) -> bool:
     """Do something to a rank, if it lives."""
-    attempt = run.newest_attempt(rank)
+    attempt = view_of(run).newest_attempt(rank)
     claim = attempt.find("started.json", Claim.parse)
     if claim is None or claim.pid is None or not lives(claim):
         return False
@@ -81,7 +82,7 @@ def test_a_run_in_a_storm_ends_with_one_anchor_and_leaves_nothing_running(tmp_pa
     assert [result["rounds"] for result in results] == [rounds] * N
     assert all(result == results[0] for result in results)
     found = claims(run)
-    ends = [Attempt(run.store, run.run_id, *key).outcome() for key in found]
+    ends = [Attempt(view_of(run).store, run.run_id, *key).outcome() for key in found]
     reasons = Counter(end.reason for end in ends if end is not None)
     print(f"struck: {dict(struck)}; ends: {dict(reasons)}")
     assert reasons.keys() <= {None, "signal", "hang", "oom"}

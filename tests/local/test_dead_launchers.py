@@ -16,6 +16,7 @@ from executors.process import has_ended, identify_process, this_machine
 from executors.restarts.decision_log import DecisionLog
 from executors.restarts.orders import order_resume
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.store.records import to_bytes
 from executors.testing import eventually
 
@@ -52,12 +53,12 @@ def test_a_run_whose_launcher_died_at_once_was_never_started(unstarted: Run, her
 
 
 def test_a_run_that_was_never_started_can_be_resumed(unstarted: Run) -> None:
-    assert resume(Run(unstarted.store, "otter", executor=PLAIN)).results() == [0, 1]
+    assert resume(Run(view_of(unstarted).store, "otter", executor=PLAIN)).results() == [0, 1]
 
 
 def test_elsewhere_a_run_without_replicas_may_still_be_launched(unstarted: Run, here: HereInstead) -> None:
-    record = json.loads(bytes(unstarted.store.get("otter/run.json")))
-    unstarted.store.put("otter/run.json", to_bytes({**record, "launcher": ELSEWHERE}))
+    record = json.loads(bytes(view_of(unstarted).store.get("otter/run.json")))
+    view_of(unstarted).store.put("otter/run.json", to_bytes({**record, "launcher": ELSEWHERE}))
     assert here.replicas("status", "otter", "--json").json["status"] == "pending"
     with pytest.raises(RunExistsError, match=r"only the machine of its launcher \(.*\) can tell"):
         attach("otter").remove()
@@ -73,11 +74,11 @@ def fail() -> NoReturn:
 def test_a_resume_whose_process_is_dead_holds_no_rank_up(process: str | None, awaited: bool) -> None:
     run = launch(PLAIN, fail, 1, run_id="otter")
     eventually(lambda: run.status().is_terminal, "it fails")
-    log = DecisionLog(run.store, "otter")
+    log = DecisionLog(view_of(run).store, "otter")
     assert order_resume(log, {0: 1}, 0) is None
-    order = json.loads(bytes(run.store.get(log.key(0))))
+    order = json.loads(bytes(view_of(run).store.get(log.key(0))))
     assert order["process"] == identify_process()
-    run.store.put(log.key(0), to_bytes({**order, "process": process}))
+    view_of(run).store.put(log.key(0), to_bytes({**order, "process": process}))
     (state,) = attach("otter").status().replicas
     assert state.restart.is_awaited is awaited
     if awaited:

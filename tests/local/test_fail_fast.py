@@ -14,6 +14,7 @@ from executors.attempt import Attempt
 from executors.protocol import ReplicaStatus
 from executors.restarts.decision_log import DecisionLog
 from executors.restarts.fail_fast import end_others
+from executors.run.run import view_of
 from executors.settings.run_spec import RunSpec, StartSpec
 from executors.store.memory import MemoryStore
 from executors.task import create
@@ -69,7 +70,7 @@ def test_the_first_failure_before_the_first_round_ends_the_others(local: LocalPr
     for rank in (0, 1):
         expected = f"Replica {rank} was ended: rank 2 failed before the first round: ValueError: boom."
         assert outcomes[rank].error == expected
-    (barring,) = DecisionLog(run.store, "otter").read()  # so that nobody starts any of them again
+    (barring,) = DecisionLog(view_of(run).store, "otter").read()  # so that nobody starts any of them again
     assert (barring.kind, barring.rank) == ("cancel", None)
 
 
@@ -82,7 +83,7 @@ def test_a_failure_after_a_round_or_of_a_run_that_did_not_ask_for_it_leaves_the_
         eventually(lambda: run.status().replicas[1].reported)
     (tmp_path / "go").touch()
     eventually(lambda: run.outcomes()[2].status == "failed")
-    assert not [entry.key for entry in run.store.list("otter/") if entry.key.endswith("cancel.json")]
+    assert not [entry.key for entry in view_of(run).store.list("otter/") if entry.key.endswith("cancel.json")]
     run.cancel()
 
 

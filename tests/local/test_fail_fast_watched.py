@@ -14,6 +14,7 @@ from executors import LocalProcessExecutor, Run, attach, launch
 from executors.attempt import Attempt
 from executors.errors import ReplicaFailedError, StoreError, UnwritableStoreError
 from executors.protocol import Outcome, ReplicaStatus
+from executors.run.run import manager_of, view_of
 from executors.status import ReplicaState, RunStatus
 from executors.store.memory import MemoryStore
 from executors.task.record import RunRecord
@@ -34,7 +35,7 @@ def test_where_nobody_else_does_it_the_one_who_waits_ends_the_run(
     assert [row.status for row in run.outcomes()] == ["cancelled", "failed", "cancelled"]
     assert "rank 1 failed before the first round: RuntimeError: " in (run.outcomes()[0].error or "")
     assert "rank 1 failed before the first round, which ends the run.\n" in capfd.readouterr().err
-    assert attach(run.run_id).record.settings.fail_fast
+    assert view_of(attach(run.run_id)).record.settings.fail_fast
 
 
 def test_fail_fast_ends_the_others_though_the_store_failed_when_they_were_to_be_told(
@@ -102,13 +103,13 @@ def test_nobody_is_said_to_train_on_where_all_fail_one_after_the_other() -> None
     states = [ReplicaState(rank, 0, failed, Outcome(rank, 0, failed, "exception")) for rank in (0, 1)]
     now = RunStatus("otter", "local", [*states, *(ReplicaState(rank, 0, running) for rank in (2, 3))])
     run = Run(MemoryStore(), "otter")
-    run.record = RunRecord.parse(run_json(n=4, created_at=time.time()))
-    assert run.end_early(now, "--fail-fast") is None, "the others may be about to fail, too"
+    view_of(run).record = RunRecord.parse(run_json(n=4, created_at=time.time()))
+    assert manager_of(run).end_early(now, "--fail-fast") is None, "the others may be about to fail, too"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("executors.run.waiter.OTHERS_FAIL_S", 0.0)
         told = "ranks 0-1 failed before the first round; the others train on without them. --fail-fast ends"
-        assert str(run.end_early(now, "--fail-fast")).startswith(told)
-        assert run.end_early(now, "--fail-fast") is None, "it is said once"
+        assert str(manager_of(run).end_early(now, "--fail-fast")).startswith(told)
+        assert manager_of(run).end_early(now, "--fail-fast") is None, "it is said once"
 
 
 def test_a_failure_after_a_round_ends_nothing(local: LocalProcessExecutor, capsys: pytest.CaptureFixture[str]) -> None:

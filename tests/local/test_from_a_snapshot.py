@@ -17,6 +17,7 @@ from diloco.rendezvous.snapshot import SnapshotPointer
 from executors import LocalProcessExecutor, Run, attach, current_replica, launch
 from executors.errors import ReplicaFailedError
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.run.start_spec import trusted_task
 from executors.testing import eventually
 
@@ -32,11 +33,11 @@ def rotten_run(folder: Path, *, sharded: bool) -> tuple[Run, str]:
     assert run.wait(120)
     assert [outcome.signal for outcome in run.outcomes()] == ["SIGKILL"] * 2
     prefix = f"{run.run_id}/diloco/main/" + (f"r{LAST - 1}/mean/" if sharded else f"seal/{LAST - 1}")
-    rotten = [entry.key for entry in run.store.list(prefix)]
+    rotten = [entry.key for entry in view_of(run).store.list(prefix)]
     for key in rotten:
-        data = bytearray(run.store.get(key))
+        data = bytearray(view_of(run).store.get(key))
         data[-1 if not sharded else -3] ^= 1
-        run.store.put(key, data)
+        view_of(run).store.put(key, data)
     return run, prefix
 
 
@@ -69,13 +70,13 @@ def test_a_rotten_newest_round_is_named_within_the_grace_and_a_new_run_goes_on(
     assert [result["rounds"] for result in results] == [ROUNDS] * 2
     assert results[0]["anchor"] == results[1]["anchor"]
     assert results[0]["loss"] < 0.4, "0.25 is the noise alone"
-    first = SnapshotPointer.parse(new.store.get(f"{new.run_id}/diloco/main/snapshot/0"), "", UNSIGNED)
-    old = SnapshotPointer.parse(run.store.get(f"{run.run_id}/diloco/main/snapshot/{SNAPSHOT}"), "", UNSIGNED)
+    first = SnapshotPointer.parse(view_of(new).store.get(f"{new.run_id}/diloco/main/snapshot/0"), "", UNSIGNED)
+    old = SnapshotPointer.parse(view_of(run).store.get(f"{run.run_id}/diloco/main/snapshot/{SNAPSHOT}"), "", UNSIGNED)
     assert (first.first, first.state, first.agreement["last_entry"]) == (SNAPSHOT, old.state, ROUNDS - 1)
     assert f"continues from round {SNAPSHOT} of run {run.run_id}" in new.logs(rank=0) + new.logs(rank=1)
-    assert new.record.continues == run.run_id
-    assert trusted_task(new).record.args == trusted_task(run).record.args
-    assert attach(new.run_id).task_digest == new.record.task_digest != run.record.task_digest
+    assert view_of(new).record.continues == run.run_id
+    assert trusted_task(view_of(new)).record.args == trusted_task(view_of(run)).record.args
+    assert view_of(attach(new.run_id)).task_digest == view_of(new).record.task_digest != view_of(run).record.task_digest
 
 
 def test_a_run_that_is_not_over_or_only_some_of_its_ranks_begin_no_new_run(tmp_path: Path) -> None:

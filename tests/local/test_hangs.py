@@ -27,6 +27,7 @@ from executors.process import activity
 from executors.replica import Replica
 from executors.restarts.decision_log import DecisionLog
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.supervisor import watchdog
 from executors.testing.helpers import eventually
 
@@ -421,7 +422,7 @@ def test_a_start_that_never_ends_is_ended_at_its_limit_with_its_stacks_kept(
     assert "made no first progress" in str(end.error)
     assert "(limit 1 s, --start-timeout)" in str(end.error)
     assert end.stacks
-    stacks = bytes(run.store.get(f"{run.run_id}/replicas/0000/0/{end.stacks[0]}")).decode()
+    stacks = bytes(view_of(run).store.get(f"{run.run_id}/replicas/0000/0/{end.stacks[0]}")).decode()
     assert "most recent call first" in stacks
 
 
@@ -433,5 +434,5 @@ def test_a_limit_of_the_start_that_a_resume_gives_counts_from_there_on(local: Lo
     (end,) = again.outcomes()
     assert (end.attempt, end.reason) == (1, "hang")
     assert "(limit 2 s, --start-timeout)" in str(end.error)
-    last = DecisionLog(again.store, again.run_id).read()
+    last = DecisionLog(view_of(again).store, again.run_id).read()
     assert [entry.hang for entry in last if entry.kind == "policy"] == ["300s:450s,start=2s"]

@@ -17,6 +17,7 @@ from executors.attempt import Attempt
 from executors.protocol import ReplicaStatus
 from executors.restarts.controller import RestartContext, RestartController, RunSnapshot
 from executors.restarts.decision_log import DecisionLog
+from executors.run.run import view_of
 from executors.settings.policy import Restarts
 from executors.store import MemoryStore
 from executors.worker.health_check import UnhealthyError, check_health
@@ -46,7 +47,7 @@ def test_a_replica_whose_check_fails_ends_before_its_task_and_says_why(tmp_path:
     run = launch(local, f"{name}:draw", 4, health_check=f"{name}:of_rank", seed=7)
     run.wait(60)
     outcomes = run.outcomes()
-    assert run.record.settings.health_check == f"{name}:of_rank"
+    assert view_of(run).record.settings.health_check == f"{name}:of_rank"
     assert [outcome.reason for outcome in outcomes] == [None, *["start_failed"] * 3]
     for outcome, says in zip(outcomes[1:], ("OSError: the disk is read-only", "SystemExit: no GPU", ""), strict=True):
         expected = f"The health check {name}:of_rank " + (f"failed: {says}" if says else "returned False.")

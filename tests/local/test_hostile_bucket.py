@@ -39,6 +39,7 @@ from support.processes import is_alive
 
 from executors import attach
 from executors.process import start_time
+from executors.run.run import view_of
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -160,7 +161,7 @@ def test_a_class_that_a_person_names_is_used(victim: Victim, directory: OwnsDire
     told = victim.uses("status", directory, "bad", "--backend", "local")
     is_refused(told, "launched on the backend 'popen'")
     run = attach("bad", rendezvous=directory.url, executor="support.third_party:PopenExecutor")
-    assert type(run.executor).__name__ == "PopenExecutor"
+    assert type(view_of(run).executor).__name__ == "PopenExecutor"
     told = victim.uses("status", directory, "bad", "--backend", "subprocess:Popen")
     is_refused(told, "'subprocess:Popen' is Popen, which is not an executor: it lacks launch_replicas")
 

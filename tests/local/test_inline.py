@@ -18,6 +18,7 @@ from executors import ReplicasError, attach, current_replica, launch, patience
 from executors.attempt import Attempt
 from executors.errors import ReplicaFailedError, ReplicaLostError, UnwritableStoreError
 from executors.replica import CONTRACT, set_current_replica
+from executors.run.run import view_of
 from executors.run.run_index import local_store
 from executors.store import Data
 from executors.store.file import FileStore
@@ -176,7 +177,7 @@ def test_a_policy_of_restarts_does_not_count_and_it_says_so(capsys: pytest.Captu
         "backend 'inline' restarts no replica: restarts, hang_timeout and start_timeout do not count"
         in capsys.readouterr().err
     )
-    assert run.record.settings.restarts is None
+    assert view_of(run).record.settings.restarts is None
 
 
 def test_the_command_shows_a_debugger_and_goes_on(folder: Folder) -> None:

@@ -13,6 +13,7 @@ from support.processes import is_alive, parent_of
 
 from executors import Run, attach
 from executors.restarts.decision_log import Decision, DecisionLog
+from executors.run.run import view_of
 from executors.store.records import exists
 from executors.testing import eventually
 
@@ -75,7 +76,7 @@ def supervisor(here: Folder, rank: int, attempt: int) -> int:
 
 
 def log_of(run: Run) -> list[Decision]:
-    return list(DecisionLog(run.store, run.run_id).read())
+    return list(DecisionLog(view_of(run).store, run.run_id).read())
 
 
 def kinds(run: Run) -> list[tuple[str, dict[int, int], str | None]]:
@@ -162,7 +163,7 @@ def test_controllers_of_one_run_do_each_others_work_once(here: Folder) -> None:
     )
     assert run.results() == [rounds] * n
     for rank in range(n):
-        assert not exists(run.store, run.newest_attempt(rank).at(rounds + 1).key("handle.json"))
+        assert not exists(view_of(run).store, view_of(run).newest_attempt(rank).at(rounds + 1).key("handle.json"))
 
 
 def test_a_cancel_while_a_restart_waits_ends_the_run_there(here: Folder) -> None:

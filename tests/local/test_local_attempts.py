@@ -18,6 +18,7 @@ from executors import LocalProcessExecutor, ReplicaHandle, ReplicaStatus, Run, a
 from executors.attempt import Attempt
 from executors.errors import KeyNotFoundError
 from executors.protocol import Outcome
+from executors.run.run import view_of
 from executors.store.records import exists
 from executors.testing import eventually
 from executors.testing.executor_contract import task
@@ -56,10 +57,12 @@ def test_a_second_copy_claims_the_next_attempt(local: LocalProcessExecutor) -> N
     with second_copy(run) as copy:
         printed, complaints = copy.communicate(timeout=60)
     assert printed == "1\n", complaints
-    claims = [read_json(run.store, f"{run.run_id}/replicas/0000/{attempt}/started.json") for attempt in (0, 1)]
+    claims = [read_json(view_of(run).store, f"{run.run_id}/replicas/0000/{attempt}/started.json") for attempt in (0, 1)]
     assert claims[0]["nonce"] != claims[1]["nonce"]
     assert attach(run.run_id).results() == [1], "the newest attempt counts"
-    assert read_json(run.store, f"{run.run_id}/replicas/0000/0/outcome.json")["result"] == 0, "the first one's stays"
+    assert read_json(view_of(run).store, f"{run.run_id}/replicas/0000/0/outcome.json")["result"] == 0, (
+        "the first one's stays"
+    )
 
 
 def test_a_rank_is_running_again_while_its_second_copy_runs(local: LocalProcessExecutor) -> None:
@@ -67,7 +70,7 @@ def test_a_rank_is_running_again_while_its_second_copy_runs(local: LocalProcessE
     eventually(lambda: "hanging" in run.logs(rank=0))
     with second_copy(run) as copy:
         try:
-            eventually(lambda: exists(run.store, f"{run.run_id}/replicas/0000/1/started.json"))
+            eventually(lambda: exists(view_of(run).store, f"{run.run_id}/replicas/0000/1/started.json"))
             os.kill(int(record_of(run.handles[0], "started.json")["pid"]), 9)
             assert not run.wait(timeout=0.5), "the second copy goes on"
         finally:
@@ -80,7 +83,7 @@ def test_a_cancelled_attempt_is_not_passed_by(local: LocalProcessExecutor) -> No
     eventually(lambda: "hanging" in run.logs(rank=0))
     run.cancel()
     assert "cancelled" in refused(run)
-    assert not list(run.store.list(f"{run.run_id}/replicas/0000/1/"))
+    assert not list(view_of(run).store.list(f"{run.run_id}/replicas/0000/1/"))
     assert attach(run.run_id).outcomes()[0].status == "cancelled"
 
 
@@ -114,7 +117,7 @@ def test_an_outcome_that_another_process_wrote_first_counts(local: LocalProcessE
 
     run = launch(local, entrypoint, 1, args={"go": str(tmp_path / "go")})
     lost = Outcome(0, 0, ReplicaStatus.FAILED, "lost", error="recorded as lost")
-    assert run.store.put_if_absent(key_of(run.handles[0], "outcome.json"), json.dumps(asdict(lost)).encode())
+    assert view_of(run).store.put_if_absent(key_of(run.handles[0], "outcome.json"), json.dumps(asdict(lost)).encode())
     (tmp_path / "go").write_text("")
     supervisor = run.handles[0].metadata["supervisor_pid"]
     eventually(lambda: not is_alive(supervisor), "the supervisor has nothing left to watch")
@@ -125,11 +128,11 @@ def test_a_task_that_is_missing_or_of_another_python_is_a_failure_that_names_it(
     run = launch(local, tasks.rank, 1)
     run.wait()
     key = f"{run.run_id}/task/task.json"
-    run.store.put(key, json.dumps({**read_json(run.store, key), "python": "3.2"}).encode())
+    view_of(run).store.put(key, json.dumps({**read_json(view_of(run).store, key), "python": "3.2"}).encode())
     complaints = refused(run)
     assert f"pickled by Python 3.2, this replica runs {sys.version_info.major}.{sys.version_info.minor}" in complaints
     assert "importable entrypoint" in complaints
-    run.store.delete(key)
+    view_of(run).store.delete(key)
     complaints = refused(run)
     assert KeyNotFoundError.__name__ in complaints
     assert "task/task.json" in complaints
@@ -140,7 +143,9 @@ def test_a_task_that_was_changed_after_the_launch_is_not_run() -> None:
     run = launch(executor, task("hang"), 2)
     eventually(lambda: "hanging" in run.logs(rank=0))
     key = f"{run.run_id}/task/task.json"
-    run.store.put(key, json.dumps({**read_json(run.store, key), "entrypoint": "os:getcwd", "args": {}}).encode())
+    view_of(run).store.put(
+        key, json.dumps({**read_json(view_of(run).store, key), "entrypoint": "os:getcwd", "args": {}}).encode()
+    )
     run.cancel(rank=0)
     run.wait()
     changed = run.outcomes()[1]

@@ -20,6 +20,7 @@ from support.runs import pid_of, record_of
 from executors import LocalProcessExecutor, Run, current_replica, launch
 from executors.errors import ReplicaCancelledError, ReplicaLostError, ReplicaTimeoutError
 from executors.protocol import Outcome
+from executors.run.run import view_of
 from executors.testing import eventually
 
 HELPERS = ("child", "session", "orphan", "daemon")
@@ -177,7 +178,7 @@ def test_a_failure_in_a_notebooks_cell_shows_the_lines_of_all_cells_it_passed(lo
     assert "raise ValueError('boom')  # here" in str(outcome.error)
     assert "Trainer().run()  # the second cell" in str(outcome.error)
     assert (outcome.error_line, outcome.error_place) == ("ValueError: boom", "a notebook's cell, line 3")
-    assert b"password" not in bytes(run.store.get(f"{run.run_id}/task/task.json"))
+    assert b"password" not in bytes(view_of(run).store.get(f"{run.run_id}/task/task.json"))
 
 
 def write_at_exit(folder: Path) -> None:

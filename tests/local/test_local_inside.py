@@ -16,6 +16,7 @@ from support.runs import record_of
 from executors import LocalProcessExecutor, attach, current_replica, launch
 from executors.backends.local.request import LocalLaunch
 from executors.run.resume import resume
+from executors.run.run import view_of
 
 CONTRACT = ["REPLICA_RANK", "REPLICA_WORLD_SIZE", "REPLICA_RUN_ID", "REPLICA_ATTEMPT", "REPLICA_RENDEZVOUS"]
 OF_A_PROCESS_GROUP = [
@@ -50,7 +51,7 @@ def test_the_environment_has_the_contract_the_runs_own_values_and_no_process_gro
             f"OF_{rank}": "${rank}" if rank == 1 else None,
         }
     assert os.environ["RANK"] == "7"
-    assert run.record.placements[0].env == ("FILE", "TOKEN")
+    assert view_of(run).record.placements[0].env == ("FILE", "TOKEN")
     for file in (path for path in tmp_path.rglob("*") if path.is_file() and path.name != "outcome.json"):
         assert b"hunter2" not in file.read_bytes(), f"{file}: values are never recorded"
 
@@ -64,8 +65,8 @@ def test_current_replica_has_the_same_typed(local: LocalProcessExecutor) -> None
     run = launch(local, entrypoint, 2)
     for rank, found in enumerate(run.results()):
         claim = record_of(run.handles[rank], "started.json")
-        assert found == [rank, 2, run.run_id, 0, run.store.url, claim["nonce"]]
-        assert run.store.get(f"{run.run_id}/seen/{rank}", size=0).nbytes == 0
+        assert found == [rank, 2, run.run_id, 0, view_of(run).store.url, claim["nonce"]]
+        assert view_of(run).store.get(f"{run.run_id}/seen/{rank}", size=0).nbytes == 0
 
 
 def test_a_replica_inherits_the_launcher_as_it_is_at_the_launch(
@@ -204,7 +205,7 @@ def test_a_run_that_is_resumed_has_the_parallelism_of_its_launch(
     one_at_a_time = LocalProcessExecutor(preload=(), max_parallel=1, term_grace_s=0.5)
     run = launch(one_at_a_time, fail_first, 2, rendezvous=tmp_path / "shared")
     assert run.wait(60)
-    digest = run.task_digest
+    digest = view_of(run).task_digest
     if where == "elsewhere":
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
     assert resume(attach(run.url), task_digest=digest).results()[1]["omp"] == str(tasks.cores())

@@ -19,6 +19,7 @@ from executors.errors import RunExistsError
 from executors.logs.times import PAIR, times_of
 from executors.process import fork
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.run.run_index import local_store
 from executors.settings.run_spec import StartSpec
 from executors.supervisor.supervisor_lock import NAME, hold, holder, open_locks, wake
@@ -29,7 +30,7 @@ from executors.testing.executor_contract import task
 def test_the_kernel_says_who_watches_over_a_replica(local: LocalProcessExecutor, state_home: Path) -> None:
     with launch(local, task("hang"), 2, run_id="mine") as run:
         folder = state_home / "replicas" / "mine"
-        supervisor = run.handle(0).metadata["supervisor_pid"]
+        supervisor = view_of(run).reader.handle(0).metadata["supervisor_pid"]
         pids = [pid_of(handle) for handle in run.handles]
         assert [holder(folder, rank, 0) for rank in range(2)] == [supervisor] * 2
         assert holder(folder, 2, 0) is None
@@ -81,7 +82,7 @@ def test_a_link_in_the_place_of_the_locks_is_not_followed(tmp_path: Path) -> Non
 
 def test_a_run_is_cancelled_also_where_its_locks_are_not_found(local: LocalProcessExecutor, state_home: Path) -> None:
     run = launch(local, task("hang"), 1, run_id="mine")
-    pid = pid_of(run.handle(0))
+    pid = pid_of(view_of(run).reader.handle(0))
     (state_home / "replicas" / "mine" / NAME).unlink()
     attach("mine").cancel()
     eventually(lambda: not is_alive(pid), "its supervisor sees the marker")
@@ -95,7 +96,7 @@ def test_logs_of_two_runs_of_one_id_are_never_mixed(
     """A run of a shared directory is resumed here, where another run has its id."""
     theirs = launch(local, task("fail"), 1, args={"message": "theirs"}, run_id="same", rendezvous=tmp_path / "shared")
     assert theirs.wait(30)
-    digest = theirs.task_digest
+    digest = view_of(theirs).task_digest
     shutil.rmtree(state_home / "replicas" / "same")  # as on another machine
     mine = launch(local, task("fail"), 1, args={"message": "mine"}, run_id="same")
     assert mine.wait(30)
@@ -118,20 +119,22 @@ def test_a_run_under_the_id_of_one_that_was_deleted_elsewhere_begins_its_log_ane
         assert run.wait(30)
         assert message in log.read_text()
         assert ("theirs" in log.read_text()) is (message == "theirs")
-        assert bytes(run.store.get("nightly/replicas/0000/0/output.log")) == log.read_bytes()
-        assert all(at > run.record.created_at for at, _ in PAIR.iter_unpack(times_of(log).read_bytes()))
+        assert bytes(view_of(run).store.get("nightly/replicas/0000/0/output.log")) == log.read_bytes()
+        assert all(at > view_of(run).record.created_at for at, _ in PAIR.iter_unpack(times_of(log).read_bytes()))
         shutil.rmtree(tmp_path / "nightly")
 
 
 def test_a_store_that_moved_is_resumed_where_it_is(local: LocalProcessExecutor, tmp_path: Path) -> None:
     run = launch(local, task("fail"), 1, args={"message": "again"}, run_id="mover", rendezvous=tmp_path / "here")
     assert run.wait(30)
-    noted = run.noted
+    noted = view_of(run).noted
     assert noted is not None
     (tmp_path / "here").rename(tmp_path / "there")
-    again = resume(attach("mover", rendezvous=tmp_path / "there"), task_digest=run.record.task_digest)
+    again = resume(attach("mover", rendezvous=tmp_path / "there"), task_digest=view_of(run).record.task_digest)
     assert again.wait(30)
     assert again.outcomes()[0].attempt == 1
-    assert attach("mover").store.url == (tmp_path / "there").as_uri()
-    assert attach("mover").noted == replace(noted, rendezvous=attach("mover").store.url), "it was launched here"
+    assert view_of(attach("mover")).store.url == (tmp_path / "there").as_uri()
+    assert view_of(attach("mover")).noted == replace(noted, rendezvous=view_of(attach("mover")).store.url), (
+        "it was launched here"
+    )
     assert resume(attach("mover")).wait(30)

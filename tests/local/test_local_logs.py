@@ -13,6 +13,7 @@ from support import tasks
 from support.runs import log_of
 
 from executors import LocalProcessExecutor, Run, launch
+from executors.run.run import view_of
 
 MIB = 1 << 20
 SAID = ("stdout", "stderr", "os.write", "printf", "helper", "helper to stderr", "words in parts")
@@ -237,5 +238,7 @@ def test_each_log_lies_in_the_state_directory_for_the_user_alone(
         assert log.read_text().startswith("last words\n")
         assert local.stream_logs(run.handles[0]) == log.read_text()
         assert log.stat().st_mode & 0o077 == 0
-        assert bytes(run.store.get(f"{run.run_id}/replicas/0000/0/output.log")) == log.read_bytes(), "and a copy"
+        assert bytes(view_of(run).store.get(f"{run.run_id}/replicas/0000/0/output.log")) == log.read_bytes(), (
+            "and a copy"
+        )
     assert (state_home / "replicas").stat().st_mode & 0o777 == 0o700

@@ -24,6 +24,7 @@ from executors.errors import (
     RunNotFoundError,
     StoreError,
 )
+from executors.run.run import view_of
 from executors.store import Store
 from executors.store.url import impatient_store
 from executors.testing import eventually
@@ -202,8 +203,8 @@ def test_a_run_is_found_again_by_id_and_by_address(local: LocalProcessExecutor, 
             attach(run.run_id),
             attach(run.url),
             attach(run.url + "/"),
-            attach(run.run_id, rendezvous=run.store.url),
-            attach(str(folder_of(run.store.url) / run.run_id)),
+            attach(run.run_id, rendezvous=view_of(run).store.url),
+            attach(str(folder_of(view_of(run).store.url) / run.run_id)),
         ):
             assert again.run_id == run.run_id
             assert again.results() == expected
@@ -296,7 +297,7 @@ def test_a_record_that_is_no_json_is_an_error_that_names_it(local: LocalProcessE
     run = launch(local, tasks.rank, 1)
     run.wait()
     eventually(lambda: not is_alive(run.handles[0].metadata["supervisor_pid"]))
-    run.store.put(f"{run.run_id}/replicas/0000/0/outcome.json", b"{ half")
+    view_of(run).store.put(f"{run.run_id}/replicas/0000/0/outcome.json", b"{ half")
     with pytest.raises(ReplicaLostError, match=r"outcome\.json"):
         attach(run.run_id).results()
 
@@ -309,7 +310,7 @@ def test_the_keys_of_a_run_are_those_of_the_documentation(local: LocalProcessExe
     rendezvous = str(tmp_path / "store")
     run = launch(local, tasks.report_and_keep, 1, args={"path": str(tmp_path / "file")}, rendezvous=rendezvous)
     run.wait()
-    assert [entry.key.removeprefix(f"{run.run_id}/") for entry in run.store.list("")] == [
+    assert [entry.key.removeprefix(f"{run.run_id}/") for entry in view_of(run).store.list("")] == [
         "metrics/0000/0/000000.jsonl",
         "replicas/0000/0/artifacts/model/weights.bin",
         "replicas/0000/0/handle.json",
@@ -326,7 +327,7 @@ def test_the_keys_of_a_run_are_those_of_the_documentation(local: LocalProcessExe
 def test_the_record_of_a_run_says_who_what_when(local: LocalProcessExecutor) -> None:
     run = launch(local, task("echo"), 2, args={"a": 1}, env={"TOKEN": "hunter2"}, seed=3)
     run.wait()
-    record = run.record
+    record = view_of(run).record
     assert (record.backend, record.world_size, record.entrypoint) == ("local", 2, task("echo"))
     assert (record.placements[0].env, record.settings.seed, record.launcher_pid) == (("TOKEN",), 3, os.getpid())
     assert "hunter2" not in str(record)

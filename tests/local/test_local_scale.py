@@ -17,6 +17,7 @@ from support.runs import pid_of, record_of
 from executors import LocalProcessExecutor, attach, launch
 from executors.attempt import Attempt
 from executors.errors import BackendError, LaunchError
+from executors.run.run import view_of
 from executors.testing import eventually
 
 
@@ -218,7 +219,7 @@ def test_a_restart_waits_until_the_ended_process_is_gone_from_the_gpu(
         return current_replica().attempt
 
     run = launch(gpus(1), train, 1, args={"listed": str(listed)}, gpu="H100", restarts="1,backoff=0.05s:0.05s")
-    first, second = (Attempt(run.store, run.run_id, 0, number) for number in range(2))
+    first, second = (Attempt(view_of(run).store, run.run_id, 0, number) for number in range(2))
     eventually(second.outcome, "the second attempt ends")
     pid = getattr(first.outcome(), "pid", None)
     assert f"waiting until process {pid}, which has ended, is gone from the GPU" in run.logs(rank=0)

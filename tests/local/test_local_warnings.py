@@ -13,6 +13,7 @@ from support.standalone_replicas import Cloud, cloud, ended, shared, ship, site,
 
 from executors import LocalProcessExecutor, Run, attach, launch
 from executors.report.events import MORE
+from executors.run.run import view_of
 from executors.store.url import address_of
 
 __all__ = ["cloud", "shared", "site", "workspace"]  # fixtures
@@ -142,7 +143,9 @@ def test_a_loop_that_warns_leaves_one_small_record_and_its_first_texts(local: Lo
     assert texts[:2] == ["the first", "number 0"]
     assert len(texts) == 10
     assert texts[-1].endswith(MORE)
-    sizes = [each.size_bytes for each in run.store.list(f"{run.run_id}/") if each.key.endswith("warnings.json")]
+    sizes = [
+        each.size_bytes for each in view_of(run).store.list(f"{run.run_id}/") if each.key.endswith("warnings.json")
+    ]
     assert len(sizes) == 1
     assert sizes[0] < 10_000
 

@@ -15,6 +15,7 @@ from support.runs import log_of, pid_of, without_store
 from executors import LocalProcessExecutor, Run, launch
 from executors.attempt import Attempt
 from executors.replica import Replica
+from executors.run.run import view_of
 from executors.store import MemoryStore
 from executors.testing import eventually
 from executors.worker import heartbeat
@@ -40,7 +41,9 @@ def say_and_end(how: str) -> str:
 
 def copy_of(run: Run, rank: int = 0) -> bytes | None:
     key = f"{run.run_id}/replicas/{rank:04d}/0/output.log"
-    return bytes(run.store.get(key)) if any(entry.key == key for entry in run.store.list(key)) else None
+    return (
+        bytes(view_of(run).store.get(key)) if any(entry.key == key for entry in view_of(run).store.list(key)) else None
+    )
 
 
 @pytest.mark.parametrize("how", ["returns", "exception", "leaves", "hangs"])

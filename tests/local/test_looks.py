@@ -21,6 +21,7 @@ from executors.backend import Observation, PendingReplica
 from executors.errors import CorruptObjectError, ReplicaLostError
 from executors.restarts.decision_log import Decision
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.run.run_index import remember
 from executors.store import Store, open_store
 from executors.store.inventory import Inventory
@@ -72,7 +73,7 @@ def test_a_look_at_a_run_is_one_list_and_the_heartbeats(bucket: S3Server, n: int
     store = open_store(bucket.url("runs"))
     write_run(store, n)
     run = attach("wide", rendezvous=store.url)
-    assert run.world_size == n
+    assert view_of(run).world_size == n
     assert cost(bucket, run.status) == 2 + n, "one list, the handles together, the heartbeats"
     assert cost(bucket, run.status) == 1 + n
     assert [state.reported["step"] for state in run.status().replicas] == list(range(n))
@@ -89,7 +90,7 @@ def test_warnings_cost_status_no_request_and_one_read_for_each_attempt(bucket: S
         count = {"count": 1, "first": f"of {rank}", "first_at": 2000.0 + rank}
         write(store, rank, "heartbeat", {"at": time.time(), "step": rank, WARNED: count})
     run = attach("wide", rendezvous=store.url)
-    assert run.world_size == n
+    assert view_of(run).world_size == n
     assert cost(bucket, run.status) == 2 + n, "one list, the handles together, the heartbeats"
     assert cost(bucket, run.status) == 1 + n
     assert (run.status().n_warnings, run.status().warnings[0].text) == (n, "of 0")
@@ -159,7 +160,7 @@ def test_what_happened_costs_a_look_the_claims_the_first_reports_and_the_log(buc
         write(store, rank, "started", {"nonce": f"nonce {rank}", "at": 2000.0 + rank})
         store.put(f"wide/metrics/{rank:04d}/0/000000.jsonl", b'{"t": 1.5, "step": 1}\n')
     run = attach("wide", rendezvous=store.url)
-    assert run.world_size == 8
+    assert view_of(run).world_size == 8
     kinds: list[str] = []
     assert cost(bucket, lambda: kinds.extend(event.kind for event in run.events())) == 2 + 8 + 8 + 1
     assert sorted(kinds) == ["claimed"] * 8 + ["first_progress"] * 8 + ["launched"]
@@ -172,7 +173,7 @@ def test_who_launches_or_resumes_at_a_bucket_leaves_the_handles_together(
     for number in (0, 1):
         assert run.wait(60)
         other = attach(run.url)
-        assert other.world_size == 2
+        assert view_of(other).world_size == 2
         asked = len(bucket.requests("GET"))  # its supervisors may still write what the attempt leaves
         assert [handle.metadata["attempt"] for handle in other.handles] == [number] * 2
         assert len(bucket.requests("GET")) - asked == 2, "one list, the handles together"
@@ -213,14 +214,14 @@ def test_sixty_four_replicas_watched_for_an_hour_are_at_most_60_000_requests(buc
     write_run(store, n)
     run = attach("wide", rendezvous=store.url)
     first, each = (cost(bucket, run.status) for _ in range(2))
-    times = itertools.takewhile(lambda at: at < until_s, itertools.accumulate(run.pauses()))
+    times = itertools.takewhile(lambda at: at < until_s, itertools.accumulate(view_of(run).reader.pauses()))
     assert first + each * sum(1 for _ in times) <= 60_000
 
 
 def test_a_directory_is_looked_at_often(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     write_run(store, 1)
-    assert sum(itertools.islice(Run(store, "wide").pauses(), 20)) < 10
+    assert sum(itertools.islice(view_of(Run(store, "wide")).reader.pauses(), 20)) < 10
 
 
 class CountingExecutor(LocalProcessExecutor):
@@ -266,7 +267,7 @@ def test_a_newer_attempt_is_seen_with_its_own_handle() -> None:
     assert run.status().status == "failed"
     metadata = {"run_id": "wide", "store_url": store.url, "machine": ELSEWHERE, "attempt": 1}
     write(store, 0, "handle", local_handle(0, **metadata), attempt=1)
-    assert (run.status().status, run.handle(0).metadata["attempt"]) == ("pending", 1)
+    assert (run.status().status, view_of(run).reader.handle(0).metadata["attempt"]) == ("pending", 1)
     assert executor.asked == [[(0, 1)]]
 
 
@@ -294,10 +295,10 @@ def test_of_two_who_look_at_the_same_time_neither_takes_back_what_the_other_saw(
     assert store.is_listed.wait(30)
     write(store, 0, "outcome", outcome_json(0, status="failed", reason="lost"))
     write(store, 0, "intent", {"nonce": "n", "by": "another", "at": time.time()}, attempt=1)
-    assert run.newest_attempt(0).number == 1
+    assert view_of(run).newest_attempt(0).number == 1
     store.may_go.set()
     early.join(30)
-    assert run._reader.attempt(0).number == 1
+    assert view_of(run).reader.attempt(0).number == 1
 
 
 class LateStore(MemoryStore):
@@ -360,19 +361,19 @@ def test_one_unreadable_record_does_not_hide_the_other_ranks(damaged: Run) -> No
     assert "'wide/replicas/0002/0/handle.json' in memory:" in third.note
     assert "'attempt' is missing" in second.to_json()["note"]
     assert not fourth.is_over
-    write(damaged.store, 3, "outcome", outcome_json(3))
+    write(view_of(damaged).store, 3, "outcome", outcome_json(3))
     assert damaged.wait(60), "nobody can tell of the third"
     assert damaged.status().status == "failed"
     assert [outcome.status for outcome in damaged.outcomes()] == ["succeeded", "failed", "failed", "succeeded"]
     with pytest.raises(ReplicaLostError, match=r"wide/replicas/0001/0/outcome\.json"):
         damaged.results()
-    write(damaged.store, 2, "outcome", outcome_json(2))
+    write(view_of(damaged).store, 2, "outcome", outcome_json(2))
     assert damaged.status().replicas[2].status == "succeeded", "it was written after all"
 
 
 def test_a_handle_that_cannot_be_read_is_named_once_the_others_were_cancelled(damaged: Run) -> None:
     cancelled = []
-    damaged.executor.cancel = lambda handle: cancelled.append(handle.rank)  # type: ignore[method-assign]
+    view_of(damaged).executor.cancel = lambda handle: cancelled.append(handle.rank)  # type: ignore[method-assign]
     with pytest.raises(CorruptObjectError, match=r"0002/0/handle\.json"):
         damaged.cancel()
     assert cancelled == [3]

@@ -17,6 +17,7 @@ from support.processes import is_alive
 from executors import LocalProcessExecutor, Run, attach, launch
 from executors.attempt import Claim
 from executors.process import start_time
+from executors.run.run import view_of
 from executors.testing import eventually
 from executors.testing.executor_contract import task
 from executors.testing.helpers import environment
@@ -89,7 +90,7 @@ def test_who_is_not_shown_the_processes_of_others_takes_none_of_them_for_ended(h
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_a_lost_run_is_shown_to_who_may_only_read_it(run: Run, tmp_path: Path) -> None:
     (handle,) = run.handles
-    claim = run.newest_attempt(0).find("started.json", Claim.parse)
+    claim = view_of(run).newest_attempt(0).find("started.json", Claim.parse)
     assert claim is not None
     assert claim.pid is not None
     for pid in (handle.metadata["supervisor_pid"], claim.pid):
@@ -102,6 +103,6 @@ def test_a_lost_run_is_shown_to_who_may_only_read_it(run: Run, tmp_path: Path) -
             assert "was lost: its supervisor is gone" in note
         assert "was lost" in attach(run.url).logs(rank=0)
         assert [end.reason for end in attach(run.url).outcomes()] == ["lost"]
-        assert not run.newest_attempt(0).has("outcome.json")
+        assert not view_of(run).newest_attempt(0).has("outcome.json")
     status(run)
-    assert run.newest_attempt(0).has("outcome.json"), "whoever may write records it"
+    assert view_of(run).newest_attempt(0).has("outcome.json"), "whoever may write records it"

@@ -16,6 +16,7 @@ from executors.attempt import Attempt
 from executors.metrics.metrics import Metrics
 from executors.replica import Replica
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.testing import eventually
 
 Lines = dict[tuple[int, int], list[dict[str, Any]]]
@@ -73,7 +74,7 @@ def n_entries(me: Replica) -> int:
 
 def test_what_a_killed_and_resumed_run_measured_is_what_its_raw_lines_say(tmp_path: Path) -> None:
     run = launch(LOCAL, train, 2, args={"folder": str(tmp_path)})
-    second = Attempt(run.store, run.run_id, 1, 1)
+    second = Attempt(view_of(run).store, run.run_id, 1, 1)
     killed = eventually(second.at(0).outcome, "rank 1 is killed", within_s=60)
     assert killed is not None
     assert killed.signal == "SIGKILL"
@@ -84,12 +85,12 @@ def test_what_a_killed_and_resumed_run_measured_is_what_its_raw_lines_say(tmp_pa
     check_time_line(found, lines, run)
     check_rows(found)
     run.remove()
-    assert list(run.store.list(f"{run.run_id}/")) == []
+    assert list(view_of(run).store.list(f"{run.run_id}/")) == []
 
 
 def raw_lines(run: Run) -> Lines:
     """Read all segments as they lie there."""
-    folder, lines = Path(run.store.root) / run.run_id / "metrics", Lines()  # type: ignore[attr-defined]
+    folder, lines = Path(view_of(run).store.root) / run.run_id / "metrics", Lines()  # type: ignore[attr-defined]
     for file in sorted(folder.glob("*/*/*.jsonl")):
         rank, attempt, _ = file.relative_to(folder).parts
         lines.setdefault((int(rank), int(attempt)), []).extend(map(json.loads, file.read_text().splitlines()))
@@ -115,7 +116,7 @@ def check_time_line(found: Metrics, lines: Lines, run: Run) -> None:
     assert [(span.rank, span.attempt) for span in found.attempts] == [(0, 0), (1, 0), (1, 1)]
     claims, saw = dict[tuple[int, int], float](), dict[tuple[int, int], dict[int, float]]()
     for key in lines:
-        claim = run.store.get(Attempt(run.store, run.run_id, *key).key("started.json"))
+        claim = view_of(run).store.get(Attempt(view_of(run).store, run.run_id, *key).key("started.json"))
         claims[key] = at = json.loads(bytes(claim))["at"]
         counted = [line for line in lines[key] if line.get("verdict") == "counted"]
         saw[key] = {each["entry"]: at + each["t"] - each["step_s"] - each["reduce_s"] for each in counted}

@@ -27,6 +27,7 @@ from executors.errors import (
 from executors.restarts.decision_log import DecisionLog
 from executors.restarts.orders import order_resume
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.run.run_index import is_state_dir
 from executors.store import Store
 from executors.store.faulty import FaultyStore
@@ -80,8 +81,8 @@ class Scene:
     @classmethod
     def of(cls, run: Run, state: Path, saved: Path) -> Scene:
         shutil.copytree(state, saved)
-        objects = {entry.key: bytes(run.store.get(entry.key)) for entry in run.store.list("")}
-        return cls(run.store, state, saved, objects)
+        objects = {entry.key: bytes(view_of(run).store.get(entry.key)) for entry in view_of(run).store.list("")}
+        return cls(view_of(run).store, state, saved, objects)
 
     @property
     def rendezvous(self) -> str | None:
@@ -130,9 +131,9 @@ def remove_until(call: int, verb_of: str) -> bool:
         verb_of: "store" counts calls of the run's store, "files" counts deletions of files on this machine.
     """
     run = attach("otter")
-    run.store = FaultyStore(run.store, seed=0)
+    store = view_of(run).store = FaultyStore(view_of(run).store, seed=0)
     if verb_of == "store":
-        run.store.fail_at("*", count=call, before=die)
+        store.fail_at("*", count=call, before=die)
     else:
         Countdown.left = call
     try:
@@ -204,7 +205,7 @@ def test_every_verb_knows_a_run_whose_removal_was_interrupted(ended: Scene, here
 def test_a_removal_by_a_living_process_is_named_as_such(here: HereInstead) -> None:
     run = launch(PLAIN, str, 1, run_id="otter")
     assert run.wait(60)
-    write_removal(run.store, "otter", Removal.new())
+    write_removal(view_of(run).store, "otter", Removal.new())
     assert "is being removed by" in here.replicas("status", "otter").stdout
 
 
@@ -218,7 +219,7 @@ def attempt_to_remove() -> str:
 
 def attempt_to_resume() -> str:
     try:
-        resume(Run(attach("otter").store, "otter", executor=StartsNothing(preload=())))
+        resume(Run(view_of(attach("otter")).store, "otter", executor=StartsNothing(preload=())))
     except RunNotFoundError:
         return "refused"
     except LaunchError:
@@ -235,14 +236,14 @@ def test_of_a_removal_and_a_resume_at_the_same_time_one_sees_the_other(ended: Sc
         ended.restore()
         others = list[str]()
         run = attach("otter") if first == "rm" else Run(ended.store, "otter", executor=StartsNothing(preload=()))
-        run.store = FaultyStore(run.store, seed=0)
-        run.placements._store = run.store
+        store = view_of(run).store = FaultyStore(view_of(run).store, seed=0)
+        view_of(run).placements._store = store
         other = attempt_to_resume if first == "rm" else attempt_to_remove
 
         def act(other: Callable[[], str] = other, others: list[str] = others) -> None:
             others.append(other())
 
-        run.store.fail_at("*", count=call, before=act)
+        store.fail_at("*", count=call, before=act)
         try:
             run.remove() if first == "rm" else resume(run)
             mine = "removed"
@@ -269,7 +270,7 @@ def test_of_a_removal_and_a_resume_at_the_same_time_one_sees_the_other(ended: Sc
 def test_a_run_whose_successful_ranks_are_about_to_be_extended_is_not_removed() -> None:
     run = launch(PLAIN, str, 2, run_id="otter")
     assert run.wait(60)
-    assert order_resume(DecisionLog(run.store, "otter"), {1: 1}, 0) is None
+    assert order_resume(DecisionLog(view_of(run).store, "otter"), {1: 1}, 0) is None
     with pytest.raises(RunExistsError, match=r"still runs: rank 1 being resumed\. Cancel it first"):
         attach("otter").remove()
 
@@ -283,7 +284,7 @@ def hanging() -> Iterator[Run]:
     run = launch(PLAIN, hang, 1, run_id="otter")
     eventually(lambda: run.status().status == "running", "it hangs")
     yield run
-    if list(run.store.list("otter/")):
+    if list(view_of(run).store.list("otter/")):
         run.cancel()
 
 
@@ -315,7 +316,7 @@ def test_an_addition_that_comes_after_the_removal_leaves_nothing(hanging: Run, m
     monkeypatch.setattr("executors.run.addition.take_ranks", remove_and_take)
     with pytest.raises(RunBeingRemovedError, match="was removed"):
         attach("otter").add("local", 1)
-    assert [entry.key for entry in hanging.store.list("otter/")] == []
+    assert [entry.key for entry in view_of(hanging).store.list("otter/")] == []
 
 
 def test_a_removal_that_died_before_it_deleted_anything_stops_no_resume(here: HereInstead) -> None:
@@ -323,11 +324,11 @@ def test_a_removal_that_died_before_it_deleted_anything_stops_no_resume(here: He
     eventually(lambda: run.status().is_terminal, "it fails")
     new = vars(Removal.new())
     machine, _, _ = str(new["process"]).rpartition(" ")[0].rpartition(" ")
-    write_removal(run.store, "otter", Removal(**{**new, "process": f"{machine} {2**31 - 1} 1"}))
+    write_removal(view_of(run).store, "otter", Removal(**{**new, "process": f"{machine} {2**31 - 1} 1"}))
     assert here.replicas("status", "otter", "--json").json["status"] == "failed"
     assert attempt_to_resume() == "ordered"
     attach("otter").remove()
-    assert list(run.store.list("otter/")) == []
+    assert list(view_of(run).store.list("otter/")) == []
 
 
 BAD_REMOVALS = {
@@ -348,10 +349,10 @@ BAD_REMOVALS = {
 def test_a_foreign_record_of_a_removal_is_refused_by_name_and_the_run_can_be_removed(data: bytes) -> None:
     run = launch(PLAIN, str, 1, run_id="otter")
     assert run.wait(60)
-    run.store.put(removal_key("otter"), data)
+    view_of(run).store.put(removal_key("otter"), data)
     with pytest.raises(CorruptObjectError, match=r"'otter/removing\.json' in .* (cannot be read|has 2000048 bytes)"):
-        attach("otter").check_not_removed()
+        view_of(attach("otter")).check_not_removed()
     with pytest.raises(CorruptObjectError, match=r"otter/removing\.json"):
         resume(attach("otter"))
     attach("otter").remove()
-    assert list(run.store.list("otter/")) == []
+    assert list(view_of(run).store.list("otter/")) == []

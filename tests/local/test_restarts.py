@@ -39,6 +39,7 @@ from executors.process import killed_for_memory
 from executors.protocol import Outcome
 from executors.restarts.decision_log import Decision, DecisionLog
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.testing import eventually
 
 QUICK = "backoff=0.05s:0.1s"
@@ -59,13 +60,13 @@ def over(run: Run) -> Run:
 
 
 def decisions(run: Run) -> list[Decision]:
-    return list(DecisionLog(run.store, run.run_id).read())
+    return list(DecisionLog(view_of(run).store, run.run_id).read())
 
 
 def ends(run: Run, rank: int) -> list[Outcome]:
     """Return how a rank's attempts ended, in order."""
     found: list[Outcome] = []
-    while (outcome := Attempt(run.store, run.run_id, rank, len(found)).outcome()) is not None:
+    while (outcome := Attempt(view_of(run).store, run.run_id, rank, len(found)).outcome()) is not None:
         found.append(outcome)
     return found
 
@@ -99,7 +100,7 @@ def test_each_kind_of_end_is_followed_by_a_new_process_of_the_same_supervisor(
     restarts = [(entry.rank, entry.start, entry.how, entry.charged) for entry in decisions(run)]
     assert sorted(restarts) == [(rank, {rank: 1}, "fork", True) for rank in range(6)]
     for attempt in range(2):
-        log = state_home / "replicas" / Attempt(run.store, run.run_id, 0, attempt).key("output.log")
+        log = state_home / "replicas" / Attempt(view_of(run).store, run.run_id, 0, attempt).key("output.log")
         assert log.read_text() == f"attempt {attempt} of rank 0\n"
     assert attach(run.run_id).results() == [1, 1, 1, 1, 1, 1, 0]
 
@@ -176,7 +177,7 @@ def test_a_restart_together_ends_the_living_ranks_and_starts_them_anew(
 
 def added(run: Run, **entry: Any) -> None:
     """Add an entry to the log, and say so to the supervisor, which looks every ten seconds otherwise."""
-    DecisionLog(run.store, run.run_id).append(lambda log: Decision(**entry))
+    DecisionLog(view_of(run).store, run.run_id).append(lambda log: Decision(**entry))
     os.kill(supervisor_of(run), signal.SIGUSR1)
 
 
@@ -197,14 +198,14 @@ def test_what_bars_the_run_ends_what_lives_and_what_was_to_be_started(
     over(run)
     assert [told(run, rank) for rank in range(2)] == [["signal SIGKILL", "cancelled"], ["cancelled"]]
     assert why in str(ends(run, 1)[0].error)
-    assert not Attempt(run.store, run.run_id, 0, 1).has("started.json")
+    assert not Attempt(view_of(run).store, run.run_id, 0, 1).has("started.json")
 
 
 def test_what_leaves_when_it_is_asked_to_is_stopped_whatever_is_ordered_after_it(
     local: LocalProcessExecutor,
 ) -> None:
     run = started(local, leave_when_asked, 1, "3")
-    eventually(lambda: Attempt(run.store, run.run_id, 0).has("started.json"), "it runs")
+    eventually(lambda: Attempt(view_of(run).store, run.run_id, 0).has("started.json"), "it runs")
     added(run, kind="stop", why="asked", within_s=60.0)
     (end,) = ends(over(run), 0)
     assert (end.status, end.reason, end.result) == ("cancelled", "stopped", "saved")
@@ -251,8 +252,10 @@ def test_an_attempt_that_another_process_began_is_left_to_it(local: LocalProcess
     decided(run, "restart")
     theirs = {**run.handles[0].metadata, "attempt": 1, "nonce": "theirs"}
     handle = {"rank": 0, "backend_name": "local", "metadata": theirs}
-    assert run.store.put_if_absent(Attempt(run.store, run.run_id, 0, 1).key("handle.json"), json.dumps(handle).encode())
-    Attempt(run.store, run.run_id, 1).request_cancel()
+    assert view_of(run).store.put_if_absent(
+        Attempt(view_of(run).store, run.run_id, 0, 1).key("handle.json"), json.dumps(handle).encode()
+    )
+    Attempt(view_of(run).store, run.run_id, 1).request_cancel()
     over(run)
     assert (told(run, 0), len(list(tmp_path.glob("0.*")))) == (["signal SIGKILL"], 1)
 
@@ -283,10 +286,10 @@ def test_a_rank_that_hangs_is_ended_says_where_and_starts_anew(local: LocalProce
         ["hang SIGKILL", "succeeded"],
     ]
     for rank in range(2):
-        end, attempt = ends(run, rank)[0], Attempt(run.store, run.run_id, rank, 0)
+        end, attempt = ends(run, rank)[0], Attempt(view_of(run).store, run.run_id, rank, 0)
         assert f"Replica {rank} of 3 made no progress for" in str(end.error)
         assert (end.progress_marks, len(end.stacks)) == (1, 2)
-        stacks = bytes(run.store.get(attempt.key(end.stacks[0]))).decode()
+        stacks = bytes(view_of(run).store.get(attempt.key(end.stacks[0]))).decode()
         assert "in hang_first" in stacks
         assert stacks.rstrip() in (state_home / "replicas" / attempt.key("output.log")).read_text()
     assert "stopped by SIGSTOP" in str(ends(run, 2)[0].error)
@@ -306,7 +309,7 @@ def test_replicas_of_a_training_that_are_killed_come_back_by_themselves_and_end_
             restarts="3",
             seed=1,
         )
-        eventually(lambda: "round" in getattr(Attempt(run.store, run.run_id, 1, 1).beat(), "reported", ()))
+        eventually(lambda: "round" in getattr(Attempt(view_of(run).store, run.run_id, 1, 1).beat(), "reported", ()))
         open_gate(3)
         over(run)
     assert [told(run, rank).count("signal SIGKILL") for rank in range(3)] == [1, 2, 0]
@@ -338,7 +341,7 @@ def test_a_rank_that_is_given_up_and_resumed_belongs_to_its_new_supervisor(
     eventually(lambda: told(run, 0)[3:] == ["succeeded"])
     assert told(run, 0) == ["no_result", "no_result", "signal SIGKILL", "succeeded"]
     assert [entry.kind for entry in decisions(run)] == ["restart", "give_up", "resume", "restart"]
-    handles = [Attempt(run.store, run.run_id, 0, number).handle("local") for number in range(4)]
+    handles = [Attempt(view_of(run).store, run.run_id, 0, number).handle("local") for number in range(4)]
     first, second, third, fourth = [handle and handle.metadata["supervisor_pid"] for handle in handles]
     assert (first == second, second == third, third == fourth) == (True, False, True)
 
@@ -358,7 +361,7 @@ def test_an_end_that_the_store_does_not_take_is_recorded_and_answered_when_it_do
 ) -> None:
     args = {"folder": str(tmp_path)}
     run = launch(local, die_when_told, 2, args=args, restarts=f"1,{QUICK}", timeout=120, rendezvous=tmp_path / "runs")
-    first = folder_of(run.store.url) / Attempt(run.store, run.run_id, 0).key("")
+    first = folder_of(view_of(run).store.url) / Attempt(view_of(run).store, run.run_id, 0).key("")
     eventually((tmp_path / "0.0").exists, "it runs")
     away = first.rename(first.with_name("away"))
     first.write_text("")  # what lies below it can be neither read nor written

@@ -22,6 +22,7 @@ from executors import LocalProcessExecutor, Run, attach, current_replica, launch
 from executors.errors import BackendError, StoreError
 from executors.restarts.decision_log import DecisionLog
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.run.start_spec import _code_in, check_folder, trusted_task
 from executors.testing import eventually
 
@@ -57,7 +58,7 @@ def test_what_ended_without_succeeding_gets_a_new_attempt(half_dead: Run) -> Non
 def test_other_rules_may_count_from_a_resume_on(half_dead: Run) -> None:
     run = resume(half_dead, restarts=2, hang_timeout="off")
     run.results()
-    policy, resumed = DecisionLog(run.store, run.run_id).read()
+    policy, resumed = DecisionLog(view_of(run).store, run.run_id).read()
     assert (policy.kind, policy.restarts, policy.hang) == ("policy", "2", "off")
     assert (resumed.kind, resumed.start) == ("resume", {1: 1, 2: 1})
     with pytest.raises(ValueError, match="whole number"):
@@ -196,7 +197,7 @@ def test_a_callable_of_which_nobody_noted_where_it_is_from_is_not_resumed_in_ano
 ) -> None:
     here, there = two_folders
     launch(PLAIN, second_time_lucky, 1, args={"folder": str(there)}, run_id="nightly").wait(30)
-    task = trusted_task(run := attach("nightly"))
+    task = trusted_task(run := view_of(attach("nightly")))
     monkeypatch.chdir(there)
     check_folder(run, task, "resume")
     with pytest.raises(ValueError, match=f"cd '{here}' && replicas resume nightly"):
@@ -297,8 +298,8 @@ def test_launch_with_resume_brings_a_script_back_with_the_arguments_it_had(tmp_p
 
 def test_a_task_that_is_not_the_launched_one_is_not_brought_back(half_dead: Run) -> None:
     key = "half-dead/task/task.json"
-    task = bytes(half_dead.store.get(key))
-    half_dead.store.put(key, task.replace(b'"rank_env": null', b'"rank_env": "R"  '))
+    task = bytes(view_of(half_dead).store.get(key))
+    view_of(half_dead).store.put(key, task.replace(b'"rank_env": null', b'"rank_env": "R"  '))
     with pytest.raises(StoreError, match=r"task/task\.json' .* is not what was launched"):
         resume(half_dead)
     assert half_dead.status().replicas[1].attempt == 0
@@ -342,7 +343,7 @@ def test_a_resume_that_was_interrupted_does_not_spoil_the_next_one(
 def test_a_resume_that_is_refused_leaves_no_attempt(half_dead: Run) -> None:
     few = LocalProcessExecutor(preload=(), gpus=["0"])
     with pytest.raises(BackendError, match="this machine has 1"):
-        resume(Run(half_dead.store, "half-dead", executor=few), gpu="H100")
+        resume(Run(view_of(half_dead).store, "half-dead", executor=few), gpu="H100")
     assert [state.attempt for state in attach("half-dead").status().replicas] == [0, 0, 0]
 
 
@@ -386,13 +387,13 @@ def test_a_rank_that_still_runs_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_an_aborted_run_stays_aborted(half_dead: Run) -> None:
-    half_dead.store.put("half-dead/abort.json", b'{"who": "rank 1", "why": "a test"}')
+    view_of(half_dead).store.put("half-dead/abort.json", b'{"who": "rank 1", "why": "a test"}')
     with pytest.raises(StoreError, match="was aborted, which is final"):
         resume(half_dead)
 
 
 def test_a_stranger_that_cannot_start_single_ranks_is_refused() -> None:
     run = launch(PopenExecutor(), "executors.testing.tasks:fail", 1, args={"message": "no"})
-    run.executor.collect(run.handles, timeout=60)
+    view_of(run).executor.collect(run.handles, timeout=60)
     with pytest.raises(BackendError, match="starts all ranks or none"):
         resume(run)

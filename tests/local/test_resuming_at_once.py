@@ -20,6 +20,7 @@ from executors.attempt import replica_key
 from executors.backends.local.zygote_client import zygote
 from executors.errors import AlreadyResumedError, LaunchError
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.store.records import exists
 from executors.testing import eventually
 
@@ -60,8 +61,12 @@ def has_ended(run: Run) -> bool:
 def claims(run: Run) -> list[list[int]]:
     """Return for each rank the attempts that a process claimed."""
     return [
-        [attempt for attempt in range(5) if exists(run.store, replica_key(run.run_id, rank, attempt, "started.json"))]
-        for rank in range(run.world_size)
+        [
+            attempt
+            for attempt in range(5)
+            if exists(view_of(run).store, replica_key(run.run_id, rank, attempt, "started.json"))
+        ]
+        for rank in range(view_of(run).world_size)
     ]
 
 
@@ -130,7 +135,7 @@ def test_a_look_shows_the_attempt_that_was_begun_while_it_asked_the_backend(tmp_
     (tmp_path / "pids").mkdir()
     run = launch(PLAIN, hang_once, 1, args={"folder": str(tmp_path / "pids")}, run_id="otter")
     eventually(lambda: run.status().status == "running", "it hangs")
-    look = Run(run.store, "otter", executor=OvertakenWhileLooking(preload=()))
+    look = Run(view_of(run).store, "otter", executor=OvertakenWhileLooking(preload=()))
     state = look.status().replicas[0]
     assert (state.status, state.attempt) in [("pending", 1), ("running", 1), ("succeeded", 1)]
     assert attach("otter").results() == [1]
@@ -156,7 +161,7 @@ def test_a_resume_that_is_overtaken_and_interrupted_leaves_the_others_attempt_al
         "executors.backends.local.executor.zygote", lambda preload: forker.get(preload) or zygote(preload)
     )
     with pytest.raises(KeyboardInterrupt):
-        resume(Run(run.store, "otter", executor=interrupted))
+        resume(Run(view_of(run).store, "otter", executor=interrupted))
     again = attach("otter")
     eventually(lambda: again.status().replicas[0].status == "succeeded", "the other's rank 0")
     assert [(outcome.status, outcome.attempt) for outcome in again.outcomes()] == [("succeeded", 1), ("cancelled", 1)]
@@ -169,7 +174,7 @@ def test_a_resume_that_is_overtaken_and_refused_leaves_the_others_attempt_alone(
     run = failed(tmp_path / "pids", 1, run_id="otter")
     refused = OvertakenLocally(preload=("no_such_module",))
     with pytest.raises(LaunchError, match="no_such_module"):
-        resume(Run(run.store, "otter", executor=refused))
+        resume(Run(view_of(run).store, "otter", executor=refused))
     assert attach("otter").results() == [1]
 
 

@@ -13,6 +13,7 @@ from support.tasks import hang, meet
 
 from executors import LocalProcessExecutor, Run, attach, launch
 from executors.cli.summary import reference
+from executors.run.run import view_of
 from executors.run.run_index import forget, state_dir
 from executors.testing import eventually
 
@@ -61,7 +62,7 @@ def test_a_run_in_a_bucket_is_found_by_its_address_and_removed(s3: S3Server) -> 
     shell = shlex.shlex(f"replicas logs {reference(again)} -f", posix=True, punctuation_chars=True)
     assert list(shell) == ["replicas", "logs", again.url, "-f"]
     again.remove()
-    assert list(again.store.list("")) == []
+    assert list(view_of(again).store.list("")) == []
 
 
 @pytest.mark.parametrize("is_bucket", [False, True])
@@ -72,11 +73,11 @@ def test_a_replica_that_ends_leaves_no_outcome_where_its_run_was_deleted(
     run = launch(LOCAL, meet, 1, args={"folder": str(tmp_path), "n": 2}, rendezvous=place, run_id="otter")
     eventually((tmp_path / "0").exists, "it waits")
     (handle,) = run.handles
-    for entry in list(run.store.list("")):
-        run.store.delete(entry.key)
+    for entry in list(view_of(run).store.list("")):
+        view_of(run).store.delete(entry.key)
     (tmp_path / "1").touch()
     eventually(lambda: not is_alive(handle.metadata["supervisor_pid"]), "it has ended")
-    left = [entry.key.rpartition("/")[2] for entry in run.store.list("")]
+    left = [entry.key.rpartition("/")[2] for entry in view_of(run).store.list("")]
     assert left in ([], ["heartbeat.json"]) if is_bucket else left == []  # asking before each beat would cost
 
 

@@ -17,6 +17,7 @@ from executors import LocalProcessExecutor, Run, attach, current_replica, launch
 from executors.attempt import Attempt, Claim
 from executors.attempt.signed_record import signed_key
 from executors.protocol import ReplicaHandle
+from executors.run.run import view_of
 from executors.store import Store
 from executors.store.record_names import CLAIM, HANDLE, INTENT
 from executors.store.records import to_bytes
@@ -103,7 +104,7 @@ def test_a_forged_outcome_ends_no_living_rank_and_starts_no_attempt(
     wait_for_both(run, tmp_path)
     for name, fields in FORGED.items():
         for rank, attempt in ((0, 0), (1, 0), (1, 1)):
-            forge(run.store, rank, attempt, **fields)
+            forge(view_of(run).store, rank, attempt, **fields)
         seen = run.status()
         assert str(seen.counts) == "2 running", name
         assert [state.attempt for state in seen.replicas] == [0, 0], name
@@ -125,13 +126,15 @@ def test_a_forged_attempt_is_not_the_newest_one_and_does_not_end_the_living_one(
     wait_for_both(run, tmp_path)
     claim = {"nonce": "theirs", "pid": 4711, "pid_started": 1, "host": "elsewhere", "at": time.time()}
     elsewhere = {**run.handles[0].metadata, "machine": "elsewhere boot pid:[1]", "attempt": 1}
-    for attempt in (Attempt(run.store, "otter", 0, 1), Attempt(run.store, "otter", 2)):
-        run.store.put(attempt.key(CLAIM), to_bytes(claim))
-        run.store.put(attempt.key(INTENT), to_bytes({"nonce": "theirs", "by": "elsewhere:1", "at": time.time()}))
+    for attempt in (Attempt(view_of(run).store, "otter", 0, 1), Attempt(view_of(run).store, "otter", 2)):
+        view_of(run).store.put(attempt.key(CLAIM), to_bytes(claim))
+        view_of(run).store.put(
+            attempt.key(INTENT), to_bytes({"nonce": "theirs", "by": "elsewhere:1", "at": time.time()})
+        )
         handle = {"rank": attempt.rank, "backend_name": "local", "metadata": elsewhere}
-        run.store.put(attempt.key(HANDLE), to_bytes(handle))
+        view_of(run).store.put(attempt.key(HANDLE), to_bytes(handle))
     first = {"rank": 0, "backend_name": "local", "metadata": {**elsewhere, "attempt": 0}}
-    run.store.put(Attempt(run.store, "otter", 0).key(HANDLE), to_bytes(first))
+    view_of(run).store.put(Attempt(view_of(run).store, "otter", 0).key(HANDLE), to_bytes(first))
     seen = attach(run.url).status()
     assert (seen.counts, [state.attempt for state in seen.replicas]) == ("2 running", [0, 0])
     assert seen.forged_starts == [(0, 1), (2, 0)]
@@ -150,17 +153,17 @@ def test_a_handle_alone_is_enough_to_ask_for_proofs(tmp_path: Path, monkeypatch:
     run = launch(PLAIN, wait_for_go, 1, args=args, signed=True, run_id="otter", rendezvous=tmp_path / "runs")
     eventually((tmp_path / "lives-0").exists, "it lives")
     kept = ReplicaHandle.from_json(run.handles[0].to_json())
-    forge(run.store, 0, 0, **FORGED["succeeded"])
-    run.store.put(Attempt(run.store, "otter", 0, 1).key(CLAIM), to_bytes({"nonce": "theirs"}))
-    drop_key(run.store.url, "otter")  # as a process that has just begun
+    forge(view_of(run).store, 0, 0, **FORGED["succeeded"])
+    view_of(run).store.put(Attempt(view_of(run).store, "otter", 0, 1).key(CLAIM), to_bytes({"nonce": "theirs"}))
+    drop_key(view_of(run).store.url, "otter")  # as a process that has just begun
     assert PLAIN.poll(kept) == "running"
     assert PLAIN.collect([kept], timeout=0)[0]["result"] is None
     with monkeypatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path / "another-machine"))
-        drop_key(run.store.url, "otter")
+        drop_key(view_of(run).store.url, "otter")
         (row,) = PLAIN.collect([kept], timeout=0)
         assert row["unproven"], "this machine cannot know, and says so"
-    drop_key(run.store.url, "otter")
+    drop_key(view_of(run).store.url, "otter")
     (tmp_path / "go").touch()
     (row,) = PLAIN.collect([kept], timeout=30)
     assert (row["result"], "unproven" in row) == ("rank 0, attempt 0", False)
@@ -174,12 +177,12 @@ def test_a_proven_outcome_counts_for_no_other_rank_and_no_other_attempt(tmp_path
     )
     wait_for_both(run, tmp_path)
     key_file("otter").write_text(key := key_file("first").read_text())  # another run of the same key
-    place = first.newest_attempt(0).key("outcome.json")
-    data = bytes(first.store.get(place))
+    place = view_of(first).newest_attempt(0).key("outcome.json")
+    data = bytes(view_of(first).store.get(place))
     digits = signed_key(place, bytes.fromhex(key)).rpartition("/")[2]
     for rank, attempt in ((0, 0), (1, 0), (1, 1)):
         for name in ("outcome.json", digits, signed_key("outcome.json", bytes.fromhex(key))):
-            run.store.put(f"otter/replicas/{rank:04d}/{attempt}/{name}", data)
+            view_of(run).store.put(f"otter/replicas/{rank:04d}/{attempt}/{name}", data)
     assert str(run.status().counts) == "2 running"
     (tmp_path / "go").touch()
     assert run.results() == ["rank 0, attempt 0", "rank 1, attempt 0"]
@@ -196,7 +199,7 @@ def test_a_true_end_gets_through_though_a_forgery_took_its_place(rendezvous: str
     assert run.results() == ["rank 0, attempt 1"]
     (state,) = run.status().replicas
     assert (state.attempt, state.restart.charged) == (1, 1)
-    first = Attempt(run.store, "otter", 0, 0).outcome()
+    first = Attempt(view_of(run).store, "otter", 0, 0).outcome()
     assert first is not None
     assert (first.reason, first.error_line) == ("exception", "RuntimeError: true")
 
@@ -215,11 +218,11 @@ def test_a_signed_run_stays_signed_on_its_machine_though_its_record_is_replaced(
     args = {"fields": FORGED["succeeded"], "fails_at": 5}
     run = launch(PLAIN, forge_and_end, 1, args=args, signed=True, run_id="otter", rendezvous=tmp_path / "runs")
     assert run.wait(30)
-    record = bytes(run.store.get("otter/run.json"))
+    record = bytes(view_of(run).store.get("otter/run.json"))
     unsigned = record.replace(b'"signed": true', b'"signed": false')
-    unsigned = unsigned.replace(f'"{run.record.key_id}"'.encode(), b"null")
+    unsigned = unsigned.replace(f'"{view_of(run).record.key_id}"'.encode(), b"null")
     assert unsigned.count(b"null") == record.count(b"null") + 1
-    run.store.put("otter/run.json", unsigned)
+    view_of(run).store.put("otter/run.json", unsigned)
     told = Folder(tmp_path).replicas("wait", run.url)
     assert (told.code, "forged" in told.stdout) == (1, False), told
 
@@ -246,7 +249,7 @@ def test_a_watcher_without_the_key_shows_a_lost_rank_and_writes_nothing(
     args = {"folder": str(tmp_path)}
     run = launch(PLAIN, wait_for_go, 2, args=args, signed=True, run_id="otter", rendezvous=tmp_path / "runs")
     wait_for_both(run, tmp_path)
-    claims = [Attempt(run.store, "otter", rank).find("started.json", Claim.parse) for rank in range(2)]
+    claims = [Attempt(view_of(run).store, "otter", rank).find("started.json", Claim.parse) for rank in range(2)]
     pids = [claim.pid for claim in claims if claim is not None and claim.pid is not None]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)  # else they would say themselves that their supervisor is gone
@@ -258,19 +261,19 @@ def test_a_watcher_without_the_key_shows_a_lost_rank_and_writes_nothing(
         return [row["reason"] for row in rows]
 
     eventually(lambda: seen() == ["lost"] * 2, "the ranks are seen as lost", within_s=60)
-    assert not [entry.key for entry in run.store.list("otter/replicas/") if "outcome" in entry.key]
+    assert not [entry.key for entry in view_of(run).store.list("otter/replicas/") if "outcome" in entry.key]
     assert run.wait(30)
     assert [outcome.reason for outcome in run.outcomes()] == ["lost"] * 2
-    assert Attempt(run.store, "otter", 0).has("outcome.json"), "a process with the key records it"
+    assert Attempt(view_of(run).store, "otter", 0).has("outcome.json"), "a process with the key records it"
 
 
 def test_the_outcomes_of_an_unsigned_run_are_as_before(tmp_path: Path) -> None:
     run = launch(PLAIN, true_result, 1, run_id="otter", rendezvous=tmp_path / "runs")
     assert run.wait(30)
-    names = [entry.key.rpartition("/")[2] for entry in run.store.list("otter/replicas/0000/0/outcome")]
+    names = [entry.key.rpartition("/")[2] for entry in view_of(run).store.list("otter/replicas/0000/0/outcome")]
     assert names == ["outcome.json"]
-    data = bytes(run.store.get("otter/replicas/0000/0/outcome.json"))
+    data = bytes(view_of(run).store.get("otter/replicas/0000/0/outcome.json"))
     assert b"proof" not in data
     assert b"unproven" not in data
-    forge(run.store, 0, 0, **FORGED["succeeded"])
+    forge(view_of(run).store, 0, 0, **FORGED["succeeded"])
     assert attach(run.url).results() == ["forged"], "any process that can write there may say so"

@@ -22,6 +22,7 @@ from diloco.rendezvous.frames import Contribution, Seal
 from executors import LocalProcessExecutor, Run, attach, current_replica, launch
 from executors.replica import Replica, run_key
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.store.records import to_bytes
 from executors.store.run_key import RUN_KEY, key_file
 from executors.testing import eventually
@@ -51,11 +52,11 @@ def fail_once(folder: str) -> str | None:
 
 
 def assert_nowhere(key: str, run: Run, state_home: Path, *shown: Any) -> None:
-    for entry in run.store.list(f"{run.run_id}/"):
-        assert key.encode() not in bytes(run.store.get(entry.key)), entry.key
+    for entry in view_of(run).store.list(f"{run.run_id}/"):
+        assert key.encode() not in bytes(view_of(run).store.get(entry.key)), entry.key
     found = [path for path in state_home.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
     assert found == [key_file(run.run_id)]
-    assert key not in repr([run, run.handles, run.record, run.outcomes(), run.status(), *shown])
+    assert key not in repr([run, run.handles, view_of(run).record, run.outcomes(), run.status(), *shown])
 
 
 def test_every_attempt_has_the_key_and_nobody_else_sees_it(
@@ -69,10 +70,10 @@ def test_every_attempt_has_the_key_and_nobody_else_sees_it(
     assert key != "ab" * 32
     assert resume(run).results() == [digest_of(key)] * 2
     assert key_file("otter").stat().st_mode & 0o777 == 0o600
-    assert run.record.settings.signed
-    assert run.record.key_id == hashlib.sha256(bytes.fromhex(key)).hexdigest()[:8]
+    assert view_of(run).record.settings.signed
+    assert view_of(run).record.key_id == hashlib.sha256(bytes.fromhex(key)).hexdigest()[:8]
     told = Folder(tmp_path).replicas("status", "otter")
-    assert f"signed (key {run.record.key_id})" in told.stdout
+    assert f"signed (key {view_of(run).record.key_id})" in told.stdout
     assert_nowhere(key, attach("otter"), state_home, told)
     assert key not in "".join(capfd.readouterr())
     assert Folder(tmp_path).replicas("rm", "otter").code == 0
@@ -86,7 +87,11 @@ def test_each_signed_run_has_a_key_of_its_own_and_others_have_none(monkeypatch: 
     for backend in (PLAIN, "inline"):
         run = launch(backend, key_here, 1)
         assert run.results() == [None]
-        assert (run.record.settings.signed, run.record.key_id, key_file(run.run_id).exists()) == (False, None, False)
+        assert (view_of(run).record.settings.signed, view_of(run).record.key_id, key_file(run.run_id).exists()) == (
+            False,
+            None,
+            False,
+        )
     assert launch("inline", key_here, 1, signed=True).results() != [None]
     assert os.environ[RUN_KEY] == "ab" * 32
 
@@ -118,14 +123,16 @@ def test_another_machine_resumes_a_signed_run_with_the_key_alone(
     run = launch(PLAIN, fail_once, 1, args={"folder": str(tmp_path)}, signed=True, run_id="otter", rendezvous=tmp_path)
     assert run.wait(30)
     Path(tmp_path, "again").touch()
-    key, digest = key_file("otter").read_text(), run.task_digest
+    key, digest = key_file("otter").read_text(), view_of(run).task_digest
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another-machine"))
     there = attach(run.url, executor=PLAIN)
     for wrong in (None, "not a key", "ab" * 32):
         if wrong is not None:
             monkeypatch.setenv(RUN_KEY, wrong)
         other = "" if wrong is None else f"{RUN_KEY} holds a different key.*"
-        with pytest.raises(ValueError, match=rf"'otter' is signed \(key {run.record.key_id}\).*{other}Set {RUN_KEY}"):
+        with pytest.raises(
+            ValueError, match=rf"'otter' is signed \(key {view_of(run).record.key_id}\).*{other}Set {RUN_KEY}"
+        ):
             resume(there, task_digest=digest)
     monkeypatch.setenv(RUN_KEY, key)
     assert resume(there, task_digest=digest).results() == [digest_of(key)]
@@ -137,7 +144,7 @@ def test_a_run_that_goes_on_from_a_snapshot_keeps_the_key(tmp_path: Path) -> Non
     begun = resume(run, from_snapshot=True)
     assert begun.wait(30)
     assert key_file(begun.run_id).read_text() == key_file(run.run_id).read_text()
-    assert begun.record.key_id == run.record.key_id
+    assert view_of(begun).record.key_id == view_of(run).record.key_id
 
 
 def test_a_key_is_neither_shown_by_a_dry_run_nor_taken_where_it_would_be_seen(tmp_path: Path) -> None:
@@ -198,7 +205,7 @@ def test_forged_replayed_and_swapped_objects_never_steer_a_signed_run(tmp_path: 
     proof, states = proof_of(bytes.fromhex(key_file("otter").read_text())), [np.zeros(4, np.float32)]
     for entry in range(20):
         key = f"otter/diloco/main/seal/{entry}"
-        seal = Seal.parse(run.store.get(key), key, proof)
+        seal = Seal.parse(view_of(run).store.get(key), key, proof)
         assert entry != FIRST or set(seal.replicas) == {1}
         states.append(states[-1] - np.frombuffer(seal.mean, np.float32))
     assert second == states[-1].tolist()

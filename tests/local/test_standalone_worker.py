@@ -30,6 +30,7 @@ from support.standalone_replicas import (
 
 from executors import attach, open_store
 from executors.attempt import Attempt
+from executors.run.run import view_of
 from executors.shipping.package import replica_environment
 from executors.store.url import address_of
 
@@ -73,12 +74,12 @@ def test_two_replicas_run_a_callable_through_a_bucket_and_another_machine_attach
     assert [ended(process) for process in processes] == [(0, "", "")] * 2
     run = attach(address_of(spec.store_url, spec.run_id))
     assert run.results() == [{"value": 21, "rank": rank, "world_size": 2} for rank in (0, 1)]
-    code = run.record.code
+    code = view_of(run).record.code
     assert code is not None
     assert code["n_files"] == 1
     assert code["size_bytes"] == len(TASKS)
     assert (code["commit"], code["dirty"]) == (None, None)
-    keys = [entry.key for entry in run.store.list("otter/task/")]
+    keys = [entry.key for entry in view_of(run).store.list("otter/task/")]
     assert sorted(keys) == ["otter/task/callable.pkl", "otter/task/code.tar.gz", "otter/task/task.json"]
 
 

@@ -19,6 +19,7 @@ from executors import LocalProcessExecutor, Run, launch
 from executors.errors import MissingDependencyError
 from executors.report.trackers import Tracked
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.worker import tracking
 
 TRAIN, NOTES = "support.trackers:train", "support.trackers:Notes"
@@ -36,7 +37,7 @@ def noted(folder: Path, rank: int = 0, attempt: int = 0) -> list[dict[str, Any]]
 
 def name_of(run: Run) -> str:
     """Return the name by which trackers tell a run from others of its id."""
-    return Tracked(run_id=run.run_id, launched_at=run.record.created_at, rank=0, world_size=1, attempt=0).run
+    return Tracked(run_id=run.run_id, launched_at=view_of(run).record.created_at, rank=0, world_size=1, attempt=0).run
 
 
 def tracked_and_resumed(local: LocalProcessExecutor, tracker: str, env: dict[str, str]) -> Run:
@@ -63,7 +64,7 @@ def test_a_tracker_gets_the_numbers_of_each_rank_and_attempt_beside_the_training
         assert first[1] == {"step": 1, "loss": 1.0, "thread": "replicas-tracker"}
         assert [each.get("loss") for each in again[1:-1] if "loss" in each] == [1.0, 0.5]
         assert (first[-1], again[-1]) == ({"finish": False}, {"finish": True})
-    assert run.record.settings.tracker == NOTES
+    assert view_of(run).record.settings.tracker == NOTES
 
 
 def test_a_tracker_does_not_take_a_run_for_an_earlier_one_of_that_id(folder: Path) -> None:
@@ -134,11 +135,11 @@ def test_a_tracker_that_fails_is_one_warning(
 def test_a_tracker_that_run_json_alone_names_is_not_imported(folder: Path, local: LocalProcessExecutor) -> None:
     run = launch(local, TRAIN, 1, args={"fails_at": 1}, env={"NOTES": str(folder)})
     run.wait()
-    record = json.loads(bytes(run.store.get(f"{run.run_id}/run.json")))
+    record = json.loads(bytes(view_of(run).store.get(f"{run.run_id}/run.json")))
     changed = {**record, "settings": {**record["settings"], "tracker": NOTES}}
-    run.store.put(f"{run.run_id}/run.json", json.dumps(changed).encode())
+    view_of(run).store.put(f"{run.run_id}/run.json", json.dumps(changed).encode())
     with pytest.raises(Exception, match=r"its tracker is 'support.trackers:Notes', the launch's None"):
-        resume(Run(run.store, run.run_id), env={"NOTES": str(folder)})
+        resume(Run(view_of(run).store, run.run_id), env={"NOTES": str(folder)})
     assert not list(folder.glob("0-*"))
 
 

@@ -15,6 +15,7 @@ from support.records import read_json
 from executors import LocalProcessExecutor, Run, attach, launch, open_store
 from executors.errors import CorruptObjectError, StoreError, UntrustedTaskError
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.run.run_index import folder_of_run, forget, noted_at_launch
 from executors.store import Store
 from executors.store.records import to_bytes
@@ -43,12 +44,12 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], N
 
 
 def objects_of(run: Run) -> dict[str, bytes]:
-    return {entry.key: bytes(run.store.get(entry.key)) for entry in run.store.list("")}
+    return {entry.key: bytes(view_of(run).store.get(entry.key)) for entry in view_of(run).store.list("")}
 
 
 def written(run: Run) -> dict[str, Any]:
     """Return `run.json` as it stands in the store."""
-    return dict(read_json(run.store, f"{run.run_id}/run.json"))
+    return dict(read_json(view_of(run).store, f"{run.run_id}/run.json"))
 
 
 def exchange_task(run: Run, path: Path) -> str:
@@ -57,9 +58,9 @@ def exchange_task(run: Run, path: Path) -> str:
     other.wait(30)
     path.unlink()
     for name in ("task/task.json", "task/callable.pkl"):
-        run.store.put(f"{run.run_id}/{name}", bytes(other.store.get(f"evil/{name}")))
-    digest = hashlib.sha256(bytes(run.store.get(f"{run.run_id}/task/task.json"))).hexdigest()
-    run.store.put(f"{run.run_id}/run.json", to_bytes({**written(run), "task_digest": digest}))
+        view_of(run).store.put(f"{run.run_id}/{name}", bytes(view_of(other).store.get(f"evil/{name}")))
+    digest = hashlib.sha256(bytes(view_of(run).store.get(f"{run.run_id}/task/task.json"))).hexdigest()
+    view_of(run).store.put(f"{run.run_id}/run.json", to_bytes({**written(run), "task_digest": digest}))
     return digest
 
 
@@ -69,7 +70,7 @@ def exchange_task(run: Run, path: Path) -> str:
 @pytest.mark.parametrize("rendezvous", [None, "bucket"])
 def test_the_machine_that_launched_resumes_by_the_digest_that_it_kept(tmp_path: Path, rendezvous: str | None) -> None:
     run = failed(None if rendezvous is None else tmp_path / rendezvous, tmp_path / "ran")
-    assert run.record.task_digest == run.task_digest
+    assert view_of(run).record.task_digest == view_of(run).task_digest
     assert resume(attach("otter")).wait(30)
     assert (tmp_path / "ran").read_text() == "xx"
 
@@ -86,7 +87,7 @@ def test_a_task_that_was_exchanged_with_its_digest_is_refused_and_both_digests_a
     tmp_path: Path, rendezvous: str | None
 ) -> None:
     run = failed(None if rendezvous is None else tmp_path / rendezvous, tmp_path / "ran")
-    launched = run.record.task_digest
+    launched = view_of(run).record.task_digest
     found = exchange_task(run, tmp_path / "evil-ran")
     before = objects_of(run)
     with pytest.raises(StoreError, match=f"is not what was launched: its sha256 is {found}, the launch's {launched}"):
@@ -132,11 +133,14 @@ def test_a_record_that_was_changed_beside_its_task_is_refused(
     run = failed(tmp_path / "bucket", tmp_path / "ran")
     if trust != "kept":
         elsewhere()
-    given: dict[str, Any] = {"carried": {"task_digest": run.record.task_digest}, "bucket": {"trust_bucket": True}}
+    given: dict[str, Any] = {
+        "carried": {"task_digest": view_of(run).record.task_digest},
+        "bucket": {"trust_bucket": True},
+    }
     monkeypatch.setattr("executors.run.run_placements.executor_of_record", None)  # no executor is even made
     launched = written(run)
     for name, value in ALTERED.items():
-        run.store.put("otter/run.json", to_bytes(altered(launched, name, value)))
+        view_of(run).store.put("otter/run.json", to_bytes(altered(launched, name, value)))
         before = objects_of(run)
         what = r"'otter/run\.json' in .* is not what was launched: its " + (
             name if name not in OF_PLACEMENTS else "placements"
@@ -158,7 +162,7 @@ def test_who_launched_a_run_goes_by_what_was_launched_and_not_by_what_the_bucket
 
     monkeypatch.setattr("executors.attempt.handles.keep_handles", meanwhile)
     run = failed(tmp_path / "b", tmp_path / "ran")
-    assert (run.record.settings.restarts, run.record.created_at < 1e10) == (None, True)
+    assert (view_of(run).record.settings.restarts, view_of(run).record.created_at < 1e10) == (None, True)
 
 
 def test_the_folder_of_the_launch_is_not_taken_from_the_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +173,7 @@ def test_the_folder_of_the_launch_is_not_taken_from_the_bucket(tmp_path: Path, m
     monkeypatch.chdir(mine)
     run = launch(PLAIN, "train.py:main", 1, rendezvous=tmp_path / "bucket", run_id="otter")
     run.wait(30)
-    run.store.put("otter/run.json", to_bytes({**written(run), "cwd": str(theirs)}))
+    view_of(run).store.put("otter/run.json", to_bytes({**written(run), "cwd": str(theirs)}))
     for folder in (theirs, elsewhere):
         monkeypatch.chdir(folder)
         with pytest.raises(ValueError, match=f"cd {mine} && replicas resume"):
@@ -189,14 +193,14 @@ def test_a_run_of_the_same_id_at_another_store_does_not_borrow_the_digest(tmp_pa
 def test_a_removed_run_is_forgotten(tmp_path: Path) -> None:
     run = failed(tmp_path / "bucket", tmp_path / "ran")
     attach("otter").remove()
-    assert noted_at_launch("otter", run.store.url) is None
+    assert noted_at_launch("otter", view_of(run).store.url) is None
 
 
 def test_the_run_of_the_same_id_elsewhere_is_removed_alone(tmp_path: Path, elsewhere: Callable[[], None]) -> None:
     failed(None, tmp_path / "ran", "otter")
     other = open_store(tmp_path / "bucket")
-    for entry in list(attach("otter").store.list("otter/")):
-        other.put(entry.key, bytes(attach("otter").store.get(entry.key)))
+    for entry in list(view_of(attach("otter")).store.list("otter/")):
+        other.put(entry.key, bytes(view_of(attach("otter")).store.get(entry.key)))
     attach(f"{tmp_path}/bucket/otter").remove()
     assert not list(other.list("otter/"))
     assert resume(attach("otter")).wait(30)
@@ -224,8 +228,8 @@ def test_another_machine_refuses_before_anything_is_started_or_written_and_says_
     for what in (
         run.url,
         "test_trusted_tasks.touch_and_fail",
-        run.record.created_by,
-        run.record.task_digest,
+        view_of(run).record.created_by,
+        view_of(run).record.task_digest,
         "with the credentials of this machine",
         "--task-digest",
         "--trust-bucket",
@@ -251,7 +255,7 @@ def test_what_the_bucket_says_is_shown_without_its_control_characters(
     tmp_path: Path, elsewhere: Callable[[], None], shady: dict[str, Any], refused: type[Exception]
 ) -> None:
     run = failed(tmp_path / "bucket", tmp_path / "ran")
-    run.store.put("otter/run.json", to_bytes({**written(run), **shady}))
+    view_of(run).store.put("otter/run.json", to_bytes({**written(run), **shady}))
     elsewhere()
     with pytest.raises(refused) as caught:
         resume(attach(run.url))
@@ -279,7 +283,7 @@ def test_a_digest_that_is_not_the_stored_tasks_is_refused_and_both_are_named(tmp
     run = failed(tmp_path / "bucket", tmp_path / "ran")
     told = here.replicas("resume", "otter", "--task-digest", "a" * 64)
     assert told.code == 2
-    assert f"its sha256 is {run.record.task_digest}, the launch's {'a' * 64}" in told.stderr
+    assert f"its sha256 is {view_of(run).record.task_digest}, the launch's {'a' * 64}" in told.stderr
     assert attach("otter").status().replicas[0].attempt == 0
 
 
@@ -304,7 +308,12 @@ def test_who_trusts_the_bucket_is_told_what_that_is(
     assert told.json["replicas"][0]["attempt"] == 1
     assert (tmp_path / "ran").read_text() == "xx"
     assert "replicas: trusting" in told.stderr
-    for what in (run.url, "test_trusted_tasks.touch_and_fail", run.record.created_by, run.record.task_digest):
+    for what in (
+        run.url,
+        "test_trusted_tasks.touch_and_fail",
+        view_of(run).record.created_by,
+        view_of(run).record.task_digest,
+    ):
         assert what in told.stderr
 
 
@@ -312,7 +321,7 @@ def test_who_trusts_the_bucket_is_told_when_this_machine_launched_another_task_t
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = failed(tmp_path / "bucket", tmp_path / "ran")
-    launched = run.record.task_digest
+    launched = view_of(run).record.task_digest
     found = exchange_task(run, tmp_path / "other-ran")
     assert resume(attach("otter"), trust_bucket=True).wait(30)
     assert (tmp_path / "other-ran").exists()
@@ -329,7 +338,7 @@ def test_what_this_machine_noted_of_its_own_task_does_not_go_with_another_that_t
     run = launch(few, FAIL, 1, args={"message": "no"}, rendezvous=tmp_path / "b", run_id="otter", secrets=["KEY"])
     assert run.wait(30)
     mine = attach("otter")
-    assert mine.noted is not None
+    assert view_of(mine).noted is not None
     assert (mine.noted.secrets, mine.executor.gpus) == (("KEY",), ("7",))  # type: ignore[attr-defined]
     exchange_task(run, tmp_path / "other-ran")
     theirs = attach("otter")
@@ -345,12 +354,12 @@ def test_a_first_launch_trusts_itself(trust: dict[str, Any]) -> None:
 def test_this_machines_note_is_read_by_nobody_else(tmp_path: Path) -> None:
     """The note of a run that lives in the state directory moves with it."""
     run = failed(None, tmp_path / "ran")
-    assert read_json(run.store, "otter/launched.json") == {
+    assert read_json(view_of(run).store, "otter/launched.json") == {
         "rendezvous": None,
-        "task_digest": run.task_digest,
+        "task_digest": view_of(run).task_digest,
         "executor_options": PLAIN.options_to_keep,
         "more_options": {},
         "secrets": [],
     }
-    forget(folder_of_run("otter", run.store.url))
-    assert noted_at_launch("otter", run.store.url) is None
+    forget(folder_of_run("otter", view_of(run).store.url))
+    assert noted_at_launch("otter", view_of(run).store.url) is None

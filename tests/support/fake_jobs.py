@@ -33,6 +33,7 @@ from executors.backends.jobs.service import (
 from executors.errors import BackendError
 from executors.protocol import Reason
 from executors.replica import RANK
+from executors.run.run import view_of
 from executors.task.record import OPTION_NAME
 from executors.testing import eventually
 from support.processes import MARK
@@ -132,7 +133,7 @@ class Machines:
 
     def job_of(self, run: Run, rank: int) -> FakeJob:
         """Return the job that a handle of a run names."""
-        (found,) = [each for each in self.jobs if each.id == run.handle(rank).metadata["job"]["id"]]
+        (found,) = [each for each in self.jobs if each.id == view_of(run).reader.handle(rank).metadata["job"]["id"]]
         return found
 
     def release(self) -> None:
@@ -370,7 +371,7 @@ def attached() -> Run:
 
 
 def wait_until_hanging(run: Run) -> None:
-    for rank in range(run.world_size):
+    for rank in range(view_of(run).world_size):
         eventually(lambda rank=rank: "hanging" in run.logs(rank=rank), f"rank {rank} hangs")  # type: ignore[misc]
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from servers.s3.server import BUCKET, S3Server
 
 from executors import ReplicasError, attach, list_runs
+from executors.run.run import view_of
 from executors.store import open_store
 from executors.store.s3.store import S3Store
 from support.cli import HereInstead, Result
@@ -162,8 +163,8 @@ def python_api(owner: Owner, run_id: str = "bad") -> None:
     """Call all that a `Run` offers: it answers, or raises one of our errors."""
     calls: list[Callable[[Any], Any]] = [
         repr,
-        lambda run: run.record,
-        lambda run: run.executor,
+        lambda run: view_of(run).record,
+        lambda run: view_of(run).executor,
         lambda run: run.handles,
         lambda run: run.status().to_json(),
         lambda run: run._repr_html_(),

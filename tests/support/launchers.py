@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from executors import LocalProcessExecutor, Run, launch
+from executors.run.run import view_of
 from support import restart_tasks, tasks
 
 
@@ -181,7 +182,7 @@ def attach_cancel_and_collect(folder: str, run_id: str) -> None:
     between = [str(outcome.status) for outcome in run.outcomes()]
     run.cancel()
     run.wait()
-    rows = run.executor.collect(run.handles)
+    rows = view_of(run).executor.collect(run.handles)
     after = [[row["rank"], row["status"], row["reason"]] for row in rows]
     say(f"{folder}/attached", before=before, between=between, after=after)
 
@@ -208,7 +209,13 @@ def resume_and_die(run_id: str, dies: str) -> None:
     from executors.run.resume import resume
 
     os.environ["REPLICAS_TEST_DIES"] = dies
-    resume(Run(attach(run_id).store, run_id, executor=LocalProcessExecutor(preload=("support.dies_while_it_starts",))))
+    resume(
+        Run(
+            view_of(attach(run_id)).store,
+            run_id,
+            executor=LocalProcessExecutor(preload=("support.dies_while_it_starts",)),
+        )
+    )
 
 
 def launch_and_die_before_any_replica(run_id: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from executors import LocalProcessExecutor, Run, attach
 from executors.backend import Observation, PendingReplica
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.settings.run_spec import StartSpec
 
 
@@ -42,4 +43,4 @@ class OvertakenWhileLooking(LocalProcessExecutor):
 def let_another_go_first(run_id: str, executor: Any, ranks: list[int] | None) -> None:
     """Resume a run as another process would, with a look of its own."""
     found = attach(run_id)
-    resume(Run(found.store, run_id, executor=executor), ranks=ranks)
+    resume(Run(view_of(found).store, run_id, executor=executor), ranks=ranks)

@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 from executors import LocalProcessExecutor, ReplicaHandle, Run, current_replica, launch, open_store
 from executors.attempt import Attempt
+from executors.run.run import view_of
 from executors.testing import eventually
 from executors.testing.helpers import environment
 from support import launchers
@@ -74,7 +75,7 @@ def without_store(executor: LocalProcessExecutor, folder: Path, state_home: Path
     run = launch(executor, entrypoint, 1, args=how, rendezvous=folder, timeout=120)
     output = log_of(run.handles[0], state_home)
     eventually(lambda: output.exists() and until in output.read_text(), until)
-    mine = folder_of(run.store.url) / Attempt(run.store, run.run_id, 0).key("")
+    mine = folder_of(view_of(run).store.url) / Attempt(view_of(run).store, run.run_id, 0).key("")
     mine.unlink()
     mine.with_name("away").rename(mine)
     return run

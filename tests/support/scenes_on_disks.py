@@ -19,6 +19,7 @@ import pytest
 
 from executors import LocalProcessExecutor, Run, current_replica, launch, patience
 from executors.errors import ReplicasError, StoreError, UnsafeStoreError
+from executors.run.run import view_of
 from executors.store import Store, open_store
 from executors.testing import eventually
 from support.processes import is_alive
@@ -222,7 +223,7 @@ def full_for_good(root: Path) -> None:
     with pytest.raises(ReplicasError, match="No space left on device"):
         run.results()
     run.remove()
-    assert list(run.store.list(f"{run.run_id}/")) == [], "what fills a disk can be removed from it"
+    assert list(view_of(run).store.list(f"{run.run_id}/")) == [], "what fills a disk can be removed from it"
 
 
 def full_before_a_launch(root: Path) -> None:

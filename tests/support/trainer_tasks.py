@@ -11,6 +11,7 @@ from typing import Any
 from executors import LocalProcessExecutor, Run, launch
 from executors.attempt import Attempt
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.testing import eventually
 from support.runs import pid_of
 
@@ -29,7 +30,7 @@ def calm_and_killed(
 
     calm = launch(LOCAL, entrypoint, 2, args=args, seed=1).results()
     run = launch(LOCAL, entrypoint, 2, args=args, seed=1, chaos=[f"kill:rank=1,round={round}"])
-    died = Attempt(run.store, run.run_id, 1, 0).outcome
+    died = Attempt(view_of(run).store, run.run_id, 1, 0).outcome
     eventually(died, "rank 1 is killed", within_s=STARTS_WITHIN_S)
     pid = pid_of(run.handles[0])
     os.kill(pid, signal.SIGSTOP)
@@ -43,7 +44,7 @@ def calm_and_killed(
 
 def presents_itself(run: Run, rank: int) -> bool:
     """Whether a rank has sent something for the open round."""
-    sent = run.store.list(f"{run.run_id}/diloco/main/r")
+    sent = view_of(run).store.list(f"{run.run_id}/diloco/main/r")
     return any(entry.key.endswith(f"/contribution/{rank}") for entry in sent)
 
 

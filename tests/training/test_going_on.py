@@ -18,6 +18,7 @@ from diloco import DiLoCo
 from executors import LocalProcessExecutor, attach, current_replica, launch
 from executors.replica import Replica, set_current_replica
 from executors.run.resume import resume
+from executors.run.run import view_of
 from executors.settings import Settings
 from executors.store import MemoryStore
 from executors.store.records import to_bytes
@@ -107,7 +108,9 @@ def say_what_it_continues() -> str | None:
 def test_a_signed_run_goes_on_from_what_its_task_names_whatever_run_json_says() -> None:
     old = launch(LocalProcessExecutor(), say_what_it_continues, 1, signed=True, run_id="old")
     assert old.results() == [None]
-    old.store.put("old/run.json", to_bytes({**read_json(old.store, "old/run.json"), "continues": None}))
+    view_of(old).store.put(
+        "old/run.json", to_bytes({**read_json(view_of(old).store, "old/run.json"), "continues": None})
+    )
     assert resume(attach("old"), from_snapshot=True).results() == ["old"]
 
 

@@ -10,6 +10,7 @@ import pytest
 from support.git import git, repository
 
 from executors import launch
+from executors.run.run import view_of
 from executors.shipping.checkout import Checkout, GitQuery
 from executors.testing import eventually
 
@@ -63,4 +64,4 @@ def test_a_run_on_this_machine_remembers_what_was_checked_out(tmp_path: Path, mo
     root = repository(tmp_path / "work", {"train.py": "def main(): pass"})
     monkeypatch.chdir(root)
     run = launch("inline", "train.py:main", 1)
-    assert run.record.code == {"commit": git(root, "rev-parse", "HEAD"), "dirty": False}
+    assert view_of(run).record.code == {"commit": git(root, "rev-parse", "HEAD"), "dirty": False}

@@ -6,24 +6,25 @@ import io
 import itertools
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 from support.new_runs import run_json
 
-from executors.attempt.pauses import pauses
 from executors.cli.live import PlainView, follow
 from executors.cli.output import Output, note, without_unwritable_lines
 from executors.cli.table import replica_table
 from executors.errors import BackendError, ReplicasError, StoreError
-from executors.patience import AGAIN_S, FIRST_WORD_S, FOLLOWER, KEEPER, ROUND, Patience, Waits
+from executors.patience import AGAIN_S, FIRST_WORD_S, FOLLOWER, KEEPER, ROUND, Waits
 from executors.protocol import Outcome, ReplicaStatus
-from executors.run.run import Run
+from executors.run.run import Run, view_of
+from executors.run.run_manager import RunManager
 from executors.run.run_state_reader import RunStateReader
 from executors.run.waiter import OutageTolerance, Waiter
 from executors.status import DecisionLine, Installation, ReplicaState, RestartState, RunStatus
+from executors.store.memory import MemoryStore
 from executors.task.record import RunRecord
 
 RUNNING, SUCCEEDED, FAILED = ReplicaStatus.RUNNING, ReplicaStatus.SUCCEEDED, ReplicaStatus.FAILED
@@ -41,22 +42,27 @@ class Clock:
         self.now += seconds
 
 
-class ScriptedRun:
+RECORD = RunRecord.parse(run_json(n=1, created_at=0.0))
+
+
+class ScriptedManager(RunManager):
+    """Ends no run early, but says so."""
+
+    def end_early(self, now: RunStatus, option: str) -> str | None:
+        return f"rank {now.failed_early[0]} failed early; {option} ends the run."
+
+
+class ScriptedRun(Run):
     """A run whose status comes from a script."""
 
-    record = RunRecord.parse(run_json(n=1, created_at=0.0))
-
-    patience: Patience = FOLLOWER
-
     def __init__(self, script: Callable[[], RunStatus]) -> None:
-        self.status = script
-        self.pauses = pauses
+        super().__init__(MemoryStore(), "mine")
+        view_of(self).record = RECORD
+        self._manager = ScriptedManager(view_of(self))
+        self._script = script
 
-    def keep(self, states: Sequence[ReplicaState]) -> bool:
-        return False
-
-    def end_early(self, status: RunStatus, option: str) -> str:
-        return f"rank {status.failed_early[0]} failed early; {option} ends the run."
+    def status(self, *, reports: bool = True) -> RunStatus:
+        return self._script()
 
 
 def replica(rank: int, status: ReplicaStatus = RUNNING, error: str | None = None, **reported: Any) -> ReplicaState:
@@ -69,7 +75,7 @@ def state(*replicas: ReplicaState, at: float = 0.0) -> RunStatus:
 
 
 def show(script: Callable[[], RunStatus], clock: Clock, timeout_s: float | None = None) -> bool:
-    run = cast(Run, ScriptedRun(script))
+    run = ScriptedRun(script)
     view, waits = PlainView(Output(), run, clock), Waits(clock=clock)
     return follow(run, view, sleep=clock.sleep, clock=clock, timeout_s=timeout_s, waits=waits)
 
@@ -103,8 +109,8 @@ def test_the_time_since_the_launch_goes_on_where_somebody_sets_the_wall_clock(
         others = SUCCEEDED if clock.now > 5 else RUNNING
         return state(replica(0, others), at=launched_at + clock.now + (jump_s if clock.now > 5 else 0.0))
 
-    run = cast(Run, ScriptedRun(script))
-    run.record = replace(run.record, created_at=launched_at)
+    run = ScriptedRun(script)
+    view_of(run).record = replace(view_of(run).record, created_at=launched_at)
     assert follow(run, PlainView(Output(), run, clock), sleep=clock.sleep, clock=clock)
     assert re.search(r"\[ *[5-7]\.\d s\] rank 0 succeeded", capsys.readouterr().out)
 
@@ -165,12 +171,12 @@ def test_a_store_that_fails_while_a_run_is_ended_early_is_asked_again_at_the_nex
 ) -> None:
     clock = Clock()
 
-    def end_early(run: ScriptedRun, status: RunStatus, option: str) -> str:
+    def end_early(manager: RunManager, status: RunStatus, option: str) -> str:
         if clock.now < 2 * FIRST_WORD_S:
             raise StoreError("no answer")
         return "it ends the run."
 
-    monkeypatch.setattr(ScriptedRun, "end_early", end_early)
+    monkeypatch.setattr(ScriptedManager, "end_early", end_early)
 
     def script() -> RunStatus:
         others = SUCCEEDED if clock.now > 20 else RUNNING
@@ -337,7 +343,7 @@ class FailingObserver:
 
     ranks = (0,)
     run_id = "mine"
-    record = ScriptedRun.record
+    record = RECORD
     error: ReplicasError | None = None
 
     def look(self) -> list[ReplicaState]:

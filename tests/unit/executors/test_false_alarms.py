@@ -10,6 +10,8 @@ from support.made_up_runs import Scene, made_up
 from executors import LocalProcessExecutor, current_replica, launch
 from executors.report.document import Subject, document
 from executors.report.rounds import MIN_ROUNDS
+from executors.run.run import view_of
+from executors.run.run_page import report_document
 
 CALM = range(20)
 
@@ -113,6 +115,6 @@ def test_the_page_of_a_small_run_with_one_kill_accuses_no_rank(seed: int) -> Non
     )
     assert run.wait(120)
     assert run.status().status == "succeeded", run.logs()
-    found = run.report_document()
+    found = report_document(view_of(run))
     assert found["rounds"]["n"] >= MIN_ROUNDS
     assert found["rounds"]["drifting"] == []

@@ -17,6 +17,7 @@ from executors.errors import EntrypointError
 from executors.launcher import launch_settings
 from executors.launcher.launch_settings import COMMAND_ONLY, FoundSettings, keys_of_launch, read_settings
 from executors.registry import executor_class, read_options
+from executors.run.run import view_of
 from executors.settings.settings import OPTIONS
 
 SCRIPT = '# /// script\n# requires-python = ">=3.11"\n# [tool.replicas]\n# {}\n# ///\ndef main(): ...\n'
@@ -265,8 +266,12 @@ def test_python_takes_from_the_settings_what_it_leaves_at_its_default(monkeypatc
     )
     run = launch(config=True, profile="p", seed=7)
     assert run.results() == [[5, "5"]]
-    assert (run.backend, run.record.settings.seed, run.record.settings.fail_fast) == ("inline", 7, True)
-    origins = dict(run.record.origins)
+    assert (view_of(run).backend, view_of(run).record.settings.seed, view_of(run).record.settings.fail_fast) == (
+        "inline",
+        7,
+        True,
+    )
+    origins = dict(view_of(run).record.origins)
     assert origins.pop("args.steps").startswith("[profile.p] of ")
     assert origins.keys() == {"entrypoint", "n", "fail-fast", "args.name"}
     assert launch("inline", lambda steps, name: [name, steps], 1, args={"steps": 9}, config=True).results() == [
@@ -276,7 +281,7 @@ def test_python_takes_from_the_settings_what_it_leaves_at_its_default(monkeypatc
         launch()
     monkeypatch.setattr(launch_settings, "read_settings", lambda *_, **__: pytest.fail("read without being asked"))
     assert launch("inline", "job_of_settings.py", 1, args={"steps": 1, "name": "x"}).results() == [[1, "x"]]
-    assert json.dumps(dict(run.record.origins))
+    assert json.dumps(dict(view_of(run).record.origins))
 
 
 def test_a_launch_needs_no_folder_of_settings_that_can_be_looked_at(

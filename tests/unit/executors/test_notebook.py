@@ -12,15 +12,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.new_runs import run_json
 
-from executors.attempt.pauses import pauses
 from executors.errors import StoreError
 from executors.metrics.metrics import Metrics
 from executors.metrics.rows import Numbers
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run import notebook
 from executors.run.notebook import MAX_POINTS, Curves, Display, NotebookView, bar
+from executors.run.run_view import RunView
 from executors.status import DecisionLine, ReplicaState, RunStatus
+from executors.store.memory import MemoryStore
+from executors.task.record import RunRecord
 from executors.testing import eventually
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -39,12 +42,24 @@ def measured(*losses: float) -> Metrics:
     )
 
 
-def shown(look: Callable[[], RunStatus], view: NotebookView) -> Display:
-    def document() -> dict[str, Any]:
+class ScriptedView(RunView):
+    """A run whose status comes from a script. It measured nothing, and its page cannot be made."""
+
+    def __init__(self, script: Callable[[], RunStatus]) -> None:
+        super().__init__(MemoryStore(), "mine")
+        self.record = RunRecord.parse(run_json(n=1))
+        self._script = script
+
+    def status(self, *, reports: bool = True) -> RunStatus:
+        return self._script()
+
+    @property
+    def handles(self) -> list[Any]:
         raise StoreError("no answer")
 
-    run: Any = SimpleNamespace(status=look, pauses=pauses, metrics=measured, report_document=document)
-    return Display(run, view)
+
+def shown(look: Callable[[], RunStatus], view: NotebookView) -> Display:
+    return Display(ScriptedView(look), view)
 
 
 class Recorded(NotebookView):

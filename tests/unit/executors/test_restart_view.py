@@ -26,7 +26,7 @@ from executors.report.uptime import wants_attention
 from executors.restarts.decision_log import Decision, DecisionLog
 from executors.restarts.orders import order_resume
 from executors.run.resume import _next_attempts as next_attempts
-from executors.run.run import Run
+from executors.run.run import Run, manager_of, view_of
 from executors.settings.run_spec import StartSpec
 from executors.store import Data, Store
 from executors.store.memory import MemoryStore
@@ -83,8 +83,8 @@ class EndsOfOneProcess(MemoryStore):
 def add(run: Run, entry: Decision) -> None:
     """Add an entry to its log; one that says no time is made now."""
     entry = replace(entry, at=entry.at or time.time())
-    number = sum(1 for _ in run.store.list("wide/decisions/"))
-    run.store.put(f"wide/decisions/{number:06d}.json", replace(entry, nonce=f"n{number}").to_bytes())
+    number = sum(1 for _ in view_of(run).store.list("wide/decisions/"))
+    view_of(run).store.put(f"wide/decisions/{number:06d}.json", replace(entry, nonce=f"n{number}").to_bytes())
 
 
 def failed(reason: str = "signal", **more: Any) -> dict[str, Any]:
@@ -102,9 +102,9 @@ def test_a_run_is_not_over_between_an_end_and_the_next_claim() -> None:
     assert not run.wait(timeout=0), "the restart has not claimed"
     assert [outcome.status for outcome in run.outcomes()] == ["pending", "succeeded"]
     assert (run.status().status, run.status().replicas[0].is_over) == ("running", False)
-    write(run.store, 0, "started", {"nonce": "again"}, attempt=1)
+    write(view_of(run).store, 0, "started", {"nonce": "again"}, attempt=1)
     assert run.status().replicas[0].status == "running"
-    write(run.store, 0, "outcome", outcome_json(0, attempt=1, result=8), attempt=1)
+    write(view_of(run).store, 0, "outcome", outcome_json(0, attempt=1, result=8), attempt=1)
     assert run.results() == [8, 7]
     assert [outcome.attempt for outcome in run.as_completed()] == [1, 0]
 
@@ -112,10 +112,10 @@ def test_a_run_is_not_over_between_an_end_and_the_next_claim() -> None:
 @pytest.mark.parametrize("watch", [Run.wait, lambda run: follow(run, PlainView(Output(), run))])
 def test_whoever_keeps_a_run_answers_ends_that_it_finds_last(watch: Callable[[Run], object]) -> None:
     run = run_of(failed(), None, restarts="0", store=EndsOfOneProcess("restarts"))
-    spec = run_spec("wide", run.store.url, "0" * 64, 2, (0, 1))
-    run.keep_here([StartSpec(spec, "time:time")], None)
+    spec = run_spec("wide", view_of(run).store.url, "0" * 64, 2, (0, 1))
+    manager_of(run).keep_here([StartSpec(spec, "time:time")], None)
     watch(run)
-    assert [(entry.kind, entry.rank) for entry in DecisionLog(run.store, "wide").read()] == [
+    assert [(entry.kind, entry.rank) for entry in DecisionLog(view_of(run).store, "wide").read()] == [
         ("give_up", 0),
         ("give_up", 1),
     ]
@@ -141,8 +141,8 @@ def test_who_looks_at_a_run_and_keeps_it_reads_each_decision_once(is_read_by_its
     log = DecisionLog(store, "wide")
     if is_read_by_its_controller:
         log.read()
-    controller = run.keep_here(
-        [StartSpec(run_spec("wide", run.store.url, "0" * 64, 2, (0, 1)), "time:time")], None, log=log
+    controller = manager_of(run).keep_here(
+        [StartSpec(run_spec("wide", view_of(run).store.url, "0" * 64, 2, (0, 1)), "time:time")], None, log=log
     )
     controller.keep(run.status().replicas)
     list(run.events())
@@ -185,7 +185,7 @@ def test_who_is_cancelled_between_two_attempts_is_cancelled() -> None:
         "cancelled",
         "Replica 0 was ended: cancelled by the user.",
     )
-    assert exit_code([outcome], decisions=run.decisions) == 130
+    assert exit_code([outcome], decisions=view_of(run).reader.decisions) == 130
     assert run.status().replicas[0].note == ""
 
 
@@ -200,12 +200,12 @@ def test_an_end_that_may_still_stop_the_run_is_not_final() -> None:
 
 def test_what_failed_twice_alike_is_given_up_also_before_anybody_writes_it() -> None:
     run = run_of(failed(), DONE, log=[replace(RESTART, fingerprint="f", reached={"step": 7.0})])
-    write(run.store, 0, "started", {"nonce": "again"}, attempt=1)
+    write(view_of(run).store, 0, "started", {"nonce": "again"}, attempt=1)
     end = failed("exception", attempt=1, fingerprint="f", reached={"step": 7}, error="ValueError: no")
-    write(run.store, 0, "outcome", outcome_json(0, **end), attempt=1)
+    write(view_of(run).store, 0, "outcome", outcome_json(0, **end), attempt=1)
     assert run.wait(timeout=0)
     assert run.status().replicas[0].note == "given up: failed twice alike at step 7 (ValueError: no)"
-    assert run.is_permanent
+    assert view_of(run).reader.is_permanent
 
 
 @pytest.mark.parametrize(
@@ -244,8 +244,10 @@ class Watched(LocalProcessExecutor):
 
 def test_who_has_a_supervisor_waits_for_nobody_else() -> None:
     run = run_of(failed(finished_at=ENDED_LONG_AGO), log=[RESTART])
-    write(run.store, 0, "handle", local_handle(0, run_id="wide", store_url=run.store.url))
-    notes = [Run(run.store, "wide", executor=Watched(alive)).status().replicas[0].note for alive in (True, False)]
+    write(view_of(run).store, 0, "handle", local_handle(0, run_id="wide", store_url=view_of(run).store.url))
+    notes = [
+        Run(view_of(run).store, "wide", executor=Watched(alive)).status().replicas[0].note for alive in (True, False)
+    ]
     assert notes[0] == "restarts now: signal, SIGKILL", "perhaps it waits for a place"
     assert notes[1].startswith("waits for a controller: replicas watch")
 
@@ -254,19 +256,21 @@ def test_who_has_a_supervisor_waits_for_nobody_else() -> None:
 @pytest.mark.parametrize("is_its_own", [True, False], ids=["by who resumes", "by one before it in the log"])
 def test_a_resume_that_died_is_over_whatever_the_clock_of_the_log_says(ahead_s: float, is_its_own: bool) -> None:
     run, at = run_of(failed(), failed(), restarts=None), time.time() - HOUR_S
-    DecisionLog(run.store, "wide", lambda: at + ahead_s).append(lambda log: Decision(kind="policy", hang="2m:3m"))
-    order_resume(DecisionLog(run.store, "wide", lambda: at + ahead_s * is_its_own), {0: 1, 1: 1}, n_seen=1)
+    DecisionLog(view_of(run).store, "wide", lambda: at + ahead_s).append(
+        lambda log: Decision(kind="policy", hang="2m:3m")
+    )
+    order_resume(DecisionLog(view_of(run).store, "wide", lambda: at + ahead_s * is_its_own), {0: 1, 1: 1}, n_seen=1)
     assert run.wait(timeout=0)
-    assert next_attempts(run, None, {0, 1}) == {0: 1, 1: 1}
+    assert next_attempts(view_of(run), None, {0, 1}) == {0: 1, 1: 1}
 
 
 @pytest.mark.parametrize("ahead_s", [-30.0, 0.0, 30.0])
 def test_who_resumes_a_run_that_another_resumes_is_told_also_where_their_clocks_differ(ahead_s: float) -> None:
     run = run_of(failed(), restarts=None)
-    order_resume(DecisionLog(run.store, "wide", lambda: time.time() + ahead_s), {0: 1}, n_seen=0)
+    order_resume(DecisionLog(view_of(run).store, "wide", lambda: time.time() + ahead_s), {0: 1}, n_seen=0)
     assert not run.wait(timeout=0)
     with pytest.raises(AlreadyResumedError, match="attempt 1, ordered by"):
-        next_attempts(run, None, {0})
+        next_attempts(view_of(run), None, {0})
 
 
 @pytest.mark.parametrize("ahead_s", [0.0, 3 * HOUR_S])
@@ -279,7 +283,7 @@ def test_a_restart_that_nobody_begins_waits_for_a_controller_also_where_the_log_
     run = run_of(failed(finished_at=at), None, log=log)
     status = run.status()
     assert status.replicas[0].note == "waits for a controller: replicas watch memory://restarts/wide"
-    assert set(wants_attention(status, run.inventory, run.newest_attempt)) == {0}
+    assert set(wants_attention(status, view_of(run).reader.inventory, view_of(run).newest_attempt)) == {0}
 
 
 def test_the_document_counts_restarts() -> None:
@@ -297,7 +301,7 @@ def test_the_document_counts_restarts() -> None:
 
 def test_a_log_that_cannot_be_read_is_named_and_hides_nothing() -> None:
     run = run_of(failed(), DONE)
-    run.store.put("wide/decisions/000000.json", b'{"kind": "rest')
+    view_of(run).store.put("wide/decisions/000000.json", b'{"kind": "rest')
     first, second = run.status().replicas
     assert (first.status, second.status) == ("failed", "succeeded")
     assert "wide/decisions/000000.json" in first.note
@@ -307,7 +311,7 @@ def test_a_log_that_cannot_be_read_is_named_and_hides_nothing() -> None:
 def test_twenty_thousand_decisions_are_told_in_time() -> None:
     run = run_of(failed(), DONE)
     for index in range(20_000):
-        run.store.put(f"wide/decisions/{index:06d}.json", RESTART.to_bytes())
+        view_of(run).store.put(f"wide/decisions/{index:06d}.json", RESTART.to_bytes())
     assert run.status().decided[-1].line == "restarting rank 0 as attempt 1 (20000 of 3): signal, SIGKILL"
     assert sum(event.kind == "decided" for event in run.events()) == 20_000
 
@@ -317,7 +321,7 @@ def test_a_stop_within_no_time_is_refused_by_name(within_s: float) -> None:
     run = run_of(None)
     with pytest.raises(ValueError, match=rf"within_s is from 0 to 1e\+08 seconds, got {within_s}"):
         run.stop(within_s=within_s)
-    assert run.decisions == ()
+    assert view_of(run).reader.decisions == ()
 
 
 @pytest.mark.parametrize(
@@ -347,5 +351,6 @@ def test_the_exit_code_says_whether_starting_again_helps(
         for rank, end in enumerate(ends)
     ]
     run.status()
-    assert exit_code(outcomes, decisions=run.decisions, is_permanent=run.is_permanent) == code
-    assert exit_code(outcomes, decisions=run.decisions, is_permanent=run.is_permanent, interrupted=True) == 130
+    reader = view_of(run).reader
+    assert exit_code(outcomes, decisions=reader.decisions, is_permanent=reader.is_permanent) == code
+    assert exit_code(outcomes, decisions=reader.decisions, is_permanent=reader.is_permanent, interrupted=True) == 130

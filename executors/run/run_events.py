@@ -1,0 +1,78 @@
+"""The events and warnings of a run, read through its view: what happened, in the order of time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+from executors.attempt import Attempt
+from executors.errors import CorruptObjectError
+from executors.patience import BRIEF, FOLLOWER, retry
+from executors.report.events import Event, EventReader, read_warnings
+from executors.restarts.decision_log import DecisionLog
+from executors.run.run_view import RunView
+from executors.status import FoundWarning
+from executors.store.run_key import find_key
+
+log = logging.getLogger(__name__)
+
+
+def events_of(view: RunView, *, follow: bool = False, note: Callable[[str], None] = log.warning) -> Iterator[Event]:
+    """Yield the events of a run in the order of time: launches, ends, hangs, decisions.
+
+    Args:
+        view: the run.
+        follow: True: continue with later events, until the run has ended. Default: False.
+        note: called with a message for each record that cannot be read. Default: the module's log.
+
+    Raises:
+        StoreError: the store cannot be read.
+
+    Example:
+        for event in events_of(view_of(attach("first-try"))):
+            print(event.kind, event.rank)
+    """
+    key = view.record.key_id and find_key(view.run_id, view.record.key_id)
+    decisions = DecisionLog(view.store, view.run_id, key=key)
+    events = EventReader(decisions, view.record, map_over=view.reader.map, note=note)
+    for pause_s in view.reader.pauses():
+        # A follower bears a store that is away for a while. Without `follow` the caller wants an error soon.
+        now = retry(lambda: view.status(reports=False), FOLLOWER if follow else BRIEF, "the rendezvous")
+        view.reader.share_log(decisions)  # else each of the two would read every entry itself
+        yield from events.new(view.reader.inventory, now)
+        if not follow or now.is_terminal:
+            return
+        time.sleep(pause_s)
+
+
+def warnings_of(view: RunView, note: Callable[[str], None] = log.warning) -> list[FoundWarning]:
+    """Return the warnings of all attempts so far, and the warning of the run as a whole, the oldest first.
+
+    Each text of an attempt is listed once, with its number of occurrences. The call makes one read for each attempt
+    that has a warning.
+
+    Args:
+        view: the run.
+        note: called with a message for each record that cannot be read. Default: the module's log.
+
+    Raises:
+        StoreError: the store cannot be read.
+
+    Example:
+        for warning in warnings_of(view_of(attach("first-try"))):
+            print(warning.rank, warning.text)
+    """
+    now = view.status(reports=False)
+    attempts = [Attempt(view.store, view.run_id, *key) for key in sorted(view.reader.inventory.warnings)]
+
+    def read(attempt: Attempt) -> list[FoundWarning]:
+        try:
+            return read_warnings(attempt)
+        except CorruptObjectError as error:
+            note(str(error))
+            return []
+
+    found = [each for some in view.reader.map(read, attempts) for each in some]
+    found += [each for each in now.warnings if each.rank is None]
+    return sorted(found, key=lambda each: each.at)

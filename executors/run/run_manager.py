@@ -1,0 +1,288 @@
+"""`RunManager` acts on a run for this process: it waits, keeps leases and restarts, cancels, stops, adds replicas."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+from executors.backend import JobsOfRun
+from executors.errors import BackendError, StoreError
+from executors.patience import FOLLOWER, KEEPER, PAID_KEEPER, Patience
+from executors.protocol import BY_USER, Outcome, ServerlessExecutor
+from executors.restarts.decision_log import DecisionLog
+from executors.restarts.lease import LeaseHolder
+from executors.run.canceller import Canceller
+from executors.run.external_controller import ExternalController
+from executors.run.launch_starter import LaunchStarter
+from executors.run.notebook import Display, in_notebook
+from executors.run.progress import View, open_view
+from executors.run.removal import withdraw_jobs
+from executors.run.run_view import RunView
+from executors.run.waiter import Waiter
+from executors.settings.run_spec import StartSpec
+from executors.status import ReplicaState, RunStatus
+from executors.store.parallel import within
+
+UPDATE_S = 10.0  # how long `add` waits for the store once its replicas are started
+
+
+class RunManager:
+    """Acts on one run for this process. `Run` has the part of it that users need.
+
+    Args:
+        view: reads the run.
+        is_launcher: True if this process launched the run.
+
+    Example:
+        manager_of(attach("first-try")).patience
+    """
+
+    at_exit: Callable[[], None] | None = None
+    """Called when this process exits, unless it has waited for the end of the run, or has ended the run."""
+    n_withdrawn = 0
+    """The number of jobs in a queue that the last `cancel` of the whole run deleted."""
+    shows_progress = False
+    """True if `wait` and `as_completed` draw the progress of the run."""
+
+    def __init__(self, view: RunView, *, is_launcher: bool = False) -> None:
+        self.view = view
+        self._is_launcher = is_launcher
+        self._leases: tuple[LeaseHolder, ...] = ()
+        self._controller: ExternalController | None = None
+
+    def wait(self, timeout: float | None = None, *, n: int | None = None) -> bool:
+        """Wait until replicas have ended; see `Run.wait`.
+
+        Args:
+            timeout: the longest wait, in seconds. None: no limit.
+            n: how many replicas have to end. None: all.
+
+        Raises:
+            ValueError: the run does not have `n` replicas.
+            StoreError: the store did not answer for longer than `patience`.
+        """
+        view = self.view
+        if n is not None and not 1 <= n <= len(view.ranks):
+            raise ValueError(f"Run {view.run_id!r} has {len(view.ranks)} replicas, got n={n}.")
+        try:
+            is_over = self._waiter.wait(n, timeout, self._progress_view())
+        except StoreError as error:
+            if ended := self.end_refused(error):
+                error.add_note(ended)
+            raise
+        if is_over and n in (None, len(view.reader.ranks)):
+            self._note_end()
+        return is_over
+
+    def as_completed(self) -> Iterator[Outcome]:
+        """Yield the outcome of each replica as soon as it has ended; see `Run.as_completed`."""
+        yield from self._waiter.as_completed(self._progress_view())
+        self._note_end()
+
+    def end_early(self, now: RunStatus, option: str) -> str | None:
+        """End the run if a replica failed before the first round, and the launch asked for that.
+
+        Args:
+            now: the state of the run.
+            option: the option that ends the run, as the caller's users write it.
+
+        Returns: a sentence for the user, once. None: there is nothing to report.
+        """
+        return self._waiter.end_early(now, option)
+
+    def show(self) -> None:
+        """Show the run in a cell of a notebook; see `Run.show`."""
+        if in_notebook():
+            self._display.show()
+        else:
+            self._warn(
+                "Run.show() draws in a notebook. Elsewhere use launch(…, progress=True), or the command "
+                f"`replicas wait {self.view.run_id}`."
+            )
+
+    def end_refused(self, error: BaseException) -> str:
+        """End the jobs of an attached run at their services, after its store has refused this process for good.
+
+        Such a store refuses the replicas as well, because they have the same credentials. They can neither exchange
+        their work nor leave a result, so their cost is lost.
+
+        Args:
+            error: why the run cannot be watched any more.
+
+        Returns: what was ended, and what may still run. Empty if nothing had to be done.
+
+        Example:
+            print(manager_of(run).end_refused(error))
+        """
+        if not self._leases or not isinstance(error, StoreError) or not error.refusal:
+            return ""
+        view = self.view
+        if not view.placements.ends_jobs:
+            return ""
+        # First: a lease that is renewed tells the containers to continue.
+        for lease in self._leases:
+            lease.end()
+        ended = view.placements.end_jobs(JobsOfRun(view.run_id, view.store.url, view.record.created_at), self._warn)
+        if not ended.is_complete:
+            return ended.what_is_left
+        jobs = f"{ended.n_ended} job{'s' * (ended.n_ended != 1)}"
+        return f"Its {jobs} were ended at the service, because replicas cannot use a store that refuses them."
+
+    def finish_cancel(self) -> None:
+        """End the replicas that `canceller.request` has marked. Unlike `cancel`, it adds no second order to the log."""
+        self.canceller.end(BY_USER)
+        self._note_end()
+
+    def cancel(self, ranks: Sequence[int] | None = None) -> None:
+        """Cancel some replicas, or all that still run; see `Run.cancel`.
+
+        Args:
+            ranks: the ranks. None: all.
+
+        Raises:
+            BackendError: a service did not end some jobs.
+            ValueError: the run has no such rank.
+        """
+        self.canceller.cancel(None if ranks is None else [self.view.check_rank(rank) for rank in ranks])
+        if ranks is not None:
+            return
+        self._note_end()
+        try:
+            self.n_withdrawn = self.canceller.n_withdrawn + withdraw_jobs(self.view)
+        except BackendError as error:  # the replicas have been cancelled: that must not look as if it had failed
+            self._warn(
+                f"{self.view.run_id} was cancelled. Whether a queue still holds jobs of it could not be found out: "
+                f"{error}"
+            )
+
+    def stop(self, within_s: float, wait: Callable[[float], bool] | None = None) -> None:
+        """End the run well; see `Run.stop`.
+
+        Args:
+            within_s: how long replicas have to finish their round, in seconds.
+            wait: waits for the end of the run, for at most the seconds that it is given; returns False if the run has
+                not ended then. None: `wait` of this manager.
+
+        Raises:
+            ValueError: `within_s` is not a time.
+        """
+        self.canceller.stop(within_s, wait or self.wait)
+        self._note_end()
+
+    def add(
+        self, executor: str | ServerlessExecutor, n: int, on_progress: Callable[[str], None], **asked: Any
+    ) -> list[int]:
+        """Start `n` more replicas of the run; return their ranks. See `Run.add`.
+
+        Args:
+            executor: the name of a backend, or an executor.
+            n: how many replicas.
+            on_progress: called with a few words on the progress of the start.
+            asked: the other options of `Run.add`.
+        """
+        from executors.run.addition import Addition, add_replicas
+
+        added = add_replicas(self.view, executor, Addition(n=n, **asked), on_progress)
+        ranks = list(added.start_spec.ranks)
+        try:
+            if not added.start_spec.spec.settings.detach:
+                self.keep_here([added.start_spec], added.lease)
+            with contextlib.suppress(StoreError):  # the last list of this process does not have the new ranks
+                within(UPDATE_S, self.view.reader.update, self.view.store.url)
+        except KeyboardInterrupt:  # the caller never learns these ranks, and could not end them
+            self.cancel(ranks)
+            raise
+        return ranks
+
+    def keep_here(
+        self,
+        start_specs: Sequence[StartSpec],
+        lease: LeaseHolder | None,
+        say: Callable[[str], None] | None = None,
+        *,
+        log: DecisionLog | None = None,
+    ) -> ExternalController:
+        """Let this process restart replicas whose supervisors are gone, whenever it looks at the run while it waits.
+
+        A second call adds ranks to the first one.
+
+        Args:
+            start_specs: the values that start the ranks again. Ranks without such values are left alone.
+            lease: the lease of the replicas, which ends with the run. None: they need none.
+            say: called with a sentence on each start that failed. None: the sentences go to stderr.
+            log: the decision log of the run, as far as the caller has read it. None: it is read from the beginning.
+
+        Returns: the controller that decides.
+        """
+        view = self.view
+        self._leases += () if lease is None else (lease,)
+        if self._controller is not None:
+            self._controller.starter.learn(start_specs)
+            return self._controller
+        starter = LaunchStarter(view.placements, start_specs, say or self._warn)
+        log = log or DecisionLog(
+            view.store, view.run_id, key=next((start_spec.spec.key for start_spec in start_specs), None)
+        )
+        view.reader.share_log(log)
+        view.reader.is_kept_here = True
+        self._controller = ExternalController(log, view.reader, starter, self.canceller.end, starter.knows)
+        return self._controller
+
+    @property
+    def is_released(self) -> bool:
+        """True if the replicas that this process started continue without it, because a user released it."""
+        return any(lease.is_released for lease in self._leases)
+
+    @property
+    def patience(self) -> Patience:
+        """How long this process waits for the store of the run. A process that keeps a run waits longest."""
+        if self._leases:  # it keeps jobs that are paid for
+            return PAID_KEEPER
+        return KEEPER if self._controller is not None or self._is_launcher else FOLLOWER
+
+    def keep(self, states: Sequence[ReplicaState]) -> bool:
+        """Decide what follows the ends among these states, if this process keeps the run.
+
+        Args:
+            states: the states of all replicas, as the last look found them.
+
+        Returns: True if there are new decisions, so that another look is due.
+        """
+        if self._controller is None:
+            return False
+        n_known = len(self._controller.log.entries)
+        self._controller.keep(states)
+        return len(self._controller.log.entries) > n_known
+
+    @cached_property
+    def canceller(self) -> Canceller:
+        """Ends replicas of the run, and knows how the last cancel went."""
+        return Canceller(self.view.reader, lambda: self.view.record.created_at, self._warn)
+
+    @cached_property
+    def _waiter(self) -> Waiter:
+        return Waiter(self.view.reader, self.cancel, self.keep, lambda: self.patience)
+
+    @cached_property
+    def _display(self) -> Display:
+        return Display(self.view)
+
+    def _progress_view(self) -> View | None:
+        return open_view(self.view.run_id) if self.shows_progress else None
+
+    def _note_end(self) -> None:
+        """Note that the run has ended: it needs no warning at the exit and no lease, and its cells show the end."""
+        if self.at_exit is not None:
+            atexit.unregister(self.at_exit)
+        for lease in self._leases:
+            lease.end()
+        if "_display" in self.__dict__:
+            self._display.settle()
+
+    @staticmethod
+    def _warn(text: str) -> None:
+        print(f"replicas: {text}", file=sys.stderr)

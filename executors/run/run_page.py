@@ -1,0 +1,63 @@
+"""The page of a run, read through its view: as one JSON document, or as one HTML file."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from executors.attempt.handles import page_of_job
+from executors.errors import BackendError, StoreError
+from executors.metrics.metrics import read_metrics
+from executors.run.run_events import events_of
+from executors.run.run_view import RunView
+
+
+def report_document(view: RunView) -> dict[str, Any]:
+    """Return everything that the page of a run shows, as one JSON document with finite numbers.
+
+    Args:
+        view: the run.
+
+    Raises:
+        StoreError, BackendError: the state of the run cannot be read.
+
+    Example:
+        report_document(view_of(attach("first-try")))["run_id"]
+    """
+    from executors.report.document import Subject, document
+    from executors.task.stored import read_task
+
+    now, metrics, handles = view.status(), read_metrics(view.store, view.run_id, view.record), view.handles
+    task, pages, problems = None, list[str | None](), list[str]()
+    events = list(events_of(view, note=problems.append))
+    try:
+        task = read_task(view.store, view.run_id).record
+    except StoreError as error:  # the rest of the page is worth showing
+        problems.append(str(error))
+    with contextlib.suppress(BackendError):  # a backend that is not installed here may have no pages
+        pages = list(map(page_of_job, handles))
+    subject = Subject(
+        url=view.url, record=view.record, task=task, now=now, metrics=metrics, events=events, pages=pages,
+        problems=list(dict.fromkeys(problems)),
+    )  # fmt: skip
+    return document(subject)
+
+
+def write_report(view: RunView, path: Path) -> Path:
+    """Write the run, as it is now, as one self-contained HTML page; return its path.
+
+    Args:
+        view: the run.
+        path: the file. An existing file is replaced.
+
+    Raises:
+        OSError: there is no such folder, or it cannot be written to.
+        StoreError, BackendError: the state of the run cannot be read.
+
+    Example:
+        write_report(view_of(attach("first-try")), Path("run.html"))
+    """
+    from executors.report.page import write_page
+
+    return write_page(report_document(view), path)
