@@ -431,10 +431,9 @@ class Run:
     ) -> list[int]:
         """Start `n` more replicas of the run, on any backend that reaches its rendezvous; return their ranks.
 
-        They have new ranks, beyond the ranks of the launch, and join the others at their next round. From then on they are
-        replicas of the run like the others: `wait`, `results`, `cancel` and everything else count them. Their
-        `world_size` stays the launch's, which never changes. `Replica.shard` explains their share of the data. The
-        run's `max_cost` does not limit them.
+        They have new ranks, beyond the ranks of the launch, and join the others at their next round. From then on
+        `wait`, `results`, `cancel` and everything else count them. Their `world_size` stays the launch's, which never
+        changes. `Replica.shard` explains their share of the data. The run's `max_cost` does not limit them.
 
         Args:
             executor: the name of a backend, or an executor. If the run was launched without code for other machines,
