@@ -1,4 +1,4 @@
-"""Uploads beside the training: one thread, one job at a time."""
+"""Uploads data while training continues: `BackgroundThread` runs one job at a time in a thread of its own."""
 
 from __future__ import annotations
 
@@ -10,11 +10,20 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 WAITING = 2
-"""Jobs that may wait; each holds a copy of its data, so a caller that brings one more waits."""
+"""The number of jobs that may wait. Each job holds a copy of its data, so the caller of one more job must wait."""
 
 
 class BackgroundThread:
-    """Does jobs in their order. The thread ends with the process, also in the midst of a job."""
+    """Runs jobs one after another. The thread ends with the process, even in the middle of a job.
+
+    Args:
+        name: the name of the thread, which also begins its log messages.
+
+    Example:
+        uploads = BackgroundThread("diloco main of rank 0")
+        uploads(lambda: store.put(key, data))
+        uploads.finish()
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -22,14 +31,18 @@ class BackgroundThread:
         self._thread: threading.Thread | None = None
 
     def __call__(self, job: Callable[[], None]) -> None:
-        """Do a job when those before it are done."""
+        """Queue a job. Wait first if too many jobs are waiting.
+
+        Args:
+            job: the job. An error that it raises is logged.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
         self._jobs.put(job)
 
     def finish(self) -> None:
-        """Return when all jobs are done. Safe to call again."""
+        """Wait until all jobs are done. A second call does nothing."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
@@ -40,5 +53,5 @@ class BackgroundThread:
             try:
                 job()
             except Exception:
-                log.exception("%s: what was to be kept could not be", self._name)
-            del job  # and the copy that it holds
+                log.exception("%s: an upload failed", self._name)
+            del job  # frees the copy of the data that it holds

@@ -1,7 +1,8 @@
-"""The calls of a rendezvous to its store that `replicas launch --chaos kill:…,at=NAME` can name.
+"""Names the calls of the store at which `replicas launch --chaos kill:…,at=NAME` can kill a replica.
 
-What belongs to a round is stored under its index, a snapshot under the number of rounds behind it (0: first anchor).
-The package announces this table under the entry point group `replicas.fault_points`. It imports no torch.
+Objects of a round are stored under the index of the round. A snapshot is stored under the number of rounds before it,
+which is 0 for the first anchor. The package announces this table under the entry point group `replicas.fault_points`.
+This file does not import torch.
 """
 
 from __future__ import annotations

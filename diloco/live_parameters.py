@@ -449,7 +449,7 @@ def pack(
         writer = BlockWriter(wire, block, n, proof.hash())
         for at in range(0, n, PIECE):
             first, parts = next(pieces)
-            values = wire.place(block, n, at, room[: min(PIECE, n - at)])
+            values = wire.encode_buffer(block, n, at, room[: min(PIECE, n - at)])
             subtract_parts(anchor, first, parts, torch.from_numpy(values))
             try:
                 writer.write(values, at)

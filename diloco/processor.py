@@ -1,4 +1,4 @@
-"""How fast this processor does what a round asks of it, measured on one block."""
+"""Measures how fast this processor does the work of a round, on one block of values, for `planner.Processor`."""
 
 from __future__ import annotations
 
@@ -16,38 +16,51 @@ from diloco.wires import WIRES
 from diloco.wires.wire import BLOCK_ELEMENTS, PIECE, BlockWriter, decoded
 
 TRIES = 5
-MEMBERS = 4  # of a mean
+N_INPUTS = 4
+"""The number of contributions of the measured mean."""
 
 
 def measure(wire_name: str = "int8") -> dict[str, float]:
-    """Return the bytes of float32 a second that one thread works through, by what it does, for `planner.Processor`."""
+    """Return speeds of one thread, in bytes of float32 per second, under the names of the fields of `Processor`.
+
+    Args:
+        wire_name: the wire of the measurement: fp32, bf16, int8 or int4.
+
+    Example:
+        Processor(**measure())
+    """
     wire, n = WIRES[wire_name], BLOCK_ELEMENTS
     anchor, live = (np.random.default_rng(seed).standard_normal(n, np.float32) for seed in (0, 1))
-    block, mean, room = memoryview(bytearray(wire.size(n))), memoryview(bytearray(wire.size(n))), np.empty_like(anchor)
+    block, mean, scratch = (
+        memoryview(bytearray(wire.size(n))),
+        memoryview(bytearray(wire.size(n))),
+        np.empty_like(anchor),
+    )
 
     def encode() -> str:
         writer = BlockWriter(wire, block, n, UNSIGNED.hash())
         for start in range(0, n, PIECE):
             piece = slice(start, start + PIECE)
-            writer.write(np.subtract(anchor[piece], live[piece], out=room[piece]), start)
+            writer.write(np.subtract(anchor[piece], live[piece], out=scratch[piece]), start)
         return writer.digest()
 
     digest, blocks = encode(), Blocks(n, n, wire, wire, UNSIGNED)
-    inputs = [Input(rank, 1.0, block, (digest,)) for rank in range(MEMBERS)]
+    inputs = [Input(rank, 1.0, block, (digest,)) for rank in range(N_INPUTS)]
 
     def decode() -> None:
         for start, values in decoded(wire, [block], n, n):
-            np.add(live[start : start + len(values)], values, out=room[start : start + len(values)])
+            np.add(live[start : start + len(values)], values, out=scratch[start : start + len(values)])
 
     return {
         "encode": _rate(encode, n),
-        "accumulate": _rate(lambda: weighted_mean(inputs, mean, blocks), MEMBERS * n),
+        "accumulate": _rate(lambda: weighted_mean(inputs, mean, blocks), N_INPUTS * n),
         "decode": _rate(decode, n),
         "step": _rate(_outer_step(n), n),
     }
 
 
 def _outer_step(n: int) -> Callable[[], None]:
+    """Return a function that makes an outer step of n values."""
     fragment = Fragment(0, (Slot("w", "parameter", (n,), "float32", 0, n),), n, n)
     optimizer, mean = NesterovSGD(fragment, torch.zeros(n), Schedule(0.7, 0.9, 0, 1)), np.ones(n, np.float32)
     pieces = [(start, mean[start : start + PIECE]) for start in range(0, n, PIECE)]
@@ -55,7 +68,7 @@ def _outer_step(n: int) -> Callable[[], None]:
 
 
 def _rate(act: Callable[[], object], elements: int) -> float:
-    """Return the bytes of float32 a second of the quickest try."""
+    """Return the speed of the fastest of several calls, in bytes of float32 per second."""
     took_s = []
     for _ in range(TRIES):
         began = time.perf_counter()

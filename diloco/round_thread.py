@@ -11,7 +11,7 @@ from diloco.rendezvous.round import Wait
 from diloco.rendezvous.training_side import Job
 
 LONGEST_PAUSE_S, ANSWERS_PER_PAUSE = 0.05, 2
-"""The runner has a thread of its own, so it looks as often as two answers of the store take."""
+"""The longest pause in the round thread. It has its own thread, so it may look again after two answer times."""
 
 
 class LeftError(BaseException):
@@ -109,7 +109,7 @@ class RoundThread:
                 self._changed.notify_all()
 
     def _next(self) -> Job:
-        """Return the next job, and be idle until there is one."""
+        """Return the next job. Until there is one, do the work that the runner has while it is idle."""
         while True:
             with self._changed:
                 if self._is_leaving:

@@ -1,4 +1,4 @@
-"""For tests of code that trains with DiLoCo: replicas as threads of one process, meeting in memory."""
+"""Helps to test code that trains with DiLoCo: runs replicas as threads of one process, with a store in memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,25 @@ T = TypeVar("T")
 def run_replicas(
     n: int, body: Callable[[Mapping[str, Any]], T], *, store: Store | None = None, run_id: str = "test"
 ) -> list[T]:
-    """Run `body` once per rank, each in its own thread, and return the results in rank order.
+    """Run a function once per rank, each in its own thread, and return the results in the order of the ranks.
 
-    `body` gets the arguments that place a `DiLoCo` in the run: `DiLoCo(model, **where)`. All threads share torch's
-    random generator. A body that needs the same numbers each time draws them from its own `torch.Generator`.
+        def train(where):
+            with DiLoCo(nn.Linear(2, 1), inner_steps=10, **where) as diloco:
+                ...
 
-    Raises: the error of the lowest rank that failed.
+        run_replicas(2, train)
+
+    All threads share the random generator of torch. A function that needs the same numbers in each test draws them from
+    its own `torch.Generator`.
+
+    Args:
+        n: The number of replicas, at least 1.
+        body: The function. It gets the arguments that place a `DiLoCo` in the run: store, run_id, rank and world_size.
+        store: The store of the run. Default: a new store in memory.
+        run_id: The id of the run. Default: "test".
+
+    Raises:
+        BaseException: the error of the lowest rank whose function failed.
     """
     store = store or MemoryStore(f"test-{id(body)}")
     results: dict[int, T] = {}

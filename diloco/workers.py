@@ -1,4 +1,4 @@
-"""The threads of one DiLoCo: for its rounds, for reads of a far store, and for uploads."""
+"""Creates the threads of one DiLoCo: for its rounds, for parallel reads of a remote store, and for uploads."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ class Workers:
             self.scheduler = RoundThread(f"rounds of {name}", watch.wait, store)
 
     def close(self) -> None:
-        """Release everything that uploads do not need."""
+        """Close the watch and the threads for reads. Uploads may still run."""
         self._watch.close()
         self._reads.close()

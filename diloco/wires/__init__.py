@@ -1,7 +1,7 @@
-"""The wires: how contributions and means travel, one file each.
+"""The wires: each file encodes float32 values as bytes in one format, for contributions and means.
 
-Read `wire.py` first: it has the protocol of a wire and the loop over blocks and pieces. Values enter as float32 pieces
-of a fragment, and leave as the bytes of a block; the way back is the same. `WIRES` has all wires by name.
+Read `wire.py` first. It has the protocol of a wire, and the loops over blocks and pieces. Values enter as float32
+pieces of a fragment, and leave as the bytes of a block. Decoding is the way back. `WIRES` has all wires by name.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ from diloco.wires.wire import Wire
 FP32 = Fp32()
 WIRES: Mapping[str, Wire] = {wire.name: wire for wire in (FP32, Bf16(), Int8(), Int4())}
 DEFAULT_MEAN_WIRE: Mapping[str, str] = {"fp32": "fp32", "bf16": "bf16", "int8": "int8", "int4": "int8"}
-"""How means travel, by the wire of the contributions."""
+"""By the wire of the contributions, the wire of the means that a run uses without the argument `mean_wire`."""
 
 
 def wire_named(name: str) -> Wire:
-    """Return a wire of `WIRES`."""
+    """Return the wire with a name.
+
+    Raises:
+        KeyError: no wire has this name.
+    """
     return WIRES[name]

@@ -1,4 +1,4 @@
-"""Two bytes a value: bfloat16, the upper half of a float32, rounded to the nearest, to even where it is between two."""
+"""The wire `bf16`: two bytes per value. bfloat16 is the upper half of a float32, rounded to nearest, ties to even."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import numpy as np
 
 from diloco.wires.wire import Floats, NotFiniteError, square_of
 
-INFINITY = 0x7F80  # its bits, without the sign; those of what is not a number are greater
+INFINITY = 0x7F80  # the bits of infinity without the sign. The bits of NaN are greater.
 
 
 class Bf16:
-    """Half of fp32's bytes."""
+    """Encodes a value in half the bytes of fp32."""
 
     name = "bf16"
     is_exact = False
@@ -22,8 +22,8 @@ class Bf16:
     def span(self, n: int, start: int, end: int) -> slice:
         return slice(2 * start, 2 * end)
 
-    def place(self, block: memoryview, n: int, start: int, room: Floats) -> Floats:
-        return room
+    def encode_buffer(self, block: memoryview, n: int, start: int, scratch: Floats) -> Floats:
+        return scratch
 
     def encode(self, values: Floats, block: memoryview, n: int, start: int) -> float:
         if square_of(values) is None:
@@ -34,15 +34,15 @@ class Bf16:
         np.copyto(to, bits >> 16, casting="unsafe")
         bits &= 0xFFFF0000
         square = square_of(values)
-        if square is None:  # the largest of all are rounded to infinity
+        if square is None:  # the largest float32 values are rounded to infinity
             raise NotFiniteError
         return square
 
-    def decode(self, block: memoryview, n: int, start: int, room: Floats) -> Floats:
-        bits = room.view(np.uint32)
-        np.copyto(bits, np.frombuffer(block, np.uint16, len(room), 2 * start))
+    def decode(self, block: memoryview, n: int, start: int, scratch: Floats) -> Floats:
+        bits = scratch.view(np.uint32)
+        np.copyto(bits, np.frombuffer(block, np.uint16, len(scratch), 2 * start))
         np.left_shift(bits, 16, out=bits)
-        return room
+        return scratch
 
     def accumulate(
         self, block: memoryview, n: int, start: int, weight: np.float32, acc: Floats, product: Floats, *, first: bool

@@ -1,4 +1,4 @@
-"""Values as they are: float32, little-endian."""
+"""The wire `fp32`: four bytes per value, as float32 in little-endian order, without any rounding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from diloco.wires.wire import Floats, NotFiniteError, square_of
 
 
 class Fp32:
-    """Four bytes a value, and nothing is lost."""
+    """Copies float32 values."""
 
     name = "fp32"
     is_exact = True
@@ -20,24 +20,24 @@ class Fp32:
     def span(self, n: int, start: int, end: int) -> slice:
         return slice(4 * start, 4 * end)
 
-    def place(self, block: memoryview, n: int, start: int, room: Floats) -> Floats:
-        return np.frombuffer(block, np.float32, len(room), 4 * start)
+    def encode_buffer(self, block: memoryview, n: int, start: int, scratch: Floats) -> Floats:
+        return np.frombuffer(block, np.float32, len(scratch), 4 * start)
 
     def encode(self, values: Floats, block: memoryview, n: int, start: int) -> float:
         square = square_of(values)
         if square is None:
             raise NotFiniteError
-        place = self.place(block, n, start, values)
-        if place.ctypes.data != values.ctypes.data:
-            place[:] = values
+        buffer = self.encode_buffer(block, n, start, values)
+        if buffer.ctypes.data != values.ctypes.data:
+            buffer[:] = values
         return square
 
-    decode = place
+    decode = encode_buffer
 
     def accumulate(
         self, block: memoryview, n: int, start: int, weight: np.float32, acc: Floats, product: Floats, *, first: bool
     ) -> None:
-        values = self.place(block, n, start, acc)
+        values = self.encode_buffer(block, n, start, acc)
         if first:
             np.multiply(values, weight, out=acc)
         else:

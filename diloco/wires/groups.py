@@ -1,4 +1,4 @@
-"""What the wires of whole numbers have in common: values in groups, each group with a scale of its own."""
+"""The common part of the wires `int8` and `int4`: whole numbers in groups, and one scale for each group."""
 
 from __future__ import annotations
 
@@ -12,33 +12,36 @@ import torch
 from diloco.wires.wire import Floats, NotFiniteError
 
 LEAST = np.float32(2.0**-100)
-"""Groups of smaller values are zero: no product becomes so small that processors round it in different ways."""
+"""A group whose values are all smaller becomes zero. Processors round smaller products in different ways."""
 LARGEST = float(np.finfo(np.float32).max)
 
 
 class GroupedWire(ABC):
-    """A block is the float32 scales of its groups, zeros up to a multiple of `align` bytes, and the whole numbers.
+    """Encodes a block as the float32 scales of its groups, zeros up to a multiple of `align` bytes, and whole numbers.
 
-    What goes group by group is done by torch: its loops over rows take half as long as numpy's, with the same bits.
+    Loops over groups use torch: they take half the time of numpy's loops, and give the same bits.
     """
 
     name: ClassVar[str]
     group: ClassVar[int]
+    """The number of values in a group."""
     most: ClassVar[int]
-    """The largest whole number; the smallest is less by all of it."""
+    """The largest whole number. The smallest one is its negative."""
     align: ClassVar[int] = 4
     is_exact: ClassVar[bool] = False
     is_relative: ClassVar[bool] = False
 
     @abstractmethod
     def _bytes(self, n: int) -> int:
-        """Return how many bytes so many whole numbers are; a piece's are a multiple of what stands alone."""
+        """Return the number of bytes that n whole numbers take. The numbers of one piece never share a byte."""
 
     @abstractmethod
-    def _write(self, whole: Floats, to: memoryview) -> None: ...
+    def _write(self, whole: Floats, to: memoryview) -> None:
+        """Write whole numbers as bytes."""
 
     @abstractmethod
-    def _read(self, data: memoryview, to: Floats) -> None: ...
+    def _read(self, data: memoryview, to: Floats) -> None:
+        """Read whole numbers from bytes."""
 
     def size(self, n: int) -> int:
         return self._scale_bytes(n) + self._bytes(n)
@@ -47,8 +50,8 @@ class GroupedWire(ABC):
         first = self._scale_bytes(n)
         return slice(first + self._bytes(start), first + self._bytes(end))
 
-    def place(self, block: memoryview, n: int, start: int, room: Floats) -> Floats:
-        return room
+    def encode_buffer(self, block: memoryview, n: int, start: int, scratch: Floats) -> Floats:
+        return scratch
 
     def encode(self, values: Floats, block: memoryview, n: int, start: int) -> float:
         end = start + len(values)
@@ -58,10 +61,10 @@ class GroupedWire(ABC):
         self._write(values, block[self.span(n, start, end)])
         return square
 
-    def decode(self, block: memoryview, n: int, start: int, room: Floats) -> Floats:
-        end = start + len(room)
-        self._read(block[self.span(n, start, end)], room)
-        return self._times(room, self._scales(block, n, start, end))
+    def decode(self, block: memoryview, n: int, start: int, scratch: Floats) -> Floats:
+        end = start + len(scratch)
+        self._read(block[self.span(n, start, end)], scratch)
+        return self._times(scratch, self._scales(block, n, start, end))
 
     def accumulate(
         self, block: memoryview, n: int, start: int, weight: np.float32, acc: Floats, product: Floats, *, first: bool
@@ -76,7 +79,7 @@ class GroupedWire(ABC):
         return self._are_finite(self._scales(block, n, 0, n))
 
     def _to_whole(self, values: Floats, scales: Floats) -> float:
-        """Replace values by whole numbers, and set their scales; return the sum of the squares of their products."""
+        """Replace values by whole numbers, and set their scales. Return the sum of squares of the decoded values."""
         square = 0.0
         for rows, of in self._rows(values):
             all_rows = torch.from_numpy(rows)
@@ -87,31 +90,35 @@ class GroupedWire(ABC):
             if not self._are_finite(scale):
                 raise NotFiniteError
             _times(rows, inverse)
-            np.rint(rows, out=rows)  # top * inverse is never half a unit more than most
+            np.rint(rows, out=rows)  # top * inverse is less than most + 0.5, so the result is at most `most`
             scales[of] = scale
             square += _square(rows, scale)
         return square
 
     def _times(self, whole: Floats, scales: Floats) -> Floats:
-        """Multiply whole numbers by their scales, in place; each product is rounded once."""
+        """Multiply whole numbers by their scales, in place. Each product is rounded once."""
         for rows, of in self._rows(whole):
             _times(rows, scales[of])
         return whole
 
     def _are_finite(self, scales: Floats) -> bool:
-        """Return whether every value of groups with these scales is finite, also the one below -most."""
+        """Return True if every value that a group with these scales can have is finite.
+
+        A stored block may also have the number -most - 1, which no encoder writes.
+        """
         return bool(np.abs(scales).max() <= LARGEST / (self.most + 1))
 
     def _scale_bytes(self, n: int) -> int:
+        """Return the size of the scales of a block of n values, with the zeros after them."""
         return -(-4 * -(-n // self.group) // self.align) * self.align
 
     def _scales(self, block: memoryview, n: int, start: int, end: int) -> Floats:
-        """Return the scales in a block of `n` values of the groups of some of them."""
+        """Return the scales of the groups from value `start` to value `end`, in a block of n values."""
         scales: Floats = np.frombuffer(block, np.float32, -(-n // self.group))
         return scales[start // self.group : -(-end // self.group)]
 
     def _rows(self, values: Floats) -> Iterator[tuple[Floats, slice]]:
-        """Yield the whole groups as rows, and the rest as one more, each with the slice of its scales."""
+        """Yield the whole groups as rows, and then the shorter last group, each with the slice of its scales."""
         n_whole = len(values) // self.group
         if n_whole:
             yield values[: n_whole * self.group].reshape(n_whole, self.group), slice(n_whole)
@@ -122,9 +129,11 @@ class GroupedWire(ABC):
 def _times(rows: Floats, factors: Floats) -> None:
     """Multiply each row by its factor, in place."""
     all_rows = torch.from_numpy(rows)
-    torch.mul(all_rows, torch.from_numpy(factors.copy())[:, None], out=all_rows)  # they may be of a file, read-only
+    # The factors may be a read-only view of a mapped file, which torch does not accept. So they are copied.
+    torch.mul(all_rows, torch.from_numpy(factors.copy())[:, None], out=all_rows)
 
 
 def _square(rows: Floats, scales: Floats) -> float:
-    whole = np.vecdot(rows, rows)  # exact: less than 2**24
+    """Return the sum of the squares of the decoded values."""
+    whole = np.vecdot(rows, rows)  # exact, because the sums are less than 2**24
     return float(np.dot(whole.astype(np.float64), np.square(scales, dtype=np.float64)))

@@ -1,7 +1,8 @@
-"""Half a byte a value: whole numbers from -7 to 7, and a scale for each group of 128.
+"""The wire `int4`: half a byte per value, a whole number from -7 to 7, and one scale for each group of 128 values.
 
-The numbers are in pages of 8192. A page of m numbers, a zero more where m is odd, is m / 2 bytes: byte i holds number
-i in its low half and number m / 2 + i in its high half, each plus 8. So both halves of a page are consecutive numbers.
+The numbers are in pages of 8192. A page of m numbers takes m / 2 bytes. If m is odd, a zero is added. Byte i holds
+number i in its low half and number m / 2 + i in its high half, each plus 8. So the low halves of a page are consecutive
+numbers, and so are the high halves.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ PAGE, ZERO = 8192, 8
 
 
 class Int4(GroupedWire):
-    """An eighth of fp32's bytes."""
+    """Encodes a value in an eighth of the bytes of fp32."""
 
     name = "int4"
     group = 128
@@ -42,13 +43,13 @@ class Int4(GroupedWire):
         codes = np.empty(2 * len(data), np.int8)
         for packed, low, high in _pages(data, codes.view(np.uint8)):
             np.bitwise_and(packed, 15, out=low)
-            np.floor_divide(packed, 16, out=high)  # sooner than a shift
+            np.floor_divide(packed, 16, out=high)  # in numpy this is faster than a shift
         codes -= ZERO
         np.copyto(to, codes[: len(to)])
 
 
 def _pages(data: memoryview, codes: Codes) -> Iterator[tuple[Codes, Codes, Codes]]:
-    """Yield pages, many at a time where they are whole: their bytes, and the codes of both halves."""
+    """Yield the bytes of pages, and the codes of both halves. All whole pages come at once, then the shorter one."""
     packed: Codes = np.frombuffer(data, np.uint8)
     whole = len(codes) // PAGE * PAGE
     for first, end, page in ((0, whole, PAGE), (whole, len(codes), len(codes) - whole)):

@@ -1,4 +1,4 @@
-"""One byte a value: whole numbers from -127 to 127, and a scale for each group of 256."""
+"""The wire `int8`: one byte per value, a whole number from -127 to 127, and one scale for each group of 256 values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from diloco.wires.wire import Floats
 
 
 class Int8(GroupedWire):
-    """A quarter of fp32's bytes."""
+    """Encodes a value in a quarter of the bytes of fp32."""
 
     name = "int8"
     group = 256

@@ -1,8 +1,8 @@
-"""How values travel: what a wire does with a block of float32 values, and what is the same for every wire.
+"""The protocol of a wire, which encodes float32 values as bytes, and the loops over blocks that all wires share.
 
-A payload is cut into blocks, the last one shorter. Each block is encoded by itself, so that any range of whole blocks
-can be read, proved and reduced without the rest. What counts is what a block decodes to: that is the same bits on
-every processor, while an encoder may differ by a unit.
+A payload is cut into blocks, and the last block may be shorter. Each block is encoded by itself, so any range of whole
+blocks can be read, checked and reduced without the others. Decoding a block gives the same bits on every processor. An
+encoder may differ by one unit between processors.
 """
 
 from __future__ import annotations
@@ -16,96 +16,134 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
 Pieces: TypeAlias = Iterator[tuple[int, Floats]]
-"""Consecutive values: the first one's number, and the values, valid until the next piece."""
+"""Consecutive values in pieces: the number of the first value, and the values, which are valid until the next piece."""
 
 BLOCK_ELEMENTS = 1 << 20
-"""What one digest covers. Shards are whole blocks."""
+"""The number of elements that one digest covers. A shard consists of whole blocks."""
 PIECE = 512 << 10
-"""Elements that are worked on at a time: fewer cost more in calls than they save in the cache, and more leave it. To
-encode as int8 takes a sixth longer with half of them, half as long again with an eighth. A multiple of every group and
-page of a wire."""
+"""The number of elements that a loop works on at a time, so that they stay in the cache.
+
+Smaller pieces cost more calls: encoding as int8 takes a sixth longer with half of this size, and half as long again
+with an eighth. It is a multiple of every group and every page of a wire.
+"""
 
 
 class Hash(Protocol):
-    """A digest in the making."""
+    """A hash that gets its data piece by piece."""
 
-    def update(self, data: Any, /) -> None: ...
+    def update(self, data: Any, /) -> None:
+        """Add data."""
 
     def hexdigest(self) -> str:
         """Return 32 hexadecimal characters."""
 
 
 class NotFiniteError(ValueError):
-    """A value is not finite, or too large for the wire."""
+    """A value is not finite, or is too large for the wire."""
 
 
 class Wire(Protocol):
-    """One way to write float32 values as bytes. A block of `n` values may be gone through in pieces, in order."""
+    """One format of float32 values as bytes. The callers go through a block of n values in pieces, in order."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name of the wire, as `DiLoCo(wire=…)` takes it."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether each value is decoded as it was encoded."""
+        """True if each value is decoded as it was encoded, without rounding."""
 
     @property
     def is_relative(self) -> bool:
-        """Whether the error of each value is a share of that value, and not of the largest one beside it."""
+        """True if rounding errors are relative to each value. False: to the largest value of its group."""
 
     def size(self, n: int) -> int:
-        """Return the bytes of a block of `n` values."""
+        """Return the number of bytes of a block of n values."""
 
     def span(self, n: int, start: int, end: int) -> slice:
-        """Return which bytes of a block hold these values; what is before the first value's belongs to all.
+        """Return the range of the bytes of a block that hold some of its values.
+
+        Bytes before the range of the first value, such as scales, belong to the whole block.
 
         Args:
-            start: a multiple of `PIECE`.
-            end: another one, or `n`.
+            n: the number of values of the block.
+            start: the first value, a multiple of `PIECE`.
+            end: the value after the last one, a multiple of `PIECE` or n.
         """
 
-    def place(self, block: memoryview, n: int, start: int, room: Floats) -> Floats:
-        """Return where values may be put that are to be encoded from `start` on: `room`, or the block itself."""
+    def encode_buffer(self, block: memoryview, n: int, start: int, scratch: Floats) -> Floats:
+        """Return memory into which the caller writes values before it encodes them.
+
+        An exact wire returns a view of the block itself, which saves a copy.
+
+        Args:
+            block: the block.
+            n: the number of values of the block.
+            start: the first of the values.
+            scratch: other memory for the values.
+        """
 
     def encode(self, values: Floats, block: memoryview, n: int, start: int) -> float:
-        """Write values from `start` on into a block; return the sum of the squares of what is decoded from it.
+        """Encode values into a block, and return the sum of the squares of the decoded values.
 
         Args:
-            values: memory that is used to work in.
+            values: the values. The encoder may overwrite this memory.
+            block: the block.
+            n: the number of values of the block.
+            start: the position of the first value in the block.
 
-        Raises: NotFiniteError.
+        Raises:
+            NotFiniteError: a value is not finite, or is too large for the wire.
         """
 
-    def decode(self, block: memoryview, n: int, start: int, room: Floats) -> Floats:
-        """Return as many values as `room` has, from `start` on: in `room`, or a view of the block."""
+    def decode(self, block: memoryview, n: int, start: int, scratch: Floats) -> Floats:
+        """Return decoded values, either in `scratch` or as a view of the block.
+
+        Args:
+            block: the block.
+            n: the number of values of the block.
+            start: the position of the first value in the block.
+            scratch: memory. Its length is the number of values.
+        """
 
     def accumulate(
         self, block: memoryview, n: int, start: int, weight: np.float32, acc: Floats, product: Floats, *, first: bool
     ) -> None:
-        """Add weighted values from `start` on, as many as `acc` has; the first time, set them.
-
-        Each product and each sum is rounded by itself.
+        """Add weighted values of a block to a sum. Each product and each sum is rounded separately.
 
         Args:
-            product: memory to work in, as large as `acc`.
+            block: the block.
+            n: the number of values of the block.
+            start: the position of the first value in the block.
+            weight: the factor.
+            acc: the sum. Its length is the number of values.
+            product: memory for the products, as large as `acc`.
+            first: True: set the sum to the products instead of adding them.
         """
 
     def is_finite(self, block: memoryview, n: int) -> bool:
-        """Return whether every value of a block is."""
+        """Return True if every value of a block is finite."""
 
 
 class Block(NamedTuple):
     """One block of a payload."""
 
     n: int
-    """Number of its values."""
+    """The number of its values."""
     start: int
+    """The offset of its first byte in the payload."""
     end: int
-    """Its bytes in the payload."""
+    """The offset of the byte after its last one."""
 
 
 def blocks_of(wire: Wire, n_elements: int, block_elements: int) -> Iterator[Block]:
-    """Yield the blocks of a payload."""
+    """Yield the blocks of a payload.
+
+    Args:
+        wire: the encoding.
+        n_elements: the number of values of the payload.
+        block_elements: the number of values of each block but the last one.
+    """
     at = 0
     for first in range(0, n_elements, block_elements):
         n = min(block_elements, n_elements - first)
@@ -114,11 +152,23 @@ def blocks_of(wire: Wire, n_elements: int, block_elements: int) -> Iterator[Bloc
 
 
 class BlockWriter:
-    """Encodes a block piece by piece, and digests it on the way where its bytes come in their order."""
+    """Encodes a block piece by piece, and computes its digest on the way if the wire writes the bytes in order.
+
+    Args:
+        wire: the encoding.
+        block: memory for the block.
+        n: the number of values of the block.
+        digest: a new hash.
+
+    Example:
+        writer = BlockWriter(wire, block, n, proof.hash())
+        writer.write(values, 0)
+        writer.digest()
+    """
 
     def __init__(self, wire: Wire, block: memoryview, n: int, digest: Hash) -> None:
         self.square = 0.0
-        """The sum of the squares of what is decoded from it."""
+        """The sum of the squares of the decoded values."""
         self._wire = wire
         self._block = block
         self._n = n
@@ -126,7 +176,15 @@ class BlockWriter:
         self._is_in_order = not wire.span(n, 0, n).start
 
     def write(self, values: Floats, start: int) -> None:
-        """Raises: NotFiniteError."""
+        """Encode a piece.
+
+        Args:
+            values: the values. The encoder may overwrite this memory.
+            start: the position of the first value in the block.
+
+        Raises:
+            NotFiniteError: a value is not finite, or is too large for the wire.
+        """
         self.square += self._wire.encode(values, self._block, self._n, start)
         if self._is_in_order:
             self._digest.update(self._block[self._wire.span(self._n, start, start + len(values))])
@@ -139,12 +197,15 @@ class BlockWriter:
 
 
 def decoded(wire: Wire, ranges: Sequence[memoryview], n_elements: int, block_elements: int) -> Pieces:
-    """Yield a payload's values in pieces of up to `PIECE`.
+    """Yield the values of a payload in pieces of up to `PIECE` values.
 
     Args:
-        ranges: the payload, cut anywhere between blocks.
+        wire: the encoding.
+        ranges: the payload as consecutive ranges of whole blocks.
+        n_elements: the number of values of the payload.
+        block_elements: the number of values of each block but the last one.
     """
-    room = np.empty(min(PIECE, block_elements, n_elements), np.float32)
+    scratch = np.empty(min(PIECE, block_elements, n_elements), np.float32)
     first = 0
     for data in ranges:
         at = 0
@@ -152,12 +213,15 @@ def decoded(wire: Wire, ranges: Sequence[memoryview], n_elements: int, block_ele
             n = min(block_elements, n_elements - first)
             block = data[at : at + wire.size(n)]
             for start in range(0, n, PIECE):
-                yield first + start, wire.decode(block, n, start, room[: min(PIECE, n - start)])
+                yield first + start, wire.decode(block, n, start, scratch[: min(PIECE, n - start)])
             first, at = first + n, at + len(block)
 
 
 def square_of(values: Floats) -> float | None:
-    """Return the sum of the squares; None when a value is not finite. In the usual case, for one dot product."""
+    """Return the sum of the squares of values. None: a value is not finite.
+
+    One dot product is enough unless the sum overflows float32.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         square = float(np.dot(values, values))
     if math.isfinite(square):

@@ -34,17 +34,17 @@ class Multiples:
     def span(self, n: int, start: int, end: int) -> slice:
         return slice(self.size(start), self.size(end))
 
-    def place(self, block: memoryview, n: int, start: int, room: Floats) -> Floats:
-        return room
+    def encode_buffer(self, block: memoryview, n: int, start: int, scratch: Floats) -> Floats:
+        return scratch
 
     def encode(self, values: Floats, block: memoryview, n: int, start: int) -> float:
         whole = self._to_whole(values / self._unit)
         np.frombuffer(block, self._dtype)[:] = whole
         return float(np.square(whole * self._unit).sum())
 
-    def decode(self, block: memoryview, n: int, start: int, room: Floats) -> Floats:
-        room[:] = np.frombuffer(block, self._dtype) * self._unit
-        return room
+    def decode(self, block: memoryview, n: int, start: int, scratch: Floats) -> Floats:
+        scratch[:] = np.frombuffer(block, self._dtype) * self._unit
+        return scratch
 
     def accumulate(
         self, block: memoryview, n: int, start: int, weight: np.float32, acc: Floats, product: Floats, *, first: bool

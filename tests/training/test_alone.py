@@ -118,7 +118,7 @@ def test_who_comes_back_shows_at_once_where_the_run_is(replica: Replica) -> None
 def test_a_training_after_a_closed_one_of_its_name_is_refused_with_advice(replica: Replica) -> None:
     with DiLoCo(nn.Linear(1, 1), inner_steps=1, **PLAIN) as diloco:
         diloco.step()
-    with pytest.raises(DiLoCoError, match=r"named 'main' of this replica has left.*DiLoCo\(model, name=…\)"):
+    with pytest.raises(DiLoCoError, match=r"has closed a DiLoCo named 'main' already.*DiLoCo\(model, name=…\)"):
         DiLoCo(nn.Linear(1, 1), inner_steps=1, **PLAIN)
     with DiLoCo(nn.Linear(1, 1), inner_steps=1, name="second", **PLAIN) as diloco:
         assert diloco.inner_step == 0
