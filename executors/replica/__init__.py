@@ -1,6 +1,6 @@
-"""A replica's view of itself: the environment contract, its keys, `report()` and `save_artifact()`.
+"""A replica's view of itself: its rank, its progress, its share of the data and its artifacts.
 
-Every backend gives a replica the same five variables; inside one, `current_replica()` returns them typed.
+Every backend gives a replica the same five environment variables. `current_replica()` returns them as a `Replica`.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ RUN_ID = "REPLICA_RUN_ID"
 ATTEMPT = "REPLICA_ATTEMPT"
 RENDEZVOUS = "REPLICA_RENDEZVOUS"
 CONTRACT = (RANK, WORLD_SIZE, RUN_ID, ATTEMPT, RENDEZVOUS)
-# For the worker alone, where a replica is started by a command and not forked.
+# Only for the worker, in a container, where a command starts the replica and no process forks it.
 TASK_DIGEST = "REPLICA_TASK_DIGEST"
-TASK_FOLDER = "REPLICA_TASK_FOLDER"  # where the task is, under the run; by default in "task"
+TASK_FOLDER = "REPLICA_TASK_FOLDER"  # the folder of the task, below the run; by default "task"
 TIMEOUT_S = "REPLICA_TIMEOUT_S"
-BOOTSTRAP_S = "REPLICA_BOOTSTRAP_S"  # how long fetching and installing took
+BOOTSTRAP_S = "REPLICA_BOOTSTRAP_S"  # the seconds that fetching and installing took
 GPU = "REPLICA_GPU"  # the GPU that the launch asked for
-BOTO3 = "REPLICA_BOTO3"  # what to install where boto3 is missing
+BOTO3 = "REPLICA_BOTO3"  # the requirement to install if boto3 is missing
 SETTINGS = "REPLICA_SETTINGS"  # the settings of the launch, as JSON
 LAUNCHED_AT = "REPLICA_LAUNCHED_AT"
 LEASE_S = "REPLICA_LEASE_S"
-LEASE_NAME = "REPLICA_LEASE_NAME"  # which lease that is; by default the run's
-SPARE = "REPLICA_SPARE"  # "1": it stands by, and REPLICA_RANK numbers the spares
-ENV = "REPLICA_ENV"  # the names of the variables that the user gave: each replica fills in their placeholders
-SERVICE = "REPLICA_SERVICE"  # the name, for people, of what runs its job
-FOLDER = "REPLICA_FOLDER"  # the folder that the bootstrap made for it, and removes in the end
+LEASE_NAME = "REPLICA_LEASE_NAME"  # the name of the lease; by default the lease of an attached run
+SPARE = "REPLICA_SPARE"  # "1": the container is a spare, and REPLICA_RANK is the number of the spare
+ENV = "REPLICA_ENV"  # the names of the user's variables, in which each replica replaces placeholders
+SERVICE = "REPLICA_SERVICE"  # the name of the service that runs its job, for messages
+FOLDER = "REPLICA_FOLDER"  # the folder that the bootstrap made, and that is removed at the end
 SYS_PATH = "REPLICA_SYS_PATH"  # the folders with the user's modules, in a container
 FOR_THE_WORKER = (
     *(TASK_DIGEST, TASK_FOLDER, TIMEOUT_S, BOOTSTRAP_S, GPU, SETTINGS, BOTO3),
     *(LAUNCHED_AT, LEASE_S, LEASE_NAME, SPARE, ENV, SERVICE, FOLDER, SYS_PATH),
 )
 NOTICE_S = "REPLICA_NOTICE_S"  # the time between a service's signal and the end of the container; a launch may set it
-LOST_AFTER_S = "REPLICA_LOST_AFTER_S"  # how long a rank may be silent until a spare takes it over; likewise
+LOST_AFTER_S = "REPLICA_LOST_AFTER_S"  # a spare takes over a rank that is silent for so long; a launch may set it
 UNSEEN = nullcontext()
 # A replica is not a member of a process group. Libraries that find one of these variables conclude that it is: they
 # wait for the other members, log and save in the first member alone, or take over signals. If SLURM_NTASKS is set,
@@ -84,50 +84,53 @@ def leave_process_group() -> None:
 
 @dataclass(frozen=True)
 class StartsFrom:
-    """The run that another one begins with."""
+    """The run whose model another run begins with."""
 
     store: Store
     run_id: str
     step: int | None
-    """At or before which step of it. None: its newest round."""
+    """The snapshot at or before this step is taken. None: the newest snapshot."""
     extensions: Mapping[str, Sequence[int]]
-    """The totals that it was extended to."""
+    """The totals that the run was extended to."""
 
 
+# More than 20 methods: users call 12 of them, and the others connect DiLoCo and the worker with the page, the recorder
+# and the store of the replica. Functions outside would have to know these parts.
 @dataclass
 class Replica:
-    """One replica, seen from inside."""
+    """One replica, seen from inside its own process."""
 
     rank: int
-    """Beyond `world_size` for one that was added to the run."""
+    """The rank. A replica that was added to the run has a rank of `world_size` or more."""
     world_size: int
-    """How many were launched; it stays the same when replicas are added or lost."""
+    """The number of replicas that were launched. It stays the same when replicas are added or lost."""
     run_id: str
     attempt: int
     rendezvous: str
-    """The store's url; the run's keys start with `run_id`."""
+    """The url of the store. The keys of the run begin with `run_id`."""
     reported: dict[str, Any] = field(default_factory=dict, repr=False)
-    """The values that `report` got so far. The worker's heartbeat carries them."""
+    """The values that `report` got so far. The worker's heartbeat has them."""
     recorder: Recorder | None = field(default=None, repr=False)
-    """Keeps what is measured over time. None: nothing is kept, as in a helper process."""
+    """Records measurements over time. None: nothing is recorded, as in a helper process."""
     warnings: WarningLog | None = field(default=None, repr=False)
-    """Collects warnings, which are events of the run. None: they are in the log alone, as in a helper process."""
+    """Collects warnings, which are events of the run. None: they are only in the log, as in a helper process."""
     page: SharedPage | None = field(default=None, repr=False)
     """Its page for the supervisor. None: it has no supervisor, or is a helper process."""
     launched: LaunchedWith | None = field(default=None, repr=False)
-    """The launch, from its task. If the start came with a digest of the task, the digest proves it. None: it is a
-    helper process, or alone."""
+    """The launch of the run, from its task. If the start came with a digest of the task, the digest proves it. None: it
+    is a helper process, or alone."""
     claimed_nonce: str | None = field(default=None, repr=False)
     counted_step: int | None = field(default=None, repr=False)
     """The step that a DiLoCo has reached. None: no DiLoCo counts, or the script reports its own steps."""
     reports_own_steps: bool = field(default=False, repr=False)
     """Whether the script has called `report(step=…)`. Its steps then replace those that a DiLoCo counts."""
     is_alone: bool = False
-    """Whether `replicas` did not start this process: then nothing of it is kept."""
+    """Whether this process was not started by `replicas`. Then nothing of it is saved."""
     at_end: list[Callable[[], None]] = field(default_factory=list, repr=False)
-    """Called when the entrypoint has returned."""
+    """Functions to call after the entrypoint has returned."""
     own_models: dict[str, float] = field(default_factory=dict, repr=False)
-    """By the name of a DiLoCo, a number that stands for its model if the script changed that after `close()`."""
+    """A number for each model that the script changed after `close()`, by the name of its DiLoCo. Equal models have the
+    same number."""
     began_after_the_end: bool = field(default=False, repr=False)
     """Whether a DiLoCo found the run complete when this attempt opened it: the attempt had no step left to make."""
     knows_rank: bool = field(default=False, repr=False)
@@ -140,7 +143,11 @@ class Replica:
         return store_at(self.rendezvous)
 
     def key(self, name: str) -> str:
-        """Name an object of this attempt in the store."""
+        """Return the key of an object of this attempt in the store.
+
+        Args:
+            name: the name of the object, as in "artifacts/model.pt".
+        """
         return replica_key(self.run_id, self.rank, self.attempt, name)
 
     @cached_property
@@ -148,15 +155,15 @@ class Replica:
         """The nonce of this attempt's claim, which no other copy of the rank has."""
         if self.claimed_nonce is not None:
             return self.claimed_nonce
-        if (key := run_key()) is not None:  # a process that the replica started: its claim must be proven here, too
+        if (key := run_key()) is not None:  # a helper process of a signed run must check the proof of the claim, too
             hold_key(self.store.url, self.run_id, key.hex())
         attempt = Attempt(self.store, self.run_id, self.rank, self.attempt)
         try:
             return attempt.read(CLAIM, Claim.parse).nonce
         except KeyNotFoundError:
             raise ReplicasError(
-                f"Rank {self.rank} of run {self.run_id!r} has no claim {attempt.key(CLAIM)!r}: no replicas worker "
-                "started it."
+                f"Rank {self.rank} of run {self.run_id!r} was not started by `replicas`: the store has no claim "
+                f"{attempt.key(CLAIM)!r}. Start it with executors.launch(...) or `replicas launch`."
             ) from None
 
     @cached_property
@@ -170,10 +177,10 @@ class Replica:
     def continues(self) -> str | None:
         """The id of the run whose newest snapshot this run begins from. None if there is no such run.
 
-        The task has it. In a process that read no task, the record has it.
+        The value comes from the task, or from the run's record in a process that has not read the task.
         """
-        said = self.launched or self.record
-        return None if said is None else said.continues
+        launch = self.launched or self.record
+        return None if launch is None else launch.continues
 
     @property
     def starts_from(self) -> StartsFrom | None:
@@ -190,27 +197,27 @@ class Replica:
             if (source := replica.starts_from) is not None:
                 print(source.run_id)
         """
-        said = self.launched or self.record
-        if said is None or said.settings.from_run is None or self.is_alone:
+        launch = self.launched or self.record
+        if launch is None or launch.settings.from_run is None or self.is_alone:
             return None
         from executors.restarts.decision_log import DecisionLog, extensions_of
         from executors.store.url import check_run_id, existing_store, split_address
 
-        url, run_id = split_address(said.settings.from_run)
+        url, run_id = split_address(launch.settings.from_run)
         store, run_id = existing_store(url), check_run_id(run_id)
         log = DecisionLog(store, run_id, key=os.environ.get(RUN_KEY))
         return StartsFrom(
-            store, run_id, said.settings.from_step, extensions_of(retry(log.read, START, "the log of decisions"))
+            store, run_id, launch.settings.from_step, extensions_of(retry(log.read, START, "the log of decisions"))
         )
 
     @property
     def begins_warm(self) -> bool:
         """Whether this run begins with the model of another one, at its own step 0."""
-        said = self.launched or self.record
-        return said is not None and said.settings.from_run is not None
+        launch = self.launched or self.record
+        return launch is not None and launch.settings.from_run is not None
 
     def extensions(self) -> Mapping[str, Sequence[int]]:
-        """Return the totals that `replicas resume` has extended the run to so far, in their order.
+        """Return the totals that `replicas resume` has extended the run to so far, oldest first.
 
         `DiLoCo` follows them: `total_steps`, or `total_rounds` of a run whose rounds go by the clock.
 
@@ -229,7 +236,7 @@ class Replica:
 
     @property
     def seed(self) -> int:
-        """A seed of this attempt's own, below 2**31: another one in each run, rank and attempt."""
+        """A seed below 2**31 that differs in each run, rank and attempt."""
         import hashlib
 
         source = f"{self.run_id}/{self.rank}/{self.attempt}".encode()
@@ -365,22 +372,38 @@ class Replica:
         return UNSEEN if self.page is None else Section(self.page, name, limit_s)
 
     def atomic(self) -> AbstractContextManager[None]:
-        """Return a context in which this replica is not ended, for 60 s at most: `with replica.atomic(): save(…)`.
+        """Return a context in which this replica is not ended, for 60 s at most.
 
-        An order to end it, as a cancel, is raised when the context is left.
+        If the replica is asked to end meanwhile, as by a cancel, the exception for that is raised at the end of the
+        context.
+
+        Example:
+            with replica.atomic():
+                torch.save(state, path)
         """
         return UNSEEN if self.page is None else Atomic(self.page)
 
     def unwatched(self) -> AbstractContextManager[None]:
-        """Return a context in which this replica is not taken for one that hangs, as in a long call into C code."""
+        """Return a context in which no limit on hanging applies, as for a long call into C code.
+
+        Example:
+            with replica.unwatched():
+                build_index(files)
+        """
         return UNSEEN if self.page is None else Unwatched(self.page)
 
     @property
     def ending_s(self) -> float | None:
         """Seconds left for this replica to save its work and leave. None if it need not leave.
 
-        Its machine goes, or `replicas stop` asked. `DiLoCo.step()` leaves then by `SystemExit`. An entrypoint that has
-        read a number here and returns has left early, and has not succeeded.
+        A replica must leave if its machine is taken away, or after `replicas stop`. `DiLoCo.step()` then raises
+        `SystemExit` itself. An entrypoint that returns after it has read a number here has ended early, and has not
+        succeeded.
+
+        Example:
+            if replica.ending_s is not None:
+                save(model)
+                return
         """
         if self.page is None or (at := self.page.ending_at) is None:
             return None
@@ -388,15 +411,21 @@ class Replica:
         return max(0.0, at - time.monotonic())
 
     def is_to_leave(self, *, after_round: bool) -> bool:
-        """Tell whether a training loop ends here: its machine goes, or the run was asked to stop and had a round."""
+        """Return True if a training loop must end now.
+
+        Args:
+            after_round: whether a round has just ended. A stop by the user takes effect only then, and the end of the
+                machine at once.
+        """
         page = self.page
         return page is not None and page.ending_at is not None and (after_round or not page.is_stopping)
 
     def record_round(self, ended: float, **fields: Any) -> None:
-        """Keep what a round was: the fields of `executors.metrics.rows.Round`.
+        """Record the measurements of a round, and mark progress.
 
         Args:
-            ended: when it ended, by `time.monotonic`.
+            ended: the time of its end, by `time.monotonic`.
+            fields: the fields of `executors.metrics.rows.Round`.
         """
         if self.recorder is not None:
             self.recorder.round(ended, fields)
@@ -404,7 +433,7 @@ class Replica:
             self.page.progress(int(fields["verdict"] == "counted"), round_=fields["entry"] + 1)
 
     def open_training(self) -> None:
-        """Tell the supervisor that a DiLoCo is open: from now on this replica owes it marks of progress.
+        """Tell the supervisor that a DiLoCo is open. From now on the supervisor expects marks of progress.
 
         Example:
             replica.open_training()
@@ -413,9 +442,9 @@ class Replica:
             self.page.open_training()
 
     def finish_training(self) -> None:
-        """Tell the supervisor that every DiLoCo of this process has ended: the rest may take as long as it takes.
+        """Tell the supervisor that every DiLoCo of this process has ended, so that it expects no more marks.
 
-        The next mark of progress undoes this.
+        After another mark of progress, the supervisor expects marks again.
 
         Example:
             replica.finish_training()
@@ -424,23 +453,31 @@ class Replica:
             self.page.finish_training()
 
     def record_left(self, *, name: str, work: float) -> None:
-        """Keep how much work is in no round when a DiLoCo is closed."""
+        """Record the work that is in no round when a DiLoCo is closed.
+
+        Args:
+            name: the name of the DiLoCo.
+            work: the number of steps, or of other units of its weight.
+        """
         if self.recorder is not None:
             self.recorder.left(name, work)
 
     def save_artifact(self, name: str, path: str | Path) -> None:
-        """Keep a file, or a folder of files, with the run: `replicas collect` and `Run.artifacts` bring it back.
+        """Save a file, or a folder of files, with the run. `replicas collect` and `Run.artifacts` bring it back.
 
-        Artifacts of this rank's earlier attempts are collected, too. If names are equal, the newest attempt's counts.
+        Artifacts of this rank's earlier attempts are collected, too. If two have the same name, the newer one counts.
 
         Args:
-            name: its name there, which may contain `/`.
+            name: the name of the artifact, which may contain `/`.
             path: the file or folder to copy.
 
         Raises:
             FileNotFoundError: there is nothing at `path`.
-            ValueError: the name could not be written to a folder when it is collected; or `path` is a pipe, a socket or
-                a device. Such parts of a folder are left out, and stderr names them.
+            ValueError: the name cannot be the name of a file, or `path` is a pipe, a socket or a device. Such parts of
+                a folder are left out, and stderr names them.
+
+        Example:
+            replica.save_artifact("model.pt", "out/model.pt")
         """
         from executors.store.artifacts import problem_of
 
@@ -474,10 +511,10 @@ _current: Replica | None = None
 
 
 def find_replica() -> Replica | None:
-    """Return this process's replica; None where `replicas` did not start this process.
+    """Return this process's replica. None: this process was not started by `replicas`.
 
     Raises:
-        ReplicasError: the environment names part of one.
+        ReplicasError: the environment has only some of the variables of a replica.
     """
     global _current
     with _lock:
@@ -489,10 +526,10 @@ def find_replica() -> Replica | None:
 
 
 def run_key() -> bytes | None:
-    """Return the key of the signed run that this process belongs to, as its environment has it.
+    """Return the key of this process's signed run from its environment. None: the run is not signed.
 
     Raises:
-        ValueError: its value is not a key.
+        ValueError: the value of the variable is not a key.
     """
     text = os.environ.get(RUN_KEY)
     return None if text is None else parse_key(text)
@@ -501,21 +538,21 @@ def run_key() -> bytes | None:
 def current_replica() -> Replica:
     """Return this process's replica.
 
-    A process that `replicas` did not start, as with `python train.py`, is rank 0 of 1 and keeps nothing. A line on
+    A process that was not started by `replicas`, as with `python train.py`, is rank 0 of 1 and saves nothing. A line on
     stderr explains this.
+
+    Raises:
+        ReplicasError: the environment has only some of the variables of a replica.
 
     Example:
         rank = current_replica().rank
-
-    Raises:
-        ReplicasError: the environment names part of a replica.
     """
     return find_replica() or _replica_alone()
 
 
 @functools.cache  # the line is printed once
 def _replica_alone() -> Replica:
-    # A notebook has no file, and its kernel's is in argv.
+    # A notebook has no file, and argv has the file of its kernel.
     is_script = hasattr(sys.modules["__main__"], "__file__") and sys.argv[0].endswith(".py")
     how = f"replicas launch {sys.argv[0]} --n 4" if is_script else 'executors.launch("local", your_function, n=4)'
     print(
@@ -528,19 +565,30 @@ def _replica_alone() -> Replica:
 
 
 def set_current_replica(replica: Replica | None) -> None:
-    """Make this process's replica known; the worker's business."""
+    """Set this process's replica. Only the worker calls this.
+
+    Args:
+        replica: the replica. None: there is none any more.
+    """
     global _current
     with _lock:
         _current = replica
 
 
 def replica_from(environ: Mapping[str, str]) -> Replica:
-    """Read the environment contract, as a helper process started by a replica does."""
+    """Return the replica that environment variables describe, as in a helper process of a replica.
+
+    Args:
+        environ: the variables.
+
+    Raises:
+        ReplicasError: a variable is missing.
+    """
     missing = [name for name in CONTRACT if name not in environ]
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         raise ReplicasError(
-            f"This process is not a whole replica: {', '.join(missing)} {verb} not set. Start it with "
+            f"This process has only some variables of a replica: {', '.join(missing)} {verb} not set. Start it with "
             "executors.launch(...) or the command `replicas launch`."
         )
     return Replica(

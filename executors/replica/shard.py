@@ -124,7 +124,7 @@ class _Part:
         if (n_items := self._n_items) is not None and _is_of_each_item(getattr(self.dataset, name, None), n_items):
             raise AttributeError(
                 f"{name!r} of the data set has a value for each of its {n_items} items. Set share.dataset.{name} to "
-                "values for all of them, not only for those of this share."
+                "values for all of them, and not only for the items of this share."
             )
         setattr(self.dataset, name, value)
 

@@ -37,7 +37,7 @@ from executors.settings.settings import MAX_WORLD_SIZE
 from executors.status import name_ranks
 from executors.store.records import exists
 from executors.store.url import directory_of
-from executors.task.added import take_ranks
+from executors.task.addition_record import take_ranks
 from executors.task.create import add_code
 from executors.task.launch_request import LaunchRequest
 from executors.task.record import LaunchedWith, Placement

@@ -13,7 +13,7 @@ from executors.registry import describe_executor, executor_class, executor_of_re
 from executors.run.placements import PlacedBackend, Placements
 from executors.run.run_index import as_noted
 from executors.store import Store
-from executors.task.added import Addition, read_additions
+from executors.task.addition_record import Addition, read_additions
 from executors.task.record import Placement, RunRecord
 
 GivenExecutor = ServerlessExecutor | Sequence[ServerlessExecutor] | str | None

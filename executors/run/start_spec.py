@@ -22,7 +22,7 @@ from executors.settings.run_spec import RunSpec, StartSpec
 from executors.status import name_ranks
 from executors.store.record_names import run_record_key
 from executors.store.records import SHA256
-from executors.task.added import Addition
+from executors.task.addition_record import Addition
 from executors.task.entrypoint import parse_entrypoint
 from executors.task.record import LaunchedWith, Placement
 from executors.task.stored import StoredTask, folder_of, read_task

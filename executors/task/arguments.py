@@ -1,7 +1,7 @@
-"""Arguments given as texts on the command line, as the entrypoint's annotations say they are meant.
+"""Converts arguments from the command line, which are texts, by the annotations of the entrypoint's parameters.
 
-The launcher reads annotations in the source, running none of it, and refuses what does not fit. The replica, which has
-the function, converts the same texts again: it knows the annotations that come from elsewhere.
+The launcher reads the annotations in the source, without running it, and refuses texts that do not fit. The replica has
+the function itself, and converts the texts again. It also knows annotations that are defined in other modules.
 """
 
 from __future__ import annotations
@@ -40,11 +40,20 @@ ENUMS = ("Enum", "IntEnum", "StrEnum", "Flag", "IntFlag")
 
 
 class _Unknown(Exception):
-    """An annotation that says nothing of how a text is meant."""
+    """The annotation has no rule for the conversion of texts."""
 
 
 def from_texts(texts: Mapping[str, str], annotations: Mapping[str, Any], function: str) -> dict[str, Any]:
-    """Return the values of arguments; JSON, else the text itself, where an argument has no annotation that is known.
+    """Convert the texts of arguments by their annotations.
+
+    Without a known annotation, a text is parsed as JSON. If it is not JSON, the value is the text itself.
+
+    Args:
+        texts: the texts, by the names of the arguments.
+        annotations: the annotations, by the names of the parameters.
+        function: the name of the function, for the error.
+
+    Returns: the values, by the names of the arguments.
 
     Raises:
         EntrypointArgumentsError: a text does not fit its annotation.
@@ -62,7 +71,11 @@ def from_texts(texts: Mapping[str, str], annotations: Mapping[str, Any], functio
 
 
 def json_or_text(text: str) -> Any:
-    """Return the value of a text: JSON where it parses as JSON, else the text itself."""
+    """Return the value of a text as JSON, or the text itself if it is not JSON.
+
+    Args:
+        text: the text.
+    """
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
@@ -70,7 +83,11 @@ def json_or_text(text: str) -> Any:
 
 
 def to_json(value: Any) -> Any:
-    """Return a converted argument as it travels: a path as its text, a member of an enum by its name."""
+    """Return a converted argument as a JSON value: a path as its text, and a member of an enum as its name.
+
+    Args:
+        value: the argument.
+    """
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, list | tuple):
@@ -79,10 +96,14 @@ def to_json(value: Any) -> Any:
 
 
 def convert(text: str, annotation: Any) -> Any:
-    """Return the value that a text means for an annotation.
+    """Convert a text by an annotation.
+
+    Args:
+        text: the text.
+        annotation: a type, a `Literal`, an enum, a union, or a list or tuple of these.
 
     Raises:
-        ValueError: it means none.
+        ValueError: the text does not fit the annotation.
     """
     parts = typing.get_args(annotation)
     if annotation is bool:
@@ -105,7 +126,7 @@ def convert(text: str, annotation: Any) -> Any:
         is_fixed = kind is tuple and parts[-1:] != (...,) and annotation is not tuple
         each = parts if is_fixed else [parts[0] if parts else Any] * len(items)
         texts = [item if isinstance(item, str) else json.dumps(item) for item in items]
-        found = [_convert_or_keep(*pair) for pair in zip(texts, each, strict=True)]  # of unlike lengths: ValueError
+        found = [_convert_or_keep(*pair) for pair in zip(texts, each, strict=True)]  # ValueError for a wrong number
         return tuple(found) if kind is tuple else found
     if kind is dict:
         if isinstance(value := json.loads(text, parse_constant=_refuse_constant), dict):
@@ -144,7 +165,11 @@ def _one_of(choices: Mapping[str, Any], text: str) -> Any:
 
 
 def describe(annotation: Any) -> str:
-    """Say what an annotation takes: `a float`, `one of 'fast', 'slow'`."""
+    """Describe the values of an annotation, as in `a float` or `one of 'fast', 'slow'`.
+
+    Args:
+        annotation: the annotation.
+    """
     parts = typing.get_args(annotation)
     kind = typing.get_origin(annotation) or annotation
     if kind is Literal:
@@ -165,7 +190,11 @@ def describe(annotation: Any) -> str:
 
 
 def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the annotations of a function's parameters, as far as they can be evaluated."""
+    """Return the annotations of a function's parameters that can be evaluated, by the names of the parameters.
+
+    Args:
+        function: the function.
+    """
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError, NameError):
@@ -177,7 +206,7 @@ def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
         if isinstance(annotation, str):
             try:
                 annotation = eval(annotation, names)
-            except Exception:  # noqa: BLE001 - what only a type checker knows says nothing here
+            except Exception:  # noqa: BLE001 - some annotations only work for a type checker, and are ignored
                 continue
         if annotation is not parameter.empty:
             found[REST if parameter.kind is parameter.VAR_KEYWORD else name] = annotation
@@ -185,7 +214,12 @@ def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def annotations_in(module: ast.Module, taken: ast.arguments) -> dict[str, Any]:
-    """Return the annotations of parameters that the source alone explains; nothing of it is run."""
+    """Return the annotations of parameters that the source of a module defines. The source is not run.
+
+    Args:
+        module: the parsed source.
+        taken: the parameters of the function.
+    """
     named: dict[str, ast.AST] = {}
     for node in module.body:
         if isinstance(node, ast.ClassDef):
@@ -239,7 +273,7 @@ def _read(node: ast.AST, named: Mapping[str, ast.AST]) -> Any:
 
 
 def _read_enum(definition: ast.ClassDef) -> enum.EnumMeta:
-    """Make an enum like the one that a class of the source is: its names, and values that are literals."""
+    """Make an enum with the names and the literal values of an enum class in the source."""
     bases = [getattr(base, "id", getattr(base, "attr", "")) for base in definition.bases]
     members: dict[str, Any] = {}
     for node in definition.body:
@@ -258,7 +292,17 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def split_rank_env(args: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """Take `rank_env`, the name of one more variable for the rank, out of the arguments."""
+    """Split `rank_env`, the name of one more environment variable for the rank, from the arguments.
+
+    Args:
+        args: the arguments of the launch.
+
+    Returns: the other arguments, and the name of the variable. The name is None if there is none.
+
+    Raises:
+        TypeError: the name of an argument is not a string.
+        ValueError: `rank_env` cannot be the name of a variable.
+    """
     rest = dict(args)
     for name in rest:
         if not isinstance(name, str):
@@ -270,11 +314,16 @@ def split_rank_env(args: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]
 
 
 def check_call(function: Callable[..., Any], args: Mapping[str, Any], what: str) -> None:
-    """Check that a function takes these keyword arguments, and would run when it is called, without calling it.
+    """Check that a function is a plain one and takes these keyword arguments, without calling it.
+
+    Args:
+        function: the function.
+        args: the keyword arguments.
+        what: the name of the function, for the error.
 
     Raises:
-        EntrypointArgumentsError: it does not take them.
-        EntrypointError: calling it would run nothing of it.
+        EntrypointArgumentsError: the function does not take these arguments.
+        EntrypointError: the function is async or a generator, so a call would run none of its code.
     """
     for kind, is_one in (("async", inspect.iscoroutinefunction), ("a generator", inspect.isgeneratorfunction)):
         if is_one(function) or is_one(type(function).__call__):

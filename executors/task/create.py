@@ -1,12 +1,12 @@
-"""A task: an entrypoint and its arguments, as they are stored with a run and read back by its replicas.
+"""Writes the records of a new run and its task, which is the entrypoint with its arguments.
 
-    <run>/run.json            who, what, when, backend; environment and secrets by name only
+    <run>/run.json            user, time, settings and backend; environment and secrets by name only
     <run>/task/task.json      the entrypoint, its arguments, the sha256 of the pickle
     <run>/task/callable.pkl   a function and its arguments, by cloudpickle
     <run>/task/code.tar.gz    the user's workspace and our packages, for replicas on other machines
 
-`REPLICA_TASK_DIGEST`, the sha256 of task.json, reaches a replica with its launch and not through the store, so what
-is unpickled is what was launched.
+`REPLICA_TASK_DIGEST` is the sha256 of task.json. A replica gets it with its launch and not through the store. So a
+replica only unpickles the task that was launched.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MASK = "***"  # shown instead of a value of the environment
 
 @dataclass(frozen=True)
 class NewRun:
-    """A run that is not written yet: its objects, and what its executor gets."""
+    """A run that is not written yet: its objects for the store, and the spec for its executor."""
 
     spec: RunSpec
     record: dict[str, Any]
@@ -73,19 +73,19 @@ def plan_run(
     code: Mapping[str, Any] | None = None,
     key: str | None = None,
 ) -> NewRun:
-    """Compose a new run and its task, writing nothing.
+    """Compose the records of a new run and its task, and write nothing.
 
     Args:
-        request: what the launch is asked for.
-        run_id: the new run's id.
-        store_url: the store that the run will be in.
-        placements: where its ranks are.
-        package: the code, for replicas on other machines. Default: they get none.
-        code: what the run's record says of code that does not travel. Default: nothing.
-        key: of a signed run that takes over another run's key. None: a signed run gets a new one.
+        request: the request of the launch.
+        run_id: the id of the new run.
+        store_url: the url of its store.
+        placements: its ranks by backend.
+        package: the code for replicas on other machines. None, the default: there are none.
+        code: a description of code that is not packed, for the run's record. None, the default: there is none.
+        key: the key of another run that a signed run takes over. None, the default: a signed run gets a new key.
 
     Raises:
-        EntrypointError: the task cannot travel.
+        EntrypointError: the task cannot be pickled or written as JSON.
         ValueError: a value cannot be recorded.
 
     Example:
@@ -116,7 +116,7 @@ def plan_run(
     )
     written = {"run_id": check_run_id(run_id), **asdict(record)}
     try:
-        RunRecord.parse(to_bytes(written))  # what nobody could read is not written
+        RunRecord.parse(to_bytes(written))  # never write a record that its readers would refuse
     except CorruptObjectError as error:
         raise ValueError(f"This run cannot be recorded: {error}") from None
     spec = RunSpec(
@@ -140,18 +140,18 @@ def create_run(
     executor: Mapping[str, Any],
     package: Package | None = None,
 ) -> RunSpec:
-    """Write a new run on one backend and its task into the store, or nothing.
+    """Write a new run on one backend, with its task, into the store. After an error, nothing is written.
 
     Args:
-        request: what the launch is asked for.
-        run_id: the new run's id.
-        store: where the run will be.
+        request: the request of the launch.
+        run_id: the id of the new run.
+        store: its store.
         executor: fields of its placement that describe the executor: at least the name of its `backend`.
-        package: the code, for replicas on other machines. Default: they get none.
+        package: the code for replicas on other machines. None, the default: there are none.
 
     Raises:
-        RunExistsError: the id is taken; nothing was changed.
-        EntrypointError: the task cannot travel; nothing was written.
+        RunExistsError: the id is taken. Nothing was changed.
+        EntrypointError: the task cannot be pickled or written as JSON. Nothing was written.
 
     Example:
         create_run(LaunchRequest.of("train.py:main", n=2), "first-try", store, {"backend": "local"})
@@ -162,10 +162,10 @@ def create_run(
 
 
 def placement_of(request: LaunchRequest, executor: Mapping[str, Any]) -> Placement:
-    """Return where the ranks of a launch on one backend are.
+    """Return the placement of a launch on one backend.
 
     Args:
-        request: what the launch is asked for.
+        request: the request of the launch.
         executor: fields of the placement that describe the executor: at least the name of its `backend`.
 
     Example:
@@ -185,16 +185,20 @@ def placement_of(request: LaunchRequest, executor: Mapping[str, Any]) -> Placeme
 def continue_run(
     old: StoredTask, spec: RunSpec, record: RunRecord, *, gpu: str | None, timeout: float | None
 ) -> RunSpec:
-    """Write a new run of a task that was launched before, which continues from the newest snapshot of the old run.
+    """Write a new run with the task of an old run. The new run continues from the newest snapshot of the old one.
 
     Args:
-        old: the task, which the user trusts.
-        spec: the new run, but for the digest of its task.
-        record: of the old run.
-        gpu, timeout: of the new run.
+        old: the task of the old run, which the user trusts.
+        spec: the new run, without the digest of its task.
+        record: the record of the old run.
+        gpu: the GPU of the new run. None: none.
+        timeout: the time limit of the new run in seconds. None: there is none.
+
+    Returns: the spec with the digest of its task.
 
     Raises:
-        StoreError: the task's code or callable is not what was launched.
+        RunExistsError: the id of the new run is taken. Nothing was changed.
+        StoreError: the code or the callable in the store is not the one that was launched.
     """
     described = json.loads(bytes(old.read("task.json", old.digest)))
     restarts = supervised(spec.settings.restarts)
@@ -218,16 +222,27 @@ def continue_run(
 
 
 def write_run(store: Store, run_id: str, new: NewRun) -> None:
-    """Write a planned run and its task into the store, or nothing; raises as `create_run`."""
+    """Write a planned run and its task into the store. After an error, nothing is written.
+
+    Args:
+        store: the store of the run.
+        run_id: the run.
+        new: the planned run.
+
+    Raises:
+        RunExistsError: the id is taken, or a removal of the run is under way.
+        StoreError: the store did not take an object.
+    """
     record = to_bytes(new.record)
     try:
         if not store.put_if_absent(run_record_key(run_id), record):
-            name = address_of(store.url, run_id)  # another machine may have launched it, and this one not know its id
+            name = address_of(store.url, run_id)  # with the store, because another machine may have launched the run
             raise RunExistsError(
                 f"Run {run_id!r} exists at {store.url}. Look at it with executors.attach({name!r}) or "
                 f"`replicas status {shlex.quote(name)}`, or choose another run id."
             )
-        # A removal deletes run.json before its own record. So a launch that finds no such record is not deleted by it.
+        # A removal deletes run.json before its own record. So if there is no such record now, no removal under way can
+        # delete this new run.
         if (removal := find_record(store, removal_key(run_id), Removal.parse)) is not None:
             with contextlib.suppress(StoreError):
                 _take_back(store, run_id, record)
@@ -235,14 +250,14 @@ def write_run(store: Store, run_id: str, new: NewRun) -> None:
         _write_task(store, f"{run_id}/task", new.task, new.callable_pickle, new.code)
     except RunExistsError:
         raise
-    except BaseException:  # Ctrl-C too, during a long upload: who found the run would wait for it for ever
+    except BaseException:  # Ctrl-C during a long upload counts, too: nothing may be left that a reader would wait for
         with contextlib.suppress(StoreError):
             _take_back(store, run_id, record)
         raise
 
 
 def _take_back(store: Store, run_id: str, record: bytes) -> None:
-    """Delete what was written of a run, unless the id is another launch's."""
+    """Delete the objects of a run that was not written completely, unless the id belongs to another launch."""
     if bytes(store.get(run_record_key(run_id))) == record:
         for name in ("task/task.json", "task/code.tar.gz", "task/callable.pkl", RUN_RECORD):
             store.delete(f"{run_id}/{name}")
@@ -253,21 +268,22 @@ def _write_task(store: Store, place: str, task: bytes, callable_pickle: bytes | 
         store.put(f"{place}/callable.pkl", callable_pickle)
     if code is not None:
         store.put(f"{place}/code.tar.gz", code)
-    store.put(f"{place}/task.json", task)  # last: who finds it finds the rest
+    store.put(f"{place}/task.json", task)  # last, so that a reader of this object finds the others
 
 
 def _pack_task(
     request: LaunchRequest, launched_with: LaunchedWith, package: Package | None
 ) -> tuple[bytes, bytes | None]:
-    """Return task.json and, of a callable, callable.pkl, having checked that they can travel.
+    """Return the bytes of task.json, and of callable.pkl if the entrypoint is a callable.
 
     Raises:
-        EntrypointArgumentsError: an argument is not a JSON value (entrypoint by name), or does not fit the callable.
+        EntrypointArgumentsError: an argument of a named entrypoint is not a JSON value, or an argument does not fit the
+            callable.
         EntrypointError: the callable cannot be pickled.
     """
     entrypoint, (kwargs, rank_env) = request.entrypoint, split_rank_env(request.args or {})
     record: dict[str, Any] = {"python": PYTHON, "rank_env": rank_env, "cwd": os.getcwd()}
-    record["launched_with"] = asdict(launched_with)  # so that it cannot be exchanged either
+    record["launched_with"] = asdict(launched_with)  # so that the digest of the task protects it as well
     if package is not None:
         record |= _code_of(package)
     if isinstance(entrypoint, str):
@@ -276,7 +292,7 @@ def _pack_task(
         for name, value in kwargs.items():
             if found := _not_json(value, name):
                 raise EntrypointArgumentsError(
-                    f"The arguments of {entrypoint!r} travel as JSON, and argument {found}. Pass JSON values, or the "
+                    f"The arguments of {entrypoint!r} are sent as JSON, and argument {found}. Pass JSON values, or the "
                     "function itself, whose arguments are pickled."
                 )
         texts = dict(request.arg_texts or {})
@@ -305,10 +321,17 @@ def _code_of(package: Package) -> dict[str, Any]:
 
 
 def add_code(task: StoredTask, package: Package) -> str:
-    """Write a task beside itself, with the code that replicas on other machines get; return its digest.
+    """Write a second version of a task, with code for replicas on other machines, and return its digest.
 
-    For a run that was launched without: the process that starts them hands them the digest, so nobody else has to
-    vouch for it.
+    This is for a run that was launched without such code. The new replicas get the digest from the process that starts
+    them, so they need to trust no other process.
+
+    Args:
+        task: the task of the run.
+        package: the code.
+
+    Raises:
+        StoreError: the store did not take an object.
     """
     data = to_bytes({**json.loads(bytes(task.read("task.json", task.digest))), **_code_of(package)})
     digest = hashlib.sha256(data).hexdigest()
@@ -321,7 +344,7 @@ def add_code(task: StoredTask, package: Package) -> str:
 
 
 def _not_json(value: Any, path: str) -> str | None:
-    """Say of the first part of an argument that is not JSON where it is, and what."""
+    """Describe the first part of an argument that is not a JSON value. Return None if there is none."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):

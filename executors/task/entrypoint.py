@@ -1,9 +1,9 @@
-"""From the name of an entrypoint to a function, and the checks before anything is started.
+"""Finds, checks and loads the function that the name of an entrypoint means.
 
     pkg.mod:f         function f of a module
-    pkg.mod.f         the same; a module named so wins, and its `main` is meant
+    pkg.mod.f         the same; if a module pkg.mod.f exists, the function `main` of that module
     path/file.py:f    function f of a file
-    path/file.py      its `main`
+    path/file.py      function `main` of a file
 
 A file is loaded under its stem, so its part below `if __name__ == "__main__"` does not run. Two more forms run that
 part. Both are functions of `argv`.
@@ -46,19 +46,24 @@ MAX_CHOICES = 3
 
 @dataclass(frozen=True)
 class EntrypointName:
-    """A parsed entrypoint: either a file or a module, and the function in it (None: not said)."""
+    """A parsed entrypoint: a file or a module, and the function in it."""
 
     text: str
     file: Path | None
+    """The file. None: the entrypoint names a module."""
     module: str
     function: str | None
+    """The name of the function. None: the entrypoint names none."""
 
 
 def parse_entrypoint(text: str) -> EntrypointName:
-    """Take an entrypoint's name apart.
+    """Parse the name of an entrypoint.
+
+    Args:
+        text: the name, as in "train.py:main".
 
     Raises:
-        EntrypointError: it has none of the four forms.
+        EntrypointError: the name has none of the four forms.
     """
     place, colon, function = text.rpartition(":") if ":" in text else (text, "", "")
     if place.endswith(".py") or "/" in place:
@@ -74,10 +79,14 @@ def parse_entrypoint(text: str) -> EntrypointName:
 
 
 def check_entrypoint(text: str, args: Mapping[str, Any]) -> None:
-    """Check that an entrypoint exists and takes these arguments, as far as its source shows, without running any of it.
+    """Check in the source that an entrypoint exists and takes these arguments. The source is not run.
+
+    Args:
+        text: the entrypoint.
+        args: the keyword arguments.
 
     Raises:
-        EntrypointImportError: no such file, module or function.
+        EntrypointImportError: there is no such file, module or function.
         EntrypointArgumentsError: the function cannot be called with these keyword arguments.
     """
     found = find_definition(text)
@@ -87,7 +96,7 @@ def check_entrypoint(text: str, args: Mapping[str, Any]) -> None:
     if function == SCRIPT:
         if unknown := sorted(set(args) - {"argv"}):
             raise EntrypointArgumentsError(
-                f"{shown(text)!r} runs as a script, which takes no argument {unknown[0]!r}. Give its options behind "
+                f"{shown(text)!r} runs as a script, which takes no argument {unknown[0]!r}. Give its options after "
                 f"--: {command_for(text)} -- --{unknown[0]} …"
             )
         return
@@ -97,7 +106,16 @@ def check_entrypoint(text: str, args: Mapping[str, Any]) -> None:
 
 
 def find_source(text: str) -> tuple[Path, str] | None:
-    """Return an entrypoint's file and function; None: no source shows. Raises EntrypointImportError: there is none."""
+    """Return the file of an entrypoint, and the name of its function.
+
+    Args:
+        text: the entrypoint.
+
+    Returns: the file and the name. None: the module is built in or compiled, so it has no source.
+
+    Raises:
+        EntrypointImportError: there is no such file or module.
+    """
     name, text = parse_entrypoint(text), shown(text)
     if name.file is not None:
         if not name.file.is_file():
@@ -123,12 +141,21 @@ def find_source(text: str) -> tuple[Path, str] | None:
                 f"Name a module of it, as in {text}.train."
             )
     if spec.origin is None or not spec.origin.endswith(".py"):
-        return None  # built in, or compiled: only loading it would show
+        return None  # built in or compiled, so only an import would show its functions
     return Path(spec.origin), function
 
 
 def find_definition(text: str) -> tuple[ast.Module, str] | None:
-    """Return the source of an entrypoint, parsed, and the function's name. Raises what `find_source` does."""
+    """Return the parsed source of an entrypoint, and the name of its function.
+
+    Args:
+        text: the entrypoint.
+
+    Returns: the source and the name. None: the module has no source.
+
+    Raises:
+        EntrypointImportError: there is no such file or module, or its source has a syntax error.
+    """
     found, text = find_source(text), shown(text)
     if found is None:
         return None
@@ -141,10 +168,10 @@ def find_definition(text: str) -> tuple[ast.Module, str] | None:
 
 
 def runs_as_script(text: str, *, has_arguments: bool = False) -> bool:
-    """Return whether an entrypoint without a function's name is run as `python` runs it, and not by calling its `main`.
+    """Return True if an entrypoint without a function's name is run like `python` runs it, instead of calling `main`.
 
-    A call of `main` has a result, and Python's way of running a file has none. So `main` is called if Python would do
-    nothing else. ADR 0044 has the table.
+    A call of `main` has a result, and a file that Python runs has none. So `main` is called if Python would do nothing
+    else. ADR 0044 has the table.
 
     Args:
         text: the entrypoint.
@@ -158,14 +185,14 @@ def runs_as_script(text: str, *, has_arguments: bool = False) -> bool:
     """
     name = parse_entrypoint(text)
     if ":" in text or (name.file is None and find_module(name.module) is None):
-        return False  # it names a function
+        return False  # the text names a function
     found = find_definition(text)
     names = None if found is None else _names_in(found[0])
     if found is None or names is None:
         return False
     tree = found[0]
     if "main" not in names:
-        # A module without a `main` is named by mistake more often than it is meant to be run: that takes -m.
+        # A module without a `main` is usually a mistake. A module that is meant to run as a script is given with -m.
         return name.file is not None and _does_something(tree)
     if has_arguments:
         return False
@@ -178,7 +205,7 @@ def runs_as_script(text: str, *, has_arguments: bool = False) -> bool:
 
 
 def _does_something(tree: ast.Module) -> bool:
-    """Return whether running a module does more than to define things."""
+    """Return True if a module does more than to define functions, classes and constants."""
     runs = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match)
     return any(
         isinstance(node, runs) or (isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant))
@@ -187,7 +214,7 @@ def _does_something(tree: ast.Module) -> bool:
 
 
 def _is_guard(node: ast.stmt) -> bool:
-    """Return whether a statement is an `if __name__ == "__main__"`, perhaps with more in its condition."""
+    """Return True if a statement is an `if __name__ == "__main__"`, perhaps with more in its condition."""
     return isinstance(node, ast.If) and any(
         isinstance(each, ast.Compare)
         and {"'__main__'", "__name__"} <= {ast.unparse(side) for side in (each.left, *each.comparators)}
@@ -202,9 +229,9 @@ def _guarded(tree: ast.Module) -> list[ast.stmt] | None:
 
 
 def _only_calls_main(guard: Sequence[ast.stmt]) -> bool:
-    """Return whether statements call `main` without arguments, once, and at most keep or print what it returns.
+    """Return True if the statements only call `main()` once, and perhaps assign or print its result.
 
-    `sys.exit(main())` is more: there the result is an exit code.
+    `sys.exit(main())` does more, because the result is an exit code there.
     """
     if len(guard) != 1 or not isinstance(statement := guard[0], ast.Expr | ast.Assign | ast.AnnAssign):
         return False
@@ -233,14 +260,21 @@ def _needed_by(taken: ast.arguments) -> list[str]:
 
 
 def signature_in(tree: ast.Module, function: str) -> ast.arguments | None:
-    """Return the parameters of a module's function, as they are written; None where that does not show."""
+    """Return the parameters of a function in the source of a module.
+
+    Args:
+        tree: the parsed source.
+        function: the name of the function.
+
+    Returns: the parameters. None: the source has no plain definition of the function.
+    """
     definition = _definition_in(tree, function)
     return definition.args if isinstance(definition, ast.FunctionDef) else None
 
 
 @dataclass(frozen=True)
 class _PreparedFile:
-    """An entrypoint's file, found and compiled."""
+    """The file of an entrypoint, found and compiled."""
 
     path: Path
     function: str
@@ -252,9 +286,13 @@ _prepared: dict[str, _PreparedFile] = {}
 
 
 def prepare_entrypoint(text: str) -> None:
-    """Find and compile the file of an entrypoint, if it names one, once for all processes that are forked from here.
+    """Find and compile the file of an entrypoint, once for all processes that this process forks.
 
-    Runs nothing of it. What is wrong with it, loading it will say.
+    The file is not run, and errors are ignored, because loading the file raises them again. An entrypoint in a module
+    is not prepared.
+
+    Args:
+        text: the entrypoint.
     """
     name = parse_entrypoint(text)
     if name.file is not None and name.function != SCRIPT:
@@ -272,7 +310,11 @@ _loading: list[str] = []
 
 @contextlib.contextmanager
 def loading(what: str) -> Iterator[None]:
-    """Note that the user's code is imported for a replica, or to be checked: meanwhile it must not launch itself."""
+    """Note within the block that user code is being imported. That code must not call `launch()` meanwhile.
+
+    Args:
+        what: the name of the module, for the error.
+    """
     _loading.append(what)
     try:
         yield
@@ -281,24 +323,29 @@ def loading(what: str) -> Iterator[None]:
 
 
 def check_nothing_loads() -> None:
-    """Raises: EntrypointError: the caller's module is imported for a replica, which would launch without end."""
+    """Check that no user code is being imported, because each replica would launch the run again.
+
+    Raises:
+        EntrypointError: a replica is importing the caller's module.
+    """
     if _loading:
         raise EntrypointError(
             f"launch() is called while {_loading[-1]} is imported for a replica, and each replica would call "
-            "it again. Put the call under `if __name__ == '__main__':`, or into a file of its own."
+            "it again. Put the call under `if __name__ == '__main__':`, or in a file of its own."
         )
 
 
 def load_entrypoint(text: str) -> Callable[..., Any]:
-    """Import an entrypoint. Runs the user's module, so only replicas and throw-away processes call it.
+    """Import an entrypoint, and return its function. This runs the user's module, so only replicas may call it.
 
-    From here on, `sys.argv` has the entrypoint's file alone, because the user's module may parse it while importing.
+    Before the import, `sys.argv` is set to the entrypoint's file, because the module may parse it. Exceptions of the
+    module are passed on.
 
     Args:
         text: the entrypoint.
 
     Raises:
-        EntrypointImportError: no such file, module or function. What the module itself raises is passed on.
+        EntrypointImportError: there is no such file, module or function.
     """
     with loading(repr(shown(text))):
         return _load(text)
@@ -324,7 +371,11 @@ def _load(text: str) -> Callable[..., Any]:
 
 
 def argv_of(function: Callable[..., Any]) -> list[str]:
-    """Return what a callable finds as `sys.argv`: the file that it is defined in, as a script would find its own."""
+    """Return `sys.argv` for a callable: the file that defines it, as a script finds its own file.
+
+    Args:
+        function: the callable.
+    """
     named = named_by(function)
     code = getattr(_unwrapped(named), "__code__", None)
     file = getattr(sys.modules.get(str(getattr(named, "__module__", None))), "__file__", None)
@@ -332,8 +383,8 @@ def argv_of(function: Callable[..., Any]) -> list[str]:
 
 
 def _unwrapped(function: Any) -> Any:
-    """Return the function below decorators that name the function they wrap. `inspect` takes too long to import for
-    this."""
+    """Return the function inside decorators that set `__wrapped__`. `inspect.unwrap` does the same, but the import of
+    `inspect` takes too long."""
     seen: set[int] = set()
     while hasattr(function, "__wrapped__") and id(function) not in seen:
         seen.add(id(function))
@@ -354,12 +405,17 @@ def _run_module(module: str, argv: Sequence[str] = ()) -> None:
     """Run a module, or the `__main__.py` of a package, as `python -m module argv…` does."""
     import runpy
 
-    sys.argv = [module, *argv]  # runpy replaces the first by the module's file
+    sys.argv = [module, *argv]  # runpy replaces the first item with the module's file
     runpy.run_module(module, run_name=SCRIPT, alter_sys=True)
 
 
 def runs_nothing(what: str, kind: str) -> EntrypointError:
-    """Return the error of a function that is not a plain one."""
+    """Return the error for a function that is not a plain one.
+
+    Args:
+        what: the name of the function.
+        kind: "async" or "a generator".
+    """
     advice = "asyncio.run(…)" if kind == "async" else "a loop over it"
     return EntrypointError(
         f"{what} is {kind}: calling it runs nothing of it. Give a plain function that has {advice} inside."
@@ -389,7 +445,7 @@ def _load_file(path: Path, text: str, prepared: _PreparedFile | None = None) -> 
             f"Entrypoint {text!r} would be loaded as {path.stem!r}, which is another module "
             f"({getattr(module, '__file__', 'built in')}). Rename the file."
         )
-    search_first(str(path.parent))  # as for `python path/file.py`: modules beside it can be imported
+    search_first(str(path.parent))  # so that modules beside the file can be imported, as with `python path/file.py`
     spec = importlib.util.spec_from_file_location(path.stem, path) if prepared is None else prepared.spec
     assert spec is not None
     assert spec.loader is not None
@@ -433,12 +489,19 @@ def _attribute(module: Any, function: str, text: str) -> Callable[..., Any]:
 
 
 def find_module(dotted: str) -> importlib.machinery.ModuleSpec | None:
-    """Find a module's spec without importing its parent packages, which `importlib.util.find_spec` would."""
+    """Return the spec of a module without importing its parent packages, unlike `importlib.util.find_spec`.
+
+    Args:
+        dotted: the dotted name of the module.
+
+    Returns: the spec. None: there is no such module.
+    """
     path: list[str] | None = None
     spec = None
-    finders: list[Any] = [each for each in sys.meta_path if hasattr(each, "find_spec")]  # an editable install has one
+    # All finders, because an editable install adds its own one.
+    finders: list[Any] = [each for each in sys.meta_path if hasattr(each, "find_spec")]
     for part in dotted.split("."):
-        # By its own name alone: PathFinder would look for the parents of a dotted one among the imported modules.
+        # By the last part of the name only: for a dotted name, PathFinder needs the parents to be imported.
         spec = next((found for finder in finders if (found := finder.find_spec(part, path)) is not None), None)
         if spec is None:
             return None
@@ -448,9 +511,9 @@ def find_module(dotted: str) -> importlib.machinery.ModuleSpec | None:
 
 
 def _names_in(tree: ast.Module) -> set[str] | None:
-    """Return what a module may define; None where that does not show."""
+    """Return the names that a module may define. None: the source does not show all of them."""
     if any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body):
-        return None  # a module that makes its attributes up
+        return None  # the module computes its attributes
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -459,7 +522,7 @@ def _names_in(tree: ast.Module) -> set[str] | None:
             names.add(node.id)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             if any(alias.name == "*" for alias in node.names):
-                return None  # what it brings, only importing shows
+                return None  # only an import shows the names behind *
             names.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
     return names
 
@@ -497,7 +560,7 @@ def _check_definition(tree: ast.Module, function: str, args: Mapping[str, Any], 
 
 def _check_arguments(taken: ast.arguments, given: Mapping[str, Any], function: str, text: str) -> None:
     named = [arg.arg for arg in [*taken.args, *taken.kwonlyargs]]
-    n_required = max(0, len(taken.args) - len(taken.defaults))  # defaults are of positional-only ones, too
+    n_required = max(0, len(taken.args) - len(taken.defaults))  # defaults may belong to positional-only parameters, too
     with_default = {arg.arg for arg in taken.args[n_required:]}
     with_default |= {
         arg.arg for arg, value in zip(taken.kwonlyargs, taken.kw_defaults, strict=True) if value is not None
@@ -517,18 +580,30 @@ def _hint(name: str, known: list[str]) -> str:
 
 
 def shown(entrypoint: str) -> str:
-    """Return an entrypoint's name as people write it: a script is its file, or its module."""
+    """Return the name of an entrypoint as users write it. For a script this is its file or its module.
+
+    Args:
+        entrypoint: the name.
+    """
     return entrypoint.removesuffix(f":{SCRIPT}")
 
 
 def command_for(entrypoint: str) -> str:
-    """Return the command that launches an entrypoint as a script, without what follows `--`."""
+    """Return the command that launches an entrypoint as a script, without the options after `--`.
+
+    Args:
+        entrypoint: the name.
+    """
     name = shown(entrypoint).partition(":")[0]
     return f"replicas launch {name if name.endswith('.py') else f'-m {name}'} --n 4"
 
 
 def describe(entrypoint: str | Callable[..., Any]) -> str:
-    """Name an entrypoint in one string, as records have it: of an object its class, for others may read them."""
+    """Return the name of an entrypoint for records. An object is named by its class, and not by its repr.
+
+    Args:
+        entrypoint: the callable, or its name.
+    """
     if isinstance(entrypoint, str):
         return entrypoint
     named = named_by(entrypoint)
@@ -536,7 +611,11 @@ def describe(entrypoint: str | Callable[..., Any]) -> str:
 
 
 def named_by(function: Callable[..., Any]) -> Any:
-    """Return what a callable is named by: of a partial what it calls, and of an object its class."""
+    """Return the function inside a partial, the class of a callable object, or else the callable itself.
+
+    Args:
+        function: the callable.
+    """
     while isinstance(function, functools.partial):
         function = function.func
     return function if hasattr(function, "__qualname__") else type(function)

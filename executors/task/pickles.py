@@ -16,7 +16,7 @@ _PICKLING = threading.Lock()  # cloudpickle has one registry of modules by value
 def pickle_call(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> tuple[bytes, list[str]]:
     """Return the pickle of a call, and the names of the top-level modules that it imports.
 
-    cloudpickle writes local functions and classes, and those of `__main__`, into the pickle. Of other functions and
+    cloudpickle writes local functions and classes, and those of `__main__`, into the pickle. For other functions and
     classes it writes only the name, and the process that loads the pickle imports them.
 
     Args:

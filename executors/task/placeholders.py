@@ -46,7 +46,7 @@ def fill(value: Any, of: Mapping[str, object]) -> Any:
 def _around_placeholders(value: Any) -> dict[int, Any]:
     """Return the containers that hold a placeholder at any depth, by their `id`.
 
-    This is no recursion, because a pickle may have containers that hold themselves.
+    This is a loop and not a recursion, because a pickle may have containers that hold themselves.
     """
     holders: dict[int, list[Any]] = {}  # the containers around each container, by its id
     found: list[Any] = []

@@ -1,4 +1,4 @@
-"""A run's task as it is read from its store and loaded, and the versions that it was made with."""
+"""Reads a run's task from its store, checks its digest, and loads its entrypoint."""
 
 from __future__ import annotations
 
@@ -19,12 +19,18 @@ from executors.task.record import LaunchedWith, TaskRecord
 from executors.task.sources import show_sources
 
 READ_TRIES = 3
-MAX_TASK_BYTES = 1 << 30  # of each of its objects
+MAX_TASK_BYTES = 1 << 30  # the most bytes of each of its objects
 PYTHON = "{}.{}".format(*sys.version_info)
 
 
 def installed_version(distribution: str) -> str | None:
-    """Return the public part of an installed version (`2.13.0` of `2.13.0+cpu`); None when it is not installed."""
+    """Return the installed version of a package without its local part, as in `2.13.0` for `2.13.0+cpu`.
+
+    Args:
+        distribution: the name of the package.
+
+    Returns: the version. None: the package is not installed.
+    """
     from importlib import metadata
 
     try:
@@ -34,12 +40,17 @@ def installed_version(distribution: str) -> str | None:
 
 
 def versions_here() -> dict[str, str | None]:
-    """Return the versions of this process, as a task records them of its launcher."""
+    """Return the versions of Python and torch in this process, as a task records those versions for its launcher."""
     return {"python_version": sys.version.split()[0], "torch": installed_version("torch")}
 
 
 def difference(python_version: str, torch: str | None) -> str | None:
-    """Say how this replica's versions differ from its launcher's; None when they do not."""
+    """Return a warning if this replica's versions differ from its launcher's, or else None.
+
+    Args:
+        python_version: the version of the launcher's Python.
+        torch: the version of the launcher's torch. None: it has none.
+    """
     here = _in_words(versions_here())
     there = _in_words({"python_version": python_version, "torch": torch})
     return None if here == there else f"replicas: this replica runs {here}, the launcher {there}."
@@ -52,7 +63,7 @@ def _in_words(versions: Mapping[str, str | None]) -> str:
 
 @dataclass(frozen=True)
 class StoredTask:
-    """A task as it was read from the store: nothing of the user's was imported or unpickled yet."""
+    """A task that was read from the store. No user code was imported or unpickled yet."""
 
     store: Store
     run_id: str
@@ -60,49 +71,51 @@ class StoredTask:
     digest: str
     """The sha256 of task.json."""
     folder: str = "task"
-    """Where it is, under the run."""
+    """The folder of the task, below the run."""
 
     @property
     def launched_with(self) -> LaunchedWith:
-        """What `run.json` says of how the run was launched, vouched for by this task's digest as well.
+        """The launch of the run. `run.json` has the same, but here the digest of the task proves it.
 
         Raises:
-            CorruptObjectError: the task does not say it.
+            CorruptObjectError: the task does not have it.
         """
         if self.record.launched_with is None:
             key = f"{self.run_id}/{self.folder}/task.json"
             raise CorruptObjectError(
-                f"{key!r} in {self.store.url} does not say how the run was launched.", key=key, url=self.store.url
+                f"{key!r} in {self.store.url} does not describe the launch of the run.", key=key, url=self.store.url
             )
         return self.record.launched_with
 
     def read(self, name: str, digest: str | None, patience: Patience = BRIEF) -> memoryview:
-        """Read one of the task's objects, which must have this sha256.
+        """Read one of the task's objects, which must have the given sha256.
 
         Args:
-            name: the object, in the task's folder.
-            digest: its sha256. None: any.
-            patience: how long to wait for a store that fails.
+            name: the name of the object in the task's folder.
+            digest: its sha256. None: the object is not checked.
+            patience: how long to wait for a store that fails. Default: 10 s.
 
         Raises:
-            StoreError: it is not what was launched.
+            StoreError: the object is not the one that was launched, or the store does not answer.
         """
         return _get_checked(self.store, f"{self.run_id}/{self.folder}/{name}", digest, patience)
 
     def prepare(self) -> None:
-        """Compile the entrypoint's file, if it is one, for this process and those it forks. Runs nothing of it."""
+        """Compile the entrypoint's file, if it has one, for this process and the processes that it forks."""
         if self.record.entrypoint is not None:
             prepare_entrypoint(self.record.entrypoint)
 
     def load(self, replica: Mapping[str, object]) -> tuple[Callable[..., Any], Mapping[str, Any]]:
-        """Import or unpickle the entrypoint, and return it with its arguments; `sys.argv` is its own from then on.
+        """Import or unpickle the entrypoint, and return it with its arguments. `sys.argv` is set for the entrypoint.
+
+        Exceptions of the user's module are passed on.
 
         Args:
-            replica: what stands for the placeholders in its arguments; see `fill`.
+            replica: the value of each placeholder in the arguments; see `fill`.
 
         Raises:
-            StoreError: the pickle is not what was launched.
-            EntrypointError: the entrypoint cannot be loaded here. What the user's module raises is passed on.
+            StoreError: the pickle is not the one that was launched.
+            EntrypointError: the entrypoint cannot be loaded in this process.
         """
         if self.record.entrypoint is not None:
             function = load_entrypoint(self.record.entrypoint)
@@ -130,17 +143,18 @@ class StoredTask:
 def read_task(
     store: Store, run_id: str, digest: str | None = None, folder: str = "task", patience: Patience = BRIEF
 ) -> StoredTask:
-    """Read a run's task, checking that it is the one that was launched.
+    """Read a run's task, and check that it is the one that was launched.
 
     Args:
-        store: where the run is.
-        run_id: its id.
-        digest: the sha256 of task.json that came with the launch; None where a launch cannot carry one.
-        folder: where the task is, under the run.
-        patience: how long to wait for a store that fails.
+        store: the store of the run.
+        run_id: the run.
+        digest: the sha256 of task.json that came with the launch. None, the default: the launch could not pass one on,
+            and the task is not checked.
+        folder: the folder of the task, below the run. Default: the folder of the launch.
+        patience: how long to wait for a store that fails. Default: 10 s.
 
     Raises:
-        StoreError: what the store holds is not what was launched.
+        StoreError: the task in the store is not the one that was launched, or the store does not answer.
     """
     key = f"{run_id}/{folder}/task.json"
     data = _get_checked(store, key, digest, patience)
@@ -149,12 +163,16 @@ def read_task(
 
 
 def folder_of(own_task: str) -> str:
-    """Return where a task with code of its own is, under the run."""
+    """Return the folder of a task with its own code, below the run.
+
+    Args:
+        own_task: the sha256 of its task.json.
+    """
     return f"task-{own_task[:16]}"
 
 
 def _get_checked(store: Store, key: str, digest: str | None, patience: Patience) -> memoryview:
-    """Read what was launched; a failing store, or a reading that is not it, is worth another try."""
+    """Read an object, and check its digest. After an error or a wrong digest, try again."""
     for _ in range(READ_TRIES):
         data = retry(lambda: get_at_most(store, key, MAX_TASK_BYTES), patience, "the task of this run")
         found = hashlib.sha256(data).hexdigest()

@@ -27,7 +27,7 @@ from executors.settings.run_spec import StartSpec
 from executors.store import store_at
 from executors.store.added_ranks import added_key
 from executors.store.records import exists, to_bytes
-from executors.task.added import read_additions
+from executors.task.addition_record import read_additions
 from executors.testing import eventually
 
 LOCAL: Any = {"preload": (), "term_grace_s": 0.5}

@@ -31,7 +31,7 @@ from executors.run.resume import resume
 from executors.run.run import manager_of, view_of
 from executors.run.run_index import Note, noted_at_launch, noted_options, remember, remember_added
 from executors.run.start_spec import start_specs_of, trusted_task
-from executors.task.added import Addition, take_ranks
+from executors.task.addition_record import Addition, take_ranks
 from executors.testing import eventually
 
 __all__ = ["folder", "others"]  # fixtures

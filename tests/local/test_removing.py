@@ -31,7 +31,7 @@ from executors.run.run import view_of
 from executors.run.run_index import is_state_dir
 from executors.store import Store
 from executors.store.faulty import FaultyStore
-from executors.task import added
+from executors.task import addition_record
 from executors.task.removal_record import Removal, find_removal, removal_key, write_removal
 from executors.testing import eventually
 
@@ -291,7 +291,7 @@ def hanging() -> Iterator[Run]:
 def test_a_run_is_not_removed_while_ranks_are_being_added(hanging: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """All its replicas end between the record of the new ranks and their start."""
     tried = list[str]()
-    take = added.take_ranks
+    take = addition_record.take_ranks
 
     def take_and_remove(*args: Any) -> Any:
         ranks = take(*args)
@@ -306,7 +306,7 @@ def test_a_run_is_not_removed_while_ranks_are_being_added(hanging: Run, monkeypa
 
 
 def test_an_addition_that_comes_after_the_removal_leaves_nothing(hanging: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    take = added.take_ranks
+    take = addition_record.take_ranks
 
     def remove_and_take(*args: Any) -> Any:
         hanging.cancel()

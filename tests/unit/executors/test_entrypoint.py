@@ -166,7 +166,7 @@ def test_checking_runs_nothing_of_the_users(capsys: pytest.CaptureFixture[str]) 
             "scripts/script_of_user.py:__main__",
             {"lr": 1},
             EntrypointArgumentsError,
-            "runs as a script, which takes no argument 'lr'. Give its options behind --",
+            "runs as a script, which takes no argument 'lr'. Give its options after --",
         ),
     ],
 )

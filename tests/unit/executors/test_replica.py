@@ -81,8 +81,11 @@ def test_what_is_no_file_is_refused_as_an_artifact_and_left_out_of_a_folder_with
 @pytest.mark.parametrize(
     ("missing", "message"),
     [
-        (("REPLICA_RANK",), "not a whole replica: REPLICA_RANK is not set."),
-        (("REPLICA_RANK", "REPLICA_RUN_ID"), "not a whole replica: REPLICA_RANK, REPLICA_RUN_ID are not set."),
+        (("REPLICA_RANK",), "only some variables of a replica: REPLICA_RANK is not set."),
+        (
+            ("REPLICA_RANK", "REPLICA_RUN_ID"),
+            "only some variables of a replica: REPLICA_RANK, REPLICA_RUN_ID are not set.",
+        ),
     ],
 )
 def test_part_of_a_replicas_environment_is_refused(

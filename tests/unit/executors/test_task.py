@@ -229,7 +229,7 @@ def test_generated_run_ids_are_good_ones() -> None:
 
 def test_arguments_that_are_no_json_are_refused_for_an_entrypoint_given_by_name() -> None:
     store = MemoryStore()
-    with pytest.raises(EntrypointArgumentsError, match="travel as JSON"):
+    with pytest.raises(EntrypointArgumentsError, match="are sent as JSON"):
         create_run(store, "r", "mod:f", {"a": object()}, 1, backend="local")
     assert not list(store.list(""))
 
