@@ -380,6 +380,7 @@ def test_the_folders_at_the_top_are_the_agreed_ones() -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
     allowed = {
         "pyproject.toml", "README.md", "LICENSE", "Makefile", "constraints.txt", ".gitignore", "CONTRIBUTING.md",
+        "CHANGELOG.md", "CITATION.cff", "SECURITY.md",
         "executors", "diloco", "tests", "examples", "docs", "ADRs", ".ci", ".github",
     }  # fmt: skip
     assert {path.split("/")[0] for path in tracked} <= allowed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from executors.cli import output
 from executors.protocol import REASONS as ALL_REASONS
 
 FROM_THE_CODE = ("FAILED", "USAGE", "PERMANENT", "TIMED_OUT", "CANCELLED")
+QUESTIONS = Path(__file__).with_name("questions.toml")
 LOADED = {"img": "src", "script": "src", "link": "href", "iframe": "src", "source": "src"}
 
 
@@ -58,10 +60,29 @@ def test_each_page_can_be_reached_from_the_index(site: Path) -> None:
         if page in reached or not page.is_file():
             continue
         reached.add(page)
-        links = re.findall(r'<a [^>]*href="([^"#]+\.html)', page.read_text(encoding="utf-8"))
-        waiting += [(page.parent / link).resolve() for link in links if "//" not in link]
+        waiting += links_of(page)
     pages = {path.resolve() for path in site.rglob("*.html")}
     assert {path.name for path in pages - reached} <= {"genindex.html", "search.html", "webpack-macros.html"}
+
+
+def links_of(page: Path) -> set[Path]:
+    """Return the pages of the site that a page links to."""
+    links = re.findall(r'<a [^>]*href="([^"#]+\.html)', page.read_text(encoding="utf-8"))
+    return {(page.parent / link).resolve() for link in links if "//" not in link}
+
+
+def test_each_first_question_has_an_answer_at_most_two_links_from_the_index(site: Path) -> None:
+    first = links_of(site / "index.html")
+    near = first.union(*(links_of(page) for page in first if page.is_file()))
+    missing = []
+    for reader in tomllib.loads(QUESTIONS.read_text(encoding="utf-8"))["reader"]:
+        assert len(reader["questions"]) == 5
+        for question in reader["questions"]:
+            page = (site / f"{question['page']}.html").resolve()
+            has_section = page.is_file() and f'id="{question["section"]}"' in page.read_text(encoding="utf-8")
+            if page not in near or not has_section:
+                missing.append(f"{reader['name']}: {question['asks']} ({question['page']}#{question['section']})")
+    assert not missing, "\n".join(missing)
 
 
 def test_the_surface_file_lists_exactly_what_is_public() -> None:
