@@ -147,15 +147,14 @@ class JobsLeft:
     """The service's own commands that end them."""
 
 
+# More than 20 methods: it is the one interface between the package and a place where replicas run. With two, code would
+# ask again which of the two an executor is.
 class Backend(ABC):
     """The five verbs, and everything else that the package asks of an executor.
 
     Our own executors inherit from it. Each of them implements the abstract members. The other members answer as a
     backend that lacks the ability.
     """
-
-    # A backend has more than 20 methods because it is the one interface between the package and a place where replicas
-    # run. In two classes, code would have to ask again which of the two an executor is.
 
     recordable_options: ClassVar[Recordable] = WITHOUT_OPTIONS
 
@@ -573,6 +572,7 @@ class Backend(ABC):
         return 0
 
 
+# More than 20 methods: it answers every question of a Backend for an executor that answers five.
 class PlainBackend(Backend):
     """The backend of an executor that has the five verbs alone.
 

@@ -221,7 +221,7 @@ def quick_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tried again is tried again soon."""
     monkeypatch.setattr("executors.backends.jobs.service.FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr("executors.backends.jobs.service.LONGEST_PAUSE_S", 0.02)
-    monkeypatch.setattr("executors.backends.jobs.gang_start.LOOK_PAUSE_S", 0.01)
+    monkeypatch.setattr("executors.backends.jobs.job_starter.LOOK_PAUSE_S", 0.01)
 
 
 @pytest.fixture

@@ -62,6 +62,7 @@ CPU_FLAVOR = "cpu-basic"
 UNITS_PER_HOUR = {"second": 3600, "minute": 60, "hour": 1}
 
 
+# More than 20 methods: it makes every call of a JobService.
 @dataclass(eq=False, kw_only=True)
 class HFJobs(JobService):
     """The jobs of one namespace. `HFJobsExecutor` describes the fields.

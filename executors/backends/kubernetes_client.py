@@ -75,6 +75,7 @@ class StatusError(JobServiceError):
         self.reason = reason
 
 
+# More than 20 methods: each is one request to the API server.
 @dataclass
 class Cluster:
     """The requests to one API server about one namespace; where a namespace is given, a record names that one."""

@@ -52,6 +52,7 @@ PYTHON_VERSION = re.compile(r"3\.\d{1,2}")
 APP_ID = re.compile(r"ap-\w{1,60}", re.ASCII)
 
 
+# More than 20 methods: it makes every call of a JobService.
 @dataclass(eq=False, kw_only=True)
 class ModalJobs(JobService):
     """The sandboxes of one Modal app. `ModalExecutor` describes the fields.

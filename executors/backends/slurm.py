@@ -57,6 +57,7 @@ DIGITS = 3
 FRESH_S = 0.5  # for this time a list of an array's jobs counts, because all its ranks are searched at the same time
 
 
+# More than 20 methods: it makes every call of a JobService.
 @dataclass(eq=False, kw_only=True)
 class SlurmJobs(JobService):
     """The jobs of this user on one cluster. `SlurmExecutor` describes the fields.

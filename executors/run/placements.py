@@ -61,28 +61,20 @@ class PlacedBackend:
         return self._backend
 
 
-class Placements(Backend):
-    """Where the ranks of a run are: one backend, or several as one.
-
-    Placements are a Backend themselves. So launcher, reader, canceller and controller work in the same way for a run
-    on one backend and for a run on several. A backend that is not installed on this machine is an error if it is the
-    run's only one. If it is one of several, the store shows how its replicas are, and their supervisors count as alive.
+class PlacedRanks:
+    """Which backend has which rank of a run, and which backends are installed on this machine.
 
     Args:
         places: the placements with their backends.
-        is_part: True if the run has other placements, too.
-    """
+        is_part: True if the run has other placements, too. Default: False.
 
-    # It has more than 20 methods because it answers every question of a Backend.
+    Example:
+        run.placements.name_at(3)  # "modal"
+    """
 
     def __init__(self, places: Sequence[PlacedBackend] = (), *, is_part: bool = False) -> None:
         self._places = places
         self._is_part = is_part
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.backend_name!r})"
-
-    # --- which backend has which rank
 
     @property
     def placed(self) -> Sequence[PlacedBackend]:
@@ -127,17 +119,6 @@ class Placements(Backend):
         """The placement of a run that has one. None: the run has several."""
         return self.placed[0] if len(self.placed) == 1 and not self._is_part else None
 
-    def some(self, places: Sequence[PlacedBackend]) -> Placements:
-        """Return some of these placements.
-
-        Args:
-            places: those.
-
-        Example:
-            placements.some(placements.placed[:1])
-        """
-        return Placements(places, is_part=self._only is None)
-
     @property
     def installed(self) -> list[tuple[Placement, Backend]]:
         """The placements whose backends are installed on this machine.
@@ -146,15 +127,6 @@ class Placements(Backend):
             BackendError: the only backend is not installed.
         """
         return [(placed.placement, backend) for placed in self.placed if (backend := self._backend(placed)) is not None]
-
-    @property
-    def executor(self) -> ServerlessExecutor:
-        """The executor as the user gave it; of several backends, these placements.
-
-        Raises:
-            BackendError: the only backend is not installed on this machine.
-        """
-        return self if self._only is None else as_executor(self._only.backend)
 
     def _backend(self, placed: PlacedBackend) -> Backend | None:
         """Return the backend of a placement. None: it is one of several, and is not installed on this machine."""
@@ -171,6 +143,43 @@ class Placements(Backend):
 
     def _backends(self) -> Iterator[Backend]:
         return (backend for _, backend in self.installed)
+
+
+# More than 20 methods: it answers every question of a Backend, for all backends of a run.
+class Placements(PlacedRanks, Backend):
+    """Where the ranks of a run are: one backend, or several as one.
+
+    Placements are a Backend themselves. So launcher, reader, canceller and controller work in the same way for a run
+    on one backend and for a run on several. A backend that is not installed on this machine is an error if it is the
+    run's only one. If it is one of several, the store shows the states of its replicas, and their supervisors count as
+    alive.
+
+    Example:
+        Placements([PlacedBackend(placement, make)]).start_ranks(start)
+    """
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.backend_name!r})"
+
+    def some(self, places: Sequence[PlacedBackend]) -> Placements:
+        """Return some of these placements.
+
+        Args:
+            places: those.
+
+        Example:
+            placements.some(placements.placed[:1])
+        """
+        return Placements(places, is_part=self._only is None)
+
+    @property
+    def executor(self) -> ServerlessExecutor:
+        """The executor as the user gave it; of several backends, these placements.
+
+        Raises:
+            BackendError: the only backend is not installed on this machine.
+        """
+        return self if self._only is None else as_executor(self._only.backend)
 
     # --- what is true of all, or of some
 

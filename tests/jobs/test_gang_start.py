@@ -14,7 +14,7 @@ from support.fake_jobs import FakeExecutor, FakeJobs, Machines, attached, launch
 
 from executors import Run, attach, launch
 from executors.attempt import STALE_INTENT_S, Attempt
-from executors.backends.jobs.gang_start import LOOKS
+from executors.backends.jobs.job_starter import LOOKS
 from executors.backends.jobs.service import Kind
 from executors.errors import BackendError, LaunchError, RunNotFoundError, StoreError
 from executors.launcher import plan_launch

@@ -8,7 +8,7 @@ from support.fake_jobs import FakeExecutor, Machines, attached, ends, start
 from executors import Run, launch
 from executors.attempt import Attempt
 from executors.backend import SupervisorStatus
-from executors.backends.jobs.gang_start import LOOKS
+from executors.backends.jobs.job_starter import LOOKS
 from executors.backends.jobs.service import JobKey, Kind
 from executors.errors import BackendError, LaunchError
 from executors.protocol import ReplicaStatus

@@ -27,7 +27,7 @@ from support.modal import alive
 
 from executors import Run, attach, launch
 from executors.attempt import Attempt
-from executors.backends.jobs import ending, gang_start
+from executors.backends.jobs import ending, gang_start, job_starter
 from executors.cli.live import Interrupts
 from executors.errors import LaunchError, StoreError
 from executors.patience import PAID_KEEPER
@@ -78,7 +78,8 @@ def in_a_moment(monkeypatch: pytest.MonkeyPatch, quick_tries: None) -> None:
         "executors.run.start_attempts.STORE_S": 0.5,
         "executors.backends.jobs.executor.HEAD_START_S": 0.5,
         "executors.backends.jobs.executor.STORE_S": 0.5,
-        "executors.backends.jobs.gang_start.STORE_S": 1.0,
+        "executors.backends.jobs.job_starter.STORE_S": 1.0,
+        "executors.backends.jobs.job_starter.HEAD_START_S": 0.5,
         "executors.backends.jobs.gang_start.HEAD_START_S": 0.5,
         "executors.backends.jobs.gang_start.LAST_STORE_S": 0.5,
         "executors.backends.jobs.ending.REPORT_S": 2.0,
@@ -462,7 +463,7 @@ def test_an_addition_that_loses_its_store_and_cannot_end_what_it_started_names_i
 
 
 def test_a_start_that_loses_its_store_ends_its_jobs_or_names_them_within_two_minutes() -> None:
-    assert gang_start.STORE_S + gang_start.HEAD_START_S + ending.REPORT_S < 120
+    assert job_starter.STORE_S + gang_start.HEAD_START_S + ending.REPORT_S < 120
 
 
 # Other services

@@ -109,6 +109,7 @@ def options_of(
     return with_options
 
 
+# More than 20 methods: it answers every question of a Backend.
 class JobExecutor(Backend):
     """An executor over a JobService. A subclass adds a name and a constructor.
 

@@ -1,7 +1,6 @@
 """GangStart starts the replicas of a run as jobs of a service: all of them, or at least `min_replicas`.
 
-Each job is started at most once. An intent is written before the service is called, and the handle after. So if an
-answer is lost, or the launcher dies, the job is found by its name instead of being started again.
+`JobStarter` starts each job at most once. This file waits until enough have come, and ends them all otherwise.
 
 A launch skips attempts that another launcher has begun. If it failed instead, it would end the jobs that it has
 started. So two processes that resume a run at the same time could each end the jobs of the other.
@@ -11,87 +10,38 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import secrets
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, as_completed
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from executors.attempt import STALE_INTENT_S, Attempt
+from executors.attempt import Attempt
 from executors.backend import EndedJobs
 from executors.backends.jobs.ending import end_jobs
-from executors.backends.jobs.sdk import call_each
+from executors.backends.jobs.job_starter import JobStart, JobStarter
 from executors.backends.jobs.service import (
-    LONGEST_PATIENCE_S,
     CancelledWhileStartingError,
     JobId,
     JobKey,
     JobService,
     JobServiceError,
     JobSpec,
-    retrying,
     stop_others,
 )
 from executors.errors import LaunchError, ReplicasError, StoreError
 from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.settings.run_spec import RunSpec
 from executors.store.parallel import answered_within, at_store, in_threads, within
-from executors.store.record_names import CANCEL, HANDLE, OUTCOME
 from executors.store.url import impatient_store
 
 MAX_THREADS = 256  # a call may wait until its job is scheduled, so each rank has its own thread
 SWEEP_S, LONGEST_SWEEP_S = 1.0, 10.0
-ASKING_THREADS = 64
-# How long a start waits for its store. Jobs that have started cost money meanwhile. This time, HEAD_START_S, and the
-# minute after which `ending.end_jobs` names the jobs that still run are less than two minutes together.
-STORE_S = 50.0
 HEAD_START_S = 5.0  # how long the store may take to write cancel markers before the jobs are ended
 LAST_STORE_S = 20.0  # how long the store may take to write them after all jobs have ended
-LOOKS = 5  # the number of searches for a job after a lost answer, before the service is asked for the job again
-LOOK_PAUSE_S = 1.0
 CLOSE_S = 5.0  # how long the end of the process waits for calls that were interrupted
 TEND_S = 5.0  # between two looks at a run that late replicas may still join
-
-
-@dataclass(eq=False)
-class _Start:
-    """The start of one rank."""
-
-    attempt: Attempt
-    job: JobSpec
-    given_up: threading.Event = field(default_factory=threading.Event)
-    is_begun: bool | None = None
-    """True if this launch has begun the attempt, False if another launch has. None if this is not known yet."""
-    is_asking: bool = False
-    """True while a thread waits for the service to start the job, also after `run` was interrupted."""
-    is_unclear: bool = False
-    """True if an answer was lost, so that there may be two jobs."""
-    may_exist: bool = False
-    """True if the service may have the job: it was asked for it, and did not clearly reject it."""
-    job_id: JobId | None = None
-    handle: ReplicaHandle | None = None
-    error: BaseException | None = None
-
-    @property
-    def has_come(self) -> bool:
-        """True if the rank has started, by this launch or another."""
-        return self.handle is not None or self.is_begun is False
-
-    @property
-    def has_to_end(self) -> bool:
-        """True if this launch may have a job for the rank, which costs money."""
-        return self.is_begun is not False and (self.may_exist or self.job_id is not None)
-
-    @property
-    def problem(self) -> str:
-        what = "Spare" if self.attempt.is_spare else "Rank"
-        return f"{what} {self.attempt.rank} could not be started: {self.error}"
-
-    def check_not_given_up(self) -> None:
-        if self.given_up.is_set():
-            raise JobServiceError("the launch was given up", "rejected")
 
 
 class GangStart:
@@ -128,17 +78,12 @@ class GangStart:
         self._service = service
         self._backend = backend
         self._run = run
-        self._starts = [_Start(attempt, job) for attempt, job in jobs]
+        self._starts = [JobStart(attempt, job) for attempt, job in jobs]
         self._batches = [self._starts] if service.starts_together else [[start] for start in self._starts]
         self._needed = min(run.settings.min_replicas or len(jobs), len(jobs))
-        self._handle_of = handle_of
-        self._started = started
-        self._asking = threading.Lock()
-        """Held while starts are given up, and by a thread that marks its start as asking. So no thread asks the
-        service for a start that was given up."""
+        self._starter = JobStarter(service, run, handle_of=handle_of, started=started, starting=starting)
         self._starting = starting
         self._on_progress = on_progress
-        self._nonce = secrets.token_hex(16)
 
     @property
     def run_id(self) -> str:
@@ -156,9 +101,7 @@ class GangStart:
         Example:
             gang.give_up()
         """
-        with self._asking:
-            for start in self._starts:
-                start.given_up.set()
+        self._starter.forbid(self._starts)
         self._interrupt()
 
     def run(self) -> list[ReplicaHandle]:
@@ -172,7 +115,7 @@ class GangStart:
         """
         self._starting.update(start.attempt.place for start in self._starts)
         try:
-            futures = in_threads(self._start, self._batches, MAX_THREADS)
+            futures = in_threads(self._starter.start, self._batches, MAX_THREADS)
             self._wait_for_enough(dict(zip(futures, self._batches, strict=True)))
             failed = [start for start in self._starts if start.error]
             late = [start for start in self._starts if not start.has_come and not start.error]
@@ -188,13 +131,14 @@ class GangStart:
                 if left := self._give_up(self._starts, "the launch was interrupted"):
                     _say(left.strip())
             except KeyboardInterrupt:  # a second Ctrl-C
-                commands = self._service.commands_to_end(self.run_id, self._ids(self._starts))
+                known = [start.job_id for start in self._starts if start.job_id is not None]
+                commands = self._service.commands_to_end(self.run_id, known)
                 _say(f"jobs of {self.run_id} may still run. End them yourself: {commands}")
                 raise
             raise
         return [start.handle for start in self._starts if start.handle is not None]
 
-    def _wait_for_enough(self, batches: Mapping[Future[None], Sequence[_Start]]) -> None:
+    def _wait_for_enough(self, batches: Mapping[Future[None], Sequence[JobStart]]) -> None:
         """Wait until all jobs have started, too many have failed, or the time has passed."""
         n, n_came, n_failed = len(self._starts), 0, 0
         self._on_progress(self._progress(0))
@@ -218,7 +162,7 @@ class GangStart:
         rest = f"; waiting for {n - n_came}" if n_came < n else ""
         return f"{n_came} of {n} have a GPU{rest}"
 
-    def _refuse(self, failed: Sequence[_Start], n_late: int) -> None:
+    def _refuse(self, failed: Sequence[JobStart], n_late: int) -> None:
         """End all jobs, and raise the reason."""
         n, cause = len(self._starts), failed[0] if failed else None
         if cause is None:
@@ -258,7 +202,7 @@ class GangStart:
 
     # With fewer replicas than the run has ranks
 
-    def _go_on_without(self, failed: Sequence[_Start], late: Sequence[_Start]) -> None:
+    def _go_on_without(self, failed: Sequence[JobStart], late: Sequence[JobStart]) -> None:
         """Give up the ranks that failed. Late ranks may join as long as this process lives."""
         n, n_came = len(self._starts), len(self._starts) - len(failed) - len(late)
         for start in failed:
@@ -276,7 +220,7 @@ class GangStart:
         atexit.register(self._close, late)
         threading.Thread(target=self._tend, args=(late,), name="replicas-join", daemon=True).start()
 
-    def _tend(self, late: Sequence[_Start]) -> None:
+    def _tend(self, late: Sequence[JobStart]) -> None:
         """Give up the late ranks that fail, and all of them once the others have ended."""
         while late := [start for start in late if not start.has_come]:
             if failed := [start for start in late if start.error]:
@@ -289,21 +233,19 @@ class GangStart:
             time.sleep(TEND_S)
         atexit.unregister(self._close)
 
-    def _others_have_ended(self, late: Sequence[_Start]) -> bool:
+    def _others_have_ended(self, late: Sequence[JobStart]) -> bool:
         store, run, missing = late[0].attempt.store, self._run, {start.attempt.rank for start in late}
         ranks = (rank for rank in range(run.world_size) if rank not in missing)
         return all(Attempt(store, run.run_id, rank).newest().outcome() is not None for rank in ranks)
 
-    def _give_up_late(self, late: Sequence[_Start], why: str) -> None:
+    def _give_up_late(self, late: Sequence[JobStart], why: str) -> None:
         for start in late:
             start.error = start.error or JobServiceError(why, "rejected")
         self._give_up(late, why)
 
-    def _close(self, late: Sequence[_Start]) -> None:
+    def _close(self, late: Sequence[JobStart]) -> None:
         """Record that late ranks are given up, because this process ends. A job that starts later ends itself."""
-        with self._asking:
-            for start in late:
-                start.given_up.set()
+        self._starter.forbid(late)
         with contextlib.suppress(Exception):
             for start in late:
                 if not start.has_come:
@@ -312,118 +254,11 @@ class GangStart:
         # This is last, so that a start that succeeds all the same finds its cancel marker.
         with contextlib.suppress(Exception):
             self._service.interrupt_starts()
-        self._wait_for(late, CLOSE_S)
-
-    # Starting
-
-    def _start(self, batch: Sequence[_Start]) -> None:
-        """Start one rank, or all ranks of a group."""
-        try:
-            batch[0].check_not_given_up()
-            within(STORE_S, lambda: call_each(self._begin, batch, ASKING_THREADS), self._run.store_url)
-            if begun := [start for start in batch if start.is_begun]:
-                self._find_jobs(begun)
-                within(STORE_S, lambda: call_each(self._write_handle, begun, ASKING_THREADS), self._run.store_url)
-        except BaseException as error:  # noqa: BLE001 - raised where the launch waits
-            for start in batch:
-                if not start.has_come:
-                    start.error = start.error or error
-        finally:
-            for start in batch:
-                self._starting.discard(start.attempt.place)
-
-    def _begin(self, start: _Start) -> bool:
-        """Begin an attempt by creating its intent. Return False if another launcher has begun it."""
-        if start.is_begun is None:
-            takes_s = self._service.start_limit_s(start.job) + LONGEST_PATIENCE_S + len(self._starts)
-            takes_s = takes_s if start.attempt.number else max(takes_s, STALE_INTENT_S)
-            start.is_begun = start.attempt.claim_start(self._nonce, job=start.job.key.name, takes_s=takes_s)
-        return start.is_begun
-
-    def _write_handle(self, start: _Start) -> None:
-        assert start.job_id is not None
-        handle = self._handle_of(start.attempt, start.job_id)
-        # A reader may have written a handle of a second job, which `_only_one` has ended. So the handle is overwritten.
-        start.attempt.create(HANDLE, handle.to_json().encode(), replaces=True)
-        start.handle = handle
-
-    def _find_jobs(self, batch: Sequence[_Start]) -> None:
-        """Ask the service for jobs until it has started them. After a lost answer, search for the jobs first."""
-        for one_try in retrying(batch[0].given_up.wait, patience_s=LONGEST_PATIENCE_S):
-            with one_try:
-                batch[0].check_not_given_up()
-                if not (missing := self._look_for(batch) if batch[0].is_unclear else batch):
-                    return
-                # After a lost answer, `_ask_for` does not read outcomes: a job that was not found may have written one.
-                self._ask_for(missing, is_again=one_try.retry_state.attempt_number > 1 and not batch[0].is_unclear)
-                if batch[0].is_unclear:
-                    call_each(self._only_one, missing, ASKING_THREADS)
-
-    def _ask_for(self, batch: Sequence[_Start], *, is_again: bool) -> None:
-        if is_again and self._have_all(batch, OUTCOME):
-            if self._have_all(batch, CANCEL):
-                raise CancelledWhileStartingError
-            raise JobServiceError("another process recorded its end before it was started.", "rejected")
-        with self._asking:  # from here on, a caller that gives the start up waits for the service's answer
-            batch[0].check_not_given_up()
-            for start in batch:
-                start.may_exist = start.is_asking = True
-        try:
-            jobs = [start.job for start in batch]
-            found = self._service.start_jobs(jobs) if self._service.starts_together else [self._service.start(*jobs)]
-            for start, job_id in zip(batch, found, strict=True):
-                start.job_id = job_id
-            self._started(
-                [(start.job.key, job_id) for start, job_id in zip(batch, found, strict=True)], self._run.store_url
-            )
-        except JobServiceError as error:
-            for start in batch:
-                start.is_unclear = start.is_unclear or error.kind == "unknown"
-                start.may_exist = start.is_unclear
-            if error.kind == "rejected" and self._have_all(batch, CANCEL):
-                raise CancelledWhileStartingError from error
-            raise
-        finally:
-            for start in batch:
-                start.is_asking = False
-
-    def _have_all(self, batch: Sequence[_Start], name: str) -> bool:
-        """Return True if all attempts have a record. False if the store does not answer soon."""
-        with contextlib.suppress(StoreError):
-            found = in_threads(lambda start: start.attempt.has(name), batch, ASKING_THREADS)
-            return all(answered_within(HEAD_START_S, each, self._run.store_url) for each in found)
-        return False
-
-    def _look_for(self, batch: Sequence[_Start]) -> Sequence[_Start]:
-        """Search several times for the jobs of a lost answer, because the service may list a new job late.
-
-        Returns:
-            The starts for which no job was found.
-        """
-        for look in range(LOOKS):
-            if look:
-                batch[0].given_up.wait(LOOK_PAUSE_S)
-                batch[0].check_not_given_up()
-            found = call_each(self._only_one, batch, ASKING_THREADS)
-            batch = [start for start, job_id in zip(batch, found, strict=True) if job_id is None]
-            if not batch:
-                break
-        return batch
-
-    def _only_one(self, start: _Start) -> JobId | None:
-        """Find the job of a rank, and end all its other jobs."""
-        found = self._service.find(start.job.key)  # the list may not have the newest job yet
-        if start.job_id is not None and start.job_id not in found:
-            found.append(start.job_id)
-        for surplus in found[1:]:
-            self._service.stop(surplus)
-        if found:
-            start.job_id = found[0]
-        return start.job_id
+        self._starter.wait_for(late, CLOSE_S)
 
     # Undoing
 
-    def _give_up(self, starts: Sequence[_Start], why: str) -> str:
+    def _give_up(self, starts: Sequence[JobStart], why: str) -> str:
         """End jobs, also those that are still being started. Return a sentence that names the jobs that may still run.
 
         First cancel markers are written into the store, so that a job that starts late ends at once. If the store does
@@ -431,9 +266,7 @@ class GangStart:
         time.
         """
         failed = [start for start in starts if start.error]  # first, because a start that is given up fails, too
-        with self._asking:
-            for start in starts:
-                start.given_up.set()
+        self._starter.forbid(starts)
         self._interrupt()
         (marked,) = in_threads(lambda _: self._mark(starts, failed, why), [None], 1)
         with contextlib.suppress(StoreError):
@@ -444,11 +277,13 @@ class GangStart:
             within(LAST_STORE_S, lambda: self._record_cancelled(starts, why), self._run.store_url)
         return "" if left.is_complete else f" {left.what_is_left}"
 
-    def _mark(self, starts: Sequence[_Start], failed: Sequence[_Start], why: str) -> None:
+    def _mark(self, starts: Sequence[JobStart], failed: Sequence[JobStart], why: str) -> None:
         """Record why starts have failed, and write cancel markers for all of them."""
 
-        def mark(start: _Start) -> None:
-            if not self._begin(start):  # begun here if it is not yet, so that no reader waits for the attempt for ever
+        def mark(start: JobStart) -> None:
+            if not self._starter.begin(
+                start
+            ):  # begun here if it is not yet, so that no reader waits for the attempt for ever
                 return
             if start in failed:
                 refused = start.job_id is None and not start.attempt.has_started()
@@ -459,7 +294,7 @@ class GangStart:
         if starts:
             at_store(starts[0].attempt.store, mark, starts)
 
-    def _record_cancelled(self, starts: Sequence[_Start], why: str) -> None:
+    def _record_cancelled(self, starts: Sequence[JobStart], why: str) -> None:
         begun = [start.attempt for start in starts if start.is_begun]
         if begun:
             at_store(
@@ -468,16 +303,13 @@ class GangStart:
                 begun,
             )
 
-    def _ids(self, starts: Sequence[_Start]) -> list[JobId]:
-        return [start.job_id for start in starts if start.job_id is not None]
-
     def _interrupt(self) -> None:
         """Interrupt the calls that wait, unless one of them may still start a rank that is wanted."""
         if all(start.given_up.is_set() or start.has_come for start in self._starts):
             with contextlib.suppress(JobServiceError):
                 self._service.interrupt_starts()
 
-    def _sweep(self, starts: Sequence[_Start]) -> EndedJobs:
+    def _sweep(self, starts: Sequence[JobStart]) -> EndedJobs:
         """End jobs, again and again while some are being started. Return the jobs that may still run."""
         swept, pause_s = EndedJobs(), SWEEP_S
         while starts:
@@ -490,16 +322,10 @@ class GangStart:
                 on_progress=_say,
             )
             swept = swept if ended.is_complete else swept + ended
-            self._wait_for(asking, pause_s)
+            self._starter.wait_for(asking, pause_s)
             pause_s = min(2 * pause_s, LONGEST_SWEEP_S)
             starts = [start for start in asking if start.has_to_end]
         return swept
-
-    def _wait_for(self, starts: Sequence[_Start], limit_s: float) -> None:
-        """Wait until the service has answered about all starts, or the time has passed."""
-        deadline = time.monotonic() + limit_s
-        while any(start.is_asking for start in starts) and time.monotonic() < deadline:
-            time.sleep(0.02)
 
 
 def _say(text: str) -> None:

@@ -263,6 +263,7 @@ def option(default: Any, recorded_as: type | re.Pattern[str]) -> Any:
     return field(default=default, metadata={"recorded_as": recorded_as})
 
 
+# More than 20 methods: it has every question that an executor asks a service.
 @dataclass(eq=False, kw_only=True)
 class JobService(abc.ABC):
     """A service that runs jobs. A subclass makes each call through the SDK of one service.
@@ -270,9 +271,8 @@ class JobService(abc.ABC):
     A call may come from several threads at the same time. Each call may raise JobServiceError with the service's own
     message. The fields of a subclass are the options of its executor.
 
-    The class has more than 20 methods, because it has every question that an executor asks a service. A subclass must
-    write seven of them: check_account, start, find, verify, state, stop and describe, and logs or open_log. The others
-    have defaults for a service that has no such ability.
+    A subclass must write seven methods: check_account, start, find, verify, state, stop and describe, and logs or
+    open_log. The others have defaults for a service that has no such ability.
 
     Args:
         pip: the requirements of the replicas. Default: those in the workspace's requirements.txt or pyproject.toml.

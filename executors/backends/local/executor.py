@@ -45,6 +45,7 @@ LONGEST_GRACE_S = 3600.0
 CHOOSE_PRELOAD = "To fork them, take it out of the backend's option preload."
 
 
+# More than 20 methods: it answers every question of a Backend.
 class LocalProcessExecutor(Backend):
     """Runs replicas as processes on this machine.
 
