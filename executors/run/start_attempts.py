@@ -8,13 +8,8 @@
     finish         the containers of a detached start are released: they need this process no more
 
 If a step fails, or Ctrl-C interrupts it, everything is undone in reverse. The lease is not renewed any more, and the
-<<<<<<< HEAD
 services end the jobs. The store gets the caller's entries, after which nothing of the start continues. The replicas
 that were started are cancelled. All differences between the callers are in a `StartPlan`.
-=======
-services end the jobs. The store gets the caller's entries, after which nothing of the start continues. Replicas that
-were started are cancelled. All differences between the callers are in a `StartPlan`.
->>>>>>> 42e22031 (JobStarter starts each job at most once, GangStart waits and undoes, PlacedRanks says which backend has a rank: classes with more than 20 methods give the reason)
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class LocalProcessExecutor(Backend):
     ) -> list[ReplicaHandle]:
         """Write an attached run of this user, and start its replicas; see `ServerlessExecutor.launch_replicas`.
 
-        A `timeout` of None is no limit.
+        If `timeout` is None, there is no time limit.
         """
         _refuse_other_systems()
         request = LaunchRequest.of(entrypoint, n=n_replicas, args=entrypoint_args, gpu=gpu, timeout=timeout)
