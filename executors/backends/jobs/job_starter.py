@@ -33,7 +33,7 @@ from executors.store.record_names import CANCEL, HANDLE, OUTCOME
 
 ASKING_THREADS = 64
 # How long a start waits for its store. Jobs that have started cost money meanwhile. Three times are less than two
-# minutes together: this one, `gang_start.HEAD_START_S`, and the minute after which `ending.end_jobs` names running jobs.
+# minutes together: this one, `gang_start.HEAD_START_S`, and the minute after which `ending.end_jobs` names what runs.
 STORE_S = 50.0
 HEAD_START_S = 5.0  # how long the store is asked for the reason why a service has refused a job
 LOOKS = 5  # the number of searches for a job after a lost answer, before the service is asked for the job again
