@@ -1,11 +1,13 @@
-"""The decision records: each is complete and in the index, and no reference to a record, or in one, leads nowhere."""
+"""The pages for contributors. Each decision record is complete and in the index, and no reference leads nowhere."""
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,3 +108,17 @@ def test_the_number_of_an_absorbed_adr_is_not_used_again() -> None:
 def test_the_average_sentence_of_a_page_is_short(page: Path) -> None:
     report = language.report_of(str(page.relative_to(ROOT)))
     assert report.words / report.sentences <= language.GOOD_AVERAGE
+
+
+def test_the_example_of_a_job_service_imports_what_exists_and_has_each_call_of_a_service() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), flags=re.DOTALL)
+    tree = ast.parse(next(block for block in blocks if "class MyJobs(JobService)" in block))
+    scope: dict[str, Any] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            exec(ast.unparse(node), scope)
+    example = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "MyJobs")
+    written = {node.name for node in example.body if isinstance(node, ast.FunctionDef)}
+    service = scope["JobService"]
+    assert service.__abstractmethods__ <= written, "a service that follows the example could not be made"
+    assert [name for name in sorted(written) if not hasattr(service, name)] == []
