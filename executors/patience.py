@@ -1,13 +1,13 @@
-"""How long each kind of process waits for a store that fails, why, and what it says meanwhile. ADR 0059 has the table.
+"""Retries calls to a store that fails: how long each kind of process tolerates an outage, and what it prints meanwhile.
 
-The shortest wait decides what an outage costs, so all of them are here, and no other module has one of its own. Two
-rules order them. Work that would be lost waits longer than work that can be asked for again. A process that costs
-nothing waits longer than a machine that is paid for.
+The shortest wait decides the damage of an outage. So all waits are in this module, and no other module has its own.
+ADR 0059 has the table with the reasons. Two rules order the waits. Work that would be lost waits longer than work that
+can be asked for again. A process that costs nothing waits longer than a machine that costs money.
 
     result = retry(lambda: store.get(key), START, what="the task of this run")
 
-Not covered: pauses between two tries of what is written again anyway (heartbeats, measurements), the patience with job
-services (`backends/jobs/service.py`), and how long replicas wait for each other.
+Not covered are pauses between two writes that are repeated anyway (heartbeats, measurements), the tolerance for job
+services (`backends/jobs/service.py`), and the wait of replicas for each other.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ MINUTE, HOUR = 60.0, 3600.0
 SCALE = 1.0
 """Multiplies every wait of this process. Tests shorten all of them by one factor; the product never changes it."""
 FIRST_WORD_S = 5.0
-"""Seconds of waiting before the first line. A shorter wait is a hiccup, which nobody needs to know of."""
+"""Seconds of waiting before the first line. A shorter wait is not worth a line."""
 AGAIN_S = 60.0
 """Seconds between two lines of one process that waits."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 
 
 @dataclass(frozen=True)
-class Patience:
+class OutageTolerance:
     """How long one kind of process waits for one thing.
 
     Args:
@@ -67,51 +67,52 @@ class Patience:
         """Return the longest wait in seconds, given the newest failure.
 
         Args:
-            error: what was raised. None: nothing yet.
+            error: the newest error. None: there was none yet.
         """
-        if isinstance(error, KeyNotFoundError):  # an answer, and no failure
+        if isinstance(error, KeyNotFoundError):  # the store has answered, so this is not a failure
             return 0.0
         seconds = self.seconds
-        if isinstance(error, CorruptObjectError | UnsafeStoreError):  # a stale answer heals in seconds, or never
+        # A stale object is right again after seconds, and a damaged one never is.
+        if isinstance(error, CorruptObjectError | UnsafeStoreError):
             seconds = min(seconds, BRIEF.seconds)
         elif isinstance(error, StoreError) and error.refusal:
             refused = self.refused_seconds if self.refused_seconds is not None else seconds
             dead = self.dead_seconds if self.dead_seconds is not None else refused
             seconds = min(seconds, dead if error.refusal == "credentials" else refused)
-        elif isinstance(error, ReplicasError) and not isinstance(error, StoreError):  # a backend's
+        elif isinstance(error, ReplicasError) and not isinstance(error, StoreError):  # an error of a backend
             longest = self.refused_seconds if self.backend_seconds is None else self.backend_seconds
             seconds = min(seconds, seconds if longest is None else longest)
         return seconds * SCALE
 
 
-REQUEST = Patience(
+REQUEST = OutageTolerance(
     "any process",
     "the answer to one request to a bucket",
     2 * MINUTE,
     "It absorbs throttling, lost replies and a change of addresses. A longer outage is for the caller to bear.",
     refused_seconds=0.0,
 )
-OPENING = Patience(
+OPENING = OutageTolerance(
     "any process",
     "the first answer of a bucket that it opens",
     10.0,
     "A wrong address must be reported soon.",
     refused_seconds=0.0,
 )
-BRIEF = Patience(
+BRIEF = OutageTolerance(
     "any process",
     "a record that decides its next step",
     10.0,
     "It absorbs a hiccup of a directory. A user waits for the answer, or ranks wait to be looked after.",
 )
-GLANCE = Patience(
+GLANCE = OutageTolerance(
     "a supervisor, a spare, `ls`",
     "one request, which is tried once",
     5.0,
     "Its one thread must also reap, end and limit ranks. It asks again a few seconds later.",
     refused_seconds=0.0,
 )
-START = Patience(
+START = OutageTolerance(
     "a replica before its entrypoint is called",
     "its claim, its task and the log of decisions",
     30 * MINUTE,
@@ -119,7 +120,7 @@ START = Patience(
     refused_seconds=MINUTE,
     dead_seconds=10.0,
 )
-ROUND = Patience(
+ROUND = OutageTolerance(
     "a replica in a round, or in its first anchor",
     "the store, whatever kind it is",
     30 * MINUTE,
@@ -127,7 +128,7 @@ ROUND = Patience(
     refused_seconds=10 * MINUTE,
     dead_seconds=MINUTE,
 )
-OUTCOME = Patience(
+OUTCOME = OutageTolerance(
     "a replica that has ended",
     "the store, to record its result or its failure",
     30 * MINUTE,
@@ -135,34 +136,34 @@ OUTCOME = Patience(
     refused_seconds=10 * MINUTE,
     dead_seconds=10.0,
 )
-SUPERVISOR = Patience(
+SUPERVISOR = OutageTolerance(
     "a supervisor on this machine",
     "the store, to record an end and to decide what follows",
     7 * 24 * HOUR,
     "It costs nothing, and giving up would end the run. It restarts ranks when the store is back.",
     refused_seconds=10 * MINUTE,
 )
-CONTAINER = Patience(
+CONTAINER = OutageTolerance(
     "a supervisor in a container that may restart its rank",
     "the store, to record an end and to decide what follows",
     30 * MINUTE,
     "The container is paid for, and a new one costs minutes and a restart.",
     refused_seconds=MINUTE,
 )
-LAST_WORDS = Patience(
+LAST_WORDS = OutageTolerance(
     "a supervisor in a container without restarts",
     "the store, to record an end",
     MINUTE,
     "The container is paid for, and its service knows as well that it has ended.",
 )
-KEEPER = Patience(
+CONTROLLER = OutageTolerance(
     "`launch`, `resume`, `add` and `watch`, and a `Run` that started replicas",
     "the store, or the backend",
     7 * 24 * HOUR,
     "Giving up ends an attached run, or leaves it without restarts. Waiting costs nothing: replicas have limits.",
     refused_seconds=15 * MINUTE,
 )
-PAID_KEEPER = Patience(
+PAID_CONTROLLER = OutageTolerance(
     "the same, where jobs of a service need their lease",
     "the store, or the backend",
     7 * 24 * HOUR,
@@ -170,7 +171,7 @@ PAID_KEEPER = Patience(
     refused_seconds=MINUTE,
     backend_seconds=15 * MINUTE,
 )
-FOLLOWER = Patience(
+FOLLOWER = OutageTolerance(
     "`wait`, `logs -f`, `events -f`, `collect`, a notebook, and a `Run` that was found again",
     "the store, or the backend",
     HOUR,
@@ -178,14 +179,18 @@ FOLLOWER = Patience(
     refused_seconds=10 * MINUTE,
 )
 TABLE = (
-    REQUEST, OPENING, BRIEF, GLANCE, START, ROUND, OUTCOME, SUPERVISOR, CONTAINER, LAST_WORDS, KEEPER,
-    PAID_KEEPER, FOLLOWER,
+    REQUEST, OPENING, BRIEF, GLANCE, START, ROUND, OUTCOME, SUPERVISOR, CONTAINER, LAST_WORDS, CONTROLLER,
+    PAID_CONTROLLER, FOLLOWER,
 )  # fmt: skip
 """All waits for a store. ADR 0059 shows the same rows, which a test compares."""
 
 
 def name_span(seconds: float) -> str:
-    """Write a wait for people, in one unit: `5 s`, `3 min`, `2 h`, `7 days`."""
+    """Return a span of time in one unit: `5 s`, `3 min`, `2 h`, `7 days`.
+
+    Args:
+        seconds: the span.
+    """
     for unit, name in ((24 * HOUR, "days"), (HOUR, "h"), (MINUTE, "min")):
         if seconds >= 2 * unit or (seconds >= unit and seconds % unit < 1):
             return f"{seconds / unit:.0f} {name}".replace("1 days", "1 day")
@@ -200,9 +205,9 @@ class _Wait:
     since: float
     limit_s: float
     error: str = ""
-    is_told: bool = False
+    was_reported: bool = False
     is_quiet: bool = False
-    """Whether it may have ended: nothing is said before the next failure."""
+    """Whether the wait may have ended, so that nothing is printed before the next failure."""
 
     def sentence(self, now: float) -> str:
         longest = f", {name_span(self.limit_s)} at most" if self.limit_s else ""
@@ -211,40 +216,42 @@ class _Wait:
 
 
 class Waits:
-    """Everything that one process waits for now. It says once a minute what that is, and how long already.
+    """Everything that one process waits for now. Once a minute it reports the oldest wait and its time so far.
 
     Args:
-        say: gets each sentence. None: it goes to stderr, behind `replicas: `.
-        clock: returns seconds of a monotonic clock.
+        report: gets each sentence. None, the default: stderr gets it, after `replicas: `.
+        clock: returns the seconds of a monotonic clock. Default: the system's clock.
 
     Example:
         waits = Waits(print)
-        outage = Outage(KEEPER, "the rendezvous", waits=waits)
+        outage = Outage(CONTROLLER, "the rendezvous", waits=waits)
     """
 
-    def __init__(self, say: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.say = say or _say
+    def __init__(
+        self, report: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.report = report or _print
         self.clock = clock
         self._all: dict[object, _Wait] = {}
         self._pid = os.getpid()
-        self._told_at = -float("inf")
+        self._reported_at = -float("inf")
 
     @property
     def _open(self) -> dict[object, _Wait]:
-        """The waits of this process by their keys; those of the process that it was forked from are forgotten."""
+        """The waits of this process by their keys. A forked process forgets the waits of its parent."""
         if self._pid != os.getpid():
             self._pid, self._all = os.getpid(), {}
         return self._all
 
     def note(self, key: object, what: str, since: float, limit_s: float, error: BaseException | None = None) -> None:
-        """Note that something is waited for, or why it still is.
+        """Note that this process waits, or still waits, for something.
 
         Args:
-            key: tells this wait from others.
-            what: the thing that is waited for, in words.
+            key: the identity of this wait, as any object that can be a key of a dict.
+            what: the thing that the process waits for, as in "the store".
             since: the time from which the wait counts, by the clock.
-            limit_s: the longest wait, in seconds. 0: the sentence names none.
-            error: the newest failure.
+            limit_s: the longest wait, in seconds. 0: the sentence has none.
+            error: the newest error. None, the default: unchanged.
         """
         wait = self._open.setdefault(key, _Wait(what, since, limit_s))
         wait.since, wait.limit_s, wait.error = since, limit_s, wait.error if error is None else str(error)
@@ -253,7 +260,7 @@ class Waits:
             self.look()
 
     def quiet(self, key: object) -> None:
-        """Note that a wait may have ended: it is not spoken of before the next failure.
+        """Note that a wait may have ended. It is not reported before the next failure.
 
         Args:
             key: the wait, as for `note`.
@@ -261,30 +268,34 @@ class Waits:
         if key in self._open:
             self._open[key].is_quiet = True
 
-    def over(self, key: object, *, is_back: bool) -> None:
+    def end(self, key: object, *, is_back: bool) -> None:
         """Note that a wait has ended.
 
         Args:
             key: the wait, as for `note`.
-            is_back: True if the thing has come; False if nobody waits for it any more.
+            is_back: True if the thing has come. False if the process has given up.
         """
         wait = self._open.pop(key, None)
-        if wait is not None and wait.is_told and is_back:
-            self.say(f"the wait for {wait.what} has ended after {name_span(self.clock() - wait.since)}.")
+        if wait is not None and wait.was_reported and is_back:
+            self.report(f"the wait for {wait.what} has ended after {name_span(self.clock() - wait.since)}.")
 
     def look(self) -> None:
-        """Say what is waited for, if a line is due: the first after 5 s, then one a minute for the whole process."""
+        """Report the oldest wait if a line is due: the first after 5 s, then one a minute for the whole process."""
         now = self.clock()
-        told_of = [wait for wait in list(self._open.values()) if not wait.is_quiet]
-        oldest = min(told_of, key=lambda wait: (not wait.error, wait.since), default=None)
+        reported = [wait for wait in list(self._open.values()) if not wait.is_quiet]
+        oldest = min(reported, key=lambda wait: (not wait.error, wait.since), default=None)
         first_s, again_s = FIRST_WORD_S * SCALE, AGAIN_S * SCALE
-        if oldest is not None and now - oldest.since >= first_s and now - self._told_at >= again_s:
-            self._told_at, oldest.is_told = now, bool(oldest.error)
-            self.say(oldest.sentence(now))
+        if oldest is not None and now - oldest.since >= first_s and now - self._reported_at >= again_s:
+            self._reported_at, oldest.was_reported = now, bool(oldest.error)
+            self.report(oldest.sentence(now))
 
     @contextlib.contextmanager
     def asking(self, what: str) -> Iterator[None]:
-        """Note within the block that an answer is waited for, which may not come."""
+        """Note within the block that this process waits for an answer, which may not come.
+
+        Args:
+            what: the thing that answers, as in "s3://bucket/runs".
+        """
         key = _thread.get_ident(), what
         is_outermost = key not in self._open
         if is_outermost:
@@ -293,31 +304,40 @@ class Waits:
             yield
         except BaseException:
             if is_outermost:
-                self.over(key, is_back=False)
+                self.end(key, is_back=False)
             raise
         if is_outermost:
-            self.over(key, is_back=True)
+            self.end(key, is_back=True)
 
     def failed(self, what: str, error: BaseException) -> None:
-        """Note why the answer that `asking` waits for has not come yet."""
+        """Note an error of a request within the block of `asking`, which will be tried again.
+
+        Args:
+            what: the thing that answers, as for `asking`.
+            error: the error.
+        """
         wait = self._open.get((_thread.get_ident(), what))
         if wait is not None:
             wait.error = str(error)
             self.look()
 
     @contextlib.contextmanager
-    def saying(self, say: Callable[[str], None]) -> Iterator[None]:
-        """Say it in another way within the block."""
-        before, self.say = self.say, say
+    def reporting_to(self, report: Callable[[str], None]) -> Iterator[None]:
+        """Report to another function within the block.
+
+        Args:
+            report: gets each sentence.
+        """
+        before, self.report = self.report, report
         try:
             yield
         finally:
-            self.say = before
+            self.report = before
 
     @contextlib.contextmanager
-    def told_by_thread(self) -> Iterator[None]:
-        """Have a thread look within the block, so that a request without an answer is told of, too."""
-        import threading  # here: a replica's first thread must not be the one that imports it
+    def report_from_thread(self) -> Iterator[None]:
+        """Report from a thread within the block, so that a single request without an answer is reported as well."""
+        import threading  # only here, because in a replica the main thread must be the first that imports it
 
         is_over = threading.Event()
 
@@ -332,22 +352,23 @@ class Waits:
             is_over.set()
 
 
-def _say(words: str) -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # a full disk; the user has closed or unset it
+def _print(words: str) -> None:
+    # The disk may be full, or the user's code may have closed or replaced stderr.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(f"replicas: {words}\n")
 
 
 waits = Waits()
-"""Those of this process."""
+"""The waits of this process."""
 
 
 class Outage:
     """One wait for something that fails, from its first failure to the next success.
 
     Args:
-        patience: how long it lasts at most.
-        what: the thing that fails, in words.
-        waits: says once a minute that it is waited for. None: those of this process.
+        patience: the longest wait.
+        what: the thing that fails, as in "the store", which is the default.
+        waits: reports the wait once a minute. None, the default: the waits of this process.
 
     Example:
         outage = Outage(FOLLOWER, "the rendezvous")
@@ -355,13 +376,13 @@ class Outage:
             try:
                 look()
             except StoreError as error:
-                if not outage.bears(error):
+                if not outage.tolerates(error):
                     raise
             else:
                 outage.end()
     """
 
-    def __init__(self, patience: Patience, what: str = "the store", *, waits: Waits | None = None) -> None:
+    def __init__(self, patience: OutageTolerance, what: str = "the store", *, waits: Waits | None = None) -> None:
         self.patience = patience
         self._what = what
         self._waits = waits or globals()["waits"]
@@ -373,26 +394,26 @@ class Outage:
         """Whether the last call failed."""
         return self._since is not None
 
-    def bears(self, error: ReplicasError) -> bool:
-        """Note a failure; return whether to try again.
+    def tolerates(self, error: ReplicasError) -> bool:
+        """Note a failure. Return True if the caller should try again.
 
         Args:
-            error: what was raised. It is marked as waited for when the patience is over.
+            error: the error. After the longest wait, its `was_waited_for` is set.
         """
         now = self._waits.clock()
-        first = getattr(error, "failing_since", None) or now  # a store may have tried for minutes by itself
+        first = getattr(error, "failing_since", None) or now  # the store itself may have tried for minutes
         self._since = first if self._since is None else self._since
         self._counts_from = first if self._counts_from is None else self._counts_from
         limit_s = self.patience.limit_for(error)
         if now - self._counts_from >= limit_s:
-            self._waits.over(self, is_back=False)
+            self._waits.end(self, is_back=False)
             error.was_waited_for = True
             return False
         self._waits.note(self, self._what, self._since, limit_s, error)
         return True
 
     def restart(self) -> None:
-        """Count the patience from the next failure on: until then this process had something else to do."""
+        """Count the longest wait from the next failure on, because this process has other work now."""
         self._counts_from = None
 
     def end(self) -> None:
@@ -400,41 +421,42 @@ class Outage:
         self._stop(is_back=True)
 
     def quiet(self) -> None:
-        """Note that the thing may have answered: this process has not asked it again."""
+        """Report nothing before the next failure, because the thing may work again and was not asked."""
         self._waits.quiet(self)
 
     def drop(self) -> None:
-        """Note that the thing is not waited for any more, and say nothing."""
+        """Note that the process has given up the wait, without a report."""
         self._stop(is_back=False)
 
     def _stop(self, *, is_back: bool) -> None:
         if self._since is not None:
             self._since = self._counts_from = None
-            self._waits.over(self, is_back=is_back)
+            self._waits.end(self, is_back=is_back)
 
 
 def retry(
     act: Callable[[], T],
-    patience: Patience = BRIEF,
+    patience: OutageTolerance = BRIEF,
     what: str = "the store",
     *,
     is_last: bool = False,
     sleep: Callable[[float], object] = time.sleep,
     waits: Waits | None = None,
 ) -> T:
-    """Call `act` again while a store fails, as long as the patience lasts; return what it returns.
+    """Call a function until the store answers, or the longest wait is reached. Return the function's result.
 
         task = retry(lambda: store.get(key), START, "the task of this run")
 
-    A missing key is an answer, and is raised at once.
+    A missing key is an answer, and its error is raised at once.
 
     Args:
-        act: the call, which may be made several times.
-        patience: how long to try.
-        what: the thing that is waited for, in words.
-        is_last: True if nothing is to be said when the wait ends, because what this process said is kept by then.
-        sleep: waits between two tries, for so many seconds.
-        waits: says what is waited for. None: those of this process.
+        act: the function, which may be called several times.
+        patience: the longest wait. Default: 10 s.
+        what: the thing that the process waits for, for the reports. Default: the store.
+        is_last: True if the end of the wait is not reported, because the log of this process may be closed by then.
+            Default False.
+        sleep: waits between two tries, given the seconds. Default: `time.sleep`.
+        waits: reports the wait. None, the default: the waits of this process.
 
     Raises:
         StoreError: the last failure.
@@ -448,17 +470,17 @@ def retry(
             raise
         except StoreError as error:
             outage = outage or Outage(patience, what, waits=waits)
-            if not outage.bears(error):
+            if not outage.tolerates(error):
                 raise
         else:
             if outage is not None:
                 outage.drop() if is_last else outage.end()
             return result
-        # At random: replicas that lost the store at once must not come back to it at once.
+        # A random pause, because replicas that lost the store together must not all come back at the same moment.
         sleep(longest_s * (1 + _chance()) / 2 * min(1.0, max(SCALE, 0.01)))
         longest_s = min(LONGEST_PAUSE_S, patience.seconds / 10, 2 * longest_s)
 
 
 def _chance() -> float:
-    """Return a number from 0 to 1, by no generator that a user may have seeded."""
+    """Return a random number from 0 to 1, from the system and not from a generator that the user may have seeded."""
     return int.from_bytes(os.urandom(4), "big") / 2**32

@@ -123,8 +123,8 @@ def _one_torch_thread() -> None:
 def _no_wait_of_the_test_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a process wait for nothing at first: a thread of an earlier test may wait for its store for minutes."""
     monkeypatch.setattr(waits, "_all", {})
-    monkeypatch.setattr(waits, "_told_at", -math.inf)
-    monkeypatch.setattr(waits, "say", Waits().say)
+    monkeypatch.setattr(waits, "_reported_at", -math.inf)
+    monkeypatch.setattr(waits, "report", Waits().report)
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from xxhash import xxh3_128_digest
 from diloco.rendezvous.envelope import Buffer
 from diloco.rendezvous.frames import READ_TRIES
 from executors.errors import KeyNotFoundError, StoreError
-from executors.patience import ROUND, Outage, Patience, Waits
+from executors.patience import ROUND, Outage, OutageTolerance, Waits
 from executors.store import Data, MemoryStore, Produce, Store, StreamingStore
 from executors.store.file import FileStore
 
@@ -78,7 +78,7 @@ class RetryingStore:
         store: Store,
         *,
         clock: Callable[[], float],
-        patience: Patience = ROUND,
+        patience: OutageTolerance = ROUND,
         waits: Waits | None = None,
         copies: bool = False,
     ) -> None:
@@ -253,7 +253,7 @@ class RetryingStore:
     def _failed(self, verb: str, error: StoreError) -> None:
         """Record a failed call. Raise the error if calls of this kind have failed for too long."""
         self._n_failed[verb] += 1
-        if not self._outages[verb].bears(error) and self._n_failed[verb] >= FAILURES:
+        if not self._outages[verb].tolerates(error) and self._n_failed[verb] >= FAILURES:
             raise error
 
     def _works(self, verb: str) -> None:

@@ -24,7 +24,7 @@ from executors.attempt.outcome import (
 from executors.attempt.pauses import wait_until_terminal
 from executors.attempt.signed_record import PROOF_BYTES, find_signed, is_proven, signed_key, write_signed
 from executors.errors import CorruptObjectError, KeyNotFoundError, UnknownHandleError, UnwritableStoreError
-from executors.patience import Patience, retry
+from executors.patience import OutageTolerance, retry
 from executors.process import this_process
 from executors.protocol import BY_USER, Outcome, Reason, ReplicaHandle, ReplicaStatus, WarningCount
 from executors.store import Store, store_at
@@ -476,7 +476,7 @@ class Attempt:
         """Return an outcome of this attempt, not yet recorded."""
         return Outcome(self.rank, self.number, status, reason, **more)
 
-    def record(self, outcome: Outcome, *, patience: Patience | None = None) -> Outcome:
+    def record(self, outcome: Outcome, *, patience: OutageTolerance | None = None) -> Outcome:
         """Write its outcome unless there is one, or its run was deleted, and return the one that counts: the first.
 
         What ends after its cancel marker was written is `cancelled`, however it ended.

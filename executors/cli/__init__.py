@@ -180,7 +180,7 @@ def _call() -> int:
         if not {*arguments[:1]} & {"launch", "resume", "add"}:  # which may train in this process
             gc.set_threshold(GC_THRESHOLD)
             atexit.register(gc.freeze)  # else all that was imported is looked through once more: a fifth of `status`
-        with waits.told_by_thread():  # of a store that does not answer, the first line comes after 5 s
+        with waits.report_from_thread():  # of a store that does not answer, the first line comes after 5 s
             returned = command_of(arguments).main(arguments, prog_name="replicas", standalone_mode=False, obj=argv)
     except (KeyboardInterrupt, typer.Abort):
         returned = CANCELLED

@@ -37,7 +37,7 @@ from executors.patience import waits as process_waits
 from executors.process import wakeup_pipe
 from executors.protocol import ReplicaStatus
 from executors.run.run import Run, manager_of, view_of
-from executors.run.waiter import OutageTolerance
+from executors.run.waiter import ReadTolerance
 from executors.status import COLUMNS, MAX_DECIDED, MAX_LINE, ReplicaState, RunStatus
 from executors.store.parallel import within
 
@@ -298,9 +298,9 @@ def follow(
         return status.is_terminal
 
     end = math.inf if timeout_s is None else clock() + timeout_s
-    tolerance = OutageTolerance(lambda: manager.patience, waits)
+    tolerance = ReadTolerance(lambda: manager.patience, waits)
     is_over, between = tolerance.tolerant(has_ended), manager.view.reader.pauses()
-    with waits.saying(lambda words: view.print_line(f"{words[:1].upper()}{words[1:]}", "yellow")):
+    with waits.reporting_to(lambda words: view.print_line(f"{words[:1].upper()}{words[1:]}", "yellow")):
         try:
             while not is_over():
                 if after_each():

@@ -132,11 +132,11 @@ class _Follower:
             try:
                 sights, before = self._logs.look(self._asked), self._sights
             except StoreError as error:
-                if not store.bears(error):
+                if not store.tolerates(error):
                     raise
                 continue
             except BackendError as error:
-                if not backend.bears(error):
+                if not backend.tolerates(error):
                     raise
                 continue
             store.end()
@@ -165,7 +165,7 @@ class _Follower:
                         self._parts.put((each.rank, each.attempt, lines))
                     outage.end()
                 except StoreError as error:  # it is read again from where it is
-                    if not outage.bears(error):
+                    if not outage.tolerates(error):
                         raise
                     break
                 if not was_done and each.is_done(sights[each.rank]):

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from executors.attempt import Attempt
 from executors.errors import CorruptObjectError, StoreError
-from executors.patience import BRIEF, Outage, Patience, Waits
+from executors.patience import BRIEF, Outage, OutageTolerance, Waits
 from executors.protocol import Outcome, ReplicaStatus
 from executors.restarts.controller import RestartContext, RestartController, RunSnapshot, leaves_its_supervisor
 from executors.restarts.decision_log import Decision, DecisionLog, hang_of, policy_of
@@ -48,7 +48,7 @@ class RestartSession:
         begin: Callable[[Attempt], None],
         cancelled: Callable[[Attempt, str], None],
         look_s: float,
-        patience: Callable[[], Patience],
+        patience: Callable[[], OutageTolerance],
         waits: Waits,
     ) -> None:
         self._spec = spec
@@ -178,7 +178,7 @@ class RestartSession:
             if is_busy:  # the wait for the store counts only while the supervisor has no other work
                 self._outage.restart()
             self._outage.patience = self._patience()
-            if self._outage.bears(error):
+            if self._outage.tolerates(error):
                 self._keep_at = time.monotonic() + PAUSE_S
             return False
         if wait_s is not None:

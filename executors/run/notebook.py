@@ -138,7 +138,7 @@ class Display:
             try:
                 status = self._run.status()
             except ReplicasError as error:
-                is_over = not outage.bears(error)
+                is_over = not outage.tolerates(error)
                 words = "No longer shown; call show() again" if is_over else "Looking again"
                 show = partial(self._view.say, f"{words}: {error}")
             else:

@@ -37,7 +37,7 @@ def events_of(view: RunView, *, follow: bool = False, note: Callable[[str], None
     decisions = DecisionLog(view.store, view.run_id, key=key)
     events = EventReader(decisions, view.record, map_over=view.reader.map, note=note)
     for pause_s in view.reader.pauses():
-        # A follower bears a store that is away for a while. Without `follow` the caller wants an error soon.
+        # A follower tolerates a store that is away for a while. Without `follow` the caller wants an error soon.
         now = retry(lambda: view.status(reports=False), FOLLOWER if follow else BRIEF, "the rendezvous")
         view.reader.share_log(decisions)  # else each of the two would read every entry itself
         yield from events.new(view.reader.inventory, now)

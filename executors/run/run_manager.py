@@ -11,7 +11,7 @@ from typing import Any
 
 from executors.backend import JobsOfRun
 from executors.errors import BackendError, StoreError
-from executors.patience import FOLLOWER, KEEPER, PAID_KEEPER, Patience
+from executors.patience import CONTROLLER, FOLLOWER, PAID_CONTROLLER, OutageTolerance
 from executors.protocol import BY_USER, Outcome, ServerlessExecutor
 from executors.restarts.decision_log import DecisionLog
 from executors.restarts.lease import LeaseHolder
@@ -238,11 +238,11 @@ class RunManager:
         return any(lease.is_released for lease in self._leases)
 
     @property
-    def patience(self) -> Patience:
+    def patience(self) -> OutageTolerance:
         """How long this process waits for the store of the run. A process that keeps a run waits longest."""
         if self._leases:  # it keeps jobs that are paid for
-            return PAID_KEEPER
-        return KEEPER if self._controller is not None or self._is_launcher else FOLLOWER
+            return PAID_CONTROLLER
+        return CONTROLLER if self._controller is not None or self._is_launcher else FOLLOWER
 
     def keep(self, states: Sequence[ReplicaState]) -> bool:
         """Decide what follows the ends among these states, if this process keeps the run.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from executors.attempt.pauses import wait_until
 from executors.errors import BackendError, CorruptObjectError, RunNotFoundError, StoreError, UnwritableStoreError
-from executors.patience import FOLLOWER, Outage, Patience, Waits
+from executors.patience import FOLLOWER, Outage, OutageTolerance, Waits
 from executors.patience import waits as process_waits
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run.progress import View
@@ -21,19 +21,19 @@ OTHERS_FAIL_S = 2.0  # what fails everywhere does so within this: then nobody tr
 UNSEEN_S = 60.0  # without a look: longer than any pause between two looks of one wait
 
 
-class OutageTolerance:
-    """Bears that looks at a run fail, as long as the patience of this process lasts.
+class ReadTolerance:
+    """Tolerates that looks at a run fail, as long as the patience of this process lasts.
 
     Args:
         patience: returns how long that is: a process may begin to keep the run that it follows.
         waits: says once a minute that the store, or the backend, is waited for. None: those of this process.
 
     Example:
-        tolerance = OutageTolerance(lambda: FOLLOWER)
+        tolerance = ReadTolerance(lambda: FOLLOWER)
         is_over = tolerance.tolerant(lambda: run.status().is_terminal)
     """
 
-    def __init__(self, patience: Callable[[], Patience], waits: Waits | None = None) -> None:
+    def __init__(self, patience: Callable[[], OutageTolerance], waits: Waits | None = None) -> None:
         self._patience = patience
         self._clock = (waits or process_waits).clock
         self._has_seen = False
@@ -51,7 +51,7 @@ class OutageTolerance:
                 not help.
         """
 
-        def bears() -> bool:
+        def tolerates() -> bool:
             if self._clock() - self._looked_at > UNSEEN_S:  # an earlier failure says nothing of that time
                 for outage in self._outages.values():
                     outage.drop()
@@ -69,7 +69,7 @@ class OutageTolerance:
                 self._outages["backend"].quiet()
             return found
 
-        return bears
+        return tolerates
 
     def rest(self) -> None:
         """Note that a wait has ended: nothing is said of the store, or the backend, until the next one."""
@@ -81,7 +81,7 @@ class OutageTolerance:
         if not self._has_seen and (what == "backend" or isinstance(error, CorruptObjectError)):
             raise error  # a missing SDK or account, or unreadable records: waiting does not help
         self._outages[what].patience = self._patience()
-        if not self._outages[what].bears(error):
+        if not self._outages[what].tolerates(error):
             raise error
         self._failed_at = self._looked_at = self._clock()
 
@@ -100,14 +100,14 @@ class Waiter:
         reader: RunStateReader,
         cancel: Callable[[], None],
         keep: Callable[[Sequence[ReplicaState]], bool],
-        patience: Callable[[], Patience] = lambda: FOLLOWER,
+        patience: Callable[[], OutageTolerance] = lambda: FOLLOWER,
     ) -> None:
         self._reader = reader
         self._cancel = cancel
         self._keep = keep
         self._watches_for_failures = True
         self._failing_since: float | None = None
-        self._tolerance = OutageTolerance(patience)
+        self._tolerance = ReadTolerance(patience)
 
     def wait(self, n: int | None, timeout_s: float | None, view: View | None) -> bool:
         """Wait until `n` replicas have ended, None: all; False if the time was over first."""

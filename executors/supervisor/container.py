@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from executors.attempt import Attempt, Beat
 from executors.attempt.outcome import describe_end
 from executors.errors import StoreError
-from executors.patience import BRIEF, CONTAINER, LAST_WORDS, START, Patience, retry
+from executors.patience import BRIEF, CONTAINER, LAST_WORDS, START, OutageTolerance, retry
 from executors.process import (
     be_killed_first,
     die_with_parent,
@@ -87,7 +87,7 @@ class ContainerSupervisor(Supervisor):
         """The exit code of the rank's last process, as a shell reports it."""
 
     @property
-    def _patience(self) -> Patience:
+    def _patience(self) -> OutageTolerance:
         """How long to wait for a store that fails, with nothing else to do, because the container costs money."""
         if self._notice is not None:
             return BRIEF

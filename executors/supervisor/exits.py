@@ -13,7 +13,7 @@ from typing import Any
 from executors.attempt import Attempt
 from executors.attempt.outcome import describe_end
 from executors.errors import CorruptObjectError, StoreError
-from executors.patience import Patience, Waits
+from executors.patience import OutageTolerance, Waits
 from executors.process import signal_name
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import SERVICE
@@ -96,7 +96,7 @@ class OutcomeWriter:
     def __init__(
         self,
         recorded: Callable[[Attempt, Outcome], None],
-        patience: Callable[[], Patience],
+        patience: Callable[[], OutageTolerance],
         clock: Callable[[], float] = time.monotonic,
         waits: Waits | None = None,
     ) -> None:
@@ -173,7 +173,7 @@ class OutcomeWriter:
         limit_s = self._patience().limit_for(self._failure)
         is_pending = bool(self._late) and (self._idle_since is None or now - self._idle_since < limit_s)
         if not is_pending:
-            self._waits.over(self, is_back=not self._late)
+            self._waits.end(self, is_back=not self._late)
         elif self._failure is not None:
             what = "the store to record how a rank ended"
             self._waits.note(self, what, self._failing_since, limit_s, self._failure)

@@ -17,7 +17,7 @@ from collections import deque
 from executors.attempt import Attempt
 from executors.attempt.outcome import describe_cancel, describe_end
 from executors.errors import LaunchError, StoreError
-from executors.patience import BRIEF, GLANCE, SUPERVISOR, Patience, Waits, retry
+from executors.patience import BRIEF, GLANCE, SUPERVISOR, OutageTolerance, Waits, retry
 from executors.process import children, kill_descendants
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica.shared_page import SharedPage
@@ -198,7 +198,7 @@ class Supervisor:
         return self._outcomes.is_pending(is_busy=has_more) or has_more
 
     @property
-    def _patience(self) -> Patience:
+    def _patience(self) -> OutageTolerance:
         """How long to wait for a store that fails, with nothing else to do. After a failed start a launcher waits."""
         return BRIEF if self._is_undone else SUPERVISOR
 
@@ -251,7 +251,7 @@ class Supervisor:
                 return
             self._outcomes.add(attempt, "start_failed", f"Rank {rank} could not be started: {error}")
             return
-        self._waits.over(rank, is_back=True)
+        self._waits.end(rank, is_back=True)
         self._session.note_start(attempt)
         self._waiting.append(attempt)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from executors.errors import CorruptObjectError, EntrypointError, StoreError
-from executors.patience import BRIEF, START, Patience, retry
+from executors.patience import BRIEF, START, OutageTolerance, retry
 from executors.store import Store
 from executors.store.records import get_at_most
 from executors.task.arguments import annotations_of, check_call, from_texts
@@ -87,7 +87,7 @@ class StoredTask:
             )
         return self.record.launched_with
 
-    def read(self, name: str, digest: str | None, patience: Patience = BRIEF) -> memoryview:
+    def read(self, name: str, digest: str | None, patience: OutageTolerance = BRIEF) -> memoryview:
         """Read one of the task's objects, which must have the given sha256.
 
         Args:
@@ -141,7 +141,7 @@ class StoredTask:
 
 
 def read_task(
-    store: Store, run_id: str, digest: str | None = None, folder: str = "task", patience: Patience = BRIEF
+    store: Store, run_id: str, digest: str | None = None, folder: str = "task", patience: OutageTolerance = BRIEF
 ) -> StoredTask:
     """Read a run's task, and check that it is the one that was launched.
 
@@ -171,7 +171,7 @@ def folder_of(own_task: str) -> str:
     return f"task-{own_task[:16]}"
 
 
-def _get_checked(store: Store, key: str, digest: str | None, patience: Patience) -> memoryview:
+def _get_checked(store: Store, key: str, digest: str | None, patience: OutageTolerance) -> memoryview:
     """Read an object, and check its digest. After an error or a wrong digest, try again."""
     for _ in range(READ_TRIES):
         data = retry(lambda: get_at_most(store, key, MAX_TASK_BYTES), patience, "the task of this run")

@@ -105,7 +105,7 @@ def main(assignment: Assignment) -> NoReturn:
     """
     faulthandler.enable()  # a segfault leaves its Python stack
     handle_sigterm(assignment.page)
-    waits.say = lambda words: _print(f"replicas: rank {assignment.rank}: {words}\n")
+    waits.report = lambda words: _print(f"replicas: rank {assignment.rank}: {words}\n")
     code = 1
     try:
         code = _Worker(assignment).run()
@@ -399,7 +399,7 @@ class _Worker:
                 self.warnings.add(text, place="outcome")
             _print(f"replicas: {text}\n")
 
-        with self.heartbeat.left_to_supervisor(), waits.saying(warn):
+        with self.heartbeat.left_to_supervisor(), waits.reporting_to(warn):
             return retry(lambda: self._write(outcome), OUTCOME, "the store", is_last=True)
 
     def with_warnings(self, outcome: Outcome) -> Outcome:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from executors.patience import TABLE, Patience, name_span
+from executors.patience import TABLE, OutageTolerance, name_span
 
 ROOT = Path(__file__).parents[2]
 ADR = next((ROOT / "ADRs").glob("*-one-patience.md"))
@@ -18,7 +18,7 @@ OTHER_WAITS = {
 }
 
 
-def row_of(patience: Patience) -> str:
+def row_of(patience: OutageTolerance) -> str:
     refused = patience.seconds if patience.refused_seconds is None else patience.refused_seconds
     dead = refused if patience.dead_seconds is None else patience.dead_seconds
     spans = " | ".join(map(name_span, (patience.seconds, refused, dead)))

@@ -30,7 +30,7 @@ from executors.attempt import Attempt
 from executors.backends.jobs import ending, gang_start, job_starter
 from executors.cli.live import Interrupts
 from executors.errors import LaunchError, StoreError
-from executors.patience import PAID_KEEPER
+from executors.patience import PAID_CONTROLLER
 from executors.protocol import ReplicaStatus
 from executors.run.job_notes import noted_jobs
 from executors.run.run import manager_of, view_of
@@ -273,7 +273,7 @@ def test_a_run_whose_prefix_was_emptied_is_still_found_and_ended(
 def test_the_launching_command_ends_the_jobs_of_a_run_whose_store_refuses_it_for_good(
     hf: HubServer, command: HereInstead, s3: S3Server, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    monkeypatch.setattr("executors.run.run_manager.PAID_KEEPER", replace(PAID_KEEPER, refused_seconds=0.5))
+    monkeypatch.setattr("executors.run.run_manager.PAID_CONTROLLER", replace(PAID_CONTROLLER, refused_seconds=0.5))
 
     def strike() -> None:
         eventually(lambda: len(living(hf)) == 2 and len(noted_jobs(RUN.id)) == 2)

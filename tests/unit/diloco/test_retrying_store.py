@@ -1,4 +1,4 @@
-"""What the rendezvous believes of a store's readings, and how long it bears its errors."""
+"""What the rendezvous believes of a store's readings, and how long it tolerates its errors."""
 
 from __future__ import annotations
 

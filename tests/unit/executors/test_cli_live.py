@@ -17,12 +17,12 @@ from executors.cli.live import PlainView, follow
 from executors.cli.output import Output, note, without_unwritable_lines
 from executors.cli.table import replica_table
 from executors.errors import BackendError, ReplicasError, StoreError
-from executors.patience import AGAIN_S, FIRST_WORD_S, FOLLOWER, KEEPER, ROUND, Waits
+from executors.patience import AGAIN_S, CONTROLLER, FIRST_WORD_S, FOLLOWER, ROUND, Waits
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run.run import Run, view_of
 from executors.run.run_manager import RunManager
 from executors.run.run_state_reader import RunStateReader
-from executors.run.waiter import OutageTolerance, Waiter
+from executors.run.waiter import ReadTolerance, Waiter
 from executors.status import DecisionLine, Installation, ReplicaState, RestartState, RunStatus
 from executors.store.memory import MemoryStore
 from executors.task.record import RunRecord
@@ -301,7 +301,7 @@ def test_a_process_that_follows_a_run_says_once_a_minute_what_it_waits_for(capsy
 
 
 def test_a_process_that_keeps_or_follows_a_run_waits_longer_than_its_replicas() -> None:
-    assert ROUND.seconds < FOLLOWER.seconds < KEEPER.seconds
+    assert ROUND.seconds < FOLLOWER.seconds < CONTROLLER.seconds
 
 
 def test_a_failure_that_lasts_longer_than_the_patience_is_raised(capsys: pytest.CaptureFixture[str]) -> None:
@@ -359,7 +359,7 @@ class FailingObserver:
 def test_what_failed_before_a_pause_between_two_waits_does_not_count_to_the_patience(error: ReplicasError) -> None:
     observer, clock = FailingObserver(), Clock()
     waiter = Waiter(cast(RunStateReader, observer), lambda: None, lambda states: False)
-    waiter._tolerance = OutageTolerance(lambda: FOLLOWER, Waits(lambda words: None, clock))
+    waiter._tolerance = ReadTolerance(lambda: FOLLOWER, Waits(lambda words: None, clock))
     limit_s = FOLLOWER.limit_for(error)
     assert not waiter.wait(None, 0, None)
     observer.error = error

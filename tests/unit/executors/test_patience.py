@@ -12,9 +12,9 @@ from executors.errors import CorruptObjectError, KeyNotFoundError, StoreError, U
 from executors.patience import (
     AGAIN_S,
     BRIEF,
+    CONTROLLER,
     FIRST_WORD_S,
     FOLLOWER,
-    KEEPER,
     OUTCOME,
     ROUND,
     SUPERVISOR,
@@ -60,7 +60,7 @@ class Scene:
 def test_an_outage_of_a_quarter_of_an_hour_costs_no_work(error: StoreError) -> None:
     scene = Scene()
     assert scene.is_asked(error, 15 * MINUTE) == "the answer"
-    for each in (ROUND, SUPERVISOR, KEEPER, FOLLOWER):
+    for each in (ROUND, SUPERVISOR, CONTROLLER, FOLLOWER):
         assert each.limit_for(error) > 15 * MINUTE, each.process
 
 
@@ -82,7 +82,7 @@ def test_a_store_that_refuses_is_not_waited_for_as_long_as_one_that_is_away() ->
 
 @pytest.mark.parametrize("kind", [CorruptObjectError, UnsafeStoreError])
 def test_what_waiting_does_not_mend_is_asked_for_a_few_more_times(kind: type[StoreError]) -> None:
-    assert KEEPER.limit_for(kind("rotten")) == BRIEF.seconds
+    assert CONTROLLER.limit_for(kind("rotten")) == BRIEF.seconds
 
 
 def test_a_missing_object_is_an_answer() -> None:
@@ -113,7 +113,7 @@ def test_a_process_that_waits_for_several_things_says_one_line_a_minute() -> Non
     for _ in range(int(5 * AGAIN_S)):
         scene.now += 1
         for outage in outages:
-            assert outage.bears(StoreError("away"))
+            assert outage.tolerates(StoreError("away"))
     assert len(scene.said) == 5
 
 
@@ -131,15 +131,15 @@ def test_time_with_something_else_to_do_does_not_count_to_the_patience() -> None
     for _ in range(100):
         scene.now += 1
         outage.restart()
-        assert outage.bears(StoreError("away"))
+        assert outage.tolerates(StoreError("away"))
     scene.now += BRIEF.seconds
-    assert not outage.bears(StoreError("away"))
+    assert not outage.tolerates(StoreError("away"))
 
 
 def test_a_backend_that_fails_is_waited_for_as_one_that_refuses() -> None:
     from executors.errors import BackendError
 
-    assert KEEPER.limit_for(BackendError("down")) == KEEPER.refused_seconds
+    assert CONTROLLER.limit_for(BackendError("down")) == CONTROLLER.refused_seconds
 
 
 def test_tests_shorten_every_wait_by_one_factor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from botocore.exceptions import ClientError
 
 from executors.attempt import Attempt
 from executors.errors import StoreError, UnwritableStoreError
-from executors.patience import BRIEF, FOLLOWER, KEEPER, OUTCOME, ROUND, START, SUPERVISOR, Patience
+from executors.patience import BRIEF, CONTROLLER, FOLLOWER, OUTCOME, ROUND, START, SUPERVISOR, OutageTolerance
 from executors.protocol import Outcome, ReplicaStatus
 from executors.replica import Replica
 from executors.replica.warning_log import WarningLog
@@ -58,7 +58,7 @@ def test_a_replica_whose_credentials_have_expired_does_not_wait_for_its_store(mo
 
     limits = list[float]()
 
-    def retry(act: Any, patience: Patience, what: str, **_: Any) -> Any:
+    def retry(act: Any, patience: OutageTolerance, what: str, **_: Any) -> Any:
         try:
             return act()
         except StoreError as error:
@@ -89,7 +89,7 @@ def test_a_replica_whose_credentials_have_expired_does_not_wait_for_its_store(mo
 def test_an_error_says_whether_waiting_alone_may_help(code: str, status: int, refusal: str) -> None:
     error = error_of(code, status, "write")
     assert error.refusal == refusal
-    for each in (START, ROUND, OUTCOME, SUPERVISOR, KEEPER, FOLLOWER):
+    for each in (START, ROUND, OUTCOME, SUPERVISOR, CONTROLLER, FOLLOWER):
         assert (each.limit_for(error) == each.seconds) is (refusal == ""), each.process
 
 
