@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import executors.process  # noqa: F401 - first: on Windows it ends the process with one sentence
 from executors.errors import ReplicasError, ReplicasWarning
-from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
-from executors.replica import current_replica
+from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus, ServerlessExecutor
+from executors.replica import Replica, current_replica
 from executors.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -24,21 +24,33 @@ if TYPE_CHECKING:
     from executors.backends.ray import RayExecutor
     from executors.backends.slurm import SlurmExecutor
     from executors.launcher import launch
+    from executors.metrics.metrics import Metrics
+    from executors.report.events import Event
     from executors.run.lookup import attach, list_runs
     from executors.run.run import Run
+    from executors.settings.policy import Restarts
+    from executors.status import RunStatus
+    from executors.store.artifacts import Artifact
 
 __all__ = [
+    "Artifact",
+    "Event",
     "HFJobsExecutor",
     "InlineExecutor",
     "KubernetesExecutor",
     "LocalProcessExecutor",
+    "Metrics",
     "ModalExecutor",
+    "Outcome",
     "RayExecutor",
+    "Replica",
     "ReplicaHandle",
     "ReplicaStatus",
     "ReplicasError",
     "ReplicasWarning",
+    "Restarts",
     "Run",
+    "RunStatus",
     "ServerlessExecutor",
     "SlurmExecutor",
     "Store",
@@ -51,13 +63,18 @@ __all__ = [
 
 # Loaded when first used, so that a replica's `import executors` costs little.
 _LAZY = {
+    "Artifact": "executors.store.artifacts",
+    "Event": "executors.report.events",
     "HFJobsExecutor": "executors.backends.hf_jobs",
     "InlineExecutor": "executors.backends.inline",
     "KubernetesExecutor": "executors.backends.kubernetes",
     "LocalProcessExecutor": "executors.backends.local.executor",
+    "Metrics": "executors.metrics.metrics",
     "ModalExecutor": "executors.backends.modal",
     "RayExecutor": "executors.backends.ray",
+    "Restarts": "executors.settings.policy",
     "Run": "executors.run.run",
+    "RunStatus": "executors.status",
     "SlurmExecutor": "executors.backends.slurm",
     "attach": "executors.run.lookup",
     "launch": "executors.launcher",
