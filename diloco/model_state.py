@@ -78,7 +78,7 @@ class ModelState:
         self._is_final = settings.plan.is_final
         self._mix = settings.mix
         self.wire = wire_named(settings.wire)
-        self.mean_wire = wire_named(settings.wire_of_means)
+        self.mean_wire = wire_named(settings.resolved_mean_wire)
         self.leaves_no_work = self.wire.is_exact and not self.keeps_later_work and not self._mix
         """True if a round that counted all work leaves the live parameters equal to the anchor."""
         self._proof = proof_of(settings.key)
@@ -122,7 +122,7 @@ class ModelState:
         frozen = {"frozen": marks} if marks else {}
         stepped = [fragment.n_stepped for fragment in self.fragments]  # before the buffers
         more = {"unshared": self.unshared.lines()} if self.unshared.more else {}
-        return {"tensors": tensors, "stepped": stepped, **self.settings.agreed(), **frozen, **more}
+        return {"tensors": tensors, "stepped": stepped, **self.settings.agreed_settings(), **frozen, **more}
 
     # -- the training's side -----------------------------------------------------------------------------------------
 

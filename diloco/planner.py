@@ -1,7 +1,8 @@
-"""What a round costs at a link, and which settings hide it: pure functions of numbers, without a model or a store.
+"""Plans the settings of a DiLoCo: estimates the time of a round at a link, and chooses settings that hide it.
 
-A replica sends its pseudo-gradient once and reads its share of everybody's; see ADR 0036 for where each term is from.
-`replicas plan` prints what this says, and `replicas status` compares a run with it.
+These are pure functions of numbers, without a model or a store. A replica sends its pseudo-gradient once, and reads a
+part of the pseudo-gradient of each other replica. ADR 0036 has the source of each term. `replicas plan` prints the
+result, and `replicas status` compares a run with it.
 """
 
 from __future__ import annotations
@@ -13,62 +14,84 @@ from math import ceil, inf
 BYTES_PER_ELEMENT = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256, "int4": 1 / 2 + 4 / 128}
 MEAN_WIRES = {"fp32": "fp32", "bf16": "bf16", "int8": "int8", "int4": "int8"}
 BLOCK_ELEMENTS = 1 << 20
-SMALL_BYTES = 4 << 20  # up to here the mean travels inside the seal, and a round has one phase
+SMALL_BYTES = 4 << 20
+"""The largest contribution whose mean is inside the seal. Such a round has one phase instead of two."""
 MAX_SHARDS = 64
-RANGE_BYTES = 8 << 20  # read by one request
+RANGE_BYTES = 8 << 20
+"""The bytes that one request reads."""
 SNAPSHOT_PART_BYTES = 64 << 20
 REQUESTS_IN_TURN = {"small": 10, "sharded": 17}
+"""The number of requests of a round that wait for each other, by the kind of round."""
 MARGIN = 1.25
-"""How much longer than planned a round may take before a step waits for it."""
+"""A good plan has room for rounds that take this factor longer than estimated."""
 WIRES = ("int8", "int4")
-"""What is proposed, the usual one first."""
+"""The wires that a plan may propose, the usual one first."""
 INNER_STEPS = (10, 20, 30, 50, 100, 200, 500)
 FRAGMENTS = (1, 2, 4, 5, 8)
 MANY_FRAGMENTS = (10, 16, 20, 25, 32, 50, 100)
-"""Proposed where the store takes no object as large as with fewer."""
+"""The numbers of fragments to propose if the store refuses objects as large as fewer fragments make them."""
 UNEVEN = 1.1
-"""A fragment is of whole layers: the largest may have so much more than its share."""
+"""The largest fragment may be larger than the average by this factor, because a fragment has whole layers."""
 SHORT_ROUND_STEPS = 10
 MEASURED_STEPS = 1000
 """The longest runs for which outer settings were measured."""
 SHORT_PLAN_OUTER, PAPER_OUTER = (1.0, 0.5), (0.7, 0.9)
-"""The outer learning rate and momentum that `DiLoCo` has without arguments: in short plans, and in all others."""
+"""The outer learning rate and momentum that `DiLoCo` uses without arguments: in short plans, and in all others."""
 WORTH_IT = 0.9
+"""If no plan hides the rounds, another wire is proposed only if it loses at most this share of the time."""
 MAX_PARAMS = 10**15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """What one replica has of the way to the store, while all use it."""
+    """The speed of one replica's link to the store, while all replicas use it.
+
+    Example:
+        Link(up=2e6, down=4e6, latency_s=0.01)
+    """
 
     up: float
-    """Bytes a second."""
+    """Bytes per second to the store."""
     down: float
+    """Bytes per second from the store."""
     latency_s: float
-    """Of a request without a body."""
+    """Seconds of a request without a body."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Processor:
-    """Bytes of float32 a second that one replica's free core works through."""
+    """The speed of one free core of a replica, in bytes of float32 per second. `diloco.processor` measures it.
+
+    Example:
+        Processor(copy=160e9)
+    """
 
     encode: float = 1.5e9
+    """For encoding a contribution."""
     accumulate: float = 5e9
+    """For adding one contribution to a mean."""
     decode: float = 5e9
+    """For decoding a mean."""
     step: float = 1.5e9
+    """For the outer step."""
     copy: float = 8e9
-    """Where the live parameters are: 8 GB/s is a CPU."""
+    """For copies on the device of the live parameters. 8 GB/s is the speed of a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prices:
-    """Dollars."""
+    """The prices of a store, in US dollars.
+
+    Example:
+        PRICES["s3"].put
+    """
 
     put: float = 0.0
+    """The price of one write request."""
     get: float = 0.0
-    """Of one request."""
+    """The price of one read request."""
     egress: float = 0.0
-    """Of one byte that leaves the store's region."""
+    """The price of one byte that leaves the region of the store."""
 
 
 PRICED_ON = "2026-11"
@@ -77,24 +100,32 @@ PRICES: Mapping[str, Prices] = {
     "r2": Prices(put=4.50e-6, get=0.36e-6),
     "directory": Prices(),
 }
-"""S3 standard in a large region, R2 standard."""
+"""The prices of S3 Standard in a large region, of R2 Standard, and of a directory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """What is to be trained, and where."""
+class Workload:
+    """The training that is planned: the model, the replicas, their link and their processor.
+
+    Raises:
+        ValueError: a value is out of its range. The message names the value and the range.
+
+    Example:
+        Workload(params=10**9, n=4, step_s=1.0, link=Link(up=2e6, down=4e6, latency_s=0.01))
+    """
 
     params: int
+    """The number of parameters of the model."""
     n: int
-    """Replicas."""
+    """The number of replicas."""
     step_s: float
     """Seconds of an inner step."""
     link: Link
     processor: Processor = field(default_factory=Processor)
     steps: int | None = None
-    """Inner steps in all; None: not known."""
+    """The number of inner steps of the run. None: not known."""
     most_bytes: float = inf
-    """Of one object that the store takes."""
+    """The size of the largest object that the store accepts."""
 
     def __post_init__(self) -> None:
         for name, value, least in (("params", self.params, 1), ("n", self.n, 1), ("steps", self.steps, 1)):
@@ -110,35 +141,47 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """Arguments of `DiLoCo`."""
+    """One choice of arguments of `DiLoCo`. The fields have the names of the arguments.
+
+    Example:
+        Choice(inner_steps=100, overlap_steps=20, wire="int8").check(workload)
+    """
 
     inner_steps: int
     fragments: int = 1
     overlap_steps: int = 0
     wire: str = "int8"
     mean_wire: str | None = None
-    """None: as `DiLoCo` chooses it."""
+    """None: the default of `DiLoCo` for the wire."""
 
     @property
     def steps_between(self) -> int:
-        """Inner steps from one fragment's round to the next fragment's."""
+        """Inner steps from the round of one fragment to the round of the next one."""
         return self.inner_steps // self.fragments
 
     @property
     def resolved_mean_wire(self) -> str:
+        """The wire of the means."""
         return self.mean_wire or MEAN_WIRES.get(self.wire, self.wire)
 
-    def fits(self, job: Job) -> bool:
-        """Tell whether `DiLoCo` takes these arguments, and the store what they make of the job."""
+    def fits(self, workload: Workload) -> bool:
+        """Return True if `DiLoCo` accepts these arguments, and the store accepts the objects that they make."""
         try:
-            self.check(job)
+            self.check(workload)
         except ValueError:
             return False
         return True
 
-    def check(self, job: Job) -> None:
-        """Raises: ValueError: says which value, and what it may be."""
-        steps = job.steps
+    def check(self, workload: Workload) -> None:
+        """Check these arguments for a workload.
+
+        Args:
+            workload: the workload.
+
+        Raises:
+            ValueError: `DiLoCo` or the store would refuse an argument. The message names the argument and its range.
+        """
+        steps = workload.steps
         for name in ("inner_steps", "fragments"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {name}={getattr(self, name)}.")
@@ -159,74 +202,89 @@ class Choice:
         for name, wire in (("wire", self.wire), ("mean_wire", self.resolved_mean_wire)):
             if wire not in BYTES_PER_ELEMENT:
                 raise ValueError(f"{name} must be one of {', '.join(BYTES_PER_ELEMENT)}, got {name}={wire!r}.")
-        if (size := largest_object(job, self)) > job.most_bytes:
+        if (size := largest_object(workload, self)) > workload.most_bytes:
             raise ValueError(
-                f"fragments must be at least {least_fragments(job, self)}, since the store takes no object of more "
-                f"than {job.most_bytes / 1e9:.3g} GB, got fragments={self.fragments}: one of up to {size / 1e9:.3g} GB."
+                f"fragments must be at least {least_fragments(workload, self)}, because the store accepts no object of "
+                f"more than {workload.most_bytes / 1e9:.3g} GB, got fragments={self.fragments}, which makes objects of "
+                f"up to {size / 1e9:.3g} GB."
             )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundCost:
-    """What one round of one fragment takes one replica."""
+    """The estimated cost of one round of one fragment for one replica.
+
+    Example:
+        round_cost(workload, choice).seconds
+    """
 
     link_s: float
+    """Seconds of transfers at the speed of the link."""
     requests_s: float
+    """Seconds of latency of requests that wait for each other."""
     processor_s: float
+    """Seconds of computing."""
     noticing_s: float
+    """Seconds from the appearance of an object to the next look for it."""
     up: float
-    """Bytes."""
+    """Bytes that the replica sends."""
     down: float
+    """Bytes that the replica reads."""
 
     @property
     def seconds(self) -> float:
+        """The seconds of the whole round."""
         return self.link_s + self.requests_s + self.processor_s + self.noticing_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What a choice costs."""
+    """A choice of arguments, and its estimated cost for a workload.
 
-    job: Job
+    Example:
+        choose(workload).share
+    """
+
+    workload: Workload
     choice: Choice
     round: RoundCost
 
     @property
     def hidden_s(self) -> float:
-        """How long a round may take without holding a step up."""
-        return self.choice.overlap_steps * self.job.step_s
+        """Seconds that a round may take without making a step wait."""
+        return self.choice.overlap_steps * self.workload.step_s
 
     @property
     def late_s(self) -> float:
-        """How long the step at which a round is due waits."""
+        """Seconds that the step waits at which a round is due."""
         return max(0.0, self.round.seconds - self.hidden_s)
 
     @property
     def share(self) -> float:
         """The share of the time in which a replica does not train, from 0 to 1."""
-        copies_s = 2 * 4 * self._elements / self.job.processor.copy
+        copies_s = 2 * 4 * self._elements / self.workload.processor.copy
         lost_s = self.late_s + copies_s
-        return lost_s / (self.choice.steps_between * self.job.step_s + lost_s)
+        return lost_s / (self.choice.steps_between * self.workload.step_s + lost_s)
 
     @property
     def has_room(self) -> bool:
-        """Whether a round may take a quarter longer than planned before a step waits."""
+        """True if no step waits even if a round takes a quarter longer than estimated."""
         return self.round.seconds * MARGIN <= self.hidden_s
 
     @property
     def rounds(self) -> int | None:
-        """Planned rounds of each fragment."""
-        return None if self.job.steps is None else self.job.steps // self.choice.inner_steps
+        """The number of planned rounds of each fragment. None: the number of steps is not known."""
+        return None if self.workload.steps is None else self.workload.steps // self.choice.inner_steps
 
     @property
     def outer(self) -> tuple[float, float]:
-        """The outer learning rate and momentum for rounds of this length: short rounds and short runs need less.
+        """The proposed outer learning rate and momentum. Short rounds and short runs need less momentum.
 
-        Short runs and short rounds have the numbers that never measured worse than one replica alone, in
-        docs/results/outer_settings.md. Longer runs were not measured, so they have the paper's numbers, or less
+        For short runs and short rounds, the values never measured worse than one replica alone in
+        docs/results/outer_settings.md. Longer runs were not measured, so they get the values of the paper, or less
         momentum if their rounds are rather short.
         """
-        rounds = None if self.job.steps is None else ceil(self.job.steps / self.choice.inner_steps)
+        rounds = None if self.workload.steps is None else ceil(self.workload.steps / self.choice.inner_steps)
         is_short = rounds is not None and (rounds - 1) * self.choice.inner_steps < MEASURED_STEPS  # as in `DiLoCo`
         if is_short or self.choice.inner_steps < SHORT_ROUND_STEPS:
             return SHORT_PLAN_OUTER
@@ -240,36 +298,53 @@ class Plan:
 
     @property
     def down(self) -> float:
+        """Bytes that a replica reads in `inner_steps` steps."""
         return self.choice.fragments * self.round.down
 
     @property
     def _elements(self) -> int:
-        return ceil(self.job.params / self.choice.fragments)
+        return ceil(self.workload.params / self.choice.fragments)
 
     def requests_usd(self, prices: Prices, rounds: float, snapshot_every: int = 10) -> float:
-        """Return what the requests of so many rounds of each fragment cost, of all replicas."""
+        """Return the price of all requests of all replicas, in US dollars.
+
+        Args:
+            prices: the prices of the store.
+            rounds: the number of rounds of each fragment.
+            snapshot_every: the number of rounds from one snapshot to the next. Default 10.
+        """
         entries = rounds * self.choice.fragments
-        gets = 25 + 2 * (self.job.n - 1) + self.round.down / RANGE_BYTES
+        gets = 25 + 2 * (self.workload.n - 1) + self.round.down / RANGE_BYTES
         snapshots = entries // max(snapshot_every, self.choice.fragments)
-        parts = 1 + ceil(8 * self.job.params / SNAPSHOT_PART_BYTES)  # anchor and momentum
-        return entries * self.job.n * (4 * prices.put + gets * prices.get) + snapshots * parts * prices.put
+        parts = 1 + ceil(8 * self.workload.params / SNAPSHOT_PART_BYTES)  # anchor and momentum
+        return entries * self.workload.n * (4 * prices.put + gets * prices.get) + snapshots * parts * prices.put
 
     def egress_usd(self, prices: Prices, rounds: float) -> float:
-        """Return what the bytes that are read cost where the replicas are outside the store's region."""
-        return self.job.n * rounds * self.down * prices.egress
+        """Return the price of all bytes that replicas outside the region of the store read, in US dollars.
+
+        Args:
+            prices: the prices of the store.
+            rounds: the number of rounds of each fragment.
+        """
+        return self.workload.n * rounds * self.down * prices.egress
 
 
-def round_cost(job: Job, choice: Choice) -> RoundCost:
-    """Return what one round of the largest fragment takes one replica."""
-    elements, n, link, cpu = ceil(job.params / choice.fragments), job.n, job.link, job.processor
+def round_cost(workload: Workload, choice: Choice) -> RoundCost:
+    """Return the estimated cost of one round of the largest fragment for one replica.
+
+    Args:
+        workload: the workload.
+        choice: the arguments of `DiLoCo`.
+    """
+    elements, n, link, cpu = ceil(workload.params / choice.fragments), workload.n, workload.link, workload.processor
     w = BYTES_PER_ELEMENT[choice.wire]
     v = BYTES_PER_ELEMENT[choice.resolved_mean_wire]
-    part = 1.0  # of the fragment: what one replica reduces
+    part = 1.0  # the share of the fragment that one replica reduces
     if elements * w <= SMALL_BYTES:
-        # All wait for the one that seals: it reads the others, and sends the mean in the seal.
+        # All replicas wait for one: it reads the contributions of the others, and sends the mean inside the seal.
         link_s = (elements * (w + v)) / link.up + ((n - 1) * elements * w + elements * v) / link.down
         requests = REQUESTS_IN_TURN["small"]
-        up, down = elements * (w + v / n), elements * ((n - 1) * w / n + v)  # on average
+        up, down = elements * (w + v / n), elements * ((n - 1) * w / n + v)  # the average over all replicas
     else:
         part = _largest_shard(elements, n)
         up, down = elements * (w + part * v), elements * ((n - 1) * part * w + (1 - part) * v)
@@ -277,7 +352,7 @@ def round_cost(job: Job, choice: Choice) -> RoundCost:
         requests = REQUESTS_IN_TURN["sharded"]
     requests_s = requests * link.latency_s
     processor_s = 4 * elements * (1 / cpu.encode + n * part / cpu.accumulate + 1 / cpu.decode + 1 / cpu.step)
-    # Pauses between two looks grow with the waiting, up to a second; in each of two phases half of one is lost.
+    # The pauses between two looks grow with the wait, up to one second. Each of two phases loses half a pause.
     noticing_s = 2 * min(0.5, 0.15 * (link_s + requests_s + processor_s))
     return RoundCost(
         link_s=link_s, requests_s=requests_s, processor_s=processor_s, noticing_s=noticing_s, up=up, down=down
@@ -285,40 +360,67 @@ def round_cost(job: Job, choice: Choice) -> RoundCost:
 
 
 def _largest_shard(elements: int, n: int) -> float:
-    """Return which part of a fragment the largest shard of its mean is."""
+    """Return the size of the largest shard as a share of the fragment, from 0 to 1."""
     blocks = ceil(elements / BLOCK_ELEMENTS)
-    shards = max(1, min(n, elements // BLOCK_ELEMENTS, MAX_SHARDS))  # none of a part of a block alone
+    shards = max(1, min(n, elements // BLOCK_ELEMENTS, MAX_SHARDS))  # as `Layout.n_shards` cuts them
     return ceil(blocks / shards) / blocks
 
 
-def largest_object(job: Job, choice: Choice) -> float:
-    """Return the bytes of the largest object of a round: of a contribution, or of a shard of the mean."""
-    elements = ceil(job.params / choice.fragments)
-    mean_bytes = _largest_shard(elements, job.n) * BYTES_PER_ELEMENT[choice.resolved_mean_wire]
+def largest_object(workload: Workload, choice: Choice) -> float:
+    """Return the size of the largest object of a round in bytes: a contribution, or a shard of the mean.
+
+    Args:
+        workload: the workload.
+        choice: the arguments of `DiLoCo`.
+    """
+    elements = ceil(workload.params / choice.fragments)
+    mean_bytes = _largest_shard(elements, workload.n) * BYTES_PER_ELEMENT[choice.resolved_mean_wire]
     return elements * max(BYTES_PER_ELEMENT[choice.wire], mean_bytes) * (UNEVEN if choice.fragments > 1 else 1)
 
 
-def least_fragments(job: Job, choice: Choice) -> int:
-    """Return how many fragments, more than one, make objects that the store takes."""
-    return max(2, ceil(largest_object(job, replace(choice, fragments=2)) * 2 / job.most_bytes))
+def least_fragments(workload: Workload, choice: Choice) -> int:
+    """Return the smallest number of fragments, at least 2, whose objects the store accepts.
+
+    Args:
+        workload: the workload.
+        choice: the arguments of `DiLoCo`. Its number of fragments does not matter.
+    """
+    return max(2, ceil(largest_object(workload, replace(choice, fragments=2)) * 2 / workload.most_bytes))
 
 
 def cost_of_round(
     elements: int, n: int, wire: str, mean_wire: str | None, link: Link, processor: Processor
 ) -> RoundCost:
-    """Return what one round of a fragment of so many elements takes one of n replicas."""
-    job = Job(params=elements, n=n, step_s=1.0, link=link, processor=processor)
-    return evaluate(job, Choice(inner_steps=1, wire=wire, mean_wire=mean_wire)).round
+    """Return the estimated cost of one round of one fragment for one replica.
+
+    Args:
+        elements: the number of values of the fragment.
+        n: the number of replicas.
+        wire: the wire of contributions.
+        mean_wire: the wire of means. None: the default of `DiLoCo` for the wire.
+        link: the link of a replica.
+        processor: the processor of a replica.
+    """
+    workload = Workload(params=elements, n=n, step_s=1.0, link=link, processor=processor)
+    return evaluate(workload, Choice(inner_steps=1, wire=wire, mean_wire=mean_wire)).round
 
 
-def evaluate(job: Job, choice: Choice) -> Plan:
-    """Return what a choice costs."""
-    choice.check(job)
-    return Plan(job=job, choice=choice, round=round_cost(job, choice))
+def evaluate(workload: Workload, choice: Choice) -> Plan:
+    """Return the estimated cost of a choice of arguments.
+
+    Args:
+        workload: the workload.
+        choice: the arguments of `DiLoCo`.
+
+    Raises:
+        ValueError: `DiLoCo` or the store would refuse an argument.
+    """
+    choice.check(workload)
+    return Plan(workload=workload, choice=choice, round=round_cost(workload, choice))
 
 
 def choose(
-    job: Job,
+    workload: Workload,
     *,
     wires: Sequence[str] = WIRES,
     mean_wire: str | None = None,
@@ -326,19 +428,26 @@ def choose(
     fragments: int | None = None,
     overlap_steps: int | None = None,
 ) -> Plan:
-    """Return the plan with the shortest rounds that no step waits for; if there is none, the one that loses least.
+    """Return the plan with the shortest rounds for which no step waits. If there is none, return the fastest plan.
 
-    Of equal `inner_steps` it is the one with the least stale work. A wire behind the first is taken where it at least
-    halves `inner_steps`, or where steps wait with either and it loses a tenth less.
+    If several plans have these `inner_steps`, the one with the smallest overlap is chosen. A later wire of `wires` is
+    chosen if it at least halves `inner_steps`, or if steps wait with both wires and it loses a tenth less time.
 
     Args:
-        inner_steps, fragments, overlap_steps, mean_wire: what is not to be chosen. An overlap is else a quarter more
-            than a round takes.
+        workload: the workload.
+        wires: the wires to choose from, the usual one first.
+        mean_wire: the wire of means. None: the default of `DiLoCo` for the wire.
+        inner_steps: a fixed value. None: choose it.
+        fragments: a fixed value. None: choose it.
+        overlap_steps: a fixed value. None: choose it, so that a round may take a quarter longer than estimated.
 
     Raises:
-        ValueError: a value is none that `DiLoCo` takes, or makes objects that are too large for the store.
+        ValueError: `DiLoCo` would refuse a value, or the store would refuse the objects that it makes.
+
+    Example:
+        choose(workload, inner_steps=100).choice
     """
-    multiple = fragments or 1  # of which the usual lengths are made multiples
+    multiple = fragments or 1  # inner_steps must be a multiple of fragments, so the usual lengths are rounded up
     lengths = [multiple * ceil(length / multiple) for length in INNER_STEPS] if inner_steps is None else [inner_steps]
     few, many = (FRAGMENTS, MANY_FRAGMENTS) if fragments is None else ((fragments,), ())
     given = Choice(inner_steps=lengths[0], fragments=few[0], mean_wire=mean_wire, overlap_steps=overlap_steps or 0)
@@ -347,12 +456,12 @@ def choose(
         choices = (
             replace(given, inner_steps=length, fragments=part, wire=wire) for length in lengths for part in parts
         )
-        return [choice for choice in choices if choice.fits(job)]
+        return [choice for choice in choices if choice.fits(workload)]
 
     found = [choices for wire in wires if (choices := fitting(wire, few) or fitting(wire, many))]
     if not found:
-        replace(given, wire=wires[0]).check(job)
-    best, *others = (_best(job, choices, overlap_steps) for choices in found)
+        replace(given, wire=wires[0]).check(workload)
+    best, *others = (_best(workload, choices, overlap_steps) for choices in found)
     for plan in others:
         if plan.has_room or best.has_room:
             is_better = plan.has_room and not (best.has_room and 2 * plan.choice.inner_steps > best.choice.inner_steps)
@@ -362,8 +471,12 @@ def choose(
     return best
 
 
-def _best(job: Job, choices: Iterable[Choice], overlap_steps: int | None) -> Plan:
-    plans = [evaluate(job, each) if overlap_steps is not None else hide(job, each) for each in choices]
+def _best(workload: Workload, choices: Iterable[Choice], overlap_steps: int | None) -> Plan:
+    """Return the best plan of some choices with one wire."""
+    plans = [
+        evaluate(workload, each) if overlap_steps is not None else with_hiding_overlap(workload, each)
+        for each in choices
+    ]
     if with_room := [plan for plan in plans if plan.has_room]:
         return min(
             with_room, key=lambda plan: (plan.choice.inner_steps, plan.choice.overlap_steps, plan.choice.fragments)
@@ -371,7 +484,12 @@ def _best(job: Job, choices: Iterable[Choice], overlap_steps: int | None) -> Pla
     return min(plans, key=lambda plan: (plan.share, plan.choice.inner_steps, plan.choice.fragments))
 
 
-def hide(job: Job, choice: Choice) -> Plan:
-    """Return what a choice costs with the overlap that hides a round, as far as one can."""
-    overlap_steps = min(ceil(MARGIN * round_cost(job, choice).seconds / job.step_s), choice.steps_between - 1)
-    return evaluate(job, replace(choice, overlap_steps=overlap_steps))
+def with_hiding_overlap(workload: Workload, choice: Choice) -> Plan:
+    """Return the plan of a choice with the smallest overlap that hides a round, or with the largest one if none does.
+
+    Args:
+        workload: the workload.
+        choice: the arguments of `DiLoCo`. Its overlap is replaced.
+    """
+    overlap_steps = min(ceil(MARGIN * round_cost(workload, choice).seconds / workload.step_s), choice.steps_between - 1)
+    return evaluate(workload, replace(choice, overlap_steps=overlap_steps))

@@ -1,4 +1,4 @@
-"""The constructor's arguments, checked before anything is written."""
+"""Checks the arguments of `DiLoCo` before anything is written, and derives the settings that follow from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNKNOWN_WARMUP_ROUNDS = 40
 SHORT_ROUND_STEPS = 10
 """Rounds of fewer steps need less outer momentum than the default: docs/results/outer_settings.md."""
 MEASURED_ROUNDS = 60
-"""The longest runs of that table. Nothing is known from it about longer ones."""
+"""The rounds of the longest runs in that table. Longer runs were not measured."""
 HIGH_MOMENTUM = 0.9
 MEASURED_STEPS = 1000
 """The longest plans, in inner steps, of that table."""
@@ -38,10 +38,15 @@ PAPER_OUTER = (0.7, 0.9)
 DEFAULT_INNER_STEPS = 500
 
 
-# More than 20 methods: each setting that follows from the arguments of the user is a property, so it is computed once.
+# More than 20 methods: each setting that follows from the arguments of the user is a property, so it is derived in one
+# place.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How replicas train together; `DiLoCo` documents each."""
+    """The settings of one DiLoCo: the arguments of `DiLoCo`, which documents them, and settings that follow from them.
+
+    Example:
+        Settings.of({"inner_steps": 10, …}, n_fragments=1, world_size=2, rank=0).check()
+    """
 
     inner_steps: int | None
     round_seconds: float | None
@@ -74,20 +79,30 @@ class Settings:
     world_size: int
     rank: int
     begun_at: int = 0
-    """The step of a trainer at which the run began: from a checkpoint of that."""
+    """The step of a trainer at which the run began, if the trainer began from its own checkpoint."""
     begins_warm: bool = False
-    """Whether the run begins with another run's momentum, which a ramp would take out again."""
+    """True if the run begins with the momentum of another run. A warmup would remove that momentum."""
     key: bytes | None = field(default=None, repr=False)
     _plan: RoundPlan | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, given: Mapping[str, Any], **found: Any) -> Self:
-        """Return what was given under the names of the settings; some was found out."""
+        """Return settings from the arguments of `DiLoCo`.
+
+        Args:
+            given: the arguments by name. Other names are ignored, and missing ones become None.
+            found: settings that were derived elsewhere. They replace given ones.
+        """
         named: dict[str, Any] = {setting.name: given.get(setting.name) for setting in fields(cls) if setting.init}
         return cls(**{**named, **found})
 
     def check(self) -> None:
-        """Raises: ValueError or TypeError: says which argument, its value, and what it may be."""
+        """Check every argument.
+
+        Raises:
+            ValueError: a value is out of its range. The message names the argument, its value and the legal values.
+            TypeError: a value has the wrong type.
+        """
         for name in ("snapshot_every", "world_size"):
             _at_least(name, getattr(self, name), 1)
         _at_least("rank", self.rank, 0)
@@ -97,14 +112,14 @@ class Settings:
         if self.background is False and self.plan.overlap_steps is None:
             name = "overlap_steps" if self.round_seconds is None else "overlap_seconds"
             raise ValueError(
-                f'{name}="auto" lets training go on until a mean has come, which needs the rounds beside it, got '
-                "background=False."
+                f'{name}="auto" lets training continue until a mean arrives, so rounds must run in the background: got '
+                "background=False. Remove background=False, or use a number."
             )
         _one_of("merge", self.merge, ("anchor", "carry"))
         if self.merge == "carry" and self.mix:
             raise ValueError(
                 f'merge="carry" keeps later work as it is, so mix must be 0, got mix={self.mix}. '
-                'Or take merge="anchor".'
+                'Remove mix, or use merge="anchor".'
             )
         if self.carry_rounds is not None:
             _at_least("carry_rounds", self.carry_rounds, 1, also="None or ")
@@ -146,10 +161,17 @@ class Settings:
         others = by_clock if self.round_seconds is None else by_steps
         for (name, default), instead in zip(others.items(), by_steps if others is by_clock else by_clock, strict=True):
             if (value := getattr(self, name)) != default or isinstance(value, bool):
-                how = "needs round_seconds"
-                if others is by_steps:
-                    how = f"does not go with round_seconds={self.round_seconds}"
-                raise ValueError(f"{name} {how}, got {name}={value!r}. Use {instead}=… instead.")
+                if others is by_clock:
+                    raise ValueError(f"{name} needs round_seconds, got {name}={value!r}. Use {instead}=… instead.")
+                if name == "inner_steps":
+                    raise ValueError(
+                        "Give either inner_steps (rounds by step) or round_seconds (rounds by the clock), not both: got "
+                        f"inner_steps={value} and round_seconds={self.round_seconds}."
+                    )
+                raise ValueError(
+                    f"{name} is for rounds by step, and round_seconds={self.round_seconds} gives rounds by the clock: "
+                    f"got {name}={value!r}. Use {instead}=… instead."
+                )
         if self.round_seconds is None:
             self._check_steps()
             return
@@ -167,6 +189,7 @@ class Settings:
                 )
 
     def _check_steps(self) -> None:
+        """Check the arguments of rounds by steps."""
         _at_least("inner_steps", self.steps_of_round, 1)
         if self.steps_of_round % self.n_fragments:
             raise ValueError(
@@ -184,25 +207,25 @@ class Settings:
             _at_least("total_steps", self.total_steps, 1)
             if self.total_steps < self.steps_of_round:
                 raise ValueError(
-                    f"total_steps must be at least inner_steps, the steps before a fragment's first round, "
+                    f"total_steps must be at least inner_steps, because the first round comes after inner_steps steps: "
                     f"got total_steps={self.total_steps} and inner_steps={self.steps_of_round}."
                 )
 
     @property
     def steps_of_round(self) -> int:
-        """Inner steps from one round of a fragment to its next."""
+        """Inner steps from one round of a fragment to the next round of the same fragment."""
         return DEFAULT_INNER_STEPS if self.inner_steps is None else self.inner_steps
 
     @property
-    def wire_of_means(self) -> str:
-        """How means travel."""
+    def resolved_mean_wire(self) -> str:
+        """The wire of the means."""
         return check_wires(self.wire, self.mean_wire)[1]
 
     @property
     def plan(self) -> RoundPlan:
-        """How the inner steps, or the time, are divided into rounds.
+        """The plan that divides the inner steps, or the time, into rounds.
 
-        It is always the same object, which everything else shares: an extension of the run changes it.
+        It is always the same object, which all parts of the DiLoCo share, because an extension of the run changes it.
         """
         if self._plan is None:
             object.__setattr__(self, "_plan", self.first_plan)
@@ -211,7 +234,7 @@ class Settings:
 
     @property
     def first_plan(self) -> RoundPlan:
-        """The plan of the arguments alone, without any extension of the run: all replicas agree on this one."""
+        """The plan of the arguments alone, without any extension of the run. All replicas agree on this plan."""
         n, overlap = self.n_fragments, None if self.overlap_steps == "auto" else self.overlap_steps
         if self.round_seconds is None:
             return RoundPlan(self.steps_of_round // n, n, overlap, self.total_steps)
@@ -226,35 +249,35 @@ class Settings:
 
     @property
     def plan_steps_per_total(self) -> int:
-        """Steps of the plan in one of `unit_of_total`: by the clock each round has an entry for each fragment."""
+        """The steps of the plan in one `unit_of_total`. By the clock, each round has one entry for each fragment."""
         return 1 if self.round_seconds is None else self.n_fragments
 
     @property
     def total_of_steps(self) -> int | None:
-        """Planned inner steps, with all extensions. None: not known, or rounds go by the clock."""
+        """The planned inner steps with all extensions. None: not known, or the run has rounds by the clock."""
         return self.plan.total_steps if self.round_seconds is None else None
 
     @property
     def in_background(self) -> bool:
-        """Whether rounds go on beside the training."""
+        """True if rounds run in a thread of their own while training continues."""
         return self.plan.overlaps if self.background == "auto" else self.background
 
     @property
-    def when(self) -> str:
-        """What says when a round is due, and its value."""
+    def round_interval(self) -> str:
+        """The argument that determines when a round is due, and its value, as a text for messages."""
         if self.round_seconds is None:
             return f"inner_steps is {self.steps_of_round}"
         return f"round_seconds is {self.round_seconds:g}"
 
     @property
     def planned_rounds(self) -> int | None:
-        """Rounds of each fragment, where the total is known."""
+        """The number of planned rounds of each fragment. None: the total is not known."""
         n_entries = self.first_plan.n_entries
         return None if n_entries is None else n_entries // self.n_fragments
 
     @property
     def warmup(self) -> int:
-        """Rounds until the outer momentum is full: half the planned ones, or what was asked for."""
+        """The number of rounds until the outer momentum is full: the user's value, or half of the planned rounds."""
         if self.momentum_warmup != "auto":
             return self.momentum_warmup
         if self.begins_warm:
@@ -265,10 +288,10 @@ class Settings:
 
     @property
     def is_short_plan(self) -> bool:
-        """Whether the last planned round begins before step `MEASURED_STEPS`.
+        """True if the last planned round begins before step `MEASURED_STEPS`.
 
-        Its beginning decides, and not the total. So replicas whose totals differ and lead to the same rounds have the
-        same outer settings. An extension of the run does not change them.
+        The beginning of that round decides, and not the total. So replicas with different totals that lead to the same
+        rounds have the same outer settings. An extension of the run does not change these settings.
         """
         # By the clock, the number of steps is unknown, and no such plan was measured.
         if self.planned_rounds is None or self.round_seconds is not None:
@@ -292,13 +315,13 @@ class Settings:
 
     @property
     def schedule(self) -> Schedule:
-        """How far the built-in outer optimizer goes at each entry."""
+        """The learning rate and the momentum of the built-in outer optimizer at each entry."""
         is_average = self.plan.is_final if self.final_average else never
         return Schedule(*self.outer, self.warmup, self.n_fragments, is_average)
 
     @property
     def entries_per_snapshot(self) -> int:
-        """Entries from one snapshot to the next: each fragment has had its round in between."""
+        """Entries from one snapshot to the next. In between, each fragment has had at least one round."""
         return max(self.snapshot_every, self.n_fragments)
 
     def warn_of_outer_settings(self, model: nn.Module) -> None:
@@ -307,7 +330,7 @@ class Settings:
         The user's own outer optimizer was not measured, so it causes no warning.
 
         Args:
-            model: is searched for a BatchNorm with running statistics.
+            model: the model. A BatchNorm with running statistics in it may cause a warning.
         """
         if self.outer_optimizer is not None:
             return
@@ -327,8 +350,8 @@ class Settings:
             )
         has_final_average = self.final_average and self.planned_rounds is not None
         if momentum and not has_final_average and (name := trained_batch_norm(model)) is not None:
-            # Statistics are averaged, and the momentum carries parameters past their average. Only a plain average
-            # brings the two together again.
+            # The running statistics are averaged, but the momentum moves the parameters beyond their average. Only a
+            # plain average of the parameters fits the averaged statistics.
             total = "total_steps" if self.round_seconds is None else "total_rounds"
             remedy = "final_average=True" if self.planned_rounds is not None else f"{total}=…"
             warnings.warn(
@@ -341,16 +364,17 @@ class Settings:
     def check_what_was_averaged(
         self, steps: int, uncounted: int, rounds: int, has_moved: Callable[[], bool], *, is_alone: bool
     ) -> None:
-        """Warn of steps that no round has counted, and of a replica alone that had no round.
+        """Warn at the end of training of steps that no round has counted, and of a replica alone without any round.
 
         Args:
-            steps: of this replica.
-            rounds: of the run.
-            uncounted: steps since the last round that counted this replica.
-            has_moved: whether the model is not the anchor.
-            is_alone: True if there is no other replica. Others may have joined a world of 1.
+            steps: the steps of this replica.
+            uncounted: the steps since the last round that counted this replica.
+            rounds: the rounds of the run.
+            has_moved: returns True if the model differs from the anchor.
+            is_alone: True if there is no other replica. Replicas may have joined a run that was launched with one.
 
-        Raises: DiLoCoError: there are others, and there was no round at all.
+        Raises:
+            DiLoCoError: there are other replicas, and there was no round.
         """
         if not steps and not rounds and not is_alone and not self.allow_no_rounds and has_moved():
             raise DiLoCoError(
@@ -361,26 +385,28 @@ class Settings:
             return
         if is_alone and not self.allow_no_rounds:
             warnings.warn(
-                f"{steps} step{'s' * (steps > 1)} and no round: {self.when}. With other replicas this is an error.",
+                f"{steps} step{'s' * (steps > 1)} and no round: {self.round_interval}. With other replicas this is an "
+                "error.",
                 stacklevel=5,
             )
         if not is_alone and not rounds and not self.allow_no_rounds:
             raise DiLoCoError(
-                f"{steps} steps and no round: {self.when}, so this replica has trained alone, and the replicas end "
-                f"with different models. Use a smaller {self.when.split()[0]}, call sync(), or allow it: "
+                f"{steps} steps and no round: {self.round_interval}, so this replica has trained alone, and the "
+                f"replicas end with different models. Use a smaller {self.round_interval.split()[0]}, call sync(), or "
+                "allow it: "
                 "DiLoCo(model, allow_no_rounds=True)."
             )
         if rounds and uncounted:
             total = "total_steps" if self.round_seconds is None else "total_rounds"
             warnings.warn(
                 f"{uncounted} step{'s' * (uncounted > 1)} of this replica since its last round "
-                f"{'are' if uncounted > 1 else 'is'} in no average ({self.when}), and the model no longer "
-                f"contains {'them' if uncounted > 1 else 'it'}. Pass {total}=… to DiLoCo, and the last round is at the "
-                "last step; or call sync() before close().",
+                f"{'are' if uncounted > 1 else 'is'} in no average ({self.round_interval}), and the model no longer "
+                f"contains {'them' if uncounted > 1 else 'it'}. Give {total}=… to DiLoCo, so that the last round is at "
+                "the last step, or call sync() before close().",
                 stacklevel=5,
             )
 
-    def agreed(self) -> dict[str, Any]:
+    def agreed_settings(self) -> dict[str, Any]:
         """Return the settings that every replica must share.
 
         Some are derived from arguments. `given` has those arguments, so that an error can name what the user wrote.
@@ -397,7 +423,7 @@ class Settings:
             **({"begun_at": self.begun_at} if self.begun_at else {}),
             "fragments": self.n_fragments,
             "wire": self.wire,
-            "mean_wire": self.wire_of_means,
+            "mean_wire": self.resolved_mean_wire,
             **by_clock,
             "inner_steps": self.steps_of_round if self.round_seconds is None else None,
             "momentum_warmup": self.warmup,
@@ -410,7 +436,7 @@ class Settings:
         }
 
     def _given(self) -> dict[str, Any]:
-        """Return the arguments, by name, that `agreed` has only in a derived form."""
+        """Return the arguments, by name, that `agreed_settings` has only in a derived form."""
         named: dict[str, Any] = {"total_steps": self.total_steps} if self.round_seconds is None else {}
         if self.outer_optimizer is None:
             named |= {"outer_lr": self.outer_lr, "outer_momentum": self.outer_momentum}
@@ -431,6 +457,7 @@ def trained_batch_norm(model: nn.Module) -> str | None:
 
 
 def _at_least(name: str, value: Any, least: int, also: str = "") -> None:
+    """Check that an argument is an integer of at least `least`. `also` names other legal values, for the message."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be {also}an integer of at least {least}, got {name}={value!r}.")
     if value < least:
@@ -438,6 +465,7 @@ def _at_least(name: str, value: Any, least: int, also: str = "") -> None:
 
 
 def _number(name: str, value: Any, *, high: float | None = None, below: float | None = None, also: str = "") -> None:
+    """Check that an argument is a number from 0 to `high`, or less than `below`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be {also}a number, got {name}={value!r}.")
     fits = math.isfinite(value) and value >= 0
@@ -449,7 +477,12 @@ def _number(name: str, value: Any, *, high: float | None = None, below: float | 
 def check_wires(wire: str, mean_wire: str | None) -> tuple[str, str]:
     """Return the names of the wires of contributions and of means.
 
-    Raises: ValueError: there is none of a name.
+    Args:
+        wire: the argument `wire` of `DiLoCo`.
+        mean_wire: the argument `mean_wire`. None: the default for the wire.
+
+    Raises:
+        ValueError: no wire has this name.
     """
     _one_of("wire", wire, tuple(WIRES))
     if mean_wire is None:
@@ -459,5 +492,6 @@ def check_wires(wire: str, mean_wire: str | None) -> tuple[str, str]:
 
 
 def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Check that an argument is one of several texts."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {name}={value!r}.")

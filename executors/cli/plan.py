@@ -143,7 +143,7 @@ def plan(
     with usage_errors():
         place = _StoreTraits.of(store)
         link, source = _link(output, place.url, n, probe, up, down, latency)
-        job = planner.Job(
+        job = planner.Workload(
             params=params,
             n=n,
             step_s=step,
@@ -265,7 +265,7 @@ def _short(count: float) -> str:
 
 
 def _settings(plan: Any, *, by_clock: bool = False) -> str:
-    choice, step_s = plan.choice, plan.job.step_s
+    choice, step_s = plan.choice, plan.workload.step_s
     when, overlap = f"inner_steps={choice.inner_steps}", f"overlap_steps={choice.overlap_steps}"
     if by_clock:
         when = f"round_seconds={choice.inner_steps * step_s:g}"
@@ -342,10 +342,10 @@ def _document(plan: Any, prices: Any, url: str | None, source: str, priced_on: s
     rounds = plan.rounds if plan.rounds is not None else STEPS_SHOWN / plan.choice.inner_steps
     choice = plan.choice
     return {
-        **{name: getattr(plan.job, name) for name in ("params", "n", "step_s", "steps")},
+        **{name: getattr(plan.workload, name) for name in ("params", "n", "step_s", "steps")},
         "store": url,
-        "link": {**asdict(plan.job.link), "source": source},
-        "processor": asdict(plan.job.processor),
+        "link": {**asdict(plan.workload.link), "source": source},
+        "processor": asdict(plan.workload.processor),
         "settings": {
             **asdict(choice),
             "mean_wire": choice.resolved_mean_wire,
@@ -362,8 +362,8 @@ def _document(plan: Any, prices: Any, url: str | None, source: str, priced_on: s
         "rounds": plan.rounds,
         "per_round": {"up": plan.up, "down": plan.down},
         "sums": {
-            "steps": plan.job.steps if plan.job.steps is not None else STEPS_SHOWN,
-            "bytes": plan.job.n * rounds * (plan.up + plan.down),
+            "steps": plan.workload.steps if plan.workload.steps is not None else STEPS_SHOWN,
+            "bytes": plan.workload.n * rounds * (plan.up + plan.down),
             "requests_usd": None if prices is None else plan.requests_usd(prices, rounds),
             "egress_usd": None if prices is None else plan.egress_usd(prices, rounds),
         },

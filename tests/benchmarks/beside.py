@@ -124,7 +124,7 @@ def _plan_s(n: int, n_elements: int, wire: str, link: Link, overlap: int) -> flo
         step=share * usual.step,
     )
     way = planner.Link(up=rate, down=rate, latency_s=link["latency_s"])
-    job = planner.Job(params=n_elements, n=n, step_s=1.0, link=way, processor=processor)
+    job = planner.Workload(params=n_elements, n=n, step_s=1.0, link=way, processor=processor)
     return planner.evaluate(
         job, planner.Choice(inner_steps=2 * OVERLAP, overlap_steps=overlap, wire=wire)
     ).round.seconds

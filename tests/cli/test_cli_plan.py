@@ -102,7 +102,7 @@ def test_a_plan_for_a_bucket_has_objects_that_a_bucket_takes(here: HereInstead) 
     assert here.replicas("plan", *large, "--json").json["settings"]["fragments"] > 1
     assert here.replicas("plan", *large[:-4], *BY_HAND, "--fragments", "1").code == 0
     result = here.replicas("plan", *large, "--fragments", "1", "--wire", "int8")
-    assert "fragments must be at least 2, since the store takes no object of more than 5.37 GB" in result.stderr
+    assert "fragments must be at least 2, because the store accepts no object of more than 5.37 GB" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -310,7 +310,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"background": "yes"}, "background must be True, False or \"auto\", got background='yes'"),
     (
         {"background": False, "overlap_steps": "auto"},
-        'overlap_steps="auto" lets training go on .* background=False',
+        'overlap_steps="auto" lets training continue .* background=False',
     ),
     ({"merge": "keep"}, "merge must be one of 'anchor', 'carry', got merge='keep'"),
     ({"merge": "carry", "mix": 0.5}, 'merge="carry" keeps later work as it is, so mix must be 0, got mix=0.5'),
@@ -334,13 +334,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"round_seconds": "30"}, "round_seconds must be a number, got round_seconds='30'"),
     (
         {"round_seconds": 30, "inner_steps": 500},
-        "inner_steps does not go with round_seconds=30, got inner_steps=500. Use round_seconds=… instead.",
+        r"Give either inner_steps .* or round_seconds .*, not both: got inner_steps=500 and round_seconds=30\.",
     ),
     (
         {"round_seconds": 30, "total_steps": 900},
-        "total_steps does not go with round_seconds=30, .* Use total_rounds=… instead.",
+        "total_steps is for rounds by step, and round_seconds=30 .* Use total_rounds=… instead.",
     ),
-    ({"round_seconds": 30, "overlap_steps": 1}, "overlap_steps does not go with .* Use overlap_seconds=… instead."),
+    ({"round_seconds": 30, "overlap_steps": 1}, "overlap_steps is for rounds by step.* Use overlap_seconds=… instead."),
     ({"total_rounds": 9}, "total_rounds needs round_seconds, got total_rounds=9. Use total_steps=…"),
     ({"overlap_seconds": "auto"}, "overlap_seconds needs round_seconds, .* Use overlap_steps=… instead."),
     ({"round_seconds": 30, "total_rounds": 1.5}, "total_rounds must be None or an integer of at least 1, got .*1.5"),
@@ -351,7 +351,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"round_seconds": 30, "overlap_seconds": "some"}, "overlap_seconds must be \"auto\" or a number, got .*'some'"),
     (
         {"round_seconds": 30, "background": False, "overlap_seconds": "auto"},
-        'overlap_seconds="auto" lets training go on .* background=False',
+        'overlap_seconds="auto" lets training continue .* background=False',
     ),
     ({"fragments": True}, "fragments must be a number, or lists of modules or names, got fragments=True"),
     ({"fragments": "0"}, "fragments must be a number, or lists of modules or names, got fragments='0'"),

@@ -21,17 +21,17 @@ from diloco.planner import (
     MANY_FRAGMENTS,
     PRICES,
     Choice,
-    Job,
     Link,
     Plan,
     Prices,
     Processor,
     RoundCost,
+    Workload,
     choose,
     cost_of_round,
     evaluate,
-    hide,
     round_cost,
+    with_hiding_overlap,
 )
 from diloco.rendezvous import frames, snapshot
 from diloco.rendezvous.round import Layout, Limits
@@ -40,14 +40,14 @@ from executors.cli.plan import DEFAULT_OUTER
 from executors.store.s3.store import MAX_PUT_BYTES
 
 BUCKET = Link(up=210e6, down=260e6, latency_s=0.048)
-EXAMPLE = Job(params=1_300_000_000, n=8, step_s=0.9, link=BUCKET, processor=Processor(copy=160e9), steps=20_000)
+EXAMPLE = Workload(params=1_300_000_000, n=8, step_s=0.9, link=BUCKET, processor=Processor(copy=160e9), steps=20_000)
 HALVES = Choice(inner_steps=50, fragments=2, overlap_steps=20)
 
 LINKS = st.builds(
     Link, up=st.floats(1e5, 1e11), down=st.floats(1e5, 1e11), latency_s=st.floats(0, 1, allow_subnormal=False)
 )
 JOBS = st.builds(
-    Job, params=st.integers(1, 10**11), n=st.integers(1, 300), step_s=st.floats(1e-3, 100), link=LINKS,
+    Workload, params=st.integers(1, 10**11), n=st.integers(1, 300), step_s=st.floats(1e-3, 100), link=LINKS,
     steps=st.none() | st.integers(500, 10**6),
 )  # fmt: skip
 NAMES = st.sampled_from(sorted(BYTES_PER_ELEMENT))
@@ -81,7 +81,7 @@ def test_the_planner_cuts_a_mean_as_the_rounds_do(elements: int, n: int, wire: s
 
 
 def test_a_small_round_has_one_phase() -> None:
-    job = Job(params=1_000_000, n=4, step_s=0.1, link=Link(up=2e6, down=4e6, latency_s=0.01))
+    job = Workload(params=1_000_000, n=4, step_s=0.1, link=Link(up=2e6, down=4e6, latency_s=0.01))
     cost = round_cost(job, Choice(inner_steps=10, wire="fp32"))
     assert cost.link_s == pytest.approx((4e6 + 4e6) / 2e6 + (3 * 4e6 + 4e6) / 4e6)
     assert cost.requests_s == pytest.approx(0.1)
@@ -129,16 +129,18 @@ def test_the_choice_is_the_shortest_round_with_room_and_of_these_the_least_stale
     plan = choose(EXAMPLE)
     assert plan.choice == Choice(inner_steps=50, fragments=2, overlap_steps=20, wire="int8")
     assert (plan.choice.inner_steps, plan.choice.wire, plan.has_room) == (50, "int8", True)
-    of_that_length = [hide(EXAMPLE, Choice(inner_steps=50, fragments=n)) for n in (1, 2, 5)]
+    of_that_length = [with_hiding_overlap(EXAMPLE, Choice(inner_steps=50, fragments=n)) for n in (1, 2, 5)]
     assert plan.choice.overlap_steps == min(each.choice.overlap_steps for each in of_that_length if each.has_room)
-    shorter = [hide(EXAMPLE, Choice(inner_steps=h, fragments=p)) for h in (10, 20, 30) for p in (1, 2, 5)]
+    shorter = [
+        with_hiding_overlap(EXAMPLE, Choice(inner_steps=h, fragments=p)) for h in (10, 20, 30) for p in (1, 2, 5)
+    ]
     assert not any(each.has_room for each in shorter)
 
 
 def test_int4_is_chosen_only_where_it_halves_inner_steps() -> None:
     chosen = {}
     for speed in (1e6, 2e6, 4e6, 8e6, 16e6, 32e6, 64e6, 128e6):
-        job = Job(params=10**9, n=4, step_s=1.0, link=Link(up=speed, down=speed, latency_s=0.05))
+        job = Workload(params=10**9, n=4, step_s=1.0, link=Link(up=speed, down=speed, latency_s=0.05))
         int8, int4, plan = choose(job, wires=("int8",)), choose(job, wires=("int4",)), choose(job)
         chosen[plan.choice.wire] = True
         halves = int4.has_room and (not int8.has_room or 2 * int4.choice.inner_steps <= int8.choice.inner_steps)
@@ -195,18 +197,18 @@ def test_what_makes_no_sense_is_refused_by_name(job: dict, given: dict, problem:
 
 
 @given(job=JOBS, wire=NAMES, factor=st.floats(1, 1e4))
-def test_a_better_link_never_makes_rounds_longer(job: Job, wire: str, factor: float) -> None:
+def test_a_better_link_never_makes_rounds_longer(job: Workload, wire: str, factor: float) -> None:
     """For one wire: with more room the planner goes back from int4 to int8, whose rounds may be longer."""
     link = job.link
     faster = Link(up=link.up * factor, down=link.down * factor, latency_s=link.latency_s / factor)
     slow, fast = choose(job, wires=(wire,)), choose(replace(job, link=faster), wires=(wire,))
     assert fast.choice.inner_steps <= slow.choice.inner_steps
-    assert round_cost(fast.job, slow.choice).seconds <= slow.round.seconds
-    assert evaluate(fast.job, slow.choice).share <= slow.share
+    assert round_cost(fast.workload, slow.choice).seconds <= slow.round.seconds
+    assert evaluate(fast.workload, slow.choice).share <= slow.share
 
 
 @given(job=JOBS)
-def test_every_plan_can_be_passed_on(job: Job) -> None:
+def test_every_plan_can_be_passed_on(job: Workload) -> None:
     plan = choose(job)
     plan.choice.check(job)
     assert plan.choice.inner_steps in INNER_STEPS
@@ -220,13 +222,15 @@ def test_every_plan_can_be_passed_on(job: Job) -> None:
     fragments=st.none() | st.integers(1, 200),
 )  # fmt: skip
 def test_no_plan_for_a_bucket_has_an_object_that_a_bucket_does_not_take(
-    job: Job, params: int, wire: str, mean_wire: str | None, fragments: int | None
+    job: Workload, params: int, wire: str, mean_wire: str | None, fragments: int | None
 ) -> None:
     job, wires = replace(job, params=params, steps=None, most_bytes=MAX_PUT_BYTES), (wire, "int8")
     try:
         choice = choose(job, wires=wires, mean_wire=mean_wire, fragments=fragments).choice
     except ValueError as refusal:
-        least = int(re.findall(r"fragments must be at least (\d+), since the store takes no object", str(refusal))[0])
+        least = int(
+            re.findall(r"fragments must be at least (\d+), because the store accepts no object", str(refusal))[0]
+        )
         assert least > (MANY_FRAGMENTS[-1] if fragments is None else fragments)
         choice = choose(job, wires=wires, mean_wire=mean_wire, fragments=least).choice
     elements = math.ceil(params / choice.fragments)
@@ -243,13 +247,13 @@ def test_no_plan_for_a_bucket_has_an_object_that_a_bucket_does_not_take(
 
 
 @given(job=JOBS, wire=NAMES, inner_steps=st.sampled_from(INNER_STEPS), more=st.integers(1, 9))
-def test_more_overlap_never_loses_more_time(job: Job, wire: str, inner_steps: int, more: int) -> None:
+def test_more_overlap_never_loses_more_time(job: Workload, wire: str, inner_steps: int, more: int) -> None:
     choice = Choice(inner_steps=inner_steps, wire=wire)
     assert evaluate(job, replace(choice, overlap_steps=more)).share <= evaluate(job, choice).share
 
 
 @given(job=JOBS, wire=NAMES)
-def test_a_round_that_was_can_be_compared_without_the_job(job: Job, wire: str) -> None:
+def test_a_round_that_was_can_be_compared_without_the_job(job: Workload, wire: str) -> None:
     cost = cost_of_round(job.params, job.n, wire, None, job.link, job.processor)
     assert cost == round_cost(job, Choice(inner_steps=10, overlap_steps=3, wire=wire))
 
@@ -316,7 +320,7 @@ def utilisation(choice: Choice, step_s: float, round_s: float) -> float:
     """Return what the planner says of rounds that take so long, in percent, without copies."""
     cost = RoundCost(link_s=round_s, requests_s=0, processor_s=0, noticing_s=0, up=0, down=0)
     job = replace(EXAMPLE, step_s=step_s, processor=Processor(copy=float("inf")))
-    return 100 * (1 - Plan(job=job, choice=choice, round=cost).share)
+    return 100 * (1 - Plan(workload=job, choice=choice, round=cost).share)
 
 
 @pytest.mark.parametrize(("train_s", "round_s", "published"), MEASURED)
@@ -327,7 +331,7 @@ def test_a_measured_utilisation_follows_from_the_seconds_of_a_round(
 
 
 def test_simulated_utilisations_are_a_few_points_above_the_plan() -> None:
-    """Two replicas that exchange bf16 both ways at once. The papers hide a part of it in the backward pass."""
+    """Two replicas that exchange bf16 both ways at once. The papers with_hiding_overlap a part of it in the backward pass."""
     differences = [
         utilisation(Choice(inner_steps=h), step_s, 16 * params / (gbit * 1e9)) - published
         for (params, step_s, h), row in DILOCO.items()
