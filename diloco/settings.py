@@ -165,8 +165,8 @@ class Settings:
                     raise ValueError(f"{name} needs round_seconds, got {name}={value!r}. Use {instead}=… instead.")
                 if name == "inner_steps":
                     raise ValueError(
-                        "Give either inner_steps (rounds by step) or round_seconds (rounds by the clock), not both: got "
-                        f"inner_steps={value} and round_seconds={self.round_seconds}."
+                        "Give either inner_steps (rounds by step) or round_seconds (rounds by the clock), not both: "
+                        f"got inner_steps={value} and round_seconds={self.round_seconds}."
                     )
                 raise ValueError(
                     f"{name} is for rounds by step, and round_seconds={self.round_seconds} gives rounds by the clock: "

@@ -331,7 +331,7 @@ def test_a_measured_utilisation_follows_from_the_seconds_of_a_round(
 
 
 def test_simulated_utilisations_are_a_few_points_above_the_plan() -> None:
-    """Two replicas that exchange bf16 both ways at once. The papers with_hiding_overlap a part of it in the backward pass."""
+    """Two replicas that exchange bf16 both ways at once. The papers hide a part of it in the backward pass."""
     differences = [
         utilisation(Choice(inner_steps=h), step_s, 16 * params / (gbit * 1e9)) - published
         for (params, step_s, h), row in DILOCO.items()
