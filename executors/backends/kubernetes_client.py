@@ -1,6 +1,6 @@
-"""Requests to a Kubernetes API server through the official client.
+"""Cluster: makes requests to a Kubernetes API server through the official client.
 
-Each request has a time limit, the client repeats none of them, and every error becomes a `JobServiceError`.
+Each request has a time limit. The client repeats no request, and every error becomes a `JobServiceError`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ urllib3: Any = LazyModule("urllib3.exceptions", "")
 yaml: Any = LazyModule("yaml", "")
 
 __all__ = ["ADVICE", "ALREADY_EXISTS", "Cluster", "StatusError", "client"]
-LIMIT_S = (5.0, 30.0)  # to connect, and between two bytes; the client itself waits without end
+LIMIT_S = (5.0, 30.0)  # to connect, and between two bytes; the client has no limits by default
 IN_A_POD = "KUBERNETES_SERVICE_HOST"
 NAMESPACE_OF_A_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 NEEDED = [
@@ -41,8 +41,8 @@ USEFUL = {
     ("", "get", "secrets"): "Secrets are not checked: a misspelled --secret is found out when its pods cannot start.",
     ("", "list", "events"): "Events cannot be read, so messages cannot explain why Kubernetes makes no pod.",
 }
-"""Rights that a launch does without, and what is missed without each."""
-UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "doesn't match")  # other errors of TLS are lost connections
+"""The rights that a launch can do without, each with the disadvantage."""
+UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "doesn't match")  # any other error of TLS is a lost connection
 UNAUTHORIZED = 401
 ALREADY_EXISTS = "AlreadyExists"
 """The reason of the one answer 409 that means that an object of this name exists.
@@ -50,9 +50,9 @@ ALREADY_EXISTS = "AlreadyExists"
 Under a ResourceQuota, the server also answers 409 with the reason `Conflict`: another request has changed the quota in
 the same moment, and the object was not created.
 """
-ADVICE = "What you may do there: kubectl auth can-i --list."
+ADVICE = "To see your rights there: kubectl auth can-i --list."
 LOG_IN = "The server does not know these credentials, or they have expired: log in again (kubectl auth whoami)."
-QUOTA = "The namespace has used up its quota: kubectl describe resourcequota."
+QUOTA = "The namespace has used up its quota. To see it: kubectl describe resourcequota."
 WARNING = re.compile(r'\d{3} \S+ ("(?:[^"\\]|\\.)*")')  # RFC 9111, section 5.5: code, agent, text
 
 T = TypeVar("T")
@@ -66,7 +66,10 @@ class StatusError(JobServiceError):
         kind: whether a repetition may help, as in `JobServiceError`.
         status: the HTTP status.
         retry_after_s: the pause that the server asked for, in seconds. 0 means none.
-        reason: the machine-readable reason of the server's Status, as in "AlreadyExists". Empty if it named none.
+        reason: the machine-readable reason of the server's Status, as in "AlreadyExists". Default: none.
+
+    Example:
+        raise StatusError("Kubernetes: not found (HTTP 404).", "rejected", 404, 0.0)
     """
 
     def __init__(self, message: str, kind: Kind, status: int, retry_after_s: float, reason: str = "") -> None:
@@ -78,20 +81,31 @@ class StatusError(JobServiceError):
 # More than 20 methods: each is one request to the API server.
 @dataclass
 class Cluster:
-    """The requests to one API server about one namespace; where a namespace is given, a record names that one."""
+    """Makes requests to one API server about one namespace.
+
+    The class has more than 20 methods, one for each request that this project makes, and no state but the connection.
+
+    Example:
+        Cluster.connected(None, "team").pods("replicas-run=brave-otter-7f3a")
+    """
 
     api: client.ApiClient
     namespace: str
+    """The namespace of all requests. A few methods take another one, which comes from a record."""
     is_stale: bool = False
-    """Whether the server takes its credentials no more: who connects again may find newer ones."""
+    """True if the server does not accept the credentials any more. A new connection may find newer credentials."""
     _has_answered: bool = False
 
     @classmethod
     def connected(cls, context: str | None, namespace: str | None) -> Cluster:
-        """Return the cluster of a context of the kubeconfig. None means this pod's cluster, or the current context.
+        """Return the cluster of a context of the kubeconfig.
+
+        Args:
+            context: the context. None: the cluster in which this process runs as a pod, or the current context.
+            namespace: the namespace. None: the context's namespace.
 
         Raises:
-            BackendError: there is none.
+            BackendError: there is no such cluster.
         """
         found, file = client.Configuration(), os.environ.get("KUBECONFIG")
         try:
@@ -109,7 +123,7 @@ class Cluster:
         except (config.ConfigException, OSError, yaml.YAMLError) as error:
             raise BackendError(
                 f"Backend 'k8s' finds no cluster: {str(error).rstrip('.')}. Set KUBECONFIG to the file that kubectl "
-                "uses, or name one of `kubectl config get-contexts`: --option context=NAME."
+                "uses, or name a context (kubectl config get-contexts): --option context=NAME."
             ) from error
         found.retries = False
         return cls(client.ApiClient(found), namespace or usual)
@@ -124,23 +138,24 @@ class Cluster:
 
     @property
     def server(self) -> str:
+        """The url of the API server."""
         return str(self.api.configuration.host)
 
     def prepare(self) -> None:
-        """Import what creates a Secret.
+        """Import the modules that are needed to create a Secret.
 
-        The import takes up to some seconds on a busy machine. It must not come between the creation of a Job and the
-        creation of its Secret: a kubelet that finds no Secret looks again after 10 to 15 s only.
+        The import may take seconds on a busy machine. So it must not come between the creation of a Job and of its
+        Secret. A kubelet that finds no Secret looks again only after 10 to 15 s.
         """
-        self._core  # noqa: B018 - its first use imports the API
-        client.V1Secret, client.V1SecretList  # noqa: B018 - and these are its models
+        self._core  # noqa: B018 - the first use imports the API
+        client.V1Secret, client.V1SecretList  # noqa: B018 - the first use imports the models
 
     def missing_rights(self) -> list[str]:
         """Return the needed rights that this account does not have in the namespace, as in "create jobs"."""
         return [f"{verb} {what}" for _, verb, what in self._missing(NEEDED)]
 
     def missed_rights(self) -> list[tuple[str, str]]:
-        """Return the useful rights that this account does not have, each as in "get secrets", and what is missed."""
+        """Return the useful rights that this account does not have, as in "get secrets", each with the disadvantage."""
         return [(f"{right[1]} {right[2]}", USEFUL[right]) for right in self._missing(list(USEFUL))]
 
     def _missing(self, rights: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
@@ -161,9 +176,13 @@ class Cluster:
 
         Args:
             body: the manifest.
-            is_dry: whether the server only reports what it would do. Default: False.
+            is_dry: True: the server only reports what it would do. Default False.
 
-        Returns: the Job as the server made it, and what the server warns of, as that its pods will be refused.
+        Returns:
+            The Job as the server created it, and the server's warnings, such as that its pods will be refused.
+
+        Raises:
+            JobServiceError: the request failed. It is a StatusError if the server answered.
         """
         create, more = self._batch.create_namespaced_job_with_http_info, {"dry_run": "All"} if is_dry else {}
         made, _, headers = self._ask(
@@ -172,45 +191,82 @@ class Cluster:
         return made, _warnings(headers)
 
     def job(self, name: str, namespace: str | None = None) -> Any:
-        """Return a Job; None where there is none."""
+        """Return a Job. None if there is no such Job.
+
+        Args:
+            name: the name of the Job.
+            namespace: the namespace. Default: the cluster's namespace.
+        """
         return self._unless_gone(self._batch.read_namespaced_job, name, namespace or self.namespace)
 
     def jobs(self, selector: str) -> list[Any]:
-        """Return the Jobs with some labels, the oldest first, without those that are being deleted."""
+        """Return the Jobs with some labels, the oldest first. Jobs that are being deleted are left out.
+
+        Args:
+            selector: the labels, as `selector_of` returns them.
+        """
         found = self._ask(self._batch.list_namespaced_job, self.namespace, label_selector=selector).items
         found = [job for job in found if job.metadata.deletion_timestamp is None]
         return sorted(found, key=lambda job: job.metadata.creation_timestamp)
 
     def delete_job(self, name: str, namespace: str | None = None) -> None:
-        """Delete a Job, and with it, soon, its pods and its Secret."""
+        """Delete a Job. Kubernetes then deletes its pods and its Secret.
+
+        Args:
+            name: the name of the Job.
+            namespace: the namespace. Default: the cluster's namespace.
+        """
         space = namespace or self.namespace
         self._unless_gone(self._batch.delete_namespaced_job, name, space, propagation_policy="Background")
 
     def pods(self, selector: str, namespace: str | None = None) -> list[Any]:
-        """Return the pods with some labels, the newest last."""
+        """Return the pods with some labels, the newest last.
+
+        Args:
+            selector: the labels, as `selector_of` returns them.
+            namespace: the namespace. Default: the cluster's namespace.
+        """
         found = self._ask(self._core.list_namespaced_pod, namespace or self.namespace, label_selector=selector).items
         return sorted(found, key=lambda pod: pod.metadata.creation_timestamp)
 
     def why_no_pod(self, job: Any) -> str:
-        """Return why the pods of a Job cannot be made. Empty if no event explains it."""
+        """Return the reason why the pods of a Job cannot be created. Empty if no event explains it.
+
+        Args:
+            job: the Job.
+        """
         selector = f"involvedObject.uid={job.metadata.uid},reason=FailedCreate"
         found = self._ask(self._core.list_namespaced_event, job.metadata.namespace, field_selector=selector).items
-        # The server counts an event that comes again: its creation stays, and its last time moves.
+        # A repeated event keeps its creation time and gets a new last time, so the last time is compared.
         newest = max(found, key=lambda event: event.last_timestamp or event.metadata.creation_timestamp, default=None)
         return "" if newest is None else f"FailedCreate: {newest.message}"
 
     def end_pod(self, pod: Any) -> None:
-        """End a pod that runs, by its own limit: it stays, and so does its log."""
-        body = {"spec": {"activeDeadlineSeconds": 1}}  # the least that there is
+        """End a pod that runs by a time limit that has passed. The pod and its log stay.
+
+        Args:
+            pod: the pod.
+        """
+        body = {"spec": {"activeDeadlineSeconds": 1}}  # the smallest legal value
         self._unless_gone(self._core.patch_namespaced_pod, pod.metadata.name, pod.metadata.namespace, body)
 
     def delete_pod(self, pod: Any) -> None:
+        """Delete a pod. A pod that is gone is not an error.
+
+        Args:
+            pod: the pod.
+        """
         self._unless_gone(self._core.delete_namespaced_pod, pod.metadata.name, pod.metadata.namespace)
 
     def log(self, pod: Any, n_lines: int) -> str:
-        """Return the last lines of a pod's log; empty where there is none yet, or no more."""
+        """Return the last lines of a pod's log. Empty if there is no log yet, or not any more.
 
-        def read(**more: Any) -> Any:  # the client itself would make something else of a log that is JSON
+        Args:
+            pod: the pod.
+            n_lines: the largest number of lines.
+        """
+
+        def read(**more: Any) -> Any:  # reads the raw bytes, because the client would parse a log that is JSON
             where = (pod.metadata.name, pod.metadata.namespace)
             return self._core.read_namespaced_pod_log(
                 *where, container=CONTAINER, tail_lines=n_lines, _preload_content=False, **more
@@ -224,15 +280,28 @@ class Cluster:
             raise
 
     def has_secret(self, name: str) -> bool:
+        """Return True if a Secret exists, or if this account may not find that out.
+
+        Args:
+            name: the name of the Secret.
+        """
         try:
             return self._unless_gone(self._core.read_namespaced_secret, name, self.namespace) is not None
         except StatusError as error:
-            if error.status == 403:  # a user who may use a Secret need not be allowed to read it
+            if error.status == 403:  # pods may use a Secret that this account may not read
                 return True
             raise
 
     def give_secret(self, job: Any, data: Mapping[str, str]) -> None:
-        """Make the Secret that a Job owns: it is deleted with its Job, also when that one is gone already."""
+        """Create the Secret of a Job. Kubernetes deletes it with the Job, also if the Job is gone already.
+
+        Args:
+            job: the Job.
+            data: the variables in the Secret.
+
+        Raises:
+            JobServiceError: the request failed.
+        """
         owner = {"apiVersion": "batch/v1", "kind": "Job", "name": job.metadata.name, "uid": job.metadata.uid}
         labels = job.spec.template.metadata.labels
         metadata = {"name": job.metadata.name, "labels": labels, "ownerReferences": [owner]}
@@ -240,20 +309,21 @@ class Cluster:
         try:
             self._ask(self._core.create_namespaced_secret, self.namespace, body, may_have_acted=True)
         except StatusError as error:
-            if error.reason != ALREADY_EXISTS or not self._is_owned_secret(job):  # it exists: an answer was lost
+            # If this Job's Secret exists, an earlier request has created it, and its answer was lost.
+            if error.reason != ALREADY_EXISTS or not self._is_owned_secret(job):
                 raise
 
     def _is_owned_secret(self, job: Any) -> bool:
         try:
             found = self._unless_gone(self._core.read_namespaced_secret, job.metadata.name, self.namespace)
         except StatusError as error:
-            if error.status == 403:  # then the name, which is its Job's, must do
+            if error.status == 403:  # this account may not read Secrets; the name is the Job's, which is enough
                 return True
             raise
         return found is not None and job.metadata.uid in [each.uid for each in found.metadata.owner_references or ()]
 
     def _ask(self, call: Callable[..., Any], *args: Any, may_have_acted: bool = False, **more: Any) -> Any:
-        """Make a request; see `_asked`. Credentials that were good once may have been renewed: that is tried again."""
+        """Make a request; see `_asked`. If the credentials have expired since, the request may be tried again."""
         try:
             answer = _asked(call, *args, may_have_acted=may_have_acted, **more)
         except StatusError as error:
@@ -264,7 +334,7 @@ class Cluster:
         return answer
 
     def _unless_gone(self, call: Callable[..., T], *args: Any, **more: Any) -> T | None:
-        """Make a request; None where there is no such object."""
+        """Make a request. Return None if there is no such object."""
         try:
             return self._ask(call, *args, **more)  # type: ignore[no-any-return]
         except StatusError as error:
@@ -278,12 +348,12 @@ def _asked(call: Callable[..., Any], *args: Any, may_have_acted: bool = False, *
 
     Args:
         call: a method of one of the client's APIs.
-        args: its positional arguments.
-        may_have_acted: whether the server may have done what was asked when its answer is lost.
-        more: its further arguments.
+        args: the positional arguments of the method.
+        may_have_acted: True if the server may have acted when its answer is lost. Default False.
+        more: the keyword arguments of the method.
 
     Raises:
-        JobServiceError: the request failed; a StatusError where the server answered.
+        JobServiceError: the request failed. It is a StatusError if the server answered.
     """
     lost: Kind = "unknown" if may_have_acted else "unavailable"
     try:
@@ -294,7 +364,7 @@ def _asked(call: Callable[..., Any], *args: Any, may_have_acted: bool = False, *
         never_sent = isinstance(error, (urllib3.NewConnectionError, urllib3.ConnectTimeoutError))
         text = f"Kubernetes cannot be reached: {str(error) or type(error).__name__}"
         raise JobServiceError(text, "unavailable" if never_sent else lost) from error
-    except config.ConfigException as error:  # a token that has run out, and its command gives no other
+    except config.ConfigException as error:  # the token has expired, and the command for tokens gives no new one
         raise JobServiceError(f"Kubernetes: no credentials: {error}", "rejected") from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         if problem := _refused_by_client(error):  # nothing was sent
@@ -308,7 +378,7 @@ def _status_error(error: Any, lost: Kind) -> StatusError:
 
     Args:
         error: the client's `ApiException`.
-        lost: the kind of an answer that says nothing about whether the server acted.
+        lost: the kind of an answer that does not show whether the server acted.
     """
     status = int(error.status or 0)  # 0: TLS failed
     message, reason = _said(error)
@@ -323,7 +393,7 @@ def _status_error(error: Any, lost: Kind) -> StatusError:
         advice = f" {LOG_IN}"
     elif status == 403 and "exceeded quota" in message:
         advice = f" {QUOTA}"
-    elif status == 403 and " cannot " in message:  # the words of RBAC; admission plugins refuse in their own
+    elif status == 403 and " cannot " in message:  # RBAC words it like this, and admission plugins differently
         advice = f" {ADVICE}"
     pause = str((error.headers or {}).get("Retry-After", ""))
     text = f"Kubernetes: {message.rstrip('.')} (HTTP {status}).{advice}"
@@ -331,7 +401,7 @@ def _status_error(error: Any, lost: Kind) -> StatusError:
 
 
 def _said(error: Any) -> tuple[str, str]:
-    """Return the message and the reason of a server's Status, or a proxy's message in its place, without a reason."""
+    """Return the message and the reason of a server's Status. A proxy's answer has a message and no reason."""
     try:
         found = json.loads(error.body)
         return str(found["message"]), str(found.get("reason") or "")
@@ -340,7 +410,7 @@ def _said(error: Any) -> tuple[str, str]:
 
 
 def _refused_by_client(error: Exception) -> str:
-    """Name the field of a request that the client's own models refuse. Empty if the error is about an answer.
+    """Return a text on the argument that the client itself refuses. Empty if the error is about an answer.
 
     The client checks the arguments of a call, and its error is titled by the call, as in
     "BatchV1Api.create_namespaced_job". An error about an answer is titled by a model.
@@ -348,9 +418,9 @@ def _refused_by_client(error: Exception) -> str:
     if "Api." not in str(getattr(error, "title", "")):
         return ""
     problem = error.errors()[0]  # type: ignore[attr-defined]  # pydantic's, which the client brings
-    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"][1:]).lstrip(".")
-    # The type alone: the value may be a secret.
-    return f"{place or 'an argument'} is {kind_of(problem['input'])}. {problem['msg']}"
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"][1:]).lstrip(".")
+    # The message has the type and not the value, which may be a secret.
+    return f"{field or 'an argument'} is {kind_of(problem['input'])}. {problem['msg']}"
 
 
 def _warnings(headers: Mapping[str, str] | None) -> list[str]:

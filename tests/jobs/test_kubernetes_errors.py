@@ -52,7 +52,7 @@ def test_what_cannot_run_is_refused_before_a_launch(k8s: ApiServer, monkeypatch:
     with pytest.raises(ValueError, match="which nodes have a H100"):
         KubernetesJobs().check_account("H100:2", None, ())
     k8s.cluster.drops = {"backoffLimitPerIndex"}
-    with pytest.raises(BackendError, match=r"is too old: 1\.33 or later"):
+    with pytest.raises(BackendError, match=r"is too old\. Use a cluster with 1\.33 or later"):
         KubernetesJobs().check_account(None, None, ())
     k8s.write_kubeconfig("another-token")
     with pytest.raises(JobServiceError, match=r"Unauthorized \(HTTP 401\)\. .*log in again"):
@@ -157,10 +157,10 @@ def test_the_advice_on_a_refusal_fits_what_was_refused(k8s: ApiServer, service: 
 
     k8s.denied = {("create", "jobs")}
     assert "cannot create resource" in refusal()
-    assert refusal().endswith("(HTTP 403). What you may do there: kubectl auth can-i --list.")
+    assert refusal().endswith("(HTTP 403). To see your rights there: kubectl auth can-i --list.")
     k8s.denied = set()
     k8s.fail("create_job", 403, message='jobs.batch "x" is forbidden: exceeded quota: jobs, used: 9, limited: 9')
-    assert refusal().endswith("The namespace has used up its quota: kubectl describe resourcequota.")
+    assert refusal().endswith("The namespace has used up its quota. To see it: kubectl describe resourcequota.")
     k8s.fail("create_job", 403, message='admission webhook "images" denied the request: not from our registry')
     assert refusal().endswith("not from our registry (HTTP 403).")
     k8s.token = "another"

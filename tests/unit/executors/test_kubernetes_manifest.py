@@ -252,7 +252,9 @@ def test_pods_have_the_least_rights_that_a_replica_needs_and_root_stays_root() -
 
 def test_variables_that_no_secret_can_hold_are_refused_by_size_and_name() -> None:
     large = [JobSpec(jobs(0)[0].key, ("true",), (), {"SMALL": "x", "LARGE": "ä" * (1 << 19)}, {})]
-    with pytest.raises(JobServiceError, match=r"have 1,048,577 bytes, the largest is 'LARGE'\. .* holds 1,048,576"):
+    with pytest.raises(
+        JobServiceError, match=r"have 1,048,577 bytes, and the largest is 'LARGE'\. .* has at most 1,048,576"
+    ):
         secret_data(large)
 
 
@@ -328,7 +330,7 @@ def test_a_gpu_is_a_limit_and_the_label_of_its_nodes(gpu: Any, options: Any, n: 
 @pytest.mark.parametrize(
     ("options", "gpu", "problem"),
     [
-        ({}, "H100", "Nothing says which nodes have a H100"),
+        ({}, "H100", "No option names the nodes that have a H100"),
         ({"gpu_products": {"A100": "x"}}, "H100:2", r'gpu_products=\{"H100": "…"\}, or a node_selector; .* gpu="2"'),
         ({}, "0", "got gpu='0'"),
         ({}, "H100:x", "got gpu='H100:x'"),
@@ -339,7 +341,7 @@ def test_a_gpu_is_a_limit_and_the_label_of_its_nodes(gpu: Any, options: Any, n: 
         ({"labels": {"a": "b/c"}}, None, "labels: 'a': 'b/c' is not a label"),
         ({"gpu_resource": "gpu"}, None, "gpu_resource='gpu' is not a resource"),
         ({"gpu_resource": "-x..y/gpu"}, None, "gpu_resource='-x..y/gpu' is not a resource"),
-        ({"run_as_user": -1}, None, "run_as_user is a user id from 0 to .*, got run_as_user=-1"),
+        ({"run_as_user": -1}, None, "run_as_user must be a user id from 0 to .*, got run_as_user=-1"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused_by_name(options: Any, gpu: str | None, problem: str) -> None:
