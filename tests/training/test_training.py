@@ -264,8 +264,8 @@ def test_sharded_rounds_move_as_many_payload_bytes_as_they_should() -> None:
 
     def body(where: Mapping[str, Any]) -> tuple[int, int]:
         model = nn.Linear(blocks * block_elements, 1, bias=False)
-        limits = Limits(small_bytes=0, block_elements=block_elements)
-        with DiLoCo(model, inner_steps=1, grace_s=1e6, _limits=limits, **where) as diloco:
+        limits = Limits(grace_s=1e6, small_bytes=0, block_elements=block_elements)
+        with DiLoCo(model, inner_steps=1, _limits=limits, **where) as diloco:
             store = CountingStore(diloco._training_side._context.store.store)
             diloco._training_side._context.store.store = store
             diloco.step()
