@@ -497,7 +497,7 @@ class Backend(ABC):
             BackendError: the backend refuses the credentials, or the caller insists and the backend cannot say.
 
         Example:
-            backend.find_handle(attempt.announced("modal"), insists=True)
+            backend.find_handle(attempt.bare_handle("modal"), insists=True)
         """
         return None
 

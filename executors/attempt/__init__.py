@@ -1,4 +1,8 @@
-"""The small records of one attempt of one rank, typed: its claim, heartbeat, cancel marker, intent and handle."""
+"""One attempt of one rank, and its records in the store: claim, heartbeat, cancel marker, intent, handle and outcome.
+
+Read `Attempt` first. `outcome.py` has the record and the sentences of an end, `handles.py` the handles of a launch, and
+`signed_record.py` the records of a signed run. Other rooms ask an `Attempt`, and do not use the names of its records.
+"""
 
 from __future__ import annotations
 
@@ -68,34 +72,37 @@ TICKS = integer(0, 2**63)
 MAX_INSTALLED = 1 << 50  # bytes
 PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?=$|[\s\[=<>!~;@(])")  # the name that a requirement begins with
 WARNED = "replicas.warnings"
-"""Where a heartbeat has its count of warnings. Names that replicas report are keyword arguments: they have no dot."""
+"""The field of a heartbeat with its count of warnings. A replica cannot report this name, because names that replicas
+report are keyword arguments, which have no dot."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim(Record):
-    """`started.json`: the process that has the attempt."""
+    """`started.json`: the process that has claimed the attempt."""
 
     nonce: str = checked(text(100))
+    """A random text that no other claim has."""
     pid: int | None = checked(nullable(PID), None)
-    """None: a replica that joined without being launched."""
+    """The process on its host. None: a replica that joined without a launch."""
     pid_started: int | None = checked(nullable(TICKS), None)
+    """The start time of the process. Together with the pid it names one process."""
     host: str = checked(text(1000), "")
     at: float | None = checked(nullable(number(LONG_AGO, FAR_AHEAD)), None)
-    """When it was claimed, by the host's clock."""
+    """The Unix time of the claim, by the host's clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Boot(Record):
-    """`boot.json`: a container of the attempt began to install what its image lacks, and how far it is."""
+    """`boot.json`: the progress of a container that installs packages which its image lacks."""
 
     at: float = checked(number(LONG_AGO, FAR_AHEAD))
-    """When it began, by the container's clock."""
+    """The Unix time of the begin, by the container's clock."""
     what: str = checked(text(100), "")
     """The requirement that takes longest, as in "torch==2.13.0"."""
     n_bytes: int | None = checked(nullable(integer(0, MAX_INSTALLED)), None)
-    """How much has been downloaded. None: not known."""
+    """The bytes that were downloaded. None: not known."""
     of_bytes: int | None = checked(nullable(integer(0, MAX_INSTALLED)), None)
-    """How much there is to download, of the packages that are known by now."""
+    """The bytes to download, of the packages that are known so far."""
 
     @property
     def package(self) -> str:
@@ -106,14 +113,25 @@ class Boot(Record):
 
 @dataclass(frozen=True)
 class Beat:
-    """`heartbeat.json`: that a replica lived at a time, what it reported last, and how many warnings it left."""
+    """`heartbeat.json`: the time of the heartbeat, the last report of the replica, and its count of warnings."""
 
     at: float
+    """The Unix time of the heartbeat, by the replica's clock."""
     reported: Mapping[str, float]
     warned: WarningCount | None = None
 
     @classmethod
     def parse(cls, data: Any, key: str = HEARTBEAT, url: str = "") -> Beat:
+        """Parse the bytes of a heartbeat. Reported values that are not numbers are left out.
+
+        Args:
+            data: the bytes.
+            key: the key of the object, for the error. Default: the record's name.
+            url: the url of the store, for the error. Default: not named.
+
+        Raises:
+            CorruptObjectError: the bytes are not a heartbeat. The message names the field.
+        """
         fields = Fields(data, key, url)
         at = fields.take("at", number(LONG_AGO, FAR_AHEAD))
         warned = fields.take(WARNED, nullable(warning_count), None)
@@ -128,39 +146,47 @@ class Beat:
         return to_bytes({**record, "at": self.at})
 
 
-STALE_INTENT_S = 1800.0  # of a launch: its calls wait for each other, and each until its job is scheduled
+STALE_INTENT_S = 1800.0  # the calls of a launch wait for each other, and each waits until its job is scheduled
 
 
 @dataclass(frozen=True)
 class CancelMarker(Record):
-    """`cancel.json`: somebody asked the attempt to end."""
+    """`cancel.json`: a process has asked the attempt to end."""
 
     why: str = checked(text(), "cancelled")
 
 
 @dataclass(frozen=True)
 class Intent(Record):
-    """`intent.json`: somebody is about to ask a service for a replica."""
+    """`intent.json`: a process is about to ask a service for the replica."""
 
     nonce: str = checked(text(100))
     by: str = checked(text(1000))
     at: float = checked(number(LONG_AGO, FAR_AHEAD))
     takes_s: float = checked(number(0.0, FAR_AHEAD), STALE_INTENT_S)
-    """How long that may take; a service that knows no job then never got to hear of it."""
+    """The seconds that the request may take. If the service has no job after them, the request never reached it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceReason(Record):
-    """`service.json`: why a service ended an attempt whose outcome knows no more than a signal."""
+    """`service.json`: the reason why a service ended an attempt whose outcome has only a signal."""
 
     reason: str = checked(one_of(*SERVICE_REASONS))
     error: str = checked(text())
 
 
 def parse_handle(data: Any, key: str = HANDLE, url: str = "") -> ReplicaHandle:
-    """Read `handle.json`: what an executor needs to find a replica again.
+    """Parse `handle.json`: the data by which an executor finds a replica again.
 
-    Its metadata is the executor's own, which has to check what it takes from it.
+    The metadata of a handle has no fixed form. The executor checks each value that it takes from it.
+
+    Args:
+        data: the bytes.
+        key: the key of the object, for the error. Default: the record's name.
+        url: the url of the store, for the error. Default: not named.
+
+    Raises:
+        CorruptObjectError: the bytes are not a handle. The message names the field.
     """
     fields = Fields(data, key, url)
     return ReplicaHandle(
@@ -178,26 +204,26 @@ handle also says which process or job is asked whether the rank lives. The other
 """
 
 _known: set[tuple[str, str]] = set()
-"""Handles that were seen in their store, which is asked for each but once: they are never taken back."""
+"""Handles that were seen in their store. They are never deleted, so the store is asked only once for each."""
 
 
 def replica_prefix(run_id: str, rank: int) -> str:
-    """Name where the objects of all attempts of one rank are: `<run>/replicas/0003/`."""
+    """Return the prefix of the objects of all attempts of one rank: `<run>/replicas/0003/`."""
     return f"{run_id}/replicas/{rank:04d}/"
 
 
 def replica_key(run_id: str, rank: int, attempt: int, name: str) -> str:
-    """Name an object of one attempt of one rank: `<run>/replicas/0003/0/<name>`."""
+    """Return the key of an object of one attempt of one rank: `<run>/replicas/0003/0/<name>`."""
     return f"{replica_prefix(run_id, rank)}{attempt}/{name}"
 
 
 def spare_key(run_id: str, number: int, attempt: int, name: str) -> str:
-    """Name an object of a spare: `<run>/spares/0000/0/<name>`."""
+    """Return the key of an object of a spare: `<run>/spares/0000/0/<name>`."""
     return f"{run_id}/spares/{number:04d}/{attempt}/{name}"
 
 
-# More than 20 methods: each record has one that reads it or finds out whether it exists, so that no other file needs to
-# know the name of a record.
+# More than 20 methods: for each record there is a method that reads it, or that finds out whether it exists. So no
+# other file needs the name of a record.
 @dataclass(frozen=True)
 class Attempt:
     """One attempt of one rank of a run: its records in the run's store."""
@@ -207,21 +233,21 @@ class Attempt:
     rank: int
     number: int = 0
     is_spare: bool = False
-    """Whether it stands by for any rank; `rank` then numbers the spares."""
+    """Whether this is a spare. Then `rank` is the number of the spare."""
 
     @classmethod
     def from_handle(cls, handle: ReplicaHandle, backend: str) -> Attempt:
-        """Return the attempt that a handle names, asking no store.
+        """Return the attempt that a handle names, without a request to the store.
 
-        The handle of a signed run names the run's key. This process holds the key from then on if this machine has it:
-        a script that asks an executor about a handle never reads the run's record.
+        The handle of a signed run names the run's key. If this machine has the key, this process uses it from then on,
+        because a script that asks an executor about a handle never reads the run's record.
 
         Args:
             handle: the handle.
-            backend: the name of the backend that the handle must be of, for the message.
+            backend: the name of the handle's backend, for the error.
 
         Raises:
-            UnknownHandleError: it is not a handle of this backend.
+            UnknownHandleError: this is not a handle of the backend.
 
         Example:
             Attempt.from_handle(run.handle(0), "local").outcome()
@@ -242,14 +268,19 @@ class Attempt:
 
     @classmethod
     def of_handle(cls, handle: ReplicaHandle, backend: str) -> tuple[Attempt, ReplicaHandle]:
-        """Return the newest attempt of the replica that a handle names, and its newest handle.
+        """Return the newest attempt of the replica that a handle names, and the newest handle of the replica.
 
-        The newest attempt is the handle's, or a later one that was launched or claimed since. The newest handle may be
-        of an earlier attempt, where a copy was started since, and may come from the store: whoever uses its metadata
-        checks it, but for `store_url`, `run_id` and `attempt`.
+        The newest attempt is the handle's, or a later one that was launched or claimed since. The newest handle may
+        belong to an earlier attempt, if the last one was started as a copy. It may come from the store, so a caller
+        checks the metadata that it uses. Only `store_url`, `run_id` and `attempt` were checked here.
+
+        Args:
+            handle: the handle.
+            backend: the name of the handle's backend.
 
         Raises:
-            UnknownHandleError: no such replica was ever launched by this backend.
+            UnknownHandleError: this backend never launched such a replica.
+            StoreError: the store does not answer.
         """
         launched = cls.from_handle(handle, backend)
         seen = (launched.store.url, launched.key(HANDLE))
@@ -260,30 +291,43 @@ class Attempt:
         newest = launched.newest()
         for later in range(newest.number, launched.number, -1):
             if found := newest.at(later).handle(backend):
-                place = newest.at(later).announced(backend).metadata  # also where the record has no place, or another
+                place = (
+                    newest.at(later).bare_handle(backend).metadata
+                )  # the record may lack these fields, or have others
                 return newest, replace(found, metadata={**found.metadata, **place})
         return newest, handle
 
     @property
     def place(self) -> str:
-        """A name that no other attempt of any run has."""
+        """A name of this attempt that no other attempt of any run has, with the url of the store."""
         return f"{self.store.url} {self.key('')}"
 
     def key(self, name: str) -> str:
-        """Name one of its objects: `<run>/replicas/0003/0/<name>`."""
+        """Return the key of one of its objects: `<run>/replicas/0003/0/<name>`.
+
+        Args:
+            name: the name of the object.
+        """
         key = spare_key if self.is_spare else replica_key
         return key(self.run_id, self.rank, self.number, name)
 
     def at(self, number: int) -> Attempt:
-        """Return another attempt of the same rank."""
+        """Return another attempt of the same rank.
+
+        Args:
+            number: the number of the other attempt.
+        """
         return replace(self, number=number)
 
     def newest(self) -> Attempt:
-        """Return the rank's newest attempt that was launched or claimed, from this one on.
+        """Return the rank's newest attempt that has begun, from this one on.
 
-        Attempts are dense: launched ones have a handle, or on a cloud an intent at least; a second copy of a launched
-        one has a claim alone, and one whose launch was interrupted an outcome alone. In a signed run only records that
-        were made with the run's key begin an attempt.
+        The numbers of attempts have no gaps. A launched attempt has a handle, or at least an intent on a cloud. A
+        second copy of a launched attempt has only a claim, and an attempt whose launch was interrupted has only an
+        outcome. In a signed run, only records with a proof of the run's key begin an attempt.
+
+        Raises:
+            StoreError: the store does not answer.
         """
         number = self.number
         while self.at(number + 1).has_begun():
@@ -295,12 +339,27 @@ class Attempt:
         return self.at(number)
 
     def has(self, name: str) -> bool:
-        """Return True if one of its objects exists. In a signed run the records in `SIGNED` need the run's key."""
+        """Return True if one of its objects exists. In a signed run, the records in `SIGNED` need a proof.
+
+        Args:
+            name: the name of the object.
+        """
         run_key = held_key(self.store.url, self.run_id) if name in SIGNED else None
         return exists(self.store, self.key(name) if run_key is None else signed_key(self.key(name), run_key))
 
     def find(self, name: str, parse: Parse[T], max_bytes: int = MAX_RECORD_BYTES) -> T | None:
-        """Read one of its records; None when there is none, or none with the run's key where it has to have that."""
+        """Read one of its records.
+
+        Args:
+            name: the name of the record.
+            parse: makes the record of its bytes.
+            max_bytes: the most bytes that are read. Default: the limit of small records.
+
+        Returns: the record. None: there is none, or in a signed run none with a proof of the run's key.
+
+        Raises:
+            StoreError: the store does not answer, or holds a record that `parse` refuses.
+        """
         run_key = held_key(self.store.url, self.run_id) if name in SIGNED else None
         if run_key is not None:
             return find_signed(self.store, self.key(name), parse, max_bytes, run_key)
@@ -314,7 +373,7 @@ class Attempt:
             parse: makes the record of its bytes.
 
         Raises:
-            KeyNotFoundError: there is none, or in a signed run none with the run's key.
+            KeyNotFoundError: there is none, or in a signed run none with a proof of the run's key.
             StoreError: the store does not answer, or holds a record that `parse` refuses.
 
         Example:
@@ -327,14 +386,15 @@ class Attempt:
         return found
 
     def create(self, name: str, data: bytes, *, replaces: bool = False) -> bool:
-        """Create one of its records unless it exists; in a signed run with a proof, for a process with the key.
+        """Create one of its records unless it exists. In a signed run, a process with the key adds a proof.
 
         Args:
             name: the name of the record, such as `HANDLE`.
             data: the record as JSON.
-            replaces: write it also if it exists.
+            replaces: True if an existing record is replaced. Default False.
 
-        Returns: True if this call wrote it. A lost reply may hide that it did: what exists decides.
+        Returns: True if this call wrote it. After a lost reply this may be False although the call wrote it, so the
+            caller reads the record to know.
 
         Raises:
             StoreError: the store did not take it.
@@ -351,14 +411,21 @@ class Attempt:
         return self.store.put_if_absent(self.key(name), data)
 
     def claim_start(self, nonce: str, **more: Any) -> bool:
-        """Begin it by creating its intent; False if there is one of another launch, which has another nonce."""
+        """Begin the attempt by creating its intent.
+
+        Args:
+            nonce: a random text of this launch.
+            more: further fields of the intent, such as `takes_s`.
+
+        Returns: False if another launch has created an intent before.
+        """
         intent = {"nonce": nonce, "by": this_process(), **more, "at": time.time()}
         created = self.create(INTENT, to_bytes(intent))
-        # Perhaps the one that exists is ours, by a create whose answer was lost.
+        # An existing intent may be ours, from a create whose reply was lost.
         return created or self.read(INTENT, Intent.parse).nonce == nonce
 
     def started_by(self) -> str | None:
-        """Name the process that began it, as its first record does, perhaps by ""; None: nobody has begun it."""
+        """Return the name of the process that began it, from its first record. "": unknown. None: it has not begun."""
         if (intent := self.find(INTENT, Intent.parse)) is not None:
             return intent.by
         if (handle := self.find(HANDLE, parse_handle)) is not None:
@@ -367,50 +434,62 @@ class Attempt:
         return "" if self.has_started() else None
 
     def has_started(self) -> bool:
-        """Return True if a process has claimed it."""
+        """Return True if a process has claimed the attempt."""
         return self.has(CLAIM)
 
     def has_handle(self) -> bool:
-        """Return True if a backend has started it, and left the handle."""
+        """Return True if a backend has started the attempt, and written its handle."""
         return self.has(HANDLE)
 
     def has_intent(self) -> bool:
-        """Return True if a process has begun to ask a service for its replica."""
+        """Return True if a process is asking, or has asked, a service for the replica."""
         return self.has(INTENT)
 
     def has_outcome(self) -> bool:
-        """Return True if it has ended, and its end is recorded."""
+        """Return True if the end of the attempt is recorded."""
         return self.has(OUTCOME)
 
     def has_begun(self) -> bool:
-        """Return True if it has any of the records that make it the newest attempt of its rank."""
+        """Return True if the attempt has any record that begins it, which makes it the newest one of its rank."""
         return any(map(self.has, BEGINNINGS))
 
     def has_cancel_marker(self) -> bool:
-        """Return True if a process has asked it to end."""
+        """Return True if a process has asked the attempt to end."""
         return self.has(CANCEL)
 
     def boot(self) -> Boot | None:
-        """Return how far its container is with an installation. None: it installs nothing, or has not begun to."""
+        """Return the progress of an installation in its container. None: there is no installation so far."""
         return self.find(BOOT, Boot.parse)
 
     def beat(self) -> Beat | None:
-        """Return its last heartbeat. None: it has sent none."""
+        """Return the last heartbeat. None: there is none yet."""
         return self.find(HEARTBEAT, Beat.parse)
 
     def handle(self, backend: str) -> ReplicaHandle | None:
-        """Return its handle; None when it left none.
+        """Return the handle of the attempt. None: there is none.
 
-        Where the handle is found says which replica it is of, not what is written in it; the store may have moved, too.
+        The place of a handle in the store decides which replica it belongs to, and not its content. The store itself
+        may have moved since.
+
+        Args:
+            backend: the name of the handle's backend.
 
         Raises:
-            CorruptObjectError: it is not a handle, or one of another backend.
+            CorruptObjectError: the object is not a handle, or belongs to another backend.
         """
         handle = self.find(HANDLE, parse_handle)
         return None if handle is None else self.rebind_handle(handle, backend)
 
     def rebind_handle(self, handle: ReplicaHandle, backend: str) -> ReplicaHandle:
-        """Return a handle that was found among its records; see `handle`."""
+        """Return a handle with the rank, the run and the store of this attempt; see `handle`.
+
+        Args:
+            handle: a handle that was found among the records of this attempt.
+            backend: the name of the handle's backend.
+
+        Raises:
+            CorruptObjectError: the handle belongs to another backend.
+        """
         if handle.backend_name != backend:
             key, url = self.key(HANDLE), self.store.url
             raise CorruptObjectError(
@@ -418,25 +497,33 @@ class Attempt:
                 key=key,
                 url=url,
             )
-        here = self.announced(backend).metadata if "store_url" in handle.metadata else {}
+        here = self.bare_handle(backend).metadata if "store_url" in handle.metadata else {}
         return replace(handle, rank=self.rank, metadata={**handle.metadata, **here})
 
-    def announced(self, backend: str) -> ReplicaHandle:
-        """Return a handle that says no more than which attempt it is of, and the key of a signed run."""
+    def bare_handle(self, backend: str) -> ReplicaHandle:
+        """Return a handle with the fields that all handles have: the attempt, and the key of a signed run.
+
+        Args:
+            backend: the name of the backend.
+        """
         place: dict[str, Any] = {"store_url": self.store.url, "run_id": self.run_id, "attempt": self.number}
         return ReplicaHandle(self.rank, backend, {**place, **self.named_key})
 
     @property
     def named_key(self) -> dict[str, str]:
-        """The field of a handle that names the key of a signed run, so that its reader asks for proofs."""
+        """The field of a handle that names the key of a signed run, so that its reader checks proofs."""
         run_key = held_key(self.store.url, self.run_id)
         return {} if run_key is None else {"key_id": key_id(run_key)}
 
     def outcome(self) -> Outcome | None:
-        """Return how it ended, with the reason that only its service knew; None while it has no outcome.
+        """Return the outcome, with the reason of its service if only that knew it. None: there is no outcome yet.
 
-        In a signed run only an outcome that was made with the run's key counts. A process without the key cannot tell:
-        what it reads is `unproven`.
+        In a signed run, only an outcome with a proof of the run's key counts. A process without the key cannot check
+        the proof, so for it each outcome is `unproven`.
+
+        Raises:
+            CorruptObjectError: the object is not an outcome of this attempt.
+            StoreError: the store does not answer.
         """
         found = self.find(OUTCOME, parse_outcome, MAX_OUTCOME_BYTES)
         if found is not None and lacks_key(self.store.url, self.run_id):
@@ -454,7 +541,7 @@ class Attempt:
 
     @property
     def has_forged_outcome(self) -> bool:
-        """Whether its `outcome.json` is there and lacks the proof of the run's key, which this process holds."""
+        """Whether its `outcome.json` lacks the proof of the run's key. False in a process without the key."""
         run_key, key = held_key(self.store.url, self.run_id), self.key(OUTCOME)
         if run_key is None:
             return False
@@ -465,39 +552,50 @@ class Attempt:
         return data is not None and not is_proven(data, key, run_key)
 
     def record_service_reason(self, reason: Reason | None, error: str | None) -> None:
-        """Leave why its service ended it, where that says more than the signal that its outcome has."""
+        """Record the service's reason for the end of the attempt, if the outcome can only have a signal.
+
+        Args:
+            reason: the reason. Only "preempted" and "timeout" are recorded.
+            error: a sentence about the end. None: there is none.
+        """
         if lacks_key(self.store.url, self.run_id):
-            return  # a restart after `preempted` is free: only a process with the run's key may say that
+            return  # a restart after `preempted` is free, so only a process with the run's key may record it
         if reason in SERVICE_REASONS and not run_folder_was_deleted(self.store, self.run_id):
-            with contextlib.suppress(UnwritableStoreError):  # who looks may only read
+            with contextlib.suppress(UnwritableStoreError):  # a user who looks at the run may be allowed to read only
                 self.create(SERVICE_REASON, to_bytes({"reason": reason, "error": error or ""}))
 
-    def ended(self, status: ReplicaStatus, reason: Reason | None = None, **more: Any) -> Outcome:
-        """Return an outcome of this attempt, not yet recorded."""
+    def new_outcome(self, status: ReplicaStatus, reason: Reason | None = None, **more: Any) -> Outcome:
+        """Return a new outcome of this attempt, which is not recorded yet.
+
+        Args:
+            status: the status.
+            reason: the reason. None, the default: it succeeded.
+            more: further fields of the outcome.
+        """
         return Outcome(self.rank, self.number, status, reason, **more)
 
     def record(self, outcome: Outcome, *, patience: OutageTolerance | None = None) -> Outcome:
-        """Write its outcome unless there is one, or its run was deleted, and return the one that counts: the first.
+        """Write the outcome of the attempt, and return the outcome that counts, which is the first one.
 
-        What ends after its cancel marker was written is `cancelled`, however it ended.
-
-        In a signed run the outcome is written with the run's key. A process without the key writes nothing: it cannot
-        end a rank for others, and returns what it found.
+        If the attempt has a cancel marker, its outcome becomes `cancelled`, whatever ended it. Nothing is written if
+        the run was deleted. In a signed run the outcome gets a proof. A process without the key writes nothing, because
+        it cannot end a rank for other processes, and returns the outcome that it found.
 
         Args:
-            outcome: how it ended.
-            patience: how long to try while the store fails. None: once.
+            outcome: the outcome.
+            patience: how long to try while the store fails. None, the default: one try.
 
         Raises:
-            UnwritableStoreError: it cannot be written there; the error has what would be recorded.
+            UnwritableStoreError: the store is read-only or full. The error has the outcome in `outcome`.
+            StoreError: the store does not answer.
         """
         if patience is not None:
             return retry(lambda: self.record(outcome), patience)
         marker = self.find(CANCEL, CancelMarker.parse)
         if marker is not None:
-            reported = None if outcome.reason == "signal" else outcome.error  # the signal was the cancellation's
+            reported = None if outcome.reason == "signal" else outcome.error  # the cancel itself sent the signal
             error = reported or describe_cancel(outcome.rank, marker.why)
-            code = outcome.exit_code or None  # with 0 it would look like a success
+            code = outcome.exit_code or None  # an exit code of 0 would look like a success
             outcome = replace(outcome, status=ReplicaStatus.CANCELLED, reason="cancelled", exit_code=code)
             outcome = replace(outcome, result=None, error=error)
         outcome = replace(
@@ -515,36 +613,44 @@ class Attempt:
         return self.outcome() or outcome
 
     def record_lost(self, who_says: str) -> Outcome:
-        """Write the outcome of a replica that vanished without one, and ended with its last heartbeat, if it sent one.
+        """Write the outcome of a replica that vanished without one. Its end is the time of its last heartbeat.
 
         Args:
-            who_says: as in "its supervisor is gone" or "Modal reports it gone".
+            who_says: the evidence, as in "its supervisor is gone" or "Modal reports it gone".
         """
         beat = self.beat()
         age = f" Its last heartbeat was {time.time() - beat.at:.0f} s ago." if beat else " It never sent a heartbeat."
         error = f"{self.title()} was lost: {who_says} and it left no outcome.{age}"
-        # Whoever finds it lost may come a day later; 0.0: now.
+        # The loss may be found a day later, so the time of the last heartbeat counts. 0.0 stands for now.
         last_at = beat.at if beat else 0.0
-        return self.record(self.ended(ReplicaStatus.FAILED, "lost", error=error, finished_at=last_at))
+        return self.record(self.new_outcome(ReplicaStatus.FAILED, "lost", error=error, finished_at=last_at))
 
     def title(self) -> str:
-        """Return its name at the beginning of a sentence: `Replica 3 of 8 (attempt 1)`."""
+        """Return the name of the attempt for the beginning of a sentence: `Replica 3 of 8 (attempt 1)`."""
         n = find_record(self.store, run_record_key(self.run_id), _parse_world_size) or self.rank + 1
         return f"Replica {self.rank} of {n} (attempt {self.number})"
 
     def request_cancel(self, why: str = BY_USER) -> None:
-        """Leave its cancel marker, so that whatever ends it now is a cancellation. Idempotent."""
+        """Write the cancel marker, so that any end of the attempt from now on is a cancel. The call may be repeated.
+
+        Args:
+            why: the reason. Default: the user cancelled it.
+        """
         marker = {"by": this_process(), "why": why, "at": time.time()}
         if not run_folder_was_deleted(self.store, self.run_id):
             self.store.put_if_absent(self.key(CANCEL), to_bytes(marker))
 
     def abandon(self, error: BaseException) -> None:
-        """Close an attempt whose launch failed: nobody waits for it, and its replica ends if it comes up late."""
+        """Record the end of an attempt whose launch failed. If its replica starts late, the replica ends at once.
+
+        Args:
+            error: the error of the launch.
+        """
         why = launch_failed_message(error)
         if self.outcome() is None:
             if not self.has_handle():
-                self.record(self.ended(ReplicaStatus.FAILED, "start_failed", error=why))
-            self.request_cancel(why)  # also where no handle is: its starter may live on
+                self.record(self.new_outcome(ReplicaStatus.FAILED, "start_failed", error=why))
+            self.request_cancel(why)  # also without a handle, because the process that starts it may still live
 
 
 def launch_failed_message(error: BaseException) -> str:
@@ -563,19 +669,19 @@ def collect_rows(
     handles: Sequence[ReplicaHandle],
     timeout: float | None,
 ) -> list[dict[str, Any]]:
-    """Wait for the replicas' outcomes; return what `collect` does, in the order given.
+    """Wait for the outcomes of replicas, and return the rows of `collect`, in the order of the handles.
 
-    A process without the key of a signed run cannot tell which attempt is the newest, nor whether it has ended. All its
-    rows are `unproven`.
+    A process without the key of a signed run does not know which attempt is the newest, or whether it has ended. So all
+    its rows are `unproven`.
 
     Args:
         poll: returns the status of a replica.
-        backend: the name of the backend that the handles must be of.
-        handles: of the replicas.
-        timeout: how long to wait at most, in seconds. None: until all have ended.
+        backend: the name of the handles' backend.
+        handles: the handles of the replicas.
+        timeout: the longest wait in seconds. None: until all have ended.
 
     Raises:
-        UnknownHandleError: a handle is of no replica that was launched by this backend.
+        UnknownHandleError: this backend never launched the replica of a handle.
 
     Example:
         collect_rows(executor.poll, "local", run.handles, timeout=60.0)
@@ -585,6 +691,6 @@ def collect_rows(
     for handle in handles:
         status = poll(handle)
         attempt, _ = Attempt.of_handle(handle, backend)
-        found = attempt.outcome() or attempt.ended(status)
+        found = attempt.outcome() or attempt.new_outcome(status)
         rows.append(replace(found, unproven=found.unproven or lacks_key(attempt.store.url, attempt.run_id)).to_row())
     return rows

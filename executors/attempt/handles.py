@@ -1,7 +1,7 @@
-"""Handles of replicas: the handles of one launch in one object, and the job that a handle names.
+"""Copies the handles of one launch into one object, and reads the job of a replica from its handle.
 
-With one object, a first look at a bucket makes one read instead of one for each replica. The object is a copy:
-`handle.json` of each attempt is what counts, and is read wherever the copy lacks it.
+With this object, the first look at a run in a bucket makes one read instead of one per replica. The object is only a
+copy. The `handle.json` of each attempt counts, and is read for each handle that the copy lacks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ log = logging.getLogger(__name__)
 
 
 def keep_handles(store: Store, run_id: str, attempt: int, handles: Sequence[Any]) -> None:
-    """Leave a copy of the handles of a launch, where reading each of them takes a request."""
+    """Write a copy of the handles of a launch, if the store is a bucket, where each read is a request.
+
+    Args:
+        store: the store of the run.
+        run_id: the run.
+        attempt: the number of the attempts.
+        handles: the handles. Objects of other types are left out.
+    """
     found = [handle for handle in handles if isinstance(handle, ReplicaHandle)]
     if len(found) > 1 and not is_near(store.url):
         with contextlib.suppress(StoreError):
@@ -41,7 +48,14 @@ def keep_handles(store: Store, run_id: str, attempt: int, handles: Sequence[Any]
 
 
 def kept_handles(store: Store, run_id: str, attempt: int, backend_of: Callable[[int], str]) -> dict[int, ReplicaHandle]:
-    """Return the handles of a launch by rank, as far as it left a copy that can be read."""
+    """Return the handles of a launch by rank from the copy. The result is empty if there is no readable copy.
+
+    Args:
+        store: the store of the run.
+        run_id: the run.
+        attempt: the number of the attempts.
+        backend_of: returns the name of a rank's backend.
+    """
 
     def parse(data: Any, key: str, url: str) -> dict[int, ReplicaHandle]:
         found = [parse_handle(each, key, url) for each in Fields(data, key, url).take("handles", list_of(json_object))]
@@ -65,7 +79,7 @@ def _key(run_id: str, attempt: int) -> str:
 
 
 def page_of_job(handle: Any) -> str | None:
-    """Return the page of a replica's job at its service, as its handle names it. None: it names none.
+    """Return the url of the page of a replica's job at its service, from its handle. None: the handle has none.
 
     Args:
         handle: the handle, which may be an object of any type.
@@ -79,7 +93,7 @@ def page_of_job(handle: Any) -> str | None:
 
 
 def name_of_job(handle: Any) -> str | None:
-    """Return what finds a replica's job at its service: its page, else its id, which is foreign text.
+    """Return the page or the id of a replica's job at its service. The id comes from the service, so escape it.
 
     Args:
         handle: the handle, which may be an object of any type.

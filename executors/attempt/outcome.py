@@ -1,4 +1,4 @@
-"""How an attempt ended, as a record in its run's store and as a sentence."""
+"""The outcome of an attempt: how `outcome.json` is parsed and written, and the sentences that describe an end."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from executors.store.records import (
     to_bytes,
 )
 
-MAX_RANK = 10**6  # beyond those launched, replicas may join
+MAX_RANK = 10**6  # replicas may join with ranks beyond those that were launched
 MAX_ATTEMPTS = 10_000
 PID = integer(1, 2**31 - 1)
 COUNT = integer(0, 2**53)
 EXIT_CODE = integer(-(2**31), 2**31)
 OUTPUT_TAIL_BYTES = 64 * 1024
-OUTPUT_TAIL_LINES = 200  # that a service is asked for, where a replica left no outcome
+OUTPUT_TAIL_LINES = 200  # lines to ask a service for, if a replica left no outcome
 MAX_OUTCOME_BYTES = 32 << 20
 MAX_ERROR = 1 << 20  # characters
 MAX_PLACE = 1000  # characters
@@ -48,10 +48,15 @@ MAX_FIRST = 200  # characters of the first warning in a heartbeat or an outcome
 
 
 def parse_outcome(data: Any, key: str = OUTCOME, url: str = "") -> Outcome:
-    """Read `outcome.json`.
+    """Parse `outcome.json`.
+
+    Args:
+        data: the bytes.
+        key: the key of the object, for the error. Default: the record's name.
+        url: the url of the store, for the error. Default: not named.
 
     Raises:
-        CorruptObjectError: it is not an outcome; the message names what of it does not fit.
+        CorruptObjectError: the bytes are not an outcome. The message names the field.
     """
     fields = Fields(data, key, url)
     reason: Any = fields.take("reason", nullable(one_of(*REASONS)), None)
@@ -136,15 +141,23 @@ def standstill(value: Any) -> Standstill:
 
 
 def only_numbers(found: Mapping[str, Any]) -> dict[str, float]:
-    """Leave out what is not a number to show: reports are for people only."""
+    """Return the values that are numbers. Reports are only shown, so other values are left out without an error.
+
+    Args:
+        found: the reported values by name.
+    """
     return {name: value for name, value in found.items() if is_plain_number(value) or value in (math.inf, -math.inf)}
 
 
 def encode_outcome(outcome: Outcome) -> bytes:
-    """Encode an outcome within the bounds that its readers keep: an executor may report anything."""
+    """Encode an outcome within the bounds that its readers accept. Long texts are cut, and a huge result is an error.
+
+    Args:
+        outcome: the outcome, whose values may come from an executor of a third party.
+    """
     outcome = replace(outcome, exit_code=_readable_code(outcome.exit_code))
     if outcome.error is not None and len(outcome.error) > MAX_ERROR:
-        half = MAX_ERROR // 2 - 10  # of a traceback: where it came from, and what it says
+        half = MAX_ERROR // 2 - 10  # of a traceback, the begin and the message at the end matter
         outcome = replace(outcome, error=f"{outcome.error[:half]}\n…\n{outcome.error[-half:]}")
     if outcome.error_line is not None and len(outcome.error_line) > MAX_ERROR:
         outcome = replace(outcome, error_line=outcome.error_line[:MAX_ERROR])
@@ -165,7 +178,7 @@ def encode_outcome(outcome: Outcome) -> bytes:
 
 def _to_bytes(outcome: Outcome) -> bytes:
     fields = asdict(outcome)
-    if not outcome.unproven:  # only signed runs have the field: the records of other runs stay as they are
+    if not outcome.unproven:  # only records of signed runs have this field
         del fields["unproven"]
     return to_bytes(fields)
 
@@ -194,7 +207,7 @@ ENDINGS = {
     "no_result": "ended by itself with {code}, before its entrypoint returned a result.",
     "unrecorded": "returned a result that was not recorded; the replica's log says why.",
     "storeless": "ended by itself with {code} and could not record why: its store failed; the replica's log says more.",
-    # as a service reports it
+    # Ends that a service reports:
     "killed": "was killed: {cause}.",
     "preempted": "was preempted: {service} took its machine back.",
     "timeout_there": "ran into the time limit of {service}.",
@@ -203,14 +216,14 @@ ENDINGS = {
     "by_exit_code": "was ended by {name} ({code}).",
     "not_reached": "ended with {code} before its entrypoint was reached.{why}",
 }
-"""How a replica ended, in the words that follow `Replica 3 of 8`."""
+"""The sentences about ends. Each follows the words `Replica 3 of 8`."""
 
 
 def says_alive(stacks: str) -> bool:
-    """Return True if a dump of stacks is only a note that a replica, which was reported to hang, works again.
+    """Return True if a dump is only a note that a replica which was reported to hang works again.
 
     Args:
-        stacks: the text that the supervisor kept.
+        stacks: the text of the dump.
 
     Example:
         says_alive("Replica 3 of 8 works again.")
@@ -219,10 +232,22 @@ def says_alive(stacks: str) -> bool:
 
 
 def describe_cancel(rank: int, why: str) -> str:
-    """Return a sentence, as in `Replica 3 was ended: the launcher of this attached run ended.`"""
+    """Return the sentence about a cancel, as in `Replica 3 was ended: the launcher of this attached run ended.`
+
+    Args:
+        rank: the rank.
+        why: the reason.
+    """
     return f"Replica {rank} was ended: {why.rstrip('.')}."
 
 
 def describe_end(ending: str, rank: int, world_size: int, **values: Any) -> str:
-    """Return a sentence, as in `Replica 3 of 8 ran into its time limit of 60 s.`"""
+    """Return the sentence about an end, as in `Replica 3 of 8 ran into its time limit of 60 s.`
+
+    Args:
+        ending: a key of `ENDINGS`.
+        rank: the rank.
+        world_size: the number of replicas that were launched.
+        values: the values for the sentence.
+    """
     return f"Replica {rank} of {world_size} {ENDINGS[ending].format(**values)}"

@@ -1,4 +1,4 @@
-"""Waiting by looking again and again, first often and then seldomer."""
+"""Waits for a condition by checking it repeatedly, with growing pauses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ H = TypeVar("H")
 
 
 def pauses(first_s: float = FIRST_PAUSE_S, longest_s: float = LONGEST_PAUSE_S) -> Iterator[float]:
-    """Yield the seconds to wait between one look and the next: short ones first."""
+    """Yield the seconds between one check and the next, which grow from the first to the longest pause.
+
+    Args:
+        first_s: the first pause. Default 0.01.
+        longest_s: the longest pause. Default 0.5.
+    """
     pause_s = first_s
     while True:
         yield pause_s
@@ -23,7 +28,15 @@ def pauses(first_s: float = FIRST_PAUSE_S, longest_s: float = LONGEST_PAUSE_S) -
 
 
 def wait_until_terminal(poll: Callable[[H], Any], handles: Sequence[H], timeout_s: float | None) -> bool:
-    """Poll with growing pauses until every handle's status is terminal; False if the time was over first."""
+    """Poll with growing pauses until the status of every handle is terminal.
+
+    Args:
+        poll: returns the status of a handle.
+        handles: the handles.
+        timeout_s: the longest wait in seconds. None: there is none.
+
+    Returns: False if the time passed first.
+    """
     waiting = list(handles)
 
     def all_have_ended() -> bool:
@@ -34,7 +47,15 @@ def wait_until_terminal(poll: Callable[[H], Any], handles: Sequence[H], timeout_
 
 
 def wait_until(is_over: Callable[[], bool], timeout_s: float | None, pauses: Iterator[float]) -> bool:
-    """Ask again after each pause until it is over; False if the time was over first."""
+    """Check a condition, again after each pause, until it is true.
+
+    Args:
+        is_over: the condition.
+        timeout_s: the longest wait in seconds. None: there is none.
+        pauses: the pauses in seconds, without end.
+
+    Returns: False if the time passed first.
+    """
     end = math.inf if timeout_s is None else time.monotonic() + timeout_s
     for pause_s in pauses:
         if is_over():

@@ -1,4 +1,4 @@
-"""Records of an attempt that only a process with the key of a signed run can make: what begins it, and its outcome.
+"""Records of an attempt that only a process with the key of a signed run can make, such as its claim and its outcome.
 
 Such a record is JSON with a `proof`, an HMAC over its place and all its other fields. It is written under two names.
 The name that counts cannot be predicted without the key: `outcome-5e0f31a2c4d6b788.json`. So a stranger cannot create
@@ -19,7 +19,7 @@ from executors.store.records import Fields, Parse, find_record, to_bytes
 from executors.store.run_key import proof_of_fields, secret_name
 
 T = TypeVar("T")
-PROOF_BYTES = 100  # at most, of a record's bytes
+PROOF_BYTES = 100  # the most bytes that a proof adds to a record
 MAX_SIGNED_BYTES = 64 << 20
 
 
@@ -40,11 +40,11 @@ def write_signed(store: Store, key: str, data: bytes, run_key: bytes, *, replace
     """Create a record with its proof, unless a proven one exists.
 
     Args:
-        store: where the run is.
+        store: the store of the run.
         key: the plain key of the record.
         data: the record as JSON.
         run_key: the key of the run.
-        replaces: replace a proven record, too.
+        replaces: True if a proven record is replaced, too. Default False.
 
     Returns: True if this call wrote the record that counts.
 
@@ -63,10 +63,10 @@ def write_signed(store: Store, key: str, data: bytes, run_key: bytes, *, replace
     elif not store.put_if_absent(place, signed):
         standing = _read_proven(store, place, key, MAX_SIGNED_BYTES, run_key)
         if standing is None:
-            store.put(place, signed)  # a stranger listed the store and replaced the true record: nothing more is lost
+            store.put(place, signed)  # a stranger has listed the store and replaced the record, so it is lost already
         else:
             signed, is_ours = bytes(standing), False
-    # The copy is for others. An object in its place, or a folder of that name, must not keep the record from counting.
+    # The copy is for processes without the key. The signed record counts even if a stranger's object blocks the copy.
     with contextlib.suppress(StoreError):
         if replaces:
             store.put(key, signed)
@@ -76,10 +76,10 @@ def write_signed(store: Store, key: str, data: bytes, run_key: bytes, *, replace
 
 
 def find_signed(store: Store, key: str, parse: Parse[T], max_bytes: int, run_key: bytes) -> T | None:
-    """Return a proven record. None: there is none, whatever else stands in its place.
+    """Return a proven record. None: there is none, even if an unproven object has its name.
 
     Args:
-        store: where the run is.
+        store: the store of the run.
         key: the plain key of the record.
         parse: makes the record of its bytes.
         max_bytes: how large the record may be without its proof.
@@ -97,7 +97,7 @@ def find_signed(store: Store, key: str, parse: Parse[T], max_bytes: int, run_key
         except CorruptObjectError:  # it is larger than any record
             continue
         if data is None:
-            return None  # a proven record is created under its own name first: the plain name has none either
+            return None  # a record is created under its signed name first, so there is no plain copy either
         if is_proven(data, key, run_key):
             return parse(data, place, store.url)
     return None

@@ -30,19 +30,19 @@ MOMENT = number(LONG_AGO, FAR_AHEAD)
 
 @dataclass(frozen=True, kw_only=True)
 class KeptWarning(Record):
-    """One text that an attempt warned of."""
+    """One warning of an attempt, with the number of times that it came."""
 
     text: str = checked(text(MAX_CHARACTERS))
     at: float = checked(MOMENT)
-    """When it came first, in Unix time, by the clock of the replica's host."""
+    """The Unix time of the first time, by the clock of the replica's host."""
     last_at: float = checked(MOMENT)
-    """When it came last."""
+    """The Unix time of the last time."""
     count: int = checked(integer(1, MAX_COUNT))
     """How often it came."""
 
 
 def _some(value: Any) -> Sequence[KeptWarning]:
-    """Expect a list of at most `MAX_WARNINGS` warnings."""
+    """Parse a list of at most `MAX_WARNINGS` warnings."""
     found = list_of(nested(KeptWarning))(value)
     if len(found) > MAX_WARNINGS:
         raise ValueError(f"a list of at most {MAX_WARNINGS}")
@@ -56,7 +56,7 @@ class KeptWarnings(Record):
     warnings: Sequence[KeptWarning] = checked(_some)
     """In the order in which the texts came first."""
     left_out: int = checked(integer(0, MAX_COUNT), 0)
-    """How many more came whose texts are not kept: the log has them."""
+    """The number of further warnings, whose texts are only in the log."""
 
     def to_bytes(self) -> bytes:
         """Return the record as it is stored: one line of JSON."""

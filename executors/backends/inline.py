@@ -105,7 +105,7 @@ class InlineExecutor(Backend):
         """
         run = start.spec
         attempt = Attempt(store_at(run.store_url), run.run_id, run.ranks[0], run.attempt)
-        announced = attempt.announced(self.backend_name)
+        announced = attempt.bare_handle(self.backend_name)
         process = {"machine": this_machine(), "pid": os.getpid(), "pid_started": start_time(os.getpid())}
         handle = ReplicaHandle(announced.rank, self.backend_name, {**announced.metadata, **process})
         is_ours = False

@@ -110,4 +110,4 @@ def _cancel(run: Run, attempts: Sequence[Attempt]) -> None:
         )
     with contextlib.suppress(ReplicasError):
         for attempt in ended:
-            attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
+            attempt.record(attempt.new_outcome(ReplicaStatus.CANCELLED, "cancelled"))

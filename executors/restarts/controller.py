@@ -355,7 +355,9 @@ class RestartController:
         if skipped and rank not in snapshot.ends and not before.has_begun():
             return False
         for attempt in skipped:
-            attempt.record(attempt.ended(ReplicaStatus.FAILED, "fenced", error=f"Attempt {number} came before it."))
+            attempt.record(
+                attempt.new_outcome(ReplicaStatus.FAILED, "fenced", error=f"Attempt {number} came before it.")
+            )
         return True
 
 

@@ -159,7 +159,7 @@ class Canceller:
                     "read. Cancel it in the process that launched it."
                 )
             attempt.request_cancel(why)  # its launcher died, or has not come to it; one that comes up late ends, too
-            attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
+            attempt.record(attempt.new_outcome(ReplicaStatus.CANCELLED, "cancelled"))
         if why != BY_USER:  # the executor's own marker would say that
             reader.map(lambda r: reader.attempt(r).request_cancel(why), launched)
 

@@ -101,4 +101,4 @@ class LaunchStarter:
             for rank in error.ranks:
                 attempt = Attempt(store_at(spec.store_url), spec.run_id, rank, spec.attempt)
                 if not attempt.has_intent():  # another process begins it all the same
-                    attempt.record(attempt.ended(ReplicaStatus.FAILED, "timeout", error=str(error)))
+                    attempt.record(attempt.new_outcome(ReplicaStatus.FAILED, "timeout", error=str(error)))

@@ -416,7 +416,7 @@ class Placements(PlacedRanks, Backend):
         attempt = Attempt.from_handle(handle, handle.backend_name).newest()
         attempt.request_cancel()
         if not attempt.has_started():  # a replica that comes up late finds the marker as well
-            attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
+            attempt.record(attempt.new_outcome(ReplicaStatus.CANCELLED, "cancelled"))
 
     def collect(self, handles: list[ReplicaHandle], *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Wait for the replicas' outcomes, and return them in the order of `handles`."""

@@ -141,7 +141,7 @@ class RunStateReader:
             return state
         who = f"the process {self.record.launcher_pid} of {self.record.created_by}"
         error = f"Replica {state.rank} was never started: {who}, which launched the run, has ended."
-        outcome = self.attempt(state.rank).ended(
+        outcome = self.attempt(state.rank).new_outcome(
             ReplicaStatus.FAILED, "start_failed", error=error, finished_at=self.record.created_at
         )
         return replace(state, status=outcome.status, outcome=outcome)
@@ -390,7 +390,7 @@ class RunStateReader:
     def ending(self, state: ReplicaState) -> Outcome:
         """Return how a replica ended, as far as is known."""
         known = None if state.restart.is_awaited else state.outcome or self.outcome(state.rank)
-        return known or self.attempt(state.rank).ended(state.status)
+        return known or self.attempt(state.rank).new_outcome(state.status)
 
     def map(self, act: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """Act on several items of the run's store: at once where that is far."""
@@ -440,7 +440,7 @@ class RunStateReader:
         attempt = self.attempt(rank).at(launched)
         found = self._launches.get(launched, {}).get(rank) or attempt.handle(self.backend(rank))
         if found is None:
-            found = self.placements.find_handle(attempt.announced(self.backend(rank)), insists=insists)
+            found = self.placements.find_handle(attempt.bare_handle(self.backend(rank)), insists=insists)
             if found is None and (outcome := attempt.outcome()):  # it was found that it was never started
                 self._outcomes[rank] = outcome
         self._handles[rank] = (launched, found)
@@ -519,4 +519,4 @@ class RunStateReader:
 
 def unreadable(attempt: Attempt, error: Exception) -> Outcome:
     """Return what is said of an attempt whose records do not tell how it is; it is never written."""
-    return attempt.ended(ReplicaStatus.FAILED, "lost", error=str(error), finished_at=time.time())
+    return attempt.new_outcome(ReplicaStatus.FAILED, "lost", error=str(error), finished_at=time.time())

@@ -290,4 +290,4 @@ def end_of(attempt: Attempt, reason: Reason, error: str | None, **more: Any) -> 
         more: further fields of the outcome.
     """
     status = ReplicaStatus.CANCELLED if reason == "cancelled" else ReplicaStatus.FAILED
-    return attempt.ended(status, reason, error=error, finished_at=time.time(), **more)
+    return attempt.new_outcome(status, reason, error=error, finished_at=time.time(), **more)

@@ -110,10 +110,10 @@ class Spare:
             why = "its container got the signal to end"
         if self.taken is not None:
             became = f"rank {self.taken.rank}, attempt {self.taken.number}"
-            outcome = self._me.ended(ReplicaStatus.SUCCEEDED, result=became)
+            outcome = self._me.new_outcome(ReplicaStatus.SUCCEEDED, result=became)
             print(f"replicas: spare {self._me.rank} becomes {became}", flush=True)
         else:
-            outcome = self._me.ended(ReplicaStatus.CANCELLED, "cancelled", error=f"The spare ended: {why}.")
+            outcome = self._me.new_outcome(ReplicaStatus.CANCELLED, "cancelled", error=f"The spare ended: {why}.")
             print(f"replicas: spare {self._me.rank} ends: {why}", flush=True)
         try:
             if not run_was_deleted(self._store, self._spec.run_id):
@@ -187,7 +187,7 @@ class Spare:
 
     def _take(self, attempt: Attempt) -> None:
         assert self._handle is not None
-        place = attempt.announced(self._handle.backend_name).metadata
+        place = attempt.bare_handle(self._handle.backend_name).metadata
         mine = replace(self._handle, rank=attempt.rank, metadata={**self._handle.metadata, **place})
         attempt.create(HANDLE, mine.to_json().encode())
         found = attempt.find(HANDLE, parse_handle)  # the reply may be lost, and another process may have been first

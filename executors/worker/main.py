@@ -367,7 +367,7 @@ class _Worker:
         reached = {name: reported[name] for name in ("round", "step") if name in reported} or None
         more = {"reached": reached, **({} if page is None else page.outcome_fields()), **more}
         more |= {"pid": os.getpid(), "started_at": self._started_at, "reported": reported, "how": self._assignment.how}
-        return self.attempt.ended(status, reason, **more)
+        return self.attempt.new_outcome(status, reason, **more)
 
     def _sentence(self, ending: str, **values: Any) -> str:
         return describe_end(ending, self.replica.rank, self.replica.world_size, **values)

@@ -345,7 +345,7 @@ def test_an_intent_is_old_by_the_clock_of_who_looks(machines: Machines) -> None:
 def test_a_start_whose_attempt_was_ended_meanwhile_asks_for_no_job(machines: Machines) -> None:
     def end() -> bool:
         attempt = Attempt(local_store(), "otter", 0)
-        attempt.record(attempt.ended(ReplicaStatus.FAILED, "start_failed", error="It was never started."))
+        attempt.record(attempt.new_outcome(ReplicaStatus.FAILED, "start_failed", error="It was never started."))
         return True
 
     machines.fail("start", "unavailable", when=end)

@@ -159,7 +159,7 @@ def test_a_cancel_is_not_called_done_where_the_service_cannot_say_whether_there_
 def test_a_supervisor_whose_job_the_service_cannot_look_for_now_counts_as_one_that_lives(machines: Machines) -> None:
     run = launch(FakeExecutor(), "job.py:main", 2, run_id="otter", restarts="2", detach=True)
     attempt = Attempt(view_of(run).store, "otter", 0)
-    end = attempt.record(attempt.ended(ReplicaStatus.FAILED, "exception"))
+    end = attempt.record(attempt.new_outcome(ReplicaStatus.FAILED, "exception"))
     view_of(run).store.delete(attempt.key("handle.json"))
     other = attached()
     controller = manager_of(other).keep_here(

@@ -141,7 +141,7 @@ def test_the_time_of_a_rank_is_that_of_its_containers_and_not_until_somebody_loo
         claim = {"nonce": "x", "pid": 1, "host": "node", "at": 1e9 + at}
         its.store.put(its.key("started.json"), to_bytes(claim))
         its.store.put(its.key("heartbeat.json"), to_bytes({"at": 1e9 + beat_at}))
-        its.record(its.ended(ReplicaStatus.FAILED, "lost", host=host, finished_at=1e9 + finished_at))
+        its.record(its.new_outcome(ReplicaStatus.FAILED, "lost", host=host, finished_at=1e9 + finished_at))
         if is_launched:
             its.store.put(its.key("intent.json"), b"{}")
 

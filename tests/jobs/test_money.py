@@ -317,7 +317,7 @@ def ended_in_its_records_alone(hub: HubServer) -> Run:
     run = started(hub)
     for rank in range(2):
         attempt = Attempt(view_of(run).store, RUN.id, rank, 0)
-        attempt.record(attempt.ended(ReplicaStatus.FAILED, "lost", error="as some process concluded"))
+        attempt.record(attempt.new_outcome(ReplicaStatus.FAILED, "lost", error="as some process concluded"))
     hub.jobs.cancel(hub.job(run.handles[0].metadata["job"]["id"]))
     assert living(hub) == ["1"]
     return run

@@ -56,7 +56,7 @@ def test_a_run_id_that_was_removed_and_launched_again_does_not_get_the_old_runs_
 
     old, old_name = launched()
     attempt = Attempt(view_of(old).store, "otter", 0)
-    attempt.record(attempt.ended(ReplicaStatus.SUCCEEDED))
+    attempt.record(attempt.new_outcome(ReplicaStatus.SUCCEEDED))
     KeepsJobs.kept[old_name] = replace(KeepsJobs.kept[old_name], status="SUCCEEDED", driver_exit_code=0)
     old.remove()
     new, new_name = launched()

@@ -98,7 +98,7 @@ def test_where_fewer_are_enough_a_rank_that_was_not_to_be_had_ends_nobody() -> N
         request = LaunchRequest.of(train, n=2, args={"go": "", "rounds": 0}, min_replicas=min_replicas)
         create.create_run(request, run_id, store, {"backend": "local"})
         failed = Attempt(store, run_id, 0)
-        end_others(failed, failed.record(failed.ended(ReplicaStatus.FAILED, reason)), 2)  # type: ignore[arg-type]
+        end_others(failed, failed.record(failed.new_outcome(ReplicaStatus.FAILED, reason)), 2)  # type: ignore[arg-type]
         assert Attempt(store, run_id, 1).has("cancel.json") is ends, run_id
 
 

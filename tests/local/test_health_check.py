@@ -143,7 +143,7 @@ def test_a_process_that_is_unwell_twice_running_is_left_to_who_can_start_elsewhe
 
     def way(number: int, pid: int | None) -> str | None:
         attempt = Attempt(log.store, "run", 0, number)
-        end = attempt.ended(ReplicaStatus.FAILED, "start_failed", error="unwell", pid=pid)
+        end = attempt.new_outcome(ReplicaStatus.FAILED, "start_failed", error="unwell", pid=pid)
         answer = controller.decide_on(end, RunSnapshot({0: number}, {0: end}))
         return None if answer is None else answer.how
 

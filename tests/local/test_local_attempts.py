@@ -155,7 +155,7 @@ def test_a_task_that_was_changed_after_the_launch_is_not_run() -> None:
 
 def test_a_newer_handle_of_the_store_is_of_the_attempt_where_it_is_found(tmp_path: Path) -> None:
     """Whatever it says itself: the number names the log file that is shown."""
-    launched = Attempt(open_store(tmp_path), "otter", 0).announced("local")
+    launched = Attempt(open_store(tmp_path), "otter", 0).bare_handle("local")
     for number, forged in ((0, {}), (1, {"attempt": "../../../.."})):
         attempt = Attempt(open_store(tmp_path), "otter", 0, number)
         attempt.store.put(attempt.key("handle.json"), ReplicaHandle(0, "local", forged).to_json().encode())

@@ -400,7 +400,7 @@ class JobExecutor(Backend):
             raise JobServiceError(f"{error} End it yourself: {commands}", error.kind) from error
         attempt.request_cancel()
         if job_id is None:  # the launcher died before the service had the job; a late job finds the outcome and ends
-            attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
+            attempt.record(attempt.new_outcome(ReplicaStatus.CANCELLED, "cancelled"))
             return None
         return replica, job_id
 
@@ -552,7 +552,7 @@ class JobExecutor(Backend):
             if intent is not None and is_stale(self._intents, attempt.place, intent.at, intent.takes_s):
                 rank, service = attempt.rank, self.service.name
                 error = f"Replica {rank} was never started: {service} knows no job of it. Did {intent.by} die?"
-                attempt.record(attempt.ended(ReplicaStatus.FAILED, "start_failed", error=error))
+                attempt.record(attempt.new_outcome(ReplicaStatus.FAILED, "start_failed", error=error))
             return None
         found = self._handle(attempt, jobs[0], timeout_s=self._timeout_s(timeout_s), launched_at=launched_at)
         if attempt.create(HANDLE, found.to_json().encode()):
@@ -563,7 +563,7 @@ class JobExecutor(Backend):
         """Find a replica. If its newest attempt has no handle yet, the service is asked for the job."""
         attempt, newest = Attempt.of_handle(handle, self.backend_name)
         if attempt.number != newest.metadata.get("attempt") and attempt.has_intent():
-            announced = attempt.announced(self.backend_name)
+            announced = attempt.bare_handle(self.backend_name)
             without_job = replace(newest, metadata={**newest.metadata, **announced.metadata, "job": None})
             newest = retrying()(self._look_for, attempt) or without_job
         return JobReplica.of(attempt, newest)
@@ -576,7 +576,7 @@ class JobExecutor(Backend):
         key = JobKey.of(attempt, launched_at)
         self._known_jobs[key] = job_id
         self._states.started(key, job_id)
-        announced = attempt.announced(self.backend_name)
+        announced = attempt.bare_handle(self.backend_name)
         known = {"launched_at": launched_at, "timeout_s": timeout_s, "job": job_id}
         spare = {"spare": attempt.rank} if attempt.is_spare else {}
         return replace(announced, metadata={**announced.metadata, **spare, **known})

@@ -287,7 +287,7 @@ class GangStart:
                 return
             if start in failed:
                 refused = start.job_id is None and not start.attempt.has_started()
-                failure = start.attempt.ended(ReplicaStatus.FAILED, "start_failed", error=start.problem)
+                failure = start.attempt.new_outcome(ReplicaStatus.FAILED, "start_failed", error=start.problem)
                 start.attempt.record(replace(failure, was_refused=refused))
             start.attempt.request_cancel(why)
 
@@ -299,7 +299,7 @@ class GangStart:
         if begun:
             at_store(
                 begun[0].store,
-                lambda each: each.record(each.ended(ReplicaStatus.CANCELLED, "cancelled", error=why)),
+                lambda each: each.record(each.new_outcome(ReplicaStatus.CANCELLED, "cancelled", error=why)),
                 begun,
             )
 

@@ -208,7 +208,7 @@ class JobOutcomeRecorder:
             who, has_started = attempt.title(), attempt.has_started()
             reason, error_text = explain(who, service.name, state, replica.timeout_s, has_started, output)
         return attempt.record(
-            attempt.ended(
+            attempt.new_outcome(
                 ReplicaStatus.CANCELLED if reason == "cancelled" else ReplicaStatus.FAILED,
                 reason,
                 exit_code=state.exit_code,

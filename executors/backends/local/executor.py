@@ -220,7 +220,7 @@ class LocalProcessExecutor(Backend):
                 continue
             attempt.request_cancel("the launch was interrupted")
             if found == placeholder:
-                attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
+                attempt.record(attempt.new_outcome(ReplicaStatus.CANCELLED, "cancelled"))
 
     def describe_start(self, start: StartSpec, requirements: Sequence[str] = ()) -> dict[str, Any]:
         """Return what `start_ranks` would send to the run's supervisor, with the environment's values masked."""

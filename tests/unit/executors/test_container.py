@@ -195,7 +195,7 @@ def test_a_process_is_ended_for_the_attempt_that_follows_only_where_it_is_an_ear
     asked, page = Attempt(store, "run", 1, 1), SharedPage()
     page.claimed = 0 if claimed is None else claimed + 1
     if other_ended:
-        asked.record(asked.ended(ReplicaStatus.FAILED, "lost"))
+        asked.record(asked.new_outcome(ReplicaStatus.FAILED, "lost"))
     together = Decision(kind="restart", rank=0, ended=0, start={0: 1, 1: 2}, how="fork")
     DecisionLog(store, "run").append(lambda _: together)
     with subprocess.Popen(["sleep", "60"]) as process:

@@ -92,6 +92,6 @@ def test_the_folder_of_a_deleted_run_is_not_made_again(tmp_path: Path) -> None:
     heartbeat.beat()
     heartbeat.stop()
     LogCopy(attempt, log).put(100)
-    ended = attempt.ended(ReplicaStatus.SUCCEEDED)
+    ended = attempt.new_outcome(ReplicaStatus.SUCCEEDED)
     assert attempt.record(ended).status == "succeeded"
     assert not (tmp_path / "run").exists()

@@ -43,7 +43,7 @@ def store() -> Iterator[MemoryStore]:
 
 def record(store: MemoryStore, result: Any = "true", rank: int = 0, number: int = 0) -> Outcome:
     attempt = Attempt(store, "otter", rank, number)
-    return attempt.record(attempt.ended(ReplicaStatus.SUCCEEDED, result=result))
+    return attempt.record(attempt.new_outcome(ReplicaStatus.SUCCEEDED, result=result))
 
 
 def read(store: MemoryStore) -> Any:
@@ -141,7 +141,7 @@ def test_the_word_of_a_service_needs_the_key_as_well(store: MemoryStore) -> None
     """A restart after `preempted` is free."""
     attempt = Attempt(store, "otter", 0)
     store.put(attempt.key("service.json"), to_bytes({"reason": "preempted", "error": "forged"}))
-    told = attempt.record(attempt.ended(ReplicaStatus.FAILED, "signal", notice="SIGTERM", error="it was told to"))
+    told = attempt.record(attempt.new_outcome(ReplicaStatus.FAILED, "signal", notice="SIGTERM", error="it was told to"))
     assert (told.reason, told.error) == ("signal", "it was told to")
     attempt.record_service_reason("preempted", "its machine was taken")
     explained = attempt.outcome()

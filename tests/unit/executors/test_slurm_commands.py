@@ -248,7 +248,7 @@ def test_a_run_that_is_removed_leaves_no_log_in_its_log_dir(
     attempt = Attempt(store, "otter", 0)
     for launched_at in (spec.launched_at, 1.0):  # and of a run of this id at another time
         executor.service.start_jobs([JobSpec(JobKey.of(attempt, launched_at), ("true",), (), {}, {})])
-    attempt.record(attempt.ended(ReplicaStatus.CANCELLED, "cancelled"))
+    attempt.record(attempt.new_outcome(ReplicaStatus.CANCELLED, "cancelled"))
     assert len([*(tmp_path / "logs" / "otter").iterdir()]) == 2
     attach(f"{tmp_path}/runs/otter", executor=executor).remove()
     (other,) = (tmp_path / "logs" / "otter").iterdir()

@@ -47,7 +47,7 @@ class Scene:
 
     def end(self, rank: int, status: ReplicaStatus = ReplicaStatus.FAILED) -> None:
         attempt = self.attempt(rank)
-        attempt.record(attempt.ended(status, "signal" if status is ReplicaStatus.FAILED else None))
+        attempt.record(attempt.new_outcome(status, "signal" if status is ReplicaStatus.FAILED else None))
 
     def look(self, *spares: Spare, for_s: float, beating: tuple[int, ...] = ()) -> list[str | None]:
         """Let spares look for a while."""
