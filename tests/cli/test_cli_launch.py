@@ -197,7 +197,7 @@ USAGE = [
     (["--n", "2", "--backend", "no.such:Thing"], "Backend 'no.such:Thing' cannot be loaded"),
     (["--n", "2", "--option", "max_paralel=2"], "option 'max_paralel'. Did you mean 'max_parallel'?"),
     (["--n", "2", "--option", "max_parallel=two"], "takes int | None, got 'two'."),
-    (["--n", "2", "--option", "preload=torch"], "preload is a list of modules, as in ['torch'], or 'auto', got"),
+    (["--n", "2", "--option", "preload=torch"], "preload must be a list of modules such as ['torch'], or 'auto', got"),
     (["--n", "2", "--option", "max_parallel=0"], "max_parallel must be at least 1"),
     (["--n", "2", "--arg", "tims=3"], "main() takes no argument 'tims'. Did you mean 'times'?"),
     (["--n", "2", "--run-id", "Not Good"], "Bad run id 'Not Good'"),

@@ -259,11 +259,11 @@ def test_logs_of_another_user_before_the_first_copy_say_so(
             shown = here.replicas("logs", run.url, *more)
             assert (shown.code, shown.json["replicas"][0]["log"] if "--json" in more else shown.stdout) == (0, "")
             assert shown.stderr.startswith("Note: Rank 0: read from 'mine/replicas/0000/0/output.log' in file://")
-            assert shown.stderr.endswith(", where nothing is yet.\n")
+            assert shown.stderr.endswith(", which does not exist yet.\n")
             assert shown.stderr.count("\n") == 1
         brought = here.replicas("collect", run.url, "--timeout", 1, "--out", tmp_path / "out", "--json")
         (skipped,) = brought.json["skipped"]
-        assert (skipped["log"], skipped["problem"].rpartition(", ")[2]) == ("output.log", "where nothing is yet")
+        assert (skipped["log"], skipped["problem"].rpartition(", ")[2]) == ("output.log", "which does not exist yet")
         assert not list((tmp_path / "out").rglob("output.log"))
     run.cancel()
 

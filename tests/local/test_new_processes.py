@@ -86,7 +86,7 @@ def test_replicas_do_not_hang_if_a_preloaded_module_starts_a_thread(
     assert len(said) == 1, "once for each run"
     assert re.fullmatch(
         r"replicas: importing json, threaded started a thread \(\S+\), which a fork would lose\. So each replica is a "
-        r"new process and imports by itself\. To fork them, take it out of the backend's option preload\.",
+        r"new process and imports by itself\. To fork them, remove it from the backend's option preload\.",
         said[0],
     )
 

@@ -105,6 +105,6 @@ def test_measuring_ends_at_the_first_module_of_the_users_own(work: Path, monkeyp
 
 def test_one_module_is_not_a_list_of_letters() -> None:
     with pytest.raises(
-        ValueError, match=r"preload is a list of modules, as in \['torch'\], or 'auto', got preload='torch'"
+        ValueError, match=r"preload must be a list of modules such as \['torch'\], or 'auto', got preload='torch'"
     ):
         LocalProcessExecutor(preload="torch")

@@ -1,1 +1,1 @@
-"""Replicas as processes of this machine."""
+"""The backend local: replicas as processes of this machine."""

@@ -1,4 +1,4 @@
-"""Replicas as processes on this machine, forked from a clean zygote and watched over by a supervisor."""
+"""LocalProcessExecutor: runs replicas as processes of this machine, forked from a clean process, under a supervisor."""
 
 from __future__ import annotations
 
@@ -42,24 +42,27 @@ from executors.task.stored import PYTHON
 
 MACHINE = re.compile(r"\S+ \S+ \S+")  # as `this_machine` names one
 LONGEST_GRACE_S = 3600.0
-CHOOSE_PRELOAD = "To fork them, take it out of the backend's option preload."
+CHOOSE_PRELOAD = "To fork them, remove it from the backend's option preload."
 
 
 # More than 20 methods: it answers every question of a Backend.
 class LocalProcessExecutor(Backend):
     """Runs replicas as processes on this machine.
 
-    They inherit the launcher's working directory, `sys.path` and environment as they are at the launch. Runs
+    Replicas inherit the launcher's working directory, `sys.path` and environment as they are at the launch. Runs
     are independent of each other. An attached run ends with its launcher, even if the launcher is killed.
 
     Args:
-        preload: modules that every replica finds imported already, because they are imported once, in the process
-            that all are forked from. `()` for work without torch. "auto": torch, and what the entrypoint's file imports
-            at its top, from the second launch of that file on, where that takes more than 0.3 s.
-        max_parallel: how many replicas run at the same time; the others wait as `pending`. None: all.
-        term_grace_s: seconds between SIGTERM, which runs a replica's `finally`, and SIGKILL.
-        gpus: the GPUs to share out when `gpu=` is asked for, as in `CUDA_VISIBLE_DEVICES`. None: all GPUs here. A
-            replica gets GPUs that no living replica of its run has, also when it is resumed or added.
+        preload: the modules that are imported once, in the process from which all replicas are forked. Default: torch.
+            Use `()` for work without torch. "auto" is torch and the modules that the entrypoint's file imports at its
+            top. These are preloaded from the second launch of the file on, if their import takes more than 0.3 s.
+        max_parallel: the number of replicas that run at the same time. The others wait as `pending`. Default: all.
+        term_grace_s: the seconds between SIGTERM, which runs a replica's `finally`, and SIGKILL. Default 5.
+        gpus: the GPUs for replicas that ask for `gpu=`, as in `CUDA_VISIBLE_DEVICES`. Default: all GPUs of this
+            machine. A replica gets GPUs that no living replica of its run has, also when it is resumed or added.
+
+    Raises:
+        ValueError: an option has a wrong value.
 
     Example:
         launch(LocalProcessExecutor(max_parallel=2), train, n=8)
@@ -87,11 +90,13 @@ class LocalProcessExecutor(Backend):
                 f"term_grace_s must be at least 0 and at most {LONGEST_GRACE_S:g}, got term_grace_s={term_grace_s}."
             )
         if isinstance(preload, str) and preload != AUTO:
-            raise ValueError(f"preload is a list of modules, as in ['torch'], or 'auto', got preload={preload!r}.")
+            raise ValueError(
+                f"preload must be a list of modules such as ['torch'], or 'auto', got preload={preload!r}."
+            )
         self.finds_imports = preload == AUTO
         self.preload = PRELOAD if preload == AUTO else tuple(preload)
         self._measured: dict[str, dict[str, Any]] = {}
-        """By entrypoint, what its file's imports took when it was checked."""
+        """The measured imports of each entrypoint's file, from the check of the entrypoint."""
         self.max_parallel = max_parallel
         self.term_grace_s = term_grace_s
         self.gpus = None if gpus is None else tuple(gpus)
@@ -101,7 +106,7 @@ class LocalProcessExecutor(Backend):
 
     @property
     def options_to_keep(self) -> dict[str, Any]:
-        """The options for a resumed run: the parallelism, and so the threads, of its launch."""
+        """The options for a resumed run. They keep the number of parallel replicas, and so of torch threads."""
         options: dict[str, Any] = {"max_parallel": self.max_parallel, "term_grace_s": self.term_grace_s}
         if self.gpus is not None:
             options["gpus"] = list(self.gpus)
@@ -113,16 +118,20 @@ class LocalProcessExecutor(Backend):
 
     @property
     def python_of_replicas(self) -> str:
-        """This one: they are forked."""
+        """The version of this Python, because replicas are forked from it."""
         return PYTHON
 
     def warm_up(self) -> None:
-        """Let the process that forks replicas begin its imports, without waiting for it."""
+        """Start the process that forks replicas, and do not wait for its imports."""
         if CAN_SUPERVISE and not self.finds_imports:
             zygote(self.preload).start()
 
     def _zygote(self, entrypoint: object, env: Mapping[str, str] | None = None) -> ZygoteClient:
-        """Return what forks the replicas of an entrypoint that find these variables in addition."""
+        """Return the zygote that forks the replicas of an entrypoint.
+
+        With "auto", a zygote that has imported the user's modules is used only if replicas have this process's
+        environment, because imports may read variables.
+        """
         noted = noted_imports(entrypoint) if self.finds_imports and isinstance(entrypoint, str) else ()
         found = zygote((*self.preload, *noted))
         return zygote(self.preload) if noted and (env or not found.has_this_environment) else found
@@ -142,7 +151,7 @@ class LocalProcessExecutor(Backend):
             raise ValueError(f"The secret {missing[0]!r} is not set. {advice}")
         self._gpu_slots(settings.gpu, settings.n)
         forks = self._zygote(entrypoint)
-        forks.start()  # for a callable, its imports continue while the launch is written
+        forks.start()  # for a callable, its imports continue while the records of the launch are written
         if not isinstance(entrypoint, str):
             return
         args, _ = split_rank_env(request.args or {})
@@ -207,10 +216,10 @@ class LocalProcessExecutor(Backend):
         return [ReplicaHandle.from_json(text) for text in answer["handles"]]
 
     def _take_back(self, launch: LocalLaunch) -> None:
-        """End what a launch that gave no answer has begun, and see that it begins no more.
+        """End the attempts of a launch that gave no answer, and make sure that it begins no more.
 
-        Attempts of other launches are left alone. The supervisor may still be at work: what it has not begun is begun
-        here, in the name of a process that never existed, and ended.
+        The supervisor of the launch may still run. So attempts that it has not begun are begun here, in the name of a
+        process that never existed, and ended. Attempts of other launches are not changed.
         """
         for rank in launch.spec.ranks:
             attempt = launch.attempt(rank)
@@ -228,13 +237,13 @@ class LocalProcessExecutor(Backend):
         request["environ"] = dict.fromkeys(request["environ"], MASK)
         request["spec"]["env"] = dict.fromkeys(request["spec"]["env"], MASK)
         request["spec"]["key"] = start.spec.key and MASK
-        # Nonce and launcher of the launch to come are others; whether it forks, only its first process sees.
+        # These differ in each launch. Whether a launch forks is only known to its first process.
         for name in ("nonce", "by", "preload", "launcher_pid", "launcher_started"):
             del request[name]
         return {"preload": AUTO if self.finds_imports else list(self.preload), **request}
 
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
-        """Return the replica's status. The first to find a replica and its supervisor gone records it as lost.
+        """Return the replica's status. If the replica and its supervisor are gone, this records it as lost.
 
         Raises:
             UnknownHandleError: no such replica was ever launched.
@@ -245,7 +254,7 @@ class LocalProcessExecutor(Backend):
         return ReplicaStatus.RUNNING if attempt.has_started() else ReplicaStatus.PENDING
 
     def observe(self, replicas: Sequence[PendingReplica]) -> list[Observation]:
-        """Look at several replicas through /proc; see `Backend.observe`."""
+        """Return which replicas have ended, from the processes in /proc; see `Backend.observe`."""
         return [
             Observation(
                 self._conclude(Attempt.from_handle(each.handle, self.backend_name).at(each.attempt), each.handle)
@@ -254,7 +263,7 @@ class LocalProcessExecutor(Backend):
         ]
 
     def supervisors(self, replicas: Sequence[PendingReplica]) -> list[SupervisorStatus]:
-        """Look for the supervisors of replicas; see `Backend.supervisors`."""
+        """Return which supervisors of replicas live; see `Backend.supervisors`."""
         named = [(Attempt.from_handle(each.handle, self.backend_name), each.handle) for each in replicas]
         watches = [(_Watch.of(attempt, handle), attempt) for attempt, handle in named]
         return [
@@ -266,11 +275,14 @@ class LocalProcessExecutor(Backend):
         """Record a replica as lost if it and its supervisor are gone, and it has left no outcome."""
         if not _Watch.of(attempt, handle).is_gone(attempt):
             return None
-        # Looked at again after its end: the supervisor's last act may have been to write the outcome.
+        # The outcome is read again: the supervisor may have written it just before its end.
         return attempt.outcome() or attempt.record_lost("its supervisor is gone")
 
     def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = 200) -> str:
-        """Return the last lines of the replica's output, at most 4 MiB; elsewhere, what is in its rendezvous."""
+        """Return the last lines of the replica's output, at most 4 MiB.
+
+        If this machine does not have the file, the copy in the store is read.
+        """
         attempt, handle = Attempt.of_handle(handle, self.backend_name)
         if text := self.open_log(handle).tail(n_lines):
             return text
@@ -280,7 +292,7 @@ class LocalProcessExecutor(Backend):
     def open_log(self, handle: ReplicaHandle) -> Log:
         """Return the log of one attempt; see `Backend.open_log`."""
         attempt = Attempt.from_handle(handle, self.backend_name)
-        # The store has no say in which file is shown: there is one where this machine launched the run.
+        # The path of the file comes from this machine's notes, and never from the store, which others may write to.
         folder = folder_of_run(attempt.run_id, attempt.store.url)
         path = None if folder is None else log_file(folder.parent, attempt)
         return open_local_log(attempt, path, handle.metadata.get("machine") == this_machine())
@@ -293,7 +305,7 @@ class LocalProcessExecutor(Backend):
         attempt.request_cancel()
         folder = folder_of_run(attempt.run_id, attempt.store.url)
         is_woken = folder is not None and wake(folder, attempt.rank, newest.metadata["attempt"])
-        # A supervisor that cannot be woken looks now and then, and is not waited for.
+        # A supervisor that cannot be woken reads its markers now and then. This does not wait for it.
         grace_s = _Watch.of(attempt, newest).term_grace_s + 10.0 if is_woken else 0.0
         wait_until_terminal(self.poll, [handle], timeout_s=grace_s)
 
@@ -314,34 +326,34 @@ class LocalProcessExecutor(Backend):
         )
 
     def _gpu_slots(self, gpu: str | None, n_replicas: int) -> list[str] | None:
-        """Share the GPUs out: `CUDA_VISIBLE_DEVICES` of each replica that this machine has GPUs for."""
+        """Divide the GPUs of this machine. Each slot is the `CUDA_VISIBLE_DEVICES` of one replica."""
         if gpu is None:
             return None
         name, _, count = gpu.partition(":")
         if not name or (count and not (count.isdigit() and int(count) > 0)):
-            raise ValueError(f"gpu is a name and perhaps a count, as in 'H100' or 'H100:2', got {gpu!r}.")
+            raise ValueError(f"gpu must be a name, with or without a count, as in 'H100' or 'H100:2', got gpu={gpu!r}.")
         each = int(count or 1)
         available = _gpus_of_this_machine() if self.gpus is None else list(self.gpus)
         if not available:
             _warn(f"gpu={gpu!r}: this machine has no GPU, so the replicas run on the CPU.")
             return None
-        places = min(self.max_parallel or n_replicas, n_replicas)
+        n_parallel = min(self.max_parallel or n_replicas, n_replicas)
         if each > len(available):
             raise BackendError(
-                f"A replica with {each} GPUs needs more than this machine has, which is {len(available)}. Ask for "
+                f"A replica with {each} GPUs needs more than this machine has, which is {len(available)}. Use "
                 f"fewer, as in gpu='{name}:{len(available)}'."
             )
-        if places * each > len(available):
+        if n_parallel * each > len(available):
             raise BackendError(
-                f"{places} replicas with {each} GPU each need {places * each} GPUs, this machine has {len(available)}. "
-                f"Launch fewer, or give max_parallel={len(available) // each}."
+                f"{n_parallel} replicas with {each} GPU each need {n_parallel * each} GPUs, but this machine has "
+                f"{len(available)}. Launch fewer, or set max_parallel={len(available) // each}."
             )
-        return [",".join(available[place * each : (place + 1) * each]) for place in range(len(available) // each)]
+        return [",".join(available[slot * each : (slot + 1) * each]) for slot in range(len(available) // each)]
 
 
 @dataclass(frozen=True)
 class _Watch(Record):
-    """The supervisor of a replica, as its handle names it. Good for looking, and not for sending a signal there."""
+    """The supervisor of a replica, from its handle. Another user may have written the handle, so no signal is sent."""
 
     machine: str = checked(text(1000, MACHINE))
     supervisor_pid: int = checked(PID)
@@ -357,7 +369,7 @@ class _Watch(Record):
         return cls.parse(handle.metadata, where, attempt.store.url)
 
     def is_gone(self, attempt: Attempt) -> bool:
-        """Whether no process is left that could write the attempt's outcome, as far as this machine can see."""
+        """True if no process is left that could write the attempt's outcome, as far as this machine can see."""
         if self.is_supervised(attempt):
             return False
         if self.machine != this_machine():
@@ -369,30 +381,34 @@ class _Watch(Record):
 
     @property
     def launcher_is_gone(self) -> bool:
-        """Whether this machine can tell that the run is attached, and that its launcher has ended."""
+        """True if the run is attached, its launcher has ended, and this machine can see that."""
         if self.launcher_pid is None or self.launcher_started is None:
             return False
         here, there = this_machine().split(" "), self.machine.split(" ")
-        if here[:2] != there[:2]:  # another host; or this one, started again since
+        if here[:2] != there[:2]:  # another host, which this one cannot see, or this host before a restart
             return here[0] == there[0]
         return here == there and not is_alive(self.launcher_pid, self.launcher_started)
 
     def is_supervised(self, attempt: Attempt) -> bool:
-        """Whether the supervisor lives, as far as this machine can see."""
+        """Return True if the supervisor lives, as far as this machine can see.
+
+        Args:
+            attempt: the attempt.
+        """
         here, there = this_machine(), self.machine
         if here == there:
             return is_alive(self.supervisor_pid, self.supervisor_started)
         (host, boot, _), (its_host, its_boot, _) = here.split(" "), there.split(" ")
         is_restarted = host == its_host and boot != its_boot
-        # Other machines may have the same name: that it is this one is known where the run was launched from here.
+        # Another machine may have the same name. It is this machine only if this machine's notes have the run.
         return not is_restarted or folder_of_run(attempt.run_id, attempt.store.url) is None
 
 
 def _refuse_other_systems() -> None:
-    """Refuse systems on which no supervisor of local replicas can run.
+    """Check that supervisors of local replicas can run on this system.
 
     Raises:
-        BackendError: this is such a system.
+        BackendError: they cannot.
     """
     if not CAN_SUPERVISE:
         raise BackendError(
@@ -412,6 +428,6 @@ def _gpus_of_this_machine() -> list[str]:
         return []
 
 
-@functools.cache  # once
+@functools.cache  # so that each message is shown once
 def _warn(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=4)

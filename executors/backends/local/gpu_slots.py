@@ -1,8 +1,8 @@
-"""Which GPUs a local replica gets: those that no living replica of its run on this machine has.
+"""Chooses the GPUs of a local replica: those that no living replica of its run on this machine has.
 
-Each start of a run's ranks has a supervisor of its own, which knows nothing of the others. So the kernel keeps account.
-Each GPU has a file in the run's folder, on which a replica's process holds a lock as long as it lives. Replicas that
-share a GPU hold locks on a second file.
+A run may have several supervisors, one for each start of ranks, and they do not know each other. So locks in files show
+which GPUs are taken. Each GPU has a file in the run's folder, and a replica's process holds a lock on it as long as it
+lives. Replicas that share a GPU hold locks on a second file.
 """
 
 from __future__ import annotations
@@ -19,21 +19,31 @@ from urllib.parse import quote
 
 @dataclass(frozen=True)
 class GpuSlot:
-    """The GPUs that one replica sees."""
+    """The GPUs of one replica.
+
+    Example:
+        take_slot(folder, ["0", "1"], rank=1).devices
+    """
 
     devices: str
-    """As in `CUDA_VISIBLE_DEVICES`."""
+    """The value of `CUDA_VISIBLE_DEVICES`."""
     locks: tuple[int, ...] = ()
-    """Descriptors that hold them. They are the replica's own after its parent has closed its copies."""
+    """The descriptors that hold the locks. The replica inherits them, and its parent closes its copies."""
     is_shared: bool = False
-    """Whether other replicas of the run have all of the GPUs already."""
+    """True if another replica of the run uses the GPUs, because none were free."""
 
 
 def take_slot(folder: Path, slots: Sequence[str], rank: int, stuck: Sequence[str] = ()) -> GpuSlot:
-    """Take the GPUs of a rank: its own if these are free, which they are at a launch, else the next that are.
+    """Take the GPUs for a rank: those of its own number if they are free, or else the next that are free.
 
     Args:
-        stuck: the slots of a process that cannot be ended. If none are free, these are shared first.
+        folder: the run's folder on this machine.
+        slots: the GPUs of each slot, as in `CUDA_VISIBLE_DEVICES`.
+        rank: the rank.
+        stuck: the slots on which a process cannot be killed. If no slot is free, these are shared first. Default: none.
+
+    Example:
+        take_slot(folder, ["0", "1"], rank=1)
     """
     own = rank % len(slots)
     for devices in (*slots[own:], *slots[:own]):
@@ -41,7 +51,7 @@ def take_slot(folder: Path, slots: Sequence[str], rank: int, stuck: Sequence[str
             return GpuSlot(devices, _lock_all(folder, devices.split(",")))
         except BlockingIOError:
             continue
-        except OSError:  # an odd file system
+        except OSError:  # the file system has no locks
             return GpuSlot(slots[own])
     devices, held = next((each for each in stuck if _has_no_guests(folder, each)), slots[own]), list[int]()
     with contextlib.suppress(OSError):
@@ -59,7 +69,12 @@ def _has_no_guests(folder: Path, devices: str) -> bool:
 
 
 def _lock_all(folder: Path, devices: Sequence[str]) -> tuple[int, ...]:
-    """Raises: OSError: one cannot be locked; of others that are locked, BlockingIOError."""
+    """Lock all GPUs of a slot, and return the descriptors.
+
+    Raises:
+        BlockingIOError: another process has locked a GPU.
+        OSError: a GPU's file cannot be locked.
+    """
     held: list[int] = []
     try:
         for device in devices:
@@ -73,8 +88,13 @@ def _lock_all(folder: Path, devices: Sequence[str]) -> tuple[int, ...]:
 
 
 def _locked(folder: Path, device: str, kind: str, how: int) -> int:
-    """Return a descriptor of a GPU's file of some kind that holds a lock. Raises: OSError."""
-    # The folder may be on a file system that machines share.
+    """Return a descriptor of a GPU's file that holds a lock.
+
+    Raises:
+        BlockingIOError: another process has the lock.
+        OSError: the file cannot be locked.
+    """
+    # The name has the host, because several machines may share the folder.
     name = f"gpu-{socket.gethostname()}-{quote(device.strip(), safe='')}.{kind}"
     descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:

@@ -1,4 +1,4 @@
-"""The log of a local replica: the file on the machine that runs it, or what its supervisor put into the rendezvous."""
+"""Reads the log of a local replica: the file on this machine, or the copy that its supervisor put into the store."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ from executors.logs.readers import FileLog, TailedLog
 from executors.store.protocol import Entry
 from executors.worker.log_copy import FINAL_BYTES, LIVE_BYTES, NAME
 
-PAUSE_S = 15.0  # a supervisor puts its object every 60 s
+PAUSE_S = 15.0  # between two looks at a copy; a supervisor writes it every 60 s
 PIECE_BYTES = 1 << 20
-COLLECTED = "`replicas collect --out DIR` writes all that its copy in the rendezvous holds"
+COLLECTED = "`replicas collect --out DIR` writes all lines of its copy in the rendezvous"
 
 
 def open_local_log(attempt: Attempt, path: Path | None, runs_here: bool) -> Log:
-    """Return the log of an attempt: this machine's file where it can be read, else what is in the rendezvous.
+    """Return the log of an attempt: this machine's file if it can be read, or else the copy in the run's store.
 
     Args:
-        path: where the file is, if this machine launched the run.
-        runs_here: whether the attempt was launched by this machine, so that its file may still come.
+        attempt: the attempt.
+        path: the path of the file. None: this machine did not launch the run.
+        runs_here: True if this machine launched the attempt, so that its file may still be created.
+
+    Example:
+        open_local_log(attempt, log_file(state_path(), attempt), runs_here=True).tail(100)
     """
     if path is not None:
         try:
@@ -39,10 +43,14 @@ def open_local_log(attempt: Attempt, path: Path | None, runs_here: bool) -> Log:
 
 
 class StoredLog(TailedLog):
-    """The end of a log, as the supervisor put it into the rendezvous a while ago.
+    """The copy of the end of a log, which the supervisor writes into the run's store now and then.
 
     Args:
-        why: why the file itself is not read, if this machine should have it.
+        attempt: the attempt that has the log.
+        why: the reason why the file itself is not read. Default: this machine does not have the file.
+
+    Example:
+        StoredLog(attempt).tail(100)
     """
 
     pause_s = PAUSE_S
@@ -57,11 +65,11 @@ class StoredLog(TailedLog):
 
     @property
     def note(self) -> str:
-        """Where the log is read and how old that is."""
+        """A text with the place where the log is read, and its age."""
         why = f"{self._why}; " if self._why else ""
         where = f"{why}read from {self._key!r} in {self._store.url}"
         if (entry := self._entry or self._look()) is None:
-            return f"{where}, where nothing is yet."
+            return f"{where}, which does not exist yet."
         return f"{where}, {max(0.0, time.time() - entry.modified_at):.0f} s old."
 
     def tail(self, n_lines: int) -> str:
@@ -81,19 +89,19 @@ class StoredLog(TailedLog):
             yield bytes(self._store.get(self._key, start=start, size=min(PIECE_BYTES, size_bytes - start)))
 
     def _held(self, entry: Entry | None) -> str:
-        """Return why the copy is not all of the log; empty if it is."""
+        """Return the reason why the copy is not the whole log. Empty if it is."""
         if entry is None:
             return self._why
         if entry.size_bytes not in (LIVE_BYTES, FINAL_BYTES):
             return ""
-        return f"these are the last {entry.size_bytes >> 10:,} KiB, and its copy in the rendezvous holds no more"
+        return f"these are the last {entry.size_bytes >> 10:,} KiB, and its copy in the rendezvous has no more"
 
     def _read_object(self, n_lines: int) -> str:
         entry = self._look()
         if entry is not None and entry != self._entry:
             try:
                 self._text = self._end_of(entry)
-            except StoreError:  # replaced by a shorter one since
+            except StoreError:  # a shorter copy has replaced it since
                 entry = self._look()
                 self._text = "" if entry is None else self._end_of(entry)
             self._entry = entry

@@ -1,8 +1,10 @@
-"""What a replica finds imported: a list, or `auto`, what its entrypoint's file imports before it does anything else.
+"""Finds the modules that replicas can preload: the option `preload="auto"`.
 
-Such imports are measured in the process that checks the entrypoint, and noted for the next launch of that file, whose
-zygote makes them once for all replicas. An import reads its surroundings at that time. So only imports of
-installed modules count that nothing else in the file precedes, and only for replicas in this process's environment.
+These are the imports at the top of the entrypoint's file. Their time is measured in the process that checks the
+entrypoint, and noted for the next launch of the file. The zygote of that launch imports them once for all replicas.
+
+An import may depend on the environment and on code before it. So only imports of installed modules count that come
+before any other code of the file, and only for replicas with this process's environment.
 """
 
 from __future__ import annotations
@@ -26,14 +28,21 @@ from executors.task.entrypoint import find_definition, find_module, find_source
 
 PRELOAD = ("torch", "torch._dynamo")
 AUTO = "auto"
-WORTH_S = 0.3  # less is not worth a process's memory
-NOTES = ".preload"  # in the state directory
+WORTH_S = 0.3  # imports that take less time are not preloaded, because they take memory
+NOTES = ".preload"  # a folder in the state directory
 OURS = ("executors", "diloco")
 INSTALLED = ("site-packages", "dist-packages")
 
 
 def imports_at_the_top(entrypoint: str) -> list[str]:
-    """Return what the file of an entrypoint imports before it does anything else, as `module` or `module:name`."""
+    """Return the imports of an entrypoint's file that come before other code, as `module` or `module:name`.
+
+    Args:
+        entrypoint: the entrypoint, as in "train.py:main".
+
+    Example:
+        imports_at_the_top("train.py:main")
+    """
     try:
         found = find_definition(entrypoint)
     except EntrypointError:
@@ -50,7 +59,14 @@ def imports_at_the_top(entrypoint: str) -> list[str]:
 
 
 def noted_imports(entrypoint: str) -> tuple[str, ...]:
-    """Return what earlier launches of an entrypoint's file noted, as far as the file still imports it."""
+    """Return the imports that earlier launches of an entrypoint's file noted and that the file still has.
+
+    Args:
+        entrypoint: the entrypoint.
+
+    Example:
+        noted_imports("train.py:main")
+    """
     with contextlib.suppress(OSError, ValueError, EntrypointError, StoreError):
         noted = json.loads(_note_of(entrypoint).read_bytes())
         return tuple(name for name in imports_at_the_top(entrypoint) if name in noted)
@@ -58,13 +74,23 @@ def noted_imports(entrypoint: str) -> tuple[str, ...]:
 
 
 def note_imports(entrypoint: str, measured: dict[str, Any]) -> None:
-    """Note what the next launch of an entrypoint's file shall find imported, as `measure` found it here."""
+    """Note the imports that the next launch of an entrypoint's file should preload.
+
+    Args:
+        entrypoint: the entrypoint.
+        measured: the result of `measure`.
+
+    Example:
+        note_imports("train.py:main", measure(imports_at_the_top("train.py:main")))
+    """
     known = noted_imports(entrypoint)
     names = [*known, *measured["taken"]] if measured["seconds"] > WORTH_S else [*known]
     if set(names) != set(known):
         for name, why in measured["left_out"].items():
             print(f"replicas: preload leaves {name!r} out: importing it {why}", file=sys.stderr)
-        with contextlib.suppress(OSError, EntrypointError, StoreError):  # the next launch is slower, and that is all
+        with contextlib.suppress(
+            OSError, EntrypointError, StoreError
+        ):  # without a note, the next launch is only slower
             path = _note_of(entrypoint)
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             path.write_text(json.dumps(names))
@@ -77,9 +103,19 @@ def _note_of(entrypoint: str) -> Path:
 
 
 def measure(names: Sequence[str]) -> dict[str, Any]:
-    """Import, in a process that is thrown away, what a zygote could import for it; return what that took.
+    """Import modules that a zygote could import, and return the names, the time and the reasons for others.
 
-    It ends at the first module that is not installed: it is the user's own, and may decide what later imports find.
+    It is called in a process that ends afterwards. It stops at the first module that is not installed. Such a module is
+    the user's own, and later imports may depend on it.
+
+    Args:
+        names: the imports, as `imports_at_the_top` returns them.
+
+    Returns:
+        `taken` has the names to preload, `left_out` the others with reasons, and `seconds` the time of the import.
+
+    Example:
+        measure(["torch", "transformers:Trainer"])["seconds"]
     """
     taken: list[str] = []
     left_out: dict[str, str] = {}
@@ -93,7 +129,7 @@ def measure(names: Sequence[str]) -> dict[str, Any]:
         n_threads, gpus, began = len(threads_lost_by_a_fork()), _gpus(), time.perf_counter()
         try:
             import_named(name)
-        except BaseException:  # noqa: BLE001 - the file itself imports it next, and gets the error
+        except BaseException:  # noqa: BLE001 - the file is imported next, and then raises the same error
             break
         took_s = time.perf_counter() - began
         if _gpus() > gpus:
@@ -107,7 +143,17 @@ def measure(names: Sequence[str]) -> dict[str, Any]:
 
 
 def import_named(name: str) -> None:
-    """Import `module`, or `module:name` as `from module import name` does."""
+    """Import `module`, or `module:name` as `from module import name` does.
+
+    Args:
+        name: the import.
+
+    Raises:
+        Exception: the import failed.
+
+    Example:
+        import_named("transformers:Trainer")
+    """
     module, _, attribute = name.partition(":")
     found = importlib.import_module(module)
     if attribute and not hasattr(found, attribute):
@@ -115,5 +161,5 @@ def import_named(name: str) -> None:
 
 
 def _gpus() -> int:
-    """Count the open files of GPUs."""
+    """Return the number of open files of GPUs."""
     return sum(path.startswith(("/dev/nvidia", "/dev/kfd")) for path in open_paths())

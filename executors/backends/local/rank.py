@@ -1,8 +1,8 @@
-"""From a new process to a replica: one becomes the supervisor of a launch, and those it starts become its ranks.
+"""Turns a new process into the supervisor of a local launch, and the processes that it starts into replicas.
 
-Each is forked from the process before it. Work that is the same for all ranks is done before the fork, because data
-that a child only reads costs it nothing. Where the first process has other threads, which a fork would lose, each is a
-new Python instead (`LocalLaunch.preload`), and goes the same way from there on.
+Each is forked from the process before it. Work that is the same for all ranks is done before the fork, because a child
+shares data that it only reads. A fork would lose the other threads of a process. So if the first process has other
+threads, each process is a new Python instead (`LocalLaunch.preload`).
 """
 
 from __future__ import annotations
@@ -43,12 +43,23 @@ from executors.worker.main import Assignment, main
 from executors.worker.surroundings import await_gpu_release
 
 BECOME_REPLICA = "from executors.backends.local.rank import become_replica; become_replica()"
-COPY_LIMIT_S = 8  # a log that takes longer to copy is not waited for
-GUARD_S, GUARD_LOOK_S = 3.0, 0.05  # beyond their grace: a rank looks every second whether its supervisor lives
+COPY_LIMIT_S = 8  # the longest time for the copy of a log
+# A killed supervisor's ranks have this time, besides their grace, before the guard kills them. A rank checks every
+# second whether its supervisor lives.
+GUARD_S, GUARD_LOOK_S = 3.0, 0.05
 
 
 def become_supervisor(launch: LocalLaunch, launcher_pidfd: int, reply: int) -> NoReturn:
-    """Be the supervisor of a launch, in a process just forked by the zygote. Answers on `reply`, then watches."""
+    """Run the supervisor of a launch in this process, and end the process. The zygote has just forked it.
+
+    Args:
+        launch: the launch.
+        launcher_pidfd: a pidfd of the launcher.
+        reply: the descriptor to which the handles, or an error, are written as a line of JSON.
+
+    Example:
+        become_supervisor(launch, launcher_pidfd, reply)
+    """
     code = 1
     try:
         os.setsid()
@@ -56,7 +67,7 @@ def become_supervisor(launch: LocalLaunch, launcher_pidfd: int, reply: int) -> N
         try:
             _leave_guard([launcher_pidfd, reply], launch.term_grace_s + GUARD_S)
             become_subreaper()
-            # First: the store may need the launcher's credentials.
+            # Before the store is opened, which may need the launcher's credentials.
             adopt(
                 launch.cwd,
                 launch.sys_path,
@@ -64,7 +75,7 @@ def become_supervisor(launch: LocalLaunch, launcher_pidfd: int, reply: int) -> N
                 {**launch.environ, **launch.spec.env, **launch.spec.credentials},
             )
             _unbuffer_streams()
-            store_at(launch.spec.store_url)  # checked once for all ranks; the supervisor's own must not wait
+            store_at(launch.spec.store_url)  # opened and checked once, for the ranks that are forked from here
             ranks = LocalStarter(launch, [launcher_pidfd, reply])
             supervisor = Supervisor(
                 launch.spec,
@@ -85,9 +96,9 @@ def become_supervisor(launch: LocalLaunch, launcher_pidfd: int, reply: int) -> N
             pipe.write(json.dumps(answer) + "\n")
         ranks.private.remove(reply)
         if launch.spec.supervised_restarts is None:
-            ranks.task = None  # a rank that had to wait reads it again
+            ranks.task = None  # frees memory; a rank that starts later reads the task again
         gc.freeze()
-        gc.enable()  # each request to a bucket leaves a cycle of objects: gigabytes in weeks
+        gc.enable()  # each request to a bucket leaves a cycle of objects, which would be gigabytes after weeks
         supervisor.run()
         code = 0
     finally:
@@ -95,13 +106,21 @@ def become_supervisor(launch: LocalLaunch, launcher_pidfd: int, reply: int) -> N
 
 
 def supervise() -> NoReturn:
-    """Be the supervisor of a launch, in a new Python."""
+    """Run the supervisor of a launch in this process, which is a new Python.
+
+    Example:
+        python -c "from executors.backends.local.rank import supervise; supervise()"
+    """
     message, shares = receive_message()
     become_supervisor(LocalLaunch.from_json(message["launch"]), shares["launcher"], shares["reply"])
 
 
 def become_replica() -> NoReturn:
-    """Be a replica, in a new Python that its supervisor has started."""
+    """Run a replica in this process, which is a new Python that the supervisor has started.
+
+    Example:
+        python -c "from executors.backends.local.rank import be_replica; be_replica()"
+    """
     try:
         message, shares = receive_message()
         launch = LocalLaunch.from_json(message["launch"])
@@ -109,7 +128,7 @@ def become_replica() -> NoReturn:
         ranks = LocalStarter(launch, [], message["supervisor_pid"])
         leave_supervisor([])
         _unbuffer_streams()
-        for name in launch.preload or ():  # before the attempt is claimed, as in a forked replica
+        for name in launch.preload or ():  # before the attempt is claimed, so that imports do not count as its time
             import_named(name)
         attempt = launch.attempt(message["rank"]).at(message["attempt"])
         assignment = ranks.assignment(attempt, _Gpus(**message["gpus"]), page, None)
@@ -124,18 +143,19 @@ class _Gpus:
     """The GPUs of a replica's process."""
 
     devices: str | None = None
-    """The value of `CUDA_VISIBLE_DEVICES`; None if the replica has no GPU."""
+    """The value of `CUDA_VISIBLE_DEVICES`. None: the replica has no GPU."""
     wait_for: int | None = None
-    """The process that was on them before, which may hold their memory for a while after its end."""
+    """The process that used them before. Its memory on them may be freed only some time after its end."""
 
 
 def _leave_guard(close: Iterable[int], wait_s: float) -> None:
-    """Continue in a child. Its parent kills processes that a killed supervisor leaves, or that do not end.
+    """Continue in a child. This process becomes the guard, which kills the ranks of a killed supervisor.
 
-    A rank that is stopped, or whose GIL is held, does not see that its supervisor is gone.
+    A rank that is stopped, or whose GIL is held, cannot see that its supervisor is gone.
 
     Args:
-        close: descriptors that the parent does not keep.
+        close: the descriptors that the guard must close.
+        wait_s: the seconds that ranks have to end by themselves.
     """
     child = fork()
     if child == 0:
@@ -144,7 +164,7 @@ def _leave_guard(close: Iterable[int], wait_s: float) -> None:
         os.close(descriptor)
     os.waitpid(child, 0)
     deadline = time.monotonic() + wait_s
-    with contextlib.suppress(ChildProcessError):  # nothing is left
+    with contextlib.suppress(ChildProcessError):  # no rank is left
         while time.monotonic() < deadline:
             if os.waitpid(-1, os.WNOHANG) == (0, 0):
                 time.sleep(GUARD_LOOK_S)
@@ -153,7 +173,7 @@ def _leave_guard(close: Iterable[int], wait_s: float) -> None:
 
 
 def _unbuffer_streams() -> None:
-    """Write at once, as under `python -u`: what a rank printed before a SIGKILL is in its log."""
+    """Make stdout and stderr unbuffered, as `python -u` does, so that the log of a killed rank has all its output."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         raw = _LogWriter(descriptor)
         stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
@@ -162,10 +182,10 @@ def _unbuffer_streams() -> None:
 
 
 class _LogWriter(io.FileIO):
-    """A log that leaves out what a full disk does not take: a `print` must not end hours of training.
+    """Writes to a log, and drops output while the disk is full. A `print` must not end hours of training.
 
     Args:
-        descriptor: the log's file.
+        descriptor: the file of the log.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -187,12 +207,16 @@ class _LogWriter(io.FileIO):
 
 
 class LocalStarter:
-    """The ranks of a launch, as their supervisor starts them on this machine.
+    """Starts the ranks of a launch on this machine, for their supervisor.
 
     Args:
-        launch: the run, and how to run it here.
-        private: the supervisor's descriptors, which its ranks must not keep.
-        supervisor_pid: the supervisor. None: this process.
+        launch: the run and the options of this machine.
+        private: the supervisor's descriptors, which a forked rank must close.
+        supervisor_pid: the pid of the supervisor. Default: this process.
+
+    Example:
+        starter = LocalStarter(launch, [launcher_pidfd, reply])
+        pid = starter.start(launch.attempt(0), page, [])
     """
 
     def __init__(self, launch: LocalLaunch, private: list[int], supervisor_pid: int | None = None) -> None:
@@ -203,27 +227,35 @@ class LocalStarter:
         self._started = start_time(self._pid)
         self._lock: int | None = None
         self._begun: set[tuple[int, int]] = set()
-        """By rank and number, the attempts that are this process's."""
+        """The ranks and numbers of the attempts that this process has begun."""
         self._times: dict[int, TimesWriter] = {}
-        """By rank, of its newest attempt here."""
+        """By rank, the writer of the times of its newest attempt's log."""
         self._last_on: dict[str, int] = {}
-        """The last process on each slot of GPUs, which may hold their memory for a while after its end."""
+        """The last process on each slot of GPUs. Its memory may be freed only some time after its end."""
         self._slots: dict[int, GpuSlot] = {}
-        """By rank, of its newest attempt here."""
+        """By rank, the GPUs of its newest attempt."""
         self._stuck_on: list[str] = []
-        """Slots of GPUs that a process has which nothing ends."""
+        """The slots of GPUs on which a process cannot be killed."""
 
     @functools.cached_property
     def task(self) -> StoredTask | None:
-        """The run's task, if it could be read ahead for all ranks."""
+        """The run's task, which is read once for all ranks. None if that failed, so that each rank reads it."""
         return read_task_ahead(self._launch.spec)
 
     def handle(self, attempt: Attempt) -> ReplicaHandle:
-        """Make the handle of an attempt."""
+        """Return the handle of an attempt.
+
+        Args:
+            attempt: the attempt.
+        """
         return self._launch.handle(attempt, self._pid, self._started)
 
     def prepare(self, attempt: Attempt) -> None:
-        """Make the folder of an attempt, and open the locks."""
+        """Create the folder of an attempt, and open the file of the supervisors' locks.
+
+        Args:
+            attempt: the attempt.
+        """
         if self._lock is None:
             folder = self._launch.log_folder
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -232,8 +264,13 @@ class LocalStarter:
         os.makedirs(self._launch.log_file(attempt).parent, exist_ok=True, mode=0o700)
 
     def begin(self, attempt: Attempt) -> bool:
-        """Begin an attempt, or find that this process has; False if it is another process's."""
-        if attempt.number == self._launch.spec.attempt:  # a later one is tried again; a launch waits for its store
+        """Begin an attempt. Return False if another process has begun it.
+
+        Args:
+            attempt: the attempt.
+        """
+        # The first attempt waits for the store, because the launch waits. The start of a later one is tried again.
+        if attempt.number == self._launch.spec.attempt:
             attempt = self._launch.attempt(attempt.rank)
         handle = self.handle(attempt)
         if self._launch.begin(attempt, handle) != handle:
@@ -246,12 +283,18 @@ class LocalStarter:
         return True
 
     def start(self, attempt: Attempt, page: SharedPage, close: Iterable[int]) -> int:
-        """Start an attempt's process, by a fork unless the launch needs new Pythons; return its pid."""
+        """Start the process of an attempt, and return its pid.
+
+        Args:
+            attempt: the attempt.
+            page: the page that the process shares with its supervisor.
+            close: more descriptors that a forked process must close.
+        """
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         output = os.open(self._launch.log_file(attempt), flags, 0o600)
         self._times[attempt.rank] = TimesWriter(self._launch.log_file(attempt))
         self.note_output(attempt)
-        task, slot = self.task, self._take_gpus(attempt)  # before the first fork
+        task, slot = self.task, self._take_gpus(attempt)  # the task is read before the first fork, so ranks share it
         gpus = _Gpus()
         if slot is not None:
             gpus = _Gpus(slot.devices, None if slot.is_shared else self._last_on.get(slot.devices))
@@ -259,9 +302,9 @@ class LocalStarter:
             if self._launch.preload is not None:
                 pid = self._start_python(attempt, gpus, page, output, slot.locks if slot else ())
             else:
-                if gc.isenabled():  # not at the launch, which makes no garbage
-                    gc.collect()  # frozen objects are never collected
-                gc.freeze()  # the rank's garbage collector then skips the supervisor's objects, and so copies no pages
+                if gc.isenabled():  # it is disabled at the launch, which makes no garbage
+                    gc.collect()  # before the freeze, because frozen garbage is never collected
+                gc.freeze()  # so that the rank's collector does not write to shared pages, which would copy them
                 pid = fork()
                 if pid == 0:
                     self._become_rank(attempt, gpus, page, task, output, [*close, *self.private])
@@ -273,7 +316,7 @@ class LocalStarter:
         return pid
 
     def _start_python(self, attempt: Attempt, gpus: _Gpus, page: SharedPage, output: int, locks: Iterable[int]) -> int:
-        """Start an attempt's process as a new Python; return its pid."""
+        """Start the process of an attempt as a new Python, and return its pid."""
         message = {
             "launch": self._launch.to_json(),
             "rank": attempt.rank,
@@ -298,30 +341,53 @@ class LocalStarter:
                 words = f"no GPU is free: sharing {slot.devices} with a process that cannot be killed"
             self.write_log(attempt, f"replicas: {words}.")
         elif slot.devices in self._stuck_on:
-            self._stuck_on.remove(slot.devices)  # it is free: the process has ended
+            self._stuck_on.remove(slot.devices)  # the slot is free, so the process has ended
         return slot
 
     def give_up_process(self, attempt: Attempt) -> None:
-        """Share the GPUs of a process that cannot be ended before the GPUs of a replica that trains."""
+        """Note that the process of an attempt cannot be killed. If no GPU is free, its GPUs are shared first.
+
+        Args:
+            attempt: the attempt.
+        """
         slot = self._slots.get(attempt.rank)
         if slot is not None and not slot.is_shared:
             self._stuck_on.append(slot.devices)
 
     def output_tail(self, attempt: Attempt) -> str:
-        """Return the end of an attempt's log."""
+        """Return the end of an attempt's log.
+
+        Args:
+            attempt: the attempt.
+        """
         return tail_text(self._launch.log_file(attempt), OUTPUT_TAIL_BYTES)
 
     def note_output(self, attempt: Attempt, *, is_whole: bool = False) -> None:
-        """Note beside a log how far it has come."""
+        """Note the present length of a log in the file of its times.
+
+        Args:
+            attempt: the attempt that has the log.
+            is_whole: True if the log is complete, so that the note is written at once. Default False.
+        """
         self._times[attempt.rank].note(time.time(), at_once=is_whole)
 
     def write_log(self, attempt: Attempt, words: str) -> None:
-        """Add to an attempt's log."""
+        """Add a line to an attempt's log.
+
+        Args:
+            attempt: the attempt.
+            words: the line.
+        """
         with open(self._launch.log_file(attempt), "a") as log:
             log.write(f"{words.rstrip()}\n")
 
     def copy_log(self, asked: Attempt, claimed: Attempt) -> int | None:
-        """Copy the end of a log into the store of the run, where that is elsewhere; return the pid of who does it."""
+        """Start a process that copies the end of a log into the run's store, and return its pid. None: without a copy.
+
+        Args:
+            asked: the attempt whose file is copied.
+            claimed: the attempt that gets the copy.
+        """
         if not self._launch.copies_logs:
             return None
         pid = fork()
@@ -337,10 +403,10 @@ class LocalStarter:
         return pid
 
     def _delete_older_output(self, attempt: Attempt) -> None:
-        """Delete what a run of this id that was deleted elsewhere printed: a new attempt has printed nothing."""
+        """Delete the log of an earlier run with this id, which another machine has deleted."""
         log = self._launch.log_file(attempt)
         for older in (log, times_of(log)):
-            with contextlib.suppress(OSError):  # opening the log reports an obstacle
+            with contextlib.suppress(OSError):  # if the file cannot be deleted, opening the log raises the error
                 older.unlink()
 
     def _become_rank(
@@ -352,7 +418,7 @@ class LocalStarter:
         output: int,
         close: Iterable[int],
     ) -> NoReturn:
-        """Be a replica, in a forked process: nothing of the supervisor's is left but the watch on it."""
+        """Run a replica in this process, which was just forked, and end the process."""
         try:
             leave_supervisor(close)
             os.dup2(output, 1)
@@ -366,13 +432,13 @@ class LocalStarter:
         main(assignment)
 
     def assignment(self, attempt: Attempt, gpus: _Gpus, page: SharedPage, task: StoredTask | None) -> Assignment:
-        """Return what a replica's process needs to know, once its GPUs are its own. Called in that process.
+        """Return the assignment of a replica's process, when its GPUs are free. It is called in that process.
 
         Args:
-            attempt: the attempt that it is asked for.
-            gpus: its GPUs.
-            page: the page that it shares with its supervisor.
-            task: the run's task. None: the process reads the task.
+            attempt: the attempt that the process runs.
+            gpus: the GPUs of the process.
+            page: the page that the process shares with its supervisor.
+            task: the run's task. None: the process reads the task itself.
         """
         if gpus.devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus.devices

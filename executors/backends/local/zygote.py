@@ -1,12 +1,13 @@
-"""A clean process that imports what replicas need once, and forks it for every run.
+"""The zygote: a clean process that imports the preloaded modules once, and is forked for each launch.
 
-Forking from the launcher itself is not safe: if it ever ran a multi-threaded torch operation, the child's first one
-hangs for ever. So one child per launcher imports the preload list, nothing else, runs no user code, and
-forks: a supervisor for each launch, and a throw-away child for each check of an entrypoint. Where what it has imported
-keeps a thread, a fork would lose that, and the child's first use of it would hang: then each is a new Python instead.
+The launcher itself cannot be forked safely. If it ever ran a torch operation in several threads, the first such
+operation in the child would hang for ever. So each launcher has one child, the zygote. It imports the preload list and
+runs no code of the user. It forks a supervisor for each launch, and a short-lived child for each check of an
+entrypoint. If an imported module keeps a thread, a fork would lose the thread, and the child would hang. Then each
+child is a new Python instead.
 
-It keeps none of the launcher's descriptors but one socket, and ends with its launcher, which it watches by pidfd:
-the socket's end would be hidden by any helper that the launcher forked.
+The zygote keeps one socket of the launcher and no other descriptor. It watches its launcher by a pidfd, and ends with
+it. The end of the socket would not be enough, because a process that the launcher forked may keep it open.
 """
 
 from __future__ import annotations
@@ -36,11 +37,15 @@ from executors.worker.failure import last_error
 
 SUPERVISE = "from executors.backends.local.rank import supervise; supervise()"
 BE_CHECK = "from executors.backends.local.zygote import be_check; be_check()"
-MAX_PRINTED = 1 << 16  # of what an entrypoint that is checked prints
+MAX_PRINTED = 1 << 16  # the bytes that are read of the output of an entrypoint that is checked
 
 
 def main() -> None:
-    """Be the zygote that the first argument of this process describes."""
+    """Run the zygote that the first argument of this process describes.
+
+    Example:
+        python -c "from executors.backends.local.zygote import main; main()" '[3, 4711, [], [], ["torch"]]'
+    """
     descriptor, launcher, paths, users, preload = json.loads(sys.argv[1])
     sys.argv = [""]  # modules that are imported later must not see our arguments
     reserve_names(users)
@@ -49,18 +54,27 @@ def main() -> None:
 
 
 def serve(descriptor: int, launcher: int, preload: list[str]) -> None:
-    """Be the zygote: import, then answer requests until the launcher is gone."""
+    """Import the preload list, and then answer requests until the launcher has ended.
+
+    Args:
+        descriptor: the socket to the launcher.
+        launcher: the pid of the launcher.
+        preload: the modules to import.
+
+    Example:
+        serve(3, os.getppid(), ["torch"])
+    """
     connection = socket.socket(fileno=descriptor)
     launcher_pidfd = open_process(launcher)
     if os.getppid() != launcher:
-        return  # it ended before we could watch it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the launcher's business
+        return  # the launcher ended before this process could watch it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is handled by the launcher
     wakeup, wakeup_writer = wakeup_pipe()
     signal.set_wakeup_fd(wakeup_writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     leave_process_group()  # a preloaded library may read these variables once, when it is imported
     problem = _import_all(preload)
-    gc.freeze()  # pages that are shared with the children stay shared: their collector does not touch them
+    gc.freeze()  # so that the collectors of children do not write to shared pages, which would copy them
     private = [connection.fileno(), wakeup, wakeup_writer]
     poller = select.poll()
     for watched in (connection.fileno(), launcher_pidfd, wakeup):
@@ -80,28 +94,28 @@ def serve(descriptor: int, launcher: int, preload: list[str]) -> None:
                 request = receive(connection)
                 if problem is not None:
                     send(connection, {"error": problem, "rank": None})
-                    return  # perhaps it is mended before the next request, which starts another
+                    return  # the next request starts a new zygote, in case the problem is solved by then
                 send(connection, _Starter(launcher_pidfd, private, preload).answer(request))
             except (EOFError, ConnectionError):
                 return
 
 
 def _import_all(preload: list[str]) -> str | None:
-    """Import the preload list; return what went wrong, for the launcher to say."""
+    """Import the preload list. Return the message of an error, which the launcher raises."""
     for name in preload:
         try:
             import_named(name)
-        except BaseException as error:  # a library that is missing is an OSError, and more is raised
+        except BaseException as error:  # any error: a missing shared library, for example, is an OSError
             return f"preload: cannot import {name!r}: {type(error).__name__}: {error}"
     return None
 
 
 class _Starter:
-    """Starts supervisors and checks for a launcher: by a fork, or as new Pythons if a fork would lose threads.
+    """Starts supervisors and checks for a launcher. They are forks, or new Pythons if a fork would lose threads.
 
     Args:
-        launcher_pidfd: the launcher.
-        private: other descriptors of this process, which a child must not keep.
+        launcher_pidfd: a pidfd of the launcher.
+        private: other descriptors of this process, which a child must close.
         preload: the modules that this process has imported.
     """
 
@@ -109,18 +123,22 @@ class _Starter:
         self._launcher_pidfd = launcher_pidfd
         self._private = private
         self._preload = preload
-        # Counted at each request: a library may start its threads some time after it was imported.
+        # Counted at each request, because a library may start its threads some time after its import.
         self._threads = threads_lost_by_a_fork()
 
     def answer(self, request: dict[str, Any]) -> Any:
-        """Carry out a request; return the answer for the launcher."""
+        """Carry out a request, and return the answer for the launcher.
+
+        Args:
+            request: the request. `do` is "launch", "check" or "answer".
+        """
         try:
             if request["do"] == "launch":
                 return self._launch(request["launch"])
             if request["do"] == "check":
                 return self._check(request)
-        except BlockingIOError as error:  # raised by fork if the limit on processes is reached
-            return {"error": f"{error}: `ulimit -u` or its container lets it have no more processes", "rank": None}
+        except BlockingIOError as error:  # fork raises it if the limit on processes is reached
+            return {"error": f"{error}: `ulimit -u` or its container allows no more processes", "rank": None}
         except OSError as error:
             return {"error": str(error), "rank": None}
         return {}
@@ -134,7 +152,7 @@ class _Starter:
         return {**answer, "note": describe_threads(self._threads, self._preload)} if self._threads else answer
 
     def _check(self, request: dict[str, Any]) -> Any:
-        """Load an entrypoint and bind its arguments in a child that is thrown away with all that it started."""
+        """Load an entrypoint and bind its arguments in a child. Then kill the child and the processes in its group."""
         pid, answer = self._start(
             lambda reply: _be_check(request, reply), [self._launcher_pidfd], BE_CHECK, {"request": request}
         )
@@ -146,15 +164,17 @@ class _Starter:
     def _start(
         self, be: Callable[[int], NoReturn], close: list[int], code: str, message: dict[str, Any]
     ) -> tuple[int, Any]:
-        """Start a child that answers with one line of JSON; return its pid and the answer.
+        """Start a child that answers with one line of JSON.
 
         Args:
-            be: called in a forked child with the descriptor for its answer.
+            be: is called in a forked child with the descriptor for its answer.
             close: more descriptors that a forked child must close.
             code: the code that a new Python runs instead.
             message: the input of this code.
 
-        Returns: the answer is None if the child ended without one, or the launcher, which waits for it, has ended.
+        Returns:
+            The pid of the child, and its answer. The answer is None if the child ended without one, or if the launcher
+            has ended.
 
         Raises:
             OSError: this machine cannot run another process.
@@ -180,13 +200,17 @@ class _Starter:
             poller.register(watched, select.POLLIN)
         has_answered = reader in {number for number, _ in poller.poll()}  # a user's module may take hours to import
         with os.fdopen(reader) as pipe:
-            # Read one line, not to the end: a process that a user's module started may keep the other side open.
+            # One line is read, and not to the end, because a process of the user may keep the other side open.
             line = pipe.readline() if has_answered else ""
         return pid, json.loads(line) if line else None
 
 
 def be_check() -> NoReturn:
-    """Check an entrypoint, in a new Python."""
+    """Check an entrypoint in this process, which is a new Python, and end the process.
+
+    Example:
+        python -c "from executors.backends.local.zygote import be_check; be_check()"
+    """
     message, shares = receive_message()
     os.close(shares["launcher"])
     _be_check(message["request"], shares["reply"])
@@ -203,7 +227,7 @@ def _be_check(request: dict[str, Any], reply: int) -> NoReturn:
         adopt(request["cwd"], request["sys_path"], request["user_folders"], request["environ"])
         measured = measure(request["imports"])
         printed = private_file()
-        os.dup2(printed, 2)  # argparse prints its reason there
+        os.dup2(printed, 2)  # argparse prints its errors to stderr
         check_call(load_entrypoint(request["entrypoint"]), request["args"], name)
         answer = {"measured": measured}
     except EntrypointArgumentsError as error:
@@ -212,12 +236,12 @@ def _be_check(request: dict[str, Any], reply: int) -> NoReturn:
         answer = {"kind": "import", "error": str(error)}
     except SystemExit as left:
         sys.stderr.flush()
-        said = last_error(os.pread(printed, MAX_PRINTED, 0).decode(errors="replace"))
+        printed_error = last_error(os.pread(printed, MAX_PRINTED, 0).decode(errors="replace"))
         where = f"{command_for(request['entrypoint'])} -- …"
         answer = {
             "kind": "import",
-            "error": f"{name}: importing it ended the process with exit code {left.code!r}, and printed: {said} If it "
-            f"parses options, give them behind --, which runs it as a script: {where}",
+            "error": f"{name}: importing it ended the process with exit code {left.code!r}, and printed: "
+            f"{printed_error} If it parses options, give them behind --, which runs it as a script: {where}",
         }
     except BaseException as error:
         import traceback

@@ -1,4 +1,4 @@
-"""The launcher's side of the zygote: starting it, asking it, and replacing one that died."""
+"""ZygoteClient: the launcher's side of the zygote. It starts the zygote, sends requests, and replaces a dead one."""
 
 from __future__ import annotations
 
@@ -18,18 +18,25 @@ from executors.errors import BackendError
 from executors.module_search import new_python, user_folders
 from executors.process import signal_name
 
-EXIT_S = 5.0  # from the end of its connection to the end of the process
+EXIT_S = 5.0  # the longest time between the end of its connection and the end of the process
 
 _START = """
 import gc
-gc.disable()  # importing torch makes a million objects and no garbage: collecting takes a quarter of the time
+gc.disable()  # importing torch makes a million objects and no garbage; collections would take a quarter of the time
 from executors.backends.local.zygote import main
 main()
 """
 
 
 class ZygoteClient:
-    """A connection to one zygote, started when it is first needed. Safe to use from several threads."""
+    """A connection to one zygote, which is started when it is first needed. It is safe for threads.
+
+    Args:
+        preload: the modules that the zygote imports.
+
+    Example:
+        zygote(("torch",)).request({"do": "launch", "launch": launch.to_json()})
+    """
 
     def __init__(self, preload: tuple[str, ...]) -> None:
         self._preload = preload
@@ -41,24 +48,27 @@ class ZygoteClient:
 
     @property
     def has_this_environment(self) -> bool:
-        """Whether what it imported has found the environment that this process has now."""
+        """True if the zygote made its imports in the environment that this process has now."""
         return self._environ in (None, dict(os.environ))
 
     def start(self) -> None:
-        """Let the zygote begin its imports, without waiting for it."""
+        """Start the zygote, and do not wait for its imports."""
         with self._lock:
             self._connected()
 
     def request(self, message: dict[str, Any]) -> Any:
-        """Ask, and wait for the answer.
+        """Send a request, and return the answer.
+
+        Args:
+            message: the request, as JSON values.
 
         Raises:
-            BackendError: the zygote ended, twice in a row.
+            BackendError: the zygote cannot be started, or ended before it answered.
         """
         with self._lock:
             if message["do"] == "launch":
-                # A launch that was sent may have begun, and is never sent twice. So a zygote that was just killed, and
-                # perhaps still takes messages, is found out by a question that may be sent twice.
+                # A launch may have begun when its answer is lost, so it is never sent twice. A zygote that was just
+                # killed may still accept a message. So a question that may be sent twice comes first.
                 answer = self._ask({"do": "answer"}, tries=2)
                 return answer if "error" in answer else self._ask(message, tries=1)
             return self._ask(message, tries=2)
@@ -76,11 +86,11 @@ class ZygoteClient:
             self._drop()
             raise BackendError(f"The process that forks replicas {ended}.") from error
         except BaseException:
-            self._drop()  # Ctrl-C in the middle of an answer: the next request must not read its rest
+            self._drop()  # after a Ctrl-C in the middle of an answer, the next request must not read its rest
             raise
 
     def _ended(self) -> str:
-        """Say how the zygote ended, which closed its side of the connection."""
+        """Return a text on how the zygote ended. It has closed its side of the connection."""
         assert self._process is not None
         try:
             code = self._process.wait(EXIT_S)
@@ -93,7 +103,7 @@ class ZygoteClient:
         return f"{how}. Perhaps by what it imports: {imports}" if imports else how
 
     def _connected(self) -> socket.socket:
-        forked = self._owner != os.getpid()  # our own fork shares the parent's socket, and must not use it
+        forked = self._owner != os.getpid()  # a forked process shares its parent's socket, and must not use it
         dead = self._process is None or (not forked and self._process.poll() is not None)
         if self._connection is None or forked or dead:
             self._drop()
@@ -104,7 +114,7 @@ class ZygoteClient:
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            paths = [os.path.abspath(path) for path in sys.path]  # '' means this directory, as of now
+            paths = [os.path.abspath(path) for path in sys.path]  # an empty path is the working directory of now
             self._environ = dict(os.environ)
             argument = json.dumps([theirs.fileno(), os.getpid(), paths, user_folders(), list(self._preload)])
             try:
@@ -115,7 +125,7 @@ class ZygoteClient:
                     stderr=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                 )
-            except OSError as error:  # no room for another process
+            except OSError as error:  # for example, the limit on processes is reached
                 ours.close()
                 raise BackendError(f"The process that forks replicas cannot be started: {error}.") from error
         self._connection = ours
@@ -137,6 +147,13 @@ _clients_lock = threading.Lock()
 
 
 def zygote(preload: tuple[str, ...]) -> ZygoteClient:
-    """Return this process's one zygote with that preload list."""
+    """Return the zygote of this process that has a preload list.
+
+    Args:
+        preload: the modules that the zygote imports.
+
+    Example:
+        zygote(("torch",)).start()
+    """
     with _clients_lock:
         return _clients.setdefault(preload, ZygoteClient(preload))

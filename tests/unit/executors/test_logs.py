@@ -226,8 +226,8 @@ def test_a_copy_of_a_log_is_followed_through_all_it_holds_and_a_hole_between_two
     [
         (1 << 20, 10**7, ""),
         (6 << 20, 10**7, LIMITED),
-        (FINAL_BYTES, 10**7, "these are the last 4 MiB; .* writes all that its copy in the rendezvous holds"),
-        (LIVE_BYTES, 10**7, "these are the last 256 KiB, and its copy in the rendezvous holds no more"),
+        (FINAL_BYTES, 10**7, "these are the last 4 MiB; .* writes all lines of its copy in the rendezvous"),
+        (LIVE_BYTES, 10**7, "these are the last 256 KiB, and its copy in the rendezvous has no more"),
         (LIVE_BYTES, 200, ""),
     ],
 )
