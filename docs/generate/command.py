@@ -61,6 +61,12 @@ def _section(name: str, verb: Any) -> Iterator[str]:
         if len(panels) > 1:
             yield f"**{panel}**"
         yield table(("option", "value", "default", "meaning"), rows)
+    if verb.callback.examples:
+        yield "**Examples**"
+        yield "```text\n" + "\n".join(verb.callback.examples) + "\n```"
+    if verb.callback.exit_codes:
+        yield "**Exit codes**"
+        yield table(("code", "meaning"), [[code(str(n)), text] for n, text in verb.callback.exit_codes.items()])
 
 
 def _usage(argument: Any) -> str:

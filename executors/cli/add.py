@@ -1,4 +1,4 @@
-"""`replicas add`: more replicas for a run that goes on."""
+"""The verb `add`, which starts more replicas of a run that continues."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typer import Option
 
 from executors.backend import as_backend
 from executors.cli.backends import make_executor
-from executors.cli.launch import TASK_DIGEST, TRUST_BUCKET, report_cancelled_early, report_unreadable_run
+from executors.cli.launch import report_cancelled_early, report_unreadable_run
 from executors.cli.options import (
     BackendOptions,
+    DigestOption,
     EnvOption,
     RendezvousOption,
     RunArgument,
+    TrustOption,
     VolumeOption,
     find_run,
     options_of,
@@ -21,39 +23,42 @@ from executors.cli.options import (
     parse_texts,
 )
 from executors.cli.output import CANCELLED, JsonOption, Output, name_ranks, usage_errors, without_unwritable_lines
+from executors.cli.verb_help import EXIT_CODES, describe
 from executors.errors import BackendError, ReplicasError, StoreError
-from executors.settings.durations import DURATIONS
+from executors.settings.declaration import WHERE
 
-BACKEND = "Where to start them: a backend's name, or pkg.mod:Class. The backend must reach the run's rendezvous."
-GPU = "A GPU for each, as in H100 or H100:2. '' means none. Default: as launched."
-SECRET = "A secret, by its name. '' means none. Repeatable. Default: as launched, on a backend of the launch."
-TIMEOUT = f"How long each may run ({DURATIONS}). Default: as launched."
-DETACH = "Return when they have started. They continue without this command."
+BACKEND = "The backend of the new replicas. It must reach the rendezvous of the run."
+GPU = "The GPU of each new replica, as in H100 or H100:2. '' means none. Default: as launched."
+SECRET = "The name of a secret. '' means none. Repeatable. Default: as launched, on a backend of the launch."
+TIMEOUT = "Time limit of each new replica, as in 5m or 1h30m. Default: as launched."
+DETACH = "Return when the new replicas have started. They continue without this command."
 
 
+@describe(
+    examples=["replicas add RUN --n 2", "replicas add RUN --n 4 --backend modal --gpu H100 --detach"],
+    exit_codes=EXIT_CODES,
+)
 def add(
     run: RunArgument,
     *,
-    n: Annotated[int, Option("--n", metavar="K", help="How many replicas to add.")],
-    backend: Annotated[str, Option("--backend", "-b", metavar="NAME", help=BACKEND)] = "local",
-    gpu: Annotated[str | None, Option(metavar="GPU", help=GPU)] = None,
+    n: Annotated[int, Option("--n", metavar="K", help="The number of replicas to add.")],
+    backend: Annotated[str, Option("--backend", "-b", metavar="NAME", help=BACKEND, rich_help_panel=WHERE)] = "local",
+    gpu: Annotated[str | None, Option(metavar="GPU", help=GPU, rich_help_panel=WHERE)] = None,
     timeout: Annotated[float | None, Option(metavar="DURATION", parser=parse_duration, help=TIMEOUT)] = None,
     env: EnvOption = None,
-    secret: Annotated[list[str] | None, Option("--secret", metavar="NAME", help=SECRET)] = None,
+    secret: Annotated[list[str] | None, Option("--secret", metavar="NAME", help=SECRET, rich_help_panel=WHERE)] = None,
     option: BackendOptions = None,
     volume: VolumeOption = None,
     detach: Annotated[bool, Option("--detach", "-d", help=DETACH)] = False,
-    task_digest: Annotated[str | None, Option(metavar="SHA256", help=TASK_DIGEST)] = None,
-    trust_bucket: Annotated[bool, Option("--trust-bucket", help=TRUST_BUCKET)] = False,
+    task_digest: DigestOption = None,
+    trust_bucket: TrustOption = False,
     rendezvous: RendezvousOption = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Start K more replicas of a run, on any backend, and watch the run to its end.
+    """Start K more replicas of a run on any backend, and watch the run.
 
-    The new replicas get new ranks and join the others at their next round. Ctrl-C ends the replicas that this command
-    added, and no others. --max-cost of the launch does not bound them; --timeout does.
-
-    Exit code: as `launch`, or 0 with --detach.
+    The new replicas get new ranks and join the others at the next round. Ctrl-C ends the new replicas only. The
+    --max-cost of the launch does not cover them: use --timeout.
     """
     from executors.cli.live import Interrupts, watch
     from executors.cli.summary import Summary, heading
@@ -95,8 +100,8 @@ def add(
             try:
                 found.cancel(ranks)
             except ReplicasError as error:
-                output.print(f"Cancelling failed: {error}", "red")
+                output.print(f"{name_ranks(ranks).capitalize()} could not be cancelled: {error}", "red")
             return CANCELLED
         except (StoreError, BackendError) as error:
-            return report_unreadable_run(found, output, error, as_backend(executor), who="What was added")
+            return report_unreadable_run(found, output, error, as_backend(executor), who="The added replicas")
     return Summary.of(found).finish(output)

@@ -1,4 +1,4 @@
-"""`replicas backends`; and an executor made from a backend's name and the options a user gave."""
+"""The verb `backends`, and the function that makes an executor from the name of a backend and its options."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument
 
 from executors.cli.output import JsonOption, Output, refuse
+from executors.cli.verb_help import describe
 from executors.registry import fits, parameters_of, read_options
 
 if TYPE_CHECKING:
     from executors.protocol import ServerlessExecutor
 
-NAME = "Show only this backend: its name, or pkg.mod:Class. Default: all."
+NAME = "A backend, or pkg.mod:Class. Default: all backends."
 
 
 def _complete_backend(incomplete: str) -> list[str]:
@@ -25,16 +26,17 @@ def _complete_backend(incomplete: str) -> list[str]:
     return [name for name in sorted(known_backends()) if name.startswith(incomplete)]
 
 
+@describe(examples=["replicas backends", "replicas backends modal"])
 def backends(
     name: Annotated[str | None, Argument(metavar="NAME", help=NAME, autocompletion=_complete_backend)] = None,
     as_json: JsonOption = False,
 ) -> int:
-    """List the backends, whether they are ready here, and their options; or show one of them."""
+    """List the backends with their options, and whether they are ready."""
     from executors.registry import executor_class, known_backends
 
     output, known = Output(as_json), known_backends()
     if name is not None and name not in known:
-        executor_class(name)  # names the nearest, or is a class of the user's own
+        executor_class(name)  # raises for an unknown name; a class of the user is loaded
         known = {name: name}
     found = [_describe(each, path) for each, path in sorted(known.items()) if name in (None, each)]
     if as_json:
@@ -46,7 +48,7 @@ def backends(
     for backend in found:
         _print_backend(output, backend)
         output.print()
-    output.print("An executor of your own: --backend pkg.mod:Class. Give options as --option NAME=VALUE.", "dim")
+    output.print("Your own backend: --backend pkg.mod:Class. Options: --option NAME=VALUE.", "dim")
     return 0
 
 
@@ -62,7 +64,7 @@ def _describe(name: str, path: str) -> dict[str, Any]:
         executor: Any = get_executor(name)
         described["network_between_replicas"] = bool(executor.supports_inter_replica_network)
         described["ready"] = True
-    except Exception as error:  # noqa: BLE001 - another package's class: whatever it raises is why it is not ready
+    except Exception as error:  # noqa: BLE001 - the class of another package may raise anything; all of it is the reason
         described["problem"] = str(error) or type(error).__name__
     return described
 
@@ -84,7 +86,15 @@ def _print_backend(output: Output, backend: dict[str, Any]) -> None:
 
 
 def make_executor(backend: str, options: Mapping[str, Any]) -> ServerlessExecutor:
-    """Return the executor of a backend; refuse options of another type than its constructor declares."""
+    """Return the executor of a backend. Options of a wrong type are refused.
+
+    Args:
+        backend: the name of the backend, or pkg.mod:Class.
+        options: the options by name.
+
+    Example:
+        make_executor("local", {"max_parallel": 2})
+    """
     from executors.registry import executor_class, get_executor
 
     check_options(backend, executor_class(backend), options)
@@ -92,12 +102,15 @@ def make_executor(backend: str, options: Mapping[str, Any]) -> ServerlessExecuto
 
 
 def check_options(backend: str, cls: type, options: Mapping[str, Any]) -> None:
-    """Refuse a value of another type than the constructor declares. `get_executor` checks the names.
+    """Refuse a value whose type the constructor does not declare. `get_executor` checks the names.
 
     Args:
-        backend: its name, for the message.
-        cls: the executor's class.
-        options: the values by name. An `OptionText` is read as its option's type wants it.
+        backend: the name of the backend, for the message.
+        cls: the class of the executor.
+        options: the values by name. An `OptionText` is converted to the type of its option.
+
+    Example:
+        check_options("local", LocalExecutor, {"max_parallel": 2})
     """
     parameters = parameters_of(cls)
     for name, value in read_options(cls, options).items():
@@ -111,7 +124,14 @@ def check_options(backend: str, cls: type, options: Mapping[str, Any]) -> None:
 
 
 def describe_options(cls: type) -> list[dict[str, Any]]:
-    """Describe the options of an executor's class, from the signature and the docstrings of its constructor."""
+    """Describe the options of an executor's class, from the signature and the docstrings of its constructor.
+
+    Args:
+        cls: the class.
+
+    Example:
+        describe_options(LocalExecutor)[0]["name"]
+    """
     texts = _texts_of_arguments(f"{inspect.getdoc(cls)}\n{inspect.getdoc(vars(cls).get('__init__'))}")
     return [
         {
@@ -135,7 +155,7 @@ def _name_type(annotation: Any) -> str:
 
 
 def _texts_of_arguments(doc: str) -> dict[str, str]:
-    """Read the `Args:` section of a Google style docstring."""
+    """Return the entries of the `Args:` section of a docstring, by parameter."""
     section = re.split(r"\n(?=\S)", doc.partition("Args:\n")[2])[0]
     found = re.findall(r"^ {4}(\w+)(?: \([^)]*\))?: (.*(?:\n {5,}.*)*)", section, flags=re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in found}

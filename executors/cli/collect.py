@@ -1,4 +1,4 @@
-"""`replicas collect`: all that a run left, brought into a folder; as a whole, or not at all."""
+"""The verb `collect`, which brings results, logs and artifacts of a run into a folder: all of them, or none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from executors.cli.options import (
     find_run,
     parse_path,
 )
-from executors.cli.output import FAILED, JsonOption, Output, finite, inert, one_line, strict_json
+from executors.cli.output import FAILED, TIMED_OUT, JsonOption, Output, finite, inert, one_line, strict_json
+from executors.cli.verb_help import EXIT_CODES, describe
 from executors.cli.whole_folder import whole_folder
 from executors.errors import ReplicasError, StoreError
 
@@ -29,12 +30,20 @@ if TYPE_CHECKING:
     from executors.run.run import Run
     from executors.store.artifacts import Artifact
 
-OUT = "A folder for results.json, and for logs (of all attempts) and artifacts by rank."
+OUT = "The folder for results.json, and for the logs and artifacts of each rank. Default: print the results."
 RESULTS = "results.json"
-MAX_NAMED = 8  # artifacts; the rest is counted
-OF_ITS_NAME = (None, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ)
+MAX_NAMED = 8  # artifacts that are listed; the others are counted
+NAME_ERRORS = (None, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ)
 
 
+@describe(
+    examples=["replicas collect RUN --out results", "replicas collect RUN --timeout 1h --json"],
+    exit_codes={
+        **EXIT_CODES,
+        FAILED: "A replica failed, or a log or the folder could not be read or written.",
+        TIMED_OUT: "Replicas reached a time limit, or --timeout ended the wait.",
+    },
+)
 def collect(
     run: RunArgument,
     out: Annotated[Path | None, Option("--out", "-o", metavar="DIR", parser=parse_path, help=OUT)] = None,
@@ -44,11 +53,9 @@ def collect(
     option: BackendOptions = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Fetch the results of a run, its logs and artifacts.
+    """Fetch the results, logs and artifacts of a run.
 
-    Waits for its end. Without --out it prints a line of JSON for each replica.
-
-    Exit code: as `launch`, 124 also if --timeout ended the wait, and 1 also if a log or the folder failed.
+    The command waits for the end of the run. Without --out it prints one line of JSON for each replica.
     """
     from executors.cli.live import Interrupts, watch
     from executors.cli.summary import Summary
@@ -62,10 +69,8 @@ def collect(
     artifacts: list[str] = []
     if out is not None:
         try:
-            with (
-                Interrupts(),
-                whole_folder(out, found.run_id, last=RESULTS) as folder,
-            ):  # also SIGTERM lets it remove what it has begun
+            # `Interrupts` also turns SIGTERM into an exception, so that a half-filled folder is removed.
+            with Interrupts(), whole_folder(out, found.run_id, last=RESULTS) as folder:
                 skipped = _write(found, document, folder)
                 sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
                 kept = sorted(path for path in folder.glob("*/artifacts/**/*") if path.is_file())
@@ -74,7 +79,7 @@ def collect(
             if isinstance(error, ReplicasError):
                 raise
             why = f"Cannot write {str(error.filename)!r}: {error.strerror}."
-            print(inert(f"Error: {why} Nothing was brought."), file=sys.stderr)
+            print(inert(f"Error: {why} No file was written to {str(out)!r}."), file=sys.stderr)
             if as_json:
                 output.document({**document, "out": None, "skipped": [], "error": why})
             return FAILED
@@ -84,8 +89,8 @@ def collect(
         if len(artifacts) > MAX_NAMED:
             output.print(f"  … and {len(artifacts) - MAX_NAMED} more artifacts", "dim")
         for left in skipped:
-            what = f"the artifact {left['artifact']!r}" if "artifact" in left else f"the log {left['log']!r}"
-            output.print(one_line(f"Skipped {what} of rank {left['rank']}: {left['problem']}"), "yellow")
+            name = f"the artifact {left['artifact']!r}" if "artifact" in left else f"the log {left['log']!r}"
+            output.print(one_line(f"Skipped {name} of rank {left['rank']}: {left['problem']}"), "yellow")
             code = code or (FAILED if left["is_unreadable"] else 0)
     if as_json:
         place = None if out is None else str(out.absolute())
@@ -102,7 +107,11 @@ def collect(
 
 
 def _write(run: Run, document: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Write everything a run left into an empty folder; return what was skipped, and why."""
+    """Write the results, logs and artifacts of a run into an empty folder.
+
+    Returns:
+        A row for each log and artifact that could not be written, with the problem.
+    """
     from executors.run.run import view_of
     from executors.run.run_view import all_artifacts
 
@@ -119,7 +128,8 @@ def _write(run: Run, document: dict[str, Any], folder: Path) -> list[dict[str, A
         for artifact in all_artifacts(view, rank):
             if error := _save(artifact, folder / str(rank) / "artifacts"):
                 problem = (isinstance(error, OSError) and error.strerror) or str(error)
-                is_unreadable = isinstance(error, StoreError)  # else its name is at fault, which others may choose
+                # Otherwise the name of the artifact is the problem. Replicas choose names, so it is not an error here.
+                is_unreadable = isinstance(error, StoreError)
                 left = {"rank": rank, "artifact": artifact.name, "problem": problem, "is_unreadable": is_unreadable}
                 skipped.append(left)
     with _named(folder / RESULTS):
@@ -129,31 +139,31 @@ def _write(run: Run, document: dict[str, Any], folder: Path) -> list[dict[str, A
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Have an error of writing name its file: only those of opening do."""
+    """Add the name of a file to an error within the block. Python adds it to errors of opening a file only."""
     try:
         yield
     except OSError as error:
-        if error.errno is not None:  # else it is no system's error, and has no place for a name
+        if error.errno is not None:  # without a number it is not an error of the system, and cannot hold a name
             error.filename = error.filename or str(path)
         raise
 
 
 def _save(artifact: Artifact, folder: Path) -> Exception | None:
-    """Write an artifact below a folder; return the error, where its name or its content is at fault."""
+    """Write an artifact below a folder. Return the error if the name or the content of the artifact caused it."""
     try:
         with _named(folder / artifact.name):
             artifact.save_below(folder)
     except (StoreError, ValueError) as error:
         return error
     except OSError as error:
-        if error.errno not in OF_ITS_NAME:
+        if error.errno not in NAME_ERRORS:
             raise
         return error
     return None
 
 
 def _copy_log(run: Run, attempt: Attempt, path: Path) -> str | None:
-    """Write all that can be had of the log of an attempt; return why that is not all."""
+    """Write the readable part of the log of an attempt. Return the problem if a part is missing."""
     problems = list[str]()
     with _named(path), open(path, "wb") as file:
         file.writelines(_pieces(run, attempt, problems))
@@ -164,7 +174,7 @@ def _copy_log(run: Run, attempt: Attempt, path: Path) -> str | None:
 
 
 def _pieces(run: Run, attempt: Attempt, problems: list[str]) -> Iterator[bytes]:
-    """Read a log in pieces; what goes wrong here is not what goes wrong with the file that is written."""
+    """Yield a log in pieces, and append read errors to a list: the caller must see errors of writing only."""
     from executors.run.run import view_of
     from executors.run.run_logs import whole_log
 

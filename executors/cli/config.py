@@ -1,4 +1,4 @@
-"""Settings of `launch` from files and the environment; `replicas config` shows them."""
+"""The verb `config`, and the settings of `launch` from files and the environment."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typer import Argument, Context, Option
 
 from executors.cli.backends import check_options, describe_options
 from executors.cli.output import JsonOption, Output, UsageProblem, json_guard, refuse, usage_errors
+from executors.cli.verb_help import describe
 from executors.errors import BackendError, ReplicasError
 from executors.settings.declaration import Duration, key_of
 from executors.settings.settings import OPTIONS
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
     from executors.launcher.launch_settings import FoundSettings
 
 GIVEN = f"{__name__}.given"
-NOT_SETTINGS = ("config", "profile", "env", "arg", "option")  # the last two are tables
+NOT_SETTINGS = ("config", "profile", "env", "arg", "option")  # arguments and options have tables of their own
 TEMPLATE = """\
-# Settings of `replicas launch` in this folder and below. A flag wins over REPLICAS_<FLAG> in the environment, that over
-# a profile, and that over what is said outside of profiles. `replicas config` prints what holds, and who says so.
-# No values of secrets or of the environment here: `secret` names them.
+# Settings of `replicas launch` in this folder and below. A flag wins over the variable REPLICAS_<FLAG>, the variable
+# wins over a profile, and a profile wins over the settings outside of profiles. `replicas config` prints the settings
+# that hold here, with the origin of each. Write no secrets into this file: `secret` has the names of secrets only.
 """
 EXAMPLES = {
     "entrypoint": "train.py:main",
@@ -39,21 +40,30 @@ EXAMPLES = {
     "volume": ["corpus:/data"],
     "columns": "lr,gnorm",
 } | {key_of(name, option): option.example for name, option in OPTIONS.items() if option.example is not None}
-PROFILE = "Use this profile of the settings files."
-CONFIG = "Read settings from this file, too. Repeatable; the last one wins."
+PROFILE = "The profile of the settings files to use. Default: none."
+CONFIG = "Another file of settings to read. Repeatable. The last one wins."
 ProfileOption = Annotated[str | None, Option("--profile", metavar="NAME", help=PROFILE)]
 ConfigOption = Annotated[list[Path] | None, Option("--config", metavar="FILE", help=CONFIG)]
 
 
 def use_settings(command: Any, context: Any, arguments: list[str]) -> None:
-    """Make settings the defaults of a command's options, and keep who says what for `settings_of`.
+    """Make settings the defaults of the options of `launch`, and keep their origins for `settings_of`.
 
-    From then on errors are documents where a setting says so.
+    If a setting asks for JSON, errors that follow are JSON documents.
+
+    Args:
+        command: the command of typer.
+        context: the context of typer.
+        arguments: the command line.
+
+    Example:
+        use_settings(command, context, ["train.py:main", "--n", "4"])
     """
     from executors.launcher.launch_settings import read_settings
     from executors.task.arguments import convert
 
-    with contextlib.suppress(ValueError):  # until files are read; what it says wrongly is refused then
+    # The environment alone decides until the files are read. A wrong value is refused when they are.
+    with contextlib.suppress(ValueError):
         json_guard.as_json = json_guard.as_json or bool(convert(os.environ.get("REPLICAS_JSON") or "false", bool))
     given, _, _ = command.make_parser(context).parse_args(args=list(arguments))
     if "help" in given or context.resilient_parsing:
@@ -76,20 +86,22 @@ def use_settings(command: Any, context: Any, arguments: list[str]) -> None:
 
 
 def settings_of(context: Context) -> FoundSettings:
-    """Return what `use_settings` has read."""
+    """Return the settings that `use_settings` has read."""
     return context.meta[__name__]  # type: ignore[no-any-return]
 
 
 def was_given(context: Context, key: str) -> bool:
-    """Return whether a flag says it, and no setting."""
+    """Return True if the command line has the flag of a key. A setting of a file does not count."""
     return key in context.meta[GIVEN]
 
 
 def origins_of(context: Context, backend: str, *texts: Mapping[str, Any]) -> dict[str, str]:
-    """Return who says what of a launch: a flag, a variable of the environment, a file.
+    """Return the origin of each setting of a launch: a flag, a variable of the environment, or a file.
 
     Args:
-        texts: the arguments and the options that flags give.
+        context: the context of typer.
+        backend: the backend, whose options are settings as well.
+        texts: the arguments and the options from flags, by name.
     """
     given = {key: flag for key, flag in context.meta[GIVEN].items() if key != "dry-run"}
     for key, name, values in zip(("arg", "option"), ("args", "option"), texts, strict=True):
@@ -100,7 +112,7 @@ def origins_of(context: Context, backend: str, *texts: Mapping[str, Any]) -> dic
 
 @contextlib.contextmanager
 def with_origins(context: Context, backend: str) -> Iterator[None]:
-    """Add to the message of an error within the block where the settings come from that it speaks of."""
+    """Add the origin of each setting that the message of an error within the block names."""
     try:
         yield
     except (ReplicasError, UsageProblem) as error:
@@ -110,13 +122,19 @@ def with_origins(context: Context, backend: str) -> Iterator[None]:
             if not is_given and re.search(
                 rf"\b{word}\b", error.format_message() if isinstance(error, UsageProblem) else str(error), re.IGNORECASE
             ):
-                error.add_note(f"{name} is set by {origin}.")
+                error.add_note(f"The setting {name} is from {origin}.")
         raise
 
 
 def keys_of(command: Any) -> dict[str, tuple[str, Any]]:
-    """Return what settings can say of a command: whatever it has an option for. By key its parameter, and its type."""
+    """Return the settings of a command: by key, the parameter of its function and its type.
 
+    Args:
+        command: the command of typer. Each of its options is a setting.
+
+    Example:
+        keys_of(command_of(["launch"]).commands["launch"])["run-id"]
+    """
     found: dict[str, tuple[str, Any]] = {}
     for name, parameter in inspect.signature(inspect.unwrap(command.callback), eval_str=True).parameters.items():
         hint, *about = typing.get_args(parameter.annotation) or (parameter.annotation,)
@@ -133,17 +151,21 @@ def _key(flag: str) -> str:
     return flag.removeprefix("--").replace("_", "-")
 
 
+@describe(examples=["replicas config", "replicas config --template", "replicas config --profile small --json"])
 def config(
     context: Context,
     entrypoint: Annotated[
-        str | None, Argument(metavar="ENTRYPOINT", help="As for launch: its file may hold settings, too.")
+        str | None,
+        Argument(metavar="ENTRYPOINT", help="The entrypoint of the launch. Its file may have settings, too."),
     ] = None,
     config: ConfigOption = None,
     profile: ProfileOption = None,
-    template: Annotated[bool, Option("--template", help="Write a replicas.toml that names all settings.")] = False,
+    template: Annotated[
+        bool, Option("--template", help="Write a replicas.toml with all settings, commented out.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Print the settings that `launch` would use here, and where each comes from."""
+    """Print the settings that `launch` would use here, with their origins."""
     from executors.launcher.launch_settings import read_settings
     from executors.launcher.settings_files import FILE
 
@@ -152,9 +174,9 @@ def config(
     command = parent.command.commands["launch"]
     if template:
         if Path(FILE).exists():
-            refuse(f"{FILE} exists here. Move it away first.")
+            refuse(f"{FILE} exists in this folder. Move or delete it first.")
         Path(FILE).write_text(_template(command, parent), encoding="utf-8")
-        output.print(f"Wrote {FILE}. `replicas config` prints what holds.")
+        output.print(f"Wrote {FILE}. To see the settings that hold: replicas config")
         return 0
     keys = {key: kind for key, (_, kind) in keys_of(command).items()}
     with usage_errors():
@@ -178,12 +200,14 @@ def config(
     for text, origin in lines:
         output.print(f"{text:<{width}}  {origin}".rstrip())
     if not lines:
-        output.print(f"No settings: no {FILE} here or above. `replicas config --template` writes one.")
+        output.print(
+            f"No settings: there is no {FILE} in this folder or above. To write one: replicas config --template"
+        )
     return 0
 
 
 def _check_options(settings: FoundSettings) -> None:
-    """Refuse options that a backend does not have, or that have another type, as far as backends can be loaded."""
+    """Refuse options that a backend does not have, or that have a wrong type. Backends that cannot load are skipped."""
     from executors.registry import check_option_names, executor_class
 
     for backend in {place[1] for place in settings.found if place[0] == "option" and place[1]}:
@@ -198,7 +222,7 @@ def _check_options(settings: FoundSettings) -> None:
 
 
 def _template(command: Any, context: Any) -> str:
-    """Return a file of all settings, commented out."""
+    """Return the text of a file with all settings, commented out."""
     from executors.registry import executor_class
 
     kinds: dict[Any, Any] = {int: 8, float: 1.5, bool: True, Duration: "1h30m"}
@@ -207,11 +231,19 @@ def _template(command: Any, context: Any) -> str:
     for key, (name, kind) in keys_of(command).items():
         lines += textwrap.wrap(helps[name], 117, initial_indent="# ", subsequent_indent="# ")
         lines += [f"# {key} = {_toml(EXAMPLES[key] if key in EXAMPLES else kinds.get(kind, '…'))}", ""]
-    lines += ["# Arguments of the entrypoint, as by --arg.", "# [args]", "# steps = 4000", ""]
-    lines += ["# Options of a backend, used when it is the one; see `replicas backends`.", "# [option.local]"]
+    lines += ["# Arguments of the entrypoint, as with --arg.", "# [args]", "# steps = 4000", ""]
+    lines += [
+        "# Options of a backend, for launches with this backend. `replicas backends` lists them.",
+        "# [option.local]",
+    ]
     options = {option["name"]: option["default"] for option in describe_options(executor_class("local"))}
     lines += [f"# {name} = {_toml(default)}" for name, default in options.items() if default is not None]
-    lines += ["", "# Any of the above, under a name: replicas launch --profile small", "# [profile.small]", "# n = 2"]
+    lines += [
+        "",
+        "# A profile has any of these settings under a name: replicas launch --profile small",
+        "# [profile.small]",
+        "# n = 2",
+    ]
     return "\n".join(lines) + "\n"
 
 

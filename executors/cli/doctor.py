@@ -1,4 +1,4 @@
-"""`replicas doctor` prints facts about this machine, and checks the machine, a backend and a store."""
+"""The verb `doctor`, which checks this machine, a backend and a store."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typer import Option
 from executors.backend import Backend, as_backend
 from executors.cli.options import BackendOptions, RendezvousOption, parse_values
 from executors.cli.output import FAILED, JsonOption, Output
+from executors.cli.verb_help import describe
 from executors.errors import BackendError, ReplicasError, StoreError
 from executors.process import CAN_SUPERVISE, inotify_limit, open_inotify
 from executors.protocol import ServerlessExecutor
@@ -28,16 +29,23 @@ if TYPE_CHECKING:
 LOW_DISK_BYTES = 1 << 30
 STYLES = {"ok": "green", "note": "yellow", "wrong": "bold red"}
 PROBE_LIMIT_S = 900.0
-LOG_LIMIT_S = 60.0  # which a file system that caches may take to show a file of another machine
+LOG_LIMIT_S = 60.0  # a file system with a cache may take this long to show a file of another machine
 WITHOUT_INOTIFY = (
-    "Replicas ask their rendezvous in short intervals instead, which is slower. On Linux raise "
-    "fs.inotify.max_user_instances, or: pip install inotify_simple"
+    "Replicas therefore poll their rendezvous, which is slower. On Linux, raise fs.inotify.max_user_instances, or: "
+    "pip install inotify_simple"
 )
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One thing that was checked."""
+    """The result of one check.
+
+    Attributes:
+        what: the thing that was checked, in one or two words.
+        state: `ok`, `note` for advice, or `wrong`.
+        found: the result in words.
+        advice: the remedy. Empty: none is needed.
+    """
 
     what: str
     state: Literal["ok", "note", "wrong"]
@@ -45,18 +53,23 @@ class CheckResult:
     advice: str = ""
 
 
+@describe(
+    examples=["replicas doctor", "replicas doctor --backend modal --rendezvous s3://BUCKET/runs --probe"],
+    exit_codes={0: "All is ready.", FAILED: "Something is wrong. The line in red names it."},
+)
 def doctor(
-    backend: Annotated[str, Option("--backend", "-b", metavar="NAME", help="The backend to check.")] = "local",
-    probe: Annotated[bool, Option("--probe", help="Also start a replica there, and show what it finds.")] = False,
-    gpu: Annotated[str | None, Option(metavar="GPU", help="Check for replicas with this GPU, as in H100.")] = None,
+    backend: Annotated[
+        str, Option("--backend", "-b", metavar="NAME", help="The backend to check, or pkg.mod:Class.")
+    ] = "local",
+    probe: Annotated[bool, Option("--probe", help="Also start one replica, and show its report.")] = False,
+    gpu: Annotated[
+        str | None, Option(metavar="GPU", help="The GPU of the replicas to check for, as in H100. Default: none.")
+    ] = None,
     option: BackendOptions = None,
     rendezvous: RendezvousOption = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Check this machine, a backend, and a rendezvous.
-
-    Exit code: 1 if something is wrong.
-    """
+    """Check this machine, a backend and a rendezvous."""
     from rich.text import Text
 
     from executors.worker.probe import describe_environment
@@ -92,10 +105,10 @@ def _check_machine(is_local: bool) -> Iterator[CheckResult]:
     except StoreError as error:
         yield CheckResult("runs", "wrong", str(error))
     else:
-        advice = f"Runs of this user live in {path}. Set XDG_STATE_HOME to a directory you can write."
+        advice = f"Runs of this user are in {path}. Set XDG_STATE_HOME to a directory that you can write."
         yield check("runs", lambda: _check_store(str(state_dir())), advice)
         yield _check_disk(path)
-    if is_local and CAN_SUPERVISE:  # elsewhere no replica runs, so that there is nothing to advise
+    if is_local and CAN_SUPERVISE:  # on other systems no replica runs, so the advice would be useless
         yield _check_inotify()
 
 
@@ -119,7 +132,7 @@ def _check_inotify() -> CheckResult:
 def _check_backend(
     name: str, options: Mapping[str, Any], rendezvous: str | None, gpu: str | None, probe: bool
 ) -> Iterator[CheckResult]:
-    """Check a backend; stop where later checks could only repeat the first failure."""
+    """Check a backend. The checks end at a failure that all later checks would repeat."""
     from executors.registry import get_executor
     from executors.store.url import shared_rendezvous
     from executors.task.launch_request import LaunchRequest
@@ -127,7 +140,7 @@ def _check_backend(
     try:
         executor = get_executor(name, options)
     except (ReplicasError, ValueError, TypeError) as error:
-        yield CheckResult("backend", "wrong", str(error), "See: replicas backends")
+        yield CheckResult("backend", "wrong", str(error), "To list the backends and their options: replicas backends")
         return
     url, backend = rendezvous, as_backend(executor)
     if backend.has_launch_check:
@@ -137,7 +150,7 @@ def _check_backend(
             backend.check_launch(LaunchRequest.of("platform:node", n=1, gpu=gpu))
             return f"the backend is ready; checked in {time.monotonic() - began:.1f} s"
 
-        ready = check("launch", check_launch, "Nothing can be launched there until this works.")
+        ready = check("launch", check_launch, "Launches on this backend fail until this works.")
         yield ready
         if (image := backend.check_image()) is not None:
             what, advice = image
@@ -150,19 +163,28 @@ def _check_backend(
         try:
             url = shared_rendezvous(name, rendezvous, "train.py:main", 2)
         except (BackendError, ValueError) as error:
-            yield CheckResult("rendezvous", "wrong", str(error), "Both sides meet there; any S3 bucket will do.")
+            yield CheckResult(
+                "rendezvous",
+                "wrong",
+                str(error),
+                "Replicas and this machine exchange files there. Any S3 bucket will do.",
+            )
             return
     if url is not None:
-        found = check("rendezvous", lambda: _check_store(url), "Replicas that cannot write there cannot meet there.")
+        found = check(
+            "rendezvous", lambda: _check_store(url), "Replicas need a rendezvous that they can read and write."
+        )
         yield found
         if url.startswith("s3:") and found.state != "wrong":
             yield from _check_bucket(url)
     if probe:
-        yield check("probe", lambda: _probe(executor, url, gpu), "Its logs say more, if it started: replicas ls")
+        yield check(
+            "probe", lambda: _probe(executor, url, gpu), "If the replica started, its log has the reason: replicas ls"
+        )
 
 
 def _check_store(url: str) -> str:
-    """Write an object, read it, delete it. Opening the store proves already that it creates exclusively."""
+    """Write, read and delete an object. Opening the store has proven that it creates objects atomically."""
     from executors.store import open_store
 
     store = open_store(url)
@@ -170,14 +192,14 @@ def _check_store(url: str) -> str:
     try:
         store.put(key, b"probe")
         if bytes(store.get(key)) != b"probe":
-            raise StoreError(f"{store.url}: an object was not read as it was written.", key=key, url=store.url)
+            raise StoreError(f"{store.url} returned other bytes than were written.", key=key, url=store.url)
     finally:
         store.delete(key)
-    return f"{store.url}: creates exclusively, writes, reads its writes"
+    return f"{store.url} creates atomically, writes and reads"
 
 
 def _check_bucket(url: str) -> Iterator[CheckResult]:
-    """Check the settings of a bucket and its credentials. Settings that may not be read are left out."""
+    """Check the settings of a bucket and its credentials. Settings without the right to read them are skipped."""
     from executors.store import open_store
     from executors.store.url import remote_access
 
@@ -185,13 +207,18 @@ def _check_bucket(url: str) -> Iterator[CheckResult]:
         store: Any = open_store(url)
         _, credentials = remote_access(store)
     except ReplicasError as error:
-        yield CheckResult("credentials", "wrong", str(error), "Replicas get them as a secret of the backend.")
+        yield CheckResult(
+            "credentials",
+            "wrong",
+            str(error),
+            "Give replicas their credentials as a secret of the backend: --secret NAME.",
+        )
         return
     if "AWS_SESSION_TOKEN" in credentials:
-        advice = "Replicas get these: a run that outlives them cannot continue. Use lasting ones for long runs."
+        advice = "Replicas get these credentials, and fail when they expire. Use permanent ones for long runs."
         yield CheckResult("credentials", "note", "temporary", advice)
     else:
-        yield CheckResult("credentials", "ok", "lasting")
+        yield CheckResult("credentials", "ok", "permanent")
     with contextlib.suppress(ReplicasError, ValueError):
         for what, problem, advice in store.risky_settings():
             yield CheckResult(what, "note", problem, advice)
@@ -220,21 +247,30 @@ def _probe(executor: ServerlessExecutor, rendezvous: str | None, gpu: str | None
 
 
 def _check_log(backend: Backend, run: Run) -> None:
-    """Check that the log of a replica is here, where its service has it written to a file.
+    """Check that this machine sees the log of a replica, if its service writes the log to a file.
 
     Raises:
-        BackendError: it is not, and what to do.
+        BackendError: the log did not appear in time. The message has the remedy.
     """
     if backend.log_advice:
         deadline = time.monotonic() + LOG_LIMIT_S
         while not backend.stream_logs(run.handles[0]):
             if time.monotonic() > deadline:
-                raise BackendError(f"A replica ran, and its log is not here. {backend.log_advice}")
+                raise BackendError(f"A replica ran, but this machine does not see its log. {backend.log_advice}")
             time.sleep(0.2)
 
 
 def check(what: str, attempt: Callable[[], str], advice: str) -> CheckResult:
-    """Return what a check found; if it failed, why, and the advice."""
+    """Return the result of a check.
+
+    Args:
+        what: the thing that is checked, in one or two words.
+        attempt: the check. It returns the result in words, or raises.
+        advice: the remedy, if the check raises.
+
+    Example:
+        check("rendezvous", lambda: _check_store("/shared/runs"), "Choose a directory that you can write.")
+    """
     try:
         return CheckResult(what, "ok", attempt())
     except (ReplicasError, OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The verb `events`: what happened in a run."""
+"""The verb `events`, which lists the events of a run: launches, failures, restarts and others."""
 
 from __future__ import annotations
 
@@ -8,30 +8,32 @@ from typer import Option
 
 from executors.cli.options import BackendOptions, ExecutorOption, RendezvousOption, RunArgument, find_run
 from executors.cli.output import Output, json_guard, name_duration, note, one_line
+from executors.cli.verb_help import describe
 from executors.report.events import Event
 
-AS_JSON = "Print a JSON object on a line for each."
+AS_JSON = "Print one line of JSON for each event."
 STYLES = {
     "ended": "red", "hang_suspected": "yellow", "notice": "yellow", "works_again": "green", "warning": "yellow",
     "cancelled": "yellow", "gave_up": "bold red", "stopped": "bold red", "decided": "cyan",
 }  # fmt: skip
-WITH_FULL_TEXT = ("decided", "works_again", "cancelled", "gave_up", "stopped")  # whose text is complete
+WITH_FULL_TEXT = ("decided", "works_again", "cancelled", "gave_up", "stopped")  # kinds whose text is a sentence
 
 
+@describe(examples=["replicas events RUN", "replicas events RUN --follow --json"])
 def events(
     run: RunArgument,
-    follow: Annotated[bool, Option("--follow", "-f", help="Continue until the run ends.")] = False,
+    follow: Annotated[bool, Option("--follow", "-f", help="Continue with new events until the run ends.")] = False,
     rendezvous: RendezvousOption = None,
     backend: ExecutorOption = None,
     option: BackendOptions = None,
     as_json: Annotated[bool, Option("--json", help=AS_JSON)] = False,
 ) -> int:
-    """Show what happened in a run: launches, first progress, warnings, hangs, ends, and decisions on them."""
+    """List the events of a run: starts, warnings, hangs, ends, restarts."""
     from executors.run.run import view_of
 
     found = find_run(run, rendezvous, backend, option)
     output, began_at = Output(), view_of(found).record.created_at
-    json_guard.has_document = as_json  # many, a line each
+    json_guard.has_document = as_json  # each event is a document of its own, so a failure adds none
     for event in found.events(follow, note):
         if as_json:
             print(output.line(event.to_json()), flush=follow)
@@ -44,14 +46,22 @@ def events(
 
 
 def line_of_event(event: Event, began_at: float) -> str:
-    """Return an event as a line: `[  0:42] rank 3 ended after 38 s (attempt 1): signal: was ended by signal 9`."""
+    """Return an event as a line: `[  0:42] rank 3 ended after 38 s (attempt 1): signal: was ended by signal 9`.
+
+    Args:
+        event: the event.
+        began_at: the Unix time of the launch. The line begins with the time since then.
+
+    Example:
+        line_of_event(event, run.record.created_at)
+    """
     elapsed = f"[{name_duration(max(0.0, event.at - began_at)):>7}]"
     if event.kind in WITH_FULL_TEXT:
         return f"{elapsed} {one_line(event.why)}"
-    who = "the run" if event.rank is None else f"rank {event.rank}"
+    subject = "the run" if event.rank is None else f"rank {event.rank}"
     took = "" if event.duration_s is None else f" after {name_duration(event.duration_s)}"
     which = f" (attempt {event.attempt})" if event.attempt else ""
     by = f" by {event.actor}" if event.kind in ("launched", "claimed") and event.actor else ""
     more = ": ".join(filter(None, (event.reason, event.why)))
     more += f" ({event.count} times)" if event.count > 1 else ""
-    return one_line(f"{elapsed} {who} {event.kind.replace('_', ' ')}{took}{which}{by}{': ' if more else ''}{more}")
+    return one_line(f"{elapsed} {subject} {event.kind.replace('_', ' ')}{took}{which}{by}{': ' if more else ''}{more}")

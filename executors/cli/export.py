@@ -1,4 +1,4 @@
-"""The verb `export`: what a run measured, for TensorBoard and for tables."""
+"""The verb `export`, which writes the measurements of a run for TensorBoard or as a table."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from typer import Option
 
 from executors.cli.options import BackendOptions, ExecutorOption, RendezvousOption, RunArgument, find_run, parse_path
 from executors.cli.output import JsonOption, Output, one_line, raise_write_error, refuse
+from executors.cli.verb_help import describe
 
 if TYPE_CHECKING:
     from executors.run.run import Run
 
-TENSORBOARD = "Write event files: a folder for each rank, and `anchor`. Files of the run that are in the folder stay."
-CSV = "Write a table with a line for each row."
-JSONL = "Write a JSON object for each row, on a line of its own."
-FOLLOW = "Continue until the run has ended. Event files grow; the other files are written again as a whole."
-LEAST_PAUSE_S = 5.0  # as often as segments come
-SHARE = 0.1  # of the time, at most, that following a run takes
+TENSORBOARD = "Write event files for TensorBoard: a folder for each rank, and `anchor`. Existing files stay."
+CSV = "Write a table with one line for each row."
+JSONL = "Write one line of JSON for each row."
+FOLLOW = "Continue until the run has ended. Event files grow, and the other files are written again."
+LEAST_PAUSE_S = 5.0  # replicas write a segment of measurements this often
+SHARE = 0.1  # the largest share of the time that following a run may take
 
 
+@describe(examples=["replicas export RUN --csv run.csv", "replicas export RUN --tensorboard logs --follow"])
 def export(
     run: RunArgument,
     tensorboard: Annotated[
@@ -37,18 +39,18 @@ def export(
     option: BackendOptions = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Write what the replicas of a run measured over time: losses, rounds, usage.
+    """Write the measurements of a run: losses, rounds, usage.
 
-    No event is written twice, also by an export that is started again.
+    Give at least one of --tensorboard, --csv and --jsonl. An export that is started again writes no event twice.
     """
     output = Output(as_json)
     if tensorboard is None and csv is None and jsonl is None:
-        refuse("Say what to write: --tensorboard DIR, --csv FILE or --jsonl FILE.")
+        refuse("No format was given. Add --tensorboard DIR, --csv FILE or --jsonl FILE.")
     files = {"tensorboard": tensorboard, "csv": csv, "jsonl": jsonl}
     given: dict[str, Path] = {}
     for path in files.values():
         if path is not None and (twice := given.setdefault(os.path.realpath(path), path)) is not path:
-            refuse(f"Each format needs a place of its own, {str(twice)!r} is given for two.")
+            refuse(f"{str(twice)!r} is given for two formats. Give each format its own path.")
     found = find_run(run, rendezvous, backend, option)
     made: dict[str, Any] = {name: str(path) for name, path in files.items() if path is not None}
     try:
@@ -68,7 +70,7 @@ def export(
 def _export(
     run: Run, tensorboard: Path | None, csv: Path | None, jsonl: Path | None, follow: bool, output: Output
 ) -> dict[str, Any]:
-    """Write the files, again and again if the run is to be followed; return what was written."""
+    """Write the files, repeatedly if the run is followed, and return the number of rows and events."""
     from executors.metrics.metrics import read_metrics
     from executors.report.tables import write_csv, write_jsonl
     from executors.run.run import view_of
@@ -85,7 +87,8 @@ def _export(
         on_progress = stack.enter_context(output.busy(f"{'Following' if follow else 'Reading'} {run.run_id}"))
         for pause_s in view.reader.pauses():
             began = time.monotonic()
-            is_over = run.status(reports=False).is_terminal  # asked first: nothing comes after that
+            # The state is read before the rows. Read after them, the last rows of a run could be missed.
+            is_over = run.status(reports=False).is_terminal
             before, metrics = metrics, read_metrics(view.store, run.run_id, view.record, kept)
             if before is None or len(before) != len(metrics) or is_over:
                 if csv is not None:

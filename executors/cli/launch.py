@@ -1,4 +1,4 @@
-"""`replicas launch` and `replicas resume`."""
+"""The verbs `launch` and `resume`, which start replicas and watch them to their end."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from executors.cli.config import ConfigOption, ProfileOption, origins_of, settin
 from executors.cli.options import (
     BackendOptions,
     ColumnsOption,
+    DigestOption,
     EnvOption,
     ExecutorOption,
     RanksOption,
@@ -23,6 +24,7 @@ from executors.cli.options import (
     RunArgument,
     SecretOption,
     TeeOption,
+    TrustOption,
     VolumeOption,
     add_settings,
     find_run,
@@ -31,9 +33,19 @@ from executors.cli.options import (
     setting_option,
     warn_of_python_words,
 )
-from executors.cli.output import CANCELLED, FAILED, JsonOption, Output, refuse, usage_errors, without_unwritable_lines
+from executors.cli.output import (
+    CANCELLED,
+    FAILED,
+    JsonOption,
+    Output,
+    name_ranks,
+    refuse,
+    usage_errors,
+    without_unwritable_lines,
+)
+from executors.cli.verb_help import EXIT_CODES, describe
 from executors.errors import BackendError, LaunchError, ReplicasError, StoreError
-from executors.settings.durations import DURATIONS
+from executors.settings.declaration import LIMITS, RUN, SETTINGS, TESTING, WATCH, WHERE
 
 if TYPE_CHECKING:
     from executors.cli.live import Interrupts
@@ -42,26 +54,45 @@ if TYPE_CHECKING:
     from executors.run.run import Run
 
 TASKS = "replicas.tasks"  # the group of entry points that names the default task
+RESTARTS = "N, N/1h, preempted or none."
 ENTRYPOINT = (
-    "The function or script that each replica runs: pkg.mod:function, path/file.py:function, or path/file.py. A file "
-    "alone means its main, if `python path/file.py` does no more than call it. Otherwise the file runs as a script. "
-    "With -- ARGV… behind all options it always does. Default: the task that comes with the installation."
+    "The function or script that each replica runs: train.py:main, pkg.mod:main or train.py. A file alone runs its "
+    "main if `python train.py` only calls main. Otherwise, and with -- ARGV… at the end, it runs as a script. Default: "
+    "the demo."
 )
-MODULE = "Run ENTRYPOINT, a module or package, as `python -m ENTRYPOINT ARGV…` does."
-BACKEND = "A backend's name, or pkg.mod:Class; or several with their numbers of replicas, as in slurm:4,modal:4."
-ARG = "An argument of the entrypoint, as its annotation says; without one JSON, else a string. Repeatable."
-AS_FOR_LAUNCH, FROM_HERE_ON = "As for launch,", "for all ranks from here on. Default: as before."
-TASK_DIGEST = (
-    "The task's digest, for a run that another machine launched; `replicas status RUN --json` shows it there as "
-    "task_digest."
-)
-TRUST_BUCKET = "Start whatever the run's rendezvous holds, with the credentials found here."
-
-TOTAL_STEPS = "Extend the run to N inner steps: ranks that have succeeded start again, too."
+MODULE = "Run the module or package ENTRYPOINT, as `python -m ENTRYPOINT ARGV…` does."
+BACKEND = "A backend of `replicas backends`, or pkg.mod:Class. Several with their numbers: slurm:4,modal:4."
+ARG = "An argument of the function, converted to its annotation, else read as JSON or text. Repeatable."
+RUN_ID = "A name for the run. Default: a generated one, such as brave-otter-7f3a."
+DRY_RUN = "Check everything and print the request. Start nothing."
+PANELS = {
+    RUN: ("n", "backend", "rendezvous", "gpu", "arg", "run_id", "module", "from_run", "from_step", "seed"),
+    WHERE: ("option", "env", "secrets", "volume", "signed"),
+    LIMITS: ("restarts", "timeout", "max_cost", "hang_timeout", "start_timeout", "fail_fast", "min_replicas"),
+    WATCH: ("detach", "columns", "tee", "tracker", "as_json"),
+    SETTINGS: ("config", "profile"),
+    TESTING: ("dry_run", "chaos"),
+}
+"""The order of the options in the help: the six options of a first launch come first."""
+FROM_NOW = "Default: as before."
+TOTAL_STEPS = "Extend the run to N inner steps. Ranks that have succeeded start again, too."
 TOTAL_ROUNDS = "Extend a run with rounds by the clock to N rounds."
-FROM_SNAPSHOT = "Begin a new run at the newest complete snapshot of this one, whose newest round is damaged."
+FROM_SNAPSHOT = "Begin a new run at the newest complete snapshot, if the newest round of this run is damaged."
 
 
+@describe(
+    examples=(
+        "replicas launch --n 4",
+        "replicas launch train.py:main --n 8 --arg steps=500 --arg lr=0.01",
+        "replicas launch train.py --n 4 -- --lr 1e-3 --out 'out/${rank}'",
+        "replicas launch -m pkg.train --n 4 -- --lr 1e-3",
+        "replicas launch train.py:main --n 8 --backend modal --gpu H100 --rendezvous s3://BUCKET/runs --detach",
+        "replicas launch train.py:main --backend slurm:4,modal:4 --option slurm.partition=gpu --rendezvous s3://BUCKET/runs",
+        "replicas launch train.py:main --n 8 --restarts 3 --timeout 2h --fail-fast",
+        "replicas launch --n 4 --chaos kill:rank=1,round=20 --chaos store:delay=0.05,lost=0.02",
+    ),
+    exit_codes=EXIT_CODES,
+)
 def launch(
     context: Context,
     entrypoint: Annotated[str | None, Argument(metavar="ENTRYPOINT", help=ENTRYPOINT)] = None,
@@ -70,7 +101,7 @@ def launch(
     backend: Annotated[str, Option("--backend", "-b", metavar="NAME", help=BACKEND)] = "local",
     arg: Annotated[list[str] | None, Option("--arg", "-a", metavar="K=V", help=ARG)] = None,
     rendezvous: RendezvousOption = None,
-    run_id: Annotated[str | None, Option(metavar="ID", help="A name of your choice. Default: two words.")] = None,
+    run_id: Annotated[str | None, Option(metavar="ID", help=RUN_ID)] = None,
     env: EnvOption = None,
     option: BackendOptions = None,
     volume: VolumeOption = None,
@@ -78,16 +109,13 @@ def launch(
     tee: TeeOption = None,
     config: ConfigOption = None,
     profile: ProfileOption = None,
-    dry_run: Annotated[bool, Option("--dry-run", help="Check everything, print the request, start nothing.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help=DRY_RUN)] = False,
     as_json: JsonOption = False,
     **settings: Any,
 ) -> int:
     """Start N ranked replicas and watch them to their end.
 
-    Ctrl-C once cancels the run and waits for its end; twice exits at once.
-
-    Exit code: 130 cancelled, 93 given up or stopped where starting it again unchanged does not help, 1 a replica
-    failed, 124 only time limits were hit, 0 all succeeded, 2 usage.
+    Ctrl-C cancels the run and waits for its end. A second Ctrl-C exits at once.
     """
     from executors.cli.live import Interrupts
     from executors.launcher import named, plan_launch
@@ -103,13 +131,17 @@ def launch(
             with with_origins(context, backend), usage_errors():
                 n = settings["n"]
                 if (total := total_of(backend, n if was_given(context, "n") else None) or n) is None:
-                    refuse("Missing option '--n'.")
+                    refuse(
+                        "Missing --n, the number of replicas. "
+                        f"Try: replicas launch {entrypoint or 'train.py:main'} --n 4"
+                    )
                 if wrong := next((rank for rank in tee or () if rank >= total), None):
-                    refuse(f"--tee {wrong}: the ranks are 0 to {total - 1}.")
+                    refuse(f"--tee {wrong} is not a rank of this run, which has {name_ranks(range(total))}.")
                 if tee and (settings["detach"] or backend == "inline"):
-                    refuse("--tee belongs to a run that is watched here: leave --detach and --backend inline away.")
+                    other = "--detach" if settings["detach"] else "--backend inline"
+                    refuse(f"--tee shows the output of a run that this command watches. Remove --tee or {other}.")
                 if module and (entrypoint is None or entrypoint.endswith(".py") or set(":/") & {*entrypoint}):
-                    refuse(f"-m runs a module, as in -m pkg.train: got {entrypoint!r}.")
+                    refuse(f"-m needs the name of a module, as in -m pkg.train, got {entrypoint!r}.")
                 given, chosen = parse_texts("--arg", arg), options_of(backend, option, volume)
                 asked = {name: value for name, value in settings.items() if value is not None}
                 request = named(
@@ -132,7 +164,8 @@ def launch(
 
                 known = contextlib.nullcontext() if dry_run else preparing(str(request.run_id))
                 with known:
-                    with output.busy(f"Preparing {request.run_id}"):  # importing torch takes a second
+                    # Reading an entrypoint that imports torch takes a second: without a line it would look stuck.
+                    with output.busy(f"Preparing {request.run_id}"):
                         plan = plan_launch(request, executor_of(backend, make))
                     warn_of_python_words("--arg", plan.request.args or {})
                     if dry_run:
@@ -140,7 +173,7 @@ def launch(
                         return 0
                     if price := plan.usd_per_hour():
                         at_most = price * (plan.request.settings.timeout or math.inf) / 3600
-                        print(f"replicas: ${price:.2f} an hour, ${at_most:.2f} until the time limit", file=sys.stderr)
+                        print(f"replicas: ${price:.2f} per hour, ${at_most:.2f} until the time limit", file=sys.stderr)
                     _start(plan, output, started)
         except KeyboardInterrupt:
             _cancel_all(started)
@@ -153,22 +186,12 @@ def launch(
         )
 
 
-add_settings(launch, before="columns")
-launch.epilog = (  # type: ignore[attr-defined]
-    "[bold]Examples[/bold]\n\nreplicas launch --n 4"
-    "\n\nreplicas launch train.py:main --n 8 --arg steps=500 --arg lr=0.01"
-    "\n\nreplicas launch train.py --n 4 -- --lr 1e-3 --out 'out/${rank}'"
-    "\n\nreplicas launch -m pkg.train --n 4 -- --lr 1e-3"
-    "\n\nreplicas launch train.py --n 64 --option max_parallel=4 --option preload=\\[] --timeout 10m"
-    "\n\nreplicas launch --n 4 --chaos kill:rank=1,round=20 --chaos store:delay=0.05,lost=0.02"
-    "\n\nreplicas launch pkg.train:main --n 8 --backend my.cloud:Executor --rendezvous /shared/runs --detach"
-    "\n\nreplicas launch train.py --backend slurm:4,modal:4 --option slurm.partition=gpu --rendezvous s3://BUCKET/runs"
-)
+add_settings(launch, panels=PANELS)
 
 
 @contextlib.contextmanager
 def _starting(backend: str, text: str, output: Output) -> Iterator[Callable[[str], None]]:
-    """Show within the block how far the start is, but where the screen is the entrypoint's."""
+    """Show the progress of a start within the block. An inline run has none: it prints to the same screen."""
     if backend != "inline":
         with output.busy(text) as on_progress:
             yield on_progress
@@ -178,7 +201,12 @@ def _starting(backend: str, text: str, output: Output) -> Iterator[Callable[[str
 
 
 def report_cancelled_early(output: Output, said: str = "Cancelled before the replicas had started.") -> int:
-    """Say that Ctrl-C was heard while replicas were being started; return the exit code."""
+    """Print that Ctrl-C ended a start, and return the exit code.
+
+    Args:
+        output: the output of the verb.
+        said: the line to print.
+    """
     output.print(said, "yellow")
     if output.as_json:
         output.document({"exit_code": CANCELLED, "error": said})
@@ -186,16 +214,16 @@ def report_cancelled_early(output: Output, said: str = "Cancelled before the rep
 
 
 def _cancel_all(started: Sequence[Run]) -> None:
-    """End what was started just before Ctrl-C was heard: the process that would watch it is about to end."""
+    """Cancel the runs that started just before Ctrl-C. The process that would watch them is about to end."""
     for run in started:
         try:
             run.cancel()
         except ReplicasError as error:
-            print(f"replicas: cancelling {run.run_id} failed: {error}", file=sys.stderr)
+            print(f"replicas: {run.run_id} could not be cancelled: {error}", file=sys.stderr)
 
 
 def _start(plan: LaunchPlan, output: Output, started: list[Run]) -> None:
-    """Start a run, and note it among those that were started before anything else can happen."""
+    """Start a run, and append it to `started` at once, so that a Ctrl-C that follows cancels it."""
     text = f"Starting {plan.request.settings.n} replicas of {plan.run_id}"
     try:
         with _starting(plan.placements.backend_name, text, output) as on_progress:
@@ -206,39 +234,65 @@ def _start(plan: LaunchPlan, output: Output, started: list[Run]) -> None:
 
 
 def default_task() -> str:
-    """Return the entrypoint that is run when none is given."""
+    """Return the entrypoint of a launch that names none: an installed package announces it."""
     from importlib.metadata import entry_points
 
     found = list(entry_points(group=TASKS, name="default"))
     if not found:
-        refuse(f"Give an ENTRYPOINT, as in train.py:main: no installed package has a default task (group {TASKS!r}).")
+        refuse(f"Give an entrypoint, as in train.py:main. No installed package has a default task (group {TASKS!r}).")
     return found[0].value
 
 
+@describe(
+    examples=(
+        "replicas resume RUN",
+        "replicas resume RUN --rank 1,3 --restarts 3",
+        "replicas resume RUN --total-steps 8000",
+    ),
+    exit_codes=EXIT_CODES,
+)
 def resume(
     run: RunArgument,
     rank: RanksOption = None,
-    gpu: Annotated[str | None, setting_option("gpu", f"{AS_FOR_LAUNCH} which is the default.")] = None,
-    timeout: Annotated[float | None, setting_option("timeout", f"As for launch ({DURATIONS}).")] = None,
+    gpu: Annotated[
+        str | None, setting_option("gpu", f"The GPU of each replica, as in H100 or H100:2. {FROM_NOW}", WHERE)
+    ] = None,
+    timeout: Annotated[
+        float | None, setting_option("timeout", f"Time limit of each replica, as in 5m or 1h30m. {FROM_NOW}")
+    ] = None,
     backend: ExecutorOption = None,
     option: BackendOptions = None,
     env: EnvOption = None,
     secret: SecretOption = None,
     volume: VolumeOption = None,
-    gather: Annotated[float | None, setting_option("gather_s", f"As for launch ({DURATIONS}).")] = None,
-    restarts: Annotated[str | None, setting_option("restarts", f"{AS_FOR_LAUNCH} {FROM_HERE_ON}")] = None,
-    hang_timeout: Annotated[str | None, setting_option("hang_timeout", f"{AS_FOR_LAUNCH} {FROM_HERE_ON}")] = None,
-    start_timeout: Annotated[str | None, setting_option("start_timeout", f"{AS_FOR_LAUNCH} {FROM_HERE_ON}")] = None,
-    detach: Annotated[bool, Option("--detach", "-d", help="Return at once; the run continues.")] = False,
-    task_digest: Annotated[str | None, Option(metavar="SHA256", help=TASK_DIGEST)] = None,
-    trust_bucket: Annotated[bool, Option("--trust-bucket", help=TRUST_BUCKET)] = False,
+    gather: Annotated[
+        float | None, setting_option("gather_s", f"How long to wait for all ranks to start, as in 5m. {FROM_NOW}")
+    ] = None,
+    restarts: Annotated[
+        str | None, setting_option("restarts", f"How often each rank is restarted from now on: {RESTARTS} {FROM_NOW}")
+    ] = None,
+    hang_timeout: Annotated[
+        str | None,
+        setting_option(
+            "hang_timeout", f"Longest time without progress from now on: 2m, 2m:3m, auto or off. {FROM_NOW}"
+        ),
+    ] = None,
+    start_timeout: Annotated[
+        str | None,
+        setting_option("start_timeout", f"Longest time until the first progress from now on: 20m or auto. {FROM_NOW}"),
+    ] = None,
+    detach: Annotated[
+        bool, Option("--detach", "-d", help="Return when the replicas have started. The run continues.")
+    ] = False,
+    task_digest: DigestOption = None,
+    trust_bucket: TrustOption = False,
     from_snapshot: Annotated[bool, Option("--from-snapshot", help=FROM_SNAPSHOT)] = False,
     total_steps: Annotated[int | None, Option(metavar="N", min=1, help=TOTAL_STEPS)] = None,
     total_rounds: Annotated[int | None, Option(metavar="N", min=1, help=TOTAL_ROUNDS)] = None,
     rendezvous: RendezvousOption = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Start every rank again that ended without succeeding, and watch the run to its end.
+    """Start the ranks of a run again that did not succeed, and watch the run.
 
     A replica that trains with DiLoCo catches up with the others, or continues at the step where all stopped. With
     --total-steps it trains beyond the planned end.
@@ -277,13 +331,14 @@ def resume(
         except KeyboardInterrupt:
             _cancel_all(started)
             return report_cancelled_early(output)
-        if resumed is found:  # extended, and every rank still runs
+        # The run was only extended: all its ranks still run.
+        if resumed is found:
             output.print(f"Extended {found.run_id}. Its replicas continue when they reach their old total.")
             if as_json:
                 output.document(found.status().to_json())
             return 0
         if from_snapshot:
-            output.print(f"{found.run_id} goes on as {resumed.run_id}, from its newest whole snapshot.")
+            output.print(f"{resumed.run_id} continues {found.run_id} from its newest complete snapshot.")
         return _finish(resumed, output, interrupts, detach=detach, timeout_s=timeout)
 
 
@@ -298,14 +353,14 @@ def _finish(
     tee: Sequence[int] = (),
     is_new: bool = False,
 ) -> int:
-    """Watch a run that this process started to its end, or leave it; return the exit code."""
+    """Watch a run that this process started, or return at once if it is detached. Return the exit code."""
     from executors.cli.live import EndedWithoutStore, watch
     from executors.cli.summary import Summary, heading, reference
     from executors.run.run import view_of
 
     view = view_of(run)
     name = reference(run)
-    if detach and view.backend != "inline":  # which has ended
+    if detach and view.backend != "inline":  # an inline run has ended by now
         if output.as_json:
             output.document(Summary(run, run.outcomes(), None).document())
             return 0
@@ -315,11 +370,13 @@ def _finish(
         return 0
     interrupts.count_on(run.run_id)
     with without_unwritable_lines():
-        # The store is not asked before `watch`: it may be silent, and Ctrl-C would wait for it.
+        # Nothing is read from the store before `watch`. The store may be silent, and Ctrl-C would have to wait for it.
         output.print(heading(run, timeout_s, n=view.world_size if is_new else None), "bold")
         lease = _lease_of(view.placements)
         if lease:
-            output.print(f"It ends when nobody watches it for {lease}: --detach lets it go on alone.", "dim")
+            output.print(
+                f"The run ends {lease} after the last command that watches it. With --detach it continues.", "dim"
+            )
         try:
             watch(run, output, interrupts=interrupts, columns=columns, tee=tee)
             summary = Summary.of(run, interrupted=interrupts.count > 0)
@@ -331,16 +388,20 @@ def _finish(
 
 
 def ended_without_store(run: Run, output: Output) -> int:
-    """Say that a run was cancelled whose store does not answer; return the exit code.
+    """Print that a run was cancelled while its store did not answer, and return the exit code.
+
+    Args:
+        run: the run.
+        output: the output of the verb.
 
     Example:
         return ended_without_store(run, output)
     """
     from executors.run.run import manager_of
 
-    said = f"Cancelled {run.run_id}: its jobs were ended at their service. Its store does not answer."
+    said = f"Cancelled {run.run_id} at its service. The store does not answer."
     if not manager_of(run).canceller.was_ended_without_store:
-        said = f"{run.run_id} was not ended as a whole, see above, and its store does not answer."
+        said = f"{run.run_id} was not cancelled completely (see above). The store does not answer."
     output.print(said, "yellow")
     if output.as_json:
         output.document({"run_id": run.run_id, "url": run.url, "exit_code": CANCELLED, "error": said})
@@ -353,32 +414,42 @@ def report_unreadable_run(
     error: ReplicasError,
     backend: Backend,
     *,
-    who: str = "The run",
+    who: str = "",
     is_cancelled: bool = False,
 ) -> int:
-    """Say that a run cannot be watched any more, and what becomes of who was started here; return the exit code."""
+    """Print that a run cannot be watched any more, and whether its replicas continue. Return the exit code.
+
+    Args:
+        run: the run.
+        output: the output of the verb.
+        error: the error of the store or of the backend.
+        backend: the backend of the replicas that this command started.
+        who: these replicas in words, in the plural. Empty: the whole run.
+        is_cancelled: True if the user has cancelled the run.
+    """
     from executors.cli.summary import reference
     from executors.run.run import manager_of
 
     name, lease = reference(run), _lease_of(backend)
+    continues = f"{who} continue" if who else "The run continues"
     ends = f"End it: replicas cancel {name}"
     if backend.ends_jobs:
         ends += f"   or: {backend.commands_to_end(run.run_id)}"
     if is_cancelled:
-        then = f"Whether all of it has ended is not known here: replicas status {name}   {ends}"
+        then = f"Some replicas may still run: replicas status {name}   {ends}"
     elif words := manager_of(run).end_refused(error):
         then = words
     elif lease and not manager_of(run).is_released and isinstance(error, StoreError):
-        # A replica that cannot read the lease does not end by it.
-        then = f"{who} continues while the store does not answer, and {lease} longer. {ends}"
+        # A replica that cannot read the lease does not end because of it.
+        then = f"{continues} while the store does not answer, and {lease} longer. {ends}"
     elif lease and not manager_of(run).is_released:
-        then = f"{who} continues for {lease}, and as long as somebody watches it: replicas watch {name}"
+        then = f"{continues} for {lease}. To keep it longer, watch it: replicas watch {name}"
     elif not lease and backend.ends_with_launcher:
-        then = f"{who} ends with this command."
+        then = f"{who} end with this command." if who else "The run ends with this command."
     else:
-        then = f"{who} continues without this command: replicas wait {name}"
+        then = f"{continues}. To see the end: replicas wait {name}"
     code = CANCELLED if is_cancelled else FAILED
-    output.print(f"The status of the run cannot be read any more: {error}", "red")
+    output.print(f"The state of {run.run_id} cannot be read any more: {error}", "red")
     output.print(then, "red")
     if output.as_json:
         output.document({"run_id": run.run_id, "url": run.url, "exit_code": code, "error": f"{error} {then}"})
@@ -386,5 +457,5 @@ def report_unreadable_run(
 
 
 def _lease_of(backend: Backend) -> str:
-    """Return how long replicas continue that no process watches, as in "15 min"; empty if they need no watch."""
+    """Return how long replicas continue when no process watches them, as in "15 min". Empty: they need no process."""
     return "" if backend.lease_s is None else f"{backend.lease_s / 60:.0f} min"

@@ -1,4 +1,4 @@
-"""Watching a run to its end: a live table on a terminal, plain lines elsewhere; and what Ctrl-C does."""
+"""Watch a run to its end, with a live table on a terminal and plain lines elsewhere, and handle Ctrl-C."""
 
 from __future__ import annotations
 
@@ -41,30 +41,34 @@ from executors.run.waiter import ReadTolerance
 from executors.status import COLUMNS, MAX_DECIDED, MAX_LINE, ReplicaState, RunStatus
 from executors.store.parallel import within
 
-CLOCKS_APART_S = 300.0  # how far the wall clocks of two machines may be apart
-WAKE_S = 0.5
-REQUEST_S = 5.0  # how long Ctrl-C waits for the store before it ends local replicas
-MAX_LINES = 200  # of output, below the table
+CLOCKS_APART_S = 300.0  # the largest difference that is expected between the wall clocks of two machines
+WAKE_S = 0.5  # the longest wait without a look for signals
+REQUEST_S = 5.0  # seconds that Ctrl-C waits for the store before it ends local replicas
+MAX_LINES = 200  # lines of output below the table
 SHOW_CURSOR = b"\x1b[?25h"
 
 
 class EndedWithoutStore(Exception):
-    """The run's jobs were to be ended at their service, and the store does not say how the replicas are."""
+    """The run was cancelled at its service. Its store does not answer, so the states of its replicas are unknown."""
 
 
 class Interrupts:
-    """Counts Ctrl-C, and SIGTERM and a closed terminal like one, within the block.
+    """Counts Ctrl-C within a `with` block. SIGTERM and a closed terminal count as well.
 
-    Until `count_on` each raises `KeyboardInterrupt`, as usual. After it the first is only counted, and the second ends
+    Before `count_on` each interrupt raises `KeyboardInterrupt`. After it the first is only counted, and the second ends
     the process.
+
+    Example:
+        with Interrupts() as interrupts:
+            interrupts.count_on(run.run_id)
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.events: SimpleQueue[str] = SimpleQueue()
-        """Gets "interrupt" with each Ctrl-C that is counted. A signal handler may put into such a queue at any time."""
+        """Receives "interrupt" for each counted Ctrl-C. A signal handler may put into a `SimpleQueue` at any time."""
         self.on_exit: Callable[[], str] = str
-        """Returns what becomes of the replicas if the second Ctrl-C ends this process now."""
+        """Returns a sentence on the replicas that continue when the second Ctrl-C ends this process."""
         self._run_id: str | None = None
         self._old: dict[signal.Signals, Any] = {}
 
@@ -72,7 +76,7 @@ class Interrupts:
         self._reader, self._writer = wakeup_pipe()
         self._old_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # by nohup
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
                 self._old[number] = signal.signal(number, self._note)
         return self
 
@@ -84,20 +88,28 @@ class Interrupts:
         os.close(self._writer)
 
     def count_on(self, run_id: str) -> None:
-        """Stop raising: from now on the first interrupt asks for a cancellation."""
+        """Stop raising. From now on the first interrupt is counted, and the caller cancels the run.
+
+        Args:
+            run_id: the run.
+        """
         self._run_id = run_id
 
     def sleep(self, seconds: float) -> None:
-        """Sleep; an interrupt ends the sleep."""
+        """Sleep until the time has passed or an interrupt arrives.
+
+        Args:
+            seconds: the longest time.
+        """
         if select.select([self._reader], [], [], seconds)[0]:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._reader, 4096)
 
     def next_event(self) -> str:
-        """Wait for the next news, and return it.
+        """Wait for the next event, and return it.
 
-        A signal that arrives just before a wait begins does not end the wait, and its handler runs when that is over.
-        So no wait is long.
+        A signal that arrives just before a wait does not end the wait, and its handler runs after it. So each wait is
+        short.
         """
         while True:
             with contextlib.suppress(Empty):
@@ -126,13 +138,25 @@ def watch(
     columns: Sequence[str] | None = None,
     tee: Sequence[int] = (),
 ) -> bool:
-    """Show a run until every replica has ended; False if the time was over first. Raises what `follow` raises.
+    """Show a run until every replica has ended. Return False if the time ended first.
 
     Args:
-        columns: which numbers to show that replicas report besides the usual ones.
-        tee: the ranks whose output to show, too.
-        interrupts: the first one cancels the run, whose end is then shown as well. None: Ctrl-C leaves the run alone.
-        interrupt_ends: what the caller ends when Ctrl-C is pressed, in words.
+        run: the run.
+        output: the output of the verb.
+        interrupts: counts Ctrl-C. The first one cancels the run, and its end is shown. None: Ctrl-C stops watching.
+        interrupt_ends: the replicas that the caller ends at Ctrl-C, in words. Empty: none.
+        timeout_s: the longest time, in seconds. None: no limit.
+        columns: the names of reported numbers to show besides the usual ones.
+        tee: the ranks whose output is shown as well.
+
+    Raises:
+        StoreError: the store could not be read for as long as the run is patient.
+        BackendError: the backend could not be asked for as long, or at the first time.
+        EndedWithoutStore: the run was cancelled, and its store does not answer.
+        KeyboardInterrupt: Ctrl-C, if `interrupts` is None.
+
+    Example:
+        watch(attach("brave-otter-7f3a"), Output(), timeout_s=60.0)
     """
     hint = "Ctrl-C stops watching; the run continues." if interrupts is None else "Ctrl-C cancels the run."
     hint = f"Ctrl-C ends {interrupt_ends}." if interrupt_ends else hint
@@ -159,7 +183,12 @@ def watch(
 
 
 def warn_of_unknown_columns(columns: Sequence[str], status: RunStatus) -> None:
-    """Say on stderr which columns that were asked for no replica has reported."""
+    """Print a note on stderr for each wanted column that no replica has reported.
+
+    Args:
+        columns: the names that the user gave.
+        status: the state of the run.
+    """
     known = {*COLUMNS, *(name for replica in status.replicas for name in replica.reported)}
     for name in columns:
         if name not in known:
@@ -167,10 +196,10 @@ def warn_of_unknown_columns(columns: Sequence[str], status: RunStatus) -> None:
 
 
 def _follow_and_cancel(run: Run, view: PlainView, interrupts: Interrupts) -> None:
-    """Show a run until its end; at the first interrupt, cancel it.
+    """Show a run until its end, and cancel it at the first interrupt.
 
-    The run is looked at in one thread and cancelled in another. A look may wait for minutes where the store is silent,
-    and what is paid for has to end meanwhile.
+    One thread reads the run and another cancels it. A read may wait for minutes for a silent store, and replicas that
+    cost money must end meanwhile.
     """
     problems: list[BaseException] = []
     is_cancelling, was_announced = threading.Event(), threading.Event()
@@ -195,7 +224,7 @@ def _follow_and_cancel(run: Run, view: PlainView, interrupts: Interrupts) -> Non
             else:
                 run.cancel()
         except ReplicasError as error:
-            view.print_line(f"Cancelling failed: {error} Press Ctrl-C again to exit now.", "red")
+            view.print_line(f"The run could not be cancelled: {error} To exit now, press Ctrl-C again.", "red")
         except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
             problems.append(error)
         interrupts.events.put("cancelled")
@@ -207,13 +236,15 @@ def _follow_and_cancel(run: Run, view: PlainView, interrupts: Interrupts) -> Non
     while not has_looked or (is_cancelling.is_set() and not has_cancelled):
         news = interrupts.next_event()
         has_looked, has_cancelled = has_looked or news == "looked", has_cancelled or news == "cancelled"
-        # An interrupt that came with the last look counts, too: what cannot be watched can be cancelled.
+        # An interrupt that came with the last read counts as well: a run that cannot be read can still be cancelled.
         if interrupts.count and not is_cancelling.is_set() and (not has_looked or problems):
             is_requested = not is_of_service and _request_cancel(run)
-            view.print_line("Cancelling; waiting for the replicas to end. Press Ctrl-C again to exit now.", "yellow")
+            view.print_line(
+                "Cancelling, and waiting for the replicas to end. To exit now, press Ctrl-C again.", "yellow"
+            )
             is_cancelling.set()
             threading.Thread(target=cancel, args=(is_requested,), name="replicas-cancel", daemon=True).start()
-        # A look would wait for a store that does not answer.
+        # Another read would wait for the silent store.
         if has_cancelled and manager_of(run).canceller.is_store_silent:
             raise EndedWithoutStore
     for error in problems:
@@ -221,27 +252,27 @@ def _follow_and_cancel(run: Run, view: PlainView, interrupts: Interrupts) -> Non
 
 
 def describe_exit(run: Run) -> str:
-    """Say what becomes of the replicas of an attached run whose launching process exits while it cancels the run.
+    """Return a sentence on the replicas that continue when this process exits while it cancels the run.
 
     Args:
-        run: the run.
+        run: an attached run, which this process launched.
 
     Example:
         describe_exit(attach("brave-otter-7f3a"))
     """
     service = _service_of(run)
     if service is None:
-        return f"Replicas of {run.run_id} that still run are killed."
+        return f"The remaining replicas of {run.run_id} are killed."
     lease_s = service.lease_s
-    lease = "" if lease_s is None else f", or when nobody has watched the run for {lease_s / 60:.0f} min"
+    lease = "" if lease_s is None else f", or {lease_s / 60:.0f} min after the last command that watches the run"
     return (
-        f"Jobs of {run.run_id} that their service has not ended yet end when they find the cancel marker{lease}. "
+        f"The remaining jobs of {run.run_id} end when they find the cancel marker{lease}. "
         f"To end them now: replicas cancel {reference(run)}   or: {service.commands_to_end(run.run_id)}"
     )
 
 
 def _service_of(run: Run) -> Backend | None:
-    """Return the backends of a run if they end jobs at a service; None if they do not, or are not installed here."""
+    """Return the backends of a run if a service runs its jobs. None if not, or if a backend is not installed here."""
     view = view_of(run)
     with contextlib.suppress(ReplicasError):
         return view.placements if view.placements.ends_jobs else None
@@ -249,10 +280,10 @@ def _service_of(run: Run) -> Backend | None:
 
 
 def _request_cancel(run: Run) -> bool:
-    """Leave the cancel markers of local replicas; return whether the store took them soon.
+    """Write the cancel markers of local replicas. Return True if the store accepted them soon.
 
-    They come before the line that says that the run is being cancelled. If a second Ctrl-C ends this process, the
-    supervisor of the replicas then finds a marker, and kills them without the grace of a first request.
+    They are written before the line about the cancellation is printed. If a second Ctrl-C ends this process after that
+    line, the supervisor finds a marker and kills the replicas at once.
     """
     with contextlib.suppress(StoreError):
         within(REQUEST_S, manager_of(run).canceller.request, view_of(run).store.url)
@@ -270,31 +301,34 @@ def follow(
     after_each: Callable[[], bool] = lambda: False,
     waits: Waits = process_waits,
 ) -> bool:
-    """Show a run until every replica has ended; False if the time was over first.
+    """Show a run until every replica has ended. Return False if the time ended first.
 
     Args:
         run: the run.
-        view: shows it.
+        view: shows the states.
         timeout_s: the longest time, in seconds. None: no limit.
-        sleep: waits between two looks, for so many seconds.
+        sleep: called with seconds between two reads of the run.
         clock: returns seconds of a monotonic clock.
-        after_each: called in between. True: something was begun, and the next look comes soon.
-        waits: notes that the store, or the backend, is waited for; the view shows it.
+        after_each: called between two reads. If it returns True, the following reads come quickly.
+        waits: records waits for the store or the backend, for the view to show.
 
     Raises:
-        StoreError: the rendezvous could not be read for as long as `run.patience`.
-        BackendError: the backend could not be asked for so long, or the first time.
+        StoreError: the store could not be read for as long as `run.patience`.
+        BackendError: the backend could not be asked for as long, or at the first time.
+
+    Example:
+        follow(run, PlainView(Output(), run), timeout_s=60.0)
     """
 
     manager = manager_of(run)
 
     def has_ended() -> bool:
         status = run.status()
-        while manager.keep(status.replicas):  # the look after may find other ends
+        while manager.keep(status.replicas):  # a restart took time, and other replicas may have ended meanwhile
             status = run.status()
         view.update(status)
-        if status.failed_early and (told := manager.end_early(status, "--fail-fast")):
-            view.print_line(told[:1].upper() + told[1:], "yellow")
+        if status.failed_early and (line := manager.end_early(status, "--fail-fast")):
+            view.print_line(line[:1].upper() + line[1:], "yellow")
         return status.is_terminal
 
     end = math.inf if timeout_s is None else clock() + timeout_s
@@ -304,7 +338,7 @@ def follow(
         try:
             while not is_over():
                 if after_each():
-                    between = pauses(LONGEST_PAUSE_S)  # also at a bucket: the user waits for the end
+                    between = pauses(LONGEST_PAUSE_S)  # short pauses, also at a bucket: the user waits for the end
                 left_s = end - clock()
                 if left_s <= 0:
                     return False
@@ -315,7 +349,17 @@ def follow(
 
 
 class PlainView:
-    """A line for each change of status, and every ten seconds one of progress."""
+    """Prints a line for each change of status, and a line of progress every ten seconds.
+
+    Args:
+        output: the output of the verb.
+        run: the run.
+        clock: returns seconds of a monotonic clock.
+        columns: the names of reported numbers to show besides the usual ones.
+
+    Example:
+        PlainView(Output(), run).update(run.status())
+    """
 
     def __init__(
         self,
@@ -329,30 +373,35 @@ class PlainView:
         self._clock = clock
         self._created_at = view_of(run).record.created_at
         self._shown_from = clock() - max(0.0, time.time() - self._created_at)
-        """When the run was launched, by this view's own clock."""
+        """The moment of the launch, by the clock of this view."""
         self._seen: dict[int, ReplicaStatus] = {}
         self._waits: dict[int, str] = {}
-        """By rank, the words on what it waits for, as of the last look."""
+        """By rank, the words on the reason for its wait, from the last update."""
         self._printed_notes: set[str] = set()
         self._n_decided = 0
         self._standstills: set[str] = set()
-        """The lines on rounds that stand still, as of the last look."""
+        """The lines on rounds that wait for a damaged object, from the last update."""
         self._progress = ""
         self._progress_at = clock()
 
     def update(self, status: RunStatus) -> None:
+        """Print the changes since the last update.
+
+        Args:
+            status: the new state of the run.
+        """
         last_at = max(status.last_at, *(each.at for each in status.decided[-1:]), 0.0)
         elapsed = self._elapsed(last_at)
         self._print_decisions(status)
         changed: dict[tuple[ReplicaStatus, str], list[int]] = {}
         for replica in status.replicas:
-            # Words that come late say why nothing happens: a quota, an image, a node that does not answer.
+            # The reason for a wait often comes after the status: a quota, an image, a node that does not answer.
             waits = "" if replica.status.is_terminal else replica.doing
             has_news = bool(waits) and self._waits.get(replica.rank) != waits
             self._waits[replica.rank] = waits
             if self._seen.get(replica.rank) is not replica.status or has_news:
                 self._seen[replica.rank] = replica.status
-                # The decision has said it. How far an installation is would make a line of its own for each rank.
+                # A decision was printed already. The progress of an installation would make a line for each rank.
                 note = "" if replica.restart.decision else self._note(replace(replica, installation=None))
                 changed.setdefault((replica.status, note), []).append(replica.rank)
         for (state, note), ranks in changed.items():
@@ -368,12 +417,12 @@ class PlainView:
         return f"[{name_duration(self._elapsed_s(at)):>6}]"
 
     def _elapsed_s(self, at: float) -> float:
-        """Return how long after the launch something was, by the wall clock unless somebody has set that meanwhile."""
+        """Return the seconds from the launch to a moment, by the wall clock unless it was set since the launch."""
         by_wall_s, since_s = at - self._created_at, self._clock() - self._shown_from
         return by_wall_s if 0.0 <= by_wall_s <= since_s + CLOCKS_APART_S else since_s
 
     def _print_decisions(self, status: RunStatus) -> None:
-        """Print what was decided since the last look, and which rounds stand still since then."""
+        """Print the new decisions, and the rounds that began to wait for a damaged object."""
         standstills = status.standstills
         for line in standstills:
             if line not in self._standstills:
@@ -384,11 +433,15 @@ class PlainView:
             self._print(f"{self._elapsed(each.at)} {one_line(each.line, MAX_LINE)}", "yellow")
 
     def print_output(self, line: str) -> None:
-        """Show a line that a replica printed."""
+        """Show a line of the output of a replica.
+
+        Args:
+            line: the line.
+        """
         self._print(line, None)
 
     def _note(self, replica: ReplicaState) -> str:
-        """Return a failure's words, once."""
+        """Return the text of a failure the first time, and after that its reason only."""
         note = one_line(replica.note)
         reason = replica.outcome and replica.outcome.reason
         return reason if reason and replica.status is ReplicaStatus.FAILED and note in self._printed_notes else note
@@ -405,7 +458,17 @@ class PlainView:
 
 
 class LiveView(PlainView):
-    """A table that is redrawn in place."""
+    """Shows a table that is redrawn in place.
+
+    Args:
+        output: the output of the verb, which is a terminal.
+        run: the run.
+        hint: a line below the table.
+        columns: the names of reported numbers to show besides the usual ones.
+
+    Example:
+        LiveView(Output(), run, "Ctrl-C stops watching.").update(run.status())
+    """
 
     def __init__(self, output: Output, run: Run, hint: str, columns: Sequence[str] | None = None) -> None:
         from rich.live import Live

@@ -1,4 +1,4 @@
-"""The verb `logs`: what replicas printed, and print."""
+"""The verb `logs`, which prints the output of replicas."""
 
 from __future__ import annotations
 
@@ -19,29 +19,36 @@ from executors.cli.options import (
     RunArgument,
     find_run,
 )
-from executors.cli.output import FAILED, JsonOption, Output, inert, name_ranks, note, refuse, usage_errors
+from executors.cli.output import FAILED, USAGE, JsonOption, Output, inert, name_ranks, note, refuse, usage_errors
+from executors.cli.verb_help import describe
 from executors.errors import BackendError
 from executors.settings.durations import DURATIONS, parse_duration
 
 if TYPE_CHECKING:
     from executors.run.run import Run
 
-ATTEMPT = "An earlier attempt, by its number, or `all`. Default: the newest of each rank."
-LINES = "The last lines of each replica. Default: 200, or all that --grep, --since and --until find."
+ATTEMPT = "The number of an attempt, or `all`. Default: the newest attempt of each rank."
+LINES = "The number of last lines of each replica. Default: 200, but all that --grep, --since and --until find."
 LAST_LINES = 200
-TIME = f"{DURATIONS} before now, or 2026-11-22T09:30"
-PREFIX = "A text before each line, with {rank}, {attempt} and {run_id}. Default: '\\[{rank}] ' where there are several."
-STACKS = "Show the stacks of all threads instead, as they were dumped when a replica hung."
+TIME = f"a duration before now ({DURATIONS}), or a moment such as 2026-11-22T09:30"
+SINCE = "Only lines since then: a duration before now, as in 5m, or 2026-11-22T09:30."
+UNTIL = "Only lines until then: a duration before now, as in 5m, or 2026-11-22T09:30."
+GREP = "Only lines in which this regular expression is found."
+PREFIX = (
+    "A text before each line, with {rank}, {attempt} and {run_id}. Default: '\\[{rank}] ' if there are several ranks."
+)
+STACKS = "Show the stacks of all threads of replicas that hung, instead of their output."
+RAW = "Keep the parts of lines that progress bars have overwritten."
 
 BAR = re.compile(r"^.*\r(?=[^\r\n])", re.MULTILINE)
-"""What a terminal shows no more of a line: a progress bar writes over it again and again."""
+"""The overwritten part of a line, which a terminal does not show: a progress bar writes over it many times."""
 
 
 def moment(text: str) -> float:
-    """Return the Unix time that is meant: so long before now, or a date and time of this machine's clock.
+    """Return the Unix time of a text: a duration before now, or a date and time of this machine's clock.
 
     Raises:
-        ValueError: neither.
+        ValueError: the text is neither of them.
     """
     try:
         return time.time() - parse_duration(text)
@@ -49,34 +56,46 @@ def moment(text: str) -> float:
         try:
             return datetime.fromisoformat(text).timestamp()
         except ValueError:
-            raise ValueError(f"{text!r} is no time. Give {TIME}.") from None
+            raise ValueError(f"{text!r} is not a time. Give {TIME}.") from None
 
 
 def without_bars(line: str) -> str:
-    """Return a line as a terminal shows it in the end."""
+    """Return a line without the parts that progress bars have overwritten."""
     return BAR.sub("", line)
 
 
+@describe(
+    examples=[
+        "replicas logs RUN --follow",
+        "replicas logs RUN --rank 0,2-5 -n 50",
+        "replicas logs RUN --grep loss --since 5m",
+    ],
+    exit_codes={
+        0: "The logs were printed.",
+        FAILED: "The logs of some ranks cannot be read.",
+        USAGE: "A wrong option.",
+    },
+)
 def logs(
     run: RunArgument,
     rank: RanksOption = None,
     follow: Annotated[bool, Option("--follow", "-f", help="Continue with new lines until the run ends.")] = False,
     lines: Annotated[int | None, Option("--lines", "-n", metavar="N", help=LINES)] = None,
     attempt: Annotated[str | None, Option("--attempt", metavar="K", help=ATTEMPT)] = None,
-    grep: Annotated[str | None, Option("--grep", metavar="RE", help="Only lines in which this is found.")] = None,
-    since: Annotated[str | None, Option("--since", metavar="T", help=f"Only lines since then: {TIME}.")] = None,
-    until: Annotated[str | None, Option("--until", metavar="T", help="Only lines until then.")] = None,
+    grep: Annotated[str | None, Option("--grep", metavar="RE", help=GREP)] = None,
+    since: Annotated[str | None, Option("--since", metavar="T", help=SINCE)] = None,
+    until: Annotated[str | None, Option("--until", metavar="T", help=UNTIL)] = None,
     prefix: Annotated[str | None, Option("--prefix", metavar="TEMPLATE", help=PREFIX)] = None,
     stacks: Annotated[bool, Option("--stacks", help=STACKS)] = False,
-    raw: Annotated[bool, Option("--raw", help="Show lines with all that was written over by progress bars.")] = False,
+    raw: Annotated[bool, Option("--raw", help=RAW)] = False,
     rendezvous: RendezvousOption = None,
     backend: ExecutorOption = None,
     option: BackendOptions = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Print what replicas wrote to stdout and stderr.
+    """Print the output of replicas.
 
-    Lines of more than one rank are led by `\\[rank]`. Exit code: 1 if the logs of some ranks cannot be read.
+    The output of several ranks has `\\[rank]` before each line.
     """
     from executors.report.words import colored
     from executors.run.run import view_of
@@ -85,24 +104,24 @@ def logs(
     found = find_run(run, rendezvous, backend, option)
     view = view_of(found)
     if as_json and (follow or prefix is not None):
-        refuse(f"--json prints one document at the end: leave {'--follow' if follow else '--prefix'} away.")
+        refuse(f"--json prints one document at the end. Remove --json or {'--follow' if follow else '--prefix'}.")
     if follow and (since or until):
-        refuse("--follow begins with the last --lines: leave --since and --until away.")
+        refuse("--follow begins with the newest lines. Remove --follow, or --since and --until.")
     if lines is not None and lines < 0:
         refuse(f"--lines must be at least 0, got {lines}.")
     if attempt not in (None, "all") and not attempt.isdecimal():
-        refuse(f"--attempt is a number or 'all', got {attempt!r}.")
+        refuse(f"--attempt must be a number or 'all', got {attempt!r}.")
     which: Any = int(attempt) if attempt and attempt != "all" else attempt
     if stacks:
         given = {"follow": follow, "grep": grep, "since": since, "until": until, "prefix": prefix, "lines": lines}
         if wrong := next((name for name, value in given.items() if value), None):
-            refuse(f"--stacks shows whole dumps: leave --{wrong} away.")
+            refuse(f"--stacks shows complete stacks. Remove --{wrong}.")
         return _show_stacks(found, rank or found.ranks, which, Output(as_json))
     last, unread = "\n", list[int]()
 
     def name_unread(one: int, error: BackendError) -> None:
         unread.append(one)
-        note(f"Rank {one}: its log cannot be read: {error}")
+        note(f"The log of rank {one} cannot be read: {error}")
 
     with usage_errors():
         chosen = Lines(
@@ -119,7 +138,7 @@ def logs(
             Output(as_json).document({"run_id": found.run_id, "attempt": attempt, "replicas": rows})
             return FAILED if unread else 0
         asked = rank[0] if rank is not None and len(rank) == 1 else rank
-        shown = colored if sys.stdout.isatty() else str  # a file or a program gets what was written
+        shown = colored if sys.stdout.isatty() else str  # a file or a program gets the output without our colors
         for text in log_pieces(view, asked, n_lines, follow, which, chosen, note, name_unread):
             sys.stdout.write(shown(text))
             last = text[-1:] or last
@@ -138,7 +157,14 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 def _show_stacks(run: Run, ranks: Sequence[int], which: Any, output: Output) -> int:
-    """Print the stacks of ranks: of the newest attempt that has any, of one, or of all."""
+    """Print the stacks of ranks.
+
+    Args:
+        run: the run.
+        ranks: the ranks.
+        which: the number of an attempt, or "all". None: the newest attempt of each rank that has stacks.
+        output: the output of the verb.
+    """
     from executors.cli.output import one_line
     from executors.report.events import read_stacks
     from executors.report.words import name_moment
@@ -161,5 +187,5 @@ def _show_stacks(run: Run, ranks: Sequence[int], which: Any, output: Output) -> 
         )
         output.print(row["text"])
     if not rows:
-        note(f"no stacks were dumped of {name_ranks(ranks)}.")
+        note(f"No stacks exist of {name_ranks(ranks)}. Replicas write stacks when they hang.")
     return 0

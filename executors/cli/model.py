@@ -9,16 +9,23 @@ from typer import Option
 
 from executors.cli.options import BackendOptions, ExecutorOption, RendezvousOption, RunArgument, find_run, parse_path
 from executors.cli.output import JsonOption, Output, one_line, raise_write_error, refuse, usage_errors
+from executors.cli.verb_help import describe
 from executors.errors import ReplicasError
 
-OUT = "The file to write, in the safetensors format."
-STEP = "The newest round at or before this step of the run. Default: the newest round."
-ROUND = "The newest round up to this number. Runs with rounds by the clock need it in place of --step."
-NAME = "The name of the DiLoCo, if the run has several, as in DiLoCo(model, name=NAME)."
-DTYPE = "live converts each tensor to the dtype of the model. float32 writes the averaged values unchanged."
+OUT = "The file to write, in the safetensors format. An existing file is replaced."
+STEP = "The newest round at or before step N of the run. Default: the newest round."
+ROUND = "The newest round up to number N. Use it instead of --step for runs with rounds by the clock."
+NAME = "The name of the DiLoCo object, if the run has several: DiLoCo(model, name=NAME)."
+DTYPE = "live: tensors have the dtypes of the model. float32: the averaged values are written unchanged."
 DTYPES = ("live", "float32")
 
 
+@describe(
+    examples=[
+        "replicas model first-try --out model.safetensors",
+        "replicas model s3://BUCKET/runs/first-try --out at-4000.safetensors --step 4000",
+    ]
+)
 def model(
     run: RunArgument,
     out: Annotated[Path, Option("--out", "-o", metavar="FILE", parser=parse_path, help=OUT)],
@@ -31,21 +38,21 @@ def model(
     option: BackendOptions = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Write the model that a run has trained with DiLoCo into a file.
+    """Write the trained model of a run to a file.
 
-    The command reads the run's rendezvous alone, also while the run continues. A file of that name is replaced.
+    The command only reads the rendezvous of the run. It also works while the run continues.
     """
     from executors.report.words import name_number, name_size
 
     output = Output(as_json)
     if dtype not in DTYPES:
-        refuse(f"--dtype is one of {' and '.join(DTYPES)}, got {dtype!r}.")
+        refuse(f"--dtype must be {' or '.join(DTYPES)}, got {dtype!r}.")
     found = find_run(run, rendezvous, backend, option)
     try:
         with usage_errors(), output.busy(f"Reading the model of {found.run_id}"):
             written = found.save_model(out, step=step, rounds=round_, name=name, dtype=dtype)
     except OSError as error:
-        if isinstance(error, ReplicasError):  # a key that the store does not have is one of both
+        if isinstance(error, ReplicasError):  # a missing key of a store is also a FileNotFoundError
             raise
         raise_write_error(out, error)
     n_values = sum(values.numel() for values in written.tensors.values())
@@ -71,9 +78,3 @@ def model(
             }
         )
     return 0
-
-
-model.epilog = (  # type: ignore[attr-defined]
-    "[bold]Examples[/bold]\n\nreplicas model first-try --out model.safetensors"
-    "\n\nreplicas model s3://BUCKET/runs/first-try --out at-4000.safetensors --step 4000"
-)

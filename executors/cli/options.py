@@ -1,13 +1,14 @@
-"""Arguments and options that several verbs share; the run a user names; `k=v` texts as values."""
+"""Declare the options that several verbs share, read `K=V` texts, and find the run that a user names."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from typer import Argument, Option
 
@@ -16,8 +17,7 @@ from executors.cli.output import UsageProblem, note, refuse, usage_errors
 from executors.errors import BackendError
 from executors.registry import OptionText
 from executors.settings import durations
-from executors.settings.declaration import Duration
-from executors.settings.durations import DURATIONS
+from executors.settings.declaration import PANELS, WHERE, Duration
 from executors.settings.settings import DEFAULTS, OPTIONS
 from executors.task.arguments import json_or_text
 
@@ -29,7 +29,7 @@ EXAMPLES = {
     "--env": "--env OMP_NUM_THREADS=1",
     "--option": "--option max_parallel=2",
 }
-FROM_PYTHON = {"True": "true", "False": "false", "None": "null"}
+PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
 def _complete_run(incomplete: str) -> list[str]:
@@ -38,51 +38,67 @@ def _complete_run(incomplete: str) -> list[str]:
     return [run_id for run_id in known_run_ids() if run_id.startswith(incomplete)]
 
 
-RunArgument = Annotated[str, Argument(metavar="RUN", help="A run id, or URL/RUN_ID.", autocompletion=_complete_run)]
+RUN = "The id of a run, as `replicas ls` lists it, or URL/RUN_ID for a run in another rendezvous."
+RunArgument = Annotated[str, Argument(metavar="RUN", help=RUN, autocompletion=_complete_run)]
 RunArguments = Annotated[
-    list[str], Argument(metavar="RUN…", help="Run ids, or URL/RUN_ID.", autocompletion=_complete_run)
+    list[str], Argument(metavar="RUN…", help="Ids of runs, or URL/RUN_ID.", autocompletion=_complete_run)
 ]
 
 
 def _ranks_in(text: str) -> list[int]:
-    """Return the ranks of `0,2-5`."""
+    """Return the ranks that a text names: `0,2-5` is 0, 2, 3, 4 and 5."""
     found = [re.fullmatch(r"(\d{1,7})(?:-(\d{1,7}))?", part.strip()) for part in text.split(",")]
     spans = [range(int(each[1]), int(each[2] or each[1]) + 1) for each in found if each is not None]
     if len(spans) < len(found) or not all(spans):
-        raise UsageProblem(f"{text!r} does not name ranks, as 3 or 0,2-5 do.")
+        raise UsageProblem(f"{text!r} does not name ranks. Write 3, or 0,2-5.")
     return [rank for span in spans for rank in span]
 
 
 def _flat(given: Any) -> Any:
-    """Return the ranks that an option names which may be repeated, each once."""
+    """Return the ranks of an option that was given several times. Each rank is listed once."""
     return given and list(dict.fromkeys(rank for ranks in given for rank in ranks))
 
 
 RanksOption = Annotated[
     list[Any] | None,
-    Option("--rank", "-r", metavar="R,…", parser=_ranks_in, callback=_flat, help="Only these, as 0,2-5. Repeatable."),
+    Option(
+        "--rank",
+        "-r",
+        metavar="R,…",
+        parser=_ranks_in,
+        callback=_flat,
+        help="Only these ranks, as in 3 or 0,2-5. Repeatable. Default: all.",
+    ),
 ]
-RENDEZVOUS = "The rendezvous: a directory or a url in which the replicas meet. Default: a directory of this user."
-RendezvousOption = Annotated[str | None, Option("--rendezvous", metavar="URL", help=RENDEZVOUS)]
-ENV = "A variable for the replicas; never recorded. Repeatable."
-EnvOption = Annotated[list[str] | None, Option("--env", "-e", metavar="K=V", help=ENV)]
-SecretOption = Annotated[
-    list[str] | None, Option("--secret", metavar="NAME", help="A secret, by its name. Repeatable.")
-]
-EXECUTOR = "The backend the run was launched with, or pkg.mod:Class, which is never taken from a record."
-ExecutorOption = Annotated[str | None, Option("--backend", "-b", metavar="NAME", help=EXECUTOR)]
-VOLUME = "Storage to mount, and where: NAME:/path, or a url (see `replicas backends`). Repeatable."
-VolumeOption = Annotated[list[str] | None, Option("--volume", metavar="NAME:PATH", help=VOLUME)]
-OPTION = "An option of the backend, of several as NAME.K=V; see `replicas backends`. Repeatable."
-BackendOptions = Annotated[list[str] | None, Option("--option", metavar="K=V", help=OPTION)]
-COLUMNS = "Numbers to show that replicas report, as in lr,gnorm. Default: the first three."
+RENDEZVOUS = (
+    "The directory or URL in which the replicas meet, as in /shared/runs or s3://BUCKET/runs. Default: a directory of "
+    "this user on this machine."
+)
+RendezvousOption = Annotated[str | None, Option("--rendezvous", metavar="URL", help=RENDEZVOUS, rich_help_panel=WHERE)]
+ENV = "An environment variable for the replicas. Its value is not recorded. Repeatable."
+EnvOption = Annotated[list[str] | None, Option("--env", "-e", metavar="K=V", help=ENV, rich_help_panel=WHERE)]
+SECRET = "The name of a secret of the backend, for the environment of the replicas. Repeatable."
+SecretOption = Annotated[list[str] | None, Option("--secret", metavar="NAME", help=SECRET, rich_help_panel=WHERE)]
+EXECUTOR = "The backend of the run. Needed if the launch named a pkg.mod:Class. Default: as recorded."
+ExecutorOption = Annotated[str | None, Option("--backend", "-b", metavar="NAME", help=EXECUTOR, rich_help_panel=WHERE)]
+VOLUME = "Storage to mount and its path: NAME:/path, or a URL (see `replicas backends`). Repeatable."
+VolumeOption = Annotated[list[str] | None, Option("--volume", metavar="NAME:PATH", help=VOLUME, rich_help_panel=WHERE)]
+OPTION = "An option of the backend, listed by `replicas backends`. With several backends: NAME.K=V. Repeatable."
+BackendOptions = Annotated[list[str] | None, Option("--option", metavar="K=V", help=OPTION, rich_help_panel=WHERE)]
+TASK_DIGEST = (
+    "The digest of the task, if another machine launched the run: task_digest in `replicas status RUN --json`."
+)
+DigestOption = Annotated[str | None, Option(metavar="SHA256", help=TASK_DIGEST, rich_help_panel=WHERE)]
+TRUST_BUCKET = "Start the code that the rendezvous holds without checking it. It gets the credentials of this machine."
+TrustOption = Annotated[bool, Option("--trust-bucket", help=TRUST_BUCKET, rich_help_panel=WHERE)]
+COLUMNS = "The reported numbers to show, as in lr,gnorm. Default: the first three."
 ColumnsOption = Annotated[
     Any, Option("--columns", metavar="NAME,…", help=COLUMNS, parser=lambda text: [*filter(None, text.split(","))])
 ]
 
 
 def parse_duration(text: str) -> float:
-    """Return the seconds of `90`, `90s`, `5m`, `2h` or `1h30m`."""
+    """Return the seconds of `90`, `90s`, `5m`, `2h` or `1h30m`. Another text is a usage error."""
     try:
         return durations.parse_duration(text)
     except ValueError as error:
@@ -90,68 +106,87 @@ def parse_duration(text: str) -> float:
 
 
 def parse_path(text: str) -> Path:
-    """Return a file or folder that an option names. An empty text, as of a variable that is not set, names none."""
+    """Return the file or folder that an option names.
+
+    An empty text is a usage error: it comes from a variable of the shell that is not set, and would mean this folder.
+    """
     if not text:
-        raise UsageProblem("is empty. Name a file or a folder; this folder is a dot.")
+        raise UsageProblem("is empty. Name a file or a folder. The current folder is a dot.")
     return Path(text)
 
 
-def setting_option(name: str, help: str) -> Any:
-    """Return the option of a verb that gives a setting: with the flags, the metavar and the parser of its declaration.
+def setting_option(name: str, help: str, panel: str = "") -> Any:
+    """Return the option of a verb that gives a setting, with the flags, the metavar and the parser of its declaration.
 
     Args:
         name: the setting, a field of `Settings`.
         help: the text about it in the help of the verb.
+        panel: the panel of the help. Empty: the panel of the declaration.
 
     Example:
-        Annotated[str | None, setting_option("restarts", "As for launch.")]
+        Annotated[str | None, setting_option("restarts", "New rules for restarts.")]
     """
     option = OPTIONS[name]
     flags = option.flags or (f"--{name.replace('_', '-')}",)
     more: dict[str, Any] = {"metavar": option.metavar} if option.metavar else {}
     if option.kind is Duration:
         more |= {"parser": parse_duration, "show_default": False}
-    return Option(*flags, help=help, **more)
+    return Option(*flags, help=help, rich_help_panel=panel or option.panel, **more)
 
 
-def add_settings(verb: Callable[..., Any], *, before: str) -> None:
-    """Let a verb that takes `**settings` have an option for each declared setting.
+def add_settings(verb: Callable[..., Any], *, panels: Mapping[str, Sequence[str]]) -> None:
+    """Give a verb that takes `**settings` an option for each declared setting, and put all its options into panels.
 
     Args:
         verb: the function.
-        before: the parameter before which the options stand in the help. `n` is the first of all options.
+        panels: the names of parameters by panel, in the order of the help. The verb's own parameters must be among
+            them. Settings that are missing follow, each in the panel of its declaration.
 
     Example:
-        add_settings(launch, before="columns")
+        add_settings(launch, panels={"Run": ["n", "backend"], "Testing": ["dry_run"]})
     """
     signature = inspect.signature(verb, eval_str=True)
     own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    made = []
+    given = [each for each in own if each.kind is not inspect.Parameter.KEYWORD_ONLY]
+    options = [each for each in own if each.kind is inspect.Parameter.KEYWORD_ONLY]
     for name, option in OPTIONS.items():
         kind = {Duration: float}.get(option.kind, option.kind)
         default = None if kind == list[str] else DEFAULTS[name]
         hint: Any = kind if default is not None else kind | None
         annotation: Any = Annotated[hint, setting_option(name, option.help)]
         keyword = inspect.Parameter.KEYWORD_ONLY
-        made.append(inspect.Parameter(name, keyword, default=default, annotation=annotation))
-    names = [each.name for each in own]
-    first, split = (
-        next(i for i, each in enumerate(own) if each.kind is inspect.Parameter.KEYWORD_ONLY),
-        names.index(before),
+        options.append(inspect.Parameter(name, keyword, default=default, annotation=annotation))
+    panel_of = {name: panel for panel, names in panels.items() for name in names}
+    panel_of = {**{name: option.panel for name, option in OPTIONS.items()}, **panel_of}
+    listed = [name for names in panels.values() for name in names]
+    # Typer shows panels and options in the order of the parameters.
+    options.sort(
+        key=lambda each: (
+            PANELS.index(panel_of[each.name]),
+            listed.index(each.name) if each.name in listed else len(listed),
+        )
     )
-    parameters = [*own[:first], made[0], *own[first:split], *made[1:], *own[split:]]
+    parameters = [*given, *(_in_panel(each, panel_of[each.name]) for each in options)]
     verb.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     verb.__annotations__ = {each.name: each.annotation for each in parameters}
 
 
-TEE = "Show the output of these ranks, too, as in 0,2: below the table, or between the lines."
+def _in_panel(parameter: inspect.Parameter, panel: str) -> inspect.Parameter:
+    """Return a parameter with its option in another panel. Verbs share their options, so this one is copied."""
+    hint, option, *more = get_args(parameter.annotation)
+    option = copy.copy(option)
+    option.rich_help_panel = panel
+    return parameter.replace(annotation=Annotated[(hint, option, *more)])
+
+
+TEE = "Also show the output of these ranks, as in 0,2. Default: none."
 TeeOption = Annotated[Any, Option("--tee", metavar="R,…", parser=_ranks_in, help=TEE)]
-WAIT = f"Wait at most this long ({DURATIONS}); then exit with 124."
+WAIT = "Longest wait, as in 90s, 5m or 1h30m. After it the exit code is 124. Default: no limit."
 WaitOption = Annotated[float | None, Option("--timeout", metavar="DURATION", parser=parse_duration, help=WAIT)]
 
 
 def options_of(backend: str, option: Sequence[str] | None, volume: Sequence[str] | None) -> dict[str, Any]:
-    """Return the values of --option, and of --volume as the backend's option `volumes`."""
+    """Return the options of a backend by name. The values of --volume become its option `volumes`."""
     from executors.launcher.launch_settings import volumes_of
     from executors.launcher.parts import name_of, parts_of
 
@@ -159,12 +194,15 @@ def options_of(backend: str, option: Sequence[str] | None, volume: Sequence[str]
     with usage_errors():
         if len(parts_of(backend)) > 1:
             if volume:
-                refuse("--volume belongs to one backend: of several, give --option NAME.volumes='{…}'.")
+                refuse("--volume does not name its backend. With several backends, write --option NAME.volumes='{…}'.")
             return values
         if volumes := volumes_of(volume, name_of(backend)):
             given = json_or_text(values["volumes"]) if "volumes" in values else {}
             if not isinstance(given, dict):
-                refuse(f'--option volumes={values["volumes"]}: the form is --option \'volumes={{"/path": "NAME"}}\'.')
+                refuse(
+                    f"--option volumes={values['volumes']} is not a mapping. "
+                    """Write --option 'volumes={"/path": "NAME"}'."""
+                )
             values["volumes"] = {**given, **volumes}
     return values
 
@@ -176,17 +214,23 @@ def find_run(
     option: Sequence[str] | None = None,
     volume: Sequence[str] | None = None,
 ) -> Run:
-    """Return the run a user names, with the executor that the user names, if any.
+    """Return the run that a user names.
 
-    Options are added to those of the launch, as far as this machine noted them or takes them from a record. Those of
-    several backends say of which they are, as in `slurm.partition`.
+    Options are added to the launch's options, if this machine recorded the launch's options or trusts a record of them.
+
+    Args:
+        run: the id of the run, or URL/RUN_ID.
+        rendezvous: the directory or URL of the run. None: the one of `run`, or the default of this machine.
+        backend: the backend of the run. None: as recorded.
+        option: `K=V` texts. Without `backend` each names its backend, as in `slurm.partition=gpu`.
+        volume: `NAME:PATH` texts, for `backend` only.
     """
     from executors.registry import executor_class, get_executor
     from executors.run.lookup import attach
     from executors.run.run import view_of
 
     if backend is None and volume:
-        refuse("--volume belongs to a backend: give --backend, too.")
+        refuse("--volume does not name its backend. Add --backend NAME.")
     by_backend = {} if backend is not None else _options_by_name(option)
     with usage_errors():
         found = attach(run, rendezvous=rendezvous, executor=backend)
@@ -198,29 +242,30 @@ def find_run(
         for name, given in by_backend.items():
             known: Mapping[str, Any] = {}
             check_options(name, executor_class(name), given)
-            with contextlib.suppress(BackendError):  # the record's are not taken: those given are all
+            # Options of a record that this machine does not trust are left out: only the given ones remain.
+            with contextlib.suppress(BackendError):
                 known = view_of(found).placements.options_of(name)
             executors.append(get_executor(name, {**known, **given}))
         return attach(run, rendezvous=rendezvous, executor=executors)
 
 
 def _options_by_name(option: Sequence[str] | None) -> dict[str, dict[str, Any]]:
-    """Return the options of each backend, where each says of which it is."""
+    """Return the options by backend, from texts that name the backend: `slurm.partition=gpu`."""
     found: dict[str, dict[str, Any]] = {}
     for key, value in parse_values("--option", option).items():
         backend, _, name = key.rpartition(".")
         if not backend:
-            refuse(f"--option belongs to a backend: give --backend, too. Of several, write --option NAME.{name}=….")
+            refuse(f"--option {name} does not name its backend. Add --backend NAME, or write --option NAME.{name}=….")
         found.setdefault(backend, {})[name] = value
     return found
 
 
 def parse_values(option: str, texts: Sequence[str] | None) -> dict[str, Any]:
-    """Return the values of `k=v` texts as texts; the annotations of the backend's constructor decide their types.
+    """Return the values of `K=V` texts as texts. The annotations of the backend's constructor decide their types.
 
     Args:
-        option: the name of the flag, for messages.
-        texts: what the user gave, each as NAME=VALUE.
+        option: the flag, for messages.
+        texts: the texts from the command line, each as NAME=VALUE.
     """
     values = {name: OptionText(text) for name, text in parse_texts(option, texts).items()}
     warn_of_python_words(option, values)
@@ -228,22 +273,26 @@ def parse_values(option: str, texts: Sequence[str] | None) -> dict[str, Any]:
 
 
 def warn_of_python_words(option: str, values: Mapping[str, Any]) -> None:
-    """Say on stderr which values are strings that look like constants of Python."""
+    """Print a note on stderr for each value that is a string and looks like a constant of Python."""
     for name, value in values.items():
-        if isinstance(value, str) and value in FROM_PYTHON:
-            text = FROM_PYTHON[value]
-            note(f"{option} {name}={value} is a string; JSON writes {name}={text}.")
+        if isinstance(value, str) and value in PYTHON_CONSTANTS:
+            note(f"{option} {name}={value} is a string. For the constant, write {name}={PYTHON_CONSTANTS[value]}.")
 
 
 def parse_texts(option: str, texts: Sequence[str] | None) -> dict[str, str]:
-    """Return the values of `k=v` texts as they are."""
+    """Return the values of `K=V` texts without converting them.
+
+    Args:
+        option: the flag, for messages.
+        texts: the texts from the command line, each as NAME=VALUE.
+    """
     values: dict[str, str] = {}
     for text in texts or ():
         name, equals, value = text.partition("=")
         name = name.strip()
         if not equals or not name:
-            refuse(f"{option} {text!r}: the form is {option} NAME=VALUE, as in {EXAMPLES[option]}.")
+            refuse(f"{option} {text!r} is not of the form NAME=VALUE. Write, for example, {EXAMPLES[option]}.")
         if name in values:
-            refuse(f"{option} {name} is given twice.")
+            refuse(f"{option} {name}=… is given twice. Remove one of them.")
         values[name] = value
     return values

@@ -1,4 +1,4 @@
-"""What the command prints, and where; numbers and names for people; usage errors; exit codes."""
+"""The output of the command: text and JSON documents, notes, usage errors, and exit codes."""
 
 from __future__ import annotations
 
@@ -29,32 +29,40 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 FAILED, USAGE, PERMANENT, TIMED_OUT, CANCELLED = 1, 2, 93, 124, 130  # exit codes
-CLOSED_PIPE = 141  # as of a program that SIGPIPE ended
+CLOSED_PIPE = 141  # the exit code of a program that SIGPIPE ended
 WRONG_PATH = (
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS),
     *(errno.ENAMETOOLONG, errno.EINVAL, errno.ELOOP, errno.ENOTEMPTY),
 )
-"""Errors of a file that another path, or another right to it, would mend."""
+"""The errors that another path, or more rights to the path, would avoid."""
 UNUSUAL = re.compile(r"[^\n -~]")
-PROGRESS_EVERY_S = 10.0  # between two plain lines of progress
-QUIET_S = 2.0  # a launch that has begun by then needs no word before
-WIDE = 10_000  # columns: what another program reads is never cut
+PROGRESS_EVERY_S = 10.0  # seconds between two plain lines of progress
+QUIET_S = 2.0  # a launch that starts within this time prints no line before
+WIDE = 10_000  # characters; the input of another program is never cut
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document; progress goes to stderr.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document. Progress goes to stderr.")]
 
 
 class JsonGuard:
-    """What one call of the command owes who reads its stdout, also where its verb does not come to its end."""
+    """Makes sure that a call with --json prints exactly one JSON document, also if its verb fails."""
 
     as_json = False
     has_document = False
 
     def begin(self, *, as_json: bool) -> None:
-        """Forget the call before: tests make several in one process."""
+        """Begin a call, and forget the one before: tests make several calls in one process.
+
+        Args:
+            as_json: True if the call must print a JSON document.
+        """
         self.as_json, self.has_document = as_json, False
 
     def print_failure(self, value: dict[str, Any]) -> None:
-        """Print the JSON document of a call that failed, if one is owed: there is exactly one."""
+        """Print the JSON document of a failed call, unless the call printed a document or needs none.
+
+        Args:
+            value: the document.
+        """
         if self.as_json and not self.has_document:
             self.has_document = True
             print(json.dumps(value))
@@ -64,14 +72,21 @@ json_guard = JsonGuard()
 
 
 class Output:
-    """The output of one verb. With `as_json` stdout carries exactly one document, and all else goes to stderr."""
+    """The output of one verb. With `as_json` stdout has exactly one document, and all text goes to stderr.
+
+    Args:
+        as_json: True if the verb prints a JSON document.
+
+    Example:
+        Output().print("No runs.", "dim")
+    """
 
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
 
     @cached_property
     def console(self) -> Console:
-        """A console that prints text as it is: no markup, no emoji, no guessing of colours."""
+        """A console that prints text unchanged: without markup, emoji and guessed colors."""
         from rich.console import Console
 
         width = None if (sys.stderr if self.as_json else sys.stdout).isatty() else WIDE
@@ -79,11 +94,17 @@ class Output:
 
     @property
     def is_live(self) -> bool:
-        """Whether the output is a terminal that can redraw."""
+        """True if the output is a terminal that can redraw lines."""
         return self.console.file.isatty() and self.console.is_terminal and not self.console.is_dumb_terminal
 
     def print(self, text: RenderableType = "", style: str | None = None, *, wrap: bool = False) -> None:
-        """Print text or a table; long lines are broken only with `wrap`, so that they can be copied whole."""
+        """Print text or a table.
+
+        Args:
+            text: the text or table.
+            style: a style of rich, such as "red". None: no style.
+            wrap: True to break long lines at words. False: the terminal breaks them, so a command can be copied whole.
+        """
         if isinstance(text, str):
             text = inert(text)
         if isinstance(text, str) or self.console.file.isatty():
@@ -91,14 +112,18 @@ class Output:
             return
         with self.console.capture() as captured:
             self.console.print(text, style=style)
-        lines = captured.get().splitlines()  # without the blanks that fill a table's last column
+        lines = captured.get().splitlines()  # rich fills the last column with blanks
         print(*(line.rstrip() for line in lines), sep="\n", file=self.console.file)
 
     @contextlib.contextmanager
     def busy(self, text: str) -> Iterator[Callable[[str], None]]:
-        """Show within the block that something is going on: a line that counts seconds, elsewhere one after a while.
+        """Show that the block still runs: on a terminal by a line that counts seconds, elsewhere by plain lines.
 
-        Yields: what takes a few words on how far it is, which are shown, too.
+        Args:
+            text: the line.
+
+        Yields:
+            A function that takes a few words on the progress, which the line then shows.
         """
         if self.is_live:
             from rich.progress import Progress, SpinnerColumn, TextColumn
@@ -125,7 +150,11 @@ class Output:
             is_over.set()
 
     def document(self, value: Any) -> None:
-        """Print the JSON document."""
+        """Print the JSON document of the verb.
+
+        Args:
+            value: the document. Numbers that JSON does not have become null, and `notes` name them.
+        """
         json_guard.has_document = True
         if isinstance(value, dict):
             value = finite(value)
@@ -133,18 +162,26 @@ class Output:
         print(strict_json(value, encoding=sys.stdout.encoding))
 
     def line(self, value: Any) -> str:
-        """Return a JSON value on one line, for this output."""
+        """Return a JSON value on one line, in the encoding of this output.
+
+        Args:
+            value: the value.
+        """
         return strict_json(value, indent=None, encoding=self.console.encoding)
 
     def print_notes(self, document: Mapping[str, Any]) -> None:
-        """Say on stderr, in one line, what `finite` had to change in a document."""
+        """Print one line on stderr about the numbers that `finite` has replaced in a document.
+
+        Args:
+            document: the document.
+        """
         if notes := document.get("notes"):
             more = f" And {len(notes) - 1} more." if len(notes) > 1 else ""
             note(f"{notes[0]}{more}")
 
 
 class _LossyStream:
-    """A stream that leaves out what cannot be written; its reader's end passes through."""
+    """A stream that drops text after an error of writing. A closed pipe still raises."""
 
     def __init__(self, stream: TextIO, on_error: Callable[[OSError], None]) -> None:
         self._stream = stream
@@ -171,16 +208,17 @@ class _LossyStream:
 
 @contextlib.contextmanager
 def without_unwritable_lines() -> Iterator[None]:
-    """Leave out within the block what cannot be written, as on a full disk: some runs end with who watches them.
+    """Drop lines that cannot be written within the block, as on a full disk.
 
-    It is told once, on stderr. What is printed after the block fails as usual.
+    Some runs end with the process that watches them, so a full disk below its log must not end that process. One note
+    on stderr reports it. Writes after the block fail as usual.
     """
     errors: list[OSError] = []
 
     def on_error(error: OSError) -> None:
-        if not errors:  # stderr may be on the same disk
+        if not errors:  # one note is enough; stderr may be on the same full disk
             errors.append(error)
-            note(f"Lines of output are left out: they cannot be written ({error.strerror}). The run continues.")
+            note(f"Lines of output are lost, because they cannot be written ({error.strerror}). The run continues.")
 
     dropping: list[Any] = [_LossyStream(stream, on_error) for stream in (sys.stdout, sys.stderr)]
     with contextlib.redirect_stdout(dropping[0]), contextlib.redirect_stderr(dropping[1]):
@@ -188,12 +226,23 @@ def without_unwritable_lines() -> Iterator[None]:
 
 
 def note(text: str) -> None:
-    """Say on stderr what is no error, and no part of what was asked for."""
+    """Print a note on stderr. A note is neither an error nor a part of the requested output.
+
+    Args:
+        text: the note.
+    """
     print(inert(f"Note: {text}"), file=sys.stderr, flush=True)
 
 
 def finite(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a document with null for each number that JSON lacks; its `notes` say where, if there are any."""
+    """Return a document in which null replaces each number that JSON does not have. Its `notes` name the places.
+
+    Args:
+        document: the document.
+
+    Example:
+        finite({"loss": math.nan})["notes"]
+    """
     notes = list(document.get("notes", ()))
     copied = _finite(document, "", notes)
     return {**copied, "notes": notes} if notes else copied
@@ -205,13 +254,22 @@ def _finite(value: Any, place: str, notes: list[str]) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(each, f"{place}[{number}]", notes) for number, each in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
-        notes.append(f"{place} is null here: it is {value}, which JSON cannot hold.")
+        notes.append(f"{place} is null in this document, because JSON has no {value}.")
         return None
     return value
 
 
 def strict_json(value: Any, *, indent: int | None = 1, encoding: str | None = None) -> str:
-    """Return JSON that any reader accepts, and people read: letters are themselves where the encoding has them all."""
+    """Return JSON that every parser accepts. Letters are written unchanged if the encoding has all of them.
+
+    Args:
+        value: the value.
+        indent: the number of blanks per level. None: one line.
+        encoding: the encoding of the output. None: UTF-8.
+
+    Example:
+        strict_json({"loss": 0.5}, indent=None)
+    """
     value = _finite(value, "", [])
     text = json.dumps(value, indent=indent, ensure_ascii=False)
     text = UNUSUAL.sub(lambda found: found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1], text)
@@ -223,30 +281,47 @@ def strict_json(value: Any, *, indent: int | None = 1, encoding: str | None = No
 
 
 def name_limit(timeout_s: float | None) -> str:
-    """Name a time limit: `no time limit`, `time limit 1:30`."""
+    """Return a time limit in words: `no time limit`, `time limit 1:30`.
+
+    Args:
+        timeout_s: the limit in seconds. None: no limit.
+    """
     if timeout_s is None:
         return "no time limit"
     return f"time limit {timeout_s:g} s" if timeout_s < 60 else f"time limit {name_duration(timeout_s)}"
 
 
 class UsageProblem(typer.BadParameter):
-    """A mistake of the user, described in one sentence."""
+    """A mistake in the command line. Its message has the value and the remedy."""
 
     def format_message(self) -> str:
-        option = self.param.opts[0] if self.param is not None else ""  # known where it was found while parsing
+        """Return the message. If a parser of an option raised it, the name of the option comes first."""
+        option = self.param.opts[0] if self.param is not None else ""
         return f"{option} {self.message}".lstrip()
 
 
 def refuse(error: Exception | str) -> NoReturn:
-    """End with a usage error: `Error: …` on stderr, exit code 2."""
+    """End the command with a usage error: `Error: …` on stderr and exit code 2.
+
+    Args:
+        error: the message, or the error that has it.
+
+    Raises:
+        UsageProblem: always.
+    """
     raise UsageProblem(str(error))
 
 
 def raise_write_error(path: Path | str, error: OSError) -> NoReturn:
-    """End because a file could not be written: a usage error if its path is to blame, else one of this machine.
+    """End the command because a file could not be written.
+
+    Args:
+        path: the file or folder.
+        error: the error of the system.
 
     Raises:
-        OSError: a full disk, say; the command exits with 1.
+        UsageProblem: another path would work. The exit code is 2.
+        OSError: the machine has a problem, such as a full disk. The exit code is 1.
     """
     text = f"Cannot write to {str(path)!r}: {error.strerror}."
     if error.errno in WRONG_PATH:
@@ -256,10 +331,10 @@ def raise_write_error(path: Path | str, error: OSError) -> NoReturn:
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-    """Turn what a wrong argument raises within the block into a usage error."""
+    """Turn an error about a wrong argument within the block into a usage error."""
     try:
         yield
-    except ReplicasError:  # also one that is a TypeError or ImportError: `main` shows it, with its own kind
+    except ReplicasError:  # some are a TypeError or ImportError as well; `main` prints them with their own kind
         raise
     except (ValueError, TypeError, ImportError) as error:
         problem = UsageProblem(str(error))

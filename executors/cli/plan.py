@@ -1,4 +1,4 @@
-"""`replicas plan`: which settings hide the rounds at a link, and what they cost."""
+"""The verb `plan`, which recommends settings with which no training step waits for a round."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typer import Option
 from executors.cli.options import parse_duration
 from executors.cli.output import JsonOption, Output, UsageProblem, name_age, refuse, usage_errors
 from executors.cli.plan_check import MeasuredLink, describe_link, find_link, load_planner, save_link
+from executors.cli.verb_help import describe
 from executors.report.words import name_number, name_share, name_size
 from executors.store.url import check_scheme, directory_of, is_near
 
@@ -24,28 +25,35 @@ COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 RATE = re.compile(r"(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([kMGT]?)(i?)(B|bit|b)?(/s|ps)?", re.IGNORECASE)
 POWERS = ("", "k", "m", "g", "t")
 SECONDS = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(us|ms|s)?")
-SLOWEST = 1000.0  # bytes a second: a number without its unit is less
+SLOWEST = 1000.0  # bytes a second; a smaller number is one without its unit
 UNITS_S = {None: 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
 ASSUMED_NEAR, ASSUMED_FAR = (1e9, 1e9, 0.001), (100e6, 100e6, 0.05)
-"""Bytes a second up and down, and the seconds of a request: of a disk, which all share, and of a bucket, of each."""
-GPU_COPY = 160e9  # bytes a second from and to the memory of a small GPU; others have more
+"""Assumed bytes a second up and down, and seconds per request. Replicas share the speed of a disk, not of a bucket."""
+GPU_COPY = 160e9  # bytes a second that a small GPU copies in its memory; other GPUs copy more
 DEFAULT_OUTER = (0.7, 0.9)
-"""The outer learning rate and momentum that `DiLoCo` has without arguments, and so without `total_steps`.
+"""The outer learning rate and momentum of `DiLoCo` without arguments, and so without `total_steps`.
 
-The call that is printed has no `total_steps`, so it names the numbers that are the default of short plans only.
+The printed call has no `total_steps`. So it names the numbers that are the default of short plans only.
 """
-STEPS_SHOWN = 1000  # when nobody says how many there are
+STEPS_SHOWN = 1000  # without --steps, sums are for this number of steps
 
-PARAMS = "Parameters that are trained: 1.3e9, 100M, 7B."
-STEP = "How long an inner step takes: 0.9, 900ms."
-STORE = "Where the replicas meet: a directory, or a url. Its speed is measured with --probe, else assumed."
-PROBE = "Write, read and delete 23 small objects there (24 MB; at a directory N processes do), and plan with that."
-UP = "Bytes a second that one replica sends: 20MB, 160Mbit. Wins over what was measured; likewise the next two."
-STEPS = "Inner steps in all, for the sums."
-PRICE = "Prices instead of the table's: put=5,get=0.4 (dollars for a million), egress=0.09 (for a GB)."
-GPU = "Replicas have a GPU (any name): copies of the live parameters are as fast as its memory."
-WIRE = "Plan with this wire: fp32, bf16, int8 or int4. Default: int8, or int4 where it at least halves inner_steps."
-GIVEN = "Plan with this many"
+PARAMS = "The number of trained parameters, as in 1.3e9, 100M or 7B."
+STEP = "Duration of one inner step, as in 0.9, 900ms or 2m."
+STORE = "The directory or URL in which the replicas meet. Its speed is measured with --probe, else assumed."
+PROBE = "Measure the rendezvous: write, read and delete 24 MB in 23 objects. At a directory, N processes do so."
+UP = "Bytes or bits a second that one replica sends, as in 20MB or 160Mbit. Replaces the measurement."
+DOWN = "Bytes or bits a second that one replica receives. Replaces the measurement."
+LATENCY = "Duration of one request, as in 0.05 or 50ms. Replaces the measurement."
+STEPS = "Inner steps of the whole run, for the sums. Default: 1000."
+PRICE = "Prices in US dollars: put=5,get=0.4 per million requests, egress=0.09 per GB. Default: a table of services."
+GPU = "The replicas have a GPU, so copies of parameters are as fast as its memory. The name does not matter."
+WIRE = "The wire: fp32, bf16, int8 or int4. Default: int8, or int4 if it at least halves inner_steps."
+MEAN_WIRE = "The wire of the means. Default: the one that DiLoCo uses."
+INNER_STEPS = "Fix the number of steps between two rounds. Default: planned."
+FRAGMENTS = "Fix the number of fragments. Default: planned."
+OVERLAP_STEPS = "Fix the number of steps that train during a round. Default: planned."
+FIXED = "Fixed settings"
+LINK = "The link"
 COPY_IT = "replicas plan --params 1.3e9 --n 8 --step 0.9 --store s3://BUCKET/runs --probe"
 
 
@@ -54,7 +62,7 @@ def _count(text: str) -> int:
     found = COUNT.fullmatch(text.strip())
     value = float(re.sub("[_,]", "", found[1])) * COUNTS[found[2].lower()] if found else math.nan
     if not 1 <= value <= 1e15:
-        raise UsageProblem(f"{text!r} is not a number. Give one such as 20000, 1.3e9, 100M or 7B.")
+        raise UsageProblem(f"{text!r} is not a number of at least 1. Write, for example, 20000, 1.3e9, 100M or 7B.")
     return round(value)
 
 
@@ -71,10 +79,10 @@ def _rate(text: str) -> float:
         value = float(found[1]) * base ** POWERS.index(found[2].lower()) / bits
     if found and value < SLOWEST:
         raise UsageProblem(
-            f"{text!r} is {value:g} bytes a second, slower than any link. Give a unit: {found[1]}MB, or Mbit."
+            f"{text!r} is {value:g} bytes a second, slower than any link. Add a unit: {found[1]}MB or {found[1]}Mbit."
         )
     if not value <= 1e15 or not found:
-        raise UsageProblem(f"{text!r} is not a speed. Give bytes or bits a second, such as 20MB, 20e6 or 160Mbit.")
+        raise UsageProblem(f"{text!r} is not a speed. Give bytes or bits a second, as in 20MB, 20e6 or 160Mbit.")
     return value
 
 
@@ -85,7 +93,7 @@ def _seconds(text: str) -> float:
 
 
 def _prices(text: str) -> dict[str, float]:
-    """Return the prices of `put=5,get=0.4,egress=0.09`, by name, of one request or byte."""
+    """Return the prices of `put=5,get=0.4,egress=0.09` by name, each for one request or one byte."""
     units = {"put": 1e6, "get": 1e6, "egress": 1e9}
     found: dict[str, float] = {}
     for part in text.split(","):
@@ -95,46 +103,59 @@ def _prices(text: str) -> dict[str, float]:
         except (KeyError, ValueError):
             found[name] = math.nan
         if not 0 <= found[name] < math.inf:
-            raise UsageProblem(f"{part.strip()!r} is not a price. The form is put=5,get=0.4,egress=0.09.")
+            raise UsageProblem(f"{part.strip()!r} is not a price. Write, for example, put=5,get=0.4,egress=0.09.")
     return found
 
 
+@describe(
+    examples=[
+        COPY_IT,
+        "replicas plan --params 100M --n 4 --step 300ms --up 20MB --down 20MB --latency 50ms --steps 20000",
+        "replicas plan --params 7B --n 16 --step 4 --store s3://BUCKET/runs --gpu H100 --wire int4 --inner-steps 100",
+    ]
+)
 def plan(
     params: Annotated[Any, Option("--params", metavar="P", parser=_count, help=PARAMS)],
-    n: Annotated[int, Option("--n", metavar="N", help="How many replicas.")],
+    n: Annotated[int, Option("--n", metavar="N", help="The number of replicas, at least 1.")],
     step: Annotated[Any, Option("--step", metavar="SECONDS", parser=_seconds, help=STEP)],
     store: Annotated[
         str | None,
-        Option("--store", "--rendezvous", metavar="URL", envvar="REPLICAS_RENDEZVOUS", show_envvar=False, help=STORE),
+        Option(
+            "--store",
+            "--rendezvous",
+            metavar="URL",
+            envvar="REPLICAS_RENDEZVOUS",
+            show_envvar=False,
+            help=STORE,
+            rich_help_panel=LINK,
+        ),
     ] = None,
-    probe: Annotated[bool, Option("--probe", help=PROBE)] = False,
-    up: Annotated[Any, Option("--up", metavar="RATE", parser=_rate, help=UP)] = None,
-    down: Annotated[
-        Any, Option("--down", metavar="RATE", parser=_rate, help="Bytes a second that one replica receives.")
-    ] = None,
+    probe: Annotated[bool, Option("--probe", help=PROBE, rich_help_panel=LINK)] = False,
+    up: Annotated[Any, Option("--up", metavar="RATE", parser=_rate, help=UP, rich_help_panel=LINK)] = None,
+    down: Annotated[Any, Option("--down", metavar="RATE", parser=_rate, help=DOWN, rich_help_panel=LINK)] = None,
     latency: Annotated[
-        Any, Option("--latency", metavar="SECONDS", parser=_seconds, help="How long a request takes: 0.05, 50ms.")
+        Any, Option("--latency", metavar="SECONDS", parser=_seconds, help=LATENCY, rich_help_panel=LINK)
     ] = None,
     steps: Annotated[Any, Option("--steps", metavar="S", parser=_count, help=STEPS)] = None,
-    wire: Annotated[str | None, Option("--wire", metavar="NAME", help=WIRE)] = None,
+    wire: Annotated[str | None, Option("--wire", metavar="NAME", help=WIRE, rich_help_panel=FIXED)] = None,
     mean_wire: Annotated[
-        str | None, Option("--mean-wire", metavar="NAME", help="Plan with means of this wire.")
+        str | None, Option("--mean-wire", metavar="NAME", help=MEAN_WIRE, rich_help_panel=FIXED)
     ] = None,
     inner_steps: Annotated[
-        int | None, Option("--inner-steps", metavar="H", help=f"{GIVEN} steps between two rounds.")
+        int | None, Option("--inner-steps", metavar="H", help=INNER_STEPS, rich_help_panel=FIXED)
     ] = None,
-    fragments: Annotated[int | None, Option("--fragments", metavar="P", help=f"{GIVEN} fragments.")] = None,
+    fragments: Annotated[int | None, Option("--fragments", metavar="P", help=FRAGMENTS, rich_help_panel=FIXED)] = None,
     overlap_steps: Annotated[
-        int | None, Option("--overlap-steps", metavar="T", help=f"{GIVEN} steps beside a round.")
+        int | None, Option("--overlap-steps", metavar="T", help=OVERLAP_STEPS, rich_help_panel=FIXED)
     ] = None,
     gpu: Annotated[str | None, Option("--gpu", metavar="GPU", help=GPU)] = None,
     price: Annotated[Any, Option("--price", metavar="K=V,…", parser=_prices, help=PRICE)] = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Plan the rounds: which settings let no step wait at a link, and what they move and cost.
+    """Recommend settings with which no step waits for a round.
 
-    Nothing is launched. This machine keeps the measurements of --probe for later plans. `replicas status` compares the
-    rounds of runs there with the plan.
+    The command prints the settings, the duration of a round, its bytes and its costs. It launches nothing. This machine
+    keeps the measurements of --probe for later plans, and `replicas status` compares real rounds with them.
     """
     output = Output(as_json)
     planner = load_planner()
@@ -156,7 +177,7 @@ def plan(
         found = planner.choose(job, wires=planner.WIRES if wire is None else (wire,), mean_wire=mean_wire, **fixed)
         free = None
         if found.late_s:
-            with contextlib.suppress(ValueError):  # the run is shorter than any round that is usual
+            with contextlib.suppress(ValueError):  # a very short run has no plan with the usual lengths of rounds
                 free = planner.choose(job)
     prices = None
     if place.kind in planner.PRICES or price is not None:
@@ -172,33 +193,26 @@ def plan(
         output.print(line, wrap=True)
     for line in _advice(found, free, source):
         output.print(line, "yellow", wrap=True)
-    output.print(f"pass it on:  DiLoCo(model, {_settings(found)})")
+    output.print(f"in your loop:  DiLoCo(model, {_settings(found)})")
     if n > 1:
-        output.print(f"machines of unlike speeds:  DiLoCo(model, {_settings(found, by_clock=True)})")
+        output.print(f"with machines of different speeds:  DiLoCo(model, {_settings(found, by_clock=True)})")
     return 0
-
-
-plan.epilog = (  # type: ignore[attr-defined]
-    f"[bold]Examples[/bold]\n\n{COPY_IT}"
-    "\n\nreplicas plan --params 100M --n 4 --step 300ms --up 20MB --down 20MB --latency 50ms --steps 20000"
-    "\n\nreplicas plan --params 7B --n 16 --step 4 --store s3://BUCKET/runs --gpu H100 --wire int4 --inner-steps 100"
-)
 
 
 @dataclass(frozen=True)
 class _StoreTraits:
-    """Where the replicas meet, as far as sizes and prices go."""
+    """The sizes and prices of a store, by its kind."""
 
     url: str | None = None
     kind: str = ""
-    """What the table of prices calls it."""
+    """The name in the table of prices. Empty: no store was named."""
     region: str | None = None
     most_bytes: float = math.inf
-    """Of an object that it takes."""
+    """The largest object that the store accepts, in bytes."""
 
     @classmethod
     def of(cls, store: str | None) -> _StoreTraits:
-        """Return what is known of a store without opening it."""
+        """Return the traits of a store from its address alone, without opening it."""
         if store is None:
             return cls()
         if (directory := directory_of(store)) is not None:
@@ -220,16 +234,13 @@ class _StoreTraits:
 def _link(
     output: Output, url: str | None, n: int, probe: bool, up: float | None, down: float | None, latency: float | None
 ) -> tuple[MeasuredLink, str]:
-    """Return what one replica has of the way to the store and of its processor, and how that is known."""
+    """Return the link and the processor of one replica, and the source of these numbers in a word."""
     values: dict[str, Any] = {"up": up, "down": down, "latency_s": latency}
     given = {name: value for name, value in values.items() if value is not None}
     if url is None and (up is None or down is None):
-        refuse(
-            "Where do the replicas meet? Give --store URL (and --probe to measure it), or --up, --down and --latency. "
-            f"For example: {COPY_IT}"
-        )
+        refuse(f"The link is not known. Add --store URL, or --up, --down and --latency, for example: {COPY_IT}")
     if probe and url is None:
-        refuse("--probe measures the way to a rendezvous: give --store URL, too.")
+        refuse("--probe measures the link to a rendezvous. Add --store URL.")
     if probe:
         link, source = _probe(output, str(url), n), "measured"
     elif url is not None and (noted := find_link(url, n)) is not None:
@@ -257,7 +268,7 @@ def _probe(output: Output, url: str, n: int) -> MeasuredLink:
 
 
 def _short(count: float) -> str:
-    """Write a large number as people say it: `1.3 B`, `100 M`, `137,216`."""
+    """Write a large number in short: `1.3 B`, `100 M`, `137,216`."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if count >= size:
             return f"{count / size:.4g} {unit}"
@@ -282,7 +293,7 @@ def _settings(plan: Any, *, by_clock: bool = False) -> str:
 
 
 def _span(seconds: float) -> str:
-    """Write seconds: `14.3 s`, `3.2 ms`."""
+    """Write seconds in short: `14.3 s`, `3.2 ms`."""
     return f"{seconds:.1f} s" if seconds >= 0.95 else f"{seconds * 1e3:.3g} ms"
 
 
@@ -290,7 +301,7 @@ def _lines(plan: Any) -> list[str]:
     cost, lost = plan.round, f"{name_share(plan.share)} of the time lost"
     unit, name = (1, "s") if cost.seconds >= 0.95 else (1e3, "ms")
     parts = ", ".join(
-        f"{what} {getattr(cost, f'{what}_s') * unit:.1f}" for what in ("link", "requests", "processor", "noticing")
+        f"{part} {getattr(cost, f'{part}_s') * unit:.1f}" for part in ("link", "requests", "processor", "noticing")
     )
     if plan.late_s and plan.hidden_s:
         hidden = f"{_span(plan.hidden_s)} of it hidden, {_span(plan.late_s)} waited for; {lost}"
@@ -303,12 +314,12 @@ def _lines(plan: Any) -> list[str]:
 
 
 def _sums(plan: Any, sums: Mapping[str, Any], place: _StoreTraits) -> str:
-    """Say what is moved, and what that costs."""
+    """Return a line on the bytes that are moved, and on their costs."""
     moved = f"{name_size(plan.up)} up, {name_size(plan.down)} down"
     over = f"{STEPS_SHOWN} steps" if plan.rounds is None else f"{plan.rounds} rounds"
     line = f"per replica and {plan.choice.inner_steps} steps: {moved}; {over}: {name_size(sums['bytes'])} in all"
     if sums["requests_usd"] is None:
-        return f"{line} (what {place.kind} costs is not known here: --price)" if place.kind else line
+        return f"{line} (the prices of {place.kind} are not known: add --price)" if place.kind else line
     if sums["requests_usd"]:
         line += f", ${_dollars(sums['requests_usd'])} of requests"
     if sums["egress_usd"]:
@@ -322,19 +333,25 @@ def _dollars(usd: float) -> str:
 
 
 def _advice(plan: Any, free: Any, source: str) -> list[str]:
-    """Return what a person should know of a plan; `free` is one that nobody bound, where steps wait."""
+    """Return lines of advice about a plan.
+
+    Args:
+        plan: the plan.
+        free: the plan without the user's fixed settings. None: no step waits.
+        source: the source of the numbers of the link.
+    """
     lines = []
     if free is not None and free.share < plan.share:
         lines.append(f"{name_share(free.share)} of the time would be lost with: {_settings(free)}")
     elif free is not None:
-        lines.append("Nothing hides the rounds at this link; this loses least.")
+        lines.append("No settings hide the rounds at this link. These lose the least time.")
     if 2 * plan.choice.overlap_steps > plan.choice.inner_steps:
         lines.append(
-            f"A round misses the last {plan.choice.overlap_steps} of {plan.choice.inner_steps} steps, which costs loss "
-            "beyond a half: a longer --inner-steps leaves room for fragments."
+            f"A round misses the last {plan.choice.overlap_steps} of {plan.choice.inner_steps} steps. More than "
+            "half of them costs loss: a larger --inner-steps leaves room for fragments."
         )
     if "assumed" in source:
-        lines.append("The link is assumed: --probe measures it, or give --up, --down and --latency.")
+        lines.append("The link is assumed. Measure it with --probe, or give --up, --down and --latency.")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""What this machine has measured of the ways to stores, and how the rounds of a run compare with what was planned."""
+"""The measured links of this machine to stores, and the comparison of the rounds of a run with the plan."""
 
 from __future__ import annotations
 
@@ -30,36 +30,47 @@ from executors.store.url import is_near, located_url
 if TYPE_CHECKING:
     from executors.run.run import Run
 
-PLANNERS = "replicas.planner"  # the group of entry points that names who plans rounds
-LINKS = ".links"  # no run id begins so
+PLANNERS = "replicas.planner"  # the group of entry points that names the planner of rounds
+LINKS = ".links"  # no run id begins with a dot
 RATE = number(1e-3, 1e15)
 PARTS = ("encode", "accumulate", "decode", "step")
 MEASURED_RANKS = 4
-LAST_ROUNDS = 20  # of each
+LAST_ROUNDS = 20  # of each of these ranks
 
 
 def rates_of(value: Any) -> dict[str, float]:
-    """Expect bytes a second, by what is done."""
+    """Return bytes a second by the part of the work, from a record.
+
+    Args:
+        value: the value in the record.
+
+    Raises:
+        ValueError: the value is not such an object.
+    """
     return {name: RATE(rate) for name, rate in json_object(value).items() if name in PARTS}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLink(Record):
-    """What one replica has of the way to a store: as `replicas plan --probe` found it, or as it is assumed."""
+    """The link of one replica to a store, as `replicas plan --probe` measured it, or as it is assumed."""
 
     url: str = checked(text())
     n: int = checked(integer(1, 10**7))
-    """How many replicas it was measured for: a near store's speed is shared by them."""
+    """The number of replicas of the measurement, which share the speed of a store on this machine."""
     at: float = checked(number(LONG_AGO, FAR_AHEAD))
     up: float = checked(RATE)
-    """Bytes a second, of one replica."""
+    """Bytes a second that one replica sends."""
     down: float = checked(RATE)
     latency_s: float = checked(number(0.0, 1e5))
     processor: Mapping[str, float] = checked(rates_of, {})
-    """Bytes that a free one works through in a second, by what it does, as far as that was measured."""
+    """Bytes a second that an idle processor works through, by the part of the work that was measured."""
 
     def shared_by(self, n: int) -> MeasuredLink:
-        """Return what one of n replicas has."""
+        """Return the link of one of n replicas.
+
+        Args:
+            n: the number of replicas, at least 1.
+        """
         if not is_near(self.url):
             return replace(self, n=n)
         share, cores = self.n / n, min(1.0, usable_cores() / n)
@@ -68,43 +79,59 @@ class MeasuredLink(Record):
 
 
 def load_planner(name: str = "default") -> Any:
-    """Return what plans rounds, which an installed package announces: executors know nothing of training.
+    """Return the planner of rounds. An installed package announces it, because executors know nothing of training.
 
     Args:
-        name: "default": the module. "processor": what measures this machine's.
+        name: "default" for the module with the planner, "processor" for the function that measures this machine.
 
     Raises:
-        ReplicasError: no package does.
+        ReplicasError: no installed package announces a planner.
     """
     from importlib.metadata import entry_points
 
     found = list(entry_points(group=PLANNERS, name=name))
     if not found:
-        raise ReplicasError(f"No installed package plans rounds (group {PLANNERS!r}): install this one again.")
+        raise ReplicasError(
+            f"No installed package has a planner (group {PLANNERS!r}). Install serverless-replicas again."
+        )
     return found[0].load()
 
 
 def save_link(measured: MeasuredLink) -> None:
-    """Keep a measurement, for plans without a probe and for `replicas status`."""
+    """Save a measurement for plans without --probe, and for `replicas status`.
+
+    Args:
+        measured: the measurement.
+    """
     local_store().put(link_key(measured.url), to_bytes(asdict(measured)))
 
 
 def find_link(url: str, n: int) -> MeasuredLink | None:
-    """Return what was measured of a store, for one of n replicas; None: nothing."""
+    """Return the measured link to a store, or None if this machine has no measurement.
+
+    Args:
+        url: the address of the store.
+        n: the number of replicas that share the link.
+    """
     try:
         found = find_record(local_store(), link_key(url), MeasuredLink.parse)
-    except StoreError:  # of another version, or half a file
+    except StoreError:  # another version wrote the record, or it is half a file
         return None
     return None if found is None else found.shared_by(n)
 
 
 def link_key(url: str) -> str:
+    """Return the key of the measurement of a store, in the store of this user.
+
+    Args:
+        url: the address of the store.
+    """
     return f"{LINKS}/{hashlib.sha256(located_url(url).encode()).hexdigest()[:16]}.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanComparison:
-    """The rounds of a run, and the plan for the same rounds at the measured link."""
+    """The duration of the rounds of a run, and the planned duration of the same rounds at the measured link."""
 
     round_s: float
     planned_s: float
@@ -118,13 +145,23 @@ class PlanComparison:
         return {**asdict(self), "ratio": self.ratio}
 
     def describe(self) -> str:
-        """Say it in a line: `rounds take 2.1x the plan: 30.1 s, 14.3 s were planned …`."""
+        """Return the comparison as a line: `rounds take 2.1x the plan: 30.1 s, planned 14.3 s …`."""
         how = f"{describe_link(self.link)}, measured {time.strftime('%Y-%m-%d %H:%M', time.gmtime(self.link.at))}"
         return f"rounds take {self.ratio:.1f}x the plan: {self.round_s:.3g} s, planned {self.planned_s:.3g} s ({how})"
 
 
 def compare_with_plan(run: Run) -> PlanComparison | None:
-    """Return how the newest rounds of a run compare with the plan; None: no link was measured here, or no round was."""
+    """Compare the newest rounds of a run with the plan.
+
+    Args:
+        run: the run.
+
+    Returns:
+        The comparison. None if this machine has not measured the link, or the run has no measured round.
+
+    Example:
+        compare_with_plan(attach("brave-otter-7f3a"))
+    """
     from executors.metrics.segments import newest_rounds
     from executors.run.run import view_of
 
@@ -143,21 +180,25 @@ def compare_with_plan(run: Run) -> PlanComparison | None:
         planned = [
             planner.cost_of_round(row.elements, n, row.wire, row.mean_wire, way, processor).seconds for row in rounds
         ]
-    except (ReplicasError, ValueError, TypeError):  # a wire that this version does not know; a segment that is away
+    except (ReplicasError, ValueError, TypeError):  # an unknown wire of another version, or an unreadable segment
         return None
     took = [row.busy_s for row in rounds if row.busy_s]
     return PlanComparison(round_s=statistics.median(took), planned_s=statistics.median(planned), link=link)
 
 
 def _measured(inventory: Inventory) -> list[tuple[int, int]]:
-    """Return the newest attempts of the ranks whose rounds are compared: some that run, before those that do not."""
+    """Return the newest attempts of the ranks whose rounds are compared. Attempts that still run come first."""
     begun = {rank for rank, _, name in inventory.records if name == "started"}
     newest = [(rank, inventory.newest(rank)) for rank in sorted(begun)]
     return sorted(newest, key=lambda each: inventory.has(each[0], each[1], "outcome"))[:MEASURED_RANKS]
 
 
 def describe_link(link: Any) -> str:
-    """Write what a link has: `48 ms, 210 MB/s up, 260 MB/s down`."""
+    """Write a link in short: `48 ms, 210 MB/s up, 260 MB/s down`.
+
+    Args:
+        link: an object with `latency_s`, `up` and `down`.
+    """
     from executors.report.words import name_size
 
     latency = f"{link.latency_s:.3g} s" if link.latency_s >= 1 else f"{link.latency_s * 1e3:.3g} ms"

@@ -1,4 +1,4 @@
-"""The verb `report`: a run as one page, or as one JSON document."""
+"""The verb `report`, which writes a run as one HTML page or one JSON document."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from typer import Option
 
 from executors.cli.options import BackendOptions, ExecutorOption, RendezvousOption, RunArgument, find_run, parse_path
 from executors.cli.output import JsonOption, Output, raise_write_error
+from executors.cli.verb_help import describe
 
-OUT = "The file to write. Default: RUN_ID.html in this folder."
+OUT = "The file to write. Default: RUN_ID.html in the current folder."
 
 
+@describe(examples=["replicas report RUN", "replicas report RUN --out run.html --open"])
 def report(
     run: RunArgument,
     out: Annotated[Path | None, Option("--out", "-o", metavar="FILE", parser=parse_path, help=OUT)] = None,
-    open_it: Annotated[bool, Option("--open", help="Show the page in the browser.")] = False,
+    open_it: Annotated[bool, Option("--open", help="Also show the page in the browser.")] = False,
     rendezvous: RendezvousOption = None,
     backend: ExecutorOption = None,
     option: BackendOptions = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Write a run as one self-contained HTML page: its cost, its curves, its time line, its failures.
+    """Write an HTML page about a run: cost, curves, time line, failures.
 
-    The run may still continue. The page then shows its state now. With --json, the command prints the same as a
-    document, and with --out it writes the page as well.
+    The page is one file that needs no network. With --json, the command prints the same content as a document, and
+    writes the page only if --out is given.
     """
     import webbrowser
 
@@ -49,5 +51,5 @@ def report(
     if as_json:
         output.document(document)
     if open_it and not webbrowser.open(path.absolute().as_uri()):
-        output.print(f"No browser was found here. Open it elsewhere: {path.absolute()}", "yellow")
+        output.print(f"This machine has no browser. Copy the page to another machine: {path.absolute()}", "yellow")
     return 0

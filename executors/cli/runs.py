@@ -1,4 +1,4 @@
-"""The verbs for runs that were launched before: `ls`, `status`, `wait`, `cancel`, `rm`."""
+"""The verbs `ls`, `status`, `wait`, `cancel` and `rm`, for runs that were launched before."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from executors.cli.options import (
 )
 from executors.cli.output import (
     FAILED,
+    TIMED_OUT,
     USAGE,
     JsonOption,
     Output,
@@ -37,6 +38,7 @@ from executors.cli.output import (
     one_line,
     usage_errors,
 )
+from executors.cli.verb_help import EXIT_CODES, describe
 from executors.errors import (
     BackendError,
     CorruptObjectError,
@@ -56,15 +58,17 @@ from executors.task.entrypoint import shown
 if TYPE_CHECKING:
     from executors.run.run import Run
 
-FIND_S = 10.0  # how long `cancel` waits for a store, twice at most, before it asks the service alone
-SILENT_S = 60.0  # a spare beats every 10 s
-SLOW = 1.5  # times the plan
+FIND_S = 10.0  # seconds that `cancel` waits for a store, twice at most, before it asks the service alone
+SILENT_S = 60.0  # a spare that stands by writes a heartbeat every 10 s
+SLOW = 1.5  # rounds that take this many times the plan are shown in yellow
 BEING_REMOVED = "being removed"
-CHECK = "Say only which ranks may hang, wait for a controller or were given up; exit code 1 if any does."
+CHECK = "Print only the ranks that may hang, wait for a restart or were given up. Exit code 1 if there are any."
+LAST = "Show the N newest runs. 0 shows all."
 
 
+@describe(examples=["replicas ls", "replicas ls --last 0 --rendezvous s3://BUCKET/runs"])
 def ls(
-    last: Annotated[int, Option("--last", "-n", metavar="N", help="Show only the newest; 0 shows all.")] = 30,
+    last: Annotated[int, Option("--last", "-n", metavar="N", help=LAST)] = 30,
     rendezvous: RendezvousOption = None,
     as_json: JsonOption = False,
 ) -> int:
@@ -77,7 +81,8 @@ def ls(
     n_runs = len(runs)
     n_rows = min(last, n_runs) if last > 0 else n_runs
     del runs[: n_runs - n_rows]
-    rows = [_row_of(runs.pop(0)) for _ in range(n_rows)]  # each goes at once: it holds all that was read of it
+    # Each run is dropped after its row: it holds everything that was read of it, and thousands would fill the memory.
+    rows = [_row_of(runs.pop(0)) for _ in range(n_rows)]
     if as_json:
         output.document(rows)
         return 0
@@ -89,7 +94,7 @@ def ls(
     from executors.cli.table import STYLES, cut, plain_table
 
     if n_runs > n_rows:
-        output.print(f"… {n_runs - n_rows} older: replicas ls --last 0", "dim")
+        output.print(f"… {n_runs - n_rows} older runs: replicas ls --last 0", "dim")
     table = plain_table(
         "run", "backend", "n", "entrypoint", "status", "age", right=("n", "age"), gives_way="entrypoint"
     )
@@ -105,17 +110,19 @@ def ls(
 
 
 def _row_of(run: Run) -> dict[str, Any]:
+    """Return the row of a run in the list. A run that cannot be read has a status and a problem, and raises nothing."""
     from executors.run.run import view_of
 
     view = view_of(run)
     row: dict[str, Any] = {"run_id": run.run_id, "url": run.url, "backend": "", "world_size": 0, "n": 0}
     row |= {"entrypoint": "", "created_at": 0.0, "problem": None}
-    row["status"] = "unreadable"  # a power cut left half a record, or somebody wrote it
+    row["status"] = "unreadable"  # holds if a power failure left half a record, or another program wrote it
     try:
         record = view.record
         n = record.world_size
         row |= {"backend": record.backend, "world_size": n, "n": n, "entrypoint": record.entrypoint}
-        row |= {"created_at": record.created_at, "status": "unknown"}  # no such backend here, or the store is away
+        # Holds if the backend is not installed on this machine, or its store does not answer.
+        row |= {"created_at": record.created_at, "status": "unknown"}
         view.check_not_removed()
         now = run.status()
         row |= {"status": str(now.status), "backend": now.backend, "n": len(now.replicas)}
@@ -128,13 +135,21 @@ def _row_of(run: Run) -> dict[str, Any]:
     return row
 
 
+@describe(
+    examples=["replicas status RUN", "replicas status RUN --check", "replicas status s3://BUCKET/runs/RUN --json"],
+    exit_codes={
+        0: "The state was shown.",
+        FAILED: "--check has found a rank.",
+        USAGE: "No such run, or a wrong option.",
+    },
+)
 def status(
     run: RunArgument,
     rendezvous: RendezvousOption = None,
     backend: ExecutorOption = None,
     option: BackendOptions = None,
     columns: ColumnsOption = None,
-    verbose: Annotated[bool, Option("--verbose", "-v", help="Name each job at its service, too, or its page.")] = False,
+    verbose: Annotated[bool, Option("--verbose", "-v", help="Also name the job of each rank at its service.")] = False,
     check: Annotated[bool, Option("--check", help=CHECK)] = False,
     as_json: JsonOption = False,
 ) -> int:
@@ -159,7 +174,8 @@ def status(
         return 0
     except RunNotFoundError:
         named = run.rstrip("/")
-        is_elsewhere = rendezvous is not None or "/" in named  # where a run of the same id may be another
+        # Another rendezvous may have another run of the same id, so this machine's preparations do not count there.
+        is_elsewhere = rendezvous is not None or "/" in named
         if is_elsewhere or (preparation := find_preparation(named)) is None:
             raise
         text, state = preparation.describe(run), "preparing" if preparation.is_going_on else "never started"
@@ -168,12 +184,12 @@ def status(
     refusal: BackendError | None = None
     try:
         now = found.status()
-    except BackendError as error:  # what the store says is worth more than nothing
+    except BackendError as error:  # the records of the store are better than no answer
         now, refusal = view.recorded_status(), error
     record = view.record
     outcomes = [replica.outcome for replica in now.replicas if replica.outcome is not None]
     summary = Summary(found, outcomes, code_of(found, outcomes) if now.is_terminal else None)
-    # By rank: those that joined have none, and ranks may have been added since the look.
+    # By rank and not by position: joined replicas have no handle, and ranks may have been added in the meantime.
     handles = {each.rank: each for each in found.handles if each is not None} if as_json or verbose else {}
     attention = wants_attention(now, view.reader.inventory, view.newest_attempt) if as_json or check else {}
     if check and not as_json:
@@ -199,7 +215,8 @@ def status(
         "dim",
     )
     if refusal is not None:
-        output.print(one_line(f"Only the store was asked: {refusal}", MAX_LINE), "yellow", wrap=True)
+        text = f"The backend did not answer, so the states below are those in the store: {refusal}"
+        output.print(one_line(text, MAX_LINE), "yellow", wrap=True)
     output.print(title(now, now.last_at - record.created_at))
     if bar := bars(now):
         output.print(bar)
@@ -224,21 +241,28 @@ def status(
 
 
 def _describe_spares(run: Run) -> list[str]:
-    """Say of each spare what it does, or what became of it. Records that a list does not name are not asked for."""
+    """Return a line on the state of each spare."""
     from executors.run.run import view_of
 
     view = view_of(run)
     if not view.record.settings.spares:
         return []
+    # One list of keys replaces a read for each record that may not exist.
     left = {entry.key for entry in view.store.list(f"{run.run_id}/spares/")}
     spares = [Attempt(view.store, run.run_id, number, is_spare=True) for number in range(view.record.settings.spares)]
     return at_store(view.store, lambda spare: _describe_spare(spare, left), spares)
 
 
 def _describe_spare(spare: Attempt, left: Collection[str]) -> str:
-    """Say what a spare does, or what became of it, from those of its records that are among the keys."""
+    """Return a line on the state of a spare.
+
+    Args:
+        spare: the attempt of the spare.
+        left: the keys that exist. Only these records are read.
+    """
     try:
-        has_ended = any(key.startswith(spare.key("outcome")) for key in left)  # in a signed run the name has more
+        # In a signed run, digits follow the name of the record.
+        has_ended = any(key.startswith(spare.key("outcome")) for key in left)
         end = spare.outcome() if has_ended else None
         beat = spare.beat() if end is None and spare.key(HEARTBEAT) in left else None
     except CorruptObjectError as error:
@@ -249,9 +273,13 @@ def _describe_spare(spare: Attempt, left: Collection[str]) -> str:
     if beat is None:
         return "starts"
     age_s = time.time() - beat.at
-    return "stands by" if age_s < SILENT_S else f"stood by; its last heartbeat was {name_age(age_s)} ago"
+    return "stands by" if age_s < SILENT_S else f"does not answer; its last heartbeat was {name_age(age_s)} ago"
 
 
+@describe(
+    examples=["replicas wait RUN", "replicas wait RUN --timeout 30m"],
+    exit_codes={**EXIT_CODES, TIMED_OUT: "Replicas reached a time limit, or --timeout ended the wait."},
+)
 def wait(
     run: RunArgument,
     timeout: WaitOption = None,
@@ -261,9 +289,9 @@ def wait(
     columns: ColumnsOption = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Wait for the end of a run, showing its status.
+    """Show the status of a run until it ends.
 
-    Ctrl-C leaves the run alone. Exit code: as `launch`, and 124 also if --timeout ended the wait.
+    Ctrl-C stops watching. The run continues.
     """
     from executors.cli.live import watch
     from executors.cli.summary import Summary, heading
@@ -277,6 +305,13 @@ def wait(
     return Summary.of(found, in_time=in_time).finish(output)
 
 
+@describe(
+    examples=["replicas cancel RUN", "replicas cancel RUN --rank 3,5-7", "replicas cancel RUN --backend modal"],
+    exit_codes={
+        0: "The replicas are ended, or had ended before.",
+        USAGE: "A wrong option, or a backend did not answer.",
+    },
+)
 def cancel(
     run: RunArgument,
     rank: RanksOption = None,
@@ -287,8 +322,8 @@ def cancel(
 ) -> int:
     """Cancel a run, or some of its ranks.
 
-    Returns when they are gone, or the backend has agreed to end them. Replicas that have ended stay as they are. Works
-    also if the rendezvous does not answer: by the notes of the machine that launched, or with --backend.
+    The command returns when the replicas have ended, or when the backend has agreed to end them. If the rendezvous does
+    not answer, the machine that launched the run asks the backend. Other machines need --backend.
     """
     from executors.run.run import manager_of, view_of
     from executors.run.without_store import end_without_store, where_is
@@ -296,19 +331,19 @@ def cancel(
     output = Output(as_json)
     problems: list[BackendError] = []
     try:
-        # The store has a few seconds. Then the jobs are ended by what this machine and the service know of them.
+        # A silent store gets a few seconds. Then the jobs are ended from this machine's notes and the service's list.
         found = within(FIND_S, lambda: find_run(run, rendezvous, backend, option), where_is(run, rendezvous))
         view = view_of(found)
         with _collect_errors(problems):
             before = within(FIND_S, lambda: found.status(reports=False), view.store.url)
     except (RunNotFoundError, StoreError) as error:
         given = None if backend is None else make_executor(backend, options_of(backend, option, None))
-        told = end_without_store(
+        said = end_without_store(
             run, rendezvous, given, rank or None, error, lambda words: output.print(words, "yellow")
         )
-        output.print(told, "yellow")
+        output.print(said, "yellow")
         if as_json:
-            output.document({"run_id": run, "cancelled": None, "still_ending": None, "problem": f"{told} {error}"})
+            output.document({"run_id": run, "cancelled": None, "still_ending": None, "problem": f"{said} {error}"})
         return 0
     with usage_errors():
         for one in rank or ():
@@ -319,15 +354,17 @@ def cancel(
     manager = manager_of(found)
     if manager.canceller.was_ended_without_store:
         if as_json:
-            said = "Its jobs were ended at their service. Its store does not answer."
+            said = "The jobs of the run were ended at their service. The store does not answer."
             output.document({"run_id": run, "cancelled": None, "still_ending": None, "problem": said})
         return 0
     with _collect_errors(problems):
         after = found.status(reports=False)
     if problems or failed:
-        what = f"{name_ranks(rank)} of {found.run_id}" if rank else found.run_id
-        output.print(f"Cancelled {what} in its store, where replicas look. Its backend did not answer all:", "yellow")
-        raise (failed or problems)[-1]  # that of the cancel says what still runs, and how to end it
+        subject = f"{name_ranks(rank)} of {found.run_id}" if rank else found.run_id
+        text = f"Cancelled {subject} in its store, which the replicas read. Its backend did not answer every request:"
+        output.print(text, "yellow")
+        # The error of the cancel names the jobs that still run, and the command that ends them.
+        raise (failed or problems)[-1]
     alive = {r.rank for r in before.replicas if not r.status.is_terminal and (not rank or r.rank in rank)}
     chosen = [replica for replica in after.replicas if replica.rank in alive]
     awaited = {replica.rank for replica in before.replicas if replica.restart.is_awaited}
@@ -349,7 +386,7 @@ def cancel(
 
 @contextlib.contextmanager
 def _collect_errors(problems: list[BackendError]) -> Iterator[None]:
-    """Go on where a backend does not answer: a cancel goes by the store, too."""
+    """Append the error of a backend to a list and continue: a cancel also works through the store."""
     try:
         yield
     except BackendError as error:
@@ -357,7 +394,7 @@ def _collect_errors(problems: list[BackendError]) -> Iterator[None]:
 
 
 def _hint_on_running_jobs(run: str, error: Exception) -> str:
-    """Say how to end the jobs of a run whose store does not tell whether they run; empty if this machine has none."""
+    """Return how to end the jobs of a run whose store does not answer. Empty if this machine knows of no jobs."""
     from executors.run.job_notes import noted_jobs
 
     name = run.rstrip("/").rpartition("/")[2]
@@ -365,10 +402,14 @@ def _hint_on_running_jobs(run: str, error: Exception) -> str:
         return ""
     with contextlib.suppress(ReplicasError, ValueError):
         if noted_jobs(name):
-            return f" Whether its jobs still run is not known here. This asks their service: replicas cancel {run}"
+            return f" Its jobs may still run. To end them at their service: replicas cancel {run}"
     return ""
 
 
+@describe(
+    examples=["replicas rm RUN", "replicas rm RUN OTHER_RUN --rendezvous s3://BUCKET/runs"],
+    exit_codes={0: "All runs were deleted.", USAGE: "A run was not deleted. The message names the reason."},
+)
 def rm(
     runs: RunArguments,
     rendezvous: RendezvousOption = None,
@@ -376,9 +417,9 @@ def rm(
     option: BackendOptions = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Delete runs and all they left: records, logs, artifacts.
+    """Delete runs with their records, logs and artifacts.
 
-    A run that still runs is refused. If a removal was interrupted, another one finishes it.
+    The command refuses a run that has not ended. If it is interrupted, the same command completes the deletion.
     """
     from executors.run.run import view_of
 

@@ -1,4 +1,4 @@
-"""A run in words and as JSON: what was launched, how it ended, and which exit code that is."""
+"""The summary of a run in words and as JSON, and its exit code."""
 
 from __future__ import annotations
 
@@ -33,16 +33,20 @@ from executors.task.entrypoint import shown
 K = TypeVar("K")
 V = TypeVar("V")
 UNPROVEN = "unproven: made without the key of this signed run, or this machine does not have the key"
-MAX_LINES = 8  # of failures or results; the rest is counted
-MAX_WARNINGS = 200  # in a document; `replicas events RUN --json` has all
+MAX_LINES = 8  # failures or results that are listed; the others are counted
+MAX_WARNINGS = 200  # in one document; `replicas events RUN --json` has all of them
 
 
 def heading(run: Run, timeout_s: float | None = None, *, n: int | None = None) -> str:
-    """Describe in one line what was launched.
+    """Return a line that describes the launch of a run.
 
     Args:
-        timeout_s: the time limit of what was resumed. None: as launched.
-        n: how many replicas it has. None: to be looked up.
+        run: the run.
+        timeout_s: the time limit of resumed replicas, in seconds. None: as launched.
+        n: the number of replicas. None: it is read from the store.
+
+    Example:
+        heading(attach("brave-otter-7f3a"))
     """
     view = view_of(run)
     n = len(run.ranks) if n is None else n
@@ -50,16 +54,23 @@ def heading(run: Run, timeout_s: float | None = None, *, n: int | None = None) -
     limit_s = view.record.settings.timeout if timeout_s is None else timeout_s
     partitions = " but the partition's" * (limit_s is None and view.backend == "slurm")
     limit = f", {name_limit(limit_s)}{partitions}"
-    if len(view.record.placements) > 1 and timeout_s is None:  # each backend has its own
+    if len(view.record.placements) > 1 and timeout_s is None:  # each backend has a limit of its own
         limit = ""
     chaos = "".join(f", chaos {one_line(spec)}" for spec in view.record.settings.chaos)
     signed = f", signed (key {view.record.key_id})" * view.record.settings.signed
-    what = one_line(shown(view.record.entrypoint))
-    return f"{run.run_id}: {replicas} of {what} on {view.backend}{limit}{chaos}{signed}"
+    entrypoint = one_line(shown(view.record.entrypoint))
+    return f"{run.run_id}: {replicas} of {entrypoint} on {view.backend}{limit}{chaos}{signed}"
 
 
 def reference(run: Run) -> str:
-    """Return what finds the run again from this machine, for a shell."""
+    """Return the name of a run for a command on this machine: its id, or its address if the id is not enough.
+
+    Args:
+        run: the run.
+
+    Example:
+        reference(attach("brave-otter-7f3a"))  # "brave-otter-7f3a"
+    """
     return run_index.reference(run.run_id, view_of(run).store.url)
 
 
@@ -71,17 +82,22 @@ def exit_code(
     decisions: Sequence[Decision] = (),
     is_permanent: bool = False,
 ) -> int:
-    """Return the command's exit code for a run that has ended: the first that applies of 130, 93, 1, 124 and 0.
+    """Return the exit code of the command for a run that has ended. The first that applies is 130, 93, 1, 124 or 0.
 
     Args:
-        enough: how many that succeed make it 0. None: all.
-        decisions: what was decided on the run.
-        is_permanent: starting it again unchanged does not help.
+        outcomes: the outcomes of all ranks.
+        interrupted: True if Ctrl-C ended the run.
+        enough: the number of successes that makes the exit code 0. None: all ranks must succeed.
+        decisions: the decision log of the run.
+        is_permanent: True if starting the run again unchanged does not help.
+
+    Example:
+        exit_code(run.outcomes())
     """
     n_done = sum(outcome.status is ReplicaStatus.SUCCEEDED for outcome in outcomes)
     if enough is not None and n_done >= enough and not interrupted:
         return 0
-    if enough is None:  # with `enough`, a rank that a user has removed is one of those that may be missing
+    if enough is None:  # with `enough`, a rank that a user has cancelled is one of the ranks that may be missing
         outcomes = counted(decisions, outcomes)
     cancelled = [outcome for outcome in outcomes if outcome.status is ReplicaStatus.CANCELLED]
     if interrupted or not all(FAILED_EARLY in (end.error or "") or was_stopped(decisions, end) for end in cancelled):
@@ -95,7 +111,16 @@ def exit_code(
 
 
 def code_of(run: Run, outcomes: Sequence[Outcome], *, interrupted: bool = False) -> int:
-    """Return the exit code for a run that was looked at and has ended."""
+    """Return the exit code of the command for a run that has ended.
+
+    Args:
+        run: the run.
+        outcomes: the outcomes of all ranks.
+        interrupted: True if Ctrl-C ended the run.
+
+    Example:
+        code_of(run, run.outcomes())
+    """
     view = view_of(run)
     return exit_code(
         outcomes,
@@ -107,7 +132,14 @@ def code_of(run: Run, outcomes: Sequence[Outcome], *, interrupted: bool = False)
 
 
 def find_summary(outcomes: Sequence[Outcome]) -> str | None:
-    """Return the `summary` of the lowest rank that succeeded and has one."""
+    """Return the `summary` in the result of the lowest rank that succeeded and has one.
+
+    Args:
+        outcomes: the outcomes, by rank.
+
+    Example:
+        find_summary(run.outcomes())
+    """
     for outcome in outcomes:
         if outcome.status is ReplicaStatus.SUCCEEDED and isinstance(outcome.result, dict):
             summary = outcome.result.get("summary")
@@ -118,7 +150,7 @@ def find_summary(outcomes: Sequence[Outcome]) -> str | None:
 
 @dataclass(frozen=True)
 class Summary:
-    """The outcomes of a run, and the exit code they mean; None: it has not ended."""
+    """The outcomes of a run and the exit code that follows from them. The code is None while the run continues."""
 
     run: Run
     outcomes: Sequence[Outcome]
@@ -126,18 +158,24 @@ class Summary:
     warnings: Sequence[FoundWarning] = ()
     """The warnings of all attempts, the oldest first."""
     standstills: Sequence[str] = ()
-    """A line on each round that stands still, or stood still when its replica ended."""
+    """One line for each round that waits for a damaged object, or waited for it when its replica ended."""
 
     @classmethod
     def of(cls, run: Run, *, in_time: bool = True, interrupted: bool = False) -> Summary:
-        """Summarise a run that was watched to its end, or until the time was over."""
+        """Return the summary of a run that was watched.
+
+        Args:
+            run: the run.
+            in_time: False if the watch ended before the run.
+            interrupted: True if Ctrl-C ended the run.
+        """
         view = view_of(run)
         outcomes = run.outcomes()
         code = code_of(run, outcomes, interrupted=interrupted) if in_time else TIMED_OUT
         if all(outcome.status.is_terminal for outcome in outcomes) or not view.record.settings.signed:
             counts = [(outcome.warned, True) for outcome in outcomes]
             standstills = standstill_lines(counts, run.run_id, view.store.url)
-        else:  # heartbeats have it
+        else:  # a signed run has them in its heartbeats until its replicas end
             standstills = run.status().standstills
         return cls(run, outcomes, code, run.warnings(note), standstills)
 
@@ -166,7 +204,11 @@ class Summary:
         }
 
     def finish(self, output: Output) -> int:
-        """Print how a run ended, if it has, and the JSON document if asked for; return the exit code."""
+        """Print the results and failures of a run that has ended, or its JSON document. Return the exit code.
+
+        Args:
+            output: the output of the verb.
+        """
         document = finite(self.document())
         if all(outcome.status.is_terminal for outcome in self.outcomes):
             summary = find_summary(self.outcomes)
@@ -182,12 +224,12 @@ class Summary:
             enough = view_of(self.run).record.settings.min_replicas
             if enough is not None and n_done < len(self.outcomes):
                 output.print()
-                asked = f"at least {enough} were asked for"
+                asked = f"--min-replicas asks for {enough}"
                 output.print(f"{n_done} of {len(self.outcomes)} replicas succeeded; {asked}.{self._others()}", "yellow")
             removed = self._removed()
             if removed:
                 output.print()
-                output.print(f"{removed}, which leaves the result of the others as it is.", "yellow")
+                output.print(f"{removed}. The results of the others count.", "yellow")
             self.print_standstills(output)
             self.print_warnings(output)
             if self.code == PERMANENT:
@@ -203,7 +245,7 @@ class Summary:
         return self.code or 0
 
     def _removed(self) -> str:
-        """Name the ranks that a user has cancelled alone; empty if there are none, or if they decide the exit code."""
+        """Return a line on the ranks that a user cancelled one by one. Empty if there are none, or if they count."""
         view = view_of(self.run)
         if view.record.settings.min_replicas is not None:
             return ""
@@ -213,12 +255,12 @@ class Summary:
         return f"{name_ranks(ranks).capitalize()} {were} cancelled with `cancel --rank`" if ranks else ""
 
     def print_model(self, output: Output) -> None:
-        """Name the command that writes the trained model, if the run has one."""
+        """Print the command that writes the trained model, if the run has a model."""
         if has_model(view_of(self.run).store, self.run.run_id, self.outcomes):
-            output.print(f"The model: replicas model {reference(self.run)} --out model.safetensors", "dim")
+            output.print(f"Get the model: replicas model {reference(self.run)} --out model.safetensors", "dim")
 
     def _others(self) -> str:
-        """Name those that did not succeed."""
+        """Return a line on the ranks that did not succeed."""
         others = ((str(end.status), end.rank) for end in self.outcomes if end.status is not ReplicaStatus.SUCCEEDED)
         return " The others: " + ", ".join(f"{name_ranks(ranks)} {status}" for status, ranks in _by_key(others)) + "."
 
@@ -235,7 +277,7 @@ class Summary:
             output.print(f"… and {len(groups) - MAX_LINES} more: replicas collect {reference(self.run)}", "dim")
 
     def print_standstills(self, output: Output) -> None:
-        """Print a line on each round that stands still, with what to delete."""
+        """Print one line for each round that waits for a damaged object, with the command that deletes the object."""
         for line in self.standstills:
             output.print()
             output.print(one_line(line, MAX_LINE), "red", wrap=True)
@@ -248,7 +290,7 @@ class Summary:
             output.print(one_line(line, MAX_LINE), "yellow", wrap=True)
 
     def print_failures(self, output: Output) -> None:
-        """Print each distinct failure once: what happened, in which ranks, where their logs are; the earliest first."""
+        """Print each different failure once, the earliest first: its ranks, its error and the command for its log."""
         groups = group_failures(self.outcomes)
         shown: list[list[str]] = []
         for outcomes in groups[:MAX_LINES]:
@@ -257,8 +299,8 @@ class Summary:
             if outcomes[0].error_line is not None:
                 output.print(headline(outcomes[0], ranks, len(self.outcomes)), "red")
             else:
-                what = f"{name_ranks(ranks).capitalize()} failed ({outcomes[0].reason})"
-                output.print(f"{what}: {words_of(outcomes[0])}", "red")
+                failed = f"{name_ranks(ranks).capitalize()} failed ({outcomes[0].reason})"
+                output.print(f"{failed}: {words_of(outcomes[0])}", "red")
             for line in frames if frames not in shown else ():
                 output.print(line[:MAX_CHARACTERS])
             shown.append(frames)
@@ -268,7 +310,7 @@ class Summary:
 
 
 def _by_key(pairs: Iterable[tuple[K, V]]) -> list[tuple[K, list[V]]]:
-    """Group what has the same key, so that it is printed once."""
+    """Group values by key, in the order of the first value of each key."""
     groups: dict[K, list[V]] = {}
     for key, value in pairs:
         groups.setdefault(key, []).append(value)

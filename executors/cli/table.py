@@ -1,4 +1,4 @@
-"""The state of a run as a table for a terminal."""
+"""The table of the replicas of a run, for a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from executors.cli.output import name_duration, one_line
 from executors.protocol import ReplicaStatus
 from executors.status import COLUMNS, HEADINGS, STEPS_PER_S, ReplicaState, RunStatus
 
-STYLES = {  # in the order in which they matter to somebody who watches
+STYLES = {  # a short table shows the first of these states first
     ReplicaStatus.FAILED: "bold red",
     ReplicaStatus.RUNNING: "cyan",
     ReplicaStatus.CANCELLED: "yellow",
@@ -30,15 +30,24 @@ WIDTHS = {
     STEPS_PER_S: 7,
     "left": 7,
 }
-"""At least, so that columns stay where they are."""
+"""The least widths of columns, in characters. With them, columns do not move when numbers grow."""
 GAP = 2
-NOTE_WIDTH = 20  # of which no other column takes anything
-MAX_HEADING = 20  # characters of a number's name
-LINES_AROUND = 5  # title, head, what is left out, hint, and the prompt that follows
+NOTE_WIDTH = 20  # other columns leave this width to the note
+MAX_HEADING = 20  # characters of the name of a reported number
+LINES_AROUND = 5  # title, head, count of hidden rows, hint, and the prompt that follows
 
 
 def plain_table(*columns: str, right: Collection[str], gives_way: str) -> Table:
-    """Return an empty table: aligned columns under grey headings; on a narrow terminal one of them gives way."""
+    """Return an empty table with aligned columns.
+
+    Args:
+        columns: the names of the columns.
+        right: the columns with numbers, which are aligned to the right.
+        gives_way: the column that is cut on a narrow terminal.
+
+    Example:
+        plain_table("run", "age", right=("age",), gives_way="run")
+    """
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
     for name in columns:
         table.add_column(
@@ -55,12 +64,21 @@ def _heading(column: str) -> str:
 
 
 def cut(text: str) -> Text:
-    """Return a cell of one line that is cut where its column ends."""
+    """Return a cell of one line, which is cut at the end of its column.
+
+    Args:
+        text: the text of the cell.
+    """
     return Text(one_line(text), no_wrap=True, overflow="ellipsis")
 
 
 def title(status: RunStatus, elapsed_s: float) -> Text:
-    """Return the line above the table: how many replicas have which status, and the time since the launch."""
+    """Return the line above the table: the number of replicas by status, and the time since the launch.
+
+    Args:
+        status: the state of the run.
+        elapsed_s: the seconds since the launch.
+    """
     text = Text(", ").join(Text(f"{count} {state}", style=STYLES[state]) for state, count in status.numbers)
     if status.joined:
         text.append(f", {status.joined} joined")
@@ -77,13 +95,18 @@ def replica_table(
     more: Sequence[str] | None = None,
     brief: bool = False,
 ) -> RenderableType:
-    """Return the table of a run's replicas.
+    """Return the table of the replicas of a run.
 
     Args:
-        max_rows: show at most so many, first those that failed or run; the others are counted.
-        width: of the terminal, in columns. Where it is narrow, the least important numbers are left out.
-        more: which numbers to show that replicas report besides the usual ones. None: the first three.
-        brief: name only the reasons of failures, which are told elsewhere. Else the words of several are shown once.
+        status: the state of the run.
+        max_rows: the largest number of rows. Failed and running replicas come first, the others are counted. None: all.
+        width: the width of the terminal, in characters. On a narrow one, the least important numbers are left out.
+        more: the names of reported numbers to show besides the usual ones. None: the first three.
+        brief: True to show only the reason of each failure, if the full text is printed elsewhere. False: the full
+            text of each different failure is shown once.
+
+    Example:
+        replica_table(run.status(), width=80)
     """
     shown = status.replicas
     if max_rows is not None:
@@ -91,17 +114,24 @@ def replica_table(
         shown = sorted(by_interest[: max(1, max_rows)], key=lambda replica: replica.rank)
     columns = _fitting_columns(status.used_columns(more), shown, width, more or ())
     table = plain_table(*columns, right={*columns} - {"status", "note"}, gives_way="note")
-    told: set[str] = set()
+    printed: set[str] = set()
     for replica in shown:
-        is_told = (brief and not replica.restart.note) or replica.note in told
-        told.add(replica.note)
-        table.add_row(*(_cell(replica, name, is_told) for name in columns))
+        is_printed = (brief and not replica.restart.note) or replica.note in printed
+        printed.add(replica.note)
+        table.add_row(*(_cell(replica, name, is_printed) for name in columns))
     hidden = len(status.replicas) - len(shown)
     return Group(table, Text(f"… and {hidden} more", style="dim")) if hidden else table
 
 
 def _fitting_columns(columns: list[str], shown: Sequence[ReplicaState], width: int, wanted: Sequence[str]) -> list[str]:
-    """Leave out of the columns what is too much: the rate, the time in rounds, and the last of those nobody wanted."""
+    """Return the columns that fit. The rate goes first, then the time in rounds, then the last reported numbers.
+
+    Args:
+        columns: the names of all columns.
+        shown: the replicas in the table.
+        width: the width of the terminal, in characters.
+        wanted: the columns that the user asked for. They stay.
+    """
 
     def width_of(name: str) -> int:
         longest = max((len(replica.cell(name)) for replica in shown), default=0)
@@ -114,9 +144,9 @@ def _fitting_columns(columns: list[str], shown: Sequence[ReplicaState], width: i
     return columns
 
 
-def _cell(replica: ReplicaState, column: str, is_told: bool) -> Text:
+def _cell(replica: ReplicaState, column: str, is_printed: bool) -> Text:
     outcome = replica.outcome
-    if column == "note" and is_told and outcome is not None and outcome.status is ReplicaStatus.FAILED:
+    if column == "note" and is_printed and outcome is not None and outcome.status is ReplicaStatus.FAILED:
         text = Text(outcome.reason or "")
     else:
         text = cut(replica.cell(column)) if column == "note" else Text(replica.cell(column))

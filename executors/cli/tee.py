@@ -1,4 +1,4 @@
-"""The output of some ranks, shown while their run is followed; `--tee`."""
+"""The option `--tee`: shows the output of some ranks while their run is watched."""
 
 from __future__ import annotations
 
@@ -11,20 +11,26 @@ from executors.logs.follower import WHOLE, begins
 from executors.run.run import Run, view_of
 from executors.run.run_logs import Lines, log_pieces
 from executors.run.run_view import RunView
+from executors.status import name_ranks
 
-END_S = 5.0  # a service's last lines come late; they are in its log
+END_S = 5.0  # the last lines of a service come late; the log of the service has them
 
 
 class Tee:
     """Follows the logs of some ranks in a thread, from their beginning to their end.
 
     Args:
-        show: is given each line, led by its rank.
+        run: the run.
+        ranks: the ranks.
+        show: called with each line. The line begins with its rank.
+
+    Example:
+        Tee(run, [0, 2], print).finish()
     """
 
     def __init__(self, run: Run, ranks: Sequence[int], show: Callable[[str], None]) -> None:
         shared = view_of(run)
-        # A view of its own: this thread looks while another one looks through the run's view.
+        # A view of its own: this thread reads while another one reads through the run's view.
         handles = shared.handles[: shared.world_size]
         self._view = RunView(shared.store, shared.run_id, executor=shared.executor, handles=handles)
         self._ranks = ranks
@@ -36,11 +42,11 @@ class Tee:
         try:
             chosen = Lines(clean=without_bars)
             for line in log_pieces(self._view, self._ranks, WHOLE, True, "all", chosen, note=lambda words: None):
-                if not line.endswith(begins(0)):  # the first attempt is no news
+                if not line.endswith(begins(0)):  # the begin of a first attempt needs no line
                     self._show(line.rstrip("\n"))
         except ReplicasError as error:
-            self._show(f"The output of ranks cannot be shown any more: {error}")
+            self._show(f"The output of {name_ranks(self._ranks)} cannot be shown any more: {error}")
 
     def finish(self) -> None:
-        """Wait until all was shown, for a moment."""
+        """Wait up to five seconds until all lines were shown."""
         self._thread.join(END_S)

@@ -1,4 +1,4 @@
-"""The verbs `watch` and `stop`: keeping a run from anywhere, and ending it well."""
+"""The verbs `watch`, which restarts replicas from any machine, and `stop`, which ends a run after a round."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from executors.attempt.pauses import LONGEST_PAUSE_S
-from executors.cli.launch import TASK_DIGEST, TRUST_BUCKET
 from executors.cli.options import (
     BackendOptions,
+    DigestOption,
     EnvOption,
     ExecutorOption,
     RendezvousOption,
     RunArgument,
     SecretOption,
+    TrustOption,
     VolumeOption,
     find_run,
     parse_duration,
     parse_texts,
 )
 from executors.cli.output import JsonOption, Output, refuse, usage_errors
-from executors.settings.durations import DURATIONS, name_duration
+from executors.cli.verb_help import EXIT_CODES, describe
+from executors.settings.declaration import LIMITS
+from executors.settings.durations import name_duration
 from executors.settings.policy import HangLimits, Restarts
 from executors.status import RunStatus
 
@@ -35,32 +38,40 @@ if TYPE_CHECKING:
     from executors.settings.run_spec import StartSpec
 
 SETTING = re.compile(r"(?:^|,)(restarts|hang|start)=(.*?)(?=,(?:restarts|hang|start)=|$)")
-SET = "Other rules from here on: restarts=5, restarts=3/1h,oom=0, restarts=none, hang=off or start=20m. Repeatable."
-WATCH_RESTARTS = "As for launch, for all ranks from here on; the same as --set restarts=…. none: nothing restarts."
-LONGEST_S = 120.0  # of a single pass; what is due later is left to the next
-WITHIN = f"How long replicas have to finish their round ({DURATIONS}). Default: 10m."
+SET = "New rules from now on: restarts=5, restarts=3/1h,oom=0, restarts=none, hang=off or start=20m. Repeatable."
+WATCH_RESTARTS = "How often each rank is restarted from now on: N, N/1h, preempted or none. Default: as before."
+ONCE = "Make one pass and return, as for cron and CI. The exit code is then 0."
+LONGEST_S = 120.0  # the longest single pass; starts that are due later are left to the next pass
+WITHIN = "How long replicas have to finish their round, as in 90s or 5m. Later they are cancelled. Default: 10m."
 
 
+@describe(
+    examples=[
+        "replicas watch RUN --restarts 3",
+        "replicas watch RUN --once",
+        "replicas watch RUN --set hang=2m:3m --set restarts=5",
+    ],
+    exit_codes=EXIT_CODES,
+)
 def watch(
     run: RunArgument,
-    once: Annotated[bool, Option("--once", help="Make one pass and return: for cron and CI.")] = False,
-    set_: Annotated[list[str] | None, Option("--set", metavar="NAME=VALUE", help=SET)] = None,
-    restarts: Annotated[str | None, Option(metavar="N[/SPAN],…", help=WATCH_RESTARTS)] = None,
+    once: Annotated[bool, Option("--once", help=ONCE)] = False,
+    set_: Annotated[list[str] | None, Option("--set", metavar="NAME=VALUE", help=SET, rich_help_panel=LIMITS)] = None,
+    restarts: Annotated[str | None, Option(metavar="N,…", help=WATCH_RESTARTS, rich_help_panel=LIMITS)] = None,
     env: EnvOption = None,
     secret: SecretOption = None,
-    task_digest: Annotated[str | None, Option(metavar="SHA256", help=TASK_DIGEST)] = None,
-    trust_bucket: Annotated[bool, Option("--trust-bucket", help=TRUST_BUCKET)] = False,
+    task_digest: DigestOption = None,
+    trust_bucket: TrustOption = False,
     rendezvous: RendezvousOption = None,
     backend: ExecutorOption = None,
     option: BackendOptions = None,
     volume: VolumeOption = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Watch a run to its end, and restart replicas that ended with their machines, as the run's --restarts say.
+    """Watch a run, and restart replicas that ended with their machines.
 
-    Any number of processes may watch a run. Ctrl-C leaves the run alone. A detached run has no policy unless you gave
-    one. With --restarts preempted, this command restarts only replicas whose machine their service took back. Exit
-    code: as `launch`, or 0 with --once.
+    Any number of processes may watch a run. Ctrl-C stops watching, and the run continues. A detached run is restarted
+    only if its launch had --restarts, or if you give them here.
     """
     from executors.cli.live import watch as watch_to_its_end
     from executors.cli.summary import Summary, heading
@@ -78,7 +89,7 @@ def watch(
         start_specs = _start_specs(found, env, secret, task_digest=task_digest, trust_bucket=trust_bucket)
     log = DecisionLog(view.store, found.run_id, key=next((start_spec.spec.key for start_spec in start_specs), None))
     needs_lease = any(start_spec.spec.lease_s is not None for start_spec in start_specs)
-    if not needs_lease:  # else there is something to do in any case
+    if not needs_lease:  # a run that needs a lease is kept alive by this command, also if it restarts nothing
         _check_policy(found, log, new_restarts)
     if new_restarts is not None or hang is not None or start is not None:
         limits = None
@@ -100,11 +111,16 @@ def watch(
     try:
         watch_to_its_end(found, output)
     finally:
-        if lease is not None:  # who leaves a run that is watched from nowhere else lets it go on
+        # A run that no other process watches continues after this: the release records that it was left on purpose.
+        if lease is not None:
             lease.release()
     return Summary.of(found).finish(output)
 
 
+@describe(
+    examples=["replicas stop RUN", "replicas stop RUN --within 2m"],
+    exit_codes={**EXIT_CODES, 0: "No replica failed."},
+)
 def stop(
     run: RunArgument,
     within: Annotated[
@@ -115,10 +131,9 @@ def stop(
     option: BackendOptions = None,
     as_json: JsonOption = False,
 ) -> int:
-    """End a run well: each replica ends at its next round, and keeps what it has.
+    """End each replica of a run after its next round.
 
-    A replica that has not ended in time is cancelled. `replicas resume` continues the run. Exit code: 0 if nothing
-    failed.
+    No work is lost. A replica that has not ended in time is cancelled. `replicas resume` continues the run.
     """
     from executors.cli.live import PlainView, follow
     from executors.cli.summary import Summary, reference
@@ -131,24 +146,24 @@ def stop(
         if as_json:
             output.document(now.to_json())
         return 0
-    output.print(f"Stopping {found.run_id}: what has not ended in {name_duration(within)} is cancelled.", "bold")
+    output.print(
+        f"Stopping {found.run_id}. Replicas that have not ended in {name_duration(within)} are cancelled.", "bold"
+    )
     view = PlainView(output, found)
     with usage_errors():
         found.stop(within, lambda within_s: follow(found, view, timeout_s=within_s))
     view.update(found.status())
-    output.print(f"Go on from there: replicas resume {reference(found)}", "dim")
+    output.print(f"To continue the run: replicas resume {reference(found)}", "dim")
     return Summary.of(found).finish(output)
 
 
 def _settings(texts: Sequence[str] | None) -> tuple[Restarts | None, str | None, str | None]:
-    """Return the values of --set: for --restarts, --hang-timeout and --start-timeout."""
+    """Return the new rules of --set: for restarts, for the time without progress, and for the time of a start."""
     found: dict[str, str] = {}
     for text in texts or ():
         parts = SETTING.findall(text)
         if ",".join(f"{name}={value}" for name, value in parts) != text or not text:
-            refuse(
-                f"--set {text!r}: the form is --set restarts=5, --set hang=off, --set start=20m, or several by commas."
-            )
+            refuse(f"--set {text!r} is not a rule. Write --set restarts=5, --set hang=off or --set start=20m.")
         found |= dict(parts)
     with usage_errors():
         HangLimits.of(found.get("hang"), found.get("start"))
@@ -158,7 +173,11 @@ def _settings(texts: Sequence[str] | None) -> tuple[Restarts | None, str | None,
 def _start_specs(
     run: Run, env: Sequence[str] | None, secrets: Sequence[str] | None, *, task_digest: str | None, trust_bucket: bool
 ) -> list[StartSpec]:
-    """Return what starts attempts of a run that another process launched, after checking that all it needs is here."""
+    """Return the specifications from which this machine starts attempts of a run that another process launched.
+
+    Raises:
+        ReplicasError: this machine does not trust the task, or has no backend, account or secret of the run.
+    """
     from executors.run.run import view_of
     from executors.run.start_spec import resumable_placements, start_specs_of, trusted_task
     from executors.task.launch_request import LaunchRequest
@@ -166,11 +185,11 @@ def _start_specs(
     view = view_of(run)
     task = trusted_task(view, task_digest=task_digest, trust_bucket=trust_bucket)
     placements = resumable_placements(view)
-    # What this starts on this machine outlives it: Ctrl-C leaves the run alone.
+    # Attempts that this command starts on this machine outlive it, because its Ctrl-C must not end the run.
     detach = view.record.settings.detach or placements.lease_s is None
     values: Any = {"env": parse_texts("--env", env), "secrets": secrets or ()}
     start_specs = start_specs_of(view, task, **values, detach=detach, verb="watch")
-    # Its digest vouches for the entrypoint; what is checked are the account and the secrets.
+    # The digest has proven the entrypoint, so any callable serves: only the account and the secrets are checked.
     for start_spec in start_specs:
         its = placements.some([*{placements.at(rank): None for rank in start_spec.ranks}])
         limits: Any = {"gpu": start_spec.gpu, "timeout": start_spec.timeout_s, "secrets": start_spec.spec.secret_names}
@@ -179,19 +198,23 @@ def _start_specs(
 
 
 def _check_policy(run: Run, log: DecisionLog, restarts: Restarts | None) -> None:
+    """Refuse to watch a run that has no rules for restarts: the command would do nothing."""
     from executors.cli.summary import reference
     from executors.restarts.decision_log import policy_of
     from executors.run.run import view_of
 
     if restarts is None and policy_of(log.read(), Restarts.of(view_of(run).record.settings.restarts)) is None:
         refuse(
-            f"Run {run.run_id!r} has no --restarts, so nothing restarts after an end. Give a policy: "
-            f"replicas watch {reference(run)} --restarts 3"
+            f"Run {run.run_id!r} has no --restarts, so `watch` would restart nothing. "
+            f"Try: replicas watch {reference(run)} --restarts 3"
         )
 
 
 def _make_one_pass(run: Run, controller: ExternalController, output: Output) -> RunStatus:
-    """Answer what has ended, and start what follows, also where that is to wait for a moment; return what is then."""
+    """Decide about the ended attempts, start those that follow, and return the state of the run after that.
+
+    A start that is due within two minutes is waited for.
+    """
     from executors.cli.live import PlainView
 
     view, began = PlainView(output, run), time.monotonic()

@@ -1,4 +1,4 @@
-"""A folder that a command fills as a whole or not at all, also where the command is killed."""
+"""Fill a folder completely or not at all, also if the command is killed."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SCRATCH = re.compile(
 )
 INCOMPLETE = "INCOMPLETE.txt"
 ADVICE = """\
-`replicas collect {run_id}` began at {at} to move the files below into this folder, the last one last.
-If no such command runs any more, it was killed in between: some of these files may be of an earlier collection.
-Run `replicas collect {run_id} --out …` again for this folder. It deletes this file when all files are in place.
+`replicas collect {run_id}` began at {at} to move the files below into this folder, in this order.
+If this command does not run any more, it was killed. Some of these files may then be from an earlier collection.
+Run `replicas collect {run_id} --out …` again for this folder. The command deletes this file when all files are here.
 
 {files}
 """
@@ -33,19 +33,23 @@ Run `replicas collect {run_id} --out …` again for this folder. It deletes this
 
 @contextlib.contextmanager
 def whole_folder(out: Path, run_id: str, *, last: str) -> Iterator[Path]:
-    """Give a temporary folder. What it holds when the block ends is moved to `out`; after an error nothing is.
+    """Yield a temporary folder, and move its content to `out` when the block ends. After an error nothing is moved.
 
-    Files of the same names are replaced in an `out` that exists. While that goes on, `INCOMPLETE.txt` in there says so,
-    and stays where the command is killed in between. Temporary folders of killed commands are deleted by the next one.
+    Files of the same names are replaced if `out` exists. While files are moved, `out` has an `INCOMPLETE.txt`, which
+    remains if the command is killed. The next command deletes the temporary folders of killed commands.
 
     Args:
-        out: the folder, which may be missing.
-        run_id: the run whose files these are, for that text.
-        last: the file to move last, by its name in the folder. It is whole where the others are.
+        out: the folder. It may be missing.
+        run_id: the run that the files are from, for the text of `INCOMPLETE.txt`.
+        last: the name of the file to move last. Where it exists, all other files exist as well.
 
     Raises:
         UsageProblem: the folder cannot be made.
-        OSError: a file cannot be written, or something is in its way.
+        OSError: a file cannot be written, or another file is at its path.
+
+    Example:
+        with whole_folder(Path("results"), run.run_id, last="results.json") as folder:
+            (folder / "results.json").write_text("{}")
     """
     named, out = out, out.absolute()
     try:
@@ -54,7 +58,7 @@ def whole_folder(out: Path, run_id: str, *, last: str) -> Iterator[Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         for folder in (out, out.parent):
             _sweep(folder)
-        # In the folder if there is one: it may be another disk than the folder above it.
+        # The temporary folder is inside an existing `out`, because `out` may be on another disk than its parent.
         scratch = tempfile.mkdtemp(prefix=_own_prefix(), dir=out if out.exists() else out.parent)
     except OSError as error:
         raise_write_error(named, error)
@@ -63,7 +67,7 @@ def whole_folder(out: Path, run_id: str, *, last: str) -> Iterator[Path]:
         new.mkdir()
         try:
             yield new
-        except OSError as error:  # named by where it would have been
+        except OSError as error:  # the user knows the final path of the file, and not the temporary one
             if isinstance(error.filename, str):
                 error.filename = error.filename.replace(str(new), str(out))
             raise
@@ -84,7 +88,7 @@ def _machine() -> str:
 
 
 def _sweep(folder: Path) -> None:
-    """Delete the temporary folders of processes of this machine that have ended; those of others are left alone."""
+    """Delete the temporary folders of processes of this machine that have ended. Other machines may share the disk."""
     with contextlib.suppress(OSError):
         for path in folder.glob(f"{PREFIX}*"):
             found = SCRATCH.fullmatch(path.name)
@@ -93,14 +97,14 @@ def _sweep(folder: Path) -> None:
 
 
 def _move_into(out: Path, new: Path, run_id: str, last: str) -> None:
-    """Move files into a folder that exists, over those of the same names; every name is checked before."""
+    """Move files into an existing folder, over files of the same names. All paths are checked before the first move."""
     moves = [(path, out / path.relative_to(new)) for path in sorted(new.rglob("*")) if path.is_file()]
     for _, target in moves:
         folders = [folder for folder in target.parents if folder.is_relative_to(out) and os.path.lexists(folder)]
         if target.is_dir() or not all(folder.is_dir() for folder in folders):
-            raise OSError(errno.EEXIST, "something else is in the way", str(target))
+            raise OSError(errno.EEXIST, "a file or folder of another kind is at this path", str(target))
         if not target.parent.resolve().is_relative_to(out.resolve()):
-            raise OSError(errno.ELOOP, "a symbolic link on the way leads out of the folder", str(target))
+            raise OSError(errno.ELOOP, "a symbolic link in this path leads out of the folder", str(target))
     moves.sort(key=lambda move: move[1] == out / last)
     files = "\n".join(str(target.relative_to(out)) for _, target in moves)
     note = new.parent / INCOMPLETE

@@ -8,6 +8,10 @@ from typing import Any
 
 from executors.store.records import Check
 
+RUN, WHERE, LIMITS, WATCH, SETTINGS, TESTING = "Run", "Where", "Limits and restarts", "Watch", "Settings", "Testing"
+PANELS = (RUN, WHERE, LIMITS, WATCH, SETTINGS, TESTING)
+"""The panels of `replicas launch --help`, in their order there."""
+
 
 class Duration(float):
     """The type of a setting that is seconds, or a text such as `1h30m`."""
@@ -18,7 +22,8 @@ class Option:
     """How users give a setting: as an option of the command, a key of a settings file, a variable, or an argument.
 
     Args:
-        help: the text about it in the command's help.
+        help: the text about it in the command's help: meaning, unit, legal values and default.
+        panel: the panel of the help that shows it, one of `PANELS`.
         kind: the type that its text has: `str`, `int`, `float`, `bool`, `Duration` or `list[str]`.
         metavar: the placeholder of its value in the help. Empty: the type's own.
         flags: its flags. Empty: `--` and the name of the field, with hyphens.
@@ -27,10 +32,11 @@ class Option:
         words: the middle of the error about another type, between the name and the value, as `is a number of seconds`.
 
     Example:
-        Option(help="A GPU for each replica.", metavar="GPU", types=(str,), words="names a GPU, as in 'H100'")
+        Option(help="The GPU of each replica.", panel=RUN, metavar="GPU", types=(str,), words="names a GPU")
     """
 
     help: str
+    panel: str
     kind: Any = str
     metavar: str = ""
     flags: tuple[str, ...] = ()
@@ -48,7 +54,7 @@ def setting(check: Check[Any], *default: Any, option: Option) -> Any:
         option: how users give it.
 
     Example:
-        fail_fast: bool = setting(flag, False, option=Option(help="End the run at the first failure.", kind=bool))
+        fail_fast: bool = setting(flag, False, option=Option(help="End at a failure.", panel=LIMITS, kind=bool))
     """
     metadata = {"check": check, "option": option}
     if not default:

@@ -7,8 +7,17 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Self
 
-from executors.settings.declaration import Duration, Option, options_of, setting
-from executors.settings.durations import DURATIONS
+from executors.settings.declaration import (
+    LIMITS,
+    RUN,
+    TESTING,
+    WATCH,
+    WHERE,
+    Duration,
+    Option,
+    options_of,
+    setting,
+)
 from executors.settings.policy import NO_RESTARTS, HangLimits, Restarts
 from executors.store.records import FAR_AHEAD, Record, flag, integer, list_of, nullable, number, parsed, text
 
@@ -34,13 +43,21 @@ class Settings(Record):
 
     n: int = setting(
         integer(1, MAX_WORLD_SIZE),
-        option=Option(help="How many replicas.", kind=int, metavar="N", flags=("--n",), types=(int,)),
+        option=Option(
+            help="The number of replicas, from 1 to 10000. Required, unless --backend names numbers.",
+            panel=RUN,
+            kind=int,
+            metavar="N",
+            flags=("--n",),
+            types=(int,),
+        ),
     )
     gpu: str | None = setting(
         nullable(text(100)),
         None,
         option=Option(
-            help="A GPU for each replica, as in H100 or H100:2.",
+            help="The GPU of each replica, as in H100 or H100:2. Default: none.",
+            panel=RUN,
             metavar="GPU",
             example="H100",
             types=(str,),
@@ -51,8 +68,9 @@ class Settings(Record):
         nullable(number(0.0, FAR_AHEAD)),
         None,
         option=Option(
-            help=f"How long each replica may run ({DURATIONS}). Default: one hour in a cloud, else a cluster's limit, "
-            "or none.",
+            help="Time limit of each replica, as in 90s, 5m or 1h30m. Default: 1h in a cloud, the "
+            " limit of the cluster on a cluster, else none.",
+            panel=LIMITS,
             kind=Duration,
             metavar="DURATION",
             types=(int, float),
@@ -63,7 +81,8 @@ class Settings(Record):
         NAMES,
         (),
         option=Option(
-            help="A secret of the backend, by name, for the replicas' environment. Repeatable.",
+            help="The name of a secret of the backend, for the environment of the replicas. Repeatable.",
+            panel=WHERE,
             kind=list[str],
             metavar="NAME",
             flags=("--secret",),
@@ -74,8 +93,9 @@ class Settings(Record):
         nullable(number(0.0, FAR_AHEAD)),
         None,
         option=Option(
-            help="The most that all replicas may cost together, restarts included. It becomes a time limit, and needs "
-            "a backend with published prices. Replicas that `replicas add` starts cost extra.",
+            help="Most that all replicas may cost together, in US dollars, restarts included. It becomes a time "
+            "limit, and needs a backend with prices. It does not cover `replicas add`. Default: no limit.",
+            panel=LIMITS,
             kind=float,
             metavar="USD",
         ),
@@ -84,10 +104,10 @@ class Settings(Record):
         NAMES,
         (),
         option=Option(
-            help="A fault to inject, for the local backend only. kill:rank=1,round=3 kills rank 1 in round 3, counted "
-            "from 1. In place of round: at=POINT,count=N,when=after. attempt=all repeats the fault in each attempt. In "
-            "place of kill: hang:…,how=gil|spin|lock|loop|stop, raise:…, exit:…,code=75, oom:…. kill:every=5 kills a "
-            "random rank every 5 s. store:lost=0.02,error=0.01,delay=0.3 disturbs the store. Repeatable.",
+            help="Inject a fault on this machine, as kill:rank=1,round=3. Rounds count from 1. In place of kill: "
+            "hang, raise, exit or oom. kill:every=5 kills a random replica every 5 s. "
+            "store:lost=0.02,error=0.01,delay=0.3 disturbs the store. Repeatable.",
+            panel=TESTING,
             kind=list[str],
             metavar="SPEC",
             example=["kill:rank=1,round=3"],
@@ -97,7 +117,8 @@ class Settings(Record):
         flag,
         False,
         option=Option(
-            help="End the run if a replica fails before the first round of any replica. Default: the others continue.",
+            help="End the run if a replica fails before the first round. Default: the others continue.",
+            panel=LIMITS,
             kind=bool,
         ),
     )
@@ -105,7 +126,9 @@ class Settings(Record):
         nullable(integer(1, MAX_WORLD_SIZE)),
         None,
         option=Option(
-            help="Start with M if the others do not start. The run has succeeded when M have succeeded. Default: all.",
+            help="Start with M replicas if the others do not start. The run succeeds when M have succeeded. "
+            "From 1 to N. Default: N.",
+            panel=LIMITS,
             kind=int,
             metavar="M",
         ),
@@ -114,7 +137,8 @@ class Settings(Record):
         number(0.0, FAR_AHEAD),
         GATHER_S,
         option=Option(
-            help=f"How long --min-replicas waits for all ({DURATIONS}); later replicas join. Default: 10m.",
+            help="How long --min-replicas waits for all N, as in 90s or 5m. Later replicas join. Default: 10m.",
+            panel=LIMITS,
             kind=Duration,
             metavar="DURATION",
             flags=("--gather",),
@@ -124,11 +148,11 @@ class Settings(Record):
         nullable(parsed(Restarts.parse)),
         None,
         option=Option(
-            help="Bring back replicas that end, up to N times each: N, N/1h for any hour, with caps for reasons or "
-            "exit codes as in 3,oom=0,75=inf. 0: only what is not the replica's fault. preempted: only replicas whose "
-            "machine their service took back. none: nothing. Default: preempted while this command watches the run, "
-            "and none with --detach.",
-            metavar="N[/SPAN],…",
+            help="How often each replica is restarted: N, or N/1h for N in any hour. Caps for reasons or exit codes: "
+            "3,oom=0,75=inf. 0: only after ends that are not its fault. preempted: only after preemptions. none: "
+            "never. Default: preempted, but none with --detach.",
+            panel=LIMITS,
+            metavar="N,…",
             example=3,
         ),
     )
@@ -136,9 +160,10 @@ class Settings(Record):
         nullable(parsed(HangLimits.of)),
         None,
         option=Option(
-            help="How long a replica may run without progress: SOFT[:HARD] as in 2m:3m, auto or off. Default: auto, "
-            "which is 1 min for an idle replica, 30 min for an active one, and more if its steps are longer.",
-            metavar="SOFT[:HARD]",
+            help="Longest time without progress: SOFT or SOFT:HARD as in 2m:3m, auto or off. Default: auto, which is "
+            "1m for an idle replica and 30m for an active one, and more if its steps are longer.",
+            panel=LIMITS,
+            metavar="SPAN",
             example="2m:3m",
         ),
     )
@@ -146,9 +171,10 @@ class Settings(Record):
         nullable(parsed(HangLimits.start_text)),
         None,
         option=Option(
-            help=f"How long a replica may take from its start to its first progress ({DURATIONS}), or auto. Default: "
-            "auto, which follows from --hang-timeout, or is 30 min idle without it.",
-            metavar="DURATION|auto",
+            help="Longest time from the start to the first progress: a duration as in 20m, or auto. Default: "
+            "auto, which follows from --hang-timeout, or is 30m without it.",
+            panel=LIMITS,
+            metavar="SPAN",
             example="20m",
         ),
     )
@@ -156,8 +182,9 @@ class Settings(Record):
         integer(0, MAX_WORLD_SIZE),
         0,
         option=Option(
-            help="Start S more containers, which take over for replicas that lose theirs. Needs --restarts and a "
-            "cloud.",
+            help="The number of extra containers that take over for replicas that lose theirs. Needs "
+            "--restarts and a cloud.",
+            panel=LIMITS,
             kind=int,
             metavar="S",
         ),
@@ -166,7 +193,9 @@ class Settings(Record):
         nullable(text(1000)),
         None,
         option=Option(
-            help="A function that each new process calls before the task, for 60 s at most: pkg.mod:f, path/file.py:f.",
+            help="A function that each new process calls before the task, for at most 60 s: pkg.mod:f or "
+            "path/file.py:f. Default: none.",
+            panel=LIMITS,
             metavar="NAME",
             example="checks.py:gpu",
             types=(str,),
@@ -177,8 +206,8 @@ class Settings(Record):
         flag,
         False,
         option=Option(
-            help="Let replicas accept only records made with the run's key. This machine makes the key and keeps it "
-            "for resume.",
+            help="Accept only records made with the key of the run. This machine makes the key and keeps it.",
+            panel=WHERE,
             kind=bool,
             types=(bool,),
             words="is True or False",
@@ -189,6 +218,7 @@ class Settings(Record):
         None,
         option=Option(
             help="Begin with the model and the outer momentum of another run: its id, or URL/RUN_ID. Steps begin at 0.",
+            panel=RUN,
             metavar="RUN",
             flags=("--from",),
             types=(str,),
@@ -199,7 +229,8 @@ class Settings(Record):
         nullable(integer(0, MAX_STEP)),
         None,
         option=Option(
-            help="Take the newest round of that run at or before this step. Default: its newest round.",
+            help="Take the newest round of the --from run at or before step N. Default: its newest round.",
+            panel=RUN,
             kind=int,
             metavar="N",
             types=(int,),
@@ -210,7 +241,8 @@ class Settings(Record):
         nullable(text(400, TRACKER)),
         None,
         option=Option(
-            help="A tracker that also gets the numbers of the replicas: trackio, wandb, mlflow, or pkg.mod:Class.",
+            help="Also send the numbers of the replicas to trackio, wandb, mlflow or pkg.mod:Class. Default: none.",
+            panel=WATCH,
             metavar="NAME",
             example="trackio",
             types=(str,),
@@ -221,7 +253,8 @@ class Settings(Record):
         nullable(integer(-ANY_SEED, ANY_SEED)),
         None,
         option=Option(
-            help="Seed the replicas from this and their rank.",
+            help="Seed each replica from the integer S and its rank. Default: not seeded.",
+            panel=RUN,
             kind=int,
             metavar="S",
             types=(int,),
@@ -231,7 +264,9 @@ class Settings(Record):
     detach: bool = setting(
         flag,
         False,
-        option=Option(help="Print the run id and return; the run continues.", kind=bool, flags=("--detach", "-d")),
+        option=Option(
+            help="Print the run id and return. The run continues.", panel=WATCH, kind=bool, flags=("--detach", "-d")
+        ),
     )
 
     @classmethod

@@ -98,15 +98,18 @@ def test_an_error_is_a_document_where_json_is_set_by_file_or_variable(
 def test_what_is_wrong_with_a_launch_is_said_with_the_file_that_says_it(here: HereInstead, file: Path) -> None:
     known = ", ".join(sorted(BUILT_IN))
     for change, message in (
-        ("n = 0", f"Error: n must be at least 1, got n=0.\n  n is set by {file}.\n"),
+        ("n = 0", f"Error: n must be at least 1, got n=0.\n  The setting n is from {file}.\n"),
         (
             "backend = 'modla'",
-            f"Did you mean 'modal'? Known: {known}.\n  backend is set by {file}.\n",
+            f"Did you mean 'modal'? Known: {known}.\n  The setting backend is from {file}.\n",
         ),
-        ("entrypoint = 'jb.py'", f"does not exist. Did you mean 'job.py'?\n  entrypoint is set by {file}.\n"),
-        ("option.local.gpu = 1", f"max_parallel, preload, term_grace_s.\n  option.gpu is set by {file}.\n"),
-        ("option.local.preload = 1", f"got 1.\n  option.preload is set by {file}.\n"),
-        ("args.steps = 'x'\nentrypoint = 't.py'", f"takes steps as an int.\n  args.steps is set by {file}.\n"),
+        ("entrypoint = 'jb.py'", f"does not exist. Did you mean 'job.py'?\n  The setting entrypoint is from {file}.\n"),
+        ("option.local.gpu = 1", f"max_parallel, preload, term_grace_s.\n  The setting option.gpu is from {file}.\n"),
+        ("option.local.preload = 1", f"got 1.\n  The setting option.preload is from {file}.\n"),
+        (
+            "args.steps = 'x'\nentrypoint = 't.py'",
+            f"takes steps as an int.\n  The setting args.steps is from {file}.\n",
+        ),
         ("[profile.small]\nm = 1", f"Error: [profile.small] of {file}: No setting 'm'. Known: args, backend"),
     ):
         (here.folder.path / "t.py").write_text("def main(steps: int): ...\n")

@@ -38,7 +38,7 @@ def test_doctor_says_what_is_wrong_and_what_to_do(
         "runs",
         "rendezvous",
     ]
-    assert "Set XDG_STATE_HOME to a directory you can write." in result.stdout
+    assert "Set XDG_STATE_HOME to a directory that you can write." in result.stdout
 
 
 def test_doctor_finds_a_store_that_can_only_be_read(

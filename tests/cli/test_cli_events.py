@@ -69,8 +69,8 @@ def test_the_output_of_some_ranks_is_shown_while_a_run_is_watched(job: HereInste
     assert output == ["[1] attempt 0", "[1] === attempt 1 ===", "[1] attempt 1"]
     assert "[0]" not in shown.stdout
     for arguments, message in (
-        (["--tee", "0,2"], "--tee 2: the ranks are 0 to 1."),
-        (["--tee", "0", "-d"], "leave --"),
+        (["--tee", "0,2"], "--tee 2 is not a rank of this run, which has ranks 0-1."),
+        (["--tee", "0", "-d"], "Remove --tee or --detach."),
     ):
         refused = job.launch("killed_job:main", *arguments)
         assert (refused.code, message in refused.stderr) == (2, True), refused

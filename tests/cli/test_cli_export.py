@@ -49,7 +49,7 @@ def test_export_refuses_one_file_for_two_formats(here: HereInstead, formats: tup
     (here.folder.path / "link").symlink_to("out")
     done = here.replicas("export", "mine", first, "out", second, here.folder.path / "link")
     assert done.code == 2
-    assert "Error: Each format needs a place of its own, '" in done.stderr
+    assert " is given for two formats. Give each format its own path." in done.stderr
     assert not (here.folder.path / "out").exists()
 
 
@@ -77,7 +77,7 @@ def test_an_export_says_what_it_cannot_do(here: HereInstead, local: LocalProcess
     run = launch(local, "job:report", 1, run_id="mine")
     run.results()
     for arguments, said in (
-        ((), "Say what to write: --tensorboard DIR, --csv FILE or --jsonl FILE."),
+        ((), "No format was given. Add --tensorboard DIR, --csv FILE or --jsonl FILE."),
         (("--csv", tmp_path / "no" / "run.csv"), f"Cannot write to {str(tmp_path / 'no')!r}: There is no such folder."),
         (("--jsonl", "/dev/null"), "'/dev/null': Not a regular file"),
     ):
@@ -117,4 +117,4 @@ def test_a_tracker_is_named_by_an_option_a_settings_file_or_the_environment(
     monkeypatch.setenv("REPLICAS_TRACKER", "trackoi")
     refused = here.replicas("launch", "live.py", "--n", 1)
     assert (refused.code, "Did you mean 'trackio'?" in refused.stderr) == (2, True), refused
-    assert "tracker is set by REPLICAS_TRACKER." in refused.stderr
+    assert "The setting tracker is from REPLICAS_TRACKER." in refused.stderr

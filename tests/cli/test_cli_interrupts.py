@@ -36,7 +36,7 @@ def test_one_interrupt_cancels_the_run_says_so_and_waits_for_the_end(folder: Fol
         eventually(lambda: is_hanging("mine"))
         command.interrupt(number)
         assert command.ends() == 130
-        assert "Cancelling; waiting for the replicas to end." in command.output
+        assert "Cancelling, and waiting for the replicas to end." in command.output
         assert re.search(r"ranks 0-1 cancelled|rank [01] cancelled", command.output)
     run = attach("mine")
     assert run.status().status is ReplicaStatus.CANCELLED
@@ -53,7 +53,7 @@ def test_a_second_interrupt_exits_at_once_and_what_ran_is_killed(folder: Folder)
         command.prints("Cancelling")
         command.interrupt()
         assert command.ends() == 130
-        assert "Exiting now. Replicas of mine that still run are killed." in command.output
+        assert "Exiting now. The remaining replicas of mine are killed." in command.output
     eventually(lambda: attach("mine").status().is_terminal)
     assert attach("mine").status().status is ReplicaStatus.CANCELLED
 
@@ -134,7 +134,7 @@ def test_ctrl_c_of_add_marks_all_it_added_where_the_backend_is_silent(machines: 
     thread.start()
     done = here.replicas("add", "mine", "--n", 2, "--backend", "support.fake_jobs:FakeExecutor")
     thread.join()
-    assert (done.code, "Cancelling failed: These may still run: " in done.stdout) == (
+    assert (done.code, "The run could not be cancelled: These may still run: " in done.stdout) == (
         130,
         True,
     ), done
@@ -239,7 +239,7 @@ def test_ctrl_c_on_a_terminal_cancels_once_and_forces_twice(on_terminal: Callabl
     terminal.shows("Ctrl-C cancels the run.")
     eventually(lambda: is_hanging("mine"))
     terminal.type(b"\x03")
-    terminal.shows("Cancelling; waiting for the replicas to end. Press Ctrl-C again to exit now.")
+    terminal.shows("Cancelling, and waiting for the replicas to end. To exit now, press Ctrl-C again.")
     terminal.type(b"\x03")
     assert terminal.ends() == 130
     assert terminal.raw.rindex("\x1b[?25h") > terminal.raw.rindex("\x1b[?25l")

@@ -31,7 +31,7 @@ def test_arguments_are_json_where_they_parse_and_strings_where_not(here: HereIns
         "a": 1, "b": [1, 2], "c": True, "d": "word", "e": "x=y", "f": "", "g": "7", "h": "007", "i": "NaN",
         "compare": "True",
     }  # fmt: skip
-    assert "compare=True is a string; JSON writes compare=true." in result.stderr
+    assert "compare=True is a string. For the constant, write compare=true." in result.stderr
 
 
 def test_an_argument_is_what_its_annotation_says_also_where_only_the_replica_knows_it(here: HereInstead) -> None:
@@ -137,7 +137,7 @@ def test_a_full_disk_under_the_output_does_not_end_the_run_that_is_watched(folde
         (folder.path / "go").touch()
         error = command.stderr.read()
     why = "No space left on device"
-    assert told == f"Note: Lines of output are left out: they cannot be written ({why}). The run continues.\n"
+    assert told == f"Note: Lines of output are lost, because they cannot be written ({why}). The run continues.\n"
     assert attach("mine").status().status is ReplicaStatus.SUCCEEDED
     assert (command.returncode, error) == (1, f"Error: [Errno 28] {why}\n"), "and in the end that counts"
 
@@ -187,9 +187,9 @@ def test_without_an_entrypoint_the_default_task_of_the_installation_runs(here: H
 
 
 USAGE = [
-    (["--n", "2", "--arg", "foo"], "--arg 'foo': the form is --arg NAME=VALUE, as in --arg steps=500"),
-    (["--n", "2", "--arg", "a=1", "--arg", "a=2"], "--arg a is given twice."),
-    (["--n", "2", "--env", "=x"], "the form is --env NAME=VALUE"),
+    (["--n", "2", "--arg", "foo"], "--arg 'foo' is not of the form NAME=VALUE. Write, for example, --arg steps=500"),
+    (["--n", "2", "--arg", "a=1", "--arg", "a=2"], "--arg a=… is given twice. Remove one of them."),
+    (["--n", "2", "--env", "=x"], "--env '=x' is not of the form NAME=VALUE"),
     (["--n", "0"], "n must be at least 1, got n=0."),
     (["--n", "two"], "--n"),
     ([], "--n"),

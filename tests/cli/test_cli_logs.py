@@ -103,7 +103,7 @@ def test_earlier_attempts_are_shown_by_number_or_all_with_a_line_before_each(
         assert (shown.code, shown.stdout.startswith(beginning)) == (0, True), (arguments, shown)
     for wrong, message in (
         (2, "attempt must be from 0 to 1, or 'all', got 2."),
-        ("x", "is a number or 'all', got 'x'"),
+        ("x", "must be a number or 'all', got 'x'"),
     ):
         refused = bars.replicas("logs", "mine", "--attempt", wrong)
         assert (refused.code, message in refused.stderr) == (2, True), refused
@@ -180,13 +180,13 @@ REFUSED = (
     ("--prefix {rnak}", "'{rnak}': No field 'rnak'. Did you mean 'rank'?"),
     ("--prefix {rank", "The prefix '{rank': "),
     ("--prefix {rank:d3}", "The prefix '{rank:d3}': "),
-    ("--prefix {rank} --json", "leave --prefix away"),
+    ("--prefix {rank} --json", "Remove --json or --prefix."),
     ("--grep (", "--grep '(' is not a regular expression"),
-    ("--since yesterday", "'yesterday' is no time. Give 90, 90s"),
-    ("--since 1m --follow", "leave --since and --until away"),
+    ("--since yesterday", "'yesterday' is not a time. Give a duration before now (90, 90s"),
+    ("--since 1m --follow", "Remove --follow, or --since and --until."),
     ("--since 1m", "Rank 0 has no times of its lines: the times of the lines of "),
-    ("--stacks --grep x", "--stacks shows whole dumps: leave --grep away."),
-    ("-r 0-", "'0-' does not name ranks, as 3 or 0,2-5 do."),
+    ("--stacks --grep x", "--stacks shows complete stacks. Remove --grep."),
+    ("-r 0-", "'0-' does not name ranks. Write 3, or 0,2-5."),
     ("-r 5-2", "'5-2' does not name ranks"),
     ("-r 0-9", "has the ranks 0-1, got rank=2."),
 )
@@ -205,7 +205,7 @@ def test_what_logs_cannot_show_is_refused(
 def test_stacks_are_shown_of_the_newest_attempt_that_has_any(bars: HereInstead, local: LocalProcessExecutor) -> None:
     run = launch(local, "bars:bar", 2, run_id="mine")
     assert run.wait(60)
-    assert "no stacks were dumped of ranks 0-1." in bars.replicas("logs", "mine", "--stacks").stderr
+    assert "No stacks exist of ranks 0-1." in bars.replicas("logs", "mine", "--stacks").stderr
     for attempt, number in ((0, 0), (1, 0), (1, 1)):
         view_of(run).store.put(
             f"mine/replicas/0001/{attempt}/stacks/{number}.txt", f"hung {attempt}\x1b[2J\n  File".encode()

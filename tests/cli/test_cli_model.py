@@ -49,7 +49,7 @@ def test_a_model_that_is_not_available_is_an_error_and_writes_no_file(here: Here
     for options, says in (
         (("--step", 0), "Available: steps "),
         (("--name", "other"), "It has: main"),
-        (("--dtype", "half"), "--dtype is one of live and float32"),
+        (("--dtype", "half"), "--dtype must be live or float32"),
         (("--step", -1), "-1"),
     ):
         done = here.replicas("model", "mine", "--out", file, *options)
@@ -83,7 +83,7 @@ def test_the_ends_of_launch_and_collect_name_the_command_for_the_model_and_the_a
     here: HereInstead, tmp_path: Path
 ) -> None:
     trained(tmp_path)
-    line = "The model: replicas model mine --out model.safetensors"
+    line = "Get the model: replicas model mine --out model.safetensors"
     assert line in here.replicas("wait", "mine").stdout
     assert line in here.replicas("collect", "mine", "--out", tmp_path / "out").stdout
     launch(LOCAL, "job:keep", 1, run_id="other").wait()

@@ -84,7 +84,7 @@ def test_logs_cancel_and_rm_print_one_document(here: HereInstead, local: LocalPr
         {"rank": 1, "log": "hanging\n"},
     ]
     assert [row["rank"] for row in here.replicas("logs", "mine", "--json", "-r", 1).json["replicas"]] == [1]
-    assert "leave --follow away" in here.replicas("logs", "mine", "--json", "-f").stderr
+    assert "Remove --json or --follow." in here.replicas("logs", "mine", "--json", "-f").stderr
     told = here.replicas("cancel", "mine", "--rank", 1, "--json").json
     assert (told["cancelled"], told["still_ending"]) == ([1], [])
     assert told["replicas"][1]["exit_code"] != 0
@@ -343,7 +343,7 @@ def test_with_json_there_is_one_document_also_where_something_cannot_be_written(
     (tmp_path / "out" / "results.json").mkdir(parents=True)
     told = here.replicas("collect", "mine", "--json", "--out", tmp_path / "out")
     assert (told.code, told.json["out"], told.json["run_id"]) == (1, None, "mine")
-    assert "something else is in the way" in told.json["error"]
+    assert "a file or folder of another kind is at this path" in told.json["error"]
 
 
 def test_with_json_there_is_one_document_also_where_the_disk_fails(folder: Folder) -> None:

@@ -40,8 +40,8 @@ def test_a_plan_says_what_to_pass_on_and_what_it_costs(here: HereInstead) -> Non
         "hidden behind 18.0 s; 0.1 % of the time lost",
         "per replica and 50 steps: 1.49 GB up, 2.32 GB down; 400 rounds: 12.2 TB in all, $0.64 of requests, "
         "$667 of egress unless the replicas run in eu-west-1",
-        'pass it on:  DiLoCo(model, inner_steps=50, fragments=2, overlap_steps=20, merge="carry", wire="int8")',
-        "machines of unlike speeds:  DiLoCo(model, round_seconds=45, fragments=2, overlap_seconds=18, "
+        'in your loop:  DiLoCo(model, inner_steps=50, fragments=2, overlap_steps=20, merge="carry", wire="int8")',
+        "with machines of different speeds:  DiLoCo(model, round_seconds=45, fragments=2, overlap_seconds=18, "
         'merge="carry", wire="int8")',
     ], result
     found = here.replicas(
@@ -59,9 +59,9 @@ def test_a_plan_says_what_to_pass_on_and_what_it_costs(here: HereInstead) -> Non
     [
         (("--inner-steps", "10", "--steps", "200"), 'wire="int8", outer_lr=1.0, outer_momentum=0.5)'),
         (("--inner-steps", "20", "--params", "20M"), "A round misses the last 19 of 20 steps"),
-        (("--store", "s3://bucket/runs"), "The link is assumed: --probe measures it"),
-        (("--store", "s3://b/?endpoint_url=https://s3.example.com"), "what s3.example.com costs is not known here"),
-        (("--up", "20kB", "--down", "20kB", "--params", "1B"), "Nothing hides the rounds at this link"),
+        (("--store", "s3://bucket/runs"), "The link is assumed. Measure it with --probe"),
+        (("--store", "s3://b/?endpoint_url=https://s3.example.com"), "the prices of s3.example.com are not known"),
+        (("--up", "20kB", "--down", "20kB", "--params", "1B"), "No settings hide the rounds at this link"),
         (("--up", "2MB", "--down", "2MB", "--params", "10M", "--overlap-steps", "0"), "would be lost with: "),
     ],
 )  # fmt: skip
@@ -93,7 +93,7 @@ def test_a_plan_for_an_endpoint_of_the_environment_is_priced_as_that_endpoint(
     assert "(assumed" in planned("s3://bucket/runs?profile=of-another-machine")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "https://s3.example.com")
     at_example = planned("s3://bucket/runs")
-    assert "what s3.example.com costs is not known here" in at_example
+    assert "the prices of s3.example.com are not known" in at_example
     assert "(assumed" in at_example, "the measurement is of another service"
 
 
@@ -108,15 +108,15 @@ def test_a_plan_for_a_bucket_has_objects_that_a_bucket_takes(here: HereInstead) 
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ((), "Where do the replicas meet? Give --store URL"),
-        (("--probe", *BY_HAND), "--probe measures the way to a rendezvous: give --store URL, too."),
-        (("--params", "many", *BY_HAND), "--params 'many' is not a number. Give one such as 20000, 1.3e9"),
-        (("--steps", "many", *BY_HAND), "--steps 'many' is not a number. Give one such as 20000, 1.3e9"),
+        ((), "The link is not known. Add --store URL"),
+        (("--probe", *BY_HAND), "--probe measures the link to a rendezvous. Add --store URL."),
+        (("--params", "many", *BY_HAND), "--params 'many' is not a number of at least 1. Write, for example, 20000"),
+        (("--steps", "many", *BY_HAND), "--steps 'many' is not a number of at least 1. Write, for example, 20000"),
         (("--up", "3Mb"), "--up '3Mb' may mean bits or bytes. Give 3Mbit or 3MB."),
-        (("--down", "fast"), "--down 'fast' is not a speed. Give bytes or bits a second, such as 20MB"),
-        (("--up", "20"), "--up '20' is 20 bytes a second, slower than any link. Give a unit: 20MB, or Mbit."),
+        (("--down", "fast"), "--down 'fast' is not a speed. Give bytes or bits a second, as in 20MB"),
+        (("--up", "20"), "--up '20' is 20 bytes a second, slower than any link. Add a unit: 20MB or 20Mbit."),
         (("--latency", "soon"), "--latency 'soon' is not a duration."),
-        (("--price", "put=5,got=1"), "--price 'got=1' is not a price. The form is put=5,get=0.4,egress=0.09."),
+        (("--price", "put=5,got=1"), "--price 'got=1' is not a price. Write, for example, put=5,get=0.4,egress=0.09."),
         ((*BY_HAND, "--n", "0"), "--n must be at least 1, got 0."),
         ((*BY_HAND, "--step", "0"), "step_s must be more than 0, got step_s=0.0."),
         ((*BY_HAND, "--wire", "int2"), "wire must be one of fp32, bf16, int8, int4, got wire='int2'."),
@@ -139,7 +139,7 @@ def test_a_run_shorter_than_any_usual_round_is_planned_with_the_rounds_that_are_
     slow = ("--up", "2MB", "--down", "2MB", "--steps", "8", "--inner-steps", "4")
     result = here.replicas("plan", *SMALL, *slow)
     assert "2 rounds" in result.stdout, result
-    assert "Nothing hides the rounds at this link; this loses least." not in result.stdout
+    assert "No settings hide the rounds at this link." not in result.stdout
 
 
 @pytest.mark.parametrize(

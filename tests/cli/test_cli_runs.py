@@ -105,8 +105,13 @@ def test_what_does_not_exist_is_an_error_that_names_it(here: HereInstead, local:
     nearest = "No run 'brave-oter-7f3a' is known on this machine. Did you mean 'brave-otter-7f3a'?"
     calls = [([verb, "brave-oter-7f3a"], nearest) for verb in ("status", "logs", "wait", "collect", "cancel", "rm")]
     calls += [(["status", "No Such Run"], "Error: Bad run id 'No Such Run'")]
-    calls += [(["status", "any", "--option", "a=1"], "--option belongs to a backend: give --backend, too.")]
-    calls += [(["resume", "any", "--arg", "a=1"], ". A run keeps the arguments it was launched with.")]
+    calls += [
+        (
+            ["status", "any", "--option", "a=1"],
+            "--option a does not name its backend. Add --backend NAME, or write --option NAME.a=….",
+        )
+    ]
+    calls += [(["resume", "any", "--arg", "a=1"], "A run keeps the arguments of its launch.")]
     calls += [(["collect", "brave-otter-7f3a", "--out", "job.py"], "Cannot write to 'job.py'")]
     calls += [(["logs", "brave-otter-7f3a", "-n", "-1"], "--lines must be at least 0, got -1.")]
     calls += [
@@ -250,7 +255,7 @@ def test_collect_leaves_what_is_in_the_folder_and_brings_all_or_nothing(
     command = [*COMMAND, "collect", "mine", "--out", "out"]
     done = subprocess.run(command, cwd=folder.path, capture_output=True, text=True, check=False, preexec_fn=too_small)
     assert done.returncode == 1
-    assert done.stderr == f"Error: Cannot write '{out}/results.json': File too large. Nothing was brought.\n"
+    assert done.stderr == f"Error: Cannot write '{out}/results.json': File too large. No file was written to '{out}'.\n"
     assert [path.name for path in out.rglob("*")] == ["0", "notes.txt"]
     assert folder.replicas("collect", "mine", "--out", "out").code == 0
     assert (out / "0" / "notes.txt").read_text() == "mine"
@@ -303,7 +308,10 @@ def test_what_is_in_the_way_of_collect_is_named_and_stays(here: HereInstead, loc
     (out / "0" / "output.log").mkdir(parents=True)
     told = here.replicas("collect", "mine", "--out", out)
     assert told.code == 1
-    assert f"Cannot write '{out}/0/output.log': something else is in the way. Nothing was brought." in told.stderr
+    assert (
+        f"'{out}/0/output.log': a file or folder of another kind is at this path. No file was written to '{out}'."
+        in told.stderr
+    )
     assert [path.name for path in out.rglob("*")] == ["0", "output.log"]
 
 
@@ -351,12 +359,12 @@ def test_numbers_that_json_lacks_are_null_with_a_note_wherever_json_is_printed(
 ) -> None:
     run = ended(local, "keep", 1)
     assert math.isnan(run.results()[0]["loss"])
-    where = "replicas[0].result.loss is null here: it is nan, which JSON cannot hold."
+    where = "replicas[0].result.loss is null in this document, because JSON has no nan."
     for arguments in (["collect", "mine", "--json"], ["wait", "mine", "--json"]):
         told = here.replicas(*arguments)
         assert told.json["replicas"][0]["result"] == {"loss": None}
         assert told.json["notes"] == [where]
-        assert told.stderr.count("null here") == 1
+        assert told.stderr.count("is null in this document") == 1
     told = here.replicas("collect", "mine")
     assert json.loads(told.stdout)["result"] == {"loss": None}
     assert told.stderr == f"Note: {where}\n"

@@ -141,9 +141,8 @@ def test_an_error_from_a_script_option_among_ours_says_where_options_go(user: He
     for given in (["--lr", "0.5"], ["5"]):
         result = user.launch("argparse_main.py", *given)
         assert result.code == 2
-        assert f"put it behind --: replicas launch argparse_main.py --n 4 -- {given[0][:4].replace('5', '…')}" in (
-            result.stderr
-        )
+        assert "Arguments of argparse_main.py go behind --: " in result.stderr
+        assert f"replicas launch argparse_main.py --n 4 -- {given[0]}" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -193,7 +192,7 @@ def test_m_is_for_modules_alone(user: HereInstead) -> None:
         result = user.launch(name, "-m")
         assert (result.code, result.stderr.splitlines()[0]) == (
             2,
-            f"Error: -m runs a module, as in -m pkg.train: got {name!r}.",
+            f"Error: -m needs the name of a module, as in -m pkg.train, got {name!r}.",
         )
 
 

@@ -155,7 +155,7 @@ def test_a_resume_elsewhere_is_told_the_volumes_and_goes_by_the_recorded_options
     told = here.replicas(*resume)
     assert (told.code, "--backend hf --volume NAME:/path" in told.stderr) == (2, True)
     told = here.replicas(*resume, *volume)
-    assert (told.code, "--volume belongs to a backend" in told.stderr) == (2, True)
+    assert (told.code, "--volume does not name its backend" in told.stderr) == (2, True)
     told = here.replicas(*resume, "--backend", "hf", *volume)
     assert told.code == 0, told
     again, launched = hf.jobs.newest_first()
@@ -200,7 +200,7 @@ def test_the_doctor_finds_nothing_wrong_and_proves_it_with_a_replica(here: HereI
     code, found = doctor(here, "--probe")
     assert code == 0, found
     assert found["launch"][0] == "ok"
-    assert "creates exclusively" in found["rendezvous"][1]
+    assert "creates atomically" in found["rendezvous"][1]
     assert found["credentials"][0] == "note"
     assert found["credentials"][1].startswith("temporary")
     assert found["probe"][0] == "ok", found["probe"]
@@ -229,7 +229,7 @@ def test_the_doctor_finds_that_there_is_no_rendezvous_or_names_its_bucket_once(
     code, found = doctor(here)
     assert code == 1
     assert "needs a rendezvous that both sides reach" in found["rendezvous"][1]
-    assert "any S3 bucket will do" in found["rendezvous"][1]
+    assert "Any S3 bucket will do" in found["rendezvous"][1]
 
 
 def test_the_doctor_finds_a_rendezvous_that_is_no_url(here: HereInstead) -> None:

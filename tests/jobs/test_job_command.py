@@ -57,7 +57,7 @@ def test_a_run_in_which_enough_replicas_succeed_has_succeeded(machines: Machines
     told = command.replicas(*LAUNCH, "--n", 3, "--min-replicas", 2, "--gather", "1m")
     assert told.code == 0, told
     assert "replicas: Rank 1 could not be started" in told.stderr
-    assert "2 of 3 replicas succeeded; at least 2 were asked for. The others: rank 1 failed." in told.stdout
+    assert "2 of 3 replicas succeeded; --min-replicas asks for 2. The others: rank 1 failed." in told.stdout
     status = command.replicas("status", "otter", "--backend", BACKEND, "--json").json
     assert (status["status"], status["exit_code"], status["min_replicas"]) == ("succeeded", 0, 2)
     assert attached().results() == [{"rank": 0}, None, {"rank": 2}]
@@ -70,7 +70,7 @@ def test_a_run_in_which_too_few_replicas_can_succeed_says_so_and_fails(
         *LAUNCH[:1], "job.py:fail", *LAUNCH[2:], "--arg", "ranks=[0, 2]", "--n", 3, "--min-replicas", 2
     )
     assert told.code == 1, told
-    assert "1 of 3 replicas succeeded; at least 2 were asked for." in told.stdout
+    assert "1 of 3 replicas succeeded; --min-replicas asks for 2." in told.stdout
     assert "only 1 of 3 succeeded, at least 2 were asked for" in command.replicas(*STATUS).stdout
     with pytest.raises(ReplicaFailedError):
         attached().results()

@@ -332,7 +332,7 @@ def test_the_command_cancels_all_ranks_that_it_is_given_though_the_service_rejec
     told = here.replicas("cancel", "otter", "--rank", "0,2", "--backend", "support.fake_jobs:FakeExecutor")
     assert told.code == 2
     assert told.stderr.startswith("Error: Fake: rejected, as the test asked.")
-    assert told.stdout.startswith("Cancelled ranks 0, 2 of otter in its store, where replicas look.")
+    assert told.stdout.startswith("Cancelled ranks 0, 2 of otter in its store, which the replicas read.")
     assert [entry.rank for entry in DecisionLog(view_of(run).store, "otter").read()] == [0, 2]
     assert [view_of(run).newest_attempt(rank).has("cancel.json") for rank in range(3)] == [True, False, True]
     machines.forgive()

@@ -215,7 +215,7 @@ def test_a_launcher_whose_token_is_refused_while_it_watches_goes_on_or_says_that
     else:
         assert told.code == 1, told
         assert "cannot be read any more: Modal: UNAUTHENTICATED" in told.stdout
-        assert "The run continues for 15 min, and as long as somebody watches it: replicas watch otter" in told.stdout
+        assert "The run continues for 15 min. To keep it longer, watch it: replicas watch otter" in told.stdout
         assert attach("otter").wait(60)
 
 

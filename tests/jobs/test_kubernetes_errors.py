@@ -177,7 +177,7 @@ def test_a_status_that_the_service_refuses_shows_what_the_store_says(
     k8s.denied = {("list", "pods"), right}
     shown = here.replicas("status", "otter")
     assert shown.code == 0, shown
-    assert "Only the store was asked: Kubernetes: pods is forbidden" in " ".join(shown.stdout.split())
+    assert "those in the store: Kubernetes: pods is forbidden" in " ".join(shown.stdout.split())
     assert "1 running, 1 succeeded" in " ".join(shown.stdout.split()), shown
     document = here.replicas("status", "otter", "--json").json
     assert "pods is forbidden" in document["backend_problem"]

@@ -152,7 +152,7 @@ def test_logs_of_a_node_that_cannot_be_reached_hide_no_other_rank(
     assert shown.code == 1, shown
     assert "[0] hello 0 of rank 0" in shown.stdout
     assert "[2] hello 0 of rank 2" in shown.stdout
-    assert "Rank 1: its log cannot be read: Kubernetes: " in shown.stderr
+    assert "The log of rank 1 cannot be read: Kubernetes: " in shown.stderr
     assert "no route to host" in shown.stderr
     as_json = here.replicas("logs", "otter", "--json")
     assert (as_json.code, [row["rank"] for row in as_json.json["replicas"]]) == (1, [0, 2])

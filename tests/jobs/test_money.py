@@ -190,7 +190,7 @@ def test_ctrl_c_ends_all_jobs_and_the_command_whatever_the_store_does(
     told = command.replicas("launch", "job.py:main", "--backend", "hf", "--n", 2, "--run-id", RUN.id)
     thread.join()
     assert (told.code, living(hf)) == (130, []), told
-    assert f"Cancelled {RUN.id}: its jobs were ended at their service. Its store does not answer." in told.stdout
+    assert f"Cancelled {RUN.id} at its service. The store does not answer." in told.stdout
 
 
 @pytest.mark.usefixtures("in_a_moment")

@@ -189,15 +189,17 @@ def test_what_is_added_to_a_run_that_was_let_go_is_said_to_go_on(
     found = attach("otter", executor=FakeExecutor())
     assert found.add(FakeExecutor(), 1) == [1]
     assert note not in capsys.readouterr().err, "its launcher renews the lease"
-    report_unreadable_run(found, Output(), StoreError("gone"), FakeExecutor(), who="What was added")
-    told = "What was added continues while the store does not answer, and 15 min longer. End it: replicas cancel otter"
+    report_unreadable_run(found, Output(), StoreError("gone"), FakeExecutor(), who="The added replicas")
+    told = (
+        "The added replicas continue while the store does not answer, and 15 min longer. End it: replicas cancel otter"
+    )
     assert told in capsys.readouterr().out
     release_lease(view_of(run).store, "otter")
     found = attach("otter", executor=FakeExecutor())
     assert found.add(FakeExecutor(), 2) == [2, 3]
     assert f"{note}. End it: replicas cancel otter --rank 2-3\n" in capsys.readouterr().err
-    report_unreadable_run(found, Output(), StoreError("gone"), FakeExecutor(), who="What was added")
-    assert "What was added continues without this command: replicas wait otter" in capsys.readouterr().out
+    report_unreadable_run(found, Output(), StoreError("gone"), FakeExecutor(), who="The added replicas")
+    assert "The added replicas continue. To see the end: replicas wait otter" in capsys.readouterr().out
     (folder / "go").touch()
     assert run.wait(60)
 

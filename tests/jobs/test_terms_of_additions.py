@@ -110,7 +110,7 @@ def test_an_option_is_asked_for_where_it_is_needed_and_several_backends_are_give
     assert others.living() == [(0, 2), (1, 3)]
     again.cancel()
     assert again.wait(60)
-    with pytest.raises(UsageProblem, match=r"--option belongs to a backend: give --backend, too"):
+    with pytest.raises(UsageProblem, match=r"does not name its backend. Add --backend NAME"):
         find_run(run.url, None, option=["account=other"])
     with pytest.raises(BackendError, match=r"No backend named 'faek'\. Did you mean 'fake'"):
         find_run(run.url, None, option=["faek.account=other"])

@@ -46,7 +46,7 @@ def by_command(run: Run, here: HereInstead) -> str:
     told = here.replicas("resume", run.run_id, "--from-snapshot")
     assert told.code == 0, told
     said = re.match(
-        rf"{run.run_id} goes on as (\S+), from its newest whole snapshot\.\n\1: 2 replicas of ", told.stdout
+        rf"(\S+) continues {run.run_id} from its newest complete snapshot\.\n\1: 2 replicas of ", told.stdout
     )
     assert said, told
     return said[1]

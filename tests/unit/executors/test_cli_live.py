@@ -141,7 +141,7 @@ def test_what_cannot_be_printed_while_a_run_is_watched_is_left_out_and_that_is_t
             disk.error = error
             output.print(word)
     assert disk.getvalue() == "one\nfour\n"
-    told = "Note: Lines of output are left out: they cannot be written (full). The run continues.\n"
+    told = "Note: Lines of output are lost, because they cannot be written (full). The run continues.\n"
     assert capsys.readouterr().err == told
     disk.error = OSError(28, "full")
     with pytest.raises(OSError, match="full"):
