@@ -255,7 +255,7 @@ def test_collect_leaves_what_is_in_the_folder_and_brings_all_or_nothing(
     command = [*COMMAND, "collect", "mine", "--out", "out"]
     done = subprocess.run(command, cwd=folder.path, capture_output=True, text=True, check=False, preexec_fn=too_small)
     assert done.returncode == 1
-    assert done.stderr == f"Error: Cannot write '{out}/results.json': File too large. No file was written to '{out}'.\n"
+    assert done.stderr == f"Error: Cannot write '{out}/results.json': File too large. No file was written to 'out'.\n"
     assert [path.name for path in out.rglob("*")] == ["0", "notes.txt"]
     assert folder.replicas("collect", "mine", "--out", "out").code == 0
     assert (out / "0" / "notes.txt").read_text() == "mine"
