@@ -9,9 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import language
 import pytest
-
-from tests.docs import language
 
 ROOT = Path(__file__).parents[2]
 ADRS = ROOT / "ADRs"
