@@ -1,13 +1,13 @@
-"""The contract suites: what every store, executor and job service, ours or yours, has to keep.
+"""Contract suites: tests of the promises of every store, executor and job service, also of yours.
 
-Subclass in a test file, supply the fixtures, and inherit every test:
+Subclass a suite in a test file, supply its fixtures, and inherit its tests:
 
     class TestMyStore(StoreContract):
         @pytest.fixture
         def store(self, tmp_path):
             return MyStore(tmp_path)
 
-Needs pytest, and is imported by tests alone. `tasks` needs nothing: replicas import it.
+The suites need pytest, so only tests import them. Replicas import `tasks`, which needs only Python.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WITH_ASSERTIONS = ("executor_contract", "job_service_contract", "store_contract
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import pytest  # not at the top: a replica that imports `tasks` may have none
+    import pytest  # not at the top: a replica that imports `tasks` may have no pytest
 
     pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _WITH_ASSERTIONS))
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

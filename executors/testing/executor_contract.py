@@ -1,12 +1,13 @@
-"""The promises of every executor, as tests. Subclass `ExecutorContract`, supply `executor`, and inherit the tests.
+"""ExecutorContract: tests of the promises of every executor. Subclass it, supply an `executor`, and inherit the tests.
 
     class TestMyExecutor(ExecutorContract):
         @pytest.fixture
         def executor(self):
             return MyExecutor()
 
-The tests use only the five verbs and two attributes. A part that only the backend can do is a hook, and a test that
-needs a missing hook is skipped. Known gaps go to `expected_failures`.
+The tests use only the five methods and the two attributes of `ServerlessExecutor`. Some tests need an action that only
+the backend can do, such as an eviction. Each such action is a method to override, and without it the test is skipped.
+Name tests that are known to fail in `expected_failures`.
 """
 
 from __future__ import annotations
@@ -26,26 +27,45 @@ from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
 from executors.testing.helpers import JobCleanup, KnownGaps, eventually
 
 ROW = {"rank", "status", "exit_code", "error", "result", "reason"}
-MANY, WATCHED_S, MOST_LOOKS = 64, 10.0, 12  # which is less than 30 looks in a minute
+# The number of replicas, the time to watch them, and the most requests in that time: about one each second.
+MANY, WATCHED_S, MOST_LOOKS = 64, 10.0, 12
 TERMINAL = ("succeeded", "failed", "cancelled")
 
 
 def task(name: str) -> str:
-    """Name an entrypoint of the contract."""
+    """Return the entrypoint of a function in `executors.testing.tasks`.
+
+    Args:
+        name: the name of the function.
+
+    Example:
+        task("echo")
+    """
     return f"executors.testing.tasks:{name}"
 
 
 def statuses(executor: ServerlessExecutor, handles: Sequence[Any]) -> list[str]:
+    """Return the status of each replica.
+
+    Args:
+        executor: the executor.
+        handles: the handles of the replicas.
+
+    Example:
+        statuses(executor, handles)  # ["succeeded", "running"]
+    """
     return [str(executor.poll(handle)) for handle in handles]
 
 
 def _skip_without_json(handles: Sequence[Any]) -> None:
     if not all(hasattr(handle, "to_json") for handle in handles):
-        pytest.skip("its handles are objects of its own")
+        pytest.skip("its handles have no to_json()")
 
 
 class ExecutorContract(KnownGaps, JobCleanup):
-    """Tests what users of an executor see while all goes well, and when replicas fail, hang or are cancelled.
+    """Tests of an executor whose replicas succeed, fail, hang or are cancelled.
+
+    The class has more than 20 methods, because each promise of an executor is one test.
 
     Example:
         class TestMyExecutor(ExecutorContract):
@@ -55,11 +75,11 @@ class ExecutorContract(KnownGaps, JobCleanup):
     """
 
     takes_callables: ClassVar[bool] = True
-    """Whether the entrypoint may be a function."""
+    """True if the entrypoint may be a function. False if it must be a name."""
     reaches_local_store: ClassVar[bool] = True
-    """Whether its replicas see this machine's files, so that `launch()` can use a directory here."""
+    """True if its replicas see this machine's files, so that `launch()` can use a directory of this machine."""
     patience_s: ClassVar[float] = 60.0
-    """How long a replica may take to start or to end."""
+    """The longest time in seconds that a replica may take to start or to end."""
 
     @pytest.fixture
     def executor(self) -> ServerlessExecutor:
@@ -72,7 +92,7 @@ class ExecutorContract(KnownGaps, JobCleanup):
         self.run_cleanups()
 
     def launched(self, executor: ServerlessExecutor, n: int, *asked: Any, **more: Any) -> list[Any]:
-        """Launch replicas, which are cancelled when the test ends in any way.
+        """Launch replicas, and return their handles. The replicas are cancelled when the test ends.
 
         Args:
             executor: the executor of the test.
@@ -86,7 +106,7 @@ class ExecutorContract(KnownGaps, JobCleanup):
         return handles
 
     def another(self, executor: ServerlessExecutor) -> ServerlessExecutor:
-        """Return an executor as another process would make it: default-constructed.
+        """Return an executor as another process would make it. By default it is made without arguments.
 
         Args:
             executor: the executor of the test.
@@ -94,51 +114,55 @@ class ExecutorContract(KnownGaps, JobCleanup):
         return type(executor)()
 
     def kill(self, executor: ServerlessExecutor, handle: Any) -> None:
-        """End a replica without the executor, as an eviction or `kill -9` does.
+        """Kill a replica without using the executor, as `kill -9` does. Override this method.
 
         Args:
             executor: the executor of the test.
             handle: the handle of the replica.
         """
-        pytest.skip("no way is given to kill a replica behind this executor's back")
+        pytest.skip("the test class does not override kill()")
 
     def lose_reply(self, executor: ServerlessExecutor) -> Callable[[], int]:
-        """Let the engine accept the next start, and lose its answer. Return a function that counts the jobs since then.
+        """Make the next start succeed at the service and lose its answer. Override this method.
+
+        Return a function that returns the number of jobs since then.
 
         Args:
             executor: the executor of the test.
         """
-        pytest.skip("no way is given to lose an answer of this executor's engine")
+        pytest.skip("the test class does not override lose_reply()")
 
     def evict(self, executor: ServerlessExecutor, handle: Any) -> None:
-        """End a replica as an engine that takes its machine back: it gets a signal, and has some seconds.
+        """End a replica as a service that takes its machine back: with a signal and some seconds. Override this method.
 
         Args:
             executor: the executor of the test.
             handle: the handle of the replica.
         """
-        pytest.skip("no way is given to evict a replica of this executor")
+        pytest.skip("the test class does not override evict()")
 
     def requests(self, executor: ServerlessExecutor) -> tuple[int, int]:
-        """Return the numbers of requests to start jobs, and to read them. Jobs may wait from here on.
+        """Return the number of requests that started jobs, and of requests that read them. Override this method.
+
+        The first call may also make jobs wait from now on, so that none of them ends during the test.
 
         Args:
             executor: the executor of the test.
         """
-        pytest.skip("no way is given to count what this executor's engine is asked")
+        pytest.skip("the test class does not override requests()")
 
     def never_launched(self, handle: Any) -> Any:
-        """Return a handle like this one, of a replica that was never launched.
+        """Return the handle of a replica that was never launched.
 
         Args:
             handle: the handle of a replica that was launched.
         """
         if not isinstance(handle, ReplicaHandle):
-            pytest.skip("no way is given to make a handle of a replica that never was")
+            pytest.skip("the test class does not override never_launched()")
         return dataclasses.replace(handle, metadata={**handle.metadata, "run_id": "never-was"})
 
     def hanging(self, executor: ServerlessExecutor, handles: Sequence[Any]) -> None:
-        """Wait until replicas that hang have printed so.
+        """Wait until each replica has printed "hanging".
 
         Args:
             executor: the executor of the test.
@@ -148,7 +172,7 @@ class ExecutorContract(KnownGaps, JobCleanup):
             eventually(lambda handle=handle: "hanging" in executor.stream_logs(handle), within_s=self.patience_s)  # type: ignore[misc]
 
     def collected(self, executor: ServerlessExecutor, handles: Sequence[Any]) -> list[dict[str, Any]]:
-        """Wait for the end of replicas, at most `patience_s` seconds, and return how each ended.
+        """Wait for the end of replicas, and return a row for each. The test fails after `patience_s` seconds.
 
         Args:
             executor: the executor of the test.
@@ -159,7 +183,7 @@ class ExecutorContract(KnownGaps, JobCleanup):
         return rows
 
     def cancelled(self, executor: ServerlessExecutor, handles: Sequence[Any]) -> list[dict[str, Any]]:
-        """Cancel replicas, check that each was cancelled, and return how each ended.
+        """Cancel replicas, check that each was cancelled, and return a row for each.
 
         Args:
             executor: the executor of the test.
@@ -340,8 +364,8 @@ class ExecutorContract(KnownGaps, JobCleanup):
 
     def test_an_eviction_is_preempted_in_status_and_in_the_decision(self, executor: ServerlessExecutor) -> None:
         if type(self).evict is ExecutorContract.evict:
-            self.evict(executor, None)  # skips, before anything is started
-        hurried = {"REPLICA_NOTICE_S": "0.1"}  # else a replica has nearly all the time that its engine leaves
+            self.evict(executor, None)  # skips the test before a replica is started
+        hurried = {"REPLICA_NOTICE_S": "0.1"}  # a short time to end, so that the test is fast
         over = launch(executor, task("hang"), 1, env=hurried)
         self.add_cleanup(over.cancel)
         kept = launch(executor, task("hang"), 1, env=hurried, restarts="0,backoff=0s")
@@ -373,7 +397,7 @@ class ExecutorContract(KnownGaps, JobCleanup):
         assert row["error"]
 
     def test_a_time_limit_does_not_touch_what_is_done(self, executor: ServerlessExecutor) -> None:
-        for timeout in (4, 60):  # a busy machine may need more than the first to be done at all
+        for timeout in (4, 60):  # on a busy machine, even a task that returns at once may need more than 4 s
             rows = self.collected(executor, self.launched(executor, 2, task("hang_on"), {"rank": 1}, timeout=timeout))
             if rows[0]["status"] == "succeeded":
                 break

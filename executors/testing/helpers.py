@@ -1,4 +1,4 @@
-"""Helpers of the contracts: waiting for something to become true, expected failures, and helper processes."""
+"""Helpers of the contract suites: waits for a state, expected failures, cleanups, and helper processes."""
 
 from __future__ import annotations
 
@@ -44,44 +44,79 @@ def eventually(look: Callable[[], T], what: str = "", *, within_s: float = 60.0,
 
 
 class KnownGaps:
-    """A contract suite whose subclasses may name the tests that they fail."""
+    """A contract suite whose subclasses may name the tests that they are known to fail.
+
+    Raises:
+        TypeError: `expected_failures` names a test that does not exist.
+
+    Example:
+        class TestMyStore(StoreContract):
+            expected_failures = {"test_an_entry_has_size_and_time": "its clock is wrong"}
+    """
 
     expected_failures: ClassVar[Mapping[str, str]] = {}
-    """Test name -> reason. Such a test is a strict xfail: when it passes, the entry has to go."""
+    """The reason for each test that is expected to fail. A test that passes all the same is an error (strict xfail)."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name, reason in cls.__dict__.get("expected_failures", {}).items():
             test = getattr(cls, name, None)
             if test is None:
-                raise TypeError(f"{cls.__name__}.expected_failures names {name!r}, not a test of this contract.")
-            # A copy, so that the mark does not reach other subclasses.
+                raise TypeError(
+                    f"{cls.__name__}.expected_failures names {name!r}, which is not a test of this contract. Correct "
+                    "the name."
+                )
+            # The mark is put on a copy of the test, because other subclasses share the test.
             copy = types.FunctionType(test.__code__, test.__globals__, name, test.__defaults__, test.__closure__)
             setattr(cls, name, pytest.mark.xfail(reason=reason, strict=True)(functools.update_wrapper(copy, test)))
 
 
 class JobCleanup:
-    """A contract suite that ends the jobs of its tests, also of failed tests: at a service they would run, and cost."""
+    """A contract suite that ends the jobs of its tests, also of failed tests. At a service they would cost money.
+
+    Example:
+        self.add_cleanup(partial(executor.cancel, handle))
+    """
 
     def add_cleanup(self, act: Callable[[], object]) -> None:
-        """Call this when the test has ended, before what it tests is gone."""
+        """Add a function to call when the test has ended, while its fixtures still exist.
+
+        Args:
+            act: the function.
+        """
         self.__dict__.setdefault("_acts", []).append(act)
 
     def run_cleanups(self) -> None:
-        """Call the functions for the end of a test. Their errors are ignored, because the test shows the cause."""
+        """Call the added functions. Their errors are ignored, because a failed test shows the cause."""
         for act in self.__dict__.pop("_acts", []):
             with contextlib.suppress(Exception):
                 act()
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return this process's environment, with its `sys.path` for a Python that is started with it."""
+    """Return this process's environment for a new Python, which gets the `sys.path` of this process.
+
+    Args:
+        more: more variables.
+
+    Example:
+        subprocess.run([sys.executable, "job.py"], env=environment(MODE="test"))
+    """
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **more}
 
 
 @contextlib.contextmanager
 def python_process(script: Path, *args: str) -> Iterator[Helper]:
-    """Run a script with pipes; kill it when the block is left."""
+    """Run a Python script with pipes for stdin and stdout, and kill it when the block ends.
+
+    Args:
+        script: the script.
+        args: the arguments of the script.
+
+    Example:
+        with python_process(Path("writer.py"), "key") as process:
+            receive(process)
+    """
     command = [sys.executable, "-P", str(script), *args]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
@@ -93,7 +128,17 @@ def python_process(script: Path, *args: str) -> Iterator[Helper]:
 
 
 def receive(process: Helper) -> Any:
-    """Wait for the next line of JSON from a process, and return its value."""
+    """Wait for the next line of JSON from a process, and return its value.
+
+    Args:
+        process: the process.
+
+    Raises:
+        AssertionError: the process has ended instead.
+
+    Example:
+        receive(process)
+    """
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line, f"the process ended with {process.wait()} and sent nothing"
@@ -101,7 +146,15 @@ def receive(process: Helper) -> Any:
 
 
 def send(process: Helper, line: str) -> None:
-    """Send a line to a process."""
+    """Send a line to the stdin of a process.
+
+    Args:
+        process: the process.
+        line: the line, without its end.
+
+    Example:
+        send(process, "go")
+    """
     assert process.stdin is not None
     process.stdin.write(line + "\n")
     process.stdin.flush()

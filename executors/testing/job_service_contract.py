@@ -1,4 +1,4 @@
-"""The promises of every service that runs jobs, as tests. Subclass it, supply three hooks, and inherit the tests.
+"""JobServiceContract: tests of the promises of every job service. Subclass it, supply three methods, inherit the tests.
 
 class TestMyJobs(JobServiceContract):
     @pytest.fixture
@@ -54,7 +54,9 @@ HANG = "print('hanging', flush=True); import time; time.sleep(600)"
 
 
 class JobServiceContract(KnownGaps, JobCleanup):
-    """Tests each call against a service that works. The tests of each adapter cover the translation of its errors.
+    """Tests of each call to a service that works. Each backend has its own tests for the errors of its service.
+
+    The class has more than 20 methods, because each promise of `JobService` is one test.
 
     Example:
         class TestMyJobs(JobServiceContract):
@@ -64,9 +66,9 @@ class JobServiceContract(KnownGaps, JobCleanup):
     """
 
     gpu: ClassVar[str | None] = None
-    """The GPU of each job."""
+    """The GPU of each job. None: no GPU."""
     patience_s: ClassVar[float] = 60.0
-    """How long a job may take until it runs, and until its end is reported."""
+    """The longest time in seconds until a job runs, and until its end is reported."""
 
     @pytest.fixture
     def service(self) -> JobService:
@@ -79,7 +81,7 @@ class JobServiceContract(KnownGaps, JobCleanup):
         self.run_cleanups()
 
     def another(self, service: JobService) -> JobService:
-        """Return the service as another process would make it.
+        """Return the service as another process would make it. Override this method.
 
         Args:
             service: the service of the test.
@@ -87,7 +89,7 @@ class JobServiceContract(KnownGaps, JobCleanup):
         raise NotImplementedError
 
     def unknown(self, service: JobService) -> JobId:
-        """Return the id of a job that the service does not have.
+        """Return the id of a job that the service does not know. Override this method.
 
         Args:
             service: the service of the test.
@@ -95,7 +97,7 @@ class JobServiceContract(KnownGaps, JobCleanup):
         raise NotImplementedError
 
     def checks_secrets(self, service: JobService) -> bool:
-        """Return whether this account may find out that a secret does not exist. By default it may.
+        """Return True if this account may find out that a secret does not exist. The default is True.
 
         Args:
             service: the service of the test.
@@ -114,7 +116,7 @@ class JobServiceContract(KnownGaps, JobCleanup):
         return replace(made, **changes)
 
     def begun(self, service: JobService, job: JobSpec) -> JobId:
-        """Start a job, which is stopped when the test ends in any way, and return its id.
+        """Start a job, and return its id. The job is stopped when the test ends.
 
         Args:
             service: the service of the test.
@@ -125,7 +127,7 @@ class JobServiceContract(KnownGaps, JobCleanup):
         return job_id
 
     def begun_together(self, service: JobService, jobs: Sequence[JobSpec]) -> list[JobId]:
-        """Start jobs in one call, which are stopped when the test ends in any way, and return their ids.
+        """Start jobs in one call, and return their ids. The jobs are stopped when the test ends.
 
         Args:
             service: the service of the test.
@@ -137,6 +139,12 @@ class JobServiceContract(KnownGaps, JobCleanup):
         return ids
 
     def ended(self, service: JobService, job_id: JobId) -> JobState:
+        """Wait for the end of a job, and return its state.
+
+        Args:
+            service: the service of the test.
+            job_id: the job.
+        """
         eventually(lambda: service.state(job_id).has_ended, "the job has ended", within_s=self.patience_s)
         return service.state(job_id)
 
@@ -219,7 +227,7 @@ class JobServiceContract(KnownGaps, JobCleanup):
 
     def test_a_run_of_which_only_the_id_is_known_is_found_and_ended_and_no_other(self, service: JobService) -> None:
         if not service.lists_running:
-            pytest.skip("it does not list jobs by their run")
+            pytest.skip("the service does not list the jobs of a run")
         job = self.job(HANG)
         other_store = replace(job, key=replace(job.key, store_url="s3://bucket/other"))
         other_run = replace(job, key=replace(job.key, run_id=f"{job.key.run_id}-2"))
@@ -278,7 +286,7 @@ class JobServiceContract(KnownGaps, JobCleanup):
         self, service: JobService
     ) -> None:
         if not service.starts_together:
-            pytest.skip("it starts each job by itself")
+            pytest.skip("the service starts each job by itself")
         job = self.job(f"{SAY_RANK}; {HANG}")
         jobs = [replace(job, key=replace(job.key, rank=rank), env={RANK: str(rank)}) for rank in (1, 4, 2)]
         ids = [
@@ -318,7 +326,7 @@ class JobServiceContract(KnownGaps, JobCleanup):
         service.stop(job_id)
         assert service.verify(job_id, self.job("pass").key) == job_id
 
-    def test_jobs_of_a_run_that_are_told_of_together_are_as_each_alone(self, service: JobService) -> None:
+    def test_the_states_of_several_jobs_at_once_are_the_states_of_each_job(self, service: JobService) -> None:
         job = self.job(HANG)
         other = replace(job, key=replace(job.key, rank=4))
         ids = {each.key: self.started(service, each) for each in (job, other)}

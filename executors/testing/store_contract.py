@@ -1,12 +1,12 @@
-"""The promises of every `Store`, as tests. Subclass `StoreContract`, supply `store`, and inherit the tests.
+"""StoreContract: tests of the promises of every store. Subclass it, supply a `store`, and inherit the tests.
 
     class TestMyStore(StoreContract):
         @pytest.fixture
         def store(self, tmp_path):
             return MyStore(tmp_path)
 
-Other processes open the store by its url, with `opener`. A test class of a store that lives in one
-process has `in_process = True`.
+Some tests start other processes, which open the store by its url with the function `opener`. If your store keeps its
+objects in the memory of one process, set `in_process = True`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ BAD_KEYS = {
 
 
 class StoreContract(StoreRaces, KnownGaps):
-    """Tests what one user of a store sees. `StoreRaces` tests many users at once.
+    """Tests of a store with one user. `StoreRaces` adds the tests with many users at the same time.
+
+    The class has more than 20 methods, because each promise of `Store` is one test.
 
     Example:
         class TestMyStore(StoreContract):
@@ -83,9 +85,9 @@ class StoreContract(StoreRaces, KnownGaps):
     """
 
     in_process: ClassVar[bool] = False
-    """The store keeps its objects in this process: others cannot see them, and they count as its memory."""
+    """True if the store keeps its objects in the memory of this process, so that other processes cannot see them."""
     n_neighbours: ClassVar[int] = 2000
-    """How many keys make a folder large; fewer where every call is a request."""
+    """The number of keys in a large folder. Set a smaller number if each call is a request."""
 
     @pytest.fixture
     def store(self) -> Store:

@@ -1,6 +1,6 @@
-"""Another process at a store, for the contract's tests: `python store_process.py <opener> <url> <role> …`.
+"""A helper process that uses a store, for `StoreRaces`: `python store_process.py <opener> <url> <role> …`.
 
-Run as a file, so that it does not import pytest. It reports in lines of JSON on stdout, `ready` first.
+It is run as a file, so that it does not import pytest. It prints lines of JSON, and the first is "ready".
 """
 
 from __future__ import annotations
@@ -16,40 +16,79 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 
 
-def say(what: Any) -> None:
-    print(json.dumps(what), flush=True)
+def report(value: Any) -> None:
+    """Print a value as a line of JSON.
+
+    Args:
+        value: the value.
+    """
+    print(json.dumps(value), flush=True)
 
 
 def race(store: Store, name: str, prefix: str, n_keys: str) -> None:
-    """Try to create keys that others try to create as well; say which were won."""
+    """Wait for a line, try to create keys that other processes try to create as well, and report the own ones.
+
+    Args:
+        store: the store.
+        name: the content of the objects.
+        prefix: the beginning of the keys.
+        n_keys: the number of keys.
+    """
     sys.stdin.readline()
-    say([index for index in range(int(n_keys)) if store.put_if_absent(f"{prefix}{index}", name.encode())])
+    report([index for index in range(int(n_keys)) if store.put_if_absent(f"{prefix}{index}", name.encode())])
 
 
 def replace(store: Store, key: str, size_mib: str) -> None:
-    """Replace an object by one of another filling, until killed."""
+    """Replace an object again and again until this process is killed. Each version has another byte.
+
+    Args:
+        store: the store.
+        key: the key of the object.
+        size_mib: the size of the object in MiB.
+    """
     for filling in range(1, 1 << 30):
         store.put(key, [bytes([filling % 251]) * MIB] * int(size_mib))
         if filling == 2:
-            say("replaced")
+            report("replaced")
 
 
 def create(store: Store, prefix: str, size_mib: str) -> None:
-    """Create one large object after the other, until killed; each filled with its number."""
+    """Create one large object after the other until this process is killed. Each is filled with its number.
+
+    Args:
+        store: the store.
+        prefix: the beginning of the keys.
+        size_mib: the size of each object in MiB.
+    """
     for number in range(1 << 30):
         store.put_if_absent(f"{prefix}{number}", [bytes([number % 251]) * MIB] * int(size_mib))
-        say(number)
+        report(number)
 
 
 def write_one(store: Store, verb: str, key: str, size_mib: str) -> None:
-    """Write one object, large enough to be caught while it is written."""
+    """Write one object that is so large that the test can kill this process during the write.
+
+    Args:
+        store: the store.
+        verb: the method of the store: "put" or "put_if_absent".
+        key: the key of the object.
+        size_mib: the size of the object in MiB.
+    """
     getattr(store, verb)(key, [b"x" * MIB] * int(size_mib))
 
 
 def main(opener: str, url: str, role: str, *rest: str) -> None:
+    """Open a store, report "ready", and play a role.
+
+    Args:
+        opener: the function that opens the store, as `module:function`.
+        url: the url of the store.
+        role: "race", "replace", "create" or "write_one".
+        rest: the arguments of the role.
+    """
     module, _, function = opener.partition(":")
     store = getattr(importlib.import_module(module), function)(url)
-    say("ready")
+    report("ready")
     {"race": race, "replace": replace, "create": create, "write_one": write_one}[role](store, *rest)  # type: ignore[operator]
 
 

@@ -1,4 +1,4 @@
-"""The promises of a `Store` that many use at once: threads, processes, and writers that are killed."""
+"""StoreRaces: tests of a store that threads and processes use at the same time, and whose writers are killed."""
 
 from __future__ import annotations
 
@@ -24,21 +24,29 @@ Start: TypeAlias = Callable[..., contextlib.AbstractContextManager[Helper]]
 
 
 class StoreRaces:
-    """The part of `StoreContract` that needs several users."""
+    """The tests of `StoreContract` that need several users.
+
+    Example:
+        class TestMyStore(StoreContract):
+            n_times = 20  # each call is a request
+    """
 
     in_process: ClassVar[bool] = False
+    """True if the store keeps its objects in the memory of this process, so that other processes cannot see them."""
     opener: ClassVar[str] = "executors.store:open_store"
-    """`module:function` with which another process opens the store's url."""
+    """The function with which another process opens the store's url, as `module:function`."""
     n_threads: ClassVar[int] = 16
+    """The number of threads that create the same keys."""
     n_processes: ClassVar[int] = 4
+    """The number of processes that create the same keys."""
     n_times: ClassVar[int] = 250
-    """How often each thread creates and deletes; fewer where every call is a request."""
+    """How often each thread creates and deletes a key. Set a smaller number if each call is a request."""
     n_readings: ClassVar[int] = 50
-    """How often what is being changed is read; fewer where every call is a request."""
+    """How often a changing object is read. Set a smaller number if each call is a request."""
 
     @pytest.fixture
     def others(self, store: Store) -> Start:
-        """Start another process at this store, which prints `ready` first."""
+        """Return a function that starts another process with this store, and waits until the process is ready."""
         if self.in_process:
             pytest.skip("this store lives in one process")
 
@@ -159,7 +167,7 @@ class StoreRaces:
 
 @contextlib.contextmanager
 def _beside(stop: threading.Event, *workers: Callable[[], None]) -> Iterator[None]:
-    """Run threads beside the block; `stop` is set when it ends."""
+    """Run workers in threads while the block runs. When the block ends, `stop` is set and the workers must return."""
     with ThreadPoolExecutor(len(workers)) as pool:
         running = [pool.submit(worker) for worker in workers]
         try:
@@ -179,7 +187,7 @@ def _check_winners(store: Store, wins: dict[str, list[int]]) -> None:
 
 
 def _read_whole_objects(store: Store, key: str, size: int, times: int) -> set[int]:
-    """Read an object again and again, check that each reading is of one filling, and return the fillings."""
+    """Read an object again and again, check that each reading has only one byte value, and return these values."""
     seen = set()
     for _ in range(times):
         view = store.get(key)

@@ -92,7 +92,7 @@ def test_a_function_runs_on_an_executor_that_takes_only_names(executor: PopenExe
 
 def test_results_and_failures_come_from_the_store_and_not_from_the_executor(executor: PopenExecutor) -> None:
     run = launch(executor, task("fail_on"), 2, args={"rank": 1})
-    with pytest.raises(ReplicaFailedError, match="rank 1 was to fail") as caught:
+    with pytest.raises(ReplicaFailedError, match="rank 1 fails on purpose") as caught:
         run.results()
     assert caught.value.rank == 1
     assert [(row.status, row.reason) for row in run.outcomes()] == [("succeeded", None), ("failed", "exception")]

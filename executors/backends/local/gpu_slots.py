@@ -34,7 +34,7 @@ class GpuSlot:
 
 
 def take_slot(folder: Path, slots: Sequence[str], rank: int, stuck: Sequence[str] = ()) -> GpuSlot:
-    """Take the GPUs for a rank: those of its own number if they are free, or else the next that are free.
+    """Take the GPUs for a rank: the slot of its own number if it is free, or else the next free slot.
 
     Args:
         folder: the run's folder on this machine.

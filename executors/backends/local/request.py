@@ -120,7 +120,7 @@ class LocalLaunch:
     def torch_threads(self, cores: int) -> int:
         """Return the number of torch threads of each replica: its share of the cores.
 
-        All ranks of the run count, and not only those of this launch. If one rank is resumed, the others still run.
+        All ranks of the run count, and not only the ranks of this launch. If one is resumed, the others still run.
 
         Args:
             cores: the number of cores.
