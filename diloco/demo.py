@@ -1,8 +1,8 @@
-"""The default task: replicas teach one small transformer to write Python.
+"""The default task: replicas train one small transformer on source code, and it learns to write Python.
 
-The text is the source of the running Python's standard library, a share for each replica, some of it held out. Nothing
-is downloaded. The settings are known to work from a cold start: rounds of ten steps, outer learning rate 0.7, momentum
-0.8 ramped over half of the rounds, and a plain average at the end.
+The text is the source of the running Python's standard library. Each replica gets a share, and some of it is held out.
+Nothing is downloaded. The settings are known to work from a cold start: rounds of ten steps, outer learning rate 0.7,
+momentum 0.8 that grows over half of the rounds, and a plain average at the end.
 """
 
 from __future__ import annotations
@@ -26,16 +26,26 @@ from diloco.rendezvous.round import RoundReport
 from executors.replica import Replica, current_replica
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.8
-"""Given by hand: in many rounds of ten steps they gain more on average than the default of short plans."""
+"""The demo has many rounds of ten steps. There these values gain more on average than the default of short plans."""
 INNER_LR, INNER_WARMUP_STEPS = 3e-3, 40
 MAX_BYTES = 24 << 20
 HELD_OUT = 20
-"""One chunk in so many is held out."""
+"""One of this number of chunks is held out."""
 CHUNK_BYTES = 8 << 10
 SHORTEST_BYTES = 1 << 10
 
 
 class Block(nn.Module):
+    """One layer of the transformer: attention to earlier bytes, and a feed-forward network.
+
+    Args:
+        width: features of each byte.
+        heads: heads of the attention.
+
+    Example:
+        Block(64, 2)(torch.zeros(1, 16, 64))
+    """
+
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
@@ -53,7 +63,17 @@ class Block(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    """Predicts the next byte."""
+    """A small transformer that predicts the next byte of a text.
+
+    Args:
+        width: features of each byte.
+        layers: the number of layers.
+        heads: heads of the attention.
+        context: bytes that a prediction can see.
+
+    Example:
+        ByteTransformer().write(b"def ", 200, seed=0)
+    """
 
     def __init__(self, width: int = 64, layers: int = 2, heads: int = 2, context: int = 64) -> None:
         super().__init__()
@@ -73,12 +93,23 @@ class ByteTransformer(nn.Module):
         return logits
 
     def loss(self, windows: Tensor) -> Tensor:  # (batch, context + 1)
+        """Return the mean loss in nats per byte.
+
+        Args:
+            windows: (batch, context + 1), bytes of the text.
+        """
         logits = self(windows[:, :-1])
         return functional.cross_entropy(logits.reshape(-1, 256), windows[:, 1:].reshape(-1))
 
     @torch.no_grad()
     def write(self, prompt: bytes, n_bytes: int, seed: int) -> str:
-        """Continue a text."""
+        """Return a continuation of a text.
+
+        Args:
+            prompt: the beginning.
+            n_bytes: bytes to add.
+            seed: seed of the random choices.
+        """
         generator = torch.Generator().manual_seed(seed)
         tokens = list(prompt)
         for _ in range(n_bytes):
@@ -88,7 +119,19 @@ class ByteTransformer(nn.Module):
 
 
 class Inner:
-    """One replica's inner steps: AdamW with a warm-up and a cosine, over a stream of batches of its share."""
+    """The inner steps of one replica: AdamW with a warm-up and a cosine, on random batches of the replica's share.
+
+    Args:
+        text: the text.
+        rank: the replica, which decides its share.
+        world_size: the number of shares.
+        steps: planned steps, which the learning rate follows.
+        batch: windows in a batch.
+        seed: seed of the model and of the batches.
+
+    Example:
+        Inner(load_text(), 0, 1, steps=1000, batch=8, seed=0).step(0)
+    """
 
     def __init__(self, text: Text, rank: int, world_size: int, *, steps: int, batch: int, seed: int) -> None:
         self.model = _new_model(seed)
@@ -98,11 +141,16 @@ class Inner:
         self._generator = torch.Generator().manual_seed(1000 * seed + rank)
 
     def windows(self) -> Tensor:
-        """Draw the next batch."""
+        """Return the next random batch, (batch, context + 1)."""
         return _windows(self._text, self._batch, self.model.context, self._generator)
 
     def step(self, step: int, windows: Tensor | None = None) -> float:
-        """Take one step, counted from 0, and return the loss before it."""
+        """Make one step, and return the loss before it.
+
+        Args:
+            step: the number of the step, counted from 0.
+            windows: the batch. None: the next random batch.
+        """
         progress = min(1.0, step / max(1, self._steps))
         rate = INNER_LR * min(1.0, (step + 1) / INNER_WARMUP_STEPS) * (0.55 + 0.45 * math.cos(math.pi * progress))
         for group in self._optimizer.param_groups:
@@ -115,7 +163,7 @@ class Inner:
 
 
 def _windows(text: Tensor, count: int, context: int, generator: torch.Generator) -> Tensor:
-    """Draw windows of context + 1 bytes from a text."""
+    """Return random windows of context + 1 bytes of a text."""
     starts = torch.randint(len(text) - context, (count,), generator=generator)
     return torch.stack([text[start : start + context + 1] for start in starts.tolist()]).long()
 
@@ -134,19 +182,26 @@ def train(
     seed: int = 0,
     batch: int = 8,
 ) -> dict[str, Any]:
-    """Train the demo's model with the other replicas of the run.
+    """Train the demo's model together with the other replicas of the run.
+
+        replicas launch --n 4 --arg steps=400 --arg compare=true
 
     Args:
-        steps: inner steps of each replica.
-        inner_steps: steps between rounds.
-        data: a file, or a folder of which every file is read; default: Python's standard library.
-        compare: rank 0 also trains alone, and data-parallel on the tokens of all, and shows the three losses.
-        seed: of the model and of the order of the data.
-        batch: windows per step and replica.
+        steps: inner steps of each replica, at least 1.
+        inner_steps: steps from one round to the next, at least 1.
+        data: a file, or a folder of which every file is read. None: Python's standard library.
+        compare: True: rank 0 also trains one replica alone, and data-parallel on the tokens of all replicas. It reports
+            the three losses.
+        seed: seed of the model and of the order of the data.
+        batch: windows in each step of a replica, at least 1.
 
     Returns:
-        numbers; `anchor`, a digest of the parameters that all share; and for rank 0 (or the lowest rank that was left
-        at the end) `summary`, a text.
+        Numbers about the training, and `anchor`, a digest of the shared parameters. Rank 0 adds `summary`, a text; if
+        rank 0 was not in the last round, the lowest rank in it does.
+
+    Raises:
+        ValueError: a number is smaller than 1, or there is too little text.
+        FileNotFoundError: there is nothing at `data`.
     """
     for name, value in {"steps": steps, "inner_steps": inner_steps, "batch": batch}.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -194,7 +249,7 @@ def train(
     last_ranks = reports[-1].ranks if reports else (replica.rank,)
     if replica.rank in (0, min(last_ranks)):
         if math.isnan(before):
-            before = evaluate(_new_model(seed), text)  # rank 0, which would report it, is gone
+            before = evaluate(_new_model(seed), text)  # rank 0 has measured it, and is no longer in the run
         result |= {"loss_before": before, "loss": evaluate(model, text)}
         if compare:
             result |= _compare(text, replica, new_inner, steps)
@@ -203,7 +258,15 @@ def train(
 
 
 def evaluate(model: ByteTransformer, text: Text) -> float:
-    """Return the mean loss over the held-out text, the same windows each time."""
+    """Return the mean loss on the held-out text. Each call uses the same windows.
+
+    Args:
+        model: the model.
+        text: the text.
+
+    Example:
+        evaluate(ByteTransformer(), load_text())  # about 5.8 before training
+    """
     windows = _windows(text.held_out, 512, model.context, torch.Generator().manual_seed(1))
     with torch.no_grad():
         losses = [model.loss(part).item() for part in torch.split(windows, 64)]
@@ -211,7 +274,7 @@ def evaluate(model: ByteTransformer, text: Text) -> float:
 
 
 def _compare(text: Text, replica: Replica, new_inner: Callable[[int], Inner], steps: int) -> dict[str, float]:
-    """Train one replica alone on its share, and one process on the batches of all."""
+    """Train one replica alone on its share, and one process on the batches of all replicas. Return both losses."""
     print("training one replica alone, to compare", flush=True)
     alone = new_inner(replica.rank)
     for step in range(steps):
@@ -233,7 +296,7 @@ def _summary(result: dict[str, Any], model: ByteTransformer, world_size: int, le
     ]
     if left < world_size:
         was = "was" if left == 1 else "were"
-        lines.append(f"{left} of them {was} there for the last round; the others were gone or late.")
+        lines.append(f"{left} of them {was} in the last round. The others were lost or late.")
     if "loss_alone" in result:
         alone, parallel = result["loss_alone"], result["loss_data_parallel"]
         lines += [
@@ -259,24 +322,41 @@ def _count(n: int, noun: str) -> str:
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes to learn from and bytes to be judged by."""
+    """The bytes to train on, and the bytes to evaluate on.
+
+    Attributes:
+        name: the name of the text, for messages.
+        training: chunks of bytes.
+        held_out: the held-out bytes.
+    """
 
     name: str
     training: tuple[Tensor, ...]  # chunks of uint8
     held_out: Tensor  # (n,) uint8
 
     def share(self, rank: int, world_size: int) -> Tensor:
-        """Return a replica's own part; when there are fewer chunks than replicas, several have the same."""
+        """Return the bytes of one replica. If there are too few chunks, several replicas get the same chunk.
+
+        Args:
+            rank: the replica.
+            world_size: the number of shares.
+        """
         chunks = self.training[rank::world_size] or (self.training[rank % len(self.training)],)
         return torch.cat(chunks)
 
 
 def load_text(data: str | None = None) -> Text:
-    """Read the text.
+    """Return the text to train on.
+
+    Args:
+        data: a file, or a folder of which every file is read. None: Python's standard library.
 
     Raises:
         FileNotFoundError: there is nothing at `data`.
         ValueError: there is too little text.
+
+    Example:
+        load_text("my-notes")
     """
     name, files = _files(data)
     joined = bytearray()
@@ -285,8 +365,11 @@ def load_text(data: str | None = None) -> Text:
         if len(joined) >= MAX_BYTES:
             break
     if len(joined) < SHORTEST_BYTES:
-        raise ValueError(f"{name} has {len(joined)} bytes of text; the demo needs at least {SHORTEST_BYTES}.")
-    # small texts are cut finer, so that every replica has something; a window of 65 bytes must fit into each
+        raise ValueError(
+            f"{name} has {len(joined)} bytes of text, and the demo needs at least {SHORTEST_BYTES}. Choose a larger "
+            "file or folder."
+        )
+    # A small text is cut into smaller chunks, so that every replica gets one. A window of 65 bytes must fit into each.
     size = max(130, min(CHUNK_BYTES, len(joined) // (4 * HELD_OUT)))
     chunks = list(torch.split(torch.frombuffer(joined, dtype=torch.uint8)[:MAX_BYTES], size))
     if len(chunks[-1]) < size:
@@ -307,4 +390,4 @@ def _files(data: str | None) -> tuple[str, list[Path]]:
         return str(path), [path]
     if path.is_dir():
         return str(path), sorted(p for p in path.rglob("*") if p.is_file())
-    raise FileNotFoundError(f"There is no file or folder {str(path)!r} to train on (data={data!r}).")
+    raise FileNotFoundError(f"data={data!r} names no file or folder. Give the path of a text, or of a folder of texts.")

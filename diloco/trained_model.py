@@ -1,8 +1,8 @@
-"""The model that a run has trained, computed from the run's store alone.
+"""Reads the trained model of a run from the run's store, for `replicas model`, `Run.model()` and `--from RUN`.
 
-A reader loads the newest snapshot, proves it by its digests, and applies the later means, as a resumed replica does. So
-it gets the anchor of the newest round, also while replicas train, and writes nothing. `replicas model` and `Run.model`
-reach this module through an entry point, because executors know nothing of training.
+A reader loads the newest snapshot, verifies it by its digests, and applies the later means, as a resumed replica does.
+So it gets the anchor of the newest round, also while replicas train, and writes nothing. `executors` reaches this
+module through an entry point, because it must not import torch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from executors.store.protocol import FolderStore
 
 Dtype = Literal["live", "float32"]
 TRIES = 3
-"""How often the newest state is looked for: a running run deletes older ones."""
+"""Number of attempts to find the newest state, because a running run deletes older states meanwhile."""
 FORMAT_NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
@@ -60,16 +60,19 @@ FORMAT_NAMES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
-    """The run that a model is read from: its store, and the settings that a reader needs.
+class ModelSource:
+    """The run that a model is read from, and the settings that a reader needs.
 
     Args:
         store: the store of the run.
-        run_id: its id.
+        run_id: the name of the run.
         name: the name of its DiLoCo.
-        key: of a signed run.
+        key: the key of a signed run. None: the run is not signed.
         extensions: the totals that the run was extended to: `total_steps`, or by the clock `total_rounds`.
-        limits: the sizes of blocks and shards; None for the defaults.
+        limits: the sizes of blocks and shards. None: the defaults.
+
+    Example:
+        ModelSource(store=store_at("runs"), run_id="first-try")
     """
 
     store: Store
@@ -82,20 +85,25 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedModel:
-    """The model of a run after one of its rounds."""
+    """The model of a run after one of its rounds.
+
+    Attributes:
+        run_id: the run.
+        name: the name of its DiLoCo.
+        rounds: the number of rounds of all fragments.
+        step: the run's step after that round. None: the run has rounds by the clock.
+        tensors: the tensors by their names in the model's `state_dict`.
+        missing: the names of the model's `state_dict` that `tensors` lacks, with the kind of each.
+        notes: sentences that a user of the model should read.
+    """
 
     run_id: str
     name: str
     rounds: int
-    """Rounds of all fragments so far."""
     step: int | None
-    """The run's step after that round. None: the run has rounds by the clock."""
     tensors: Mapping[str, Tensor]
-    """By the names of the model's `state_dict`."""
     missing: Mapping[str, str]
-    """Names of the model's `state_dict` that `tensors` lacks, with the kind of each."""
     notes: Sequence[str] = ()
-    """Sentences that a user of the model should read."""
 
     @property
     def size_bytes(self) -> int:
@@ -104,7 +112,7 @@ class TrainedModel:
 
 
 def read_model(
-    source: Source,
+    source: ModelSource,
     *,
     step: int | None = None,
     rounds: int | None = None,
@@ -115,25 +123,27 @@ def read_model(
 
     Args:
         source: the run.
-        step: take the newest round at or before this step of the run. None: the newest.
-        rounds: take the state after this number of rounds, or the newest before it. None: the newest.
-        dtype: "live": each tensor has the dtype that it has in the model. "float32": the anchor as it is.
-        outer_optimizer: the run's own, if it has one. Without it only the rounds of snapshots are available.
+        step: use the newest round at or before this step of the run. None: the newest round.
+        rounds: use the state after this number of rounds, or the newest before it. None: the newest.
+        dtype: "live": each tensor has the dtype that it has in the model. "float32": the anchor without conversion.
+        outer_optimizer: the run's own outer optimizer, if it has one. Without it, only the rounds of snapshots are
+            available.
 
     Raises:
+        ValueError: an argument has a value that is not allowed.
         RunNotFoundError: the run has no DiLoCo of this name.
-        DiLoCoError: the run has rounds by the clock and `step` is given, or the store no longer has such a round.
-        CorruptObjectError: what the store holds is not what replicas wrote.
+        DiLoCoError: `step` is given and the run has rounds by the clock. Or the store no longer has such a round.
+        CorruptObjectError: an object in the store is damaged.
 
     Example:
-        `read_model(Source(store=store_at("runs"), run_id="first-try")).tensors["weight"]`
+        read_model(ModelSource(store=store_at("runs"), run_id="first-try")).tensors["weight"]
     """
     if dtype not in ("live", "float32"):
         raise ValueError(f"dtype must be 'live' or 'float32', got dtype={dtype!r}.")
     found = read_state(source, step=step, rounds=rounds, outer_optimizer=outer_optimizer)
     anchor = found.state.anchor_views()
     tensors = dict(_as_live(found.log.agreed, anchor) if dtype == "live" else anchor)
-    missing, more_notes = _add_the_rest(found.log, found.state.position, tensors)
+    missing, more_notes = _add_unshared(found.log, found.state.position, tensors)
     return TrainedModel(
         run_id=source.run_id,
         name=source.name,
@@ -147,33 +157,45 @@ def read_model(
 
 @dataclass(frozen=True, kw_only=True)
 class FoundState:
-    """Anchor and outer state of a run after one of its rounds."""
+    """Anchor and outer state of a run after one of its rounds.
+
+    Attributes:
+        log: the log of the run.
+        state: the anchor and the outer state.
+        step: the run's step after that round. None: the run has rounds by the clock.
+        notes: sentences that a user of the state should read.
+    """
 
     log: StoredLog
-    state: State
+    state: ReplayedState
     step: int | None
-    """The run's step after that round. None: the run has rounds by the clock."""
     notes: Sequence[str]
 
 
 def read_state(
-    source: Source,
+    source: ModelSource,
     *,
     step: int | None = None,
     rounds: int | None = None,
     outer_optimizer: OptimizerFactory | None = None,
 ) -> FoundState:
-    """Return anchor and outer state of a run after its newest round, or after an earlier one.
+    """Return the anchor and the outer state of a run after its newest round, or after an earlier one.
 
     Args:
         source: the run.
-        step, rounds, outer_optimizer: as for `read_model`.
+        step: use the newest round at or before this step of the run. None: the newest round.
+        rounds: use the state after this number of rounds, or the newest before it. None: the newest.
+        outer_optimizer: the run's own outer optimizer, if it has one. Without it, only the rounds of snapshots are
+            available.
 
     Raises:
-        RunNotFoundError, DiLoCoError, CorruptObjectError: as `read_model`.
+        ValueError: an argument has a value that is not allowed.
+        RunNotFoundError: the run has no DiLoCo of this name.
+        DiLoCoError: `step` is given and the run has rounds by the clock. Or the store no longer has such a round.
+        CorruptObjectError: an object in the store is damaged.
 
     Example:
-        `read_state(Source(store=store_at("runs"), run_id="first-try")).state.arrays()`
+        read_state(ModelSource(store=store_at("runs"), run_id="first-try")).state.arrays()
     """
     log = open_log(source)
     agreed, plan = log.agreed, log.plan(source.extensions)
@@ -181,20 +203,25 @@ def read_state(
     try:
         state, notes = _newest(source, log, plan, most, outer_optimizer)
     except _NoSuchRound:
-        raise DiLoCoError(f"{_what_is_asked(source, most, step)} {_what_is_left(log, plan)}") from None
+        raise DiLoCoError(f"{_missing_in_words(source, most, step)} {_available_in_words(log, plan)}") from None
     at = None if agreed.inner_steps is None else plan.step_before(state.position)
     return FoundState(log=log, state=state, step=at, notes=notes)
 
 
 def save_model(model: TrainedModel, path: Path) -> int:
-    """Write a model as a safetensors file, all of it or nothing, over the file if there is one; return its bytes.
+    """Write a model as a safetensors file, and return the size of the file in bytes.
+
+    An existing file is replaced. The file is complete, or it is not there.
 
     Args:
         model: the model.
-        path: of the file.
+        path: the path of the file.
 
     Raises:
         OSError: the file cannot be written.
+
+    Example:
+        save_model(read_model(source), Path("model.safetensors"))
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "run": model.run_id, "rounds": str(model.rounds)}}
     at = 0
@@ -211,12 +238,18 @@ def save_model(model: TrainedModel, path: Path) -> int:
     return 8 + len(text) + at
 
 
-def open_log(source: Source) -> StoredLog:
+def open_log(source: ModelSource) -> StoredLog:
     """Return the log of a run.
+
+    Args:
+        source: the run.
 
     Raises:
         RunNotFoundError: the run has no DiLoCo of this name.
         CorruptObjectError: its first state cannot be read, or was made with another key.
+
+    Example:
+        open_log(source).agreed.n_fragments
     """
     proof = proof_of(source.key)
     patient = RetryingStore(source.store, clock=monotonic, patience=BRIEF, copies=proof.copies)
@@ -229,7 +262,15 @@ def open_log(source: Source) -> StoredLog:
 
 
 def names_in(store: Store, run_id: str) -> list[str]:
-    """Return the names of the DiLoCos of a run."""
+    """Return the names of the DiLoCos of a run.
+
+    Args:
+        store: the store of the run.
+        run_id: the run.
+
+    Example:
+        names_in(store, "first-try")  # ["main"]
+    """
     prefix = f"{run_id}/diloco/"
     if isinstance(store, FolderStore):
         return sorted(store.folders(prefix))
@@ -237,9 +278,9 @@ def names_in(store: Store, run_id: str) -> list[str]:
 
 
 def _most_rounds(
-    source: Source, agreed: StoredAgreement, plan: RoundPlan, step: int | None, rounds: int | None
+    source: ModelSource, agreed: StoredAgreement, plan: RoundPlan, step: int | None, rounds: int | None
 ) -> int | None:
-    """Return the round that is asked for at most. None: the newest."""
+    """Return the largest number of rounds that the wanted state may have. None: the newest state is wanted."""
     for name, value in (("step", step), ("rounds", rounds)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
             raise ValueError(f"{name} must be a whole number of at least 0, got {name}={value!r}.")
@@ -247,27 +288,32 @@ def _most_rounds(
         return rounds
     if agreed.inner_steps is None:
         raise DiLoCoError(
-            f"Run {source.run_id!r} has rounds by the clock, so step={step} names none. Use the number of a round: "
-            "--round, or rounds=."
+            f"Run {source.run_id!r} has rounds by the clock, so step={step} does not name a round. Use --round N, or "
+            "rounds=N in Python."
         )
     at = plan.position_at(step)
     return at if rounds is None else min(at, rounds)
 
 
 class _NoSuchRound(Exception):
-    """The store has no state of so early a round."""
+    """The store has no state of a round at or before the wanted one."""
 
 
 # -- the anchor --------------------------------------------------------------------------------------------------------
 
 
-class State:
-    """Anchor and outer state of a run before one of its entries.
+class ReplayedState:
+    """The anchor and the outer state of a run before one of its entries.
 
     Args:
-        agreed: what the run's replicas agreed on.
+        agreed: the settings that the run's replicas agreed on.
         plan: how the run is divided into entries.
-        outer_optimizer: the run's own. None if it is built in, or unknown. Without it no mean can be applied.
+        outer_optimizer: the run's own outer optimizer. None: it is the built-in one, or unknown. An unknown one cannot
+            apply a mean.
+
+    Example:
+        state = ReplayedState(log.agreed, plan, None)
+        state.load(entry, *log.load(entry))
     """
 
     def __init__(self, agreed: StoredAgreement, plan: RoundPlan, outer_optimizer: OptimizerFactory | None) -> None:
@@ -288,10 +334,15 @@ class State:
                 self._outer.append(GivenOptimizer(fragment, anchor, outer_optimizer))
 
     def load(self, position: int, pointer: SnapshotPointer, arrays: Arrays) -> None:
-        """Take a snapshot.
+        """Load a snapshot.
+
+        Args:
+            position: the entry before which the snapshot was made.
+            pointer: its pointer, which has the digests.
+            arrays: its arrays.
 
         Raises:
-            BadRecordError: it is not one of this run's model, or not what its pointer promises.
+            BadRecordError: the snapshot is of another model, or its digests differ.
         """
         with reading("snapshot of this model"):
             for name, view in self.anchor_views().items():
@@ -300,7 +351,7 @@ class State:
                 outer.load_arrays(arrays)
             self.position, self._arrays = position, arrays
             if (*self.digests(),) != pointer.state:
-                raise ValueError("its digests are others")
+                raise ValueError("its digests differ")
 
     def digests(self) -> Iterator[str]:
         """Yield the digest of each fragment."""
@@ -308,7 +359,11 @@ class State:
             yield self.digest(fragment.index)
 
     def digest(self, fragment: int) -> str:
-        """Return the digest of the anchor and the outer state of a fragment."""
+        """Return the digest of a fragment's anchor and outer state.
+
+        Args:
+            fragment: the number of the fragment.
+        """
         if self._outer:
             return self._outer[fragment].digest()
         state = from_arrays(self._arrays, f"outer/{fragment}") or {"state": {}}
@@ -316,7 +371,11 @@ class State:
 
     @torch.no_grad()
     def apply(self, mean: Sequence[memoryview]) -> None:
-        """Step the anchor by the mean of the next entry. Nothing is changed if no replica sent any work."""
+        """Step the anchor by the mean of the next entry. If no replica sent any work, the anchor does not change.
+
+        Args:
+            mean: the encoded mean, in parts. Empty: no replica sent any work.
+        """
         fragment = self.fragments[self.position % len(self.fragments)]
         if mean:
             wire, n_elements = wire_named(self._agreed.mean_wire), fragment.n_elements
@@ -324,7 +383,7 @@ class State:
         self.position += 1
 
     block_elements = Limits().block_elements
-    """The number of elements of a payload that have one digest."""
+    """The number of elements of a payload that share one digest."""
 
     def anchor_views(self) -> dict[str, Tensor]:
         """Return the anchor by name, as views."""
@@ -335,7 +394,7 @@ class State:
         }
 
     def arrays(self) -> dict[str, Array]:
-        """Return anchor and outer state under the names that snapshots have for them."""
+        """Return anchor and outer state under the names that they have in snapshots."""
         arrays: dict[str, Array] = {f"anchor/{name}": view.numpy() for name, view in self.anchor_views().items()}
         for outer in self._outer:
             arrays |= outer.arrays()
@@ -345,7 +404,7 @@ class State:
 
 
 def _check_shapes(agreed: StoredAgreement, arrays: Arrays) -> None:
-    """Check that a snapshot has what the run agreed on, before memory of these sizes is taken.
+    """Check that a snapshot has the tensors that the run agreed on, before memory of these sizes is used.
 
     Raises:
         BadRecordError: it does not.
@@ -373,12 +432,13 @@ def _fragments_of(agreed: StoredAgreement) -> list[Fragment]:
 
 
 def _newest(
-    source: Source, log: StoredLog, plan: RoundPlan, most: int | None, outer_optimizer: OptimizerFactory | None
-) -> tuple[State, list[str]]:
+    source: ModelSource, log: StoredLog, plan: RoundPlan, most: int | None, outer_optimizer: OptimizerFactory | None
+) -> tuple[ReplayedState, list[str]]:
     """Return the state after the newest round up to a number, with notes for the user.
 
     Raises:
         _NoSuchRound: the store no longer has such a round.
+        CorruptObjectError: every snapshot is damaged.
     """
     for _ in range(TRIES):
         damaged: str | None = None
@@ -389,7 +449,7 @@ def _newest(
                 continue
             try:
                 _check_shapes(log.agreed, found[1])
-                state = State(log.agreed, plan, outer_optimizer)
+                state = ReplayedState(log.agreed, plan, outer_optimizer)
                 state.block_elements = (source.limits or Limits()).block_elements
                 state.load(entry, *found)
                 _replay(log, state, most)
@@ -398,11 +458,11 @@ def _newest(
                 continue
             return state, _notes_on(log, state, most)
         if damaged is not None:
-            raise CorruptObjectError(f"No snapshot of run {source.run_id!r} is what was written. {damaged}")
+            raise CorruptObjectError(f"All snapshots of run {source.run_id!r} are damaged. {damaged}")
     raise _NoSuchRound
 
 
-def _replay(log: StoredLog, state: State, most: int | None) -> None:
+def _replay(log: StoredLog, state: ReplayedState, most: int | None) -> None:
     """Apply the rounds after a snapshot, as far as they are complete.
 
     Raises:
@@ -418,8 +478,8 @@ def _replay(log: StoredLog, state: State, most: int | None) -> None:
         state.apply(mean)
 
 
-def _notes_on(log: StoredLog, state: State, most: int | None) -> list[str]:
-    """Return notes on rounds in the store that are later than a state."""
+def _notes_on(log: StoredLog, state: ReplayedState, most: int | None) -> list[str]:
+    """Return notes for the user about later rounds in the store that a state does not contain."""
     if (most is not None and state.position >= most) or not log.is_sealed(state.position):
         return []
     if not state.is_stepped:
@@ -432,7 +492,7 @@ def _notes_on(log: StoredLog, state: State, most: int | None) -> list[str]:
     return [f"The model does not contain round {state.position + 1}, which is not complete yet."]
 
 
-def _what_is_asked(source: Source, most: int | None, step: int | None) -> str:
+def _missing_in_words(source: ModelSource, most: int | None, step: int | None) -> str:
     run = f"Run {source.run_id!r}"
     if most is None:
         return f"{run} has no whole snapshot in its store."
@@ -440,8 +500,8 @@ def _what_is_asked(source: Source, most: int | None, step: int | None) -> str:
     return f"{run} no longer has the state of {asked}: rounds older than the second newest snapshot are deleted."
 
 
-def _what_is_left(log: StoredLog, plan: RoundPlan) -> str:
-    """Return a sentence with the rounds that the store still has."""
+def _available_in_words(log: StoredLog, plan: RoundPlan) -> str:
+    """Return a sentence that names the rounds that the store still has."""
     kept = sorted(entry for entry in log.snapshots() if log.has_parts(entry))
     if not kept:
         return "Its model is not available."
@@ -457,7 +517,7 @@ def _what_is_left(log: StoredLog, plan: RoundPlan) -> str:
     return f"Available: steps {plan.step_before(kept[0])} to {plan.step_before(end)}, {every}."
 
 
-# -- as the live model has it ------------------------------------------------------------------------------------------
+# -- in the dtypes of the live model -----------------------------------------------------------------------------------
 
 
 def _as_live(agreed: StoredAgreement, anchor: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -470,12 +530,13 @@ def _as_live(agreed: StoredAgreement, anchor: Mapping[str, Tensor]) -> Iterator[
         yield name, values.to(dtype)
 
 
-def _add_the_rest(log: StoredLog, position: int, tensors: dict[str, Tensor]) -> tuple[dict[str, str], list[str]]:
-    """Add the tensors that a replica kept beside the anchor; return the missing names, and notes for the user.
+def _add_unshared(log: StoredLog, position: int, tensors: dict[str, Tensor]) -> tuple[dict[str, str], list[str]]:
+    """Add the unshared tensors that a replica stored. Return the missing names, and notes for the user.
 
     Args:
-        position: the rounds of the anchor: nothing newer is taken.
-        tensors: the anchor; changed.
+        log: the log of the run.
+        position: the rounds of the anchor. Nothing newer is used.
+        tensors: the anchor by name. It is changed.
     """
     more, notes = log.agreed.unshared, list[str]()
     wanted = {name: each for name, each in more.items() if each.kind in ("frozen", "buffer")}

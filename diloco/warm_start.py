@@ -15,7 +15,7 @@ from diloco.rendezvous.membership import RunLocation
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.stored_log import StoredLog
 from diloco.rendezvous.training_state import Array, Arrays, shape_difference
-from diloco.trained_model import Source, open_log, read_state
+from diloco.trained_model import ModelSource, open_log, read_state
 from executors.errors import RunNotFoundError
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class WarmStart:
         WarmStart(source, None, model_state, rank=0).read()
     """
 
-    source: Source
+    source: ModelSource
     step: int | None
     state: ModelState
     rank: int
@@ -157,7 +157,7 @@ def find_warm_start(location: RunLocation, store: RetryingStore, keys: Keys, sta
     found = location.replica.starts_from
     assert found is not None
     key = state.settings.key
-    source = Source(store=found.store, run_id=found.run_id, name=keys.name, key=key, extensions=found.extensions)
+    source = ModelSource(store=found.store, run_id=found.run_id, name=keys.name, key=key, extensions=found.extensions)
     warm_start = WarmStart(source, found.step, state, state.rank)
     if isinstance(state.model, ExtraTensorsModule) and not warm_start.has_source:
         return None  # that run averaged only its model, so this copy begins with the script's values

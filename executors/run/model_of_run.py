@@ -58,7 +58,7 @@ def source_of(store: Store, run_id: str, key_id: str | None, name: str) -> Any:
     key = None if key_id is None else needed_key(run_id, key_id)
     extensions = extensions_of(retry(DecisionLog(store, run_id, key=key).read))
     found = None if key is None else parse_key(key)
-    return load_reader().Source(store=store, run_id=run_id, name=name, key=found, extensions=extensions)
+    return load_reader().ModelSource(store=store, run_id=run_id, name=name, key=found, extensions=extensions)
 
 
 def read_model(view: RunView, *, step: int | None = None, name: str = "main", **more: Any) -> Any:

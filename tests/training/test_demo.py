@@ -52,9 +52,9 @@ def test_a_short_run_alone_tells_what_it_did(
 
 def test_what_cannot_be_trained_is_a_clear_error(alone: Replica, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("short")
-    with pytest.raises(FileNotFoundError, match="There is no file or folder '/nowhere' to train on"):
+    with pytest.raises(FileNotFoundError, match="data='/nowhere' names no file or folder"):
         demo.train(data="/nowhere")
-    with pytest.raises(ValueError, match="has 5 bytes of text; the demo needs at least 1024"):
+    with pytest.raises(ValueError, match="has 5 bytes of text, and the demo needs at least 1024"):
         demo.train(data=str(tmp_path / "short.txt"))
     with pytest.raises(ValueError, match="steps must be an integer of at least 1, got steps=0"):
         demo.train(steps=0)

@@ -19,7 +19,7 @@ from diloco.errors import ContributionError, DiLoCoError
 from diloco.rendezvous.extension import check_extension
 from diloco.rendezvous.phase import RoundPlan
 from diloco.settings import SHORT_PLAN_OUTER
-from diloco.trained_model import Source, read_model
+from diloco.trained_model import ModelSource, read_model
 from executors.replica import Replica, set_current_replica
 from executors.restarts.decision_log import Decision, DecisionLog, extensions_of
 from executors.restarts.orders import order_policy
@@ -101,7 +101,7 @@ def test_a_run_that_ended_or_died_continues_to_the_new_total(fragments: int, tot
     if died_at < total:
         assert second.rounds_at[total] == at_old_end, "every fragment has a round at the old end, too"
     anchor = second.model.state_dict()
-    found = read_model(Source(store=store, run_id="run", extensions={"total_steps": [37]}))
+    found = read_model(ModelSource(store=store, run_id="run", extensions={"total_steps": [37]}))
     assert (found.step, found.rounds) == (37, plan.n_entries)
     assert all(torch.equal(found.tensors[name], values) for name, values in anchor.items())
 
@@ -130,7 +130,7 @@ def test_rounds_during_training_are_extended_too(options: dict[str, Any]) -> Non
     plan = RoundPlan(2, 2, total_steps=18)
     plan.extend(31)
     assert (running.diloco.rounds, running.diloco.inner_step) == (plan.n_entries, 31)
-    found = read_model(Source(store=store, run_id="run", extensions={"total_steps": [31]}))
+    found = read_model(ModelSource(store=store, run_id="run", extensions={"total_steps": [31]}))
     assert all(torch.equal(found.tensors[name], values) for name, values in running.model.state_dict().items())
 
 
@@ -160,7 +160,7 @@ def test_rounds_by_the_clock_are_extended_by_their_number() -> None:
     extend(store, total_rounds=9)
     again = Attempt(store, 1, **options).train()
     assert again.diloco.rounds == 9
-    assert read_model(Source(store=store, run_id="run", extensions={"total_rounds": [9]})).rounds == 9
+    assert read_model(ModelSource(store=store, run_id="run", extensions={"total_rounds": [9]})).rounds == 9
 
 
 def test_a_loop_that_ends_at_its_own_total_fails_because_it_trained_nothing() -> None:

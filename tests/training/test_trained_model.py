@@ -16,7 +16,7 @@ from diloco import DiLoCo
 from diloco.errors import DiLoCoError
 from diloco.rendezvous.round import Limits
 from diloco.testing import run_replicas
-from diloco.trained_model import Source, read_model, save_model
+from diloco.trained_model import ModelSource, read_model, save_model
 from diloco.unshared_state import FIRST_BYTES
 from executors.errors import CorruptObjectError, RunNotFoundError
 from executors.store import MemoryStore
@@ -66,8 +66,8 @@ def train(
     return {name: values.clone() for name, values in model.state_dict().items()}, anchors
 
 
-def source(store: MemoryStore, **more: Any) -> Source:
-    return Source(store=store, run_id="test", **more)
+def source(store: MemoryStore, **more: Any) -> ModelSource:
+    return ModelSource(store=store, run_id="test", **more)
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -233,5 +233,5 @@ def test_by_the_clock_rounds_have_numbers_and_no_steps() -> None:
     found = read_model(source(store))
     assert (found.rounds, found.step) == (5, None)
     assert torch.equal(found.tensors["weight"], model.weight)
-    with pytest.raises(DiLoCoError, match="has rounds by the clock, so step=3 names none"):
+    with pytest.raises(DiLoCoError, match="has rounds by the clock, so step=3 does not name a round"):
         read_model(source(store), step=3)

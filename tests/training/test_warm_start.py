@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from diloco import DiLoCo
 from diloco.errors import ContributionError, DiLoCoError
 from diloco.rendezvous.extension import check_source
-from diloco.trained_model import Source, read_model
+from diloco.trained_model import ModelSource, read_model
 from executors.errors import RunNotFoundError
 from executors.replica import Replica, set_current_replica
 from executors.settings import Settings
@@ -88,8 +88,8 @@ def test_it_begins_with_the_newest_anchor_and_momentum_at_its_own_step_0() -> No
     assert new._settings.warmup == 0, "a ramp would take the momentum out in the first round"
     train(new, other, 8).close()
     assert new.is_over
-    assert read_model(Source(store=store, run_id="new")).step == 8
-    assert read_model(Source(store=store, run_id="old")).step == 14, "nothing of the old run was changed"
+    assert read_model(ModelSource(store=store, run_id="new")).step == 8
+    assert read_model(ModelSource(store=store, run_id="old")).step == 14, "nothing of the old run was changed"
 
 
 def test_fragments_wires_and_settings_are_the_new_runs_own() -> None:
@@ -106,7 +106,7 @@ def test_an_earlier_step_is_taken_and_one_that_is_gone_is_refused() -> None:
     store, model = stored("step"), model_of(3, 1)
     train(begin(store, "old", model), model, 24)._close(in_order=False)
     new = begin(store, "new", model_of(3, 1), source="old", step=21)
-    expected = read_model(Source(store=store, run_id="old"), step=21).tensors
+    expected = read_model(ModelSource(store=store, run_id="old"), step=21).tensors
     assert all(torch.equal(values, expected[name]) for name, values in new.anchor().items())
     new._close(in_order=False)
     with pytest.raises(DiLoCoError, match="no longer has the state of step 1"):
