@@ -81,7 +81,7 @@ class DuplicateWorkCheck:
                 log.warning("rank %s: %s", self._rank, _sentence(report, f"in round {report.round}"))
             elif self._in_a_row == ROUNDS and self._mode == "raise":
                 sentence = _sentence(report, f"{ROUNDS} rounds in a row, up to round {report.round}")
-                raise DuplicateWorkError(f'{sentence} If it is intended, pass same_data="allow" to DiLoCo.')
+                raise DuplicateWorkError(f'{sentence} If it is intended, pass same_data="allow".')
 
     def _check_it_moved(self, report: RoundReport) -> None:
         """Warn if the first counted work is empty: no parameter has changed. Later, parameters may be frozen on

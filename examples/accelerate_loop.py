@@ -1,9 +1,9 @@
-"""Train a small model with Accelerate, on several replicas: a loop as its documentation has it, and three lines.
+"""Train a small model with Accelerate on several replicas: an ordinary loop of Accelerate and three more lines.
 
     pip install 'serverless-replicas[hf-trainer]' torchdata
     replicas launch examples/accelerate_loop.py --n 2
 
-The lines are marked with an arrow; `attach_state` brings along what a replica that is killed needs when it comes back.
+An arrow marks the three lines. `attach_state` saves the state that a replica needs if it is killed and starts again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from executors import current_replica
 
 def main(steps: int = 400, inner_steps: int = 10) -> dict[str, object]:
     replica = current_replica()
-    stateful = DataLoaderConfiguration(use_stateful_dataloader=True)  # so that its position can be kept
+    stateful = DataLoaderConfiguration(use_stateful_dataloader=True)  # so that its position is saved
     accelerator = Accelerator(gradient_accumulation_steps=2, dataloader_config=stateful)
     x, noise = torch.randn(2, 65536, 16, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(x, torch.tanh(x @ torch.linspace(-1, 1, 16)) + 0.3 * noise[:, 0])
@@ -35,7 +35,7 @@ def main(steps: int = 400, inner_steps: int = 10) -> dict[str, object]:
     diloco = DiLoCo(model, inner_steps=inner_steps, total_steps=steps, snapshot_every=2)  # <-
     with diloco:
         diloco.attach_state("optimizer", optimizer)
-        diloco.attach_state("schedule", schedule, follow=True)  # which steps it
+        diloco.attach_state("schedule", schedule, follow=True)  # DiLoCo steps it
         diloco.attach_state("data", loader)
         batches = chain.from_iterable(repeat(loader))
         for _ in diloco.steps():

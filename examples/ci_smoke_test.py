@@ -1,4 +1,4 @@
-"""A smoke test for CI: does my training still run, on two replicas, for a few steps? Run it with pytest."""
+"""A smoke test for CI: two replicas train for a few steps, and the loss must fall. Run it with pytest."""
 
 from executors import launch
 

@@ -1,10 +1,10 @@
-"""What small wires, and rounds beside the training, cost in loss: makes the table of docs/how-to/slow-links.md.
+"""Measures how small wires and overlapping rounds change the loss: makes the table of docs/how-to/slow-links.md.
 
     python examples/compare_wires.py                                  # 66 runs of half a minute of a core
     python examples/compare_wires.py --only int8 int4 --seeds 5 --steps 2000 --inner-steps 50
 
-Each run trains the demo's transformer, with replicas that take turns in one process and meet in its memory. With one
-seed, all settings see the same batches, so what differs is the setting.
+Each run trains the demo's transformer. The replicas take turns in one process and exchange averages in its memory. With
+one seed, all settings see the same batches, so only the setting differs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,13 @@ text = cache(load_text)
 
 
 def settings(inner_steps: int) -> dict[str, dict[str, Any]]:
-    """Return the settings to compare, by name. With int4 means travel as int8; fragments overlap all but one step."""
+    """Return the settings to compare, by name.
+
+    With int4, means are encoded as int8. Fragments overlap with all steps but one.
+
+    Args:
+        inner_steps: steps from one round to the next.
+    """
     half, fragments = inner_steps // 2, 4 if inner_steps % 4 == 0 else 5
     in_turn = {"fragments": fragments, "overlap_steps": inner_steps // fragments - 1, "merge": "carry"}
     return {
@@ -53,19 +59,34 @@ def settings(inner_steps: int) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Trained:
-    """One run, and what came of it."""
+    """One run and its result.
+
+    Attributes:
+        setting: the name of the setting.
+        inner_steps: steps from one round to the next.
+        seed: the seed of the model and the batches.
+        loss: the loss on the held-out text, in nats per byte.
+        n_bytes: the bytes that one replica has sent and read.
+    """
 
     setting: str
     inner_steps: int
     seed: int
     loss: float
-    """Over the held-out text, in nats per byte."""
     n_bytes: int
-    """Sent and read by one replica."""
 
 
 def train(setting: str, inner_steps: int, seed: int, steps: int, batch: int, n: int) -> Trained:
-    """Train n replicas in turn: each takes an inner step, then all count it."""
+    """Train n replicas in turn: each makes an inner step, then all count it.
+
+    Args:
+        setting: the name of the setting.
+        inner_steps: steps from one round to the next.
+        seed: the seed of the model and the batches.
+        steps: inner steps of each replica.
+        batch: windows per step and replica.
+        n: the number of replicas.
+    """
     torch.set_num_threads(1)
     inners = [Inner(text(), rank, n, steps=steps, batch=batch, seed=seed) for rank in range(n)]
     shared = {
@@ -79,14 +100,14 @@ def train(setting: str, inner_steps: int, seed: int, steps: int, batch: int, n: 
         **settings(inner_steps)[setting],
     }
     n_bytes = 0
-    with ThreadPoolExecutor(n) as at_once:  # those that meet wait for each other
+    with ThreadPoolExecutor(n) as at_once:  # in a round, replicas wait for each other
         replicas = list(at_once.map(lambda rank: DiLoCo(inners[rank].model, rank=rank, **shared), range(n)))
         for step in range(steps):
             for inner in inners:
                 inner.step(step)
             for report in at_once.map(DiLoCo.step, replicas):
                 if report is not None:
-                    assert len(report.ranks) == n, f"a round went without somebody: {report}"
+                    assert len(report.ranks) == n, f"a replica is not in the round: {report}"
                     n_bytes += report.bytes_up + report.bytes_down
         list(at_once.map(DiLoCo.close, replicas))
     inners[0].model.load_state_dict(replicas[0].anchor(), strict=False)
@@ -94,7 +115,12 @@ def train(setting: str, inner_steps: int, seed: int, steps: int, batch: int, n: 
 
 
 def table(found: Sequence[Trained], inner_steps: Sequence[int]) -> Iterator[str]:
-    """Yield the lines of a table: means over the seeds, relative to fp32, and the seeds that are furthest from it."""
+    """Yield the lines of a table: the mean over the seeds, relative to fp32, with the smallest and the largest value.
+
+    Args:
+        found: the finished runs.
+        inner_steps: the values of H, one column for each.
+    """
     by_run = {(run.setting, run.inner_steps, run.seed): run for run in found}
     seeds = sorted({run.seed for run in found})
     names = [name for name in settings(inner_steps[0]) if (name, inner_steps[0], seeds[0]) in by_run]
@@ -114,14 +140,23 @@ def table(found: Sequence[Trained], inner_steps: Sequence[int]) -> Iterator[str]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Compare wires and overlaps by the loss that they end with.")
-    parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="settings with one of these words")
-    parser.add_argument("--inner-steps", nargs="+", type=int, default=[10, 20], metavar="H", help="10 and 20")
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 0 to N - 1; 3")
-    parser.add_argument("--steps", type=int, default=600, metavar="N", help="inner steps of each replica; 600")
-    parser.add_argument("--batch", type=int, default=2, metavar="N", help="windows per step and replica; 2")
-    parser.add_argument("--replicas", type=int, default=4, metavar="N", help="4")
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="one a core")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all losses there")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="only settings with one of these words")
+    parser.add_argument(
+        "--inner-steps",
+        nargs="+",
+        type=int,
+        default=[10, 20],
+        metavar="H",
+        help="steps between rounds; default 10 and 20",
+    )
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 0 to N - 1; default 3")
+    parser.add_argument("--steps", type=int, default=600, metavar="N", help="inner steps of each replica; default 600")
+    parser.add_argument("--batch", type=int, default=2, metavar="N", help="windows per step and replica; default 2")
+    parser.add_argument("--replicas", type=int, default=4, metavar="N", help="number of replicas; default 4")
+    parser.add_argument(
+        "--processes", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="default: one per core"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all losses to this file")
     chosen = parser.parse_args(arguments)
     names = [name for name in settings(20) if name == BASE or any(word in name for word in chosen.only)]
     found = []

@@ -1,4 +1,4 @@
-"""What the examples for clouds share: the training, and a launch that is watched to its end."""
+"""The training that the examples for clouds share, and a launch that prints the status until its end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from executors import ServerlessExecutor, launch
 
 
 def train(steps: int, inner_steps: int) -> dict[str, float]:
-    """What each replica runs: an ordinary loop, and one `DiLoCo` beside its optimizer."""
+    """Train a small model. Each replica runs this ordinary loop, with one `DiLoCo` next to its optimizer."""
     import torch
 
     from diloco import DiLoCo
@@ -27,7 +27,7 @@ def train(steps: int, inner_steps: int) -> dict[str, float]:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            diloco.step()  # counts; every `inner_steps` steps the replicas average what they learned
+            diloco.step()  # every `inner_steps` steps, the replicas average their work
             replica.report(loss=loss.item())
     if replica.rank == 0:
         torch.save(model.state_dict(), "model.pt")
@@ -36,13 +36,19 @@ def train(steps: int, inner_steps: int) -> dict[str, float]:
 
 
 def train_on(executor: str | ServerlessExecutor, description: str, n: int = 4) -> None:
-    """Launch the training with the options of the command line; print its status, the results, and save the model."""
+    """Launch the training with the options of the command line, print its status and results, and save the model.
+
+    Args:
+        executor: the backend or its executor.
+        description: the description of the command.
+        n: the default number of replicas.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--n", type=int, default=n, help="how many replicas")
-    parser.add_argument("--gpu", help="such as L4, H100 or H200:8; none without")
+    parser.add_argument("--n", type=int, default=n, help="number of replicas")
+    parser.add_argument("--gpu", help="such as L4, H100 or H200:8; default: none")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--inner-steps", type=int, default=50, help="steps between rounds")
-    parser.add_argument("--rendezvous", help="s3://BUCKET/PREFIX; else $REPLICAS_RENDEZVOUS")
+    parser.add_argument("--rendezvous", help="s3://BUCKET/PREFIX; default: $REPLICAS_RENDEZVOUS")
     options = parser.parse_args()
     args = {"steps": options.steps, "inner_steps": options.inner_steps}
     run = launch(executor, train, options.n, args=args, rendezvous=options.rendezvous, gpu=options.gpu, timeout=3600)

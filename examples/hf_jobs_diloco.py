@@ -1,9 +1,9 @@
-"""Train one model with DiLoCo on Hugging Face Jobs, which meet in a bucket and nowhere else.
+"""Train one model with DiLoCo on Hugging Face Jobs. The jobs communicate through a bucket only.
 
     pip install 'serverless-replicas[hf,s3]' && hf auth login
     python examples/hf_jobs_diloco.py --n 4 --gpu H200 --rendezvous s3://BUCKET/runs
 
-A bucket on Hugging Face does as well: --rendezvous 's3://BUCKET/runs?endpoint_url=https://s3.hf.co/NAMESPACE'.
+You can also use a bucket on Hugging Face: --rendezvous 's3://BUCKET/runs?endpoint_url=https://s3.hf.co/NAMESPACE'.
 """
 
 from diloco_task import train_on

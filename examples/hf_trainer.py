@@ -4,7 +4,7 @@
     replicas launch examples/hf_trainer.py --n 2
     replicas launch examples/hf_trainer.py --n 4 --backend modal --gpu L4 --rendezvous s3://BUCKET/runs
 
-What is not an ordinary script of a Trainer: the callback, `replica_arguments`, and `replica.shard`.
+Three things differ from an ordinary script: the callback, `replica_arguments`, and `replica.shard`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def main(steps: int = 300, inner_steps: int = 10, output_dir: str = "hf_trainer_
     )
     trainer = Trainer(
         LlamaForCausalLM(config),
-        replica_arguments(args),  # another order of the data, another folder
-        train_dataset=replica.shard(training),  # other data
+        replica_arguments(args),  # its own order of the data, its own folder
+        train_dataset=replica.shard(training),  # its own share of the data
         eval_dataset=held_out,
         callbacks=[DiLoCoCallback(inner_steps=inner_steps)],
     )
@@ -60,7 +60,7 @@ def main(steps: int = 300, inner_steps: int = 10, output_dir: str = "hf_trainer_
 
 
 def blocks_of_text() -> list[dict[str, torch.Tensor]]:
-    """Return the sources of Python's own modules as blocks of bytes: each byte is a token."""
+    """Return the sources of Python's own modules as blocks of tokens. Each byte is a token."""
     text = b"".join(path.read_bytes() for path in sorted(Path(hashlib.__file__).parent.glob("*.py")))
     tokens = torch.tensor(list(text[: 2 << 20]))
     blocks = tokens[: len(tokens) // CONTEXT * CONTEXT].view(-1, CONTEXT)

@@ -51,7 +51,7 @@ from diloco.settings import Settings
 Tensors = dict[str, Tensor]
 ALONE, DATA_PARALLEL = "one replica alone", "data-parallel"
 PAPER = {"outer_momentum": 0.9}
-"""Is in each setting that names no other momentum: the default of `DiLoCo` depends on the length of the plan.
+"""Part of each setting that names no other momentum, because the default of `DiLoCo` depends on the plan's length.
 
 If only the momentum is given, the learning rate is 0.7 in all plans.
 """
@@ -67,7 +67,7 @@ FOR_BATCH_NORM: dict[str, dict[str, Any]] = {
     "total_steps=None": {**PAPER, "total_steps": None},  # a ramp of 40 rounds, and no final average
     "sync_buffers=False": {**PAPER, "sync_buffers": False},
 }
-"""Compared for models with BatchNorm only: their running statistics have to fit the averaged parameters."""
+"""Compared for models with BatchNorm only, because their running statistics must fit the averaged parameters."""
 GRIDS: dict[int, dict[int, Sequence[int]]] = {
     2: {5: (10, 20, 40, 60), 10: (10, 20, 40, 60), 50: (10, 20)},
     4: {10: (20,)},
@@ -88,10 +88,10 @@ N_HELD_OUT = 2048
 
 @dataclass(frozen=True)
 class Data:
-    """Examples to learn from, and examples to be judged by."""
+    """Examples to train on, and examples to evaluate on."""
 
     draw: Callable[[int, int, int, torch.Generator], tuple[Tensor, Tensor]]
-    """From rank, number of replicas, batch size and generator: inputs and targets of the rank's own share."""
+    """Returns inputs and targets of a share, for a rank, a number of replicas, a batch size and a generator."""
     held_out: tuple[Tensor, Tensor]
 
 
@@ -124,7 +124,7 @@ N_CLASSES = 36
 
 
 def render(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw glyphs that are turned, scaled, slanted and shifted, over a faint second glyph and noise."""
+    """Return images of glyphs that are turned, scaled, slanted and shifted, over a faint second glyph and noise."""
     columns = torch.tensor(list(GLYPHS)).view(N_CLASSES, 5)
     bits = (columns[:, None, :] >> torch.arange(7)[None, :, None]) & 1  # (36, 7, 5)
     glyphs = functional.pad(bits.float(), (4, 3, 3, 2))[:, None]  # (36, 1, 12, 12)
@@ -202,15 +202,15 @@ def sgd(parameters: Iterable[nn.Parameter], rate: float) -> torch.optim.Optimize
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its data, and how one replica trains it."""
+    """A model, its data, and the settings of one replica's training."""
 
     model: Callable[[], nn.Module]
     data: Callable[[], Data]
     optimizer: Callable[[Iterable[nn.Parameter], float], torch.optim.Optimizer]
     rate: float
-    """The inner learning rate at its highest."""
+    """The highest inner learning rate."""
     batch: int
-    """Examples of each replica's step."""
+    """Examples in each step of a replica."""
 
 
 TASKS: dict[str, Task] = {
@@ -246,14 +246,14 @@ class Inner:
         Args:
             step: its number, counted from 0.
             batches: inputs and targets of each model.
-            joined: the models that average their gradients, as in data-parallel training; default: none.
+            joined: the models that average their gradients, as in data-parallel training. Default: none.
         """
         warm_up = max(1, min(40, self._steps // 5))
         decay = 0.55 + 0.45 * math.cos(math.pi * step / self._steps)
         for group in self._optimizer.param_groups:
             group["lr"] = self._task.rate * min(1.0, (step + 1) / warm_up) * decay
         inputs, targets = (torch.stack(part) for part in zip(*batches, strict=True))
-        with sdpa_kernel(SDPBackend.MATH):  # `vmap` calls the other kernels for one model after the other
+        with sdpa_kernel(SDPBackend.MATH):  # with the other kernels, `vmap` computes one model after the other
             losses = vmap(self._loss)(self._parameters, self._buffers, inputs, targets)
             losses.sum().backward()  # type: ignore[no-untyped-call]
         for parameter in self._parameters.values():
@@ -326,16 +326,16 @@ class Together:
 
     @property
     def fragment(self) -> Fragment:
-        """Where each tensor is in the anchor."""
+        """The place of each tensor in the anchor."""
         return self._fragment
 
     @torch.no_grad()
     def round(self, entry: int) -> None:
-        """Average the pseudo-gradients of all, step the anchor, and give it to all."""
+        """Average the pseudo-gradients of all replicas, step the anchor, and copy it to all of them."""
         weight, delta, mean = np.float32(1 / len(self._models)), torch.empty_like(self.anchor), None
         for model in self._models:
             difference(model, self._fragment, self.anchor, delta)
-            # Each product and each sum is rounded by itself, in the order of the ranks, as the product does it.
+            # Each product and each sum is rounded separately, in the order of the ranks, as in `DiLoCo`.
             product = delta.numpy() * weight
             mean = product if mean is None else mean + product
         assert mean is not None
@@ -449,7 +449,7 @@ def read_results(path: Path) -> list[Measured]:
 
 
 def write_results(path: Path, measured: Iterable[Measured]) -> None:
-    """Write all points with how they were measured; a line for each point, in the order of the grid."""
+    """Write all points and the conditions of the measurement, one line for each point, in the order of the grid."""
     ordered = sorted(measured, key=lambda one: tuple(asdict(one.point).values()))
     about = {
         "about": "Held-out losses (nats) of short runs from a random start, by outer settings. Lower is better.",

@@ -1,10 +1,10 @@
-"""Train a small model in a loop of your own, on several replicas; one that is killed goes on where it was.
+"""Train a small model in a loop of your own, on several replicas. A killed replica continues after `replicas resume`.
 
     replicas launch examples/plain_loop.py --n 2
-    replicas resume RUN                              # what was killed comes back
+    replicas resume RUN                              # starts the killed replicas again
     python examples/plain_loop.py                    # alone, to try the loop
 
-What is not an ordinary loop: `replica.shard`, the `DiLoCo` with what it is to keep, and `diloco.step()`.
+Three things differ from an ordinary loop: `replica.shard`, the `DiLoCo` with its attached states, and `diloco.step()`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(steps: int = 400, inner_steps: int = 10) -> dict[str, object]:
     loss_before = loss_of(model, held_out)
     with DiLoCo(model, inner_steps=inner_steps, total_steps=steps, snapshot_every=2) as diloco:
         diloco.attach_state("optimizer", optimizer)
-        diloco.attach_state("schedule", schedule, follow=True)  # which steps it
+        diloco.attach_state("schedule", schedule, follow=True)  # DiLoCo steps it
         diloco.attach_state("data", loader)
         batches = chain.from_iterable(repeat(loader))
         for _ in diloco.steps():

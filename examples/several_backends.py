@@ -1,9 +1,9 @@
-"""Train one model on this machine and at Modal at once: the replicas meet in a bucket and nowhere else.
+"""Train one model on this machine and on Modal at the same time. The replicas communicate through a bucket only.
 
 pip install 'serverless-replicas[modal,s3]' && modal token new
 python examples/several_backends.py --rendezvous s3://BUCKET/runs
 
-While it goes on, from here or from any machine that has the task's digest:
+While the run continues, add replicas from here, or from any machine that has the task's digest:
 replicas add RUN --n 4 --backend slurm
 """
 

@@ -1,4 +1,4 @@
-"""Compares the parameters around a merge, and decides whether an optimizer undoes the rounds."""
+"""Compares the parameters before and after a merge with those one step later, and decides if an optimizer undid it."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ from diloco.tensor_names import by_clean_name, find_tensor
 MOST_TENSORS = 6
 """Parameters compared after one merge; the next merge compares the next ones. 6 take about 40 microseconds."""
 CLEARED = 3
-"""Suspicions that the test refuted, after which an optimizer is trusted."""
+"""Number of suspicions that the test refuted, after which an optimizer is trusted."""
 MOST_SEARCHES = 10
-"""Searches for copies, each of which takes milliseconds; then an optimizer without copies is trusted."""
+"""Number of searches for copies, after which an optimizer without copies is trusted. Each takes milliseconds."""
 STRIKES = 3
-"""Merges in a row, each clearly undone, that convict an optimizer whose copy cannot be found, or which cannot be tested
-because it is none of torch."""
+"""Number of clearly undone merges in a row that prove a copy which cannot be found, or an optimizer that cannot be
+tested, because it is not one of torch."""
 FEW = 8
-"""A parameter with fewer values, as the bias of one output, is near its old value by chance too often."""
+"""A parameter with fewer values, such as the bias of one output, is near its old value by chance too often."""
 CLEARLY = 0.75
-"""A merge was clearly undone if all compared values are back to within this share of the way that it had moved them."""
+"""A merge was clearly undone if all compared values are back to within this share of their change by the merge."""
 ENOUGH = 64
-"""Values, of two parameters at least, that are needed to say so. Few values go straight back by chance, too."""
+"""Least number of values, of at least two parameters, for that decision. A few values may return by chance."""
 MOST_WAITS = 64
 """Calls of `check` after a merge in which no compared value changes, after which the merge is no longer compared."""
 LATER_MERGES, LATER_STEPS = 8, 16
-"""The first merges of a run, after which more steps than one are compared, and how many steps. Lookahead mixes in its
-copy every 5 steps. Later in the run, nothing is read between two rounds."""
+"""After each of the first 8 merges of a run, 16 steps are compared, because Lookahead mixes in its copy every 5 steps.
+Later in the run, nothing is read between two rounds."""
 TAKEN_BACK = 0.2
-"""Share of a merge that one of these steps must take back before it counts."""
+"""Share of a merge that one of these steps must undo before it counts."""
 STRAIGHT = 0.9
 """Least correlation of such a step with the way back. Steps of common optimizers reached 0.76 in tests."""
 
 
 class StaleCopies:
-    """Watches one model for optimizers that put back what a merge has changed.
+    """Watches one model for optimizers that put back the values from before a merge.
 
     Args:
-        model: the one whose trainable parameters are shared.
-        fragments: its parts; only parameters are compared, since buffers are statistics.
+        model: the model whose trainable parameters are shared.
+        fragments: its fragments. Only parameters are compared, because buffers are statistics.
 
     Example:
         stale = StaleCopies(model, fragments)
@@ -79,42 +79,43 @@ class StaleCopies:
         self._samples: list[Sample] = []
         """The samples around the merge that is under way; empty between two merges."""
         self._before: Values | None = None
-        """(n_samples, VALUES): what was read before it."""
+        """(n_samples, VALUES), the values before that merge."""
         self._merge: Merge | None = None
-        """The last merge, until the next step was made."""
+        """The last merge, until the next step was compared with it."""
         self._n_waits = 0
         """Calls of `check` since that merge in which no compared value had changed."""
         self._later: LaterSteps | None = None
-        """Compares the steps behind the first one with a merge, until the next merge."""
+        """Compares the steps after the first one with a merge, until the next merge."""
         self._n_later = 0
-        """Merges after which it did so."""
+        """Number of merges after which that was done."""
         self._takes_back: list[str] = []
-        """Merges of which a later step has taken back much, as the message names them."""
+        """Merges that a later step has undone in part, in the words of the message."""
         self._test: MoveTest | None = None
         self._n_cleared = self._n_strikes = self._n_searches = 0
         self._copies: list[Copy] = []
-        """Copies of parameters that the optimizer seems to have, which the next merge will tell of."""
+        """Copies of parameters that the optimizer seems to have. The next merge shows if they follow the rounds."""
         self._looks = False
-        """Whether the next optimizer step is waited for, to look at them."""
+        """True if the copies will be compared at the next optimizer step."""
         self._stale = ""
         """A parameter whose copy did not take the merged values."""
         self._named = "the optimizer"
-        """As the message names it."""
+        """The optimizer, in the words of the message."""
         self._optimizers: list[Optimizer] = []
-        """Those that make a step before the first `check`."""
+        """The optimizers that make a step before the first `check`."""
         self._owners: list[ReferenceType[Optimizer]] = []
-        """Those of them that step the parameters themselves, not copies: then only these are searched and tested."""
+        """The optimizers among them that step the parameters themselves, not copies. If there are any, only these are
+        searched and tested."""
         self._watches_first_step = True
         watch(self._note_optimizer)
         self._warned_of: set[str] = set()
 
     @property
     def is_trusted(self) -> bool:
-        """Whether nothing is compared any more: the optimizer was tested often enough."""
+        """True if nothing is compared any more, because the optimizer was tested often enough."""
         return self._n_cleared >= CLEARED or (self._n_searches >= MOST_SEARCHES and not self._n_strikes)
 
     def before_merge(self) -> None:
-        """Read the values that a merge is about to change. Further calls before `after_merge` change nothing."""
+        """Read the values that a merge is about to change. Another call before `after_merge` does nothing."""
         if self._samples or self.is_trusted:
             return
         n = min(MOST_TENSORS, len(self.names))
@@ -122,7 +123,7 @@ class StaleCopies:
         self._samples = list({id(copy.sample): copy.sample for copy in self._copies}.values())
         for number, name in enumerate(turn[: max(0, n - len(self._samples))]):
             parameter = find_tensor(self._model, name, "parameter")
-            # Another place each time: of an embedding, most rows have not changed since the last round.
+            # Another place each time, because most rows of an embedding have not changed since the last round.
             start = (self._next * 7919 + number * 104729) % max(1, parameter.numel() - VALUES + 1)
             self._samples.append(Sample(name, parameter, start))
         self._before = read(self._samples)
@@ -132,7 +133,7 @@ class StaleCopies:
         """Read the values that the merge has changed.
 
         Args:
-            when: names the merge in an error, as in "round 3".
+            when: the merge in the words of an error, such as "round 3".
         """
         samples, self._samples = self._samples, []
         self._merge, self._later, self._n_waits = None, None, 0
@@ -143,7 +144,7 @@ class StaleCopies:
                 watch(self._look_at_copies)
 
     def _look_at_copies(self, optimizer: Optimizer) -> None:
-        """Called before the first optimizer step after a merge: compare the copies with the merged values."""
+        """Compare the copies with the merged values. Called before the first optimizer step after a merge."""
         self._looks = False
         unwatch(self._look_at_copies)
         if self._merge is None:
@@ -168,19 +169,20 @@ class StaleCopies:
             self._optimizers.append(optimizer)
 
     def warn_of_copies(self, optimizer: Any, averaged: Collection[int]) -> None:
-        """Warn, once for each key, of states of an optimizer that are copies of the parameters it steps.
+        """Warn, once for each key, of states of an optimizer that are copies of its parameters.
 
-        A state within a fifth of its parameter is a copy, and no moment of gradients: these are not near it by chance.
+        A state within a fifth of its parameter is a copy, and not an average of gradients, which is not that near by
+        chance.
 
         Args:
-            optimizer: anything; without a `state` of torch's kind, it has no such states.
-            averaged: where tensors lie in memory that `average_also` was given.
+            optimizer: any object. Without a `state` like that of torch's optimizers, it has no such states.
+            averaged: the memory addresses of tensors that `average_also` averages.
         """
         state = getattr(optimizer, "state", None)
         names = {p: name for name, p in by_clean_name(self._model, self._model.named_parameters()).items()}
         entries = state.items() if isinstance(state, dict) else ()
         looked = [(p, v) for p, v in entries if p in names and isinstance(v, dict) and p.numel() >= VALUES]
-        for parameter, values in looked[:MOST_TENSORS]:  # an optimizer treats them alike
+        for parameter, values in looked[:MOST_TENSORS]:  # an optimizer treats all parameters in the same way
             for key, value in named_tensors(values):
                 if key in self._warned_of or value.shape != parameter.shape:
                     continue
@@ -195,10 +197,10 @@ class StaleCopies:
                 )
 
     def check(self, averaged: Callable[[], Collection[int]] = tuple) -> None:
-        """Compare, once, in the first step after a merge; a test that was begun a step earlier ends here.
+        """Compare the values in the first step after a merge, once. A test that began a step earlier ends here.
 
         Args:
-            averaged: returns where tensors lie in memory that `average_also` was given.
+            averaged: returns the memory addresses of tensors that `average_also` averages.
 
         Raises:
             StaleCopyError: the optimizer has put a parameter back.
@@ -221,8 +223,8 @@ class StaleCopies:
             return
         if self._stale:
             raise StaleCopyError(_message(self._stale, self._merge.when, self._named))
-        # An optimizer that gathers gradients for several steps writes its copy at the last of them. Until then no
-        # value changes, and a comparison now would find the merge in place.
+        # An optimizer that accumulates gradients over several steps writes its copy at the last of them. Until then no
+        # value changes, and a comparison would find the merge in place.
         merge, now = self._merge, read(self._merge.samples)
         if self._n_waits < MOST_WAITS and merge.is_in_place(now):
             self._n_waits += 1
@@ -239,26 +241,26 @@ class StaleCopies:
             return
         self._n_searches += 1
         self._n_strikes = self._n_strikes + 1 if undone.is_clear else 0
-        # An optimizer that the loop has replaced by a new one is gone, and so is its weak reference.
+        # If the loop has replaced an optimizer by a new one, the weak reference to the old one is dead.
         owners = [each for owner in self._owners if (each := owner()) is not None]
         tensors = tensors_in(owners) if owners else reachable_tensors()
         if (found := copies_of(undone.samples, tensors)) or self._n_strikes >= STRIKES:
             self._test = MoveTest(undone.samples, undone.change, found, merge.when, owners=owners)
 
     def _look_later(self, later: LaterSteps) -> None:
-        """Warn, once, of an optimizer that takes back merges a few steps after them, as Lookahead does."""
+        """Warn, once, of an optimizer that undoes merges some steps later, as Lookahead does."""
         share = later.look()
         if later.is_over:
             self._later = None
         if share is None:
             return
         self._takes_back.append(f"{share:.0%} of {later.when}")
-        if len(self._takes_back) < 2:  # one large step may go that way for reasons of its own
+        if len(self._takes_back) < 2:  # one large step may have that direction by chance
             return
         self._n_later = LATER_MERGES
         warnings.warn(
-            f"Single steps took back {' and '.join(self._takes_back)}, as Lookahead's do: the optimizer mixes in a "
-            "copy of the weights that rounds do not change. Average that copy with diloco.average_also(): see "
+            f"Single steps undid {' and '.join(self._takes_back)}, so the optimizer mixes in a copy of the weights "
+            "that rounds do not change, like Lookahead. Average that copy with diloco.average_also(): see "
             "docs/explanation/what-does-not-fit.md.",
             stacklevel=4,
         )
@@ -267,8 +269,8 @@ class StaleCopies:
         self._test = None
         names = test.end()
         if names is not None and not names and not test.was_of_owner:
-            # The values stayed moved, and the optimizer that made the step does not step them: it may write its copy
-            # later, as before the next forward pass. So only the strikes count.
+            # The values kept their move, and the optimizer that made the step does not step them. It may write its copy
+            # later, for example before the next forward pass. So only the strikes count.
             names = None
         if names is not None and not names:
             self._n_cleared, self._n_strikes = self._n_cleared + 1, 0
@@ -286,7 +288,7 @@ class StaleCopies:
         self._n_cleared = CLEARED
 
     def close(self) -> None:
-        """Watch nothing any more."""
+        """End the watch and a test that is running."""
         unwatch(self._note_optimizer)
         unwatch(self._look_at_copies)
         if self._test is not None:
@@ -299,25 +301,37 @@ class Merge:
 
     Args:
         samples: the compared values.
-        before, after: (n_samples, VALUES), the values before and after it; zeros where a sample has fewer.
-        when: names the merge in an error, as in "round 3".
+        before: (n_samples, VALUES), the values before the merge. Zero if a sample has fewer values.
+        after: (n_samples, VALUES), the values after the merge.
+        when: the merge in the words of an error, such as "round 3".
+
+    Example:
+        Merge(samples, before, read(samples), "round 3")
     """
 
     def __init__(self, samples: list[Sample], before: Values, after: Values, when: str) -> None:
         self.samples, self.before, self.after, self.when = samples, before, after, when
-        # Made here, in the time of the merge: the step after it is the user's.
+        # Computed here, in the time of the merge, because the next step belongs to the user's time.
         self.moved = after - before
         self._halfway = before + np.float32(0.5) * self.moved
         self._after_bytes = after.tobytes()
 
     def is_in_place(self, now: Values) -> bool:
-        """Return whether no value has changed since."""
+        """Return True if no value has changed since the merge.
+
+        Args:
+            now: (n_samples, VALUES), the values now.
+        """
         return now.tobytes() == self._after_bytes
 
     def is_kept(self, now: Values) -> bool:
-        """Return whether no sample is nearer to its values before the merge than to those after it."""
-        # Plain sums: `einsum` takes three times as long where it was not called just before.
-        # A value that is not finite is refused when it is sent, with an error of its own, so numpy need not warn of it.
+        """Return True if no sample is nearer to its values before the merge than to its values after it.
+
+        Args:
+            now: (n_samples, VALUES), the values now.
+        """
+        # A plain sum, because `einsum` takes three times as long if it was not called just before. A value that is not
+        # finite gets an error of its own when it is sent, so numpy need not warn of it.
         with np.errstate(invalid="ignore", over="ignore"):
             along = np.add.reduce((now - self._halfway) * self.moved, axis=1)
         return float(min(along.tolist())) >= 0
@@ -327,9 +341,12 @@ class Undone:
     """The samples that one step after a merge seems to have put back.
 
     Args:
-        samples: nearer to their values before the merge than to the merged ones.
+        samples: the samples that are nearer to their values before the merge.
         change: the largest change of any compared value, by the merge or since.
-        is_clear: whether so many values are back that chance, or one large step, cannot have done it.
+        is_clear: True if so many values are back that chance, or one large step, cannot be the cause.
+
+    Example:
+        Undone.of(merge, read(merge.samples))
     """
 
     def __init__(self, samples: Sequence[Sample], change: float, *, is_clear: bool) -> None:
@@ -338,7 +355,7 @@ class Undone:
 
     @classmethod
     def of(cls, merge: Merge, now: Values) -> Undone | None:
-        """Compare the values of a merge with the values now. None: no parameter is nearer to its values before it.
+        """Compare the values of a merge with the values now. None: no parameter was put back.
 
         Args:
             merge: the merge.
@@ -366,33 +383,37 @@ class Undone:
 
 
 class LaterSteps:
-    """Looks for a step that takes back much of a merge, some steps after the first one.
+    """Finds a step that undoes much of a merge, some steps after the first one.
 
-    Lookahead steps the parameters themselves and mixes in its slow copy every few steps only. Such a step leads
-    straight back, to where the values were before the merge or somewhat earlier. The training's own steps may go back
-    as well, since each replica has its own data, but gradients do not point straight at old values.
+    Lookahead steps the parameters themselves, and mixes in its slow copy every few steps only. Such a step leads
+    straight back to the values before the merge, or to somewhat earlier ones. The training's own steps may go back,
+    too, because each replica has its own data, but gradients do not point straight at old values.
 
     Args:
         merge: the merge.
         now: (n_samples, VALUES), the values one step later.
+
+    Example:
+        later = LaterSteps(merge, now)
+        share = later.look()  # after each step
     """
 
     def __init__(self, merge: Merge, now: Values) -> None:
         self.when = merge.when
         self._samples, self._before, self._merge, self._now = merge.samples, merge.before, merge.moved, now
         back, merged = merge.after - now, float(np.vdot(self._merge, self._merge))
-        # Momentum turns the training's own steps around gradually, and a loss that pulls back does so at once.
+        # Momentum turns the training's own steps back gradually, and a loss that pulls back does so at once.
         self._usual = [float(np.vdot(back, self._merge)) / merged if merged else 0.0] * 2
-        """For each of the two ways that are looked at, the largest share that one step has taken back so far."""
+        """For each of the two examined directions, the largest share that one step has undone so far."""
         self._n_calls = self._n_steps = 0
 
     @property
     def is_over(self) -> bool:
-        """Whether enough steps were compared, or none is made."""
+        """True if enough steps were compared, or if values no longer change."""
         return self._n_steps >= LATER_STEPS or self._n_calls >= MOST_WAITS
 
     def look(self) -> float | None:
-        """Compare one more step; return the share of the merge that it took back if that is much, else None."""
+        """Compare one more step. Return the share of the merge that it undid, if that is much; otherwise None."""
         self._n_calls += 1
         last, self._now = self._now, read(self._samples)
         step = self._now - last
@@ -403,11 +424,11 @@ class LaterSteps:
         for number, way in enumerate((self._merge, last - self._before)):
             along, square = -float(np.vdot(step, way)), float(np.vdot(way, way))
             if not 0 < square <= 4 * merged:
-                continue  # most of this way the training has made itself
+                continue  # the training itself has made most of this distance
             share, usual = along / square, self._usual[number]
             self._usual[number] = max(usual, share)
             is_straight = along > 0 and along**2 >= STRAIGHT**2 * square * float(np.vdot(step, step))
-            # A copy mixed in leads back at most as far as it was: a larger step is the training's own.
+            # A mixed-in copy leads back no further than the copy itself. A larger step is the training's own.
             if is_straight and max(TAKEN_BACK, 3 * usual) <= share <= 1:
                 self._n_steps = LATER_STEPS
                 return share
@@ -420,6 +441,6 @@ def _message(name: str, when: str, optimizer: str) -> str:
         remedy = "Create the optimizer after DiLoCo(model), and copy the model's parameters into that copy each round"
     return (
         f"{optimizer[:1].upper()}{optimizer[1:]} put {name!r} back to its value before {when}: it keeps a copy of the "
-        f"weights, or computes them from where it began. {remedy}, or create the optimizer again. Examples are "
+        f"weights, or computes them from its first weights. {remedy}, or create the optimizer again. Examples are "
         "in docs/explanation/what-does-not-fit.md."
     )

@@ -1,4 +1,4 @@
-"""Copies of the weights that are wrong from the start: too early for the anchor, or averaged by one replica alone."""
+"""Warns of copies of the weights that are wrong from the start: made before the first anchor, or averaged locally."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from diloco.stale_copies.search import reachable_objects, reachable_tensors, ten
 from diloco.tensor_names import find_tensor
 
 AVERAGE = re.compile(r"(?<![A-Z])EMA(?![a-z])|Ema(?![a-z])|ExponentialMovingAverage|AveragedModel")
-"""How classes of averages of weights are named: ModelEmaV3 (timm), EMAModel (diffusers), AveragedModel (torch)."""
+"""Finds class names of averages of weights: ModelEmaV3 (timm), EMAModel (diffusers), AveragedModel (torch)."""
 
 
 class EarlyCopies:
@@ -26,28 +26,34 @@ class EarlyCopies:
     An EMA of the weights that is made before `DiLoCo(model)` begins at values that the run does not have.
 
     Args:
-        model: with the values that it has before the first anchor.
-        names: its parameters that the anchor replaces.
+        model: the model, before the first anchor.
+        names: the names of the parameters that the anchor will replace.
+
+    Example:
+        early = EarlyCopies(model, names)
+        take_first_anchor()
+        early.look()
+        early.warn()
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         self._before: dict[tuple[int, ...], list[tuple[Sample, Values]]] = {}
         for name in names:
             parameter = find_tensor(model, name, "parameter")
-            if parameter.numel() >= VALUES:  # values of a bias are often equal by chance
+            if parameter.numel() >= VALUES:  # two small biases often have equal values by chance
                 sample = Sample(name, parameter, 0)
                 self._before.setdefault(tuple(parameter.shape), []).append((sample, sample.read().copy()))
         self.found: list[tuple[ReferenceType[Tensor], Sample, Values]] = []
 
     def look(self) -> None:
-        """Look for tensors that still have the values from before the anchor. Takes milliseconds; call it once."""
+        """Find tensors that still have the values from before the anchor. It takes milliseconds; call it once."""
         changed: dict[tuple[int, ...], list[tuple[Sample, Values]]] = {}
         for shape, samples in self._before.items():
             if moved := [(s, b) for s, b in samples if not np.array_equal(s.read(), b) and largest(b)]:
                 changed[shape] = moved
         own = {s.parameter.data_ptr() for samples in self._before.values() for s, _ in samples}
         for thing in reachable_tensors() if changed else ():
-            with suppress(Exception):  # a tensor without storage, or of a class that refuses to be read
+            with suppress(Exception):  # a tensor may have no storage, or a class that refuses to be read
                 if not thing.is_floating_point() or thing.data_ptr() in own:
                     continue
                 for sample, before in changed.get(tuple(thing.shape), ()):
@@ -57,7 +63,11 @@ class EarlyCopies:
         self._before = {}
 
     def take_anchor(self, tensors: Iterable[Tensor]) -> None:
-        """Give copies among these tensors the values that the parameters have now."""
+        """Set copies among these tensors to the values that the parameters have now.
+
+        Args:
+            tensors: the tensors that `average_also` was given.
+        """
         pointers = {tensor.data_ptr() for tensor in tensors}
         left = []
         for reference, sample, before in self.found:
@@ -90,15 +100,15 @@ class EarlyCopies:
 def warn_of_own_averages(model: nn.Module, averaged: Container[int]) -> None:
     """Warn, once, of an average of the weights that each replica makes for itself, such as an EMA of timm.
 
-    It is found by the name of its class, among all that the caller's variables lead to. Its values say nothing: right
-    after it was made they are the model's, and a copy of the best model looks the same.
+    It is found by the name of its class, among all objects that the user's variables lead to. Its values prove nothing:
+    right after it was made they equal the model's, and so do the values of a copy of the best model.
 
     Args:
-        model: the model that is trained.
-        averaged: the `data_ptr()` of all tensors that `average_also()` averages over the replicas.
+        model: the trained model.
+        averaged: the memory addresses (`data_ptr()`) of all tensors that `average_also()` averages over the replicas.
 
     Example:
-        warn_of_own_averages(model, {tensor.data_ptr() for tensor in also})
+        warn_of_own_averages(model, {tensor.data_ptr() for tensor in extra})
     """
     own = {parameter.data_ptr() for parameter in model.parameters()}
     shapes = {tuple(p.shape) for p in model.parameters() if p.requires_grad and p.numel() >= VALUES}
@@ -106,7 +116,7 @@ def warn_of_own_averages(model: nn.Module, averaged: Container[int]) -> None:
         if AVERAGE.search(type(thing).__name__) is None:
             continue
         copies: list[Tensor] = []
-        with suppress(Exception):  # an object of the user's may refuse to be looked into
+        with suppress(Exception):  # an object of the user may refuse access to its attributes
             held = (
                 [*thing.parameters(), *thing.buffers()] if isinstance(thing, nn.Module) else tensors_in([vars(thing)])
             )

@@ -1,4 +1,4 @@
-"""Tests one optimizer step: it moves suspected values before the step, and looks at them after it."""
+"""Tests one optimizer step: it moves suspected values before the step, and compares them after it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,24 @@ from diloco.stale_copies.samples import Sample, Values, largest
 from diloco.stale_copies.search import Copy
 
 FAR = 16.0
-"""How many times the largest recent change of any compared value the test moves values."""
+"""The test moves values by this multiple of the largest recent change of any compared value."""
 
 
 class MoveTest:
-    """Moves suspected values right before the next optimizer step, and reports afterwards whether they stayed moved."""
+    """Moves suspected values right before the next optimizer step, and reports afterwards whether they kept the move.
+
+    Args:
+        samples: the suspected values.
+        change: the largest recent change of any compared value.
+        copies: the copies of these values that a search has found.
+        when: the merge in the words of an error, such as "round 3".
+        owners: the optimizers that step the parameters themselves. Empty: none is known.
+
+    Example:
+        test = MoveTest(undone.samples, undone.change, copies, "round 3")
+        optimizer.step()
+        test.end()  # the names of parameters that were put back
+    """
 
     def __init__(
         self,
@@ -40,17 +53,17 @@ class MoveTest:
         watch(self._take)
 
     def _take(self, optimizer: Optimizer) -> MoveTest | None:
-        """Called before each step of any optimizer of torch: take part if it can step the values.
+        """Return this test if the optimizer can step the values. Called before each step of any optimizer of torch.
 
         That is an optimizer with the parameters themselves. If none has them, it is one with tensors of their shapes,
-        as copies are. A discriminator may have layers of the generator's shapes: when it makes a step, the values of
+        as copies have. A discriminator may have layers of the generator's shapes. When it makes a step, the values of
         the generator are still needed for gradients.
         """
         stepped = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         shapes, own = {tensor.shape for tensor in stepped}, {id(tensor) for tensor in stepped}
         parameters = [sample.parameter for sample in self.samples]
         if not any(id(p) in own or (p.shape in shapes and not self._owned) for p in parameters):
-            return None  # of another model, as a discriminator's
+            return None  # the optimizer belongs to another model, such as a discriminator
         if all(optimizer is not other for other in self.optimizers):
             self.optimizers.append(optimizer)
         # The networks of a GAN may be in one DiLoCo, with an optimizer for each. A parameter that another optimizer
@@ -59,13 +72,13 @@ class MoveTest:
         waiting = [sample for sample in self.samples if id(sample) not in moved]
         self._next = [sample for sample in waiting if id(sample.parameter) not in others]
         if is_in_backward():
-            # The backward pass still needs the other parameters, and refuses them if they have changed.
+            # The backward pass still needs the other parameters, and raises an error if they have changed.
             self._next = [sample for sample in self._next if id(sample.parameter) in own]
         return self if self._next else None
 
     @torch.no_grad()
     def move(self) -> None:
-        """Move the values that the next step is to keep."""
+        """Move the values that the next step must keep."""
         for sample in self._next:
             before = sample.read().copy()
             by = FAR * max(self._change, 1e-3 * largest(before))
@@ -79,7 +92,7 @@ class MoveTest:
         LBFGS evaluates its closure several times in one step. Each time the values are moved back for it.
 
         Args:
-            closure: the one that the optimizer's step was given.
+            closure: the closure of the optimizer's step.
         """
 
         def unmoved() -> Any:
@@ -97,7 +110,7 @@ class MoveTest:
 
     @property
     def was_of_owner(self) -> bool:
-        """Whether an optimizer that made a step has one of the suspected parameters itself, not a copy of it."""
+        """True if an optimizer that made a step has one of the suspected parameters itself, not a copy of it."""
         own = {id(tensor) for each in self.optimizers for group in each.param_groups for tensor in group["params"]}
         return any(id(sample.parameter) in own for sample in self.samples)
 

@@ -30,16 +30,31 @@ Watcher: TypeAlias = Callable[[Optimizer], StepTest | None]
 
 # One hook for the process, which stays: torch iterates over its hooks while another thread may add one.
 _watchers: dict[int, tuple[Watcher, ...]] = {}
-"""By thread, what to call before each optimizer step that the thread makes. Each replica of a test has a thread."""
+"""By thread, the functions to call before each optimizer step of the thread. In tests, each replica is a thread."""
 
 
 def watch(callback: Watcher) -> None:
-    """Call something before each optimizer step of this thread, until `unwatch`."""
+    """Call a function before each optimizer step of this thread, until `unwatch`.
+
+    Args:
+        callback: gets the optimizer, and returns a test for the step, or None.
+
+    Example:
+        watch(lambda optimizer: print(optimizer))
+    """
     _register()
     _watchers[get_ident()] = (*_watchers.get(get_ident(), ()), callback)
 
 
 def unwatch(callback: Watcher) -> None:
+    """Stop the calls that `watch` began.
+
+    Args:
+        callback: the function.
+
+    Example:
+        unwatch(callback)
+    """
     for thread, callbacks in list(_watchers.items()):
         if callback in callbacks:
             _watchers[thread] = tuple(each for each in callbacks if each != callback)
@@ -65,6 +80,10 @@ def _register() -> None:
 
 
 def is_in_backward() -> bool:
-    """Return whether this thread computes gradients now, as when an optimizer steps in a hook of a parameter."""
+    """Return True if this thread computes gradients now, as when an optimizer steps in a hook of a parameter.
+
+    Example:
+        is_in_backward()  # False outside of loss.backward()
+    """
     task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
     return task() != -1

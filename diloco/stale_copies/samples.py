@@ -1,4 +1,4 @@
-"""Samples: a few neighboring values of a parameter, which are cheap to read around each round."""
+"""Samples: a few neighboring values of a parameter, which are fast to read before and after each round."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 VALUES = 32
-"""Neighboring values compared of each."""
+"""Number of neighboring values that are compared of each parameter."""
 Values = NDArray[np.float32]
 
 
@@ -18,8 +18,12 @@ class Sample:
     """A few neighboring values of one parameter.
 
     Args:
-        name, parameter: as the model has them.
-        start: the first value, of the flat parameter.
+        name: the name of the parameter.
+        parameter: the parameter.
+        start: the number of the first value, in the flat parameter.
+
+    Example:
+        Sample("head.weight", model.head.weight, 0).read()
     """
 
     __slots__ = ("_array", "_pointer", "name", "parameter", "start")
@@ -31,11 +35,12 @@ class Sample:
 
     @property
     def n_values(self) -> int:
+        """The number of values."""
         return min(VALUES, self.parameter.numel())
 
     def read(self) -> Values:
-        """Return the values as they are now in float32, perhaps as a view of the parameter."""
-        # The view is kept, since making it takes ten times as long as reading it: the check is part of a step.
+        """Return the values as they are now, in float32. The array may be a view of the parameter."""
+        # The view is kept, because to make it takes ten times as long as to read it, and the check is part of a step.
         if self._array is None or self._pointer != self.parameter.data_ptr():
             view = self.view()
             if view.dtype != torch.float32 or view.device.type != "cpu":
@@ -44,17 +49,24 @@ class Sample:
         return self._array
 
     def view(self) -> Tensor:
-        """Return the values as they are now, as a view of the parameter: what is written to it is written there."""
+        """Return the values as they are now, as a view of the parameter. A write to it changes the parameter."""
         values = self.parameter.detach()
         if values.is_contiguous():
             return values.view(-1)[self.start : self.start + VALUES]
-        while values.dim() > 1:  # a convolution in channels_last: values beside each other in its last dimension
+        while values.dim() > 1:  # such as a convolution in channels_last: neighbors in the last dimension are used
             values = values[self.start % len(values)]
         return values[:VALUES]
 
 
 def read(samples: Sequence[Sample]) -> Values:
-    """Return the values of some samples as (n_samples, VALUES), with zeros where a sample has fewer."""
+    """Return the values of samples as (n_samples, VALUES), with zeros if a sample has fewer values.
+
+    Args:
+        samples: the samples.
+
+    Example:
+        read([Sample("head.weight", model.head.weight, 0)])
+    """
     values = np.zeros((len(samples), VALUES), np.float32)
     for row, sample in zip(values, samples, strict=True):
         now = sample.read()
@@ -63,8 +75,25 @@ def read(samples: Sequence[Sample]) -> Values:
 
 
 def distance(a: Values, b: Values) -> float:
+    """Return the Euclidean distance of two arrays.
+
+    Args:
+        a: an array.
+        b: an array of the same shape.
+
+    Example:
+        distance(before, after)
+    """
     return float(np.linalg.norm(a - b))
 
 
 def largest(values: Values) -> float:
+    """Return the largest absolute value of an array; 0 if it is empty.
+
+    Args:
+        values: the array.
+
+    Example:
+        largest(after - before)
+    """
     return float(np.abs(values).max()) if values.size else 0.0

@@ -1,4 +1,4 @@
-"""Searches for copies of parameters: in optimizers, and in all objects that the variables of the user lead to."""
+"""Searches for copies of parameters, in optimizers and in all objects that the user's variables lead to."""
 
 from __future__ import annotations
 
@@ -20,22 +20,25 @@ from torch.optim.optimizer import Optimizer
 from diloco.stale_copies.samples import Sample, Values, read
 
 MOST_FLAT = 100_000_000
-"""Values of one flat tensor in which copies of parameters are searched for."""
+"""Most values of a flat tensor in which copies of parameters are searched."""
 MOST_OBJECTS, MOST_DEPTH, MOST_PARTS = 100_000, 6, 10_000
 """The limits of a search: the number of objects, the distance from a variable, and the parts of one object."""
 SCALARS = frozenset({str, bytes, int, float, bool, complex, type(None)})
-"""Types of values that hold nothing else."""
+"""Types whose values contain no other objects."""
 NOT_USERS = ("diloco", "executors", "torch", "threading", "importlib", "runpy")
-"""Packages whose frames have no variables of the user's."""
+"""Packages whose frames have no variables of the user."""
 
 
 class Copy:
     """A tensor that had the values of a parameter.
 
     Args:
-        tensor: of the parameter's shape, or a longer flat one.
+        tensor: a tensor of the parameter's shape, or a longer flat one.
         sample: the values of the parameter.
-        start: the first of these values in the flat tensor.
+        start: the number of the first of these values in the flat tensor.
+
+    Example:
+        Copy(master, sample, 0).read()
     """
 
     def __init__(self, tensor: Tensor, sample: Sample, start: int) -> None:
@@ -43,19 +46,27 @@ class Copy:
         self._tensor, self._start = ref(tensor), start
 
     def read(self) -> Values | None:
-        """Return the values that the copy has now. None: it was deleted."""
+        """Return the current values of the copy. None: it was deleted."""
         tensor = self._tensor()
         return None if tensor is None else read([Sample(self.sample.name, tensor, self._start)])[0]
 
 
 def copies_of(samples: Sequence[Sample], tensors: Iterable[Tensor]) -> list[Copy]:
-    """Return the tensors that have the values of parameters now, in other memory."""
+    """Return the tensors in other memory that have the values of parameters now.
+
+    Args:
+        samples: the values of the parameters.
+        tensors: the tensors to compare.
+
+    Example:
+        copies_of(samples, tensors_in([optimizer]))
+    """
     wanted = [(sample, read([sample])[0][: sample.n_values]) for sample in samples]
     shapes = {sample.parameter.shape for sample in samples}
     own = {sample.parameter.data_ptr() for sample in samples}
     found: list[Copy] = []
     for tensor in tensors:
-        with suppress(Exception):  # a tensor without storage, or of a class that refuses to be read
+        with suppress(Exception):  # a tensor may have no storage, or a class that refuses to be read
             is_flat = tensor.dim() == 1 and tensor.device.type == "cpu" and tensor.numel() <= MOST_FLAT
             if not (tensor.shape in shapes or is_flat) or not tensor.is_floating_point() or tensor.data_ptr() in own:
                 continue
@@ -75,14 +86,22 @@ def copies_of(samples: Sequence[Sample], tensors: Iterable[Tensor]) -> list[Copy
 
 
 def _rounded(values: Values | None, sample: Sample) -> Values:
-    """Return float32 values as they are in the parameter's type, which may have fewer digits."""
+    """Return float32 values, rounded to the parameter's dtype, which may have fewer digits."""
     exact = torch.from_numpy(np.zeros(0, np.float32) if values is None else values)
     rounded: Values = exact.to(sample.parameter.dtype).float().numpy()
     return rounded
 
 
 def tensors_in(things: Iterable[Any], depth: int = 4) -> Iterator[Tensor]:
-    """Yield the tensors that optimizers hold in their states and attributes."""
+    """Yield the tensors that optimizers have in their states and attributes.
+
+    Args:
+        things: optimizers, tensors, mappings and lists.
+        depth: how many levels of mappings and lists are searched.
+
+    Example:
+        tensors_in([optimizer])
+    """
     for thing in things:
         if isinstance(thing, Tensor):
             yield thing
@@ -95,7 +114,15 @@ def tensors_in(things: Iterable[Any], depth: int = 4) -> Iterator[Tensor]:
 
 
 def named_tensors(values: Mapping[Any, Any], depth: int = 3) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in the state of one parameter, which may be in mappings and lists, with their innermost key."""
+    """Yield the tensors in the state of one parameter with their innermost keys. They may be in mappings and lists.
+
+    Args:
+        values: the state of the parameter.
+        depth: how many levels of mappings are searched.
+
+    Example:
+        named_tensors(optimizer.state[parameter])
+    """
     for key, value in values.items():
         parts = value if isinstance(value, (list, tuple)) else (value,)
         for part in parts:
@@ -106,7 +133,11 @@ def named_tensors(values: Mapping[Any, Any], depth: int = 3) -> Iterator[tuple[s
 
 
 def wrappers_with_state() -> Iterator[Any]:
-    """Yield objects of the caller's with a `step` and a `state` of their own, as optimizers around another have."""
+    """Yield the user's objects that have a `step` and a `state` of their own, as wrappers of an optimizer have.
+
+    Example:
+        for wrapper in wrappers_with_state(): ...
+    """
     for thing in reachable_objects():
         kind = type(thing)
         if callable(getattr(kind, "step", None)) and not issubclass(kind, nn.Module):
@@ -116,17 +147,24 @@ def wrappers_with_state() -> Iterator[Any]:
 
 
 def reachable_tensors() -> Iterator[Tensor]:
-    """Yield the tensors that the variables of the code that called DiLoCo lead to."""
+    """Yield the tensors that the variables of the code that called DiLoCo lead to.
+
+    Example:
+        for tensor in reachable_tensors(): ...
+    """
     for thing in reachable_objects():
-        if issubclass(type(thing), Tensor):  # isinstance would call __class__ of proxies
+        if issubclass(type(thing), Tensor):  # isinstance would call the __class__ of proxies, which may load data
             yield thing
 
 
 def reachable_objects() -> Iterator[Any]:
-    """Yield the objects that the variables of the code that called DiLoCo lead to, near ones first.
+    """Yield the objects that the variables of the code that called DiLoCo lead to, near objects first.
 
-    Not `gc.get_objects()` or `gc.get_referrers()`: they hand out tuples that other threads are still building, which
-    then fail to build them. They also take seconds in a process with millions of objects.
+    It does not use `gc.get_objects()` or `gc.get_referrers()`. They return tuples that other threads are still
+    building, which then fail to build them. They also take seconds in a process with millions of objects.
+
+    Example:
+        for thing in reachable_objects(): ...
     """
     things = deque[tuple[Any, int]]()
     frame: FrameType | None = sys._getframe(1)
@@ -135,7 +173,7 @@ def reachable_objects() -> Iterator[Any]:
             things += [(value, 0) for value in (*frame.f_locals.values(), *frame.f_globals.values())]
         frame = frame.f_back
     seen = set[int]()
-    kept = list[Any]()  # so that no id in `seen` is given to a new object meanwhile
+    kept = list[Any]()  # it keeps the objects alive, so that no new object gets an id in `seen`
     # Near objects come first. Otherwise a data set of millions of items would use up the limit.
     while things and len(seen) < MOST_OBJECTS:
         thing, depth = things.popleft()
@@ -145,23 +183,23 @@ def reachable_objects() -> Iterator[Any]:
         kept.append(thing)
         yield thing
         if depth < MOST_DEPTH and not issubclass(type(thing), Tensor):
-            with suppress(Exception):  # objects of the user's may refuse to be looked into
+            with suppress(Exception):  # an object of the user may refuse access to its attributes
                 parts = islice(_parts_of(thing), MOST_PARTS)
                 things += [(part, depth + 1) for part in parts if type(part) not in SCALARS]
 
 
 def _parts_of(thing: Any) -> Iterable[Any]:
-    """Return what an object holds, as far as a copy of weights may be in it.
+    """Return the parts of an object in which a copy of weights may be.
 
-    Containers are read as the built-in ones that they are, since a user's class may load data in its own `values()`.
+    Containers are read as the built-in ones that they are, because a user's class may load data in its own `values()`.
     """
     kind = type(thing)
     if kind in SCALARS or isinstance(thing, (type, ModuleType)):
         return ()
     if kind.__module__.partition(".")[0] in ("diloco", "executors"):
-        return ()  # they lead to other replicas, where these are threads of one process
+        return ()  # they lead to other replicas if these are threads of one process
     if isinstance(thing, OrderedDict) and hasattr(thing, "_metadata"):
-        return ()  # a copy of `model.state_dict()`, as scripts keep one of their best model
+        return ()  # a copy of `model.state_dict()`: scripts keep one of their best model
     own: Iterable[Any] = getattr(thing, "__dict__", {}).values()
     if isinstance(thing, dict):
         return chain(dict.values(thing), own)
@@ -179,12 +217,19 @@ def _parts_of(thing: Any) -> Iterable[Any]:
 
 
 def names_of(optimizers: Sequence[Optimizer]) -> str:
-    """Name the optimizers that made a step, with an object that wraps one, as for master weights."""
+    """Return words for the optimizers that made a step, and for an object around one, as for master weights.
+
+    Args:
+        optimizers: the optimizers.
+
+    Example:
+        names_of([optimizer])  # "optimizer FP16_Optimizer (around AdamW)"
+    """
     wrappers = dict[int, str]()
     wanted = set(map(id, optimizers))
     for thing in reachable_objects() if wanted else ():
         kind = type(thing)
-        with suppress(Exception):  # a name is worth no second error
+        with suppress(Exception):  # a missing name must not cause a second error
             is_wrapper = callable(getattr(kind, "step", None)) and not kind.__module__.startswith(("torch.", "diloco."))
             if not is_wrapper:
                 continue
@@ -200,6 +245,14 @@ def names_of(optimizers: Sequence[Optimizer]) -> str:
 
 
 def is_near(value: Tensor, parameter: Tensor) -> bool:
-    """Return whether a tensor is within a fifth of a parameter, by norm, and not zero."""
+    """Return True if a tensor is within a fifth of a parameter, by norm, and the parameter is not zero.
+
+    Args:
+        value: a tensor of the parameter's shape.
+        parameter: the parameter.
+
+    Example:
+        is_near(master, parameter)
+    """
     norm = float(parameter.float().norm())
     return norm > 0 and float((value.to(parameter.device).float() - parameter.float()).norm()) <= 0.2 * norm

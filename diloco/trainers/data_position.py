@@ -1,4 +1,4 @@
-"""Where in its data a replica is, for trainers whose loaders cannot say it themselves."""
+"""Saves a replica's position in its data, for trainers whose data loaders cannot save it themselves."""
 
 from __future__ import annotations
 
@@ -14,44 +14,63 @@ log = logging.getLogger(__name__)
 
 
 class DataPosition:
-    """How much of its data a replica has seen: epochs, and batches of the one it is in."""
+    """The part of its data that a replica has seen: epochs, and batches of the current epoch.
+
+    Example:
+        position = DataPosition()
+        diloco.attach_state("data", position)
+        position.go_to(loader)
+    """
 
     def __init__(self) -> None:
         self._epoch = self._batches = 0
         self._next = (0, 0)
-        """Where the next epoch begins: its number, and the batches of it that were seen already."""
+        """The beginning of the next epoch: its number, and the number of its batches that were seen already."""
         self._of_trainer = (0, 0)
-        """Where the trainer begins by itself: behind what its checkpoint has seen."""
+        """The position at which the trainer begins by itself: after the data that its checkpoint has seen."""
         self.is_loaded = False
-        """Whether an earlier attempt has kept a position, which wins over the trainer's."""
+        """True if an earlier attempt has saved a position. It has precedence over the trainer's."""
         self._start = (0, 0)
+        """The position at which this process began."""
         self._loader: Any = None
         self._length: int | None = None
 
     def state_dict(self) -> dict[str, int]:
+        """Return the current epoch and its number of batches."""
         return {"epoch": self._epoch, "batches": self._batches}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        """Load a position that an earlier attempt saved.
+
+        Args:
+            state: the value that `state_dict` returned.
+        """
         self._next, self.is_loaded = (state["epoch"], state["batches"]), True
 
     def begin_at(self, epoch: int, batches: int = 0) -> None:
-        """Count from where the trainer begins by itself."""
+        """Set the position at which the trainer begins by itself.
+
+        Args:
+            epoch: the epoch.
+            batches: the number of its batches that were seen already.
+        """
         self._next = self._of_trainer = epoch, batches
 
     def go_to(self, loader: Any, *, is_stateful: bool = False) -> None:
-        """Let a loader begin at the position that was loaded, if one was; the trainer then leaves out no batch.
+        """Let a loader begin at the loaded position, if there is one. The trainer itself must then skip no batch.
 
         Args:
-            is_stateful: the loader is there by itself.
+            loader: the trainer's data loader.
+            is_stateful: True: the loader has loaded its own position.
         """
         self._loader = loader
-        with contextlib.suppress(TypeError):  # a stream has none
+        with contextlib.suppress(TypeError):  # a stream has no length
             self._length = len(loader)
         epoch, batches = self._next
         if self._length is not None and batches >= self._length:
             epoch, batches = epoch + 1, 0
         if epoch < self._of_trainer[0] and not is_stateful:
-            # By a later checkpoint: the trainer has epochs from there on only, each a whole one.
+            # The trainer begins with a later checkpoint, so it makes only the epochs after it, each as a whole.
             epoch, batches = self._of_trainer[0], 0
         self._start = self._next = epoch, batches
         if not self.is_loaded or is_stateful:
@@ -66,9 +85,13 @@ class DataPosition:
         elif isinstance(sampler, BatchSampler) and not isinstance(dataset, IterableDataset):
             sampler.sampler = LaterSampler(sampler.sampler, epoch, batches * sampler.batch_size)
         else:
-            log.warning("The data of this replica begin anew: a %s cannot begin in the midst.", type(loader).__name__)
+            log.warning(
+                "The data of this replica start from the beginning, because a %s cannot start in the middle. Use a "
+                "StatefulDataLoader.", type(loader).__name__,
+            )  # fmt: skip
 
     def epoch_begins(self) -> None:
+        """Note that an epoch begins."""
         self._epoch, self._batches = self._next
         self._next = self._epoch + 1, 0
         if isinstance(getattr(self._loader, "dataset", None), IterableDataset) and hasattr(
@@ -77,32 +100,46 @@ class DataPosition:
             self._loader.skip_batches = self._batches
 
     def batch_seen(self) -> None:
+        """Note that a batch was seen."""
         self._batches += 1
 
     @property
-    def began_in_the_midst(self) -> bool:
-        """Whether this epoch did."""
+    def began_in_the_middle(self) -> bool:
+        """True if the current epoch began in the middle."""
         return self._epoch == self._start[0] and self._start[1] > 0
 
     @property
     def left_out(self) -> int:
-        """How many batches of this epoch were seen by an earlier attempt, before the first of it; then 0."""
+        """The number of batches of this epoch that an earlier attempt has seen. It is 0 after the first batch."""
         return 0 if self.has_seen_any else self._batches
 
     @property
     def has_seen_any(self) -> bool:
-        """Whether there was a batch in this epoch, since it began in the midst."""
+        """True if this process has seen a batch of the current epoch."""
         return (self._epoch, self._batches) != self._start
 
     def epochs(self, as_the_trainer_counts: float) -> float:
-        """Return how many epochs were seen."""
+        """Return the number of seen epochs, with fractions.
+
+        Args:
+            as_the_trainer_counts: the trainer's own number, which is right if this process began at the first batch.
+        """
         if self._start == (0, 0) or self._length is None:
             return as_the_trainer_counts
         return self._epoch + self._batches / self._length
 
 
 class LaterSampler(Sampler[int]):
-    """A sampler from a later place on: epochs count from a later one, and the first begins behind some items."""
+    """A sampler that begins at a later position: at a later epoch, and after some items of it.
+
+    Args:
+        sampler: the sampler of the loader.
+        epoch: added to the number of each epoch.
+        n_items: the number of items that the first epoch skips.
+
+    Example:
+        batch_sampler.sampler = LaterSampler(batch_sampler.sampler, epoch=2, n_items=640)
+    """
 
     def __init__(self, sampler: Any, epoch: int, n_items: int) -> None:
         self._sampler = sampler
@@ -113,6 +150,11 @@ class LaterSampler(Sampler[int]):
         return len(self._sampler)
 
     def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, as the trainer counts it.
+
+        Args:
+            epoch: the number of the epoch.
+        """
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch + self._epoch)
 

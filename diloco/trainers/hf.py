@@ -1,12 +1,12 @@
-"""The `Trainer` of transformers with DiLoCo beside its optimizer.
+"""DiLoCo for the `Trainer` of transformers, by a callback: `DiLoCoCallback` and `replica_arguments`.
 
     args = replica_arguments(TrainingArguments("out", max_steps=4000))
     trainer = Trainer(model, args, train_dataset=…, callbacks=[DiLoCoCallback(inner_steps=100)])
     trainer.train()
 
-A round is at the end of an update: the schedule has stepped, gradients are zeroed, and neither a checkpoint nor an
-evaluation of this step was made yet. So what is saved or evaluated at a multiple of `inner_steps` is the anchor, and
-so is the model that `train()` leaves.
+A round is at the end of an update. By then the schedule has made its step and gradients are zero, but neither a
+checkpoint nor an evaluation of this step was made. So at a multiple of `inner_steps`, the saved and the evaluated
+model is the anchor, and so is the model after `train()`.
 """
 
 from __future__ import annotations
@@ -34,32 +34,33 @@ A = TypeVar("A", bound=TrainingArguments)
 log = logging.getLogger(__name__)
 
 SAME_ORDER = (
-    "The Trainer's seed is the same in each replica, and so is the order of the data, unless each has its own share: "
-    "Trainer(model, replica_arguments(args), …), from diloco.trainers.hf, gives each its own."
+    "The Trainer's seed and so the order of the data is the same in each replica, unless each has its own share. "
+    "Trainer(model, replica_arguments(args), …), from diloco.trainers.hf, gives each replica its own."
 )
 SAME_STREAM = (
-    "A stream, and so its order, is the same in each replica unless each has its own share: "
-    "current_replica().shard(dataset). replica_arguments(args), from diloco.trainers.hf, gives each its own folder."
+    "A stream has the same order in each replica, unless each has its own share: current_replica().shard(dataset). "
+    "replica_arguments(args), from diloco.trainers.hf, gives each replica its own folder."
 )
-OWN_ORDER = "Give each its own order: Trainer(model, replica_arguments(args), …), of diloco.trainers.hf."
+OWN_ORDER = "Give each replica its own order: Trainer(model, replica_arguments(args), …), of diloco.trainers.hf."
 SEEDS_APART = 10_007
-"""The order of epoch e comes from seed + e: seeds that are next to each other have the same orders, an epoch later."""
+"""Distance of the seeds of two replicas. The order of epoch e comes from seed + e, so neighboring seeds would give the
+same orders, one epoch later."""
 
 
 def replica_arguments(args: A) -> A:
-    """Return a replica's own copy of the arguments: another order of the data, another folder, another name.
-
-    Pass the copy to `Trainer` instead of `args`, and use it wherever the script uses `args`. The copy has the class of
-    `args`, which may be a subclass of TrainingArguments, as TRL's SFTConfig. No argument gives a stream another order:
-    train on `current_replica().shard(dataset)`.
+    """Return a replica's own copy of the arguments: with its own order of the data, its own folder and its own name.
 
         args = replica_arguments(TrainingArguments("out", max_steps=4000))  # writes to out/0, out/1, …
 
+    Pass the copy to `Trainer`, and use it wherever the script uses `args`. The copy has the class of `args`, which may
+    be a subclass of TrainingArguments, such as TRL's SFTConfig. No argument changes the order of a stream: train on
+    `current_replica().shard(dataset)`.
+
     If the run was extended (`replicas resume RUN --total-steps N`), `max_steps` of the copy is the run's new last step.
-    The schedule of the learning rate is then made for that many steps.
+    The learning rate schedule is then made for that number of steps.
 
     With `push_to_hub`, rank 0 alone pushes, to the repository that `args` names. On the other ranks `push_to_hub` is
-    then False in `args` itself, too, because scripts end by `if args.push_to_hub: trainer.push_to_hub()`.
+    also set to False in `args` itself, because scripts end with `if args.push_to_hub: trainer.push_to_hub()`.
 
     Args:
         args: the arguments of the script. In a process that is not a replica, the copy equals them.
@@ -69,15 +70,16 @@ def replica_arguments(args: A) -> A:
     """
     if not isinstance(args, TrainingArguments):
         raise TypeError(
-            f"replica_arguments(…) takes TrainingArguments, or a subclass as TRL's SFTConfig, got {kind_of(args)}."
+            f"replica_arguments(…) needs TrainingArguments, or a subclass such as TRL's SFTConfig, got {kind_of(args)}."
         )
     own, replica = copy.copy(args), find_replica()
     if replica is not None:
         folder = args.output_dir or "trainer_output"
         own.output_dir = os.path.join(folder, str(replica.rank))
-        if getattr(args, "logging_dir", None):  # transformers 4 made one of output_dir when args were made
+        if getattr(args, "logging_dir", None):  # transformers 4 has derived it from output_dir
             own.logging_dir = os.path.join(args.logging_dir, str(replica.rank))
-        own.hub_model_id = args.hub_model_id or Path(folder).absolute().name  # else it would be the rank
+        # Without a name, transformers would name the repository after the last folder, which is the rank.
+        own.hub_model_id = args.hub_model_id or Path(folder).absolute().name
         if replica.rank != 0:
             own.push_to_hub = args.push_to_hub = False
         own.run_name = f"{args.run_name or replica.run_id}-{replica.rank}"
@@ -90,27 +92,33 @@ def replica_arguments(args: A) -> A:
 
 
 class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
-    """Trains one model together with the other replicas of the run; in a process that is no replica, alone.
+    """Trains the Trainer's model together with the other replicas of the run.
 
-    A replica that comes back goes on with its optimizer, its schedule and its data where its newest snapshot was, and
-    at the step where the run is, whatever checkpoint `train()` is to resume from: that is where a new run begins. When
-    training ends, the model is the anchor.
+        Trainer(model, args, train_dataset=share, callbacks=[DiLoCoCallback(inner_steps=100)]).train()
 
-    With `load_best_model_at_end` each replica ends with the best model that it evaluated and saved itself. These are
-    one model if evaluations are at rounds (`eval_steps` is a multiple of `inner_steps`) and no replica was away.
+    When training ends, the model is the anchor. In a process that is not a replica, the callback trains alone.
 
-    The log has `diloco/round` and `diloco/wait_s`, and its means are of this replica's own steps, where the Trainer
-    divides by the run's. Trackers of `report_to` are told before this callback is, and get neither: put them behind it
-    by `trainer.add_callback(trainer.pop_callback(WandbCallback))`, or use `replicas launch --tracker wandb`.
+    A replica that starts again continues with the optimizer, the schedule and the data position of its newest saved
+    state, and at the run's step. A checkpoint that `train()` resumes from matters only at the beginning of a new run.
+
+    With `load_best_model_at_end`, each replica ends with the best model that it has evaluated and saved itself. All
+    replicas have the same one if evaluations are at rounds (`eval_steps` is a multiple of `inner_steps`) and no replica
+    was away.
+
+    The log has `diloco/round` and `diloco/wait_s`. Its means are about this replica's own steps; the Trainer alone
+    would divide by the run's steps. Trackers of `report_to` run before this callback, and see neither. Put them after
+    it with `trainer.add_callback(trainer.pop_callback(WandbCallback))`, or use `replicas launch --tracker wandb`.
 
     Args:
-        inner_steps: updates from one round to the next, whatever `gradient_accumulation_steps` is.
-        options: other arguments of `DiLoCo`, but `total_steps`, which is the trainer's `max_steps`. `snapshot_every` is
-            smaller than there where few rounds are planned.
+        inner_steps: Updates of the optimizer from one round to the next, at least 1, default 500.
+            `gradient_accumulation_steps` does not change it.
+        options: Other arguments of `DiLoCo`, except `total_steps`, which is the trainer's `max_steps`. The default of
+            `snapshot_every` is smaller than in `DiLoCo` if few rounds are planned.
 
     Raises:
-        ValueError: when training begins, for what cannot be: several processes in one replica, DeepSpeed, FSDP, a
-            folder that is another replica's too.
+        TypeError: `DiLoCo` has no such argument, or the trainer decides it.
+        ValueError: When training begins: the replica has several processes, or uses DeepSpeed or FSDP. Or another
+            replica uses the same folder.
     """
 
     def __init__(self, inner_steps: int = 500, **options: Any) -> None:
@@ -119,17 +127,20 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         self._data = DataPosition()
         self._folder: OwnFolder | None = None
         self._advice = ADVICE
-        """What gives each replica its own data."""
+        """The advice for replicas that train on the same data."""
         self._was_terminated = False
         self._control: tuple[Any, type[Any]] | None = None
         """The trainer's control, and its class before this training."""
         self._begun_at = self._logged_at = 0
         self._n_steps = self._n_unlogged = 0
-        """Those that this replica made; the run's went on where it was away."""
+        """The steps of this replica. The run's step also grows while this replica is away."""
 
     @property
     def diloco(self) -> Any:
-        """The `DiLoCo`, once training has begun."""
+        """The `DiLoCo` of the training. None before training has begun.
+
+        callback.diloco.average_also(ema)
+        """
         return None if self._link is None else self._link.diloco
 
     # -- begin -------------------------------------------------------------------------------------------------------
@@ -140,7 +151,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         replica = current_replica()
         if self._link is not None:
             raise ValueError(
-                "A DiLoCoCallback goes with one call of train(): give the next Trainer its own, of another name=…."
+                "This DiLoCoCallback was used by an earlier train(). Create another one, with another name=…."
             )
         if problem := _problem_of(args):
             raise ValueError(problem)
@@ -152,7 +163,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         has_own = getattr(args, "of_replica", None) == replica.rank
         is_stream = isinstance(getattr(with_["train_dataloader"], "dataset", None), IterableDataset)
         self._advice = ADVICE if has_own or is_stream else OWN_ORDER
-        # Whether a stream is a share cannot be told from it, so who has own arguments is taken to know.
+        # A stream does not show whether it is a share. A script that uses `replica_arguments` is trusted to use shares.
         if max(replica.world_size, replica.rank + 1) > 1 and not has_own:
             log.warning("rank %s: %s", replica.rank, SAME_STREAM if is_stream else SAME_ORDER)
         if args.load_best_model_at_end:
@@ -170,17 +181,17 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         self._data.go_to(with_["train_dataloader"])
         state.global_step = link.trainer_step
         self._link = link
-        self._ends_together(control)
+        self._end_together(control)
         self._folder.check()
         if args.enable_jit_checkpoint:
             self._note_sigterm()
 
-    def _ends_together(self, control: TrainerControl) -> None:
-        """Let the trainer see that training should stop only when the run is over, on all replicas at the same round.
+    def _end_together(self, control: TrainerControl) -> None:
+        """Let the trainer see a request to stop only when the run has ended.
 
-        An EarlyStoppingCallback, or any other callback, sets `control.should_training_stop` on this replica alone, in
-        an evaluation, and the trainer leaves its loop right after that. No hook of a callback is called in between. So
-        the attribute becomes a property, of this control alone.
+        So all replicas stop at the same round. An EarlyStoppingCallback, or any other callback, sets
+        `control.should_training_stop` on this replica alone, during an evaluation. The trainer leaves its loop right
+        after that, without a call of any hook. So the attribute becomes a property, of this control alone.
         """
         kind, name, ours = type(control), "should_training_stop", self
 
@@ -194,7 +205,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         def put(control: Any, value: bool) -> None:
             control.__dict__[name] = value
 
-        # The name of the class is a key of the state that a checkpoint keeps.
+        # The subclass has the same name, because a checkpoint saves the state under the name of the class.
         self._control = control, kind
         control.__class__ = type(kind.__name__, (kind,), {name: property(get, put)})
 
@@ -204,7 +215,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         every = state.eval_steps if args.eval_strategy == "steps" else _updates_per_epoch(args, state, loader)
         if every % inner_steps:
             log.warning(
-                "load_best_model_at_end: an evaluation every %s steps falls between the rounds, which are every %s, so "
+                "load_best_model_at_end: evaluations every %s steps are between the rounds, which are every %s, so "
                 "each replica ends with a model of its own. Use eval_strategy='steps' and eval_steps=%s.",
                 every, inner_steps, math.ceil(every / inner_steps) * inner_steps,
             )  # fmt: skip
@@ -239,7 +250,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
             link.step()
         except DuplicateWorkError as error:
             raise DuplicateWorkError(str(error).replace(ADVICE, self._advice)) from None
-        if before is None or before is not link.last:  # a replica that came later may have it, too
+        if before is None or before is not link.last:  # a replica that joined later may use the folder, too
             folder.check()
         state.global_step = link.trainer_step
         state.epoch = self._data.epochs(state.epoch)
@@ -247,18 +258,19 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
             control.should_training_stop = True
 
     def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **with_: Any) -> None:
-        current_replica().progress()  # an evaluation may take longer than any step
+        current_replica().progress()  # an evaluation may take longer than any step, and is progress, too
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **with_: Any) -> None:
-        if self._data.began_in_the_midst:
-            with_["model"].zero_grad()  # of a last update that was cut short
+        if self._data.began_in_the_middle:
+            with_["model"].zero_grad()  # the last update of a shortened epoch may be incomplete
             if not self._data.has_seen_any:
-                control.should_training_stop = False  # nothing was left of this epoch, which is no reason to end
+                # Transformers stops after an epoch without batches. Here an earlier attempt has seen them all.
+                control.should_training_stop = False
 
     def on_log(
         self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **with_: Any
     ) -> None:
-        self._mend_means(logs, state.global_step)
+        self._correct_means(logs, state.global_step)
         if self._link is not None and (last := self._link.last) is not None:
             logs.update({"diloco/round": last.round, "diloco/wait_s": round(last.wait_s, 3)})
         if state.log_history:
@@ -266,8 +278,11 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         numbers = {name: value for name, value in logs.items() if type(value) in (int, float)}
         current_replica().report(**numbers)  # with the step that DiLoCo counts, which is the trainer's
 
-    def _mend_means(self, logs: dict[str, Any], step: int) -> None:
-        """Let means be those of this replica's steps: the trainer divides by the run's, made while it was away, too."""
+    def _correct_means(self, logs: dict[str, Any], step: int) -> None:
+        """Correct means in the log, which the trainer has divided by the run's steps.
+
+        Some of these steps were made without this replica.
+        """
         if "loss" in logs and "learning_rate" in logs and self._n_unlogged:
             logs["loss"] *= (step - self._logged_at) / self._n_unlogged
             self._logged_at, self._n_unlogged = step, 0
@@ -279,7 +294,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **with_: Any) -> None:
         assert self._link is not None
-        if self._was_terminated and find_replica() is not None:  # the trainer has saved, and put the handler back
+        # The trainer has saved its checkpoint and restored the handler, so the signal ends the replica now.
+        if self._was_terminated and find_replica() is not None:
             os.kill(os.getpid(), signal.SIGTERM)
         if self._control is not None:
             changed, kind = self._control
@@ -291,7 +307,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _updates_per_epoch(args: TrainingArguments, state: TrainerState, loader: Any) -> int:
-    """Return the optimizer's steps in an epoch; for a stream, which has no length, those of the whole training."""
+    """Return the optimizer's steps in an epoch. For a stream, which has no length, the steps of the whole training."""
     try:
         return max(1, math.ceil(len(loader) / int(args.gradient_accumulation_steps)))
     except TypeError:
@@ -299,7 +315,7 @@ def _updates_per_epoch(args: TrainingArguments, state: TrainerState, loader: Any
 
 
 def _begin_of_data(args: TrainingArguments, state: TrainerState, loader: Any) -> tuple[int, int]:
-    """Return the epoch in which the trainer begins after a checkpoint, and how many of its batches it leaves out."""
+    """Return the epoch in which the trainer begins after a checkpoint, and how many of its batches it skips."""
     updates = _updates_per_epoch(args, state, loader)
     epoch, made = divmod(state.global_step, updates)
     return epoch, 0 if args.ignore_data_skip else made * args.gradient_accumulation_steps
@@ -307,14 +323,16 @@ def _begin_of_data(args: TrainingArguments, state: TrainerState, loader: Any) ->
 
 def _problem_of(args: TrainingArguments) -> str | None:
     if args.deepspeed or args.fsdp:
-        return f"DiLoCoCallback cannot go with {'DeepSpeed' if args.deepspeed else 'FSDP'}: a replica is one process."
+        name = "deepspeed" if args.deepspeed else "fsdp"
+        return f"DiLoCoCallback cannot be used with {name}=…, because a replica is one process. Remove that argument."
     if args.world_size != 1:
         return (
-            f"DiLoCoCallback takes one process a replica, this one is rank {args.process_index} of {args.world_size} "
-            "in a process group. Start replicas with `replicas launch`, not with torchrun or accelerate launch."
+            f"DiLoCoCallback needs one process per replica, and this one is rank {args.process_index} of "
+            f"{args.world_size} in a process group. Start replicas with `replicas launch`, not with torchrun or "
+            "accelerate launch."
         )
     if args.auto_find_batch_size:
-        return "DiLoCoCallback needs a batch size that stays: auto_find_batch_size=False."
+        return "DiLoCoCallback needs a constant batch size, got auto_find_batch_size=True. Pass False."
     return None
 
 
@@ -322,9 +340,9 @@ def _problem_of(args: TrainingArguments) -> str | None:
 def _leave_pushes_to_rank_0() -> None:
     """Let `trainer.push_to_hub()` do nothing in this process, for trainers that have a DiLoCoCallback.
 
-    Scripts call it at their end, on each replica. All would push the same model to one repository at the same time, and
-    all but one commit would fail. A callback can neither reach its trainer nor keep it from pushing, so the method of
-    the class is replaced. That happens in processes of replicas other than rank 0 alone.
+    Scripts call it at their end, on each replica. All replicas would push the same model to one repository at the same
+    time, and all commits but one would fail. A callback can neither reach its trainer nor prevent the push, so the
+    method of the class is replaced, in processes of replicas other than rank 0 alone.
     """
     push_to_hub = Trainer.push_to_hub
 
@@ -341,7 +359,15 @@ def _leave_pushes_to_rank_0() -> None:
 class OwnFolder:
     """A folder that no other replica of the run may write to.
 
-    It may be one on all machines, or one on each: so each replica leaves its number there and looks for others.
+    The path may be one folder on all machines, or another folder on each. So each replica leaves its number in the
+    folder, and looks for the numbers of others.
+
+    Args:
+        folder: the folder.
+        replica: the replica of this process.
+
+    Example:
+        OwnFolder(Path("out/0"), current_replica()).check()
     """
 
     def __init__(self, folder: Path, replica: Replica) -> None:
@@ -350,21 +376,25 @@ class OwnFolder:
         self._numbers = folder / ".replicas" / replica.run_id
 
     def check(self) -> None:
-        """Raises: ValueError: another replica has it."""
-        if self._replica.is_alone:  # while a run of one may be added to
+        """Leave this replica's number in the folder.
+
+        Raises:
+            ValueError: another replica writes to the folder.
+        """
+        if self._replica.is_alone:  # a run of one replica is checked, because replicas may be added to it
             return
         self._numbers.mkdir(parents=True, exist_ok=True)
         (self._numbers / str(self._replica.rank)).touch()
         others = sorted(int(number) for number in os.listdir(self._numbers) if number != str(self._replica.rank))
         if others:
             raise ValueError(
-                f"Rank {others[0]} writes to output_dir={str(self._folder)!r}, too: the replicas would overwrite each "
-                "other's checkpoints. Give each its own folder, and its own order of the data: "
+                f"Rank {others[0]} writes to output_dir={str(self._folder)!r}, too, so replicas would overwrite "
+                "checkpoints. Give each replica its own folder and its own order of the data: "
                 "Trainer(model, replica_arguments(args), …), from diloco.trainers.hf."
             )
 
     def leave(self) -> None:
-        """Take the number away."""
+        """Remove this replica's number from the folder."""
         (self._numbers / str(self._replica.rank)).unlink(missing_ok=True)
         for folder in (self._numbers, self._numbers.parent):
             if folder.is_dir() and not os.listdir(folder):

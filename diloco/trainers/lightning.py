@@ -1,4 +1,4 @@
-"""The `Trainer` of Lightning with DiLoCo beside its optimizer.
+"""DiLoCo for the `Trainer` of Lightning, by a callback: `DiLoCoCallback`.
 
     trainer = Trainer(max_steps=4000, callbacks=[DiLoCoCallback(inner_steps=100)])
     trainer.fit(module, DataLoader(current_replica().shard(dataset)))
@@ -29,26 +29,31 @@ log = logging.getLogger(__name__)
 
 
 class DiLoCoCallback(Callback):  # type: ignore[misc]
-    """Trains one model together with the other replicas of the run; in a process that is no replica, alone.
+    """Trains a LightningModule together with the other replicas of the run.
 
-    A replica that comes back goes on with its optimizers, its schedules and its data where its newest snapshot was, and
-    at the step where the run is. Data are where they were to the item with `StatefulDataLoader`, to the batch where it
-    loads a stream, of which Lightning has fetched one more; else as many batches of the epoch are left out as were
-    seen. A `ckpt_path` is where a run begins; who comes back may be given it again, and goes on where the run is. When
-    training ends, the module is the anchor.
+        Trainer(max_steps=4000, callbacks=[DiLoCoCallback(inner_steps=100)]).fit(module, loader)
 
-    A WeightAveraging of Lightning, as EMAWeightAveraging, is averaged over the replicas in each round. When training
-    ends, the module is that average.
+    When training ends, the module is the anchor. In a process that is not a replica, the callback trains alone.
 
-    Each replica has folders of its own: the rank is added to `default_root_dir`, to the `save_dir` of a CSVLogger and a
+    A replica that starts again continues with the optimizers, schedules and data position of its newest saved state,
+    and at the run's step. With a `StatefulDataLoader` the data continue at the item. A stream with one continues at the
+    batch, and Lightning has fetched one more. Any other loader skips the seen batches of the epoch. A `ckpt_path`
+    matters only at the beginning of a new run. A replica that starts again may have it as well, and continues at the
+    run's step.
+
+    A WeightAveraging of Lightning, such as EMAWeightAveraging, is averaged over the replicas in each round. When
+    training ends, the module is then that average.
+
+    Each replica has folders of its own. The rank is added to `default_root_dir`, to the `save_dir` of a CSVLogger and a
     TensorBoardLogger, and to the `dirpath` of a ModelCheckpoint. `ModelCheckpoint.best_model_path` has the whole path.
 
     Args:
-        inner_steps: batches with a step of the optimizer from one round to the next.
-        options: other arguments of `DiLoCo`, but `total_steps`, which is the trainer's.
+        inner_steps: Batches with a step of the optimizer from one round to the next, at least 1, default 500.
+        options: Other arguments of `DiLoCo`, except `total_steps`, which the trainer plans.
 
     Raises:
-        ValueError: when training begins, for a strategy of several processes.
+        TypeError: `DiLoCo` has no such argument, or the trainer decides it.
+        ValueError: When training begins: the trainer's strategy uses several processes or devices.
     """
 
     def __init__(self, inner_steps: int = 500, **options: Any) -> None:
@@ -56,25 +61,28 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         self._link: TrainerLink | None = None
         self._data = DataPosition()
         self._step = 0
-        """The trainer's, after the newest batch."""
+        """The trainer's step after the newest batch."""
         self._folders: OwnFolders | None = None
         self._min_steps: int | None = None
-        """The script's own: it does not stop early before that."""
+        """The script's own `min_steps`, before which it does not stop early."""
 
     @property
     def diloco(self) -> Any:
-        """The `DiLoCo`, once training has begun."""
+        """The `DiLoCo` of the training. None before training has begun.
+
+        callback.diloco.average_also(ema)
+        """
         return None if self._link is None else self._link.diloco
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._folders is None and (replica := find_replica()) is not None:
             self._folders = OwnFolders(trainer, replica.rank)
-        # An average has to take its step before the round: its values are averaged and its count is kept there. Hooks
-        # of this stage go through the old list.
+        # An average must make its step before the round, which averages its values and saves its count. Lightning
+        # calls the hooks of this stage by the old list, so that the order changes from the next stage on.
         if stage == "fit" and (averages := _weight_averages(trainer)):
             first = [each for each in trainer.callbacks if each in averages]
             trainer.callbacks = [*first, *(each for each in trainer.callbacks if each not in averages)]
-        # Before `configure_optimizers`, whose schedules ask the trainer how many steps there will be.
+        # This must come before `configure_optimizers`, whose schedules read the number of steps from the trainer.
         if stage == "fit" and pl_module.automatic_optimization and (total := extended_total(self._options)) is not None:
             _train_until(trainer, total)
 
@@ -85,10 +93,10 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.world_size != 1 or not isinstance(trainer.strategy, SingleDeviceStrategy):
             raise ValueError(
-                f"DiLoCoCallback takes one process and one device a replica, got {trainer.world_size} processes and "
-                f"{type(trainer.strategy).__name__}: Trainer(devices=1), in replicas of `replicas launch`."
+                f"DiLoCoCallback needs one process and one device per replica, got {trainer.world_size} processes and "
+                f"{type(trainer.strategy).__name__}. Use Trainer(devices=1), in replicas of `replicas launch`."
             )
-        is_simple = pl_module.automatic_optimization  # else a batch may have any number of steps
+        is_simple = pl_module.automatic_optimization  # with manual optimization, a batch may have any number of steps
         planned = trainer.estimated_stepping_batches if is_simple else math.inf
         self._link = link = TrainerLink(
             pl_module,
@@ -111,20 +119,23 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         self._set_step(trainer, pl_module)
 
     def _average_averages(self, trainer: Trainer) -> None:
-        """Average over the replicas, too, what callbacks of Lightning average over the steps."""
+        """Average over the replicas what callbacks of Lightning average over the steps."""
         for number, each in enumerate(_weight_averages(trainer)):
             self.diloco.average_also(each._average_model)
             self.diloco.attach_state(f"average {number}", AverageCount(each))
         for each in trainer.callbacks:
             if isinstance(each, StochasticWeightAveraging):
                 log.warning(
-                    "rank %s: StochasticWeightAveraging averages the weights of this replica alone, and at the end "
-                    "DiLoCo puts the anchor in their place. Use Lightning's WeightAveraging, which is averaged over "
-                    "the replicas.", current_replica().rank,
+                    "rank %s: StochasticWeightAveraging averages the weights of this replica alone, and the anchor "
+                    "replaces them at the end. Use Lightning's WeightAveraging, which is averaged over the replicas.",
+                    current_replica().rank,
                 )  # fmt: skip
 
     def _attach_data(self, trainer: Trainer) -> None:
-        """Let the loader begin where the data were; the trainer made its iterator before."""
+        """Let the loader begin at the saved position.
+
+        The trainer has already made its iterator, so the iterator is made again.
+        """
         loader, diloco = trainer.train_dataloader, self.diloco
         is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         if is_stateful:
@@ -133,7 +144,8 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         diloco.attach_state("position" if is_stateful else "data", self._data)
         self._data.go_to(loader, is_stateful=is_stateful)
         if current_replica().attempt and diloco.rounds:
-            trainer.fit_loop.epoch_loop.restarting = False  # else the epoch is cut by what a checkpoint had seen
+            # Otherwise Lightning would shorten the epoch by the batches that its checkpoint has seen.
+            trainer.fit_loop.epoch_loop.restarting = False
         if current_replica().attempt or diloco.rounds:
             iter(trainer.fit_loop._data_fetcher)
 
@@ -147,7 +159,8 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         self._data.epoch_begins()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if n := self._data.left_out:  # else the trainer would not see the end of this epoch, nor do what is due there
+        # Batches of an earlier attempt count, so that the trainer notices the end of the epoch and validates there.
+        if n := self._data.left_out:
             fetcher, progress = trainer.fit_loop._data_fetcher, trainer.fit_loop.epoch_loop.batch_progress
             for name in ("ready", "started", "processed", "completed"):
                 setattr(progress.current, name, getattr(progress.current, name) + n)
@@ -169,14 +182,14 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         if link.last is not None and link.last is not before:
             numbers = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
         if numbers:
-            current_replica().report(**numbers)  # with the step that DiLoCo counts, which is the trainer's
+            current_replica().report(**numbers)  # the report gets the step that DiLoCo counts, which is the trainer's
         self._end_together(trainer)
 
     def _end_together(self, trainer: Trainer) -> None:
-        """Let the trainer stop early only when the run is over, on all replicas at the same round.
+        """Let the trainer stop early only when the run has ended, so that all replicas stop at the same round.
 
         An EarlyStopping sets `trainer.should_stop` on this replica alone. Lightning does not stop before `min_steps`,
-        so these are infinite until the run is over.
+        so `min_steps` is infinite until the run has ended.
         """
         link, loop = self._link, trainer.fit_loop.epoch_loop
         assert link is not None
@@ -186,19 +199,19 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
             loop.min_steps, trainer.should_stop = self._min_steps, True
             return
         loop.min_steps = self._min_steps
-        is_asked = trainer.should_stop and trainer.fit_loop._can_stop_early  # the script may have a least of its own
+        is_asked = trainer.should_stop and trainer.fit_loop._can_stop_early  # the script may have its own min_steps
         if not (is_asked and not link.stop()):
             loop.min_steps = math.inf
-            trainer.should_stop = trainer.should_stop and not is_asked  # else it logs each step
+            trainer.should_stop = trainer.should_stop and not is_asked  # otherwise Lightning logs a line at each step
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        current_replica().progress()  # a validation may take longer than any step
+        current_replica().progress()  # a validation may take longer than any step, and is progress, too
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._link is not None:
             trainer.fit_loop.epoch_loop.min_steps = self._min_steps
             self._link.finish(is_asked_for=trainer.should_stop)
-            # Lightning leaves the average in the module. It may have done so before, and the anchor is there now.
+            # Lightning copies the average into the module at the end. The anchor has just replaced it, so repeat that.
             for each in _weight_averages(trainer):
                 each.on_train_end(trainer, pl_module)
 
@@ -207,20 +220,23 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
             self._link.diloco.__exit__(type(exception), exception, exception.__traceback__)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return anchor, outer state and position, for whoever reads a checkpoint: a training begins with its model."""
+        """Return anchor, outer state and position, for readers of a checkpoint.
+
+        A training does not load them, because it begins with the checkpoint's model.
+        """
         return {} if self._link is None else {"diloco": self._link.diloco.state_dict()}
 
 
 def _weight_averages(trainer: Trainer) -> list[Any]:
-    """Return the callbacks of a trainer that keep an average of the weights, as EMAWeightAveraging."""
+    """Return the callbacks of a trainer that keep an average of the weights, such as EMAWeightAveraging."""
     kind = getattr(callbacks, "WeightAveraging", None)  # since Lightning 2.6
     return [each for each in trainer.callbacks if kind is not None and isinstance(each, kind)]
 
 
 class AverageCount:
-    """How many steps an average of weights has seen, for the next attempt. The values are in the run.
+    """The number of steps that an average of weights has seen, for the next attempt. The run has the values.
 
-    Without the count, an average begins again with the weights of the moment.
+    Without the number, an average would begin again with the current weights.
 
     Args:
         callback: a WeightAveraging of Lightning in which training has begun.
@@ -233,7 +249,7 @@ class AverageCount:
         self._callback = callback
 
     def state_dict(self) -> dict[str, int]:
-        """Return the count, and the last step and epoch that the average has."""
+        """Return the number of steps, and the last step and epoch of the average."""
         return {
             "n": int(self._callback._average_model.n_averaged),
             "step": self._callback._latest_update_step,
@@ -241,10 +257,10 @@ class AverageCount:
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take a count that an earlier attempt kept.
+        """Load the numbers that an earlier attempt saved.
 
         Args:
-            state: as `state_dict` returned it.
+            state: the value that `state_dict` returned.
         """
         self._callback._average_model.n_averaged.fill_(state["n"])
         self._callback._latest_update_step = state["step"]
@@ -252,7 +268,7 @@ class AverageCount:
 
 
 def _train_until(trainer: Trainer, step: int) -> None:
-    """Let a trainer end at a step, whatever it has planned by steps or by epochs."""
+    """Let a trainer end at a step, whether it has planned steps or epochs."""
     trainer.fit_loop.epoch_loop.max_steps = step
     trainer.fit_loop.max_epochs = -1
 
@@ -261,12 +277,15 @@ class OwnFolders:
     """Folders of logs and checkpoints that no other replica writes to.
 
     A logger of Lightning chooses its folder `version_N` by a listing. Replicas that start together choose the same N.
-    So the rank becomes part of each path, which needs no agreement. Lightning makes the loggers' folders before the
-    first hook of a callback: these stay empty, and are removed at the end.
+    So the rank becomes part of each path, which needs no agreement. Lightning creates the folders of loggers before the
+    first hook of a callback. These stay empty, and are removed at the end.
 
     Args:
-        trainer: its loggers and checkpoint callbacks are changed.
-        rank: of this replica.
+        trainer: the trainer, whose loggers and checkpoint callbacks are changed.
+        rank: this replica.
+
+    Example:
+        OwnFolders(trainer, current_replica().rank)
     """
 
     def __init__(self, trainer: Trainer, rank: int) -> None:
@@ -277,9 +296,9 @@ class OwnFolders:
             if isinstance(logger, (CSVLogger, TensorBoardLogger)):
                 self._move(logger)
             elif not type(logger).__module__.startswith("lightning.") and (logger.save_dir or logger.log_dir):
-                # Lightning's others (wandb, mlflow, …) begin a run of their own in each process.
+                # The other loggers of Lightning (wandb, mlflow, …) begin a run of their own in each process.
                 log.warning(
-                    "rank %s: %s may write to %r in each replica. Give each its own folder, by current_replica().rank.",
+                    "rank %s: each replica's %s may write to %r. Add current_replica().rank to the folder.",
                     rank, type(logger).__name__, logger.save_dir or logger.log_dir,
                 )  # fmt: skip
         for each in trainer.callbacks:
@@ -287,32 +306,32 @@ class OwnFolders:
                 each.dirpath = self._own(each.dirpath)
 
     def _own(self, folder: str | os.PathLike[str]) -> str:
-        """Return a folder of this rank's own, below a folder or equal to it.
+        """Return this rank's own folder inside a folder.
 
-        It is equal where the script has added the rank itself, as the last part of the path.
+        If the script has added the rank itself, as the last part of the path, the folder is returned as it is.
         """
         path = os.fspath(folder)
         return path if os.path.basename(os.path.normpath(path)) == str(self._rank) else f"{path}/{self._rank}"
 
     def _move(self, logger: Any) -> None:
-        """Let a logger write to a folder of this rank's own, as if it had been made with that folder."""
-        if os.path.isdir(logger.log_dir):  # else it is in a bucket, or not made yet
+        """Let a logger write to this rank's own folder, as if it had been created with that folder."""
+        if os.path.isdir(logger.log_dir):  # otherwise it is in a bucket, or does not exist yet
             self._unused.append(Path(logger.log_dir))
         if logger._experiment is not None and isinstance(logger, TensorBoardLogger):
             logger._experiment.close()
-            with contextlib.suppress(OSError):  # another part of the script has begun to write to it
+            with contextlib.suppress(OSError):  # another part of the script may have begun to write to it
                 for file in Path(logger.log_dir).glob(f"events.*.{socket.gethostname()}.{os.getpid()}.*"):
                     file.unlink()
         logger._experiment = None
         logger._root_dir = self._own(logger._root_dir)
         if isinstance(logger, CSVLogger):
             logger._save_dir = self._own(logger._save_dir)
-        if isinstance(logger.version, int) and os.path.isdir(logger.log_dir):  # of an earlier attempt
+        if isinstance(logger.version, int) and os.path.isdir(logger.log_dir):  # an earlier attempt has used it
             logger._version = logger._get_next_version()
 
     def remove_unused(self) -> None:
-        """Remove the folders that loggers made before they were moved, as far as they are empty."""
+        """Remove the folders that loggers created before they were moved, if they are empty."""
         for folder in self._unused:
             for each in (folder, folder.parent):
-                with contextlib.suppress(OSError):  # not empty, or removed by another replica
+                with contextlib.suppress(OSError):  # it is not empty, or another replica has removed it
                     each.rmdir()

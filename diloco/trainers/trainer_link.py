@@ -1,4 +1,7 @@
-"""A DiLoCo beside a trainer: what the callbacks of all trainers share."""
+"""Connects a trainer's callback with its DiLoCo: totals of steps, schedules that follow the run, and early stopping.
+
+Both callbacks use it, the one for transformers and the one for Lightning.
+"""
 
 from __future__ import annotations
 
@@ -34,18 +37,19 @@ from executors.replica import current_replica, find_replica
 log = logging.getLogger(__name__)
 
 ROUNDS_PER_SNAPSHOT, MOST_ROUNDS = 20, 10
+"""A snapshot is made after 1/20 of the planned rounds, and at least after every 10 rounds."""
 
 
 class TrainerLink:
-    """Goes with one training from its begin to its end.
+    """Accompanies one training from its beginning to its end.
 
     Args:
         model: the trainer's model.
-        total_steps: that the trainer plans; None: it has no end.
-        options: DiLoCo's arguments.
-        begun_at: the trainer's step at which the run begins. Where this replica has come back, or was added, the run
-            says it; who was added waits for that.
-        may_grow: whether the trainer can follow an extension that is ordered while it trains.
+        total_steps: the steps that the trainer plans. None: no end is planned.
+        options: the arguments of DiLoCo.
+        begun_at: the trainer's step at which the run begins. A replica that was started again or added reads it from
+            the run. An added replica waits until the run has begun.
+        may_grow: True: the trainer can follow an extension that is ordered while it trains.
 
     Example:
         link = TrainerLink(module, 4000, {"inner_steps": 100})
@@ -68,13 +72,13 @@ class TrainerLink:
         self._of_trainer = begun_at
         planned = None if total_steps is None else total_steps - self.begun_at
         self._planned = planned
-        """The trainer's planned steps when it began, from the begin of the run on."""
+        """The trainer's planned steps when it began, counted from the beginning of the run."""
         total, follows = first_total(planned, place, options)
         self.last: RoundReport | None = None
         """The newest round."""
         self._has_asked = False
         self._held: list[tuple[Any, type[Any]]] = []
-        """Schedules that go with the run, and their classes."""
+        """Schedules that follow the run, and their classes before `attach_schedule`."""
         try:
             self.diloco = DiLoCo(
                 model,
@@ -83,40 +87,49 @@ class TrainerLink:
                 _begun_at=self.begun_at,
                 _is_trainers=not (follows or may_grow),
             )
-            self.diloco._extension.is_trainers = not may_grow  # from here on
+            # An extension that was ordered earlier is part of the total. One that is ordered later needs `may_grow`.
+            self.diloco._extension.is_trainers = not may_grow
             self.diloco._loop.is_trainers = True
-            self.diloco._loop.trust()  # the callbacks set the trainer's own count of steps
+            self.diloco._loop.trust()  # the callback sets the trainer's count of steps to the run's
         except ContributionError as error:
-            if "total_steps=" in str(error):  # an argument of DiLoCo that this user did not give
+            if "total_steps=" in str(error):  # the trainer gave this argument, and not the user
                 error.add_note(
-                    f"total_steps is what this trainer plans: {total_steps} steps, from step {self.begun_at}. Give all "
-                    "replicas the same max_steps, or shares of one length: shard(dataset, equal=True)."
+                    f"This trainer plans total_steps={total_steps}, from step {self.begun_at}. Give all replicas the "
+                    "same max_steps, or data of the same length: shard(dataset, equal=True)."
                 )
             raise
 
     @property
     def total_steps(self) -> int | None:
-        """The run's planned steps, from its own begin on. None: it has no end."""
+        """The run's planned steps, from its own beginning on. None: no end is planned."""
         total = self.diloco._settings.plan.total_steps
         return None if total is None else int(total)
 
     @property
     def has_grown(self) -> bool:
-        """Whether the run has become longer than the trainer knew when it began."""
+        """True if the run has become longer than the trainer knew when it began."""
         total = self.total_steps
         return total is not None and self._planned is not None and total > self._planned
 
     def _snapshot_every(self, total_steps: int | None, options: Mapping[str, Any]) -> int:
-        """Let short runs keep what is attached more often: a replica that is killed early has an optimizer, too."""
+        """Return the rounds between snapshots. A short run saves attached state more often.
+
+        Otherwise a replica of a short run that is killed early would lose its optimizer.
+        """
         if total_steps is None:
             return MOST_ROUNDS
         rounds: int = total_steps // max(1, options["inner_steps"])
         return max(1, min(MOST_ROUNDS, rounds // ROUNDS_PER_SNAPSHOT))
 
     def attach_schedule(self, name: str, schedule: Any) -> None:
-        """Keep a schedule that the trainer steps once a step, and let it go with the run, neither behind nor ahead.
+        """Attach a schedule that the trainer steps once per step, and keep it at the run's step.
 
-        After a notice the run is again where its last round was, and behind what the schedule has counted.
+        It must be neither behind nor ahead. When a replica was asked to leave and starts again, the run is at its last
+        round, behind the schedule's count.
+
+        Args:
+            name: the name of the schedule.
+            schedule: the schedule. If it does not count steps, it is attached and does not follow.
         """
         schedule = unwrapped(schedule)
         if not counts_steps(schedule):
@@ -129,33 +142,41 @@ class TrainerLink:
             if steps_counted(schedule) < self.diloco._attached.count_of(name, self.diloco.inner_step):
                 kind.step(schedule, *args)
 
-        schedule.__class__ = type(kind.__name__, (kind,), {"step": step})  # an attribute would be in its state
+        # A subclass, because an attribute of the schedule would become a part of its saved state.
+        schedule.__class__ = type(kind.__name__, (kind,), {"step": step})
         self._held.append((schedule, kind))
 
     def step(self) -> None:
-        """Count a step, once everything else has taken its own."""
-        if not self.is_over:  # a trainer whose run has ended makes one step before it can be told to stop
+        """Count a step. Call it after everything else has made its step."""
+        if not self.is_over:  # a trainer makes one more step after the end of the run before it stops
             self.last = self.diloco.step() or self.last
 
     @property
     def trainer_step(self) -> int:
-        """The step that the trainer is at: the run's, which went on where this replica was away."""
+        """The step that the trainer must show: the run's step, which grows while this replica is away."""
         return self.begun_at + self.capped(self.diloco.inner_step)
 
     def capped(self, step: int) -> int:
+        """Return a step, or the last planned step if that is smaller.
+
+        Args:
+            step: a step of the run.
+        """
         return step if self.total_steps is None else min(step, self.total_steps)
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has ended, as planned or because a replica stopped it."""
+        """True if the run has ended, as planned or because a replica stopped it."""
         return self.diloco.is_over
 
     def stop(self) -> bool:
-        """Ask all replicas to end at one of the next rounds, because this trainer was told to stop early.
+        """Ask all replicas to end at one of the next rounds, because this trainer wants to stop early.
 
-        One replica that ended by itself would keep a model that no other has, while the others train on without it.
+        A replica that ended by itself would keep a model that no other replica has, and the others would train on
+        without it.
 
-        Returns: whether this trainer must continue until `is_over`. False if it may end now.
+        Returns:
+            True if this trainer must continue until `is_over`. False if it may end now.
         """
         if self.is_over:
             return False
@@ -166,39 +187,54 @@ class TrainerLink:
 
     @torch.no_grad()
     def finish(self, *, is_asked_for: bool, keep_model: bool = False) -> None:
-        """Give the model the anchor, which all replicas have in common, and leave the run.
+        """Set the model to the anchor, which all replicas have in common, and leave the run.
 
         Args:
-            is_asked_for: somebody has ended the training; else it is to be over.
-            keep_model: the trainer has put another into its place, as the best one.
+            is_asked_for: True: the training was stopped. False: it must have reached its planned end, or a warning is
+                logged.
+            keep_model: True: keep the model's values, because the trainer has loaded its best model.
         """
         for schedule, kind in self._held:
             schedule.__class__ = kind
-        buffers = by_clean_name(self.model, self.model.named_buffers())  # the anchor has no other names
+        buffers = by_clean_name(self.model, self.model.named_buffers())  # the anchor has clean names, too
         live: dict[str, torch.Tensor] = {**by_clean_name(self.model, self.model.named_parameters()), **buffers}
         best: dict[str, torch.Tensor] = {}
         if keep_model:
-            merged = {*self.diloco.anchor(), *buffers}  # also what is frozen by now
+            merged = {*self.diloco.anchor(), *buffers}  # also parameters that were frozen during training
             best = {name: live[name].clone() for name in merged}
         if not is_asked_for and not self.is_over and self.total_steps is not None:
             log.warning(
-                "The trainer ended by itself at step %s of %s planned. A checkpoint that is ahead of the run leaves it "
-                "too few epochs: who comes back needs none.", self.trainer_step, self.begun_at + self.total_steps,
+                "The trainer ended by itself at step %s of %s planned steps. If it began with a checkpoint that is "
+                "ahead of the run, start it without it.", self.trainer_step, self.begun_at + self.total_steps,
             )  # fmt: skip
-        self.diloco.close()  # which gives the model the anchor
+        self.diloco.close()  # it sets the model to the anchor
         for name, values in best.items():
             live[name].copy_(values)
 
 
 def location_of(options: Mapping[str, Any]) -> RunLocation:
+    """Return the run and the rank that the arguments of DiLoCo name.
+
+    Args:
+        options: the arguments of DiLoCo.
+
+    Example:
+        location_of({"store": "runs", "run_id": "first-try", "rank": 0, "world_size": 2})
+    """
     return find_location(*(options.get(name) for name in ("store", "run_id", "rank", "world_size")))
 
 
 def step_of_begin(place: RunLocation, options: Mapping[str, Any], *, waits: bool) -> int | None:
-    """Return the trainer's step at which a run has begun, as all its replicas agreed; None: it cannot be read.
+    """Return the trainer's step at which a run has begun, as all its replicas agreed. None: it cannot be read.
 
     Args:
-        waits: for a run that has not begun yet, since its own replicas alone know the step, up to `round_timeout_s`.
+        place: the run and the rank.
+        options: the arguments of DiLoCo.
+        waits: True: wait up to `round_timeout_s` for a run that has not begun, because only its first replicas know the
+            step.
+
+    Example:
+        step_of_begin(location_of({}), {}, waits=False)
     """
     store = RetryingStore(place.store, clock=monotonic, patience=ROUND, waits=waits_of_process)
     keys, proof = Keys(place.run_id, options.get("name", "main")), proof_of(place.key_of_run(options.get("key")))
@@ -220,11 +256,11 @@ def step_of_begin(place: RunLocation, options: Mapping[str, Any], *, waits: bool
 def extended_total(options: Mapping[str, Any]) -> int | None:
     """Return the trainer's step at which this replica's run ends since it was extended. None: it was not extended.
 
-    A trainer plans its steps before training begins: the schedule's horizon, and the number of epochs. So it has to
-    learn of an extension before that.
+    A trainer plans its steps before training begins: the length of the schedule, and the number of epochs. So it needs
+    the total of an extension before that.
 
     Args:
-        options: DiLoCo's arguments, as far as they are known.
+        options: the arguments of DiLoCo, as far as they are known.
 
     Example:
         extended_total({"inner_steps": 100})   # 800, after `replicas resume RUN --total-steps 800`
@@ -237,27 +273,38 @@ def extended_total(options: Mapping[str, Any]) -> int | None:
 
 
 def totals_of(place: RunLocation) -> Sequence[int]:
-    """Return the totals of steps that the run of this replica was extended to, in their order."""
+    """Return the totals of steps that the run of this replica was extended to, in their order.
+
+    Args:
+        place: the run and the rank.
+
+    Example:
+        totals_of(location_of({}))  # (800,)
+    """
     replica = find_replica()
     if replica is None or not place.is_of_replica:
         return ()
     try:
         return replica.extensions().get("total_steps", ())
-    except StoreError:  # DiLoCo, which reads them next, warns of it
+    except StoreError:  # DiLoCo reads the totals next, and warns of the error
         return ()
 
 
 def first_total(planned: int | None, place: RunLocation, options: Mapping[str, Any]) -> tuple[int | None, bool]:
-    """Return the total with which the run began, if a trainer plans the steps that the run was extended to.
+    """Return the total with which the run began, if the trainer plans the steps that the run was extended to.
 
     All replicas agree on the first total, and DiLoCo adds the extensions itself.
 
     Args:
-        planned: the trainer's planned steps, from the begin of the run on.
-        place: where the run is.
-        options: DiLoCo's arguments.
+        planned: the trainer's planned steps, counted from the beginning of the run.
+        place: the run and the rank.
+        options: the arguments of DiLoCo.
 
-    Returns: the total for DiLoCo, and whether the trainer follows an extension.
+    Returns:
+        The total for DiLoCo, and True if the trainer follows an extension.
+
+    Example:
+        first_total(800, location_of({}), {})  # (400, True)
     """
     totals = totals_of(place)
     if planned is None or not totals or planned != totals[-1]:
@@ -269,16 +316,23 @@ def first_total(planned: int | None, place: RunLocation, options: Mapping[str, A
 
 
 def check_options(inner_steps: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments for DiLoCo, as far as the trainer does not know them.
+    """Return the arguments of DiLoCo that a callback was given.
 
-    Raises: TypeError: DiLoCo takes no such argument, or it is the trainer's to say.
+    Args:
+        inner_steps: steps from one round to the next.
+        options: other arguments of DiLoCo.
+
+    Raises:
+        TypeError: DiLoCo has no such argument, or the trainer decides it.
+
+    Example:
+        check_options(100, {"wire": "int8"})
     """
     for name in ("round_seconds", "total_rounds", "overlap_seconds"):
         if name in options:
             raise TypeError(
-                f"A trainer ends after a number of steps that is every replica's, so its rounds go by inner_steps, got "
-                f"{name}={options[name]!r}. For rounds by the clock, write a loop of your own: for step in "
-                "diloco.steps()."
+                f"A trainer cannot use {name}={options[name]!r}, because all replicas end after the same number of "
+                "steps. Use inner_steps, or write a loop of your own: for step in diloco.steps()."
             )
     inspect.signature(DiLoCo).bind(nn.Module(), inner_steps=inner_steps, total_steps=None, **options)
     return {"inner_steps": inner_steps, **options}

@@ -2,15 +2,15 @@
 # requires-python = ">=3.11"
 # dependencies = ["transformers>=5", "accelerate>=1.10", "tokenizers"]
 # ///
-"""Train a small causal language model on text of yours with the Trainer of transformers, on several replicas.
+"""Train a small causal language model on your text with the Trainer of transformers, on several replicas.
 
     pip install 'serverless-replicas[hf-trainer]'
     replicas launch --profile laptop          # two replicas here, offline, a minute or two
-    replicas launch --profile modal           # once replicas.toml names your bucket
+    replicas launch --profile modal           # when replicas.toml names your bucket
     replicas collect RUN --out finetuned      # the model, its tokenizer and report.md are artifacts of rank 0
 
-`replicas.toml` beside this file says the rest. Start from it: `--arg data=FOLDER` trains on other text, and
-`--arg model=NAME` goes on with a pretrained model and its tokenizer in the place of a new one.
+`replicas.toml` in this folder has the other settings. `--arg data=FOLDER` trains on other text. `--arg model=NAME`
+begins with a pretrained model and its tokenizer instead of a new model.
 """
 
 from __future__ import annotations
@@ -52,12 +52,24 @@ def main(
     max_characters: int = MAX_CHARACTERS,
     output_dir: Path = Path("output"),
 ) -> dict[str, object]:
-    """Train, evaluate on text that no replica has trained on, and leave the model with the run.
+    """Train, evaluate on text that no replica has trained on, and store the model with the run.
 
     Args:
         data: a file of text, or a folder of `.txt`, `.md` and `.py` files. None: the sources of Python's own modules.
-        model: a pretrained model to begin with, by its name at the Hub or its folder. None: a new, small one.
-        width, layers, vocabulary: of a new model.
+        model: the pretrained model to begin with: its name on the Hub, or its folder. None: a new, small model.
+        steps: inner steps of each replica.
+        inner_steps: steps from one round to the next.
+        batch_size: blocks in a step of a replica.
+        context: tokens in a block.
+        width: the hidden size of a new model.
+        layers: the number of layers of a new model.
+        vocabulary: the number of tokens of a new tokenizer.
+        learning_rate: the highest inner learning rate.
+        max_characters: most characters of text that are read.
+        output_dir: the folder for files of the run.
+
+    Returns:
+        The losses before and after the training, and a digest of the model. Rank 0 adds a summary.
     """
     replica = current_replica()
     texts = split(read_texts(data, max_characters))
@@ -84,15 +96,15 @@ def main(
         bf16=torch.cuda.is_available(),
         logging_steps=inner_steps,
         eval_strategy="steps",
-        eval_steps=5 * inner_steps,  # right after a round: what is evaluated is what all have in common
-        save_strategy="no",  # the rounds are the checkpoints: a replica that dies goes on with `replicas resume`
+        eval_steps=5 * inner_steps,  # right after a round, where all replicas have the same model
+        save_strategy="no",  # rounds are the checkpoints: `replicas resume` continues a killed replica
         report_to="none",
         disable_tqdm=True,
     )
     trainer = Trainer(
         network,
-        replica_arguments(args),  # another order of the data, another folder
-        train_dataset=replica.shard(blocks["train"]),  # other data
+        replica_arguments(args),  # its own order of the data, its own folder
+        train_dataset=replica.shard(blocks["train"]),  # its own share of the data
         eval_dataset=blocks["validation"],
         callbacks=[DiLoCoCallback(inner_steps=inner_steps)],
     )
@@ -126,17 +138,20 @@ def read_texts(data: Path | None, max_characters: int) -> dict[str, str]:
         if file.is_file() and file.suffix in (".txt", ".md", ".py") and max_characters > 0:
             texts[file.relative_to(root.parent).as_posix()] = file.read_text(errors="replace")[:max_characters]
             max_characters -= file.stat().st_size
-    if len(texts) == 1:  # one long file: its parts are what is split
+    if len(texts) == 1:  # one long file is cut into parts, so that some can be held out
         ((name, text),) = texts.items()
         size = max(1, len(text) // 100)
         return {f"{name}:{at}": text[at : at + size] for at in range(0, len(text), size)}
     if not texts:
-        raise ValueError(f"There is no text in {root}: no .txt, .md or .py file.")
+        raise ValueError(f"{root} has no .txt, .md or .py file. Name a file or a folder of text: --arg data=FOLDER.")
     return texts
 
 
 def split(texts: dict[str, str]) -> dict[str, list[str]]:
-    """Share texts out by their names, so that every replica and every run agrees: 90 % train, and twice 5 %."""
+    """Divide texts by their names: 90 % for training, 5 % for validation and 5 % for the test.
+
+    The digest of a name decides, so that every replica and every run divides them in the same way.
+    """
     parts: dict[str, list[str]] = {"train": [], "validation": [], "test": []}
     for name in sorted(texts, key=lambda name: hashlib.sha256(name.encode()).digest()):
         at = sum(map(len, parts.values())) % 20
@@ -145,7 +160,7 @@ def split(texts: dict[str, str]) -> dict[str, list[str]]:
 
 
 def shared_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """Return a tokenizer trained from texts: the one of the replica that was first, for all replicas of the run."""
+    """Return a tokenizer that was trained on texts: the one that the first replica of the run has stored."""
     replica = current_replica()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -161,14 +176,14 @@ def shared_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFa
 
 
 def blocks_of(texts: list[str], tokenizer: PreTrainedTokenizerFast, context: int) -> list[dict[str, torch.Tensor]]:
-    """Return texts as blocks of tokens, each text followed by the token of its end."""
+    """Return texts as blocks of tokens. Each text is followed by the token of its end."""
     ids = [token for found in tokenizer(texts)["input_ids"] for token in (*found, tokenizer.eos_token_id)]
     blocks = torch.tensor(ids[: len(ids) // context * context]).view(-1, context)  # (n_blocks, context) int64
     return [{"input_ids": block, "labels": block} for block in blocks]
 
 
 def digest_of(network: torch.nn.Module) -> str:
-    """Return the sha256 of a model: the same at all replicas."""
+    """Return the sha256 of a model. It is the same on all replicas."""
     found = hashlib.sha256()
     for _, values in sorted(network.state_dict().items()):
         found.update(values.float().cpu().numpy().tobytes())
@@ -176,13 +191,13 @@ def digest_of(network: torch.nn.Module) -> str:
 
 
 def table_of(trainer: Trainer) -> str:
-    """Return the losses on the validation texts over time."""
+    """Return a table of the losses on the validation texts."""
     rows = [(row["step"], row["eval_loss"]) for row in trainer.state.log_history if "eval_loss" in row and row["step"]]
     return "\n".join(["| step | validation loss |", "|---|---|", *(f"| {step} | {loss:.3f} |" for step, loss in rows)])
 
 
 def sample(network: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return what a model writes."""
+    """Return a text that the model has written."""
     start = tokenizer("def ", return_tensors="pt")["input_ids"].to(network.device)
     torch.manual_seed(0)
     written = network.generate(start, max_new_tokens=60, do_sample=True, top_k=20, pad_token_id=tokenizer.eos_token_id)

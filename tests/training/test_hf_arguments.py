@@ -60,7 +60,7 @@ def test_the_arguments_of_a_subclass_keep_their_class_and_fields() -> None:
 
 
 def test_what_is_no_training_arguments_is_refused_by_its_kind() -> None:
-    with pytest.raises(TypeError, match=r"takes TrainingArguments, or a subclass as TRL's SFTConfig, got a dict\."):
+    with pytest.raises(TypeError, match=r"or a subclass such as TRL's SFTConfig, got a dict\."):
         replica_arguments({"output_dir": "out"})
 
 

@@ -151,5 +151,5 @@ def test_a_rank_that_comes_back_with_its_checkpoint_of_a_later_epoch_trains_to_t
     back = trainer(tmp_path, store, {"snapshot_every": 5}, **three_epochs)
     back.train(resume_from_checkpoint=True)
     assert back.state.global_step == ends_at
-    said = [line for line in caplog.messages if "The trainer ended by itself at step 37 of 39 planned." in line]
+    said = [line for line in caplog.messages if "The trainer ended by itself at step 37 of 39 planned steps." in line]
     assert len(said) == (ends_at < 39)

@@ -249,7 +249,7 @@ def test_a_training_after_another_in_one_replica_takes_a_name_of_its_own(tmp_pat
     set_current_replica(replica)
     keeper = lightning.callbacks.ModelCheckpoint(tmp_path, filename="it", every_n_train_steps=10)
     _, died, _ = fit(None, plain_loader(), dies_at=11, folder=tmp_path, also=[keeper])
-    with pytest.raises(DiLoCoError, match="named 'main' of this replica has left"):
+    with pytest.raises(DiLoCoError, match="has closed a DiLoCo named 'main' already"):
         fit(None, plain_loader(), folder=tmp_path, ckpt_path=tmp_path / "0/it.ckpt")
     ours, back, trainer = fit(None, plain_loader(), folder=tmp_path, ckpt_path=tmp_path / "0/it.ckpt", name="second")
     assert (trainer.global_step, ours.diloco.rounds) == (STEPS, -(-(STEPS - 10) // INNER))
@@ -343,7 +343,7 @@ def test_a_logger_of_the_users_own_is_named_with_its_folder(tmp_path: Path, capl
         save_dir = "here"
 
     fit_as(1, tmp_path, Own())
-    assert "rank 1: Own may write to 'here' in each replica." in caplog.text
+    assert "rank 1: each replica's Own may write to 'here'." in caplog.text
 
 
 def test_in_a_slurm_job_lightning_takes_over_no_signal_and_is_no_task_of_many(

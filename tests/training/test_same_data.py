@@ -54,7 +54,7 @@ def test_ranks_that_send_the_same_three_rounds_in_a_row_end_and_the_others_go_on
     assert first[1] == (
         "Ranks 0 and 2 sent identical contributions 3 rounds in a row, up to round 3: they train on the same data. "
         "Give each replica its own: replica.shard(dataset), or a seed that depends on current_replica().rank. "
-        'If it is intended, pass same_data="allow" to DiLoCo.'
+        'If it is intended, pass same_data="allow".'
     )
     assert len(f"diloco.errors.DuplicateWorkError: {first[1]}") < MAX_CHARACTERS, "a table shows no more of it"
     warnings = sorted(record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)

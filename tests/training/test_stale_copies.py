@@ -259,7 +259,7 @@ def test_slow_weights_that_take_back_rounds_some_steps_later_are_warned_of(k: in
     warnings = [warning for warning in run_replicas(2, body) if warning]
     assert warnings
     for warning in warnings:
-        assert warning.startswith("Single steps took back "), warning
+        assert warning.startswith("Single steps undid "), warning
         assert "diloco.average_also()" in warning
 
 

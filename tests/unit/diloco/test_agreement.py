@@ -116,8 +116,8 @@ def test_a_trainers_plan_is_named_by_the_trainers_own_argument_too() -> None:
     with pytest.raises(ContributionError, match="use shard") as caught:
         TrainerLink(two_layers(), 395, {**options, **place(store, 1, 2)})
     assert caught.value.__notes__ == [
-        "total_steps is what this trainer plans: 395 steps, from step 0. Give all replicas the same max_steps, or "
-        "shares of one length: shard(dataset, equal=True)."
+        "This trainer plans total_steps=395, from step 0. Give all replicas the same max_steps, or data "
+        "of the same length: shard(dataset, equal=True)."
     ]
     leave(diloco)
 
