@@ -119,7 +119,7 @@ def launch(
     """
     from executors.cli.live import Interrupts
     from executors.launcher import named, plan_launch
-    from executors.launcher.parts import executor_of, options_by_part, total_of
+    from executors.launcher.parts import executor_of, options_by_part, total_replicas
     from executors.run.run_index import locate, preparing
     from executors.task.launch_request import LaunchRequest
 
@@ -130,7 +130,7 @@ def launch(
         try:
             with with_origins(context, backend), usage_errors():
                 n = settings["n"]
-                if (total := total_of(backend, n if was_given(context, "n") else None) or n) is None:
+                if (total := total_replicas(backend, n if was_given(context, "n") else None) or n) is None:
                     refuse(
                         "Missing --n, the number of replicas. "
                         f"Try: replicas launch {entrypoint or 'train.py:main'} --n 4"

@@ -188,11 +188,11 @@ WaitOption = Annotated[float | None, Option("--timeout", metavar="DURATION", par
 def options_of(backend: str, option: Sequence[str] | None, volume: Sequence[str] | None) -> dict[str, Any]:
     """Return the options of a backend by name. The values of --volume become its option `volumes`."""
     from executors.launcher.launch_settings import volumes_of
-    from executors.launcher.parts import name_of, parts_of
+    from executors.launcher.parts import name_of, parse_backends
 
     values = parse_values("--option", option)
     with usage_errors():
-        if len(parts_of(backend)) > 1:
+        if len(parse_backends(backend)) > 1:
             if volume:
                 refuse("--volume does not name its backend. With several backends, write --option NAME.volumes='{…}'.")
             return values

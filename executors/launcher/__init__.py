@@ -11,7 +11,7 @@ from executors.launcher.at_exit import ends_with_this_process
 from executors.launcher.checks import check_environment, check_kept, check_same, resolved
 from executors.launcher.launch_plan import LaunchPlan as LaunchPlan
 from executors.launcher.launch_plan import plan_launch as plan_launch
-from executors.launcher.parts import executor_of, parts_of, total_of
+from executors.launcher.parts import executor_of, parse_backends, total_replicas
 from executors.protocol import ServerlessExecutor
 from executors.registry import get_executor
 from executors.run.run_index import preparing
@@ -69,71 +69,87 @@ def launch(
     Everything is checked before anything is written or started.
 
     Args:
-        executor: a backend's name, or any object with the five verbs; or several backends, each with its number of
-            replicas, as in "slurm:4,modal:4": these need nothing in common but the rendezvous.
+        executor: a backend's name, or any object with the five verbs. Several backends are named with their numbers of
+            replicas, as in "slurm:4,modal:4". They need to share nothing but the rendezvous.
         entrypoint: a callable, or `pkg.mod:f`, `pkg.mod.f`, `path/file.py:f`, `path/file.py` (its `main`).
-        n: how many replicas. With several backends it may be left out.
-        args: keyword arguments of the entrypoint; JSON values when it is given by name. In texts, also in dicts, lists
-            and tuples, each replica replaces `${rank}`, `${run_id}`, `${attempt}` and `${world_size}` by its own;
-            `$${rank}` is the text `${rank}`, and any other `$` stays as it is.
-        argv: run the file or module that the entrypoint names as a script, with these arguments, in which each replica
-            fills in placeholders as in `args`. Its result is None. A file whose part below `if __name__ == "__main__"`
-            does more than call `main()` is run as a script without arguments, too; see ADR 0044.
-        rendezvous: the url of the store in which the run lives. None: a directory of this user.
-        run_id: a name of your choice for the run. None: two words and four hex digits.
-        gpu: a GPU per replica, as in "H100" or "H100:2".
-        timeout: seconds each replica may run. None: one hour in a cloud, else a cluster's own limit, or none.
-        max_cost: US dollars that all replicas may cost together, as a limit of their time, where the backend tells
-            prices. A replica that is started again, also by `resume`, gets what is left of its share. The limit counts
-            from the container's start, with what is installed there. What is added to the run comes on top.
-        env: more environment variables of the replicas, with placeholders as in `args`. Their values are never
+        n: the number of replicas. With several backends, the default is the sum of their numbers.
+        args: keyword arguments of the entrypoint. If the entrypoint is given by name, they are JSON values. In texts,
+            also inside dicts, lists and tuples, each replica replaces `${rank}`, `${run_id}`, `${attempt}` and
+            `${world_size}` by its own values. `$${rank}` stands for the text `${rank}`. Any other `$` stays as it is.
+        argv: run the file or module that the entrypoint names as a script, with these arguments. Each replica fills in
+            placeholders as in `args`. The result is None. A file whose part below `if __name__ == "__main__"` does
+            more than call `main()` is also run as a script without arguments; see ADR 0044.
+        rendezvous: the url of the store in which the run is kept. Default: a directory of this user.
+        run_id: the name of the run. Default: two words and four hexadecimal digits.
+        gpu: the GPU of each replica, as in "H100" or "H100:2". Default: no GPU.
+        timeout: how long each replica may run, in seconds. Default: one hour in a cloud, else the limit of the cluster,
+            or no limit.
+        max_cost: the amount in US dollars that all replicas may cost together. It limits their time, if the backend
+            publishes prices. A replica that is started again, also by `resume`, gets the rest of its share. The limit
+            counts from the container's start, with the installation there. Replicas that are added come on top.
+        env: additional environment variables of the replicas, with placeholders as in `args`. Their values are never
             recorded.
-        secrets: names of secrets that the backend hands to the replicas.
-        seed: the replicas' generators are seeded from this and their rank. None: from the run id and their rank.
-        detach: go on when this process ends. Otherwise the run ends with it; on an executor that has the five verbs
-            alone, unless a signal ends this process, such as SIGTERM or SIGKILL: it cancels the replicas at its exit.
-        resume: bring back what ended of the run `run_id`, with the task it was launched with; see `resume.resume`.
-        task_digest, trust_bucket: who vouches for that task where another machine launched it; see `resume.resume`.
-        chaos: faults that the replicas are to suffer, as in "kill:rank=1,round=3"; local backend only, see `chaos`.
-        min_replicas: start with so many when the others cannot be started, or not within `gather_s` seconds; these join
-            when they come, unless `detach`. The run has succeeded when so many have. None: all of them.
-        fail_fast: end the run at the first failure before anybody's first round. Otherwise the others train on.
-        tracker: what gets the numbers of the replicas, too, while they train: "trackio", "wandb", "mlflow", or a class
-            as "pkg.mod:Class"; see `report.trackers.Tracker`. One tracker run a rank; what fails there is a warning.
-        restarts: bring back replicas that end, up to so many times each: a number, a text as "3/1h,oom=0", or a
-            `Restarts`. 0: only those whose end is nobody's fault. None: only those whose machine the service took back,
-            while this process waits for the run, and if the service tells that. "none": nothing restarts.
+        secrets: names of secrets that the backend gives to the replicas.
+        seed: the seed of the replicas' generators, together with their rank. Default: the run id.
+        detach: True if the run continues when this process ends. Otherwise the run ends with this process. A five-verb
+            executor cancels its replicas at the exit of this process, unless a signal such as SIGTERM or SIGKILL ends
+            the process.
+        resume: True resumes the run `run_id` with the task of its launch; see `executors.run.resume`.
+        task_digest: the sha256 of the task of a resumed run that another machine launched.
+        trust_bucket: True resumes a run that another machine launched with the task that its store holds.
+        chaos: faults that the replicas suffer, as in "kill:rank=1,round=3". Only the local backend has them.
+        min_replicas: start with this number of replicas if the others cannot be started, or not within `gather_s`
+            seconds. The others join when they come, unless `detach` is True. The run has succeeded when this number of
+            replicas has succeeded. Default: all of them.
+        gather_s: how long to wait for more than `min_replicas` replicas, in seconds.
+        fail_fast: True ends the run at a failure before the first round of any replica. Otherwise the other replicas
+            continue to train.
+        tracker: a tracker that also gets the numbers of the replicas while they train. The names are "trackio",
+            "wandb", "mlflow", or a class as "pkg.mod:Class" (see `report.trackers.Tracker`). There is one tracker run
+            for each rank. If the tracker fails, the run gets a warning.
+        restarts: restart replicas that end, at most this number of times each: a number, a text as "3/1h,oom=0", or a
+            `Restarts`. 0 restarts only replicas whose end is not their own failure. "none" restarts nothing. Default:
+            only replicas whose machine the service took back are restarted, while this process waits for the run.
         hang_timeout: how long a replica may run without progress: seconds, "SOFT:HARD" as in "2m:3m", "off", or "auto".
             With "auto" the limit is a minute for an idle replica, and 30 minutes for a replica that uses the processor,
             a disk or the network. It grows with the pauses that the replica has made. It ends a replica only if
             `restarts` is given.
         start_timeout: how long a replica may take from its start to its first progress: seconds, a text such as "20m",
-            or "auto". None, the default, means "auto". "auto" is five times a number in `hang_timeout`, and at least a
-            minute. Without such a number, a replica that is idle for 30 minutes before its first progress is ended if
+            or "auto", which is the default. "auto" is five times a number in `hang_timeout`, and at least a minute.
+            Without such a number, a replica that is idle for 30 minutes before its first progress is ended if
             `restarts` is given.
-        spares: start so many jobs more, which stand by for replicas that lose their containers; with `restarts`, on
-            backends in a cloud.
-        health_check: a function without arguments, as "pkg.mod:f", that each new process calls before the entrypoint,
-            for 60 s at most. An exception, or False: this attempt ends as `start_failed`.
-        signed: draw a key for this run, and let its replicas believe only what was made with it: whoever else can write
-            to the rendezvous can stop the run, and not steer it. This machine keeps the key, for `resume`.
+        spares: start this number of additional jobs, which stand by for replicas that lose their containers. Spares
+            need `restarts` and a cloud backend.
+        health_check: a function without arguments, as "pkg.mod:f". Each new process calls it before the entrypoint, for
+            at most 60 s. If it raises or returns False, the attempt ends as `start_failed`.
+        signed: True makes a key for this run. Replicas accept only records that were made with it. Other users who can
+            write to the rendezvous can stop the run, and cannot change what it trains. This machine keeps the key for
+            `resume`.
         from_run: begin with the model and the outer momentum of another run, given by its id or address. The new run
-            has its own entrypoint, `n`, step 0 and total. Its `DiLoCo` has to train the same parameters, by name and
-            shape. That run may still train, and its store is needed until the new run has begun. If it is signed, the
-            new run is signed with its key.
-        from_step: take the newest round of that run at or before this step. None: its newest round.
-        progress: while this process waits for the run, draw bars with rate and time left, of the steps that replicas
-            report; without a terminal, print a line now and then.
-        config: take what is left at its default here from the settings that `replicas launch` would find here; files
-            are read besides. False: read none.
-        profile: use this profile of theirs.
+            has its own entrypoint, `n`, step 0 and total. Its `DiLoCo` must train parameters of the same names and
+            shapes. The other run may still train. Its store is needed until the new run has begun. If the other run is
+            signed, the new run is signed with the same key.
+        from_step: take the newest round of that run at or before this step. Default: its newest round.
+        progress: True draws bars with rate and remaining time of the steps that replicas report, while this process
+            waits for the run. Without a terminal, it prints a line now and then.
+        config: read the values that are at their defaults here from the settings that `replicas launch` would find.
+            Paths are files that are read in addition. False reads none.
+        profile: the profile of these settings to use. Default: none.
+
+    Returns:
+        The run. Its replicas are started, or are starting.
 
     Raises:
-        ValueError, TypeError: a bad argument.
-        BackendError: the backend cannot be used; `LaunchError` when it refused a replica.
+        TypeError: an argument has a wrong type.
+        ValueError: an argument has a wrong value.
+        BackendError: the backend cannot be used. It is a `LaunchError` if the backend refused a replica.
         EntrypointError: the entrypoint cannot be found, imported, called with `args`, or shipped.
         RunExistsError: the run id is taken.
         StoreError: the rendezvous cannot be used.
+
+    Example:
+        run = launch("local", "train.py:main", n=4, args={"steps": 100})
+        print(run.results())
     """
     asked: dict[str, Any] = {name: value for name, value in locals().items() if name not in NOT_REQUESTED}
     check_nothing_loads()
@@ -144,8 +160,8 @@ def launch(
     if executor is None:
         raise TypeError("launch() needs an executor, an entrypoint and n, or config= with settings that say them.")
     if isinstance(executor, str):
-        asked["n"] = total_of(executor, n)
-        executor = executor_of(executor, get_executor) if parts_of(executor) else executor
+        asked["n"] = total_replicas(executor, n)
+        executor = executor_of(executor, get_executor) if parse_backends(executor) else executor
     request = LaunchRequest.of(**asked)
     if resume:
         run = _bring_back(request, executor, task_digest, trust_bucket)
@@ -162,7 +178,14 @@ def launch(
 
 
 def named(request: LaunchRequest) -> LaunchRequest:
-    """Return the request with a run id."""
+    """Return a request that has a run id, which is made here if the user gave none.
+
+    Args:
+        request: the request.
+
+    Example:
+        named(LaunchRequest.of("train.py:main", n=2)).run_id  # "brave-otter-7f3a"
+    """
     return request if request.run_id is not None else replace(request, run_id=new_run_id())
 
 

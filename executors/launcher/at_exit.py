@@ -1,4 +1,4 @@
-"""What a process does and says that ends before the run that it launched attached."""
+"""At the exit of a process: a note on each attached run that it launched, or the cancel of such a run."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ WHY = "the launcher of this attached run ended"
 
 
 def ends_with_this_process(run: Run, *, detach: bool) -> Run:
-    """Return the run; if it is to end with this process, a line on stderr says so when this process ends before it.
+    """Return the run, and print a note at the exit of this process if the run ends with it.
 
-    Replicas of a five-verb executor are cancelled then, because no supervisor does it.
+    Replicas of a five-verb executor are cancelled at the exit, because no supervisor ends them.
 
     Args:
         run: the run.
@@ -58,7 +58,7 @@ def ends_with_this_process(run: Run, *, detach: bool) -> Run:
             )
             return
         print(
-            f"replicas: run {run.run_id} ends with this process{when}. Wait for it with run.wait(), or let it go on "
+            f"replicas: run {run.run_id} ends with this process{when}. Wait for it with run.wait(), or start it "
             "with launch(…, detach=True).",
             file=sys.stderr,
         )
@@ -71,7 +71,7 @@ def ends_with_this_process(run: Run, *, detach: bool) -> Run:
 
 
 def _goes_on(attempts: Sequence[Attempt]) -> bool | None:
-    """Return whether replicas of a run may still run; None: its store does not tell."""
+    """Return True if replicas of a run may still run. None: its store does not answer."""
     try:
         if not run_exists(attempts[0].store, attempts[0].run_id):
             return False  # it was deleted
@@ -82,9 +82,10 @@ def _goes_on(attempts: Sequence[Attempt]) -> bool | None:
 
 
 def _cancel(run: Run, attempts: Sequence[Attempt]) -> None:
-    """Cancel the replicas of a five-verb executor; stderr says which did not end, and why.
+    """Cancel the replicas of a five-verb executor, and print which of them did not end, with the reason.
 
-    It starts none a second time, so these are the only attempts. A store that does not answer is not asked again.
+    Such an executor starts each rank once, so these are the only attempts. A store that does not answer is not asked
+    again.
     """
     from executors.run.run import view_of
 
@@ -100,12 +101,11 @@ def _cancel(run: Run, attempts: Sequence[Attempt]) -> None:
         try:
             view.placements.cancel(view.reader.handle(attempt.rank))
             ended.append(attempt)
-        except Exception as error:  # noqa: BLE001 - whatever a stranger's executor raises: the others are to end, too
+        except Exception as error:  # noqa: BLE001 - a user's executor may raise anything, and the others must end
             refused.setdefault(f"{type(error).__name__}: {error}", []).append(attempt.rank)
     for why, ranks in refused.items():
-        go = "goes" if len(ranks) == 1 else "go"
         print(
-            f"replicas: {name_ranks(ranks)} of run {run.run_id} {go} on at backend {view.backend!r}: {why}",
+            f"replicas: {name_ranks(ranks)} of run {run.run_id} may still run on {view.backend!r}: {why}",
             file=sys.stderr,
         )
     with contextlib.suppress(ReplicasError):

@@ -1,4 +1,4 @@
-"""What is checked of a launch before anything is written or started, on every backend."""
+"""Checks of a launch that are the same on each backend, before anything is written or started."""
 
 from __future__ import annotations
 
@@ -49,7 +49,11 @@ KEPT = (
 
 
 def check_working_directory() -> None:
-    """Raises: ReplicasError: this process's working directory was deleted."""
+    """Check that the working directory of this process exists.
+
+    Raises:
+        ReplicasError: it was deleted.
+    """
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -57,14 +61,14 @@ def check_working_directory() -> None:
 
 
 def resolved(request: LaunchRequest) -> LaunchRequest:
-    """Return the request with a script as a function of `argv`, and its texts as the values that they mean.
+    """Return the request with a script as a function of `argv`, and with the values that the texts of arguments mean.
 
     Args:
         request: as the user gave it.
 
     Raises:
         EntrypointImportError: no such file or module.
-        EntrypointArgumentsError: a text is not what the entrypoint's annotations say.
+        EntrypointArgumentsError: a text does not fit the annotation of its parameter.
     """
     entrypoint, argv = request.entrypoint, request.argv
     if not isinstance(entrypoint, str):
@@ -90,12 +94,20 @@ def resolved(request: LaunchRequest) -> LaunchRequest:
 
 
 def check_same(request: LaunchRequest, task: StoredTask) -> None:
-    """Refuse to resume a run with another entrypoint, `n`, seed or arguments. A pickled callable is not compared."""
+    """Check that a run is resumed with its own entrypoint, `n`, seed and arguments. A pickled callable is not compared.
+
+    Args:
+        request: the values that the user gave for the resume.
+        task: the task of the run.
+
+    Raises:
+        ValueError: a value differs.
+    """
     n, entrypoint = task.launched_with.world_size, task.launched_with.entrypoint
     # A file's form (script or function) depends on its arguments, and a resume need not give these.
     if request.settings.n != n or shown(describe(request.entrypoint)) != shown(entrypoint):
         raise ValueError(
-            f"Run {task.run_id!r} has {n} replicas of {shown(entrypoint)}; it cannot be resumed as "
+            f"Run {task.run_id!r} has {n} replicas of {shown(entrypoint)}. It cannot be resumed as "
             f"{request.settings.n} of {shown(describe(request.entrypoint))}."
         )
     differing = [] if request.settings.seed in (None, task.record.seed) else ["seed"]
@@ -105,13 +117,21 @@ def check_same(request: LaunchRequest, task: StoredTask) -> None:
         differing += [name for name in {**launched, **given} if launched.get(name) != given.get(name)]
     if differing:
         raise ValueError(
-            f"Run {task.run_id!r} goes on with what it was launched with, and {differing[0]!r} is another now. "
-            "Leave args= and seed= away, or launch a new run."
+            f"Run {task.run_id!r} continues with the values of its launch, and {differing[0]!r} differs from them. "
+            "Remove args= and seed=, or launch a new run."
         )
 
 
 def check_environment(backend: Backend, request: LaunchRequest) -> None:
-    """Raises: ValueError: the environment or the secrets cannot be had, or are not to be set."""
+    """Check that the environment and the secrets reach the replicas.
+
+    Args:
+        backend: the backend that starts the replicas.
+        request: the launch.
+
+    Raises:
+        ValueError: the backend does not carry them, or a variable is one that replicas set themselves.
+    """
     if not backend.carries_environment and (request.env or request.settings.secrets):
         raise ValueError(
             f"Backend {backend.backend_name!r} takes no env= and no secrets=: values are never recorded, and its five "
@@ -119,8 +139,8 @@ def check_environment(backend: Backend, request: LaunchRequest) -> None:
         )
     if not backend.carries_environment and request.settings.signed:
         raise ValueError(
-            f"Backend {backend.backend_name!r} takes no signed= (--signed): its five verbs carry no key. Leave it "
-            "away, and give each replica a key of yours: DiLoCo(key=…)."
+            f"Backend {backend.backend_name!r} takes no signed= (--signed): its five verbs carry no key. Remove it, "
+            "and give each replica a key of yours: DiLoCo(key=…)."
         )
     for name in request.env or {}:
         if name in (*PROCESS_GROUP, *CONTRACT, *FOR_THE_WORKER, RUN_KEY):
@@ -130,10 +150,16 @@ def check_environment(backend: Backend, request: LaunchRequest) -> None:
 
 
 def with_policy(backend: Backend, request: LaunchRequest) -> LaunchRequest:
-    """Return the request with what the backend keeps of restarts and limits on hanging; stderr says what is left out.
+    """Return the request with the restarts and limits on hanging that the backend supports.
+
+    A line on stderr names the settings that do not count there.
+
+    Args:
+        backend: the backend that starts the replicas.
+        request: the launch.
 
     Raises:
-        ValueError: nobody could start a replica again, or watch it, where somebody relies on it.
+        ValueError: no process could restart or watch a replica, and the user asked for that.
     """
     settings = request.settings
     if settings.restarts == NO_RESTARTS:
@@ -157,26 +183,50 @@ def with_policy(backend: Backend, request: LaunchRequest) -> LaunchRequest:
 
 
 def check_spares(placements: Placements, request: LaunchRequest) -> None:
-    """Raises: ValueError: spares are asked for that nobody could start, or that could take nothing over."""
+    """Check that the spares of a launch can start, and that they could take a rank over.
+
+    Args:
+        placements: the placements of the launch.
+        request: the launch.
+
+    Raises:
+        ValueError: the backend has no spares, or the launch restarts nothing.
+    """
     if not request.settings.spares:
         return
     if placements.lease_s is None or len(placements.placed) > 1:
         raise ValueError(
-            f"Backend {placements.backend_name!r} takes no spares= (--spares): only services that run jobs do, as "
-            "modal and hf. Leave it away."
+            f"Backend {placements.backend_name!r} takes no spares= (--spares). Remove it, or use one cloud backend "
+            "such as modal or hf."
         )
     if request.settings.restarts in (None, ONLY_PREEMPTED, NO_RESTARTS):
-        raise ValueError("A spare takes over what is to be restarted: give restarts= (--restarts) with spares=.")
+        raise ValueError("A spare takes over a rank that must be restarted: give restarts= (--restarts) with spares=.")
 
 
 def check_pickle(backend: Backend, request: LaunchRequest) -> None:
-    """Raises: ValueError: replicas run another Python than this one, which pickles the callable for them."""
+    """Check that replicas can load a callable that this Python pickles.
+
+    Args:
+        backend: the backend that starts the replicas.
+        request: the launch.
+
+    Raises:
+        ValueError: replicas run another minor version of Python.
+    """
     if not isinstance(request.entrypoint, str):
         backend.check_pickle(PYTHON)
 
 
 def check_chaos(placements: Placements, request: LaunchRequest) -> Sequence[str]:
-    """Return the specs, checked. Raises: ValueError: a bad one, or the backend takes none."""
+    """Return the faults of a launch, checked.
+
+    Args:
+        placements: the placements of the launch.
+        request: the launch.
+
+    Raises:
+        ValueError: a fault is not legal, or is for a replica that is not on the local backend.
+    """
     from executors.worker import chaos
 
     asked = request.settings
@@ -192,7 +242,10 @@ def check_chaos(placements: Placements, request: LaunchRequest) -> Sequence[str]
 
 
 def check_named(request: LaunchRequest) -> None:
-    """Check that tracker and health check exist, as far as that shows without running any of them.
+    """Check that the tracker and the health check exist, without running either.
+
+    Args:
+        request: the launch.
 
     Raises:
         ValueError, MissingDependencyError: there is no such tracker.
@@ -210,14 +263,26 @@ def check_named(request: LaunchRequest) -> None:
 
 
 def check_kept(request: LaunchRequest) -> None:
-    """Raises: ValueError: something is given that a resumed run keeps."""
+    """Check that the user gives no setting that a resumed run keeps.
+
+    Args:
+        request: the values that the user gave for the resume.
+
+    Raises:
+        ValueError: such a setting is given.
+    """
     for name in KEPT:
         if getattr(request.settings, name):
-            raise ValueError(f"A resumed run keeps the {name} it was launched with: leave {name}= away.")
+            raise ValueError(f"A resumed run keeps the {name} of its launch: remove {name}=.")
 
 
 def with_tracker(package: Package, tracker: str) -> Package:
-    """Return the package with what a tracker needs in a replica: as it is here, unless the user asks for it anyway."""
+    """Return the package with the requirement of a tracker, in the version that is installed here.
+
+    Args:
+        package: the package. It is returned as it is if it has the requirement already.
+        tracker: the name of the tracker.
+    """
     from executors.shipping.requirements import name_of
 
     names = BUILT_IN.get(tracker, ())
@@ -228,7 +293,14 @@ def with_tracker(package: Package, tracker: str) -> Package:
 
 
 def check_directory(directory: Path) -> None:
-    """Prove in a folder beside, gone afterwards, that a store could be made here and creates exclusively."""
+    """Check that a directory can be a store, in a temporary folder beside it.
+
+    Args:
+        directory: the directory, which need not exist.
+
+    Raises:
+        StoreError: files cannot be written there, or cannot be created exclusively.
+    """
     nearest = next(path for path in (directory, *directory.parents) if os.path.exists(path))
     with contextlib.ExitStack() as stack:
         try:

@@ -1,4 +1,4 @@
-"""A launch that was checked: what it would write and ask for, and its start."""
+"""`plan_launch()` checks a launch. The `LaunchPlan` that it returns writes and starts the run, or describes both."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class LaunchPlan:
     run_id: str
     package: Package | None
     checkout: Checkout
-    """What git says of the code that is launched."""
+    """The state of the code that is launched, as Git reports it."""
     key: str | None = field(default=None, repr=False)
     """The key of the signed run that this one starts from, which is its own, too."""
 
@@ -131,7 +131,7 @@ class LaunchPlan:
         return run
 
     def usd_per_hour(self) -> float | None:
-        """Return what an hour of all replicas costs in US dollars; None: nobody tells, or not now."""
+        """Return what an hour of all replicas costs in US dollars. None: the price is not known, or not now."""
         settings = self.request.settings
         with contextlib.suppress(BackendError):
             return usd_per_hour(self.placements, settings.n + settings.spares, settings.gpu)

@@ -1,9 +1,15 @@
-"""What files and the environment say of a launch: read, checked and merged, each value with its origin.
+"""The settings of a launch from files and from the environment: read, checked and merged, each with its origin.
 
-From the weakest to the strongest: the user's own `replicas.toml`; the nearest `replicas.toml`, or `[tool.replicas]` of
-a `pyproject.toml`, upwards from here; `[tool.replicas]` in the `# /// script` block of the entrypoint's file; the files
-that `config` names; `[profile.NAME]` of any of these; `REPLICAS_<FLAG>` in the environment.
-Tables merge, lists replace.
+The sources, from the weakest to the strongest:
+
+1. the `replicas.toml` of the user
+2. the nearest `replicas.toml`, or `[tool.replicas]` of a `pyproject.toml`, in this folder or above
+3. `[tool.replicas]` in the `# /// script` block of the entrypoint's file
+4. the files that `config` names
+5. `[profile.NAME]` of any of these
+6. `REPLICAS_<FLAG>` in the environment
+
+Two tables are merged. The stronger of two lists replaces the other.
 """
 
 from __future__ import annotations
@@ -36,13 +42,13 @@ from executors.task.arguments import convert, describe, json_or_text
 KEYS: Mapping[str, str] = {name: key_of(name, option) for name, option in OPTIONS.items()}
 """The key of each setting of a launch, by the name of its field."""
 OF_REQUESTS: Mapping[str, str] = {"entrypoint": "entrypoint", "rendezvous": "rendezvous", "run_id": "run-id"}
-"""The keys of what else a file may say of a launch, by the field of the request."""
+"""The keys of the other values of a launch that a file may hold, by the field of the request."""
 COMMAND_ONLY = {"columns": str, "tee": str, "json": bool, "dry-run": bool, "volume": list[str], "module": bool}
 ANY_BACKEND = ""
 
 
 class _Text(str):
-    """An argument as the command line gives it: the entrypoint's annotations say what it means."""
+    """An argument as a text. The annotation of the entrypoint's parameter decides how it is read."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class FoundSettings:
 
     found: Mapping[Place, Setting]
     files: Sequence[str] = ()
-    """Those that were read."""
+    """The files that were read."""
 
     @property
     def values(self) -> dict[str, Any]:
@@ -60,7 +66,7 @@ class FoundSettings:
 
     @property
     def arguments(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """The entrypoint's arguments: as values, and as texts where its annotations may explain them."""
+        """The entrypoint's arguments: first as values, then the texts that its annotations may convert."""
         values: dict[str, Any] = {}
         texts: dict[str, str] = {}
         for place, setting in self.found.items():
@@ -82,7 +88,7 @@ class FoundSettings:
         }
 
     def origins(self, backend: str) -> dict[str, str]:
-        """Return who says what holds for a launch at a backend: `n`, `args.steps`, `option.region`."""
+        """Return the origin of each setting at a backend, by names such as `n`, `args.steps` and `option.region`."""
         return {
             ".".join(dict.fromkeys((place[0], place[-1]))): setting.origin
             for place, setting in self.found.items()
@@ -98,16 +104,17 @@ def read_settings(
     entrypoint: str | Callable[..., Any] | None = None,
     backend: str | None = None,
 ) -> FoundSettings:
-    """Return the settings that hold here.
+    """Return the settings that count in this folder and environment.
 
     Args:
-        keys: what can be set, with the type of each.
-        config: files to read besides those that are found, the strongest last.
-        profile: which profile to use.
-        entrypoint, backend: those that the launch itself gives.
+        keys: the names of all settings, with the type of each.
+        config: files to read in addition to the files that are found, the strongest last. Default: none.
+        profile: the profile to use. Default: no profile.
+        entrypoint: the entrypoint that the launch itself gives. Default: none.
+        backend: the backend that the launch itself gives. Default: none.
 
     Raises:
-        ValueError: a file cannot be read, or holds what is no setting, or no file has the profile.
+        ValueError: a file cannot be read, or holds an unknown setting, or no file has the profile.
         EntrypointError: the `# /// script` block of the entrypoint's file cannot be read.
     """
     config = config or shlex.split(os.environ.get("REPLICAS_CONFIG", ""))
@@ -143,7 +150,7 @@ def read_settings(
 
 
 def keys_of_launch() -> dict[str, Any]:
-    """Return what `launch(config=…)` takes from settings, with the type of each."""
+    """Return the names of all settings that `launch(config=…)` reads, with the type of each."""
     texts: dict[str, Any] = dict.fromkeys(("backend", *OF_REQUESTS.values()), str)
     return texts | {KEYS[name]: option.kind for name, option in OPTIONS.items()} | COMMAND_ONLY
 
@@ -151,8 +158,15 @@ def keys_of_launch() -> dict[str, Any]:
 def filled(
     executor: Any, asked: Mapping[str, Any], config: str | Path | bool | Sequence[str | Path], profile: str | None
 ) -> tuple[Any, dict[str, Any]]:
-    """Return an executor, and the fields of a request, with what was left at its default taken from the settings."""
-    from executors.launcher.parts import executor_of, total_of
+    """Return an executor and the fields of a request, with settings in the place of values left at their defaults.
+
+    Args:
+        executor: the executor that the user gave, its name, or None.
+        asked: the fields of the request by name, as the user gave them.
+        config: the parameter `config` of `launch`.
+        profile: the parameter `profile` of `launch`.
+    """
+    from executors.launcher.parts import executor_of, total_replicas
     from executors.registry import get_executor
 
     given = [config] if isinstance(config, str | Path) else [] if isinstance(config, bool) else list(config)
@@ -182,7 +196,7 @@ def filled(
                 options["volumes"] = {**options.get("volumes", {}), **volumes}
             return get_executor(name, options)
 
-        merged["n"] = total_of(backend, merged["n"])
+        merged["n"] = total_replicas(backend, merged["n"])
         executor = executor_of(backend, make)
     others = settings.origins(backend)
     origins |= {name: others[name] for name in others if "." in name and name.removeprefix("args.") not in mine}
@@ -191,7 +205,11 @@ def filled(
 
 
 def volumes_of(texts: Sequence[str] | None, backend: str) -> dict[str, str]:
-    """Return what is mounted where, of texts like `corpus:/data`.
+    """Return the volumes of texts such as `corpus:/data`, by the path at which each is mounted.
+
+    Args:
+        texts: the texts. None: there are none.
+        backend: the backend that mounts the volumes.
 
     Raises:
         ValueError: a text has another form, or the backend mounts no volumes.
@@ -205,12 +223,16 @@ def volumes_of(texts: Sequence[str] | None, backend: str) -> dict[str, str]:
             raise ValueError(f"--volume {text!r}: the form is --volume NAME:/path, as in corpus:/data.")
         volumes[path] = source
     if volumes and "volumes" not in inspect.signature(executor_class(backend)).parameters:
-        raise ValueError(f"Backend {backend!r} mounts no volumes: leave --volume away.")
+        raise ValueError(f"Backend {backend!r} mounts no volumes. Remove --volume.")
     return volumes
 
 
 def _environment(keys: Mapping[str, Any]) -> dict[Place, Setting]:
-    """Return what variables say. Raises: ValueError: one of them cannot be read as what it is."""
+    """Return the settings of the environment.
+
+    Raises:
+        ValueError: a variable has a value of another type than its setting.
+    """
     found: dict[Place, Setting] = {}
     for key, kind in {**keys, "arg": None, "option": None}.items():
         variable = f"REPLICAS_{key.upper().replace('-', '_')}"

@@ -1,4 +1,4 @@
-"""A launch on several backends at once: `slurm:4,modal:4`."""
+"""Parse a text that names several backends with their numbers of replicas, such as `slurm:4,modal:4`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ from executors.task.record import Placement
 PART = re.compile(r"(.+):([0-9]{1,6})")
 
 
-def parts_of(backend: str) -> dict[str, int]:
-    """Return how many replicas each backend is to have, of a text as `slurm:4,modal:4`; empty: it names one alone.
+def parse_backends(backend: str) -> dict[str, int]:
+    """Return the number of replicas of each backend that a text names. Empty: it names one backend without a number.
+
+    Args:
+        backend: the text, such as `slurm:4,modal:4`.
 
     Raises:
-        ValueError: one of several has no number, or none but 0, or is named twice.
+        ValueError: one of several backends has no number, or the number 0, or is named twice.
+
+    Example:
+        parse_backends("slurm:4,modal:4")  # {"slurm": 4, "modal": 4}
     """
     pieces = [piece.strip() for piece in backend.split(",")]
     found = [PART.fullmatch(piece) for piece in pieces]
@@ -35,26 +41,37 @@ def parts_of(backend: str) -> dict[str, int]:
 
 
 def name_of(backend: str) -> str:
-    """Return the name of a backend that is given alone, with its number or without; of several the text.
+    """Return the name of a backend without its number. A text that names several backends is returned as it is.
+
+    Args:
+        backend: the text, such as `modal` or `modal:4`.
 
     Raises:
-        ValueError: the text is not one.
+        ValueError: the text cannot be parsed; see `parse_backends`.
+
+    Example:
+        name_of("modal:4")  # "modal"
     """
-    parts = parts_of(backend)
+    parts = parse_backends(backend)
     return next(iter(parts)) if len(parts) == 1 else backend
 
 
-def total_of(backend: str, n: int | None) -> int | None:
-    """Return how many replicas a launch has: `n`, or the sum of its parts.
+def total_replicas(backend: str, n: int | None) -> int | None:
+    """Return how many replicas a launch has: `n`, or the sum of the numbers in the text.
+
+    Args:
+        backend: the text, such as `slurm:4,modal:4`.
+        n: the number that the user gives. None: none.
 
     Raises:
-        ValueError: these differ.
+        ValueError: both are given, and differ.
+
+    Example:
+        total_replicas("slurm:4,modal:4", None)  # 8
     """
-    parts = parts_of(backend)
+    parts = parse_backends(backend)
     if parts and n not in (None, sum(parts.values())):
-        raise ValueError(
-            f"backend {backend!r} has {sum(parts.values())} replicas, got n={n}. Leave n away, or mend it."
-        )
+        raise ValueError(f"backend {backend!r} has {sum(parts.values())} replicas, got n={n}. Remove n, or correct it.")
     return sum(parts.values()) if parts else n
 
 
@@ -68,8 +85,11 @@ def executor_of(backend: str, make: Callable[[str], ServerlessExecutor]) -> Serv
     Raises:
         ValueError: the text names no backend, or one twice.
         BackendError: one of several cannot start single ranks.
+
+    Example:
+        executor_of("slurm:4,modal:4", get_executor)
     """
-    parts = parts_of(backend)
+    parts = parse_backends(backend)
     if len(parts) < 2:
         return make(name_of(backend))
     places, first = list[PlacedBackend](), 0
@@ -84,12 +104,19 @@ def executor_of(backend: str, make: Callable[[str], ServerlessExecutor]) -> Serv
 
 
 def options_by_part(backend: str, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the options of each backend: of several they are named as `slurm.partition`.
+    """Return the options of each backend.
+
+    Args:
+        backend: the text that names the backends.
+        options: the options by name. With several backends, each name begins with its backend, as `slurm.partition`.
 
     Raises:
-        ValueError: an option says of none of them that it is its.
+        ValueError: the name of an option does not begin with one of the backends.
+
+    Example:
+        options_by_part("slurm:4,modal:4", {"slurm.partition": "gpu"})  # {"slurm": {"partition": "gpu"}, "modal": {}}
     """
-    parts = parts_of(backend)
+    parts = parse_backends(backend)
     if len(parts) < 2:
         return {name_of(backend): dict(options)}
     found: dict[str, dict[str, Any]] = {name: {} for name in parts}
@@ -97,6 +124,6 @@ def options_by_part(backend: str, options: Mapping[str, Any]) -> dict[str, dict[
         name, _, option = key.rpartition(".")
         if name not in found:
             known = " or ".join(f"{each}.{option}" for each in parts)
-            raise ValueError(f"Option {key!r} does not say of which backend it is: write {known}.")
+            raise ValueError(f"Option {key!r} does not name its backend: write {known}.")
         found[name][option] = value
     return found

@@ -1,4 +1,4 @@
-"""Files of settings: where they lie, and what they say, checked."""
+"""Settings files: finding them, and reading and checking their content."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from executors.task.arguments import describe
 from executors.task.entrypoint import parse_entrypoint
 
 FILE, PROJECT = "replicas.toml", "pyproject.toml"
-# A name has no twenty letters and digits in a row; a token, which somebody may take for one, has.
+# A name has no twenty letters and digits in a row. A token has: a user may write its value in the place of its name.
 SECRET = re.compile(r"(?!.*(?=[A-Za-z]*[0-9])[A-Za-z0-9]{20})[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 POLICIES: Mapping[str, Callable[[str], object]] = {
     "restarts": Restarts.parse,
@@ -35,7 +35,7 @@ Place = tuple[str, ...]  # ("n",), ("args", "steps") or ("option", "modal", "reg
 
 @dataclass(frozen=True)
 class Setting:
-    """A value, and who says so."""
+    """A value, and the file or variable that it comes from."""
 
     value: Any
     origin: str
@@ -45,7 +45,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Level:
-    """What one file says."""
+    """The settings of one file."""
 
     origin: str
     values: Mapping[Place, Setting]
@@ -79,7 +79,7 @@ def _flattened(
         seen.add(key)
         if key == "env":
             raise ValueError(
-                f"{origin}: env is not taken from a file, where somebody would find what is secret. Give --env "
+                f"{origin}: env is not taken from a file, because its values may be secret. Give --env "
                 "NAME=VALUE with the launch, or name a secret: secret = ['NAME']."
             )
         if key == "profile":
@@ -109,7 +109,7 @@ def _options(table: Mapping[str, Any], origin: str) -> Iterator[tuple[Place, Set
     for backend, options in table.items():
         if not isinstance(options, dict):
             raise ValueError(
-                f"{origin}: the option {backend!r} belongs into the table of its backend, as in [option.local]."
+                f"{origin}: the option {backend!r} belongs in the table of its backend, as in [option.local]."
             )
         if ":" not in backend and backend not in known_backends():
             raise ValueError(f"{origin}, [option]: {unknown_name('backend named', backend, known_backends())}")
@@ -118,7 +118,11 @@ def _options(table: Mapping[str, Any], origin: str) -> Iterator[tuple[Place, Set
 
 
 def _checked(key: str, value: Any, kind: Any, origin: str) -> Any:
-    """Return a value of a file. Raises: ValueError: it is of another type."""
+    """Return a value of a file, in the form that `launch()` takes.
+
+    Raises:
+        ValueError: the value has another type than its setting.
+    """
     if key == "secret" and not (isinstance(value, list) and all(SECRET.fullmatch(str(name)) for name in value)):
         raise ValueError(
             f"{origin}: secret is a list of names, as in ['wandb']. The values of secrets are not kept in files: set "
@@ -150,7 +154,7 @@ def _checked(key: str, value: Any, kind: Any, origin: str) -> Any:
 
 
 def _from_folder(key: str, value: Any, folder: Path) -> Any:
-    """Return a setting that names a file or directory so that it is the one beside the settings' file."""
+    """Return a setting whose relative path counts from the folder of the settings file."""
     if folder.absolute() == Path.cwd():
         return value
     if key == "rendezvous" and (directory := directory_of(value)) is not None:
@@ -163,11 +167,11 @@ def _from_folder(key: str, value: Any, folder: Path) -> Any:
 
 
 def found_files() -> list[tuple[Path, dict[str, Any]]]:
-    """Return the user's own file and the nearest one, with what they say."""
+    """Return the settings file of the user and the nearest one, each with its content."""
     import platformdirs
 
     files: list[tuple[Path, dict[str, Any]]] = []
-    with contextlib.suppress(RuntimeError):  # who has no home has no such file
+    with contextlib.suppress(RuntimeError):  # a user without a home directory has no such file
         own = Path(platformdirs.user_config_path("replicas")) / FILE
         files = [(own, _table(own))] if own.is_absolute() and os.path.isfile(own) else []
     here = Path.cwd()
@@ -176,7 +180,7 @@ def found_files() -> list[tuple[Path, dict[str, Any]]]:
         if len(beside) > 1:
             raise ValueError(f"Two files of {folder} hold settings: {FILE} and {PROJECT} ([tool.replicas]). Keep one.")
         if beside and folder != here and beside[0][0].stat().st_uid not in (os.getuid(), 0):
-            # Whoever can write to /tmp could else choose what a launch below it runs.
+            # Otherwise any user who can write to /tmp could choose the code of a launch in a folder below it.
             print(
                 f"replicas: {beside[0][0]} belongs to another user and is not read. If you trust it: --config FILE",
                 file=sys.stderr,
@@ -187,6 +191,14 @@ def found_files() -> list[tuple[Path, dict[str, Any]]]:
 
 
 def given_file(path: Path) -> tuple[Path, dict[str, Any]]:
+    """Return a file that the user names, with its settings.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ValueError: the file cannot be read, or has no settings.
+    """
     table = _table(path, must_exist=True)
     if table is None:
         raise ValueError(f"{path} has no table [tool.replicas].")
@@ -194,8 +206,8 @@ def given_file(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _table(path: Path, *, must_exist: bool = False) -> Any:
-    """Return the settings of a file; None where it has none, or there is no such file."""
-    if not must_exist and not os.path.isfile(path):  # nor where it may not be looked at
+    """Return the settings of a file. None: it has none, or there is no such file."""
+    if not must_exist and not os.path.isfile(path):  # also if this user may not look there
         return None
     table = toml_of(read_text(path), str(path))
     return table if path.name != PROJECT else table.get("tool", {}).get("replicas")

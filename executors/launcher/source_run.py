@@ -1,4 +1,4 @@
-"""The run that a launch starts from: found, and checked before anything is written."""
+"""Check the run whose model a launch starts from, before anything is written."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ def check_source(request: LaunchRequest, backend: Backend) -> tuple[LaunchReques
         request: the launch. Without `from_run` it is returned as it is.
         backend: starts its replicas.
 
-    Returns: the request, with the address of that run, which replicas find it by; and the key that proves that run,
-        which is the new run's key, too. None: that run is not signed.
+    Returns:
+        The request with the address of that run, and the key of that run. The new run has the same key. None: that run
+        is not signed.
 
     Raises:
         RunNotFoundError: there is no such run, or none of its replicas has begun to train.
-        ValueError: the run is signed and its key is not here; or it is not signed, and the launch is.
+        ValueError: the run is signed and its key is not on this machine, or the launch is signed and the run is not.
         BackendError: the replicas cannot read the store of that run.
     """
     from executors.run.run import view_of
@@ -50,7 +51,7 @@ def check_source(request: LaunchRequest, backend: Backend) -> tuple[LaunchReques
     key = None if record.key_id is None else needed_key(source.run_id, record.key_id)
     try:
         check = load_reader("source")
-    except ReplicasError:  # a machine without what trains: the replicas check it themselves
+    except ReplicasError:  # the training package is not installed here: the replicas check it themselves
         pass
     else:
         found = None if key is None else parse_key(key)

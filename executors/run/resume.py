@@ -276,7 +276,7 @@ def _check_extension(run: RunView, log: DecisionLog, key: str | None, totals: Ma
 
 def _check_that_all_ended(run: RunView, ranks: Sequence[int] | None) -> None:
     if ranks is not None:
-        raise ValueError("A new run from a snapshot has all ranks: leave ranks= away.")
+        raise ValueError("A new run from a snapshot has all ranks: remove ranks=")
     status = run.status()
     if not all(state.status.is_terminal for state in status.replicas):
         raise ValueError(

@@ -156,7 +156,7 @@ def test_a_run_that_ends_with_its_script_says_so(how: str, is_told: bool, tmp_pa
     (tmp_path / "script.py").write_text(UNWAITED)
     command = [sys.executable, str(tmp_path / "script.py"), how]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
-    told = "replicas: run mine ends with this process. Wait for it with run.wait(), or let it go on with launch(…, "
+    told = "replicas: run mine ends with this process. Wait for it with run.wait(), or start it with launch(…, "
     assert done.stderr == (told + "detach=True).\n" if is_told else "")
     attach("mine").cancel()
 

@@ -229,7 +229,7 @@ def test_replicas_of_a_third_party_that_cannot_be_ended_at_the_exit_are_named_an
     for told in exits:
         told()
     assert [is_alive(handle.process.pid) for handle in run.handles] == [True, True, False]
-    said = f"replicas: ranks 0-1 of run {run.run_id} go on at backend 'popen': RuntimeError: their API is down"
+    said = f"replicas: ranks 0-1 of run {run.run_id} may still run on 'popen': RuntimeError: their API is down"
     assert said in capfd.readouterr().err
     monkeypatch.setattr(executor, "cancel", cancel)
     monkeypatch.setattr("atexit.unregister", exits.remove)

@@ -19,7 +19,7 @@ from executors.cli.output import Output, UsageProblem
 from executors.errors import BackendError, LaunchError, RunNotFoundError, StoreError, UntrustedTaskError
 from executors.launcher.launch_plan import plan_launch
 from executors.launcher.launch_settings import keys_of_launch, read_settings
-from executors.launcher.parts import executor_of, options_by_part, parts_of, total_of
+from executors.launcher.parts import executor_of, options_by_part, parse_backends, total_replicas
 from executors.protocol import ServerlessExecutor
 from executors.registry import get_executor
 from executors.restarts.decision_log import DecisionLog
@@ -64,7 +64,7 @@ def made(name: str) -> ServerlessExecutor:
 
 
 def launched(folder: Path, backend: str, **more: Any) -> Run:
-    n = total_of(backend, None) or 1
+    n = total_replicas(backend, None) or 1
     more = {"run_id": "otter", "args": {"folder": str(folder)}, **more}
     run = launch(executor_of(backend, made), "job.py:main", n, **more)
     eventually(lambda: len(list(folder.iterdir())) == n, "all wait")
@@ -370,11 +370,11 @@ def test_replicas_that_would_get_the_code_of_another_folder_are_not_added(
 def test_several_backends_are_named_with_their_numbers(text: str, parts: dict[str, int] | None) -> None:
     if parts is None:
         with pytest.raises(ValueError, match="named once each, with their numbers of replicas"):
-            parts_of(text)
+            parse_backends(text)
         return
-    assert parts_of(text) == parts
-    assert total_of(text, None) == (sum(parts.values()) or None)
-    assert total_of(text, 7 if not parts else None) == (sum(parts.values()) or 7)
+    assert parse_backends(text) == parts
+    assert total_replicas(text, None) == (sum(parts.values()) or None)
+    assert total_replicas(text, 7 if not parts else None) == (sum(parts.values()) or 7)
 
 
 def test_one_backend_with_its_number_is_that_backend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,4 +396,4 @@ def test_an_option_says_of_which_backend_it_is() -> None:
         with pytest.raises(ValueError, match=r"write slurm\..* or modal\."):
             options_by_part("slurm:1,modal:1", {option: 1})
     with pytest.raises(ValueError, match="has 2 replicas, got n=3"):
-        total_of("slurm:1,modal:1", 3)
+        total_replicas("slurm:1,modal:1", 3)

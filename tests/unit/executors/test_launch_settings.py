@@ -166,7 +166,7 @@ REFUSED = {
     "secret = ['hf_hunter2AbCdEfGhIjKlMnOpQrStUv']": "{file}: secret is a list of names, as in ['wandb'].",
     "args = 3": "{file}: args is a table, as in [args].",
     "[args]\nday = 2026-01-01": "{file}: the argument 'day' holds a date or a time.",
-    "[option]\nmax_parallel = 2": "{file}: the option 'max_parallel' belongs into the table of its backend",
+    "[option]\nmax_parallel = 2": "{file}: the option 'max_parallel' belongs in the table of its backend",
     "[option.modla]\na = 2": "{file}, [option]: No backend named 'modla'. Did you mean 'modal'?",
     "run-id = 'a'\nrun_id = 'b'": "{file}: run-id is set twice, as 'run-id' and 'run_id'.",
     "profile = 'small'": "{file}: profile is a table of profiles, as in [profile.small].",
