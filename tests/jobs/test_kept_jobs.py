@@ -348,7 +348,7 @@ def test_who_leaves_a_run_does_not_wait_for_a_bucket_that_does_not_answer(
     run = start(1, rendezvous=s3.url("runs"))
     s3.misbehave(unavailable=1.0)
     LeaseHolder(view_of(run).store, run.run_id).release()
-    assert "run otter may end 15 min from now unless somebody watches it" in caplog.text
+    assert "run otter may end 15 min from now unless a process watches it" in caplog.text
     assert len(s3.requests("GET", "lease.json")) == 1, "tried once"
     s3.misbehave()
     run.cancel()

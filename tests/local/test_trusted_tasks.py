@@ -339,10 +339,10 @@ def test_what_this_machine_noted_of_its_own_task_does_not_go_with_another_that_t
     assert run.wait(30)
     mine = attach("otter")
     assert view_of(mine).noted is not None
-    assert (mine.noted.secrets, mine.executor.gpus) == (("KEY",), ("7",))  # type: ignore[attr-defined]
+    assert (view_of(mine).noted.secrets, mine.executor.gpus) == (("KEY",), ("7",))  # type: ignore[attr-defined]
     exchange_task(run, tmp_path / "other-ran")
     theirs = attach("otter")
-    assert (theirs.noted, theirs.executor.gpus) == (None, None)  # type: ignore[attr-defined]
+    assert (view_of(theirs).noted, theirs.executor.gpus) == (None, None)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("trust", [{"task_digest": "a" * 64}, {"trust_bucket": True}])
