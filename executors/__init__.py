@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from executors.backends.slurm import SlurmExecutor
     from executors.launcher import launch
     from executors.metrics.metrics import Metrics
-    from executors.report.events import Event
     from executors.run.lookup import attach, list_runs
     from executors.run.run import Run
     from executors.settings.policy import Restarts
     from executors.status import RunStatus
     from executors.store.artifacts import Artifact
+    from executors.view.report.event_reader import Event
 
 __all__ = [
     "Artifact",
@@ -64,7 +64,7 @@ __all__ = [
 # Loaded when first used, so that a replica's `import executors` costs little.
 _LAZY = {
     "Artifact": "executors.store.artifacts",
-    "Event": "executors.report.events",
+    "Event": "executors.view.report.event_reader",
     "HFJobsExecutor": "executors.backends.hf_jobs",
     "InlineExecutor": "executors.backends.inline",
     "KubernetesExecutor": "executors.backends.kubernetes",

@@ -28,8 +28,8 @@ from executors.backends.jobs.sdk import call_with_timeout
 from executors.backends.jobs.service import JobKey, JobServiceError, JobState, Kind
 from executors.errors import CorruptObjectError
 from executors.protocol import Reason
-from executors.report.words import one_line
 from executors.store.records import Check, Fields, Record, checked, integer, json_object, nullable, text
+from executors.view.report.text import one_line
 
 NAME = re.compile(r"[a-z0-9-]{1,100}")
 TOKEN = re.compile(r"[!-~]{1,8192}")

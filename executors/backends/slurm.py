@@ -43,11 +43,11 @@ from executors.backends.jobs.service import (
     shortened,
 )
 from executors.logs.readers import FileLog
-from executors.report.words import one_line
-from executors.run.run_index import state_dir
+from executors.registry.run_index import state_dir
 from executors.store import store_at
 from executors.task.create import MASK
 from executors.task.stored import PYTHON
+from executors.view.report.text import one_line
 
 NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,-]{0,199}")
 SUBMITTED = re.compile(r"(\d+)(?:;\S*)?")

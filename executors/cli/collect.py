@@ -113,7 +113,7 @@ def _write(run: Run, document: dict[str, Any], folder: Path) -> list[dict[str, A
         A row for each log and artifact that could not be written, with the problem.
     """
     from executors.run.run import view_of
-    from executors.run.run_view import all_artifacts
+    from executors.view.run_view import all_artifacts
 
     view = view_of(run)
     skipped: list[dict[str, Any]] = []
@@ -176,7 +176,7 @@ def _copy_log(run: Run, attempt: Attempt, path: Path) -> str | None:
 def _pieces(run: Run, attempt: Attempt, problems: list[str]) -> Iterator[bytes]:
     """Yield a log in pieces, and append read errors to a list: the caller must see errors of writing only."""
     from executors.run.run import view_of
-    from executors.run.run_logs import whole_log
+    from executors.view.run_logs import whole_log
 
     is_begun = False
     try:

@@ -97,7 +97,7 @@ def doctor(
 
 
 def _check_machine(is_local: bool) -> Iterator[CheckResult]:
-    from executors.run.run_index import state_dir
+    from executors.registry.run_index import state_dir
     from executors.store.state_folder import state_path
 
     try:

@@ -9,7 +9,7 @@ from typer import Option
 from executors.cli.options import BackendOptions, ExecutorOption, RendezvousOption, RunArgument, find_run
 from executors.cli.output import Output, json_guard, name_duration, note, one_line
 from executors.cli.verb_help import describe
-from executors.report.events import Event
+from executors.view.report.event_reader import Event
 
 AS_JSON = "Print one line of JSON for each event."
 STYLES = {

@@ -72,8 +72,8 @@ def _export(
 ) -> dict[str, Any]:
     """Write the files, repeatedly if the run is followed, and return the number of rows and events."""
     from executors.metrics.metrics import read_metrics
-    from executors.report.tables import write_csv, write_jsonl
     from executors.run.run import view_of
+    from executors.view.report.tables import write_csv, write_jsonl
 
     view = view_of(run)
     kept: dict[str, memoryview] | None = {} if follow else None
@@ -81,7 +81,7 @@ def _export(
     with contextlib.ExitStack() as stack:
         events = None
         if tensorboard is not None:
-            from executors.report.tensorboard import open_event_files
+            from executors.view.report.tensorboard import open_event_files
 
             events = stack.enter_context(open_event_files(tensorboard, run.run_id, view.record.created_at))
         on_progress = stack.enter_context(output.busy(f"{'Following' if follow else 'Reading'} {run.run_id}"))

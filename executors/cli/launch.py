@@ -120,7 +120,7 @@ def launch(
     from executors.cli.live import Interrupts
     from executors.launcher import named, plan_launch
     from executors.launcher.parts import executor_of, options_by_part, total_replicas
-    from executors.run.run_index import locate, preparing
+    from executors.registry.run_index import locate, preparing
     from executors.task.launch_request import LaunchRequest
 
     output, request = Output(as_json), None

@@ -485,7 +485,7 @@ class LiveView(PlainView):
         from rich.text import Text
 
         from executors.cli.table import LINES_AROUND, cut, replica_table, title
-        from executors.run.progress import bars
+        from executors.view.progress import bars
 
         console, bar = self._output.console, bars(status)
         self._print_decisions(status)

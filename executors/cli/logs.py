@@ -97,9 +97,9 @@ def logs(
 
     The output of several ranks has `\\[rank]` before each line.
     """
-    from executors.report.words import colored
     from executors.run.run import view_of
-    from executors.run.run_logs import Lines, log_pieces, logs_by_rank
+    from executors.view.report.text import colored
+    from executors.view.run_logs import Lines, log_pieces, logs_by_rank
 
     found = find_run(run, rendezvous, backend, option)
     view = view_of(found)
@@ -166,10 +166,10 @@ def _show_stacks(run: Run, ranks: Sequence[int], which: Any, output: Output) -> 
         output: the output of the verb.
     """
     from executors.cli.output import one_line
-    from executors.report.events import read_stacks
-    from executors.report.words import name_moment
     from executors.run.run import view_of
     from executors.store.inventory import Inventory
+    from executors.view.report.event_reader import read_stacks
+    from executors.view.report.text import name_moment
 
     view = view_of(run)
     dumps = sorted(dump for dump in Inventory.of(view.store, run.run_id).stacks if dump[0] in ranks)

@@ -42,7 +42,7 @@ def model(
 
     The command only reads the rendezvous of the run. It also works while the run continues.
     """
-    from executors.report.words import name_number, name_size
+    from executors.view.report.text import name_number, name_size
 
     output = Output(as_json)
     if dtype not in DTYPES:

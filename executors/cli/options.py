@@ -33,7 +33,7 @@ PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
 def _complete_run(incomplete: str) -> list[str]:
-    from executors.run.run_index import known_run_ids
+    from executors.registry.run_index import known_run_ids
 
     return [run_id for run_id in known_run_ids() if run_id.startswith(incomplete)]
 

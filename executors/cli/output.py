@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO, TypeVar
 import typer
 
 from executors.errors import ReplicasError
-from executors.report.words import MAX_CHARACTERS as MAX_CHARACTERS
-from executors.report.words import inert as inert
-from executors.report.words import name_age as name_age
-from executors.report.words import one_line as one_line
 from executors.settings.durations import name_duration as name_duration
 from executors.status import name_ranks as name_ranks
+from executors.view.report.text import MAX_CHARACTERS as MAX_CHARACTERS
+from executors.view.report.text import inert as inert
+from executors.view.report.text import name_age as name_age
+from executors.view.report.text import one_line as one_line
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -17,8 +17,8 @@ from executors.cli.options import parse_duration
 from executors.cli.output import JsonOption, Output, UsageProblem, name_age, refuse, usage_errors
 from executors.cli.plan_check import MeasuredLink, describe_link, find_link, load_planner, save_link
 from executors.cli.verb_help import describe
-from executors.report.words import name_number, name_share, name_size
 from executors.store.url import check_scheme, directory_of, is_near
+from executors.view.report.text import name_number, name_share, name_size
 
 COUNT = re.compile(r"(\d+(?:[_,]\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?)\s*([kmbgt]?)", re.IGNORECASE)
 COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}

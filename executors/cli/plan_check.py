@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from executors.errors import ReplicasError, StoreError
 from executors.process import usable_cores
-from executors.run.run_index import local_store
+from executors.registry.run_index import local_store
 from executors.store.inventory import Inventory
 from executors.store.records import (
     FAR_AHEAD,
@@ -199,7 +199,7 @@ def describe_link(link: Any) -> str:
     Args:
         link: an object with `latency_s`, `up` and `down`.
     """
-    from executors.report.words import name_size
+    from executors.view.report.text import name_size
 
     latency = f"{link.latency_s:.3g} s" if link.latency_s >= 1 else f"{link.latency_s * 1e3:.3g} ms"
     return f"{latency}, {name_size(link.up)}/s up, {name_size(link.down)}/s down"

@@ -31,10 +31,10 @@ def report(
     """
     import webbrowser
 
-    from executors.report.page import write_page
-    from executors.report.words import name_size
     from executors.run.run import view_of
-    from executors.run.run_page import report_document
+    from executors.view.report.page import write_page
+    from executors.view.report.text import name_size
+    from executors.view.run_page import report_document
 
     output = Output(as_json)
     found = find_run(run, rendezvous, backend, option)

@@ -48,7 +48,7 @@ from executors.errors import (
     StoreError,
 )
 from executors.protocol import ReplicaStatus
-from executors.run.run_index import find_preparation
+from executors.registry.run_index import find_preparation
 from executors.status import MAX_DECIDED, MAX_LINE, describe_warnings
 from executors.store.parallel import at_store, within
 from executors.store.record_names import HEARTBEAT
@@ -158,9 +158,9 @@ def status(
     from executors.cli.plan_check import compare_with_plan
     from executors.cli.summary import Summary, code_of, heading, reference
     from executors.cli.table import replica_table, title
-    from executors.report.uptime import uptime_document, wants_attention
-    from executors.run.progress import bars
     from executors.run.run import view_of
+    from executors.view.progress import bars
+    from executors.view.report.uptime import uptime_document, wants_attention
 
     output = Output(as_json)
     try:

@@ -19,16 +19,16 @@ from executors.cli.output import (
     one_line,
 )
 from executors.protocol import Outcome, ReplicaStatus
-from executors.report.failures import group_failures, words_of
-from executors.report.root_cause import headline, last_frames
+from executors.registry import run_index
 from executors.restarts.decision_log import Decision
 from executors.restarts.restart_view import counted, was_stopped
-from executors.run import run_index
-from executors.run.model_of_run import has_model
 from executors.run.run import Run, view_of
 from executors.status import FAILED_EARLY, MAX_LINE, FoundWarning, describe_warnings, name_ranks
 from executors.store.standstill import standstill_lines
 from executors.task.entrypoint import shown
+from executors.view.report.failures import group_failures, words_of
+from executors.view.report.root_cause import headline, last_frames
+from executors.view.run_model import has_model
 
 K = TypeVar("K")
 V = TypeVar("V")

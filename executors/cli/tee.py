@@ -9,9 +9,9 @@ from executors.cli.logs import without_bars
 from executors.errors import ReplicasError
 from executors.logs.follower import WHOLE, begins
 from executors.run.run import Run, view_of
-from executors.run.run_logs import Lines, log_pieces
-from executors.run.run_view import RunView
 from executors.status import name_ranks
+from executors.view.run_logs import Lines, log_pieces
+from executors.view.run_view import RunView
 
 END_S = 5.0  # the last lines of a service come late; the log of the service has them
 

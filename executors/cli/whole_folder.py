@@ -15,7 +15,7 @@ from pathlib import Path
 
 from executors.cli.output import raise_write_error
 from executors.process import is_alive, start_time, this_machine
-from executors.report.words import name_moment
+from executors.view.report.text import name_moment
 
 PREFIX = ".replicas-collect-"
 SCRATCH = re.compile(

@@ -14,7 +14,7 @@ from executors.launcher.launch_plan import plan_launch as plan_launch
 from executors.launcher.parts import executor_of, parse_backends, total_replicas
 from executors.protocol import ServerlessExecutor
 from executors.registry import get_executor
-from executors.run.run_index import preparing
+from executors.registry.run_index import preparing
 from executors.settings import GATHER_S
 from executors.settings.policy import Restarts
 from executors.store.url import new_run_id

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from executors.backend import Backend
 from executors.errors import NO_DIRECTORY, EntrypointError, ReplicasError, StoreError
+from executors.registry.placements import Placements
 from executors.replica import CONTRACT, FOR_THE_WORKER, PROCESS_GROUP
-from executors.report.trackers import BUILT_IN, check_tracker
-from executors.run.placements import Placements
 from executors.settings.policy import NO_RESTARTS, ONLY_PREEMPTED
 from executors.store import open_store
 from executors.store.run_key import RUN_KEY
@@ -33,6 +32,7 @@ from executors.task.entrypoint import (
 from executors.task.launch_request import LaunchRequest
 from executors.task.placeholders import fill
 from executors.task.stored import PYTHON, StoredTask, installed_version
+from executors.view.report.trackers import BUILT_IN, check_tracker
 
 KEPT = (
     "chaos",

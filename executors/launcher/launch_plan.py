@@ -30,10 +30,10 @@ from executors.launcher.source_run import check_source
 from executors.module_search import describe_hidden
 from executors.protocol import ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor, import_path
+from executors.registry.placements import Placements, as_placements
+from executors.registry.run_index import KNOWN_BY, local_store, locate, remember_launch
 from executors.restarts.orders import abandon_run
-from executors.run.placements import Placements, as_placements
 from executors.run.prices import affordable_s, usd_per_hour
-from executors.run.run_index import KNOWN_BY, local_store, locate, remember_launch
 from executors.settings import GATHER_S
 from executors.settings.run_spec import StartSpec
 from executors.shipping.checkout import Checkout, GitQuery

@@ -9,7 +9,7 @@ from typing import Any
 from executors.backend import as_backend, as_executor
 from executors.protocol import ServerlessExecutor
 from executors.registry import describe_executor
-from executors.run.placements import PlacedBackend, Placements, check_single_ranks
+from executors.registry.placements import PlacedBackend, Placements, check_single_ranks
 from executors.task.record import Placement
 
 PART = re.compile(r"(.+):([0-9]{1,6})")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from executors.backend import Backend
 from executors.errors import BackendError, ReplicasError
+from executors.registry.run_index import needed_key
 from executors.restarts.decision_log import DecisionLog, extensions_of
-from executors.run.run_index import needed_key
 from executors.store.run_key import parse_key
 from executors.store.url import directory_of
 from executors.task.launch_request import LaunchRequest
@@ -32,7 +32,7 @@ def check_source(request: LaunchRequest, backend: Backend) -> tuple[LaunchReques
     if request.settings.from_run is None:
         return request, None
     from executors.run.lookup import attach
-    from executors.run.model_of_run import load_reader
+    from executors.view.run_model import load_reader
 
     source = attach(request.settings.from_run)
     view = view_of(source)

@@ -12,13 +12,12 @@ from executors.backend import Backend, as_backend, as_executor
 from executors.errors import BackendError, LaunchError, StoreError
 from executors.protocol import ReplicaStatus, ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor
+from executors.registry.placements import check_single_ranks
+from executors.registry.run_index import reference, remember_added
 from executors.restarts.decision_log import DecisionLog, blocking_order
 from executors.restarts.lease import LeaseHolder, new_lease, with_lease
 from executors.restarts.orders import order_cancel, order_resume
-from executors.run.placements import check_single_ranks
 from executors.run.removal import names_removal
-from executors.run.run_index import reference, remember_added
-from executors.run.run_view import RunView
 from executors.run.start_attempts import StartPlan, start_attempts
 from executors.run.start_spec import (
     check_env,
@@ -43,6 +42,7 @@ from executors.task.launch_request import LaunchRequest
 from executors.task.record import LaunchedWith, Placement
 from executors.task.removal_record import check_not_removed
 from executors.task.stored import StoredTask
+from executors.view.run_view import RunView
 
 NOBODY = 10**6  # a rank that only what is of all ranks concerns
 

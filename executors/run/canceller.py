@@ -17,11 +17,11 @@ from executors.errors import (
 from executors.protocol import BY_USER, STOPPED, ReplicaStatus
 from executors.restarts.decision_log import DecisionLog, is_blocked
 from executors.restarts.orders import order_cancel, order_stop
-from executors.run.run_state_reader import RunStateReader
 from executors.settings.policy import MAX_S
 from executors.status import ReplicaState
 from executors.store.parallel import answered_within, in_parallel, in_threads
 from executors.store.record_names import run_folder_was_deleted
+from executors.view.run_state_reader import RunStateReader
 
 HEAD_START_S = 5.0  # the store's, before the service is asked: so the markers are usually there before
 STORE_S = 20.0  # how long the store is waited for once the service has ended the jobs

@@ -14,16 +14,16 @@ from executors.attempt import SERVICE_REASONS, Attempt
 from executors.backend import PendingReplica, SupervisorStatus
 from executors.errors import BackendError, StoreError
 from executors.protocol import Outcome, ReplicaStatus
+from executors.registry.placements import known_supervisors
 from executors.restarts.controller import LEAVE_S, RestartContext, RestartController, RunSnapshot, spare_starter
 from executors.restarts.decision_log import Decision, DecisionLog, decision_on, is_blocked
 from executors.restarts.orders import ASKED, order_cancel, stop_reason
 from executors.restarts.rules import is_own_failure
 from executors.run.launch_starter import LaunchStarter
-from executors.run.placements import known_supervisors
-from executors.run.run_state_reader import RunStateReader
 from executors.settings.policy import ONLY_PREEMPTED, Restarts
 from executors.status import ReplicaState
 from executors.store.staleness import StalenessTracker
+from executors.view.run_state_reader import RunStateReader
 
 
 class ExternalController:

@@ -20,7 +20,7 @@ from typing import Any
 
 from executors.attempt.outcome import MAX_ATTEMPTS, MAX_RANK
 from executors.errors import CorruptObjectError, StoreError
-from executors.run.run_index import folder_of_run, locate, remember, state_dir, sync
+from executors.registry.run_index import folder_of_run, locate, remember, state_dir, sync
 from executors.store.records import FAR_AHEAD, Record, checked, flag, integer, json_object, number, text
 from executors.store.state_folder import state_path
 from executors.store.url import check_run_id

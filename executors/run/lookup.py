@@ -21,8 +21,7 @@ from executors.errors import (
 from executors.patience import GLANCE
 from executors.protocol import ServerlessExecutor
 from executors.registry import check_backend_of, check_executor, executor_class
-from executors.run.run import Run, view_of
-from executors.run.run_index import (
+from executors.registry.run_index import (
     check_is_located,
     find_preparation,
     find_removal_here,
@@ -30,7 +29,8 @@ from executors.run.run_index import (
     locate,
     noted_at,
 )
-from executors.run.run_placements import executors_in
+from executors.registry.run_placements import executors_in
+from executors.run.run import Run, view_of
 from executors.store import Store
 from executors.store.parallel import at_store, in_parallel
 from executors.store.protocol import FolderStore

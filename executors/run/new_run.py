@@ -7,7 +7,7 @@ import contextlib
 from executors.backend import Backend, as_executor
 from executors.errors import StoreError
 from executors.registry import describe_executor
-from executors.run.run_index import local_store, remember
+from executors.registry.run_index import local_store, remember
 from executors.settings.run_spec import StartSpec
 from executors.store import open_store
 from executors.store.url import default_rendezvous, new_run_id, shared_rendezvous

@@ -25,9 +25,8 @@ from executors.errors import (
     UnwritableStoreError,
 )
 from executors.patience import GLANCE
+from executors.registry.run_index import folder_of_run, forget, is_state_dir, local_store, reference
 from executors.run.job_notes import noted_jobs
-from executors.run.run_index import folder_of_run, forget, is_state_dir, local_store, reference
-from executors.run.run_view import RunView
 from executors.run.without_store import backends_of
 from executors.store import Store
 from executors.store.parallel import at_store
@@ -42,6 +41,7 @@ from executors.task.removal_record import (
     sweep_behind_removal,
     write_removal,
 )
+from executors.view.run_view import RunView
 
 ENDS = ("replicas", "decisions", "added", "handles")  # these show that a run has ended
 MANY = 4096  # objects whose deletion is begun together

@@ -27,16 +27,14 @@ from executors.errors import (
 )
 from executors.process import this_process
 from executors.protocol import ReplicaStatus
+from executors.registry.placements import Placements, check_single_ranks
+from executors.registry.run_index import reference, remember_launch, settle
 from executors.restarts.decision_log import MAX_TOTAL, DecisionLog, extensions_of, hang_of, policy_of
 from executors.restarts.lease import new_lease, release_lease, with_lease
 from executors.restarts.orders import abandon_run, order_cancel, order_policy, order_resume, take_back_resume
-from executors.run.model_of_run import load_reader
-from executors.run.placements import Placements, check_single_ranks
 from executors.run.prices import affordable_s
 from executors.run.removal import names_removal
 from executors.run.run import Run, manager_of, view_of
-from executors.run.run_index import reference, remember_launch, settle
-from executors.run.run_view import RunView
 from executors.run.start_attempts import StartPlan, start_attempts
 from executors.run.start_spec import resumable_placements, spec_of, start_specs_of, trusted_task
 from executors.settings.policy import HangLimits, Restarts
@@ -48,6 +46,8 @@ from executors.store.url import new_run_id
 from executors.task.create import continue_run
 from executors.task.removal_record import check_not_removed
 from executors.task.stored import StoredTask
+from executors.view.run_model import load_reader
+from executors.view.run_view import RunView
 
 MAX_NAME = 200  # characters of the name that a record gives somebody
 

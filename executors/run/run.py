@@ -13,17 +13,17 @@ from executors.backend import no_progress
 from executors.errors import ReplicasError
 from executors.metrics.metrics import Metrics, read_metrics
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
-from executors.report.events import Event
-from executors.report.root_cause import raise_root_cause
+from executors.registry.run_placements import GivenExecutor
 from executors.restarts.restart_view import counted
 from executors.run.removal import remove
-from executors.run.run_logs import Lines, Ranks, Which, log_pieces
 from executors.run.run_manager import RunManager
-from executors.run.run_placements import GivenExecutor
-from executors.run.run_view import RunView, all_artifacts
 from executors.status import FoundWarning, RunStatus
 from executors.store import Store
 from executors.store.artifacts import Artifact
+from executors.view.report.event_reader import Event
+from executors.view.report.root_cause import raise_root_cause
+from executors.view.run_logs import Lines, Ranks, Which, log_pieces
+from executors.view.run_view import RunView, all_artifacts
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +192,7 @@ class Run:
             for event in run.events():
                 print(event.kind, event.rank)
         """
-        from executors.run.run_events import events_of
+        from executors.view.run_events import events_of
 
         return events_of(view_of(self), follow=follow, note=note)
 
@@ -212,7 +212,7 @@ class Run:
             for warning in run.warnings():
                 print(warning.rank, warning.text)
         """
-        from executors.run.run_events import warnings_of
+        from executors.view.run_events import warnings_of
 
         return warnings_of(view_of(self), note)
 
@@ -320,7 +320,7 @@ class Run:
         Example:
             model.load_state_dict(attach("first-try").model())
         """
-        from executors.run.model_of_run import read_model
+        from executors.view.run_model import read_model
 
         return dict(read_model(view_of(self), step=step, name=name, **more).tensors)
 
@@ -347,7 +347,7 @@ class Run:
             run.save_model("model.safetensors")
             model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
         """
-        from executors.run.model_of_run import save_model
+        from executors.view.run_model import save_model
 
         return save_model(view_of(self), Path(path), step=step, name=name, **more)
 
@@ -364,7 +364,7 @@ class Run:
         Example:
             run.report("run.html")
         """
-        from executors.run.run_page import write_report
+        from executors.view.run_page import write_report
 
         return write_report(view_of(self), Path(path))
 

@@ -18,14 +18,14 @@ from executors.restarts.lease import LeaseHolder
 from executors.run.canceller import Canceller
 from executors.run.external_controller import ExternalController
 from executors.run.launch_starter import LaunchStarter
-from executors.run.notebook import Display, in_notebook
-from executors.run.progress import View, open_view
 from executors.run.removal import withdraw_jobs
-from executors.run.run_view import RunView
 from executors.run.waiter import Waiter
 from executors.settings.run_spec import StartSpec
 from executors.status import ReplicaState, RunStatus
 from executors.store.parallel import within
+from executors.view.notebook import Display, in_notebook
+from executors.view.progress import View, open_view
+from executors.view.run_view import RunView
 
 UPDATE_S = 10.0  # how long `add` waits for the store once its replicas are started
 

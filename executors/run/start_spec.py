@@ -15,9 +15,8 @@ from typing import Any
 
 from executors.backend import Backend
 from executors.errors import BackendError, StoreError, UntrustedTaskError
-from executors.run.placements import PlacedBackend, Placements
-from executors.run.run_index import damage_of_note, needed_key, reference
-from executors.run.run_view import RunView
+from executors.registry.placements import PlacedBackend, Placements
+from executors.registry.run_index import damage_of_note, needed_key, reference
 from executors.settings.run_spec import RunSpec, StartSpec
 from executors.status import name_ranks
 from executors.store.record_names import run_record_key
@@ -26,6 +25,7 @@ from executors.task.addition_record import Addition
 from executors.task.entrypoint import parse_entrypoint
 from executors.task.record import LaunchedWith, Placement
 from executors.task.stored import StoredTask, folder_of, read_task
+from executors.view.run_view import RunView
 
 MAX_SHOWN = 100  # characters of what a store says that nobody vouches for
 

@@ -13,9 +13,9 @@ from executors.errors import BackendError, CorruptObjectError, RunNotFoundError,
 from executors.patience import FOLLOWER, Outage, OutageTolerance, Waits
 from executors.patience import waits as process_waits
 from executors.protocol import Outcome, ReplicaStatus
-from executors.run.progress import View
-from executors.run.run_state_reader import RunStateReader
 from executors.status import FAILED_EARLY, ReplicaState, RunStatus, describe_early_failure, name_ranks
+from executors.view.progress import View
+from executors.view.run_state_reader import RunStateReader
 
 OTHERS_FAIL_S = 2.0  # what fails everywhere does so within this: then nobody trains on
 UNSEEN_S = 60.0  # without a look: longer than any pause between two looks of one wait

@@ -9,8 +9,8 @@ from executors.backend import Backend, EndedJobs, JobsOfRun, as_backend
 from executors.errors import BackendError, CorruptObjectError, ReplicasError, RunNotFoundError, StoreError
 from executors.protocol import ServerlessExecutor
 from executors.registry import get_executor
+from executors.registry.run_index import locate
 from executors.run.job_notes import NotedJob, noted_jobs
-from executors.run.run_index import locate
 from executors.store.url import check_run_id, split_address
 
 

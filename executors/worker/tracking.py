@@ -19,9 +19,9 @@ from typing import Any
 from executors.metrics.rows import Left, LeftOut, parse_line
 from executors.protocol import ReplicaStatus
 from executors.replica import Replica
-from executors.report.scalars import scalars
-from executors.report.trackers import TakesPage, Tracked, load_tracker
 from executors.task.stored import StoredTask
+from executors.view.report.scalars import scalars
+from executors.view.report.trackers import TakesPage, Tracked, load_tracker
 
 MAX_WAITING = 10_000  # lines that wait for the tracker, which is some hours of them
 FINISH_S = 20.0  # a replica waits so long at its end for the tracker
@@ -187,8 +187,8 @@ def write_page(replica: Replica, path: Path) -> None:
         replica: the replica.
         path: the file.
     """
-    from executors.run.run_page import write_report
-    from executors.run.run_view import RunView
+    from executors.view.run_page import write_report
+    from executors.view.run_view import RunView
 
     store_alone: Any = _StoreAlone()
     write_report(RunView(replica.store, replica.run_id, executor=store_alone), path)

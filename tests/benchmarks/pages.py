@@ -19,8 +19,8 @@ WRITE, OPEN, SIZE = "written", "opened in chromium", "page"
 
 def pages(options: Options) -> list[Comparison]:
     """M2: 64 replicas that reported 10,000 times each."""
-    from executors.report.document import document
-    from executors.report.page import write_page
+    from executors.view.report.document import document
+    from executors.view.report.page import write_page
 
     n_rows, repetitions = (200 if options.quick else 10_000), options.repetitions(3)
     title = f"the page of 64 replicas x {n_rows:,} rows"

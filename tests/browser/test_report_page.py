@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from support.made_up_runs import SCENES, calm, hostile, with_kills
 
-from executors.report.document import document
-from executors.report.page import page
+from executors.view.report.document import document
+from executors.view.report.page import page
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser"), pytest.mark.timeout(300)]
 NARROW, USUAL, WIDE = 400, 1280, 3840  # pixels; 400 are some 60 columns
@@ -191,7 +191,7 @@ def test_the_legend_names_each_rank_once_also_one_whose_first_attempt_left_no_li
 
 
 def test_two_fragments_on_one_page_are_drawn_each(browser: Any, tmp_path: Path) -> None:
-    from executors.report.page import fragment
+    from executors.view.report.page import fragment
 
     both = "<!DOCTYPE html>" + fragment(document(with_kills())) + fragment(document(hostile()))
     (tmp_path / "both.html").write_text(both, encoding="utf-8")

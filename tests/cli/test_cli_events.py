@@ -8,7 +8,7 @@ import pytest
 from support.cli import HereInstead
 
 from executors import LocalProcessExecutor, Run, attach, launch
-from executors.report.events import KINDS
+from executors.view.report.event_reader import KINDS
 
 JOB = """
 import os, signal

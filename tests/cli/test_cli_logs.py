@@ -14,9 +14,9 @@ from executors import LocalProcessExecutor, Run, attach, launch
 from executors.logs.times import PAIR, times_of
 from executors.run.resume import resume
 from executors.run.run import view_of
-from executors.run.run_state_reader import RunStateReader
 from executors.status import ReplicaState
 from executors.testing import eventually
+from executors.view.run_state_reader import RunStateReader
 
 BARS = """
 import sys

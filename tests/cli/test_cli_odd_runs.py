@@ -20,8 +20,8 @@ from support.processes import is_alive
 from executors import LocalProcessExecutor, launch
 from executors.attempt import spare_key
 from executors.errors import StoreError
+from executors.registry.run_index import reference, remember
 from executors.run.run import view_of
-from executors.run.run_index import reference, remember
 from executors.store import open_store
 from executors.store.file import FileStore
 from executors.store.records import to_bytes

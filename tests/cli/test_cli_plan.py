@@ -19,8 +19,8 @@ from executors.cli import plan_check
 from executors.cli.output import UsageProblem
 from executors.cli.plan import _rate
 from executors.cli.plan_check import MeasuredLink, link_key, save_link
+from executors.registry.run_index import state_dir
 from executors.run.run import view_of
-from executors.run.run_index import state_dir
 from executors.store import Entry, MemoryStore
 from executors.store.inventory import Inventory
 from executors.testing import eventually

@@ -18,7 +18,7 @@ from executors import attach, launch, list_runs
 from executors.cli import output as output_module
 from executors.cli.output import Output
 from executors.errors import NO_DIRECTORY, ReplicasError, RunNotFoundError
-from executors.run.run_index import FORGOTTEN_S, Preparation, find_preparation, preparing
+from executors.registry.run_index import FORGOTTEN_S, Preparation, find_preparation, preparing
 from executors.store.url import address_of
 from executors.testing import eventually
 from executors.testing.helpers import environment

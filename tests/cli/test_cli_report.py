@@ -9,8 +9,8 @@ from support.cli import HereInstead
 
 from executors import LocalProcessExecutor, attach, launch
 from executors.run.run import view_of
-from executors.run.run_page import report_document
 from executors.testing import eventually
+from executors.view.run_page import report_document
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("logs", "attempt", "task"),
     ("backend",),
     ("metrics", "restarts", "registry"),
-    ("report",),
+    ("view",),
     ("run", "replica"),
     ("worker", "shipping"),
     ("supervisor",),
@@ -44,10 +44,10 @@ SDKS = {
     "huggingface_hub": "executors/backends/hf_*.py",
     "boto3": "executors/store/s3/*.py",
     "botocore": "executors/store/s3/*.py",
-    "tensorboard": "executors/report/tensorboard.py",
-    "trackio": "executors/report/trackers/trackio.py",
-    "wandb": "executors/report/trackers/wandb.py",
-    "mlflow": "executors/report/trackers/mlflow.py",
+    "tensorboard": "executors/view/report/tensorboard.py",
+    "trackio": "executors/view/report/trackers/trackio.py",
+    "wandb": "executors/view/report/trackers/wandb.py",
+    "mlflow": "executors/view/report/trackers/mlflow.py",
 }
 STANDS_ALONE = "executors/shipping/bootstrap.py"  # runs where our packages are not yet
 RUN_WITHOUT_US = (STANDS_ALONE, "executors/shipping/install_progress.py")
@@ -74,7 +74,7 @@ SYSTEMS_ALLOWED = {
 }
 TESTING = ("executors.testing", "diloco.testing")
 REPEATED = ("__init__.py", "__main__.py", "errors.py", "executor.py", "protocol.py", "settings.py")
-BORDER = ("executors.backend", "executors.run.placements", "executors.run.run_placements")
+BORDER = ("executors.backend", "executors.registry.placements", "executors.registry.run_placements")
 """The files that make a backend of what a user gives, and return it: only they know kinds of executors."""
 KINDS_OF_EXECUTORS = re.compile(r"Backend|PlacedBackend|Placements|ServerlessExecutor|\w+(Backend|Placements|Executor)")
 MAX_METHODS = 20
@@ -85,7 +85,7 @@ COUNTED = (
         for room in ("attempt", "backends", "launcher", "restarts", "settings", "supervisor", "worker")
     ),
 )
-COUNTED_FILES = ("executors.backend", "executors.run.placements", "executors.run.run_placements")
+COUNTED_FILES = ("executors.backend", "executors.registry.placements", "executors.registry.run_placements")
 MAX_PRIVATE_PARAMETERS = 7  # besides self
 MAX_ENTRIES = 27  # of `ls executors`
 
@@ -238,7 +238,7 @@ def test_one_flow_alone_starts_replicas() -> None:
         if isinstance(node, ast.Attribute) and node.attr == "start_ranks"
     }
     verbs = {name for name in callers if is_inside(name, "executors.backends")}  # `launch_replicas`, of a new run
-    assert callers - verbs == {"executors.run.start_attempts", "executors.run.placements"}
+    assert callers - verbs == {"executors.run.start_attempts", "executors.registry.placements"}
 
 
 def test_an_sdk_is_imported_by_its_own_adapter_alone_and_lazily() -> None:

@@ -28,7 +28,7 @@ PARTS = {
     "s3": "boto3, executors.store.s3.store",
     "hf-trainer": "diloco.trainers.hf",
     "lightning": "diloco.trainers.lightning",
-    "tensorboard": "tensorboard.summary.writer.event_file_writer, executors.report.tensorboard",
+    "tensorboard": "tensorboard.summary.writer.event_file_writer, executors.view.report.tensorboard",
 }
 """What an extra is for that is no backend."""
 

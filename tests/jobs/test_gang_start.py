@@ -19,9 +19,9 @@ from executors.backends.jobs.service import Kind
 from executors.errors import BackendError, LaunchError, RunNotFoundError, StoreError
 from executors.launcher import plan_launch
 from executors.protocol import ReplicaStatus
+from executors.registry.run_index import find_preparation, local_store
 from executors.run.resume import resume
 from executors.run.run import view_of
-from executors.run.run_index import find_preparation, local_store
 from executors.store.file import FileStore
 from executors.store.staleness import StalenessTracker
 from executors.task.launch_request import LaunchRequest

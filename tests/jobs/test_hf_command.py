@@ -13,7 +13,7 @@ from servers.hub.server import HubServer
 from servers.s3.server import BUCKET, S3Server
 from support.cli import Folder, HereInstead, Result
 
-from executors.run.run_index import PREPARING
+from executors.registry.run_index import PREPARING
 from executors.testing.helpers import environment
 
 LAUNCH = ("launch", "job.py:main", "--backend", "hf", "--n", 8, "--run-id", "otter")

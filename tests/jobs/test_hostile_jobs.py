@@ -22,7 +22,7 @@ from executors.errors import BackendError, CorruptObjectError
 from executors.launcher.parts import executor_of
 from executors.protocol import Outcome
 from executors.registry import get_executor
-from executors.run.placements import known_supervisors
+from executors.registry.placements import known_supervisors
 from executors.run.resume import resume
 from executors.run.run import view_of
 from executors.store.records import exists

@@ -10,8 +10,8 @@ from support.fake_jobs import FakeExecutor, Machines
 from executors import attach, launch
 from executors.errors import EntrypointArgumentsError, EntrypointError
 from executors.launcher import plan_launch
+from executors.registry.run_index import local_store
 from executors.run.run import view_of
-from executors.run.run_index import local_store
 from executors.task.launch_request import LaunchRequest
 
 ANNOTATED = """

@@ -13,9 +13,9 @@ from executors import Run
 from executors.attempt import replica_key
 from executors.errors import ReplicaFailedError
 from executors.run.run import view_of
-from executors.run.run_page import report_document
 from executors.status import RunStatus
 from executors.testing import eventually
+from executors.view.run_page import report_document
 
 BACKEND = "support.fake_jobs:FakeExecutor"
 LAUNCH = ("launch", "job.py:main", "--backend", BACKEND, "--run-id", "otter")

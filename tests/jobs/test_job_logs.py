@@ -21,8 +21,8 @@ from executors.logs.follower import Sight
 from executors.logs.log import Log
 from executors.logs.readers import FileLog
 from executors.run.resume import resume
-from executors.run.run_logs import RunLogs
 from executors.testing import eventually
+from executors.view.run_logs import RunLogs
 
 JOB = JobSpec(JobKey("s3://bucket/runs", "otter", 0, 0), ("python", "-c", "for n in range(5): print(n)"), (), {}, {})
 N = 4

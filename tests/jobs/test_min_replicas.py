@@ -12,9 +12,9 @@ from support.fake_jobs import FakeExecutor, FakeJobs, Machines, start
 
 from executors import Run, attach, launch
 from executors.errors import LaunchError
+from executors.registry.run_index import local_store
 from executors.run.resume import resume
 from executors.run.run import view_of
-from executors.run.run_index import local_store
 from executors.store.records import exists
 from executors.testing import eventually
 

@@ -73,8 +73,8 @@ def in_a_moment(monkeypatch: pytest.MonkeyPatch, quick_tries: None) -> None:
     for name, seconds in {
         "executors.run.canceller.HEAD_START_S": 0.5,
         "executors.run.canceller.STORE_S": 0.5,
-        "executors.run.start_together.HEAD_START_S": 0.5,
-        "executors.run.start_together.STORE_S": 1.0,
+        "executors.registry.start_together.HEAD_START_S": 0.5,
+        "executors.registry.start_together.STORE_S": 1.0,
         "executors.run.start_attempts.STORE_S": 0.5,
         "executors.backends.jobs.executor.HEAD_START_S": 0.5,
         "executors.backends.jobs.executor.STORE_S": 0.5,

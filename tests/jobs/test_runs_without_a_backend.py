@@ -186,7 +186,7 @@ def test_threads_that_look_at_once_count_each_addition_once(go: Path, monkeypatc
             both_read_if_unguarded(both_read)
         return found
 
-    monkeypatch.setattr("executors.run.run_placements.read_additions", slowly)
+    monkeypatch.setattr("executors.registry.run_placements.read_additions", slowly)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda _: view_of(run).placements.read_added(), range(2)))
     assert list(view_of(run).placements.ranks) == [0, 1, 2]

@@ -26,11 +26,11 @@ from executors.restarts.decision_log import DecisionLog
 from executors.restarts.lease import release_lease
 from executors.run.resume import resume
 from executors.run.run import view_of
-from executors.run.run_logs import EVERYTHING, logs_by_rank
 from executors.store.added_ranks import added_key
 from executors.store.records import exists, to_bytes
 from executors.task.launch_request import LaunchRequest
 from executors.testing import eventually
+from executors.view.run_logs import EVERYTHING, logs_by_rank
 
 MAIN = """
 import os, time

@@ -24,12 +24,12 @@ from support.placements import (
 from executors import LocalProcessExecutor, attach
 from executors.attempt import Attempt
 from executors.errors import BackendError, LaunchError, UntrustedTaskError
+from executors.registry import run_index
+from executors.registry.run_index import Note, noted_at_launch, noted_options, remember, remember_added
 from executors.replica import LEASE_S
 from executors.restarts.decision_log import DecisionLog
-from executors.run import run_index
 from executors.run.resume import resume
 from executors.run.run import manager_of, view_of
-from executors.run.run_index import Note, noted_at_launch, noted_options, remember, remember_added
 from executors.run.start_spec import start_specs_of, trusted_task
 from executors.task.addition_record import Addition, take_ranks
 from executors.testing import eventually

@@ -12,9 +12,9 @@ from executors.errors import LaunchError
 from executors.restarts.decision_log import DecisionLog
 from executors.run.resume import resume
 from executors.run.run import view_of
-from executors.run.run_view import RunView
 from executors.settings.run_spec import StartSpec
 from executors.testing import eventually
+from executors.view.run_view import RunView
 
 PLAIN = LocalProcessExecutor(preload=(), term_grace_s=0.5)
 

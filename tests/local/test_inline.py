@@ -17,9 +17,9 @@ from support.runs import lose_store
 from executors import ReplicasError, attach, current_replica, launch, patience
 from executors.attempt import Attempt
 from executors.errors import ReplicaFailedError, ReplicaLostError, UnwritableStoreError
+from executors.registry.run_index import local_store
 from executors.replica import CONTRACT, set_current_replica
 from executors.run.run import view_of
-from executors.run.run_index import local_store
 from executors.store import Data
 from executors.store.file import FileStore
 from executors.testing import eventually

@@ -18,9 +18,9 @@ from executors.backends.local.request import LocalLaunch
 from executors.errors import RunExistsError
 from executors.logs.times import PAIR, times_of
 from executors.process import fork
+from executors.registry.run_index import local_store
 from executors.run.resume import resume
 from executors.run.run import view_of
-from executors.run.run_index import local_store
 from executors.settings.run_spec import StartSpec
 from executors.supervisor.supervisor_lock import NAME, hold, holder, open_locks, wake
 from executors.testing import eventually

@@ -12,9 +12,9 @@ import pytest
 from support.standalone_replicas import Cloud, cloud, ended, shared, ship, site, workspace
 
 from executors import LocalProcessExecutor, Run, attach, launch
-from executors.report.events import MORE
 from executors.run.run import view_of
 from executors.store.url import address_of
+from executors.view.report.event_reader import MORE
 
 __all__ = ["cloud", "shared", "site", "workspace"]  # fixtures
 

@@ -19,10 +19,10 @@ from executors.attempt import WARNED, Attempt, replica_key
 from executors.attempt.handles import keep_handles
 from executors.backend import Observation, PendingReplica
 from executors.errors import CorruptObjectError, ReplicaLostError
+from executors.registry.run_index import remember
 from executors.restarts.decision_log import Decision
 from executors.run.resume import resume
 from executors.run.run import view_of
-from executors.run.run_index import remember
 from executors.store import Store, open_store
 from executors.store.inventory import Inventory
 from executors.store.memory import MemoryStore

@@ -105,7 +105,7 @@ def test_a_command_whose_patience_is_over_does_not_blame_its_command_line(
 
     with monkeypatch.context() as patch:
         patch.setattr("executors.patience.SCALE", 0.0)
-        patch.setattr("executors.run.run_state_reader.RunStateReader.look", fail)
+        patch.setattr("executors.view.run_state_reader.RunStateReader.look", fail)
         done = here.replicas(command, "otter")
     assert done.code == 1, done
     assert "The store is away." in done.stderr

@@ -24,11 +24,11 @@ from executors.errors import (
     RunExistsError,
     RunNotFoundError,
 )
+from executors.registry.run_index import is_state_dir
 from executors.restarts.decision_log import DecisionLog
 from executors.restarts.orders import order_resume
 from executors.run.resume import resume
 from executors.run.run import view_of
-from executors.run.run_index import is_state_dir
 from executors.store import Store
 from executors.store.faulty import FaultyStore
 from executors.task import addition_record

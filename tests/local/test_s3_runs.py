@@ -13,8 +13,8 @@ from support.tasks import hang, meet
 
 from executors import LocalProcessExecutor, Run, attach, launch
 from executors.cli.summary import reference
+from executors.registry.run_index import forget, state_dir
 from executors.run.run import view_of
-from executors.run.run_index import forget, state_dir
 from executors.testing import eventually
 
 LOCAL = LocalProcessExecutor()

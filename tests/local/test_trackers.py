@@ -17,9 +17,9 @@ import pytest
 
 from executors import LocalProcessExecutor, Run, launch
 from executors.errors import MissingDependencyError
-from executors.report.trackers import Tracked
 from executors.run.resume import resume
 from executors.run.run import view_of
+from executors.view.report.trackers import Tracked
 from executors.worker import tracking
 
 TRAIN, NOTES = "support.trackers:train", "support.trackers:Notes"

@@ -14,9 +14,9 @@ from support.records import read_json
 
 from executors import LocalProcessExecutor, Run, attach, launch, open_store
 from executors.errors import CorruptObjectError, StoreError, UntrustedTaskError
+from executors.registry.run_index import folder_of_run, forget, noted_at_launch
 from executors.run.resume import resume
 from executors.run.run import view_of
-from executors.run.run_index import folder_of_run, forget, noted_at_launch
 from executors.store import Store
 from executors.store.records import to_bytes
 
@@ -137,7 +137,7 @@ def test_a_record_that_was_changed_beside_its_task_is_refused(
         "carried": {"task_digest": view_of(run).record.task_digest},
         "bucket": {"trust_bucket": True},
     }
-    monkeypatch.setattr("executors.run.run_placements.executor_of_record", None)  # no executor is even made
+    monkeypatch.setattr("executors.registry.run_placements.executor_of_record", None)  # no executor is even made
     launched = written(run)
     for name, value in ALTERED.items():
         view_of(run).store.put("otter/run.json", to_bytes(altered(launched, name, value)))

@@ -17,10 +17,10 @@ from typing import Any
 from executors.metrics.metrics import AttemptSpan, Metrics
 from executors.metrics.rows import Numbers, Round, Row, Verdict
 from executors.protocol import Outcome, ReplicaStatus
-from executors.report.document import Subject
-from executors.report.events import Event, events_of_end
 from executors.status import ReplicaState, RunStatus
 from executors.task.record import RunRecord, TaskRecord
+from executors.view.report.document import Subject
+from executors.view.report.event_reader import Event, events_of_end
 from support.new_runs import run_json
 
 BEGAN_AT = 1_790_000_000.0
@@ -290,8 +290,8 @@ if __name__ == "__main__":
     import sys
     from pathlib import Path
 
-    from executors.report.document import document
-    from executors.report.page import page
+    from executors.view.report.document import document
+    from executors.view.report.page import page
 
     for name, make in SCENES.items():
         Path(sys.argv[1], f"{name}.html").write_text(page(document(make())))

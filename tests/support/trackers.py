@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from executors import current_replica
-from executors.report.trackers import Tracked
+from executors.view.report.trackers import Tracked
 
 
 def train(steps: int = 3, fails_at: int | None = None, sleep_s: float = 0.0) -> int:

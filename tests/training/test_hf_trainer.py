@@ -18,8 +18,8 @@ from diloco.duplicate_work import ADVICE, DuplicateWorkCheck
 from diloco.errors import DuplicateWorkError
 from executors.replica import Replica, set_current_replica
 from executors.replica.shared_page import SharedPage
-from executors.report.root_cause import MAX_CHARACTERS
 from executors.store import MemoryStore
+from executors.view.report.root_cause import MAX_CHARACTERS
 
 transformers = pytest.importorskip("transformers", reason="pip install 'serverless-replicas[hf-trainer]'")
 from diloco.trainers import hf  # noqa: E402

@@ -18,7 +18,7 @@ from diloco.rendezvous.round import Limits
 from diloco.rendezvous.seal import groups_of_same_work
 from diloco.testing import run_replicas
 from executors import launch
-from executors.report.root_cause import MAX_CHARACTERS
+from executors.view.report.root_cause import MAX_CHARACTERS
 
 SHARDED = Limits(small_bytes=0, block_elements=16)
 Ends = list[tuple[list[tuple[int, ...]], str]]

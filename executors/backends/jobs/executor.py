@@ -51,10 +51,10 @@ from executors.logs.log import Log
 from executors.logs.readers import TailedLog
 from executors.protocol import ReplicaHandle, ReplicaStatus
 from executors.registry import describe_executor
+from executors.registry.run_index import as_noted
 from executors.replica import RANK, RENDEZVOUS, SERVICE, TIMEOUT_S
 from executors.run.job_notes import NotedJob, note_jobs, noted_jobs
 from executors.run.new_run import write_new_run
-from executors.run.run_index import as_noted
 from executors.run.spares import spares_of
 from executors.settings.run_spec import LEASE_S, RunSpec, StartSpec
 from executors.store import store_at

@@ -27,8 +27,8 @@ from executors.logs import last_of
 from executors.logs.log import Log
 from executors.process import CAN_SUPERVISE, is_alive, system_name, this_machine
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
+from executors.registry.run_index import folder_of_run, settle, state_dir
 from executors.run.new_run import write_new_run
-from executors.run.run_index import folder_of_run, settle, state_dir
 from executors.settings.run_spec import StartSpec
 from executors.store.record_names import CLAIM
 from executors.store.records import Record, checked, nullable, number, text

@@ -21,11 +21,11 @@ from executors.patience import AGAIN_S, CONTROLLER, FIRST_WORD_S, FOLLOWER, ROUN
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run.run import Run, view_of
 from executors.run.run_manager import RunManager
-from executors.run.run_state_reader import RunStateReader
 from executors.run.waiter import ReadTolerance, Waiter
 from executors.status import DecisionLine, Installation, ReplicaState, RestartState, RunStatus
 from executors.store.memory import MemoryStore
 from executors.task.record import RunRecord
+from executors.view.run_state_reader import RunStateReader
 
 RUNNING, SUCCEEDED, FAILED = ReplicaStatus.RUNNING, ReplicaStatus.SUCCEEDED, ReplicaStatus.FAILED
 

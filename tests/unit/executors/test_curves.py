@@ -11,9 +11,9 @@ import pytest
 from support.made_up_runs import Scene, made_up
 
 from executors.metrics.rows import Numbers, Round
-from executors.report.curves import MAX_VALUES, Line, middle, thin
-from executors.report.document import ANCHOR, Subject, curves, document
-from executors.report.page import page
+from executors.view.report.curves import MAX_VALUES, Line, middle, thin
+from executors.view.report.document import ANCHOR, Subject, curves, document
+from executors.view.report.page import page
 
 
 def noisy(rank: int, n: int = 10_000) -> Line:

@@ -16,14 +16,14 @@ from executors.attempt import Attempt
 from executors.attempt.outcome import encode_outcome
 from executors.cli.events import line_of_event
 from executors.protocol import Outcome, ReplicaStatus
-from executors.report.events import MORE, Event, EventReader
-from executors.report.uptime import uptime_document, wants_attention
 from executors.restarts.decision_log import Decision, DecisionLog
 from executors.status import ReplicaState, RestartState, RunStatus
 from executors.store.inventory import Inventory
 from executors.store.memory import MemoryStore
 from executors.store.records import to_bytes
 from executors.task.record import RunRecord
+from executors.view.report.event_reader import MORE, Event, EventReader
+from executors.view.report.uptime import uptime_document, wants_attention
 
 RECORD = RunRecord.parse(run_json(created_at=1000.0, created_by="me@host:1", restarts="3"))
 FAILED, SUCCEEDED = ReplicaStatus.FAILED, ReplicaStatus.SUCCEEDED

@@ -15,8 +15,8 @@ from support.made_up_runs import BEGAN_AT, calm, hostile, with_kills, without_di
 from executors.errors import MissingDependencyError, ReplicasError
 from executors.metrics.metrics import Metrics
 from executors.metrics.rows import Numbers
-from executors.report.tables import write_csv, write_jsonl
-from executors.report.tensorboard import open_event_files
+from executors.view.report.tables import write_csv, write_jsonl
+from executors.view.report.tensorboard import open_event_files
 
 FORMULAS = ("=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "＝1", '"=1', "a;=1", "a,=1", "'=1")
 

@@ -12,8 +12,8 @@ from executors.attempt import Attempt
 from executors.errors import HangError, StoreError
 from executors.process import signal_name
 from executors.protocol import Outcome, ReplicaStatus
-from executors.report.root_cause import headline, last_frames
 from executors.store.memory import MemoryStore
+from executors.view.report.root_cause import headline, last_frames
 from executors.worker.failure import describe_failure, fingerprint_of
 
 SOURCE = """

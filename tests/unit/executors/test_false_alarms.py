@@ -8,10 +8,10 @@ import pytest
 from support.made_up_runs import Scene, made_up
 
 from executors import LocalProcessExecutor, current_replica, launch
-from executors.report.document import Subject, document
-from executors.report.rounds import MIN_ROUNDS
 from executors.run.run import view_of
-from executors.run.run_page import report_document
+from executors.view.report.document import Subject, document
+from executors.view.report.rounds import MIN_ROUNDS
+from executors.view.run_page import report_document
 
 CALM = range(20)
 

@@ -9,9 +9,9 @@ import pytest
 
 from executors.attempt import Attempt, Boot
 from executors.protocol import ReplicaStatus
-from executors.run.installations import Installations
 from executors.status import INSTALLING, Installation, ReplicaState, RunStatus
 from executors.store import MemoryStore
+from executors.view.installations import Installations
 
 LAUNCHED_AT, BEGAN_AT = 1000.0, 1020.0
 PENDING = ReplicaState(0, 0, ReplicaStatus.PENDING, doing=INSTALLING)

@@ -18,9 +18,9 @@ from executors.metrics import metrics as metrics_module
 from executors.metrics import segments as segments_module
 from executors.metrics.metrics import Metrics, read_metrics
 from executors.metrics.rows import Numbers, Round, Usage
-from executors.report.measures import Measures
 from executors.store import MemoryStore
 from executors.task.record import RunRecord
+from executors.view.report.measures import Measures
 
 ROUND = {
     "t": 4.0, "entry": 0, "fragment": 0, "ranks": [0, 1], "verdict": "counted", "weight": 10, "up": 5, "down": 7,

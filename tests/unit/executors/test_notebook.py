@@ -18,13 +18,13 @@ from executors.errors import StoreError
 from executors.metrics.metrics import Metrics
 from executors.metrics.rows import Numbers
 from executors.protocol import Outcome, ReplicaStatus
-from executors.run import notebook
-from executors.run.notebook import MAX_POINTS, Curves, Display, NotebookView, bar
-from executors.run.run_view import RunView
 from executors.status import DecisionLine, ReplicaState, RunStatus
 from executors.store.memory import MemoryStore
 from executors.task.record import RunRecord
 from executors.testing import eventually
+from executors.view import notebook
+from executors.view.notebook import MAX_POINTS, Curves, Display, NotebookView, bar
+from executors.view.run_view import RunView
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 

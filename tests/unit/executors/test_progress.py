@@ -13,8 +13,8 @@ from rich.console import Console
 
 from executors.cli.table import replica_table
 from executors.protocol import ReplicaStatus
-from executors.run.progress import Bars, Lines, bars
 from executors.status import DecisionLine, Progress, ReplicaState, RunStatus, name_rate
+from executors.view.progress import Bars, Lines, bars
 from executors.worker.pace import Pace
 
 RUNNING, SUCCEEDED, PENDING = ReplicaStatus.RUNNING, ReplicaStatus.SUCCEEDED, ReplicaStatus.PENDING

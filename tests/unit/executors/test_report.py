@@ -22,11 +22,11 @@ import pytest
 from support.made_up_runs import HOSTILE, SCENES, Scene, calm, failed_at_once, hostile, made_up, with_kills
 
 from executors.metrics.rows import Numbers, Round, Row
-from executors.report.document import ANCHOR, MAX_WARNINGS, Subject, document
-from executors.report.page import ASSETS, page, write_page
-from executors.report.scalars import scalars
-from executors.report.timeline import MAX_SPANS
-from executors.report.words import last_lines, name_number, name_share, name_size, one_line
+from executors.view.report.document import ANCHOR, MAX_WARNINGS, Subject, document
+from executors.view.report.page import ASSETS, page, write_page
+from executors.view.report.scalars import scalars
+from executors.view.report.text import last_lines, name_number, name_share, name_size, one_line
+from executors.view.report.timeline import MAX_SPANS
 
 Document = dict[str, Any]
 

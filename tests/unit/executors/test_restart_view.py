@@ -22,7 +22,6 @@ from executors.cli.output import Output
 from executors.cli.summary import exit_code
 from executors.errors import AlreadyResumedError
 from executors.protocol import BY_USER, STOPPED, Outcome, ReplicaStatus
-from executors.report.uptime import wants_attention
 from executors.restarts.decision_log import Decision, DecisionLog
 from executors.restarts.orders import order_resume
 from executors.run.resume import _next_attempts as next_attempts
@@ -30,6 +29,7 @@ from executors.run.run import Run, manager_of, view_of
 from executors.settings.run_spec import StartSpec
 from executors.store import Data, Store
 from executors.store.memory import MemoryStore
+from executors.view.report.uptime import wants_attention
 
 ENDED_LONG_AGO, HOUR_S = 1.7e9, 3600.0
 RESTART = Decision(

@@ -13,11 +13,11 @@ import pytest
 from executors.attempt import Attempt, Beat
 from executors.errors import CorruptObjectError
 from executors.protocol import Outcome, ReplicaStatus, Standstill, WarningCount
-from executors.run.heartbeats import Heartbeats
 from executors.status import ReplicaState, RunStatus
 from executors.store.memory import MemoryStore
 from executors.store.records import to_bytes
 from executors.store.url import command_to_delete
+from executors.view.heartbeats import Heartbeats
 
 PENDING, RUNNING, SUCCEEDED, FAILED = (ReplicaStatus(name) for name in ("pending", "running", "succeeded", "failed"))
 

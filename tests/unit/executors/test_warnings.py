@@ -24,12 +24,12 @@ from executors.errors import CorruptObjectError, ReplicasWarning, StoreError
 from executors.protocol import Outcome, ReplicaStatus, WarningCount
 from executors.replica import Replica
 from executors.replica.warning_log import MAX_OF_PLACE, N_AT_ONCE, NEW_S, REPEAT_S, RETRY_S, WarningLog
-from executors.report.events import MORE, read_warnings
 from executors.status import FoundWarning, ReplicaState, RunStatus, describe_warnings
 from executors.store import MemoryStore, open_store
 from executors.store.protocol import Data
 from executors.store.records import MAX_RECORD_BYTES
 from executors.task.record import TaskRecord
+from executors.view.report.event_reader import MORE, read_warnings
 from executors.worker import trained_alone
 from executors.worker.heartbeat import Heartbeat
 from executors.worker.trained_alone import has_trained_alone

@@ -17,9 +17,9 @@ from typing import Any
 from executors.errors import MissingDependencyError, ReplicasError
 from executors.metrics.metrics import Metrics
 from executors.metrics.rows import Round
-from executors.report.document import first_losses
-from executors.report.scalars import scalars
-from executors.report.words import name_moment, one_line
+from executors.view.report.document import first_losses
+from executors.view.report.scalars import scalars
+from executors.view.report.text import name_moment, one_line
 
 MISSING = (
     "Event files for TensorBoard are written with the package 'tensorboard'. Install it with: "

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from executors.report.trackers import PROJECT, Tracked
+from executors.view.report.trackers import PROJECT, Tracked
 
 
 class Tracker:

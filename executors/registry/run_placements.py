@@ -10,8 +10,8 @@ from executors.backend import Backend, as_backend, as_executor
 from executors.errors import UnknownHandleError
 from executors.protocol import ServerlessExecutor
 from executors.registry import describe_executor, executor_class, executor_of_record, get_executor, is_given
-from executors.run.placements import PlacedBackend, Placements
-from executors.run.run_index import as_noted
+from executors.registry.placements import PlacedBackend, Placements
+from executors.registry.run_index import as_noted
 from executors.store import Store
 from executors.task.addition_record import Addition, read_additions
 from executors.task.record import Placement, RunRecord

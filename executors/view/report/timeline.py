@@ -14,9 +14,9 @@ from typing import Any
 from executors.metrics.metrics import AttemptSpan, Metrics
 from executors.metrics.rows import Round
 from executors.protocol import ReplicaStatus
-from executors.report.events import Event
-from executors.report.words import one_line
 from executors.settings.durations import name_duration
+from executors.view.report.event_reader import Event
+from executors.view.report.text import one_line
 
 KINDS = {
     "starting": "starting",

@@ -11,7 +11,7 @@ from executors.attempt import Attempt
 from executors.backend import PendingReplica
 from executors.errors import BackendError, CorruptObjectError, UnknownHandleError
 from executors.protocol import Outcome
-from executors.run.placements import Placements, known_supervisors
+from executors.registry.placements import Placements, known_supervisors
 
 ASK_WHY_S = 3600.0  # services forget their jobs
 ANSWERS_IN_S = 20.0  # a job may take some seconds to be gone

@@ -11,8 +11,8 @@ from typing import Any
 
 from executors.metrics.metrics import Metrics
 from executors.metrics.rows import Round
-from executors.report.curves import Line, Point, max_points_of, thin
-from executors.report.words import one_line
+from executors.view.report.curves import Line, Point, max_points_of, thin
+from executors.view.report.text import one_line
 
 DRIFT = 2.0  # times the median, or less than a half of it
 MIN_RANKS = 3  # for a median that one of them does not make alone

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from executors.report.trackers import PROJECT, Tracked
+from executors.view.report.trackers import PROJECT, Tracked
 
 FORBIDDEN = re.compile(r"[^\w\-. :/]")  # in names of metrics and parameters
 MAX_NAME, MAX_VALUE = 250, 500

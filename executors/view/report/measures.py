@@ -12,7 +12,7 @@ from typing import Any
 from executors.metrics.ledger import FATES
 from executors.metrics.metrics import Metrics
 from executors.metrics.rows import Round
-from executors.report.words import one_line
+from executors.view.report.text import one_line
 
 SHOWN = ("step", "loss")
 

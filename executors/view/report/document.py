@@ -15,17 +15,17 @@ import numpy as np
 
 from executors.metrics.metrics import Metrics
 from executors.protocol import Outcome
-from executors.report.curves import Array, Line, Point, max_points_of, middle, thin
-from executors.report.events import Event
-from executors.report.failures import failures_document
-from executors.report.in_short import in_short, is_late
-from executors.report.measures import Measures
-from executors.report.rounds import UNNOTICED, meetings, rounds_document
-from executors.report.timeline import timeline_document
-from executors.report.words import name_moment, one_line
 from executors.settings.durations import name_duration
 from executors.status import TOTAL_STEPS, RunStatus
 from executors.task.record import RunRecord, TaskRecord
+from executors.view.report.curves import Array, Line, Point, max_points_of, middle, thin
+from executors.view.report.event_reader import Event
+from executors.view.report.failures import failures_document
+from executors.view.report.measures import Measures
+from executors.view.report.rounds import UNNOTICED, meetings, rounds_document
+from executors.view.report.run_summary import in_short, is_late
+from executors.view.report.text import name_moment, one_line
+from executors.view.report.timeline import timeline_document
 
 SHARE = 0.75  # of the values of all curves
 MIN_POINTS = 50  # of a line; where many names leave it fewer, the last of them are left out

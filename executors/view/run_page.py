@@ -9,8 +9,8 @@ from typing import Any
 from executors.attempt.handles import page_of_job
 from executors.errors import BackendError, StoreError
 from executors.metrics.metrics import read_metrics
-from executors.run.run_events import events_of
-from executors.run.run_view import RunView
+from executors.view.run_events import events_of
+from executors.view.run_view import RunView
 
 
 def report_document(view: RunView) -> dict[str, Any]:
@@ -25,8 +25,8 @@ def report_document(view: RunView) -> dict[str, Any]:
     Example:
         report_document(view_of(attach("first-try")))["run_id"]
     """
-    from executors.report.document import Subject, document
     from executors.task.stored import read_task
+    from executors.view.report.document import Subject, document
 
     now, metrics, handles = view.status(), read_metrics(view.store, view.run_id, view.record), view.handles
     task, pages, problems = None, list[str | None](), list[str]()
@@ -58,6 +58,6 @@ def write_report(view: RunView, path: Path) -> Path:
     Example:
         write_report(view_of(attach("first-try")), Path("run.html"))
     """
-    from executors.report.page import write_page
+    from executors.view.report.page import write_page
 
     return write_page(report_document(view), path)

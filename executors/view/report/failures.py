@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from executors.protocol import Outcome, ReplicaStatus
-from executors.report.root_cause import headline, last_frames
-from executors.report.words import last_lines, one_line
 from executors.status import name_ranks
+from executors.view.report.root_cause import headline, last_frames
+from executors.view.report.text import last_lines, one_line
 
 SUBJECT = re.compile(r"^Replica \d+( of \d+)?( \(attempt \d+\))? ")  # left out: the ranks are named once, before it
 MAX_GROUPS = 12

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from executors.report.words import one_line
-from executors.run.notebook import NotebookView, in_notebook
 from executors.status import MAX_DECIDED, MAX_LINE, Progress, RunStatus
+from executors.view.notebook import NotebookView, in_notebook
+from executors.view.report.text import one_line
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -14,9 +14,9 @@ from typing import Any
 from executors.errors import ReplicasError
 from executors.metrics.metrics import Metrics, read_metrics
 from executors.patience import FOLLOWER, Outage, Waits
-from executors.report.words import inert
-from executors.run.run_view import RunView
 from executors.status import MAX_STEPS, RunStatus
+from executors.view.report.text import inert
+from executors.view.run_view import RunView
 
 EVERY_S = 1.0  # between two looks; at a bucket they are rarer
 SETTLE_S = 10.0
@@ -116,8 +116,8 @@ class Display:
                 self._thread.start()
 
     def _head(self) -> str:
-        from executors.report.page import head
-        from executors.run.run_page import report_document
+        from executors.view.report.page import head
+        from executors.view.run_page import report_document
 
         with contextlib.suppress(ReplicasError):  # what was seen of the run is shown without
             return head(report_document(self._run))

@@ -18,14 +18,11 @@ from executors.backend import Observation, PendingReplica, SupervisorStatus
 from executors.errors import BackendError, CorruptObjectError, StoreError, UnknownHandleError, UnwritableStoreError
 from executors.process import has_ended
 from executors.protocol import REASONS, Outcome, ReplicaStatus, as_status
+from executors.registry.run_index import reference
+from executors.registry.run_placements import RunPlacements
 from executors.restarts.decision_log import Decision, DecisionLog
 from executors.restarts.lease import has_lease_ended
 from executors.restarts.restart_view import RestartView
-from executors.run.heartbeats import Heartbeats
-from executors.run.installations import Installations
-from executors.run.run_index import reference
-from executors.run.run_placements import RunPlacements
-from executors.run.service_reasons import ServiceReasons
 from executors.status import INSTALLING, ReplicaState, RunStatus, name_ranks
 from executors.store import Store
 from executors.store.inventory import Inventory
@@ -33,6 +30,9 @@ from executors.store.parallel import at_store
 from executors.store.run_key import lacks_key
 from executors.store.url import is_near
 from executors.task.record import RunRecord
+from executors.view.heartbeats import Heartbeats
+from executors.view.installations import Installations
+from executors.view.service_reasons import ServiceReasons
 
 FAR_PAUSES_S = (0.25, 4.0)  # 64 replicas watched for an hour are 60,000 requests
 RECENT_S = 0.2

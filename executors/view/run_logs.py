@@ -24,9 +24,9 @@ from executors.logs.gaps import completed, completed_bytes
 from executors.logs.log import KnowsTimes, Log
 from executors.logs.readers import lines_of
 from executors.protocol import Outcome
-from executors.run.run_state_reader import RunStateReader, unreadable
-from executors.run.run_view import RunView
 from executors.store.record_names import OUTCOME
+from executors.view.run_state_reader import RunStateReader, unreadable
+from executors.view.run_view import RunView
 
 LOOK_S, FAR_LOOK_S = 1.0, 4.0  # between two looks at a run in a directory, and in a bucket
 Which = int | Literal["all"] | None

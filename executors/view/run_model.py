@@ -10,12 +10,12 @@ from typing import Any
 from executors.errors import MissingDependencyError, ReplicasError, StoreError
 from executors.patience import retry
 from executors.protocol import Outcome
+from executors.registry.run_index import needed_key
 from executors.restarts.decision_log import DecisionLog, extensions_of
-from executors.run.run_index import needed_key
-from executors.run.run_view import RunView
 from executors.store import Store
 from executors.store.records import exists
 from executors.store.run_key import parse_key
+from executors.view.run_view import RunView
 
 READERS = "replicas.model"  # the group of entry points that names what reads models
 

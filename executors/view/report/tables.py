@@ -11,8 +11,8 @@ from typing import Any
 
 from executors.metrics.metrics import Metrics
 from executors.metrics.rows import MAX_NAME
-from executors.report.words import one_line
 from executors.store.artifacts import replacing
+from executors.view.report.text import one_line
 
 SEPARATORS = re.compile(r"[;,|\"]")  # which a spreadsheet may take for the end of a cell, even within quotes
 FORMULA = tuple("=+-@'\uff1d\uff0b\uff0d\uff20")  # the last four: how East Asian keyboards write the first

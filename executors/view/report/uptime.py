@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from executors.attempt import Attempt, Claim
 from executors.attempt.outcome import says_alive
 from executors.protocol import Outcome, Reason, ReplicaStatus
-from executors.report.events import SEGMENT_BYTES, lines_in, read_stacks
 from executors.status import WAITS_FOR_CONTROLLER, ReplicaState, RunStatus
 from executors.store.inventory import Inventory
 from executors.store.parallel import at_store
 from executors.store.record_names import CLAIM
 from executors.store.records import get_at_most
+from executors.view.report.event_reader import SEGMENT_BYTES, lines_in, read_stacks
 
 LATE_S = 35.0  # at most between the last line of a segment and its writing: usage comes every 30 s (`recorder.USAGE_S`)
 

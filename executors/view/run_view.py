@@ -12,8 +12,7 @@ from typing import Any
 from executors.attempt import Attempt, replica_prefix
 from executors.errors import RunBeingRemovedError, RunNotFoundError
 from executors.protocol import Outcome, ReplicaStatus, ServerlessExecutor
-from executors.restarts.lease import was_start_abandoned
-from executors.run.run_index import (
+from executors.registry.run_index import (
     Note,
     check_is_located,
     find_removal_here,
@@ -22,14 +21,15 @@ from executors.run.run_index import (
     noted_options,
     reference,
 )
-from executors.run.run_placements import GivenExecutor, RunPlacements
-from executors.run.run_state_reader import RECENT_S, RunStateReader
+from executors.registry.run_placements import GivenExecutor, RunPlacements
+from executors.restarts.lease import was_start_abandoned
 from executors.status import ReplicaState, RunStatus, name_ranks
 from executors.store import Store
 from executors.store.artifacts import Artifact, kept_artifacts
 from executors.store.url import address_of
 from executors.task.record import RunRecord, find_run_record
 from executors.task.removal_record import find_removal
+from executors.view.run_state_reader import RECENT_S, RunStateReader
 
 START_LOOK_S = 30.0  # between two questions whether the start of a run was abandoned
 ABANDONED = "its launcher ended before all replicas were started"

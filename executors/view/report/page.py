@@ -13,11 +13,11 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from executors.report.timeline import KINDS, MARKS, SHAPES, svg
-from executors.report.words import name_moment, name_number, name_share, name_size
 from executors.settings.durations import name_duration
 from executors.status import name_ranks
 from executors.store.artifacts import replacing
+from executors.view.report.text import name_moment, name_number, name_share, name_size
+from executors.view.report.timeline import KINDS, MARKS, SHAPES, svg
 
 ASSETS = Path(__file__).with_name("assets")
 STYLES = ("uplot/uPlot.min.css", "page.css")

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from executors.attempt import Attempt
 from executors.errors import CorruptObjectError
 from executors.patience import BRIEF, FOLLOWER, retry
-from executors.report.events import Event, EventReader, read_warnings
 from executors.restarts.decision_log import DecisionLog
-from executors.run.run_view import RunView
 from executors.status import FoundWarning
 from executors.store.run_key import find_key
+from executors.view.report.event_reader import Event, EventReader, read_warnings
+from executors.view.run_view import RunView
 
 log = logging.getLogger(__name__)
 

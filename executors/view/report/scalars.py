@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from executors.metrics.rows import MAX_ENTRY, MAX_NAME, Numbers, Round, Row
-from executors.report.words import one_line
 from executors.status import TOTAL_STEPS
+from executors.view.report.text import one_line
 
 OF_ROUND = (
     "train_s", "late_s", "busy_s", "wait_s", "move_s", "reduce_s", "step_s", "weight", "up", "down", "norm",

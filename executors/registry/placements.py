@@ -26,7 +26,7 @@ from executors.logs.log import Log
 from executors.logs.readers import TailedLog
 from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
 from executors.registry import describe_executor
-from executors.run.start_together import Part, start_parts
+from executors.registry.start_together import Part, start_parts
 from executors.settings.run_spec import StartSpec
 from executors.store.parallel import in_parallel
 from executors.task.code_package import Package

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 
-from executors.report.words import name_moment, name_number, name_share, one_line
 from executors.settings.durations import name_duration
 from executors.status import name_ranks
+from executors.view.report.text import name_moment, name_number, name_share, one_line
 
 MAX_LATE = 3  # ranks that are named
 NOTABLE = 0.02  # of the replicas' time; less is not worth a sentence
