@@ -6,7 +6,7 @@ BIN := .venv/bin
 PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 SCHEDULES ?=
 
-.PHONY: help install demo compiled test test-all test-browser test-radosgw test-slurm test-ray test-kubernetes package picture lint bench docs docs-links surface simulate simulate-supervision clean
+.PHONY: help install demo compiled test test-all test-browser test-radosgw test-slurm test-ray test-kubernetes package picture lint bench docs docs-links surface simulate simulate-restarts clean
 
 help:
 	@echo "make demo      train a small model with four local replicas"
@@ -24,7 +24,7 @@ help:
 	@echo "make surface   docs/surface.txt: the public names, options, settings and exit codes"
 	@echo "make bench     the benchmarks, each beside its peer"
 	@echo "make simulate  the rendezvous under 250,000 random schedules (SCHEDULES=n: as many)"
-	@echo "make simulate-supervision  the same of decisions and keepers: 1,000,000 schedules"
+	@echo "make simulate-restarts  the same of decisions and keepers: 1,000,000 schedules"
 	@echo "make clean     remove .venv, .venv-ray and caches"
 
 install: .venv/.installed
@@ -103,8 +103,8 @@ bench: install
 simulate: install
 	$(BIN)/python -m tests.simulation $(SCHEDULES)
 
-simulate-supervision: install
-	$(BIN)/python -m tests.simulation --supervision $(or $(SCHEDULES),1000000)
+simulate-restarts: install
+	$(BIN)/python -m tests.simulation --restarts $(or $(SCHEDULES),1000000)
 
 clean:
 	rm -rf .venv .venv-ray docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis

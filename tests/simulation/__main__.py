@@ -1,9 +1,9 @@
 """`make simulate`: the rendezvous under many random schedules, with fresh seeds; or one seed's schedule, printed.
 
-python -m tests.simulation [SCHEDULES] [--model | --stops | --supervision] [--first SEED] [--processes N]
-python -m tests.simulation --replay SEED [--stops | --supervision]
+python -m tests.simulation [SCHEDULES] [--model | --stops | --restarts] [--first SEED] [--processes N]
+python -m tests.simulation --replay SEED [--stops | --restarts]
 
-With --model: each process trains a real model beside. With --stops: a rank stops each run. With --supervision: of
+With --model: each process trains a real model beside. With --stops: a rank stops each run. With --restarts: of
 decisions, keepers and what they start.
 """
 
@@ -25,11 +25,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from simulation.invariants import Violation
 from simulation.plan import Plan
+from simulation.restarts.invariants import check
+from simulation.restarts.scenario import RestartScenario
+from simulation.restarts.simulation import RestartSimulation
+from simulation.restarts.simulation import run_schedule as run_restarts
 from simulation.simulation import Simulation, run_schedule
-from simulation.supervision.invariants import check
-from simulation.supervision.plan import Plan as SupervisionPlan
-from simulation.supervision.simulation import Simulation as SupervisionSimulation
-from simulation.supervision.simulation import run_schedule as run_supervision
 from simulation.twin import Twin
 from simulation.world import World
 
@@ -44,15 +44,15 @@ def main() -> int:
     parser.add_argument("--replay", type=int, metavar="SEED")
     parser.add_argument("--model", action="store_true")
     parser.add_argument("--stops", action="store_true")
-    parser.add_argument("--supervision", action="store_true")
+    parser.add_argument("--restarts", action="store_true")
     asked = parser.parse_args()
     if asked.replay is not None:
-        return replay_supervision(asked.replay) if asked.supervision else replay(asked.replay, stops=asked.stops)
+        return replay_restarts(asked.replay) if asked.restarts else replay(asked.replay, stops=asked.stops)
     logging.disable(logging.WARNING)  # what the schedules break on purpose
     print(f"{asked.schedules:,} schedules from seed {asked.first} on", flush=True)
     began, done, violations = time.monotonic(), 0, 0
     starts = range(asked.first, asked.first + asked.schedules, BATCH)
-    run: Callable[..., object] = run_supervision if asked.supervision else run_schedule
+    run: Callable[..., object] = run_restarts if asked.restarts else run_schedule
     run = partial(run_schedule, training=Twin) if asked.model else run
     run = partial(run_schedule, stops_always=True) if asked.stops else run
     with ProcessPoolExecutor(asked.processes) as pool:
@@ -94,11 +94,11 @@ def replay(seed: int, *, stops: bool) -> int:
     return show(simulation.world, simulation.run)
 
 
-def replay_supervision(seed: int) -> int:
+def replay_restarts(seed: int) -> int:
     """Print a schedule of supervision, and how it ended."""
-    plan = SupervisionPlan.from_seed(seed)
+    plan = RestartScenario.from_seed(seed)
     print(plan)
-    simulation = SupervisionSimulation(plan)
+    simulation = RestartSimulation(plan)
     return show(simulation.world, lambda: check(simulation.run()))
 
 

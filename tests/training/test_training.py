@@ -386,5 +386,5 @@ def test_a_bad_argument_is_refused_before_anything_is_written() -> None:
 
 
 def test_outside_a_replica_the_missing_arguments_are_named() -> None:
-    with pytest.raises(DiLoCoError, match="pass store, run_id, rank and world_size"):
+    with pytest.raises(DiLoCoError, match="needs the arguments store, run_id, rank and world_size"):
         DiLoCo(nn.Linear(2, 2), rank=0)

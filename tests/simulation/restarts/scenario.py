@@ -27,7 +27,7 @@ parse = functools.cache(Restarts.parse)
 
 
 @dataclass(frozen=True)
-class Act:
+class OutsideEvent:
     """Something from outside, at a time."""
 
     at_s: float
@@ -37,7 +37,7 @@ class Act:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RestartScenario:
     """One schedule, but for the dice of its world."""
 
     seed: int
@@ -62,11 +62,11 @@ class Plan:
     """Whether supervisors leave their machines to controllers outside after two strikes."""
     skew_s: float = 0.0
     """How far ahead clocks may be."""
-    acts: tuple[Act, ...] = ()
+    acts: tuple[OutsideEvent, ...] = ()
     faults: Faults = field(default_factory=lambda: Faults(until_s=0.0))
 
     @classmethod
-    def from_seed(cls, seed: int) -> Plan:
+    def from_seed(cls, seed: int) -> RestartScenario:
         dice = random.Random(seed)
         n_ranks = dice.randint(1, 3)
         until_s = dice.choice([20.0, 60.0, 120.0])
@@ -74,7 +74,7 @@ class Plan:
         for _ in range(dice.choice([0, 1, 1, 2, 3])):
             what = dice.choice((*DECIDES, "cancel", "resume", "kill", "kill"))
             rank = dice.choice([None, dice.randrange(n_ranks)])
-            acts.append(Act(dice.uniform(0.0, until_s), what, rank, _policy(dice)))
+            acts.append(OutsideEvent(dice.uniform(0.0, until_s), what, rank, _policy(dice)))
         rate = dice.choice([0.0, 0.01, 0.03])
         faults = Faults(
             lost_reply=rate * dice.random(),

@@ -13,16 +13,16 @@ from executors.restarts.decision_log import Decision, DecisionLog
 from simulation.world import SimulatedStore
 
 if TYPE_CHECKING:
-    from simulation.supervision.simulation import Simulation
+    from simulation.restarts.simulation import RestartSimulation
 
 RUN = "run"
 _parsed: dict[bytes, Decision] = {}
 
 
-class Records(SimulatedStore):
+class RecordStore(SimulatedStore):
     """The store, and what a list of it shows of attempts."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: RestartSimulation) -> None:
         super().__init__(simulation.world, answer_s=0.01)
         self._simulation = simulation
         self.outcomes: list[Outcome] = []
@@ -83,7 +83,7 @@ class Records(SimulatedStore):
             raise StoreError(f"{what}: refused")
 
 
-class Log(DecisionLog):
+class CachedLog(DecisionLog):
     """The real log; what it reads is parsed once."""
 
     def _find(self, index: int) -> Decision | None:

@@ -16,11 +16,11 @@ from executors.protocol import Outcome, ReplicaStatus
 from executors.restarts.decision_log import Decision, is_blocked
 from executors.settings.policy import DEFAULT_CAPS, Restarts
 from simulation.invariants import Violation
-from simulation.supervision.plan import parse
-from simulation.supervision.records import RUN
+from simulation.restarts.record_store import RUN
+from simulation.restarts.scenario import parse
 
 if TYPE_CHECKING:
-    from simulation.supervision.simulation import Simulation
+    from simulation.restarts.simulation import RestartSimulation
 
 OWN = {"a", "SIGSEGV"}
 """Fingerprints of ends that are the doing of what ran."""
@@ -37,7 +37,7 @@ class Rank:
     is_given_up: bool = False
 
 
-def check(simulation: Simulation) -> None:
+def check(simulation: RestartSimulation) -> None:
     """Check a schedule that has ended.
 
     Raises:
@@ -53,14 +53,14 @@ def check(simulation: Simulation) -> None:
     for (rank, number), n_asked in simulation.asked.items():
         if n_asked > 1:
             raise Violation(f"S4: attempt {number} of rank {rank} was asked for {n_asked} times")
-    Checked(simulation).walk()
+    LogChecker(simulation).walk()
     _check_ends(simulation)
 
 
-class Checked:
+class LogChecker:
     """The log, walked once."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: RestartSimulation) -> None:
         self.simulation = simulation
         self.ranks = [Rank() for _ in range(simulation.plan.n_ranks)]
         self.n_of_run = 0
@@ -170,7 +170,7 @@ class Checked:
                     raise Violation(f"S3: rank {rank} is restarted {landed_s - done_s:.1f} s after it was cancelled")
 
 
-def _check_ends(simulation: Simulation) -> None:
+def _check_ends(simulation: RestartSimulation) -> None:
     """S5: every rank is over, and where too few can succeed the run is."""
     plan, store, entries = simulation.plan, simulation.store, simulation.entries
     if simulation.world.now >= simulation.limit_s - 20.0:

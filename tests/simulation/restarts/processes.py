@@ -13,12 +13,12 @@ from executors.errors import StoreError
 from executors.protocol import Outcome, ReplicaStatus
 from executors.restarts.controller import RunSnapshot
 from executors.restarts.decision_log import decision_on, is_blocked
-from simulation.supervision.plan import ENDS
-from simulation.supervision.records import RUN
+from simulation.restarts.record_store import RUN
+from simulation.restarts.scenario import ENDS
 from simulation.world import Died
 
 if TYPE_CHECKING:
-    from simulation.supervision.simulation import Simulation
+    from simulation.restarts.simulation import RestartSimulation
 
 LOOK_S, INTENT_S = 10.0, 30.0
 CALM_S = 300.0  # after the faults
@@ -90,7 +90,7 @@ class Container:
 
     how = "fork"
 
-    def __init__(self, simulation: Simulation, attempts: Mapping[int, int]) -> None:
+    def __init__(self, simulation: RestartSimulation, attempts: Mapping[int, int]) -> None:
         self.simulation, self.attempts = simulation, dict(attempts)
         self.name = simulation.name("container")
         self.workers: dict[int, Worker] = {}
@@ -222,12 +222,12 @@ class Container:
                 del self.attempts[rank]  # another's
 
 
-class Outside:
+class OutsideController:
     """A process that watches the run from outside; the hands "launch"."""
 
     how = "launch"
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: RestartSimulation) -> None:
         self.simulation = simulation
         self.name = simulation.name("controller")
         self.controller = simulation.controller(self)

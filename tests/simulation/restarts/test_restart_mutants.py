@@ -14,7 +14,7 @@ from executors.restarts import controller, rules
 from executors.restarts.controller import RestartController
 from executors.restarts.decision_log import Decision, DecisionLog
 from simulation.invariants import Violation
-from simulation.supervision.simulation import Simulation, run_schedule
+from simulation.restarts.simulation import RestartSimulation, run_schedule
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 BROKEN = re.compile("TypeError|AttributeError|NameError")
@@ -25,7 +25,7 @@ def without(*rules: str) -> Patch:
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         for rule in rules:
-            monkeypatch.setattr(Simulation, rule, False)
+            monkeypatch.setattr(RestartSimulation, rule, False)
 
     return patch
 
@@ -118,7 +118,7 @@ MUTANTS: dict[str, Patch] = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_undoing_a_rule_of_supervision_is_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undoing_a_rule_of_restarts_is_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MUTANTS[mutant](monkeypatch)
     found = first_violation()
     assert found, f"4,000 schedules did not notice that {mutant}."

@@ -19,19 +19,19 @@ from executors.restarts import decision_log, orders
 from executors.restarts.controller import RestartContext, RestartController, RunSnapshot
 from executors.restarts.decision_log import Decision, DecisionLog, is_blocked
 from simulation.invariants import Violation
-from simulation.supervision.invariants import check
-from simulation.supervision.plan import Act, Plan, parse
-from simulation.supervision.processes import Container, Outside, Worker
-from simulation.supervision.records import RUN, Log, Records
+from simulation.restarts.invariants import check
+from simulation.restarts.processes import Container, OutsideController, Worker
+from simulation.restarts.record_store import RUN, CachedLog, RecordStore
+from simulation.restarts.scenario import OutsideEvent, RestartScenario, parse
 from simulation.world import Died, World
 
-GRACE_S, BAR_S = 5.0, 15.0
+GRACE_S, BLOCK_S = 5.0, 15.0
 MOST_ASLEEP_S = 150.0
 PATIENCE_S = 1500.0
 MARKER = b'{"why": "cancelled"}'
 
 
-class Simulation:
+class RestartSimulation:
     """One schedule; the flags are for mutants."""
 
     looks_when_claiming = True
@@ -39,10 +39,10 @@ class Simulation:
     appends_cancel = True
     marks_decided = True
 
-    def __init__(self, plan: Plan, *, is_traced: bool = True) -> None:
+    def __init__(self, plan: RestartScenario, *, is_traced: bool = True) -> None:
         self.plan = plan
         self.world = World(plan.seed, plan.faults, is_traced=is_traced)
-        self.store = Records(self)
+        self.store = RecordStore(self)
         self.limit_s = plan.faults.until_s + PATIENCE_S
         self.entries: list[Decision] = []
         """The log as it stands."""
@@ -58,9 +58,9 @@ class Simulation:
         self.has_progress = False
         self.failure = ""
         self._names: Counter[str] = Counter()
-        self._sights: dict[str, RunSnapshot] = {}
+        self._snapshots: dict[str, RunSnapshot] = {}
 
-    def run(self) -> Simulation:
+    def run(self) -> RestartSimulation:
         """Run it to its end, and return it.
 
         Raises:
@@ -92,7 +92,7 @@ class Simulation:
         return f"{kind}.{self._names[kind]}"
 
     def log(self, clock: Callable[[], float] | None = None) -> DecisionLog:
-        log = Log(self.store, RUN, clock or self.world.clock)
+        log = CachedLog(self.store, RUN, clock or self.world.clock)
         self.logs.append(log)
         return log
 
@@ -119,12 +119,12 @@ class Simulation:
         """List the run's records."""
         store = self.store
         store.point("list")
-        if self.world.happens(self.world.faults.stale) and who in self._sights:
-            return self._sights[who]
+        if self.world.happens(self.world.faults.stale) and who in self._snapshots:
+            return self._snapshots[who]
         newest = {rank: store.newest[rank] for rank in range(self.plan.n_ranks)}
         ends = {each[0]: store.ends[each] for each in newest.items() if each in store.ends}
-        self._sights[who] = RunSnapshot(newest, ends, self.has_progress)
-        return self._sights[who]
+        self._snapshots[who] = RunSnapshot(newest, ends, self.has_progress)
+        return self._snapshots[who]
 
     def ask(self, attempts: Mapping[int, int]) -> None:
         """Start containers, as the service does: late, and perhaps two."""
@@ -150,7 +150,7 @@ class Simulation:
         self.landed_s.append(self.world.now)
         if entry.kind in ("cancel", "stop"):
             calm_s = max(self.world.now, self.plan.faults.until_s + MOST_ASLEEP_S)
-            late_s = calm_s - self.world.now + (entry.within_s or 0.0) + self.plan.skew_s + GRACE_S + BAR_S
+            late_s = calm_s - self.world.now + (entry.within_s or 0.0) + self.plan.skew_s + GRACE_S + BLOCK_S
             self.world.at(late_s, functools.partial(self._check_gone, entry))
 
     def check_start(self, attempts: Mapping[int, int]) -> None:
@@ -188,10 +188,10 @@ class Simulation:
         return act()
 
     def _spawn_controller(self, delay_s: float) -> None:
-        controller = Outside(self)
+        controller = OutsideController(self)
         self.world.spawn(controller.name, controller.body, delay_s)
 
-    def _act(self, act: Act) -> None:
+    def _act(self, act: OutsideEvent) -> None:
         if act.what == "kill":
             living = [each for each in self.containers if each.is_alive and each.workers]
             if living:
@@ -202,9 +202,9 @@ class Simulation:
                 self.world.kill(container.name)
             return
         name = self.name(act.what)
-        self.world.spawn(name, functools.partial(self._person, act))
+        self.world.spawn(name, functools.partial(self._user, act))
 
-    def _person(self, act: Act) -> None:
+    def _user(self, act: OutsideEvent) -> None:
         try:
             for _ in range(5):
                 try:
@@ -215,7 +215,7 @@ class Simulation:
         except Died:
             pass
 
-    def _cancel(self, act: Act) -> None:
+    def _cancel(self, act: OutsideEvent) -> None:
         ranks = range(self.plan.n_ranks) if act.rank is None else [act.rank]
         log, began_s = self.log(), self.world.now
         if self.appends_cancel:
@@ -232,15 +232,15 @@ class Simulation:
                 container._end(rank, "cancelled")
         self.cancelled.append((began_s, self.world.now, list(ranks)))
 
-    def _stop(self, act: Act) -> None:
+    def _stop(self, act: OutsideEvent) -> None:
         orders.order_stop(self.log(), 20.0)
 
-    def _policy(self, act: Act) -> None:
+    def _policy(self, act: OutsideEvent) -> None:
         orders.order_policy(self.log(), parse(act.policy), None)
 
-    def _resume(self, act: Act) -> None:
+    def _resume(self, act: OutsideEvent) -> None:
         """Start anew what has ended, as a person asks for."""
-        log, person = self.log(), Outside(self)
+        log, person = self.log(), OutsideController(self)
         n_seen = len(log.read())
         snapshot = self.snapshot(person.name)
         ranks = range(self.plan.n_ranks) if act.rank is None else [act.rank]
@@ -250,13 +250,13 @@ class Simulation:
             person.launch(start)
 
 
-def run_schedule(seed: int, *, is_traced: bool = True, **changes: Any) -> Simulation:
+def run_schedule(seed: int, *, is_traced: bool = True, **changes: Any) -> RestartSimulation:
     """Run one schedule and check it.
 
     Raises:
         Violation: with the seed in its message.
     """
-    simulation = Simulation(replace(Plan.from_seed(seed), **changes), is_traced=is_traced)
+    simulation = RestartSimulation(replace(RestartScenario.from_seed(seed), **changes), is_traced=is_traced)
     try:
         check(simulation.run())
     except Violation as violation:
