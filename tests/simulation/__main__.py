@@ -24,13 +24,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from simulation.invariants import Violation
-from simulation.plan import Plan
+from simulation.model_check import CheckedModelState
 from simulation.restarts.invariants import check
 from simulation.restarts.scenario import RestartScenario
 from simulation.restarts.simulation import RestartSimulation
 from simulation.restarts.simulation import run_schedule as run_restarts
+from simulation.scenario import Scenario
 from simulation.simulation import Simulation, run_schedule
-from simulation.twin import Twin
 from simulation.world import World
 
 BATCH = 100
@@ -53,7 +53,7 @@ def main() -> int:
     began, done, violations = time.monotonic(), 0, 0
     starts = range(asked.first, asked.first + asked.schedules, BATCH)
     run: Callable[..., object] = run_restarts if asked.restarts else run_schedule
-    run = partial(run_schedule, training=Twin) if asked.model else run
+    run = partial(run_schedule, training=CheckedModelState) if asked.model else run
     run = partial(run_schedule, stops_always=True) if asked.stops else run
     with ProcessPoolExecutor(asked.processes) as pool:
         for found in pool.map(partial(run_batch, run, end=asked.first + asked.schedules), starts):
@@ -88,7 +88,7 @@ def replay(seed: int, *, stops: bool) -> int:
         seed: of the schedule.
         stops: whether a rank stops the run in any case.
     """
-    plan = Plan.from_seed(seed).stopping() if stops else Plan.from_seed(seed)
+    plan = Scenario.from_seed(seed).stopping() if stops else Scenario.from_seed(seed)
     print(plan)  # before the run, which counts its deaths down
     simulation = Simulation(plan)
     return show(simulation.world, simulation.run)

@@ -24,8 +24,8 @@ from diloco.rendezvous.membership import Identity
 from diloco.rendezvous.round import MOST_PAUSE_S, Layout, Limits, RoundReport
 from diloco.rendezvous.snapshot import SnapshotPointer, decode_part
 from diloco.wires.wire import Floats
-from simulation.plan import Plan
-from simulation.work import BLOCK_ELEMENTS, MOST_LEFT, SLOTS, WIRES, Toy, step, values_of
+from simulation.integer_state import BLOCK_ELEMENTS, MOST_LEFT, SLOTS, WIRES, IntegerState, step, values_of
+from simulation.scenario import Scenario
 from simulation.world import SimulatedStore, World
 
 
@@ -40,7 +40,7 @@ class Process:
     name: str
     rank: int | None
     slot: int
-    toy: Toy
+    toy: IntegerState
     steps: rounds.RoundPlan
     """Its own plan, which ends where it has learned that the run was stopped."""
     here_s: float | None = None
@@ -68,10 +68,10 @@ class Process:
 class Invariants:
     """What must hold in a schedule."""
 
-    plan: Plan
+    plan: Scenario
     proof: Proof = UNSIGNED
     processes: list[Process] = field(default_factory=list)
-    clean: dict[int, Toy] = field(default_factory=dict)
+    clean: dict[int, IntegerState] = field(default_factory=dict)
     """Toys of processes that finished and whose work nobody else has, by slot."""
     failures: list[str] = field(default_factory=list)
     log: list[tuple[list[Floats], list[Floats]]] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Invariants:
         return Layout(SLOTS, Limits(block_elements=BLOCK_ELEMENTS), *WIRES[self.plan.is_lossy])
 
     @property
-    def toys(self) -> list[Toy]:
+    def states(self) -> list[IntegerState]:
         return [process.toy for process in self.processes]
 
     def _check_ledger(self, process: Process, phase: rounds.Phase) -> None:
@@ -127,7 +127,7 @@ class Invariants:
         for entry in adopted:
             early_s = plan.longest_step_s + 1.0 if was_out or process.is_new else 0.0  # a step and a look
             most_s = grace_s + early_s if was_named else 2 * plan.phase_s + 2 * grace_s
-            waited_s = entry.late_s if plan.is_beside else entry.wait_s
+            waited_s = entry.late_s if plan.in_background else entry.wait_s
             if waited_s > most_s + calls_s:
                 raise Violation(f"I12: {process.name} waited {waited_s:.3f} s for round {entry.round}")
 
@@ -179,7 +179,7 @@ class Invariants:
         if whole < 2:
             self.failures.append(f"I13: {key} is deleted while there are {whole} later snapshots")
 
-    def _check_state(self, toy: Toy, position: int) -> None:
+    def _check_state(self, toy: IntegerState, position: int) -> None:
         """After each adopted entry. A process that read wrongly that a fragment's next seal is missing is excused."""
         anchor, momentum = self._log_state(position)
         n_fragments = self.plan.n_fragments
@@ -261,7 +261,7 @@ class Invariants:
         if self.keys.snapshot(0) not in self.store.ever:
             return  # everybody died before
         pointer = self.pointer_of(0)
-        if not _equal(Toy(self.plan.n_fragments, 0, int(pointer.nonce[5:])).anchor, self._log_state(0)[0]):
+        if not _equal(IntegerState(self.plan.n_fragments, 0, int(pointer.nonce[5:])).anchor, self._log_state(0)[0]):
             raise Violation("I10: the first anchor is nobody's model")
         counted = [np.zeros(SLOTS, np.float32) for _ in range(self.plan.n_fragments)]
         spoilt: set[int] = set()
@@ -279,7 +279,7 @@ class Invariants:
             entry = int(key.rpartition("/")[2])
             pointer = self.pointer_of(entry)
             part = decode_part(memoryview(self.store.ever[self.keys.part(entry, pointer.nonce, 0)][0]))
-            toy = Toy(self.plan.n_fragments, 0, 0)
+            toy = IntegerState(self.plan.n_fragments, 0, 0)
             toy.load(part)
             anchor, momentum = self._log_state(entry)
             if self.store.headless:
@@ -289,7 +289,7 @@ class Invariants:
 
     def _check_counts(self, counted: list[Floats], spoilt: set[int]) -> None:
         for units in counted:
-            for toy in self.toys:
+            for toy in self.states:
                 if units[toy.slot] > toy.done:
                     raise Violation(f"I3: {units[toy.slot]} of {toy.done} units of process {toy.slot} were counted")
         for slot, toy in self.clean.items():

@@ -28,10 +28,10 @@ from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Context, Limits, RoundResult
 from diloco.rendezvous.training_side import Inline, Scheduler, TrainingSide
 from executors.errors import CorruptObjectError
-from simulation.beside import Beside
+from simulation.integer_state import BLOCK_ELEMENTS, SLOTS, IntegerState
 from simulation.invariants import Invariants, Process, Violation
-from simulation.plan import CALM, Absence, Plan
-from simulation.work import BLOCK_ELEMENTS, SLOTS, Toy
+from simulation.round_greenlet import RoundGreenlet
+from simulation.scenario import CALM, Absence, Scenario
 from simulation.world import MOST_DELAY_S, Died, SimulatedStore, World
 
 RUN = "run"
@@ -45,7 +45,7 @@ class Simulation(Invariants):
 
     live: set[str] = field(default_factory=set)
     is_traced: bool = True
-    training: type[Toy] = Toy
+    training: type[IntegerState] = IntegerState
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -90,7 +90,7 @@ class Simulation(Invariants):
             plan.n_fragments, slot % SLOTS, slot, is_lossy=plan.is_lossy, keeps_later_work=plan.keeps_later_work
         )
         steps = replace(self.steps)  # a replica learns of the end of a stopped run by itself
-        toy.prepare(is_final=steps.is_final, trains_on=steps.overlaps or plan.is_beside)
+        toy.prepare(is_final=steps.is_final, trains_on=steps.overlaps or plan.in_background)
         toy.proof = self.proof
         process = Process(name, rank, slot, toy, steps, is_restored=checkpoint is not None)
         self.processes.append(process)
@@ -159,7 +159,7 @@ class Simulation(Invariants):
         nonce = f"nonce{process.slot}"
         me = claim(store, self.keys, process.rank, plan.world_size, nonce, lambda: world.sleep(0.1))
         process.me = me
-        scheduler: Scheduler = Beside(world) if plan.is_beside else Inline(world.wait)
+        scheduler: Scheduler = RoundGreenlet(world) if plan.in_background else Inline(world.wait)
         context = Context(
             store=store,
             keys=self.keys,
@@ -197,7 +197,7 @@ class Simulation(Invariants):
             self._perhaps_copy(me, side, toy)
             self._perhaps_flip(me, side.position, toy)
             world.sleep(world.rng.uniform(*plan.step_s) * slower)
-            toy.labour()
+            toy.train_step()
             began_s, was_out, was_named = world.now, side.is_out_of_phase, context.members.names_me
             adopted = side.step()
             if adopted:
@@ -215,7 +215,7 @@ class Simulation(Invariants):
         side.leave()
         process.left_at, process.has_made_all = side.position, side.position >= entries
 
-    def _check_what_lands(self, side: TrainingSide, toy: Toy) -> None:
+    def _check_what_lands(self, side: TrainingSide, toy: IntegerState) -> None:
         """Check the state whenever something lands: the rounds then wait for the training."""
         runner, merge_ready = side.runner, side.runner._merge_ready
 
@@ -232,7 +232,7 @@ class Simulation(Invariants):
             return process.steps.is_over(side.position)
         return side.phase.run_step >= process.steps.total_steps
 
-    def _perhaps_copy(self, me: Identity, side: TrainingSide, toy: Toy) -> None:
+    def _perhaps_copy(self, me: Identity, side: TrainingSide, toy: IntegerState) -> None:
         world = self.world
         if world.happens(self.plan.copies):
             delay_s = world.rng.uniform(0.0, 60.0)
@@ -244,7 +244,7 @@ class Simulation(Invariants):
                 toy.dropped = True
                 self._spawn(me.rank, delay_s, restored_from(side, toy))
 
-    def _perhaps_flip(self, me: Identity, position: int, toy: Toy) -> None:
+    def _perhaps_flip(self, me: Identity, position: int, toy: IntegerState) -> None:
         if self.plan.flip is None or self.plan.flip[:2] != (me.rank, position) or toy.excused_until:
             return
         f = self.plan.flip[2]
@@ -281,7 +281,7 @@ class Simulation(Invariants):
         self.world.note(f"{key}: {self.store._create(key, b'{}')}")
 
 
-def restored_from(side: TrainingSide, toy: Toy) -> RestoredWork:
+def restored_from(side: TrainingSide, toy: IntegerState) -> RestoredWork:
     return RestoredWork(side.position, toy.progress(), list(side.runner.account.uncounted_since))
 
 
@@ -312,7 +312,12 @@ def calm(**changes: Any) -> Simulation:
 
 
 def run_schedule(
-    seed: int, *, is_traced: bool = True, training: type[Toy] = Toy, stops_always: bool = False, **changes: Any
+    seed: int,
+    *,
+    is_traced: bool = True,
+    training: type[IntegerState] = IntegerState,
+    stops_always: bool = False,
+    **changes: Any,
 ) -> Simulation:
     """Run one schedule.
 
@@ -325,7 +330,7 @@ def run_schedule(
 
     Raises: Violation: with the seed in its message.
     """
-    plan = replace(Plan.random(seed), **changes) if changes else Plan.from_seed(seed)
+    plan = replace(Scenario.random(seed), **changes) if changes else Scenario.from_seed(seed)
     plan = plan.stopping() if stops_always else plan
     simulation = Simulation(plan, is_traced=is_traced, training=training)
     try:

@@ -21,10 +21,10 @@ from diloco.rendezvous.round_runner import RoundRunner
 from diloco.rendezvous.snapshot import SnapshotPointer, collect_garbage, get_parts
 from diloco.rendezvous.training_side import TrainingSide
 from diloco.rendezvous.training_state import ApplyStats
+from simulation.integer_state import SLOTS, IntegerState
 from simulation.invariants import Process
 from simulation.simulation import Simulation, restored_from
 from simulation.simulation import calm as calm_
-from simulation.work import SLOTS, Toy
 from simulation.world import Died
 
 GRACE_S = 3.0
@@ -69,14 +69,14 @@ def test_work_that_was_made_from_another_anchor_is_not_counted(
     n_fragments: int, sharded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     simulation = calm(n_fragments=n_fragments, sharded=sharded)
-    pack = Toy.pack
+    pack = IntegerState.pack
 
-    def packing(self: Toy, entry: int, *streaming: Any) -> Any:
-        if self is simulation.toys[2] and entry == 1:
+    def packing(self: IntegerState, entry: int, *streaming: Any) -> Any:
+        if self is simulation.states[2] and entry == 1:
             self.flip(entry % n_fragments)
         return pack(self, entry, *streaming)
 
-    monkeypatch.setattr(Toy, "pack", packing)
+    monkeypatch.setattr(IntegerState, "pack", packing)
     simulation.run()
     seals = simulation.seals()
     assert simulation.keys.contribution(1, 2) in simulation.store.ever
@@ -90,7 +90,7 @@ def test_work_counted_since_a_checkpoint_is_not_counted_again_by_a_copy_that_sta
     simulation = calm(world_size=2, entries=[30, 30], steps_per_entry=2, snapshot_every=2)
     checkpoints: list[RestoredWork] = []
 
-    def training(me: Identity, side: TrainingSide, toy: Toy) -> None:
+    def training(me: Identity, side: TrainingSide, toy: IntegerState) -> None:
         if (me.rank, me.attempt) != (0, 0):
             return
         if side.position == 3 and side.phase.steps_since == 1:
@@ -104,7 +104,7 @@ def test_work_counted_since_a_checkpoint_is_not_counted_again_by_a_copy_that_sta
     simulation._perhaps_copy = training  # type: ignore[method-assign]
     simulation._bury = come_back  # type: ignore[method-assign]
     simulation.run()
-    first, _, second = simulation.toys
+    first, _, second = simulation.states
     assert checkpoints[0].progress[0][0] == 1.0
     assert second.done > 0
     assert {0, 1} == set(simulation.seals()[3].replicas)
@@ -128,8 +128,8 @@ def test_a_seal_that_rots_while_it_is_jumped_over_lets_the_work_be_dropped_and_n
     simulation.run()
     assert 2 in simulation.seals()[4].replicas
     assert sorted(simulation.clean) == [0, 1, 2]
-    assert simulation.toys[2].dropped
-    assert 5 <= counted_units(simulation, 2) <= simulation.toys[2].done
+    assert simulation.states[2].dropped
+    assert 5 <= counted_units(simulation, 2) <= simulation.states[2].done
 
 
 def test_two_joiners_at_once_both_come_to_be_counted() -> None:
@@ -195,9 +195,9 @@ def test_in_a_calm_round_each_shard_is_reduced_once_and_by_its_owner() -> None:
 def test_means_are_sums_in_rank_order_whichever_rank_reduces_them_in_whatever_order_replicas_arrive() -> None:
     n, arrivals = 4, set()
     values = np.random.default_rng(0).lognormal(0.0, 6.0, (n, SLOTS)).astype(np.float32)
-    pack = Toy.pack
+    pack = IntegerState.pack
 
-    def packing(self: Toy, entry: int, *streaming: Any) -> Any:
+    def packing(self: IntegerState, entry: int, *streaming: Any) -> Any:
         self.undone[0][:] = values[self.slot]  # not whole numbers: the sum rounds
         return pack(self, entry, *streaming)
 
@@ -209,7 +209,7 @@ def test_means_are_sums_in_rank_order_whichever_rank_reduces_them_in_whatever_or
 
     assert len({mean(order) for order in ([0, 1, 2, 3], [3, 2, 1, 0], [0, 2, 3, 1], [1, 3, 0, 2])}) == 4
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Toy, "pack", packing)
+        patch.setattr(IntegerState, "pack", packing)
         patch.setattr("simulation.simulation._reduce_of_host", lambda host: weighted_mean)
         patch.setattr(Simulation, "_check_history", lambda self: None)  # reads whole numbers
         for seed in range(8):
@@ -231,21 +231,21 @@ def each_fragment_is_compared_with_its_own_next_seal(
 ) -> None:
     simulation = calm(entries=[16] * 3, snapshot_every=100, n_fragments=n_fragments, sharded=sharded)
     reloaded: list[int] = []
-    reload, apply = LogReplayer.reload, Toy.apply
+    reload, apply = LogReplayer.reload, IntegerState.apply
 
     def reloading(self: LogReplayer, above: int = -1) -> bool:
         if self._context.me.rank == 2:
             reloaded.append(self.position)
         return reload(self, above)
 
-    def applying(self: Toy, entry: int, *arguments: Any, **options: Any) -> ApplyStats:
+    def applying(self: IntegerState, entry: int, *arguments: Any, **options: Any) -> ApplyStats:
         applied = apply(self, entry, *arguments, **options)
-        if self is simulation.toys[2] and entry == flipped:
+        if self is simulation.states[2] and entry == flipped:
             self.flip(entry % n_fragments)
         return applied
 
     patch.setattr(LogReplayer, "reload", reloading)
-    patch.setattr(Toy, "apply", applying)
+    patch.setattr(IntegerState, "apply", applying)
     world = simulation.world
     simulation.store.when_created("r2/contribution/2", lambda: world.hold("rank 2.2", world.now + 60))
     simulation.run()

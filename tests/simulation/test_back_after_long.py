@@ -40,9 +40,9 @@ def test_a_replica_that_slept_jumps_as_soon_as_it_sees_that_the_mean_was_collect
     assert not [what for at, what in woke if at < jumped and "/contribution/" in what], "no input is there any more"
 
 
-@pytest.mark.parametrize("is_beside", [False, True])
-def test_a_replica_that_was_suspended_for_longer_than_a_round_may_take_jumps(is_beside: bool) -> None:
-    sim = eight(entries=[400] * 8, steps_per_entry=2, is_beside=is_beside)
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_replica_that_was_suspended_for_longer_than_a_round_may_take_jumps(in_background: bool) -> None:
+    sim = eight(entries=[400] * 8, steps_per_entry=2, in_background=in_background)
     hold(sim, 700.0, 0.0)  # raises where the replica fails
 
 
@@ -65,5 +65,5 @@ def test_a_returner_that_brought_no_work_loses_none_of_its_new_steps(carry_round
     sim._perhaps_copy = dies_behind_its_record  # type: ignore[method-assign]
     sim._bury = lambda process: sim._spawn(0, 40.0, kept[0])  # type: ignore[method-assign]
     sim.run()
-    *_, returner = sim.toys
-    assert counted_units(sim, len(sim.toys) - 1) == returner.done > 60
+    *_, returner = sim.states
+    assert counted_units(sim, len(sim.states) - 1) == returner.done > 60

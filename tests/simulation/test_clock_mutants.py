@@ -10,7 +10,7 @@ import pytest
 from diloco.rendezvous.contribution import WorkScale
 from diloco.rendezvous.phase import Phase
 from simulation.invariants import Violation
-from simulation.plan import Plan
+from simulation.scenario import Scenario
 from simulation.simulation import Simulation
 from simulation.test_mutants import BROKEN, Patch, replaced, wrapped
 
@@ -59,8 +59,8 @@ def test_undoing_a_rule_of_the_clock_is_noticed(mutant: str, monkeypatch: pytest
     assert not BROKEN.search(found), f"not the rule, the mutant is broken: {found}"
 
 
-def clocked(seed: int) -> Plan:
-    return Plan.phased(seed).beside(random.Random(f"sides {seed}")).by_the_clock()
+def clocked(seed: int) -> Scenario:
+    return Scenario.phased(seed).beside(random.Random(f"sides {seed}")).by_the_clock()
 
 
 def first_violation(shown_by: int) -> str:

@@ -26,7 +26,7 @@ from diloco.rendezvous.training_side import Inline, TrainingSide
 from executors.errors import RunNotFoundError
 from executors.store import Data, MemoryStore, Store
 from executors.store.faulty import FaultyStore
-from simulation.work import BLOCK_ELEMENTS, Toy
+from simulation.integer_state import BLOCK_ELEMENTS, IntegerState
 from simulation.world import SimulatedStore, World
 
 KEYS = Keys("run", "main")
@@ -224,7 +224,7 @@ def test_a_last_round_does_not_overlap_with_training() -> None:
 
 def context(me: Identity, now: list[float], store: Store | None = None) -> Context:
     return Context(
-        store=retrying_store(store or MemoryStore()), keys=KEYS, me=me, training=Toy(1, 0, 0), plan=RoundPlan(),
+        store=retrying_store(store or MemoryStore()), keys=KEYS, me=me, training=IntegerState(1, 0, 0), plan=RoundPlan(),
         wait=lambda seconds, prefixes: None, clock=lambda: now[0], proof=UNSIGNED,
     )  # fmt: skip
 

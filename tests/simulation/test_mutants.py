@@ -20,9 +20,9 @@ from diloco.rendezvous.seal import Sealer, SealLog
 from diloco.rendezvous.snapshot import SnapshotWriter, collect_garbage
 from diloco.rendezvous.training_side import TrainingSide
 from diloco.rendezvous.training_state import Verdict
+from simulation.integer_state import IntegerState
 from simulation.invariants import Violation
 from simulation.simulation import run_schedule
-from simulation.work import Toy
 from simulation.world import Faults
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -133,7 +133,7 @@ def apply_the_own_seal(patch: pytest.MonkeyPatch) -> None:
 
 
 def take_all_that_was_held_for_what_was_sent(
-    apply: Any, self: Toy, entry: int, mean: Any, verdict: Any, packed: Any, **options: Any
+    apply: Any, self: IntegerState, entry: int, mean: Any, verdict: Any, packed: Any, **options: Any
 ) -> Any:
     return apply(self, entry, mean, verdict, None, **options)
 
@@ -170,7 +170,7 @@ MUTANTS: dict[str, Patch] = {
     "entries jumped over have no verdict": replaced(
         SealLog, "verdicts", lambda self, first, end: [None] * len(self._context.layouts)
     ),
-    "what a wire leaves out is lost": wrapped(Toy, "apply", take_all_that_was_held_for_what_was_sent),
+    "what a wire leaves out is lost": wrapped(IntegerState, "apply", take_all_that_was_held_for_what_was_sent),
     "all parts are collected": collecting(lambda store, keys, end: store.list_keys(keys.parts())),
 }
 

@@ -37,9 +37,9 @@ from diloco.rendezvous.snapshot import SnapshotPointer, collect_garbage, decode_
 from diloco.wires import FP32
 from diloco.wires.wire import Floats
 from executors.store import MemoryStore
+from simulation.integer_state import BLOCK_ELEMENTS, IntegerState
 from simulation.test_accounting import whole_snapshots
 from simulation.test_membership import context
-from simulation.work import BLOCK_ELEMENTS, Toy
 
 KEYS = Keys("run", "main")
 HEAD = Contribution(3, 1, "nonce", 2.5, "a" * 32, 40, ("b" * 32, "c" * 32), (1.5, 1e30))
@@ -216,7 +216,7 @@ def with_a_seal(*, sharded: bool) -> tuple[MemoryStore, list[RoundRunner]]:
     limits = Limits(block_elements=BLOCK_ELEMENTS, small_bytes=0 if sharded else 1 << 20)
     places = [replace(context(Identity(0, 1, 0, f"n{n}"), [0.0], store), limits=limits) for n in range(3)]
     mine, *others = [RoundRunner(place, lambda result: None) for place in places]
-    cast(Toy, places[0].training).labour()
+    cast(IntegerState, places[0].training).train_step()
     places[0].training.hold(0, is_early=False)
     mine.publish(PendingWork(0, 1.0, 1, 1.0, 1, is_early=False))
     mine.sealer.try_seal(mine.current(), 0.0)

@@ -19,7 +19,7 @@ from diloco.rendezvous.seal import Sealer
 from diloco.rendezvous.training_side import TrainingSide
 from diloco.rendezvous.training_state import Verdict
 from simulation import test_phases as scenes
-from simulation.plan import Plan
+from simulation.scenario import Scenario
 from simulation.simulation import Simulation
 from simulation.test_mutants import BROKEN, Patch, replaced, wrapped
 
@@ -146,7 +146,7 @@ def schedule(shown_by: int) -> Callable[[], None]:
 
     def notices() -> None:
         for seed in (shown_by, *range(150)):
-            Simulation(Plan.phased(seed)).run()
+            Simulation(Scenario.phased(seed)).run()
 
     return notices
 
@@ -243,4 +243,4 @@ def test_undoing_a_rule_about_phases_is_noticed(mutant: str, monkeypatch: pytest
 
 def test_without_a_mutant_the_schedules_that_show_them_are_fine() -> None:
     for seed in (1, 5, 8, 11, 26, 33):
-        Simulation(Plan.phased(seed)).run()
+        Simulation(Scenario.phased(seed)).run()

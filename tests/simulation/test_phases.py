@@ -13,13 +13,13 @@ from diloco.rendezvous.frames import Seal, hash_order
 from diloco.rendezvous.membership import Identity
 from diloco.rendezvous.phase import Phase, RoundPlan
 from diloco.rendezvous.training_side import TrainingSide
+from simulation.integer_state import IntegerState
 from simulation.invariants import Process, Violation
-from simulation.plan import CALM, Absence, Plan
+from simulation.scenario import CALM, Absence, Scenario
 from simulation.simulation import Simulation
-from simulation.work import Toy
 
 
-def phased(phase_s: float, absences: list[Absence], until_s: float | None, **changes: object) -> Plan:
+def phased(phase_s: float, absences: list[Absence], until_s: float | None, **changes: object) -> Scenario:
     """Four replicas whose steps take a second, or a twentieth of a phase, at a store that answers at once."""
     steps = max(20, round(phase_s))
     plan = replace(
@@ -116,7 +116,7 @@ def work_that_was_counted_is_known_when_its_contribution_is_gone() -> None:
     simulation.store._create = losing  # type: ignore[method-assign]
     simulation.run()  # checks that nothing counts twice
     assert gone
-    assert not simulation.toys[2].dropped
+    assert not simulation.states[2].dropped
 
 
 def a_run_that_is_resumed_as_a_whole_is_in_phase_from_its_start(leaves_outcome: bool) -> None:
@@ -143,7 +143,7 @@ def a_replica_that_leaves_out_of_phase_waits_for_nobody() -> None:
 
     def leaves(process: Process, side: TrainingSide, entries: int) -> bool:
         me = side._context.me
-        joiner = me.rank == 4 and side.phase.is_out_of_phase and simulation.toys[4].done == 3
+        joiner = me.rank == 4 and side.phase.is_out_of_phase and simulation.states[4].done == 3
         if joiner:
             leaving_s.append(simulation.world.now)
         return joiner or has_finished(process, side, entries)
@@ -204,7 +204,7 @@ def test_scene(scene: Callable[[], None]) -> None:
 def test_a_returner_whose_predecessor_is_counted_keeps_its_own_work(die: tuple[int, ...]) -> None:
     """Rank 2 dies when its contribution is stored, alone or with all others, and is back before that is sealed."""
     simulation = Simulation(phased(20, [], None, entries=[8] * 4, speeds=[1.5, 1.5, 1, 1.5], upload_s=0.0))
-    simulation.plan.absences.append(Absence(3, 1e9, 0.0))  # deaths are this scene's alone
+    simulation.scenario.absences.append(Absence(3, 1e9, 0.0))  # deaths are this scene's alone
 
     def kill() -> None:
         for rank in die:
@@ -219,7 +219,7 @@ def test_a_returner_whose_predecessor_is_counted_keeps_its_own_work(die: tuple[i
 
 
 def test_dropping_late_work_keeps_work_done_after_a_seal_has_named_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Toy, "carries", False)
+    monkeypatch.setattr(IntegerState, "carries", False)
     simulation = ran(100, [], until_s=450, joiners=1, seed=3)
     seals = simulation.seals()
     assert seals[0].replicas[4].weight == 0
@@ -263,7 +263,7 @@ def test_a_wait_that_is_ones_own_head_start_teaches_nobody_a_longer_grace() -> N
 
 # -- useful work -------------------------------------------------------------------------------------------------------
 
-SCENES: dict[str, tuple[Plan, float]] = {
+SCENES: dict[str, tuple[Scenario, float]] = {
     "phase 20, back after 7": (phased(20, [Absence(2, 45, 7)], 3000), 0.945),
     "phase 100, back after 45": (phased(100, [Absence(2, 220, 45)], 6000), 0.951),
     "phase 250, back after 60": (phased(250, [Absence(2, 520, 60)], 15000), 0.947),
@@ -296,7 +296,7 @@ In both a contribution takes a twentieth of a phase to be written, so that 0.95 
 
 def useful_share(simulation: Simulation) -> float:
     """Return the counted steps as a share of those that fit into the time in which replicas were not away."""
-    plan = simulation.plan
+    plan = simulation.scenario
     assert plan.until_s is not None
     counted = 0.0
     for entry, seal in enumerate(simulation.seals()):

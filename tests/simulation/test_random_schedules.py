@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from simulation.plan import Plan
+from simulation.model_check import CheckedModelState, DroppingModelState
+from simulation.scenario import Scenario
 from simulation.simulation import Simulation, run_schedule
-from simulation.twin import Dropping, Twin
 
 SCHEDULES = int(os.environ.get("REPLICAS_SCHEDULES", "400"))
 FIRST_SEED = int(os.environ.get("REPLICAS_FIRST_SEED", "0"))
@@ -28,7 +28,7 @@ def test_schedules_that_once_found_something_stay_fine() -> None:
 
     Then copies that died before they knew of their claim, or with two, and whose end was recorded under another. In
     phases: an overlap's slack before a last round that has none; a returner that waits; a grace shorter than a look;
-    600 and 902: a seal that comes while something is sent for it. Beside the training: rounds that fail and have
+    600 and 902: a seal that comes while something is sent for it. RoundGreenlet the training: rounds that fail and have
     landed; what was held for an entry that was jumped over; a replica out of phase that presents itself no more;
     one that comes to the end of a plan by entries that the others had without it; steps that left with the work of
     an earlier attempt. Three readings that were wrong in a moment, and a long sleep before the next. One that comes
@@ -41,14 +41,16 @@ def test_schedules_that_once_found_something_stay_fine() -> None:
     for seed in seeds:
         run_schedule(seed)
     for seed in (27, 223, 600, 902, 50763, 200907):
-        Simulation(Plan.phased(seed)).run()
+        Simulation(Scenario.phased(seed)).run()
 
 
 def test_a_seed_replays_its_schedule() -> None:
     assert run_schedule(7).world.schedule() == run_schedule(7).world.schedule()
 
 
-@pytest.mark.parametrize("training", [Twin, Dropping])
-def test_the_live_parameters_of_a_model_hold_the_work_that_the_simulation_counts(training: type[Twin]) -> None:
+@pytest.mark.parametrize("training", [CheckedModelState, DroppingModelState])
+def test_the_live_parameters_of_a_model_hold_the_work_that_the_simulation_counts(
+    training: type[CheckedModelState],
+) -> None:
     for seed in range(30):
         run_schedule(seed, training=training)

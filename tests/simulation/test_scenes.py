@@ -15,19 +15,19 @@ from diloco.rendezvous.frames import READ_TRIES
 from diloco.rendezvous.mean import Reducer
 from diloco.rendezvous.round_runner import RoundRunner
 from diloco.rendezvous.training_state import ApplyStats
+from simulation.integer_state import SLOTS, IntegerState
 from simulation.invariants import Process
 from simulation.simulation import RUN, Simulation, calm
-from simulation.work import SLOTS, Toy
 from simulation.world import Died
 
 
 def heal_a_flipped_bit(when: str, rank: int, n_fragments: int, *, sharded: bool) -> None:
     simulation = calm(sharded=sharded, n_fragments=n_fragments)
     flipped: list[str] = []
-    pack, apply = Toy.pack, Toy.apply
+    pack, apply = IntegerState.pack, IntegerState.apply
 
-    def packing(self: Toy, entry: int, *streaming: Any) -> object:
-        due = self is simulation.toys[rank] and entry == 1
+    def packing(self: IntegerState, entry: int, *streaming: Any) -> object:
+        due = self is simulation.states[rank] and entry == 1
         if due and when == "before packing":
             self.flip(entry % n_fragments)
             flipped.append(when)
@@ -38,17 +38,17 @@ def heal_a_flipped_bit(when: str, rank: int, n_fragments: int, *, sharded: bool)
             flipped.append(when)
         return packed
 
-    def applying(self: Toy, entry: int, *arguments: Any, **options: Any) -> ApplyStats:
+    def applying(self: IntegerState, entry: int, *arguments: Any, **options: Any) -> ApplyStats:
         applied = apply(self, entry, *arguments, **options)
-        if self is simulation.toys[rank] and entry == 1 and when == "after applying":
+        if self is simulation.states[rank] and entry == 1 and when == "after applying":
             self.flip(entry % n_fragments)
             self.excused_until = entry + n_fragments + 1
             flipped.append(when)
         return applied
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Toy, "pack", packing)
-        patch.setattr(Toy, "apply", applying)
+        patch.setattr(IntegerState, "pack", packing)
+        patch.setattr(IntegerState, "apply", applying)
         simulation.run()  # checks after each later entry that the state is the log's
     assert flipped == [when], (rank, n_fragments, sharded)
 
@@ -63,14 +63,14 @@ def test_a_replica_that_computes_otherwise_ends_alone_and_names_those_it_differs
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     simulation = calm()
-    replay = Toy.replay
+    replay = IntegerState.replay
 
-    def otherwise(self: Toy, entry: int, mean: Any) -> None:
+    def otherwise(self: IntegerState, entry: int, mean: Any) -> None:
         replay(self, entry, mean)
-        if self is simulation.toys[2]:
+        if self is simulation.states[2]:
             self.momentum[0] += np.float32(0.25)
 
-    monkeypatch.setattr(Toy, "replay", otherwise)
+    monkeypatch.setattr(IntegerState, "replay", otherwise)
     monkeypatch.setattr(Simulation, "_check_state", lambda self, toy, position: None)
     with pytest.raises(AssertionError, match=DivergenceError.__name__ + ": Rank 2, round .* of ranks 0, 1"):
         simulation.run()
@@ -100,7 +100,7 @@ def test_a_death_between_seal_and_adoption_holds_nobody_up(
 
     monkeypatch.setattr(owner, method, deadly)
     simulation.run()
-    assert sum(toy.done >= 4 for toy in simulation.toys) >= 2
+    assert sum(toy.done >= 4 for toy in simulation.states) >= 2
     if all_leave_outcomes:
         assert simulation.world.now < 30 + 70  # a restart begins within 60 s; nobody waits out a grace of 30 s on top
 
@@ -153,7 +153,7 @@ def test_a_finisher_that_is_started_again_has_nothing_to_do() -> None:
     simulation = calm()
     simulation.world.at(200.0, lambda: simulation._spawn(1, 0.0))
     simulation.run()
-    assert simulation.toys[3].done == 0
+    assert simulation.states[3].done == 0
     assert 3 in simulation.clean
 
 
@@ -177,7 +177,7 @@ def test_a_contribution_that_rots_is_left_out(sharded: bool, cut: bool) -> None:
     simulation.store.when_created(name, lambda: rot(simulation, name, rotten, cut=cut))
     simulation.run()
     assert len(rotten) == 1
-    assert all(toy.done >= 5 for toy in simulation.toys)  # the one left out catches up with that round
+    assert all(toy.done >= 5 for toy in simulation.states)  # the one left out catches up with that round
     assert sorted(simulation.clean) == [0, 1, 2]
 
 
@@ -234,7 +234,7 @@ def test_a_rotten_mean_without_inputs_is_jumped_over_to_the_next_snapshot(monkey
     simulation.run()
     assert rotten
     assert sorted(simulation.clean) == [0, 1, 2]
-    assert simulation.toys[2].done < 12  # it jumped
+    assert simulation.states[2].done < 12  # it jumped
 
 
 # -- nothing goes wrong ------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def test_a_rotten_mean_without_inputs_is_jumped_over_to_the_next_snapshot(monkey
 def test_without_faults_everybody_counts_in_every_round_and_leaves_nothing_behind() -> None:
     simulation = calm(entries=[10, 10, 10])
     simulation.run()
-    assert all(toy.done == 10 and not toy.undone[0].any() for toy in simulation.toys)
+    assert all(toy.done == 10 and not toy.undone[0].any() for toy in simulation.states)
     assert [key for key in simulation.store.objects if "/contribution/" in key] == []
     assert f"{RUN}/diloco/main/bye/2/0" in simulation.store.objects
     assert SLOTS == 12
@@ -256,4 +256,4 @@ def test_an_equally_fast_joiner_is_counted_from_its_second_round_on(monkeypatch:
     simulation.run()
     sealed = [entry for entry, seal in enumerate(simulation.seals()) if 3 in seal.replicas]
     assert sealed == list(range(sealed[0], 12))
-    assert len(sealed) >= simulation.toys[3].done - 1
+    assert len(sealed) >= simulation.states[3].done - 1

@@ -10,7 +10,7 @@ from diloco.rendezvous.phase import Phase
 from diloco.rendezvous.round_runner import RoundRunner
 from diloco.rendezvous.training_side import TrainingSide
 from simulation.invariants import Violation
-from simulation.plan import Plan
+from simulation.scenario import Scenario
 from simulation.simulation import Simulation
 from simulation.test_mutants import BROKEN, Patch, replaced, wrapped
 
@@ -76,9 +76,9 @@ def test_undoing_a_rule_between_both_sides_is_noticed(mutant: str, monkeypatch: 
 
 def first_violation(shown_by: int) -> str:
     for seed in (shown_by, *range(0, 8000, 20)):
-        plan = Plan.from_seed(seed)
+        plan = Scenario.from_seed(seed)
         try:
-            if plan.is_beside:
+            if plan.in_background:
                 Simulation(plan, is_traced=False).run()
         except Violation as violation:
             return str(violation)

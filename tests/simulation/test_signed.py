@@ -25,10 +25,10 @@ from diloco.rendezvous.restore import SnapshotReader
 from diloco.rendezvous.snapshot import SnapshotPointer
 from diloco.rendezvous.training_state import Arrays
 from diloco.wires.wire import Floats
+from simulation.integer_state import BLOCK_ELEMENTS, SLOTS, IntegerState
 from simulation.invariants import Process, Violation
-from simulation.plan import CALM
+from simulation.scenario import CALM
 from simulation.simulation import Simulation
-from simulation.work import BLOCK_ELEMENTS, SLOTS, Toy
 from simulation.world import HEAD_BYTES, SimulatedStore
 
 KEY = b"the key of this run"
@@ -134,7 +134,7 @@ class Attacked(Simulation):
         process.toy.replay = checked  # type: ignore[method-assign]
         super()._train(process, checkpoint)
 
-    def _check_state(self, toy: Toy, position: int) -> None:
+    def _check_state(self, toy: IntegerState, position: int) -> None:
         """Nothing: of a mean that was exchanged, two replicas may read other inputs, and go on from the log again."""
 
     def check_mean(self, entry: int, mean: Floats) -> None:

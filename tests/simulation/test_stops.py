@@ -13,7 +13,7 @@ from diloco.rendezvous.frames import Seal
 from diloco.rendezvous.round_runner import RoundRunner
 from diloco.rendezvous.seal import Sealer
 from simulation.invariants import Violation
-from simulation.plan import Absence, Plan
+from simulation.scenario import Absence, Scenario
 from simulation.simulation import calm, run_schedule
 from simulation.test_mutants import BROKEN, Patch, wrapped
 
@@ -29,7 +29,7 @@ def test_all_that_are_alive_end_after_the_same_round_in_random_schedules_of_faul
 
 
 def test_a_share_of_all_random_schedules_is_stopped() -> None:
-    assert sum(bool(Plan.from_seed(seed).stops) for seed in range(160)) == 20
+    assert sum(bool(Scenario.from_seed(seed).stops) for seed in range(160)) == 20
 
 
 @pytest.mark.parametrize("n_fragments", [1, 2, 3])

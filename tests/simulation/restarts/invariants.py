@@ -62,9 +62,9 @@ class LogChecker:
 
     def __init__(self, simulation: RestartSimulation) -> None:
         self.simulation = simulation
-        self.ranks = [Rank() for _ in range(simulation.plan.n_ranks)]
+        self.ranks = [Rank() for _ in range(simulation.scenario.n_ranks)]
         self.n_of_run = 0
-        self.policy: Restarts | None = None if simulation.plan.policy is None else parse(simulation.plan.policy)
+        self.policy: Restarts | None = None if simulation.scenario.policy is None else parse(simulation.scenario.policy)
 
     def walk(self) -> None:
         entries = self.simulation.entries
@@ -111,7 +111,7 @@ class LogChecker:
         found = {
             "deterministic": self._is_deterministic(entry, end, rank),
             "no_progress": strikes > policy.no_progress,
-            "budget": late_s > (self.simulation.plan.skew_s if entry.kind == "restart" else 0.0)
+            "budget": late_s > (self.simulation.scenario.skew_s if entry.kind == "restart" else 0.0)
             or not (is_free or (has_budget and n_alike < cap)),
         }
         if entry.kind != "restart":
@@ -152,7 +152,7 @@ class LogChecker:
                 raise Violation(f"entry {index} leaves out rank {rank}, which belongs to it")
 
     def _check_too_few(self, index: int) -> None:
-        plan = self.simulation.plan
+        plan = self.simulation.scenario
         ends = self.simulation.store.ends
         cancelled = {key[0] for key, end in ends.items() if end.status is ReplicaStatus.CANCELLED}
         gone = {number for number, rank in enumerate(self.ranks) if rank.is_given_up} | cancelled
@@ -172,7 +172,7 @@ class LogChecker:
 
 def _check_ends(simulation: RestartSimulation) -> None:
     """S5: every rank is over, and where too few can succeed the run is."""
-    plan, store, entries = simulation.plan, simulation.store, simulation.entries
+    plan, store, entries = simulation.scenario, simulation.store, simulation.entries
     if simulation.world.now >= simulation.limit_s - 20.0:
         raise Violation("S5: the run did not come to its end")
     living = [worker.name for worker in simulation.workers if worker.runs_user_code]

@@ -66,7 +66,7 @@ class Worker:
         return True
 
     def work(self) -> None:
-        world, plan = self.simulation.world, self.simulation.plan
+        world, plan = self.simulation.world, self.simulation.scenario
         dice = world.rng
         end = ENDS[kind := dice.choice(plan.ends)]
         if world.now > plan.faults.until_s + (0.0 if kind == "free" else CALM_S):
@@ -285,7 +285,9 @@ class OutsideController:
                 store.record(Outcome(rank, number, ReplicaStatus.FAILED, reason))  # type: ignore[arg-type]
 
     def _is_over(self, snapshot: RunSnapshot) -> bool:
-        return len(snapshot.ends) == self.simulation.plan.n_ranks and all(map(self._is_final, snapshot.ends.values()))
+        return len(snapshot.ends) == self.simulation.scenario.n_ranks and all(
+            map(self._is_final, snapshot.ends.values())
+        )
 
     def _is_final(self, end: Outcome) -> bool:
         log = self.controller.log.entries

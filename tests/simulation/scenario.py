@@ -28,7 +28,7 @@ class Absence:
 
 
 @dataclass
-class Plan:
+class Scenario:
     """What a schedule consists of; all of it follows from the seed."""
 
     seed: int
@@ -46,7 +46,7 @@ class Plan:
     joiners: int = 0
     streams: bool = False
     """Whether the store takes contributions while they are being made."""
-    is_beside: bool = False
+    in_background: bool = False
     """Whether rounds go on beside the training."""
     keeps_later_work: bool = False
     """Whether steps made while counted work travelled are kept."""
@@ -102,13 +102,13 @@ class Plan:
         return self.overlap_by if self.overlap and self.steps_per_entry > 1 else 0
 
     @classmethod
-    def from_seed(cls, seed: int) -> Plan:
+    def from_seed(cls, seed: int) -> Scenario:
         plan = cls.phased(seed) if seed % PHASED_SHARE == 0 else cls.random(seed)
         plan = plan.beside(random.Random(f"sides {seed}"))
         plan = plan.by_the_clock() if random.Random(f"is clocked {seed}").random() < 0.25 else plan
         return plan.stopping() if seed % STOPPING_SHARE == STOPPING_SHARE - 1 else plan
 
-    def stopping(self) -> Plan:
+    def stopping(self) -> Scenario:
         """Return the same plan, in which one or two ranks ask all to end the run, somewhere on the way.
 
         Each process of such a rank asks again from that position on, as a script does that is started again.
@@ -117,7 +117,7 @@ class Plan:
         ranks = rng.sample(range(self.world_size), min(self.world_size, rng.choice([1, 1, 2])))
         return replace(self, stops={rank: rng.randrange(max(1, *self.entries)) for rank in ranks})
 
-    def beside(self, rng: random.Random) -> Plan:
+    def beside(self, rng: random.Random) -> Scenario:
         """Return the same plan, perhaps with rounds beside the training, and with other merges."""
         if rng.random() < 0.5:
             return self
@@ -125,14 +125,14 @@ class Plan:
         overlap = rng.choice([False, True, None])
         return replace(
             self,
-            is_beside=overlap is None or rng.random() < 0.8,
+            in_background=overlap is None or rng.random() < 0.8,
             overlap=overlap,
             overlap_by=max(1, rng.choice([1, most])),
             keeps_later_work=rng.random() < 0.6,
             carry_rounds=rng.choice([None, None, 1, 2]),
         )
 
-    def by_the_clock(self) -> Plan:
+    def by_the_clock(self) -> Scenario:
         """Return the same plan with rounds by the clock, and replicas of unlike speeds.
 
         In phases a step of the slowest is shorter than an entry; else it may be longer.
@@ -151,7 +151,7 @@ class Plan:
         )
 
     @classmethod
-    def random(cls, seed: int) -> Plan:
+    def random(cls, seed: int) -> Scenario:
         """Anything may happen at any time."""
         rng = random.Random(f"plan {seed}")
         world_size = rng.randint(1, 4)
@@ -198,7 +198,7 @@ class Plan:
         return plan
 
     @classmethod
-    def phased(cls, seed: int) -> Plan:
+    def phased(cls, seed: int) -> Scenario:
         """Replicas of one speed, of which some are away for a while in the first phases."""
         rng = random.Random(f"phased plan {seed}")
         world_size = rng.randint(2, 5)
@@ -253,7 +253,7 @@ def is_lossy(seed: int) -> bool:
     return random.Random(f"lossy {seed}").random() < 0.4
 
 
-CALM = Plan(
+CALM = Scenario(
     seed=1,
     world_size=3,
     n_fragments=1,

@@ -75,7 +75,7 @@ ZEROS = np.zeros(SLOTS, np.float32)
 
 
 @dataclass
-class Held:
+class HeldValues:
     """What passes between the training and the rounds for one fragment."""
 
     owner: str = "the training"
@@ -84,12 +84,12 @@ class Held:
     ops: list[tuple[str, Floats]] = field(default_factory=list)
     """What is to become of live work: "take" so much away, or let "only" so much be left, which should be "all"."""
 
-    def of(self, owner: str) -> Held:
+    def of(self, owner: str) -> HeldValues:
         assert self.owner == owner, f"V7: this belongs to {self.owner}, and {owner} uses it"
         return self
 
 
-class Toy:
+class IntegerState:
     """Work of whole numbers: each process counts what it did in a slot of its own."""
 
     carries = True
@@ -103,7 +103,7 @@ class Toy:
         self.momentum = [np.zeros(SLOTS, np.float32) for _ in range(n_fragments)]
         self.undone = [np.zeros(SLOTS, np.float32) for _ in range(n_fragments)]
         """The training's: live work, as distances from the anchor."""
-        self.held = [Held() for _ in range(n_fragments)]
+        self.held = [HeldValues() for _ in range(n_fragments)]
         self.slot, self.done, self.dropped = slot, 0, False
         self.wire, self.mean_wire = WIRES[is_lossy]
         self.keeps_later_work = keeps_later_work
@@ -117,7 +117,7 @@ class Toy:
     def prepare(self, *, is_final: Callable[[int], bool], trains_on: bool) -> None:
         self.is_final, self.trains_on = is_final, trains_on
 
-    def labour(self) -> None:
+    def train_step(self) -> None:
         self.done += 1
         for undone in self.undone:
             undone[self.slot] += 1

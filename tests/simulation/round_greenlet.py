@@ -14,7 +14,7 @@ class LeftError(BaseException):
     """The training has left."""
 
 
-class Beside:
+class RoundGreenlet:
     """What `diloco.round_thread.RoundThread` is in a simulated world."""
 
     in_background = True

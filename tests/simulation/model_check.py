@@ -20,10 +20,10 @@ from diloco.outer_optimizer import NesterovSGD
 from diloco.rendezvous.training_state import ApplyStats, PackedWork, Verdict
 from diloco.settings import Settings
 from diloco.wires.wire import Pieces
-from simulation.work import BLOCK_ELEMENTS, Toy, values_of
+from simulation.integer_state import BLOCK_ELEMENTS, IntegerState, values_of
 
 
-class Stepping(NesterovSGD):
+class ImitatingOptimizer(NesterovSGD):
     """An outer optimizer of an anchor that somebody else steps; piece by piece that becomes what it is then."""
 
     step_anchor: Callable[[], object]
@@ -37,12 +37,12 @@ class Stepping(NesterovSGD):
             self._anchor[first : first + len(values)] = after[first : first + len(values)]
 
 
-class LiveState(ModelState):
+class ImitatingModelState(ModelState):
     """A model state whose anchor somebody else steps."""
 
     def step_by(self, step_anchor: Callable[[], object]) -> None:
         for outer in self.anchor.outer:
-            assert isinstance(outer, Stepping)
+            assert isinstance(outer, ImitatingOptimizer)
             outer.step_anchor = step_anchor
 
     def replay(self, entry: int, mean: Sequence[memoryview]) -> float | None:
@@ -51,7 +51,7 @@ class LiveState(ModelState):
         return super().replay(entry, mean)
 
 
-class Twin(Toy):
+class CheckedModelState(IntegerState):
     """A toy with a model of one parameter for each fragment."""
 
     def prepare(self, *, is_final: Callable[[int], bool], trains_on: bool) -> None:
@@ -74,10 +74,10 @@ class Twin(Toy):
         fragments = plan_fragments(model, [[f"part{f}"] for f in range(len(self.anchor))], sync_buffers=False)
         self.live = [model.get_parameter(f"part{f}") for f in range(len(self.anchor))]
         settings = Settings.of(given, n_fragments=len(fragments), world_size=1, rank=0)
-        self.real = LiveState(model, fragments, settings, block_elements=BLOCK_ELEMENTS)
+        self.real = ImitatingModelState(model, fragments, settings, block_elements=BLOCK_ELEMENTS)
         self.real.wire, self.real.mean_wire, self.real._is_final = self.wire, self.mean_wire, is_final  # type: ignore[assignment]
         self.real.anchor.outer = [
-            Stepping(f, a, settings.schedule) for f, a in zip(fragments, self.real.anchors, strict=True)
+            ImitatingOptimizer(f, a, settings.schedule) for f, a in zip(fragments, self.real.anchors, strict=True)
         ]
 
     def _follow_the_anchor(self) -> None:
@@ -89,8 +89,8 @@ class Twin(Toy):
             found = anchor - live.detach().numpy()
             assert np.allclose(found, undone, atol=0.01), f"V10: {when} fragment {f} has {found}, not {undone}"
 
-    def labour(self) -> None:
-        super().labour()
+    def train_step(self) -> None:
+        super().train_step()
         with torch.no_grad():
             for live in self.live:
                 live[self.slot] -= 1
@@ -149,7 +149,7 @@ class Twin(Toy):
         self._check("resumed,")
 
 
-class Dropping(Twin):
+class DroppingModelState(CheckedModelState):
     """One whose late work is given up."""
 
     carries = False
