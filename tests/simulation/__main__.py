@@ -88,17 +88,17 @@ def replay(seed: int, *, stops: bool) -> int:
         seed: of the schedule.
         stops: whether a rank stops the run in any case.
     """
-    plan = Scenario.from_seed(seed).stopping() if stops else Scenario.from_seed(seed)
-    print(plan)  # before the run, which counts its deaths down
-    simulation = Simulation(plan)
+    scenario = Scenario.from_seed(seed).stopping() if stops else Scenario.from_seed(seed)
+    print(scenario)  # before the run, which counts its deaths down
+    simulation = Simulation(scenario)
     return show(simulation.world, simulation.run)
 
 
 def replay_restarts(seed: int) -> int:
     """Print a schedule of supervision, and how it ended."""
-    plan = RestartScenario.from_seed(seed)
-    print(plan)
-    simulation = RestartSimulation(plan)
+    scenario = RestartScenario.from_seed(seed)
+    print(scenario)
+    simulation = RestartSimulation(scenario)
     return show(simulation.world, lambda: check(simulation.run()))
 
 

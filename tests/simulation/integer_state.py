@@ -1,4 +1,4 @@
-"""Work of whole numbers for the simulated rendezvous: whose work is in a mean can be read off it."""
+"""A training state of whole numbers for the simulation: a mean shows which process did which part of the work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from diloco.wires.wire import Floats, Wire, blocks_of, decoded
 
 
 class Multiples:
-    """A wire of multiples of a unit: whole ones, and the rest is left out, or the nearest ones."""
+    """A wire that encodes each value as a multiple of a unit, either cut off or rounded to nearest."""
 
     is_exact = False
     is_relative = False
@@ -57,7 +57,7 @@ class Multiples:
 
 
 def whole(values: Floats) -> Floats:
-    """Cut values off towards zero; what is a whole number but for rounding is one."""
+    """Cut values off toward zero. A value that is a whole number except for rounding counts as that number."""
     cut: Floats = np.trunc(values * np.float32(1.001))
     return cut
 
@@ -66,23 +66,26 @@ WIRES: dict[bool, tuple[Wire, Wire]] = {
     False: (FP32, FP32),
     True: (Multiples(4, np.int16, whole), Multiples(1 / 1024, np.int32, np.rint)),
 }
-"""Of contributions and of means, by whether they lose something."""
+"""The wires of contributions and of means, without and with rounding."""
 MOST_LEFT = {False: 0, True: 3}
-"""How many units of work stay at most, for each process, when all is sent."""
-SLOTS = 12  # processes whose work is told apart: one float each, so a fragment has three blocks
+"""The largest number of units of work that a process keeps when it has sent everything, without and with rounding."""
+SLOTS = 12
+"""The number of processes in a schedule. Each has one float of a fragment for its work, so a fragment has 3 blocks."""
 BLOCK_ELEMENTS = 4
 ZEROS = np.zeros(SLOTS, np.float32)
 
 
 @dataclass
 class HeldValues:
-    """What passes between the training and the rounds for one fragment."""
+    """The held work of one fragment, and the changes of live work that the next merge makes."""
 
     owner: str = "the training"
+    """The side that may use this object now."""
     values: Floats | None = None
-    """What was held; None: live work is as it was when it was handed over."""
+    """The held work. None: the live work has not changed since it was held."""
     ops: list[tuple[str, Floats]] = field(default_factory=list)
-    """What is to become of live work: "take" so much away, or let "only" so much be left, which should be "all"."""
+    """The changes of live work: "take" subtracts values, and "only" replaces the live work by values. "all" does the
+    same as "only" and asserts that no work is lost."""
 
     def of(self, owner: str) -> HeldValues:
         assert self.owner == owner, f"V7: this belongs to {self.owner}, and {owner} uses it"
@@ -90,7 +93,7 @@ class HeldValues:
 
 
 class IntegerState:
-    """Work of whole numbers: each process counts what it did in a slot of its own."""
+    """A `TrainingState` of whole numbers. Each process adds 1 to its own slot at each step."""
 
     carries = True
     proof: Proof = UNSIGNED
@@ -102,16 +105,16 @@ class IntegerState:
         self.anchor = [rng.integers(-9, 9, SLOTS).astype(np.float32) for _ in range(n_fragments)]
         self.momentum = [np.zeros(SLOTS, np.float32) for _ in range(n_fragments)]
         self.undone = [np.zeros(SLOTS, np.float32) for _ in range(n_fragments)]
-        """The training's: live work, as distances from the anchor."""
+        """By fragment, the live work, as distances from the anchor."""
         self.held = [HeldValues() for _ in range(n_fragments)]
         self.slot, self.done, self.dropped = slot, 0, False
         self.wire, self.mean_wire = WIRES[is_lossy]
         self.keeps_later_work = keeps_later_work
         self.trains_on = False
-        """Whether steps are made between sending and merging."""
+        """True if steps are made between holding and merging."""
         self.is_final: Callable[[int], bool] = lambda entry: False
         self.excused_until = 0
-        """A flipped bit shows at the latest when the entry before this one is applied."""
+        """The entry before which a flipped bit must have been found."""
         self._payload = memoryview(bytearray(self.wire.size(SLOTS)))
 
     def prepare(self, *, is_final: Callable[[int], bool], trains_on: bool) -> None:
@@ -145,11 +148,11 @@ class IntegerState:
     def digest(self, fragment: int) -> str:
         return xxh3_128_hexdigest(self.anchor[fragment].tobytes() + self.momentum[fragment].tobytes())
 
-    # -- the training's side -----------------------------------------------------------------------------------------
+    # -- for the training ----------------------------------------------------------------------------------------------
 
     def hold(self, fragment: int, *, is_early: bool) -> None:
         held = self.held[fragment].of("the training")
-        assert held.values is None, "V7: what is in flight is held a second time"
+        assert held.values is None, "V7: the work in flight is held a second time"
         if self.trains_on or is_early or not self.wire.is_exact:
             held.values = self.undone[fragment].copy()
         held.owner = "the rounds"
@@ -159,12 +162,12 @@ class IntegerState:
             for op, values in held.ops:
                 if op == "take":
                     undone -= values
-                else:  # what was done since is lost on purpose, or nothing was
+                else:  # "only" drops later work on purpose, and with "all" there is no later work
                     self.dropped = self.dropped or (op == "only" and bool((undone != values).any()))
                     undone[:] = values
             held.ops = []
 
-    # -- the rounds' side --------------------------------------------------------------------------------------------
+    # -- for the round runner ------------------------------------------------------------------------------------------
 
     def pack(
         self, entry: int, write: Callable[[memoryview], object] | None = None, keep: tuple[int, int] | None = None
@@ -181,7 +184,7 @@ class IntegerState:
         if write is not None:
             write(payload)
             for at in [*range(first), *range(end, len(payload))]:
-                payload[at] = 0xFF  # what is not to be kept is no longer there
+                payload[at] = 0xFF  # destroys the bytes that need not stay in memory, so that no caller can use them
         return PackedWork(digests, norms, payload[first:end], first)
 
     def apply(
@@ -222,7 +225,8 @@ class IntegerState:
         return None
 
     def follow(self, anchors: Any, verdicts: Sequence[Verdict | None], *, partly: int | None) -> None:
-        self.dropped = self.dropped or Verdict.COUNTED in verdicts  # what was jumped over cannot be read back
+        # The counted work of a passed entry is not known exactly, so this process no longer accounts for all its work.
+        self.dropped = self.dropped or Verdict.COUNTED in verdicts
         for f, (held, verdict) in enumerate(zip(self.held, verdicts, strict=True)):
             if not self._keeps(verdict):
                 is_part = f == partly and held.values is not None
@@ -230,7 +234,7 @@ class IntegerState:
             if verdict is not None:
                 held.owner, held.values = "the training", None
 
-    # -- while nothing goes on beside the other ----------------------------------------------------------------------
+    # -- while only one of the two sides works -------------------------------------------------------------------------
 
     def progress(self) -> Any:
         return deepcopy(self.undone)
@@ -246,7 +250,7 @@ class IntegerState:
 
 
 def values_of(wire: Wire, ranges: Sequence[memoryview]) -> Floats:
-    """Decode a payload, or none: zeros."""
+    """Return the decoded values of a payload. An empty payload gives zeros."""
     values = np.zeros(SLOTS, np.float32)
     for first, piece in decoded(wire, ranges, SLOTS, BLOCK_ELEMENTS):
         values[first : first + len(piece)] = piece
@@ -254,6 +258,7 @@ def values_of(wire: Wire, ranges: Sequence[memoryview]) -> Floats:
 
 
 def step(anchor: list[Floats], momentum: list[Floats], entry: int, mean: Floats) -> None:
+    """Make the outer step of an entry, with a momentum of 0.5."""
     f = entry % len(anchor)
     momentum[f] *= np.float32(0.5)
     momentum[f] += mean

@@ -40,7 +40,7 @@ class Process:
     name: str
     rank: int | None
     slot: int
-    toy: IntegerState
+    state: IntegerState
     steps: rounds.RoundPlan
     """Its own plan, which ends where it has learned that the run was stopped."""
     here_s: float | None = None
@@ -68,7 +68,7 @@ class Process:
 class Invariants:
     """What must hold in a schedule."""
 
-    plan: Scenario
+    scenario: Scenario
     proof: Proof = UNSIGNED
     processes: list[Process] = field(default_factory=list)
     clean: dict[int, IntegerState] = field(default_factory=dict)
@@ -83,11 +83,11 @@ class Invariants:
 
     @property
     def layout(self) -> Layout:
-        return Layout(SLOTS, Limits(block_elements=BLOCK_ELEMENTS), *WIRES[self.plan.is_lossy])
+        return Layout(SLOTS, Limits(block_elements=BLOCK_ELEMENTS), *WIRES[self.scenario.is_lossy])
 
     @property
     def states(self) -> list[IntegerState]:
-        return [process.toy for process in self.processes]
+        return [process.state for process in self.processes]
 
     def _check_ledger(self, process: Process, phase: rounds.Phase) -> None:
         """The number of steps in the live work is known at any time, but for what a wire has left out of earlier ones.
@@ -95,9 +95,9 @@ class Invariants:
         Contributions are weighed by it.
         """
         slot = process.slot % SLOTS
-        units = [int(undone[slot]) for undone in process.toy.undone]
+        units = [int(undone[slot]) for undone in process.state.undone]
         if any(
-            not 0 <= unit - made <= MOST_LEFT[self.plan.is_lossy]
+            not 0 <= unit - made <= MOST_LEFT[self.scenario.is_lossy]
             for unit, made in zip(units, phase.uncounted_steps, strict=True)
         ):
             raise Violation(f"{process.name} has {units} uncounted steps and believes in {phase.uncounted_steps}")
@@ -111,23 +111,25 @@ class Invariants:
         was_named: bool,
     ) -> None:
         """I12, where nothing but a store's answers takes time."""
-        plan, now = self.plan, self.world.now
+        scenario, now = self.scenario, self.world.now
         phase_s = ([0.0, *process.adopted_s])[-2 if adopted else -1]  # when it began: a step in it may have been long
         if any(start < now and end > min(began_s, phase_s) for start, end in process.held_s):
             return
-        calls_s = 60 * plan.answer_s + 3 * plan.upload_s + 1.2  # the pauses between two looks are a second at most
-        if was_out and not adopted and now - began_s > 60 * plan.answer_s + plan.upload_s:
+        calls_s = (
+            60 * scenario.answer_s + 3 * scenario.upload_s + 1.2
+        )  # the pauses between two looks are a second at most
+        if was_out and not adopted and now - began_s > 60 * scenario.answer_s + scenario.upload_s:
             raise Violation(f"I12: {process.name}, out of phase, stood still for {now - began_s:.3f} s")
-        if plan.sharded or (adopted and process.steps.is_final(adopted[-1].round - 1)):
+        if scenario.sharded or (adopted and process.steps.is_final(adopted[-1].round - 1)):
             return  # waits for a mean are not counted; at the end of a plan there is nothing to do but wait
-        grace_s = max(plan.grace_s, plan.phase_s / 20)
-        if plan.entry_s is not None:  # a step in which a process was held up took as long
+        grace_s = max(scenario.grace_s, scenario.phase_s / 20)
+        if scenario.entry_s is not None:  # a step in which a process was held up took as long
             held_s = max((end - start for each in self.processes for start, end in each.held_s), default=0.0)
-            grace_s = max(grace_s, min(plan.entry_s, 2.0 * (plan.longest_step_s + held_s)))
+            grace_s = max(grace_s, min(scenario.entry_s, 2.0 * (scenario.longest_step_s + held_s)))
         for entry in adopted:
-            early_s = plan.longest_step_s + 1.0 if was_out or process.is_new else 0.0  # a step and a look
-            most_s = grace_s + early_s if was_named else 2 * plan.phase_s + 2 * grace_s
-            waited_s = entry.late_s if plan.in_background else entry.wait_s
+            early_s = scenario.longest_step_s + 1.0 if was_out or process.is_new else 0.0  # a step and a look
+            most_s = grace_s + early_s if was_named else 2 * scenario.phase_s + 2 * grace_s
+            waited_s = entry.late_s if scenario.in_background else entry.wait_s
             if waited_s > most_s + calls_s:
                 raise Violation(f"I12: {process.name} waited {waited_s:.3f} s for round {entry.round}")
 
@@ -137,7 +139,7 @@ class Invariants:
         A seal of work that was all sent before it, or of the dead alone, is of before: it says of nobody that its phase
         is the run's, and who came back since could not be in it.
         """
-        pause_s = min(MOST_PAUSE_S, max(0.02, self.plan.grace_s / 4))
+        pause_s = min(MOST_PAUSE_S, max(0.02, self.scenario.grace_s / 4))
         calm_s = 0.0
         for process in self.processes:
             starts = [] if process.here_s is None else [process.here_s]
@@ -179,15 +181,15 @@ class Invariants:
         if whole < 2:
             self.failures.append(f"I13: {key} is deleted while there are {whole} later snapshots")
 
-    def _check_state(self, toy: IntegerState, position: int) -> None:
+    def _check_state(self, state: IntegerState, position: int) -> None:
         """After each adopted entry. A process that read wrongly that a fragment's next seal is missing is excused."""
         anchor, momentum = self._log_state(position)
-        n_fragments = self.plan.n_fragments
+        n_fragments = self.scenario.n_fragments
         for f in range(n_fragments):
-            if _equal([toy.anchor[f], toy.momentum[f]], [anchor[f], momentum[f]]):
+            if _equal([state.anchor[f], state.momentum[f]], [anchor[f], momentum[f]]):
                 continue
             next_entry = position + (f - position) % n_fragments
-            if next_entry < toy.excused_until or self._is_unprovable(f):
+            if next_entry < state.excused_until or self._is_unprovable(f):
                 continue
             if (self.world.who(), self.keys.seal(next_entry)) not in self.store.misled:
                 raise Violation(f"I2: before entry {position} the state of fragment {f} is not the log's")
@@ -198,13 +200,13 @@ class Invariants:
         Computed again on another host it may have other bits, and later seals then differ from it.
         """
         entries = (int(key.split("/r")[-1].split("/")[0]) for key in self.store.headless)
-        return any(entry % self.plan.n_fragments == fragment for entry in entries)
+        return any(entry % self.scenario.n_fragments == fragment for entry in entries)
 
     def _log_state(self, position: int) -> tuple[list[Floats], list[Floats]]:
         if not self.log:
             pointer = self.pointer_of(0)
             part = decode_part(memoryview(self.store.ever[self.keys.part(0, pointer.nonce, 0)][0]))
-            anchor = [np.array(part[str(f)]) for f in range(self.plan.n_fragments)]
+            anchor = [np.array(part[str(f)]) for f in range(self.scenario.n_fragments)]
             self.log.append((anchor, [np.zeros_like(a) for a in anchor]))
         while len(self.log) <= position:
             anchor, momentum = deepcopy(self.log[-1])
@@ -261,13 +263,13 @@ class Invariants:
         if self.keys.snapshot(0) not in self.store.ever:
             return  # everybody died before
         pointer = self.pointer_of(0)
-        if not _equal(IntegerState(self.plan.n_fragments, 0, int(pointer.nonce[5:])).anchor, self._log_state(0)[0]):
+        if not _equal(IntegerState(self.scenario.n_fragments, 0, int(pointer.nonce[5:])).anchor, self._log_state(0)[0]):
             raise Violation("I10: the first anchor is nobody's model")
-        counted = [np.zeros(SLOTS, np.float32) for _ in range(self.plan.n_fragments)]
+        counted = [np.zeros(SLOTS, np.float32) for _ in range(self.scenario.n_fragments)]
         spoilt: set[int] = set()
         entry = 0
         while self.keys.seal(entry) in self.store.ever:
-            self._count(entry, counted[entry % self.plan.n_fragments], spoilt)
+            self._count(entry, counted[entry % self.scenario.n_fragments], spoilt)
             entry += 1
         self._check_counts(counted, spoilt)
         self._check_snapshots()
@@ -279,25 +281,27 @@ class Invariants:
             entry = int(key.rpartition("/")[2])
             pointer = self.pointer_of(entry)
             part = decode_part(memoryview(self.store.ever[self.keys.part(entry, pointer.nonce, 0)][0]))
-            toy = IntegerState(self.plan.n_fragments, 0, 0)
-            toy.load(part)
+            state = IntegerState(self.scenario.n_fragments, 0, 0)
+            state.load(part)
             anchor, momentum = self._log_state(entry)
             if self.store.headless:
                 continue
-            if not (_equal(toy.anchor, anchor) and _equal(toy.momentum, momentum)):
+            if not (_equal(state.anchor, anchor) and _equal(state.momentum, momentum)):
                 raise Violation(f"I2: the snapshot before entry {entry} is not the log's state")
 
     def _check_counts(self, counted: list[Floats], spoilt: set[int]) -> None:
         for units in counted:
-            for toy in self.states:
-                if units[toy.slot] > toy.done:
-                    raise Violation(f"I3: {units[toy.slot]} of {toy.done} units of process {toy.slot} were counted")
-        for slot, toy in self.clean.items():
+            for state in self.states:
+                if units[state.slot] > state.done:
+                    raise Violation(
+                        f"I3: {units[state.slot]} of {state.done} units of process {state.slot} were counted"
+                    )
+        for slot, state in self.clean.items():
             for fragment, units in enumerate(counted):
-                total = units[slot] + toy.undone[fragment][slot]
-                is_fine = total == toy.done or toy.dropped or self.processes[slot].left_out_of_phase
+                total = units[slot] + state.undone[fragment][slot]
+                is_fine = total == state.done or state.dropped or self.processes[slot].left_out_of_phase
                 if not is_fine and slot not in spoilt:
-                    raise Violation(f"I3: {total} of {toy.done} units of process {slot} are accounted for")
+                    raise Violation(f"I3: {total} of {state.done} units of process {slot} are accounted for")
 
     def _count(self, entry: int, counted: Floats, spoilt: set[int]) -> None:
         seal = self.seal_of(entry)
@@ -327,20 +331,20 @@ class Invariants:
                     raise Violation(f"entry {entry}: rank {rank} was left out, and what it sent is fine")
             total = sum(seal.replicas[rank].weight for rank in members)
             expected = sum(sent[rank][1][slot] * seal.replicas[rank].weight for rank in members) / (total or 1.0)
-            rounding = 1e-4 * max(1.0, abs(expected)) + 2 / 1024 * self.plan.is_lossy
+            rounding = 1e-4 * max(1.0, abs(expected)) + 2 / 1024 * self.scenario.is_lossy
             if mean.size and abs(mean[slot] - expected) > rounding:
                 raise Violation(f"entry {entry}: the mean of slot {slot} is {mean[slot]}, of the sealed {expected}")
             counted[slot] += sum(sent[rank][1][slot] for rank in members)
 
     def _check_weight(self, rank: int, head: Contribution, payload: Floats, nonce: str) -> None:
         """Work that is sent early, and any by the clock, weighs as the steps it is made of; nothing weighs nothing."""
-        whole, is_clocked = self.plan.weights[rank % len(self.plan.weights)], self.plan.entry_s is not None
+        whole, is_clocked = self.scenario.weights[rank % len(self.scenario.weights)], self.scenario.entry_s is not None
         expected = whole
         if not head.in_phase or is_clocked:
             share = head.steps if is_clocked else min(1.0, head.steps / self.steps.inner_steps)
             expected *= share if payload.size else 0.0
             is_known = not (is_clocked and self.processes[int(nonce[5:])].is_restored)
-            if is_known and abs(payload.sum() - head.steps) > MOST_LEFT[self.plan.is_lossy]:
+            if is_known and abs(payload.sum() - head.steps) > MOST_LEFT[self.scenario.is_lossy]:
                 raise Violation(f"rank {rank} sent {payload.sum()} units and calls them {head.steps} steps")
         if abs(head.weight - expected) > 1e-6:
             raise Violation(f"rank {rank} sent {head.steps} steps with a weight of {head.weight}, not {expected}")

@@ -1,7 +1,7 @@
-"""V10: the live parameters of a real model state hold the work that the simulation counts in whole numbers.
+"""V10: compares a real `ModelState` with the `IntegerState` of the simulation, after each merge and each contribution.
 
-Both are told the same. The anchor is stepped once; which work is in the live parameters each of them finds by itself,
-and they must agree whenever something was merged, and in all that is sent.
+Both get the same calls and share one outer step of the anchor. Each of them finds by itself which work is in its live
+parameters, and both must agree.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from simulation.integer_state import BLOCK_ELEMENTS, IntegerState, values_of
 
 
 class ImitatingOptimizer(NesterovSGD):
-    """An outer optimizer of an anchor that somebody else steps; piece by piece that becomes what it is then."""
+    """An outer optimizer that lets another state step the anchor, and then copies the result piece by piece."""
 
     step_anchor: Callable[[], object]
 
@@ -38,7 +38,7 @@ class ImitatingOptimizer(NesterovSGD):
 
 
 class ImitatingModelState(ModelState):
-    """A model state whose anchor somebody else steps."""
+    """A model state that lets another state step its anchor."""
 
     def step_by(self, step_anchor: Callable[[], object]) -> None:
         for outer in self.anchor.outer:
@@ -52,7 +52,7 @@ class ImitatingModelState(ModelState):
 
 
 class CheckedModelState(IntegerState):
-    """A toy with a model of one parameter for each fragment."""
+    """An `IntegerState` with a real model of one parameter for each fragment, which must agree with it."""
 
     def prepare(self, *, is_final: Callable[[int], bool], trains_on: bool) -> None:
         super().prepare(is_final=is_final, trains_on=trains_on)
@@ -96,7 +96,7 @@ class CheckedModelState(IntegerState):
                 live[self.slot] -= 1
 
     def flip(self, fragment: int) -> None:
-        """Leave the anchor alone: it would move the work, which is the distance from it."""
+        """Do nothing: another anchor would change the live work, which is the distance from it."""
 
     def load(self, arrays: Any) -> None:
         super().load(arrays)
@@ -124,7 +124,8 @@ class CheckedModelState(IntegerState):
     def apply(
         self, entry: int, mean: Sequence[memoryview], verdict: Verdict, packed: PackedWork | None, *, partly: bool
     ) -> ApplyStats:
-        self.real.step_by(partial(super().apply, entry, mean, verdict, packed, partly=partly))  # in the midst of it
+        # The real state calls this in the middle of its own `apply`, at the outer step.
+        self.real.step_by(partial(super().apply, entry, mean, verdict, packed, partly=partly))
         return self.real.apply(entry, mean, verdict, packed, partly=partly)
 
     def replay(self, entry: int, mean: Sequence[memoryview]) -> None:
@@ -150,6 +151,6 @@ class CheckedModelState(IntegerState):
 
 
 class DroppingModelState(CheckedModelState):
-    """One whose late work is given up."""
+    """A `CheckedModelState` that drops work which came too late for its round."""
 
     carries = False

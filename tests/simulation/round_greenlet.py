@@ -1,4 +1,4 @@
-"""The rounds of a simulated process beside its training: a greenlet of their own, and the scheduler between both."""
+"""Runs the round runner of a simulated process in a greenlet of its own, while the process continues to train."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from simulation.world import World
 
 
 class LeftError(BaseException):
-    """The training has left."""
+    """The training has left, so the current job ends."""
 
 
 class RoundGreenlet:
-    """What `diloco.round_thread.RoundThread` is in a simulated world."""
+    """A `Scheduler` for a simulated world, as `diloco.round_thread.RoundThread` is one for real threads."""
 
     in_background = True
 
@@ -25,9 +25,9 @@ class RoundGreenlet:
         self._jobs: deque[Job] = deque()
         self._idle: Callable[[], bool] = lambda: False
         self._error: BaseException | None = None
-        self._is_told = self._is_leaving = self._is_started = self._has_ended = False
+        self._is_raised = self._is_leaving = self._is_started = self._has_ended = False
 
-    # -- the training's side -----------------------------------------------------------------------------------------
+    # -- called by the training ----------------------------------------------------------------------------------------
 
     def begin(self, idle: Callable[[], bool]) -> None:
         self._idle = idle
@@ -46,15 +46,15 @@ class RoundGreenlet:
         self._world.wake(self)
 
     def check(self) -> bool:
-        if self._error is not None and not self._is_told:
-            self._is_told = True
+        if self._error is not None and not self._is_raised:
+            self._is_raised = True
             raise self._error
         return self._error is None
 
     def until(self, done: Callable[[], bool]) -> None:
         while not done():
             if self._error is not None:
-                self._is_told = True
+                self._is_raised = True
                 raise self._error
             self._world.suspend(self)
 
@@ -65,7 +65,7 @@ class RoundGreenlet:
         while self._is_started and not self._has_ended:
             self._world.suspend(self)
 
-    # -- the rounds' side --------------------------------------------------------------------------------------------
+    # -- called by the round runner ------------------------------------------------------------------------------------
 
     def notify(self) -> None:
         self._world.wake(self)
@@ -73,7 +73,7 @@ class RoundGreenlet:
     def pause(self, seconds: float, prefixes: Sequence[str]) -> None:
         if self._is_leaving:
             raise LeftError
-        self._world.suspend(self._jobs, seconds)  # woken where the real one looks up every 50 ms
+        self._world.suspend(self._jobs, seconds)  # `leave` wakes it, where the real thread looks every 50 ms
         if self._is_leaving:
             raise LeftError
 
@@ -83,7 +83,7 @@ class RoundGreenlet:
                 self._next()()
         except LeftError:
             pass
-        except BaseException as error:  # noqa: BLE001 - also a death, which is the training's too
+        except BaseException as error:  # noqa: BLE001 - the training raises it, also if the process was killed
             self._error = error
         self._has_ended = True
         self._world.wake(self)

@@ -1,4 +1,4 @@
-"""What a random schedule of the rendezvous consists of. All of it follows from the seed."""
+"""Derives the scenario of a random schedule from its seed: the run, its replicas, its store and its faults."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ from dataclasses import dataclass, field, replace
 from simulation.world import Faults
 
 PHASED_SHARE = 20
-"""One of so many seeds is of a schedule in phases; it takes four times as long as another."""
+"""One of 20 seeds gives a schedule in phases, which takes four times as long to run as another schedule."""
 STOPPING_SHARE = 8
-"""In one of so many seeds a rank stops the run."""
+"""In one of 8 seeds, a rank stops the run."""
 GRACE_S = 3.0
 PHASES_PER_GRACE = (0.03, 0.1, 1.0, 3.0, 10.0)
 
 
 @dataclass(frozen=True)
 class Absence:
-    """A process of a rank is away for a while."""
+    """A time during which a rank has no running process."""
 
     rank: int
     at_s: float
     for_s: float
     dies: bool = True
-    """Else it is held up, and goes on where it was."""
+    """True: the process dies, and another one starts later. False: the process is suspended, and continues."""
     leaves_outcome: bool = True
+    """True if the dead process has an outcome."""
 
 
 @dataclass
 class Scenario:
-    """What a schedule consists of; all of it follows from the seed."""
+    """The parameters of one schedule. The seed determines all of them, and all random decisions of the schedule."""
 
     seed: int
     world_size: int
@@ -37,7 +38,7 @@ class Scenario:
     entries: list[int]
     sharded: bool
     overlap: bool | None
-    """Whether a step is made while a contribution travels; None: as many as it takes."""
+    """True if steps are made between sending a contribution and applying the mean. None: as many as the mean needs."""
     min_quorum: int
     all_leave_outcomes: bool
     copies: float
@@ -45,41 +46,41 @@ class Scenario:
     snapshot_every: int = 3
     joiners: int = 0
     streams: bool = False
-    """Whether the store takes contributions while they are being made."""
+    """True if the store can write a contribution while it is being made."""
     in_background: bool = False
-    """Whether rounds go on beside the training."""
+    """True if rounds run while training continues."""
     keeps_later_work: bool = False
-    """Whether steps made while counted work travelled are kept."""
+    """True if steps that were made after holding the work are kept when the held work is counted."""
     overlap_by: int = 1
-    """How many steps an overlap has."""
+    """The number of steps of an overlap."""
     carry_rounds: int | None = None
     flip: tuple[int, int, int] | None = None
-    """A bit of this rank's state flips before this entry, in this fragment."""
+    """A rank, an entry and a fragment: a bit of the rank's state of this fragment flips before this entry."""
     steps_per_entry: int = 1
     step_s: tuple[float, float] = (0.1, 4.0)
-    """The shortest and the longest inner step."""
+    """The shortest and the longest inner step, in seconds."""
     speeds: list[float] = field(default_factory=list)
-    """By rank, how much longer its steps take; others: 1."""
+    """By rank, the factor by which its steps take longer. Further ranks have the factor 1."""
     weights: list[float] = field(default_factory=lambda: [1.0])
-    """By rank, in turn."""
+    """The weights of the ranks. They repeat if there are more ranks."""
     grace_s: float = 30.0
     answer_s: float = 0.001
-    """How long the store takes to answer."""
+    """Seconds that the store takes to answer."""
     upload_s: float = 0.0
-    """How long a contribution takes to be written."""
+    """Seconds that writing a contribution takes."""
     is_lossy: bool = False
-    """Whether contributions leave something out, and means are rounded."""
+    """True if contributions and means are rounded."""
     is_planned: bool = False
-    """Whether the replicas know how many steps there are."""
+    """True if the replicas know the number of steps of the run."""
     is_phased: bool = False
-    """Whether replicas of one speed meet, and are away by `absences` alone: then I11 and I12 must hold."""
+    """True if all replicas have about one speed, and only `absences` disturb them. Then I11 and I12 must hold."""
     absences: list[Absence] = field(default_factory=list)
     until_s: float | None = None
-    """When everything is stopped; None: when all have finished."""
+    """The time at which the schedule is stopped. None: it runs until all replicas have finished."""
     entry_s: float | None = None
-    """By the clock: how long after an entry the next one is due."""
+    """With rounds by the clock: seconds from one entry to the next."""
     overlap_share: float = 0.0
-    """By the clock: the share of that time for which an overlap lasts."""
+    """With rounds by the clock: the share of that time for which an overlap lasts."""
     stops: dict[int, int] = field(default_factory=dict)
     """The position from which each process of a rank asks all to end the run, by rank."""
 
@@ -103,22 +104,22 @@ class Scenario:
 
     @classmethod
     def from_seed(cls, seed: int) -> Scenario:
-        plan = cls.phased(seed) if seed % PHASED_SHARE == 0 else cls.random(seed)
-        plan = plan.beside(random.Random(f"sides {seed}"))
-        plan = plan.by_the_clock() if random.Random(f"is clocked {seed}").random() < 0.25 else plan
-        return plan.stopping() if seed % STOPPING_SHARE == STOPPING_SHARE - 1 else plan
+        scenario = cls.phased(seed) if seed % PHASED_SHARE == 0 else cls.random(seed)
+        scenario = scenario.with_other_merges(random.Random(f"sides {seed}"))
+        scenario = scenario.by_the_clock() if random.Random(f"is clocked {seed}").random() < 0.25 else scenario
+        return scenario.stopping() if seed % STOPPING_SHARE == STOPPING_SHARE - 1 else scenario
 
     def stopping(self) -> Scenario:
-        """Return the same plan, in which one or two ranks ask all to end the run, somewhere on the way.
+        """Return a copy of the scenario in which one or two ranks ask for an early end of the run.
 
-        Each process of such a rank asks again from that position on, as a script does that is started again.
+        Each later process of such a rank asks again, as a script does that is started again.
         """
         rng = random.Random(f"stops {self.seed}")
         ranks = rng.sample(range(self.world_size), min(self.world_size, rng.choice([1, 1, 2])))
         return replace(self, stops={rank: rng.randrange(max(1, *self.entries)) for rank in ranks})
 
-    def beside(self, rng: random.Random) -> Scenario:
-        """Return the same plan, perhaps with rounds beside the training, and with other merges."""
+    def with_other_merges(self, rng: random.Random) -> Scenario:
+        """Return a copy of the scenario, perhaps with rounds in the background and with other merges."""
         if rng.random() < 0.5:
             return self
         most = self.steps_per_entry - 1
@@ -133,9 +134,9 @@ class Scenario:
         )
 
     def by_the_clock(self) -> Scenario:
-        """Return the same plan with rounds by the clock, and replicas of unlike speeds.
+        """Return a copy of the scenario with rounds by the clock and replicas of different speeds.
 
-        In phases a step of the slowest is shorter than an entry; else it may be longer.
+        In a schedule in phases, a step of the slowest replica is shorter than an entry. Otherwise it may be longer.
         """
         rng = random.Random(f"clock {self.seed}")
         entry_s, slowest, step_s = self.phase_s, 5.0, self.step_s
@@ -152,7 +153,7 @@ class Scenario:
 
     @classmethod
     def random(cls, seed: int) -> Scenario:
-        """Anything may happen at any time."""
+        """Return a scenario in which every fault may happen at any time."""
         rng = random.Random(f"plan {seed}")
         world_size = rng.randint(1, 4)
         entries, n_fragments = rng.choice([2, 3, 4, 5, 6, 9]), rng.randint(1, 3)
@@ -164,7 +165,7 @@ class Scenario:
         faults = Faults(**chosen, dies=rng.choice([0.0, 0.005, 0.02]), deaths_left=rng.randint(0, 3))
         min_quorum = rng.choice([1, 1, 2])
         steps_per_entry = rng.choice([1, 1, 2, 3])
-        plan = cls(
+        scenario = cls(
             seed=seed,
             world_size=world_size,
             n_fragments=n_fragments,
@@ -185,21 +186,23 @@ class Scenario:
             is_planned=rng.random() < 0.3,
             is_lossy=is_lossy(seed),
         )
-        if plan.is_planned:
-            plan.entries = [entries] * world_size
-        if world_size > 2 and rng.random() < 0.2:  # a majority must be right: nobody dies, sleeps or comes later
-            # Nor does it show when the others have left: a seal of all of them refutes it.
+        if scenario.is_planned:
+            scenario.entries = [entries] * world_size
+        # A flipped bit is found only by a majority with the right state. So in such a scenario no process dies, sleeps
+        # or joins, and all replicas take part in the entry whose seal refutes the wrong state.
+        if world_size > 2 and rng.random() < 0.2:
             refuted = rng.randint(1, entries - 1)
             before = rng.randint(max(1, refuted - n_fragments + 1), refuted)
-            plan.flip = (rng.randrange(world_size), before, refuted % n_fragments)
-            plan.copies, plan.joiners, faults.deaths_left, faults.asleep, faults.rots = 0.0, 0, 0, 0.0, 0.0
-            plan.entries = [entries] * world_size
-            plan.grace_s = 10 * GRACE_S  # and is seen: at a slow store who is wrong may else decide alone
-        return plan
+            scenario.flip = (rng.randrange(world_size), before, refuted % n_fragments)
+            scenario.copies, scenario.joiners, faults.deaths_left, faults.asleep, faults.rots = 0.0, 0, 0, 0.0, 0.0
+            scenario.entries = [entries] * world_size
+            # With a short grace and a slow store, the replica with the wrong state might decide an entry alone.
+            scenario.grace_s = 10 * GRACE_S
+        return scenario
 
     @classmethod
     def phased(cls, seed: int) -> Scenario:
-        """Replicas of one speed, of which some are away for a while in the first phases."""
+        """Return a scenario of replicas of about one speed. Some of them are away for a while in the first phases."""
         rng = random.Random(f"phased plan {seed}")
         world_size = rng.randint(2, 5)
         n_fragments = rng.choice([1, 1, 1, 2, 3])
@@ -239,7 +242,7 @@ class Scenario:
             step_s=(step_s, step_s),
             speeds=speeds,
             grace_s=GRACE_S,
-            answer_s=rng.choice([0.0005, min(0.025, phase_s / 100)]),  # to seal takes twenty answers: less than a phase
+            answer_s=rng.choice([0.0005, min(0.025, phase_s / 100)]),  # a round takes 20 answers, less than a phase
             upload_s=rng.choice([0.0, 0.0, phase_s / 10]),
             weights=rng.choice([[1.0], [1.0, 2.0, 3.0]]),
             is_planned=rng.random() < 0.3,
@@ -250,6 +253,7 @@ class Scenario:
 
 
 def is_lossy(seed: int) -> bool:
+    """Return True if contributions are rounded in the schedule of a seed."""
     return random.Random(f"lossy {seed}").random() < 0.4
 
 
@@ -265,4 +269,4 @@ CALM = Scenario(
     copies=0.0,
     faults=Faults(),
 )
-"""A schedule in which nothing goes wrong by itself; take a copy."""
+"""A scenario without random faults. Copy it with `dataclasses.replace`, and do not change it."""

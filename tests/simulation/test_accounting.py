@@ -90,11 +90,11 @@ def test_work_counted_since_a_checkpoint_is_not_counted_again_by_a_copy_that_sta
     simulation = calm(world_size=2, entries=[30, 30], steps_per_entry=2, snapshot_every=2)
     checkpoints: list[RestoredWork] = []
 
-    def training(me: Identity, side: TrainingSide, toy: IntegerState) -> None:
+    def training(me: Identity, side: TrainingSide, state: IntegerState) -> None:
         if (me.rank, me.attempt) != (0, 0):
             return
         if side.position == 3 and side.phase.steps_since == 1:
-            checkpoints.append(restored_from(side, toy))
+            checkpoints.append(restored_from(side, state))
         if side.position == 4:
             raise Died  # when the work in the checkpoint was counted
 

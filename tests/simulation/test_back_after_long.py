@@ -54,11 +54,11 @@ def test_a_returner_that_brought_no_work_loses_none_of_its_new_steps(carry_round
     )  # fmt: skip
     kept: list[RestoredWork] = []
 
-    def dies_behind_its_record(me: object, side: object, toy: object) -> None:
+    def dies_behind_its_record(me: object, side: object, state: object) -> None:
         if (me.rank, me.attempt) != (0, 0) or side.position != 4:  # type: ignore[attr-defined]
             return
         if side.phase.steps_since == 0 and not kept:  # type: ignore[attr-defined]
-            kept.append(restored_from(side, toy))  # type: ignore[arg-type]
+            kept.append(restored_from(side, state))  # type: ignore[arg-type]
         elif side.phase.steps_since == 1:  # type: ignore[attr-defined]
             raise Died
 

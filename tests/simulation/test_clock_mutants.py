@@ -60,7 +60,7 @@ def test_undoing_a_rule_of_the_clock_is_noticed(mutant: str, monkeypatch: pytest
 
 
 def clocked(seed: int) -> Scenario:
-    return Scenario.phased(seed).beside(random.Random(f"sides {seed}")).by_the_clock()
+    return Scenario.phased(seed).with_other_merges(random.Random(f"sides {seed}")).by_the_clock()
 
 
 def first_violation(shown_by: int) -> str:

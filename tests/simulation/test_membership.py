@@ -224,8 +224,8 @@ def test_a_last_round_does_not_overlap_with_training() -> None:
 
 def context(me: Identity, now: list[float], store: Store | None = None) -> Context:
     return Context(
-        store=retrying_store(store or MemoryStore()), keys=KEYS, me=me, training=IntegerState(1, 0, 0), plan=RoundPlan(),
-        wait=lambda seconds, prefixes: None, clock=lambda: now[0], proof=UNSIGNED,
+        store=retrying_store(store or MemoryStore()), keys=KEYS, me=me, training=IntegerState(1, 0, 0),
+        plan=RoundPlan(), wait=lambda seconds, prefixes: None, clock=lambda: now[0], proof=UNSIGNED,
     )  # fmt: skip
 
 

@@ -176,7 +176,7 @@ MUTANTS: dict[str, Patch] = {
 
 
 def tilted(mutant: str, seed: int) -> dict[str, Any]:
-    """Return changes of a plan that make what a mutant gets wrong more likely, so that few schedules show it."""
+    """Return changes of a scenario that make what a mutant gets wrong more likely, so that few schedules show it."""
     pair = {"world_size": 2, "entries": [9, 9], "n_fragments": 1, "snapshot_every": 1, "flip": None}
     if mutant == NEVER_LEFT_OUT:
         return {**pair, "sharded": True, "joiners": 0, "copies": 0.0, "faults": Faults(rots=0.02)}

@@ -22,7 +22,7 @@ from simulation.simulation import Simulation
 def phased(phase_s: float, absences: list[Absence], until_s: float | None, **changes: object) -> Scenario:
     """Four replicas whose steps take a second, or a twentieth of a phase, at a store that answers at once."""
     steps = max(20, round(phase_s))
-    plan = replace(
+    scenario = replace(
         CALM,
         world_size=4,
         entries=[10**6] * 8,
@@ -34,7 +34,7 @@ def phased(phase_s: float, absences: list[Absence], until_s: float | None, **cha
         absences=absences,
         until_s=until_s,
     )
-    return replace(plan, **changes)  # type: ignore[arg-type]
+    return replace(scenario, **changes)  # type: ignore[arg-type]
 
 
 def ran(phase_s: float, absences: list[Absence], until_s: float | None, **changes: object) -> Simulation:
@@ -157,8 +157,8 @@ def a_replica_that_leaves_out_of_phase_waits_for_nobody() -> None:
 
 def a_quorum_that_cannot_be_reached_ends_a_replica_out_of_phase() -> None:
     away = [never_back(rank, 70) for rank in (0, 1)]
-    plan = phased(100, away, until_s=None, entries=[8] * 3, world_size=2, joiners=1, seed=3, min_quorum=2)
-    simulation = Simulation(plan)
+    scenario = phased(100, away, until_s=None, entries=[8] * 3, world_size=2, joiners=1, seed=3, min_quorum=2)
+    simulation = Simulation(scenario)
     with pytest.raises(Violation, match="contributions arrived"):
         simulation.run()
     ended_s = simulation.processes[2].ended_s
@@ -214,8 +214,8 @@ def test_a_returner_whose_predecessor_is_counted_keeps_its_own_work(die: tuple[i
     simulation.run()
     again = next(process for process in simulation.processes[4:] if process.rank == 2)
     assert simulation.seals()[1].replicas[2].nonce == "nonce2", "its predecessor is counted"
-    assert again.toy.done > 0
-    assert not again.toy.dropped
+    assert again.state.done > 0
+    assert not again.state.dropped
 
 
 def test_dropping_late_work_keeps_work_done_after_a_seal_has_named_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,22 +296,22 @@ In both a contribution takes a twentieth of a phase to be written, so that 0.95 
 
 def useful_share(simulation: Simulation) -> float:
     """Return the counted steps as a share of those that fit into the time in which replicas were not away."""
-    plan = simulation.scenario
-    assert plan.until_s is not None
+    scenario = simulation.scenario
+    assert scenario.until_s is not None
     counted = 0.0
     for entry, seal in enumerate(simulation.seals()):
         counted += sum(float(simulation.sealed_contribution(entry, rank, seal)[1].sum()) for rank in seal.inputs)
     possible = 0.0
-    for rank in range(plan.world_size):
-        away_s = sum(absence.for_s for absence in plan.absences if absence.rank == rank)
-        slower = plan.speeds[rank] if plan.speeds else 1.0
-        possible += (plan.until_s - away_s) / slower * plan.steps_per_entry / plan.phase_s
+    for rank in range(scenario.world_size):
+        away_s = sum(absence.for_s for absence in scenario.absences if absence.rank == rank)
+        slower = scenario.speeds[rank] if scenario.speeds else 1.0
+        possible += (scenario.until_s - away_s) / slower * scenario.steps_per_entry / scenario.phase_s
     return counted / possible
 
 
 def as_much_work_is_counted_as_in_a_model_of_phases(scene: str) -> float:
-    plan, model = SCENES[scene]
-    simulation = Simulation(plan)
+    scenario, model = SCENES[scene]
+    simulation = Simulation(scenario)
     simulation.run()
     share = useful_share(simulation)
     print(f"useful work, {scene}: {share:.3f}; in the model {model:.3f}")

@@ -71,7 +71,7 @@ def test_a_replica_that_computes_otherwise_ends_alone_and_names_those_it_differs
             self.momentum[0] += np.float32(0.25)
 
     monkeypatch.setattr(IntegerState, "replay", otherwise)
-    monkeypatch.setattr(Simulation, "_check_state", lambda self, toy, position: None)
+    monkeypatch.setattr(Simulation, "_check_state", lambda self, state, position: None)
     with pytest.raises(AssertionError, match=DivergenceError.__name__ + ": Rank 2, round .* of ranks 0, 1"):
         simulation.run()
     assert len(simulation.failures) == 1
@@ -100,7 +100,7 @@ def test_a_death_between_seal_and_adoption_holds_nobody_up(
 
     monkeypatch.setattr(owner, method, deadly)
     simulation.run()
-    assert sum(toy.done >= 4 for toy in simulation.states) >= 2
+    assert sum(state.done >= 4 for state in simulation.states) >= 2
     if all_leave_outcomes:
         assert simulation.world.now < 30 + 70  # a restart begins within 60 s; nobody waits out a grace of 30 s on top
 
@@ -177,7 +177,7 @@ def test_a_contribution_that_rots_is_left_out(sharded: bool, cut: bool) -> None:
     simulation.store.when_created(name, lambda: rot(simulation, name, rotten, cut=cut))
     simulation.run()
     assert len(rotten) == 1
-    assert all(toy.done >= 5 for toy in simulation.states)  # the one left out catches up with that round
+    assert all(state.done >= 5 for state in simulation.states)  # the one left out catches up with that round
     assert sorted(simulation.clean) == [0, 1, 2]
 
 
@@ -243,7 +243,7 @@ def test_a_rotten_mean_without_inputs_is_jumped_over_to_the_next_snapshot(monkey
 def test_without_faults_everybody_counts_in_every_round_and_leaves_nothing_behind() -> None:
     simulation = calm(entries=[10, 10, 10])
     simulation.run()
-    assert all(toy.done == 10 and not toy.undone[0].any() for toy in simulation.states)
+    assert all(state.done == 10 and not state.undone[0].any() for state in simulation.states)
     assert [key for key in simulation.store.objects if "/contribution/" in key] == []
     assert f"{RUN}/diloco/main/bye/2/0" in simulation.store.objects
     assert SLOTS == 12

@@ -76,10 +76,10 @@ def test_undoing_a_rule_between_both_sides_is_noticed(mutant: str, monkeypatch: 
 
 def first_violation(shown_by: int) -> str:
     for seed in (shown_by, *range(0, 8000, 20)):
-        plan = Scenario.from_seed(seed)
+        scenario = Scenario.from_seed(seed)
         try:
-            if plan.in_background:
-                Simulation(plan, is_traced=False).run()
+            if scenario.in_background:
+                Simulation(scenario, is_traced=False).run()
         except Violation as violation:
             return str(violation)
     return ""

@@ -48,7 +48,7 @@ class Attacked(Simulation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.chance = random.Random(f"adversary {self.plan.seed}")
+        self.chance = random.Random(f"adversary {self.scenario.seed}")
         self.world.at(self.chance.uniform(0.0, 20.0), self.attack)
 
     def attack(self) -> None:
@@ -124,17 +124,17 @@ class Attacked(Simulation):
         return value[:at] + bytes([value[at] ^ 1]) + value[at + 1 :]
 
     def _train(self, process: Process, checkpoint: Any) -> None:
-        replay = process.toy.replay
+        replay = process.state.replay
 
         def checked(entry: int, mean: Sequence[memoryview]) -> None:
             if mean:
                 self.check_mean(entry, np.frombuffer(b"".join(mean), np.float32))
             replay(entry, mean)
 
-        process.toy.replay = checked  # type: ignore[method-assign]
+        process.state.replay = checked  # type: ignore[method-assign]
         super()._train(process, checkpoint)
 
-    def _check_state(self, toy: IntegerState, position: int) -> None:
+    def _check_state(self, state: IntegerState, position: int) -> None:
         """Nothing: of a mean that was exchanged, two replicas may read other inputs, and go on from the log again."""
 
     def check_mean(self, entry: int, mean: Floats) -> None:
@@ -151,7 +151,7 @@ class Attacked(Simulation):
 
     def check(self) -> None:
         """Raises: Violation: somebody was steered."""
-        for rank in [*range(self.plan.world_size), *[None] * self.plan.joiners]:
+        for rank in [*range(self.scenario.world_size), *[None] * self.scenario.joiners]:
             self._spawn(rank, delay_s=self.chance.uniform(0.0, 3.0))
         self.world.run(200.0)
         if steered := [failure for failure in self.failures if not STOPPED.search(failure)]:

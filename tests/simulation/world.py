@@ -1,8 +1,8 @@
-"""A deterministic world for the rendezvous: one greenlet per replica, a simulated clock, and a store with faults.
+"""A deterministic world for simulated processes: a scheduler with one greenlet per process, a clock, and a store.
 
-Every store call is a point where anything may happen: the caller dies before or after it, the reply is lost, nothing
-was done and an error comes, the write lands later (after the caller's death, too), the reply is stale or garbled, or
-the caller is asleep for a long time. All of it follows from one seed, so a schedule can be replayed and printed.
+Each store call may go wrong in these ways. The caller dies before or after the call. The reply is lost. The call fails
+and does nothing. A write takes effect later, perhaps after the caller's death. A reply is stale or garbled. The caller
+sleeps for a long time. All of this follows from one seed, so a schedule can be replayed and printed.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from executors.store import Data, Entry, Produce
 HEAD_BYTES = head_bytes(1)
 CONTRIBUTION_HEAD_BYTES = head_bytes(3)  # a fragment of the simulated work has three blocks
 ROTS = re.compile("/contribution/|/mean/|/part/")
+"""The keys of objects that may become damaged."""
 
 
 MOST_DELAY_S = 150.0
-"""How long after its caller saw an error a write may land."""
+"""The longest time from the error of a write to its delayed effect."""
 
 
 class Died(BaseException):
-    """The simulated process was killed here."""
+    """The simulated process is killed at this call."""
 
 
 @dataclass
 class Faults:
-    """How often what goes wrong, per store call, until `until_s`."""
+    """The probability of each fault per store call, until `until_s`."""
 
     lost_reply: float = 0.0
     refused: float = 0.0
@@ -53,7 +54,7 @@ class Faults:
 
 @dataclass
 class World:
-    """The scheduler: runs the replica that is due, and picks among those that are by the seed."""
+    """The scheduler: runs the process that is due next. If several are due, the seed decides."""
 
     seed: int
     faults: Faults = field(default_factory=Faults)
@@ -75,20 +76,21 @@ class World:
         return self.now
 
     def at(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Do something later; ties are broken by the seed."""
+        """Do something later. The seed decides the order of actions at the same time."""
         self._number += 1
         heapq.heappush(self._queue, (self.now + delay_s, self.rng.random(), self._number, action))
 
     def spawn(self, name: str, body: Callable[[], None], delay_s: float = 0.0) -> None:
         """Start a simulated process."""
-        task = greenlet(body, parent=self._main)  # not the process that starts it: it would be woken in our place
+        # The parent is the scheduler. When a greenlet ends, its parent continues, and that must not be another process.
+        task = greenlet(body, parent=self._main)
         self._names[task] = name
         self.at(delay_s, lambda: self._run(task))
 
     def sleep(self, seconds: float) -> None:
-        """Let others run for a while; called from inside a simulated process."""
+        """Let other processes run for a while. Call it from inside a simulated process."""
         if self.now + seconds <= self._until_s and (not self._queue or self._queue[0][0] > self.now + seconds):
-            self.now += seconds  # nobody would run in between
+            self.now += seconds  # no other process is due in between, so no switch is needed
             return
         task = getcurrent()
         self.at(seconds, lambda: self._run(task))
@@ -98,7 +100,7 @@ class World:
         self.sleep(timeout_s)
 
     def suspend(self, what: object, limit_s: float = math.inf) -> None:
-        """Let others run until somebody wakes those that wait for this, or the time is over."""
+        """Let other processes run until one of them calls `wake` with this object, or the time has passed."""
         me, waiting = (getcurrent(), object()), self._suspended.setdefault(id(what), [])
 
         def time_is_over() -> None:
@@ -112,40 +114,42 @@ class World:
         self._main.switch()
 
     def wake(self, what: object) -> None:
-        """Let those run on that wait for this, in an order that follows from the seed."""
+        """Continue the processes that wait for this object. The seed decides their order."""
         waiting = self._suspended.get(id(what), [])
         for task, _ in waiting:
             self.at(0.0, partial(self._run, task))
         waiting.clear()
 
     def run(self, until_s: float | None = None) -> None:
-        """Run until nothing is left to do, or until a time."""
+        """Run until no action is left, or until a time."""
         self._until_s = math.inf if until_s is None else until_s
         while self._queue and (until_s is None or self._queue[0][0] <= until_s):
             self.now, _, _, action = heapq.heappop(self._queue)
             action()
 
     def kill(self, name: str) -> None:
-        """Let a process die where it is; called from outside of all processes."""
+        """Kill a process where it is. Call it from outside all processes."""
         for task in [task for task, its in self._names.items() if its == name and task and not task.dead]:
             self.note(f"{name} is killed")
             task.throw(Died)
 
     def hold(self, name: str, until_s: float) -> None:
-        """Let a process do nothing until a time."""
+        """Suspend a process until a time."""
         self.note(f"{name} is held up until {until_s:.3f} s")
         self._held[name] = until_s
 
     def note(self, what: str) -> None:
-        """Record a line of the schedule, unless nobody will read it."""
+        """Record a line of the schedule, if the schedule is traced."""
         if not self.is_traced:
             return
         self.trace.append((self.now, self.who(), what))
 
     def who(self) -> str:
+        """Return the name of the running process, or "store" outside all processes."""
         return self._names.get(getcurrent(), "store")
 
     def happens(self, probability: float) -> bool:
+        """Return True with a probability, and False after the end of the faults."""
         return probability > 0 and self.now < self.faults.until_s and self.rng.random() < probability
 
     def _run(self, task: greenlet) -> None:
@@ -156,27 +160,28 @@ class World:
             task.switch()
 
     def schedule(self) -> str:
-        """Return the whole schedule, readably."""
+        """Return the whole schedule as a text, one line for each call."""
         return "\n".join(f"{at:9.3f} s  {who:<10} {what}" for at, who, what in self.trace)
 
 
 class SimulatedStore:
-    """A `Store` in which every call is a fault point."""
+    """A `Store` in memory in which each call may go wrong."""
 
     def __init__(self, world: World, *, answer_s: float = 0.001, upload_s: float = 0.0) -> None:
         self.url = "simulated://"
         self.created_s: dict[str, float] = {}
-        """When an object of this key first existed."""
+        """By key, the time at which an object first existed."""
         self.deleting: Callable[[str], None] = lambda key: None
         """Called with each key that is about to be deleted."""
         self.objects: dict[str, bytes] = {}
         self.ever: dict[str, list[bytes]] = {}
-        """Every value that a key ever had, deletions included."""
+        """By key, every value that an object ever had, including deleted ones."""
         self.ever_rotten: set[str] = set()
+        """The keys of objects that were damaged."""
         self.headless: set[str] = set()
-        """Means whose heads have rotted, which prove the rest."""
+        """The keys of means whose heads were damaged. The head proves the payload."""
         self.misled: set[tuple[str, str]] = set()
-        """Processes that read of a key wrongly that it does not exist, or could not read it."""
+        """Pairs of a process and a key that the process wrongly found missing, or could not read."""
         self.garbled: dict[str, int] = {}
         """Number of garbled replies by key."""
         self._world = world
@@ -296,7 +301,7 @@ class SimulatedStore:
         return True
 
     def when_created(self, name: str, act: Callable[[], object]) -> None:
-        """Do something when an object whose key ends like this is created first."""
+        """Do something when the first object is created whose key ends with this name."""
         self._acts[name] = act
 
     def _delete(self, key: str) -> bool:
@@ -307,7 +312,7 @@ class SimulatedStore:
 def _garble(value: bytes, rng: random.Random) -> bytes:
     if not value:
         return value
-    reach = len(value) if rng.random() < 0.5 else min(len(value), 48)  # half of the time in the payload, at the end
+    reach = len(value) if rng.random() < 0.5 else min(len(value), 48)  # in half of the cases, at the end of the payload
     at = len(value) - 1 - rng.randrange(reach)
     return value[:at] + bytes([value[at] ^ (1 << rng.randrange(8))]) + value[at + 1 :]
 

@@ -152,11 +152,11 @@ class LogChecker:
                 raise Violation(f"entry {index} leaves out rank {rank}, which belongs to it")
 
     def _check_too_few(self, index: int) -> None:
-        plan = self.simulation.scenario
+        scenario = self.simulation.scenario
         ends = self.simulation.store.ends
         cancelled = {key[0] for key, end in ends.items() if end.status is ReplicaStatus.CANCELLED}
         gone = {number for number, rank in enumerate(self.ranks) if rank.is_given_up} | cancelled
-        if plan.min_replicas is None or plan.n_ranks - len(gone) >= plan.min_replicas:
+        if scenario.min_replicas is None or scenario.n_ranks - len(gone) >= scenario.min_replicas:
             raise Violation(f"entry {index} stops a run of which {sorted(gone)} are gone")
 
     def _check_cancelled(self, began_s: float, done_s: float, ranks: list[int]) -> None:
@@ -172,7 +172,7 @@ class LogChecker:
 
 def _check_ends(simulation: RestartSimulation) -> None:
     """S5: every rank is over, and where too few can succeed the run is."""
-    plan, store, entries = simulation.scenario, simulation.store, simulation.entries
+    scenario, store, entries = simulation.scenario, simulation.store, simulation.entries
     if simulation.world.now >= simulation.limit_s - 20.0:
         raise Violation("S5: the run did not come to its end")
     living = [worker.name for worker in simulation.workers if worker.runs_user_code]
@@ -194,9 +194,9 @@ def _check_ends(simulation: RestartSimulation) -> None:
     had_policy = any(
         controller.policy is not None for controller in simulation.controllers
     )  # one may come when nobody keeps it
-    if not had_policy or plan.min_replicas is None:
+    if not had_policy or scenario.min_replicas is None:
         return
-    if n_done >= plan.min_replicas or plan.n_ranks - len(gone) >= plan.min_replicas:
+    if n_done >= scenario.min_replicas or scenario.n_ranks - len(gone) >= scenario.min_replicas:
         return
     if not any(entry.kind == "stop" or (entry.kind == "cancel" and entry.rank is None) for entry in since):
-        raise Violation(f"ranks {gone} of {plan.n_ranks} are gone, and nobody stopped the run")
+        raise Violation(f"ranks {gone} of {scenario.n_ranks} are gone, and nobody stopped the run")

@@ -66,15 +66,15 @@ class Worker:
         return True
 
     def work(self) -> None:
-        world, plan = self.simulation.world, self.simulation.scenario
+        world, scenario = self.simulation.world, self.simulation.scenario
         dice = world.rng
-        end = ENDS[kind := dice.choice(plan.ends)]
-        if world.now > plan.faults.until_s + (0.0 if kind == "free" else CALM_S):
+        end = ENDS[kind := dice.choice(scenario.ends)]
+        if world.now > scenario.faults.until_s + (0.0 if kind == "free" else CALM_S):
             end = ENDS[kind := "succeeded"]  # else it might never end, as where a window frees budgets
-        marks = int(dice.random() < plan.progresses)
+        marks = int(dice.random() < scenario.progresses)
         self.simulation.has_progress |= bool(marks)
-        world.sleep(dice.uniform(*plan.life_s))
-        saved = int(bool(marks) and dice.random() < plan.saves)
+        world.sleep(dice.uniform(*scenario.life_s))
+        saved = int(bool(marks) and dice.random() < scenario.saves)
         reached = {"round": float(dice.choice([1, 1, 2]))} if marks else {}
         status = ReplicaStatus.SUCCEEDED if kind == "succeeded" else ReplicaStatus.FAILED
         self.outcome = Outcome(

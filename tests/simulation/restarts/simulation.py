@@ -39,11 +39,11 @@ class RestartSimulation:
     appends_cancel = True
     marks_decided = True
 
-    def __init__(self, plan: RestartScenario, *, is_traced: bool = True) -> None:
-        self.plan = plan
-        self.world = World(plan.seed, plan.faults, is_traced=is_traced)
+    def __init__(self, scenario: RestartScenario, *, is_traced: bool = True) -> None:
+        self.scenario = scenario
+        self.world = World(scenario.seed, scenario.faults, is_traced=is_traced)
         self.store = RecordStore(self)
-        self.limit_s = plan.faults.until_s + PATIENCE_S
+        self.limit_s = scenario.faults.until_s + PATIENCE_S
         self.entries: list[Decision] = []
         """The log as it stands."""
         self.landed_s: list[float] = []
@@ -71,13 +71,13 @@ class RestartSimulation:
         for name, value in ours.items():
             setattr(decision_log, name, value)
         try:
-            for rank in range(self.plan.n_ranks):
+            for rank in range(self.scenario.n_ranks):
                 self.store._create(replica_key(RUN, rank, 0, "intent.json"), b"launcher")
-            self.ask(dict.fromkeys(range(self.plan.n_ranks), 0))
-            for _ in range(self.plan.n_controllers):
+            self.ask(dict.fromkeys(range(self.scenario.n_ranks), 0))
+            for _ in range(self.scenario.n_controllers):
                 self._spawn_controller(0.0)
-            self._spawn_controller(self.plan.faults.until_s)
-            for act in self.plan.acts:
+            self._spawn_controller(self.scenario.faults.until_s)
+            for act in self.scenario.acts:
                 self.world.at(act.at_s, functools.partial(self._act, act))
             self.world.run(self.limit_s)
         finally:
@@ -97,18 +97,18 @@ class RestartSimulation:
         return log
 
     def controller(self, starter: Any) -> RestartController:
-        plan, world = self.plan, self.world
-        ahead_s = world.rng.uniform(0.0, plan.skew_s)
-        launched = None if plan.policy is None else parse(plan.policy)
+        scenario, world = self.scenario, self.world
+        ahead_s = world.rng.uniform(0.0, scenario.skew_s)
+        launched = None if scenario.policy is None else parse(scenario.policy)
 
         def clock() -> float:
             return world.now + ahead_s
 
         controller = RestartController(
             self.log(clock),
-            RestartContext(launched, plan.n_ranks, 0.0, plan.min_replicas),
+            RestartContext(launched, scenario.n_ranks, 0.0, scenario.min_replicas),
             starter=starter,
-            has_wider=plan.has_wider,
+            has_wider=scenario.has_wider,
             clock=clock,
             monotonic=world.clock,
         )
@@ -121,7 +121,7 @@ class RestartSimulation:
         store.point("list")
         if self.world.happens(self.world.faults.stale) and who in self._snapshots:
             return self._snapshots[who]
-        newest = {rank: store.newest[rank] for rank in range(self.plan.n_ranks)}
+        newest = {rank: store.newest[rank] for rank in range(self.scenario.n_ranks)}
         ends = {each[0]: store.ends[each] for each in newest.items() if each in store.ends}
         self._snapshots[who] = RunSnapshot(newest, ends, self.has_progress)
         return self._snapshots[who]
@@ -129,9 +129,9 @@ class RestartSimulation:
     def ask(self, attempts: Mapping[int, int]) -> None:
         """Start containers, as the service does: late, and perhaps two."""
         self.asked.update(attempts.items())
-        groups = [attempts] if self.plan.is_shared else [{rank: number} for rank, number in attempts.items()]
+        groups = [attempts] if self.scenario.is_shared else [{rank: number} for rank, number in attempts.items()]
         for group in groups:
-            for _ in range(1 + (self.world.rng.random() < self.plan.copies)):
+            for _ in range(1 + (self.world.rng.random() < self.scenario.copies)):
                 container = Container(self, group)
                 self.containers.append(container)
                 self.world.spawn(container.name, container.body, self.world.rng.uniform(0.1, 8.0))
@@ -142,15 +142,15 @@ class RestartSimulation:
 
     def seems_living(self, rank: int) -> bool:
         """Return what the service says of it."""
-        return self.is_living(rank) and not self.world.happens(self.plan.lies)
+        return self.is_living(rank) and not self.world.happens(self.scenario.lies)
 
     def decided(self, entry: Decision) -> None:
         """Take note of an entry that stands now; what it ends has to be gone in time."""
         self.entries.append(entry)
         self.landed_s.append(self.world.now)
         if entry.kind in ("cancel", "stop"):
-            calm_s = max(self.world.now, self.plan.faults.until_s + MOST_ASLEEP_S)
-            late_s = calm_s - self.world.now + (entry.within_s or 0.0) + self.plan.skew_s + GRACE_S + BLOCK_S
+            calm_s = max(self.world.now, self.scenario.faults.until_s + MOST_ASLEEP_S)
+            late_s = calm_s - self.world.now + (entry.within_s or 0.0) + self.scenario.skew_s + GRACE_S + BLOCK_S
             self.world.at(late_s, functools.partial(self._check_gone, entry))
 
     def check_start(self, attempts: Mapping[int, int]) -> None:
@@ -159,7 +159,7 @@ class RestartSimulation:
             entry = next((each for each in reversed(self.entries) if each.start.get(rank) == number), None)
             if entry is None:
                 self.fail(f"rank {rank} is started as attempt {number}, which nobody decided")
-            elif self.world.now < entry.not_before - self.plan.skew_s - 0.002:
+            elif self.world.now < entry.not_before - self.scenario.skew_s - 0.002:
                 self.fail(f"rank {rank} is started at {self.world.now:.3f} s, before {entry.not_before:.3f} s")
 
     def check_begin(self, worker: Worker, began_s: float) -> None:
@@ -216,7 +216,7 @@ class RestartSimulation:
             pass
 
     def _cancel(self, act: OutsideEvent) -> None:
-        ranks = range(self.plan.n_ranks) if act.rank is None else [act.rank]
+        ranks = range(self.scenario.n_ranks) if act.rank is None else [act.rank]
         log, began_s = self.log(), self.world.now
         if self.appends_cancel:
             orders.order_cancel(log, None if act.rank is None else [act.rank])
@@ -243,7 +243,7 @@ class RestartSimulation:
         log, person = self.log(), OutsideController(self)
         n_seen = len(log.read())
         snapshot = self.snapshot(person.name)
-        ranks = range(self.plan.n_ranks) if act.rank is None else [act.rank]
+        ranks = range(self.scenario.n_ranks) if act.rank is None else [act.rank]
         ended = {rank for rank in ranks if rank in snapshot.ends}
         start = {r: snapshot.newest[r] + 1 for r in ended if snapshot.ends[r].status is not ReplicaStatus.SUCCEEDED}
         if start and orders.order_resume(log, start, n_seen) is None:
