@@ -1,4 +1,4 @@
-"""Every test has a state directory of its own, and leaves no process behind."""
+"""Fixtures and checks of all tests: each test has its own state directory, and fails if it leaves a process behind."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ for name in (
     os.environ.pop(name, None)
 LIVE_NAMES = ("HF_TOKEN", "KUBECONFIG", "REPLICAS_LIVE_RENDEZVOUS")
 LIVE = {name: os.environ[name] for name in LIVE_NAMES if os.environ.get(name)}
-"""What tests marked `live` need, and no other may use."""
+"""The variables that only tests marked `live` may use."""
 SLOW_FIRST = (
     "contract/test_stores.py",
     "contract/test_executor_contract_jobs.py",
@@ -61,7 +61,7 @@ SLOW_FIRST = (
     "local/test_from_a_snapshot.py",
     "local/test_resuming_at_once.py",
 )
-"""Files that take longest, so that none of them is left to one process at the end."""
+"""The slowest files. They run first, so that none of them is left to one process at the end."""
 HERE = Path(__file__).parent
 
 
@@ -174,7 +174,7 @@ def _moto_server() -> Iterator[S3Server]:
 
 @pytest.fixture
 def s3_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the servers take, and nothing of the user's own."""
+    """Set the credentials that the servers accept, and hide those of the user."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name, value in CREDENTIALS.items():
@@ -193,7 +193,7 @@ def s3(_small_server: S3Server, s3_credentials: None) -> S3Server:
 
 @pytest.fixture
 def moto(_moto_server: S3Server, s3_credentials: None) -> S3Server:
-    """The same at moto, which knows more of S3 and takes milliseconds for each request."""
+    """One empty bucket at moto, which knows more of S3 and takes milliseconds for each request."""
     _moto_server.empty()
     return _moto_server
 
@@ -218,7 +218,7 @@ def hf(hub: HubServer, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def quick_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is tried again is tried again soon."""
+    """Make the pauses between tries short."""
     monkeypatch.setattr("executors.backends.jobs.service.FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr("executors.backends.jobs.service.LONGEST_PAUSE_S", 0.02)
     monkeypatch.setattr("executors.backends.jobs.job_starter.LOOK_PAUSE_S", 0.01)
@@ -249,7 +249,7 @@ def modal_cloud() -> Iterator[ModalServer]:
 
 @pytest.fixture
 def modal_runs(modal_cloud: ModalServer, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModalServer:
-    """All that `launch("modal", …)` needs: Modal, a bucket to meet in, and a workspace, which is empty."""
+    """Everything that `launch("modal", …)` needs: Modal, a bucket, and an empty workspace."""
     monkeypatch.setenv("REPLICAS_RENDEZVOUS", s3.url("runs"))
     workspace = tmp_path / "workspace"
     workspace.mkdir()
@@ -287,7 +287,7 @@ def slurm(_slurm_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def slurm_commands(slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
-    """What of Slurm's commands is called in this test."""
+    """The calls of Slurm's commands in this test."""
     from servers.slurm.commands import Commands
 
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
@@ -348,7 +348,7 @@ def small_memory() -> Iterator[Path]:
 
 @pytest.fixture
 def third_party(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[PopenExecutor]:
-    """An executor of somebody else's, whose processes end with the test."""
+    """A third-party executor, whose processes end with the test."""
     from support.third_party import PopenExecutor
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

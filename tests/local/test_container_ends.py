@@ -12,7 +12,7 @@ import pytest
 from servers.s3.server import S3Server
 from support.processes import is_alive
 from support.standalone_replicas import (
-    Site,
+    StandaloneScene,
     cloud,
     ended,
     outcome_of,
@@ -39,7 +39,9 @@ def reported(spec: RunSpec) -> list[object]:
     return [row.values for row in attach(address_of(spec.store_url, spec.run_id)).metrics().numbers]
 
 
-def test_an_exception_leaves_its_traceback_and_the_end_of_the_output_and_an_exit_code_is_kept(site: Site) -> None:
+def test_an_exception_leaves_its_traceback_and_the_end_of_the_output_and_an_exit_code_is_kept(
+    site: StandaloneScene,
+) -> None:
     spec, process = site.start("fails")
     code, out, err = ended(process)
     outcome = outcome_of(spec)
@@ -56,7 +58,7 @@ def test_an_exception_leaves_its_traceback_and_the_end_of_the_output_and_an_exit
     assert outcome_of(spec).headline.endswith("a result. It printed: job.py: error: no --lr")
 
 
-def test_the_last_64_kib_of_both_streams_are_kept_and_all_of_it_goes_on(site: Site) -> None:
+def test_the_last_64_kib_of_both_streams_are_kept_and_all_of_it_goes_on(site: StandaloneScene) -> None:
     spec, process = site.start("talks")
     code, out, err = ended(process)
     outcome = outcome_of(spec)
@@ -69,7 +71,7 @@ def test_the_last_64_kib_of_both_streams_are_kept_and_all_of_it_goes_on(site: Si
 
 @pytest.mark.parametrize(("how", "number", "code"), [("kill", signal.SIGKILL, 137), ("segfault", signal.SIGSEGV, 139)])
 def test_a_replica_that_dies_leaves_an_outcome_with_all_that_it_printed(
-    site: Site, how: str, number: signal.Signals, code: int
+    site: StandaloneScene, how: str, number: signal.Signals, code: int
 ) -> None:
     spec, process = site.start("dies", args={"how": how})
     exit_code, out, _ = ended(process)
@@ -82,7 +84,9 @@ def test_a_replica_that_dies_leaves_an_outcome_with_all_that_it_printed(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
-def test_a_notice_of_the_containers_end_runs_finally_and_is_in_the_outcome(site: Site, number: signal.Signals) -> None:
+def test_a_notice_of_the_containers_end_runs_finally_and_is_in_the_outcome(
+    site: StandaloneScene, number: signal.Signals
+) -> None:
     spec, process = site.start("waits", 1, n=4)
     wait_for_line(process, "waiting")
     process.send_signal(number)
@@ -96,7 +100,7 @@ def test_a_notice_of_the_containers_end_runs_finally_and_is_in_the_outcome(site:
     assert reported(spec) == [{"step": 7}]
 
 
-def test_a_service_that_tells_every_process_to_end_is_named(site: Site) -> None:
+def test_a_service_that_tells_every_process_to_end_is_named(site: StandaloneScene) -> None:
     spec, process = site.start("waits", within=["env", f"{SERVICE}=Slurm", f"{NOTICE_S}=25"])
     wait_for_line(process, "waiting")
     for pid in (process.pid, *descendants(process.pid)):
@@ -105,7 +109,7 @@ def test_a_service_that_tells_every_process_to_end_is_named(site: Site) -> None:
     assert outcome_of(spec).error == "Replica 0 of 1 was terminated by SIGTERM, sent by Slurm or its administrators."
 
 
-def test_a_replica_that_holds_the_gil_leaves_an_outcome_at_its_time_limit(site: Site) -> None:
+def test_a_replica_that_holds_the_gil_leaves_an_outcome_at_its_time_limit(site: StandaloneScene) -> None:
     spec, process = site.start("holds_the_gil", timeout_s=3)
     assert ended(process)[0] == 124
     outcome = outcome_of(spec)
@@ -114,7 +118,7 @@ def test_a_replica_that_holds_the_gil_leaves_an_outcome_at_its_time_limit(site: 
     assert outcome.output_tail == f"holding\n{outcome.error}\n"
 
 
-def test_a_replica_that_dies_comes_back_in_its_container(site: Site) -> None:
+def test_a_replica_that_dies_comes_back_in_its_container(site: StandaloneScene) -> None:
     spec, process = site.start("comes_back", args={"times": 2}, restarts="2,backoff=0s")
     assert ended(process)[0] == 0
     ends = [outcome_of(replace(spec, attempt=number)) for number in range(3)]
@@ -124,7 +128,7 @@ def test_a_replica_that_dies_comes_back_in_its_container(site: Site) -> None:
     assert len({end.pid for end in ends}) == 3
 
 
-def test_a_replica_that_is_used_up_leaves_the_exit_code_of_its_last_end(site: Site) -> None:
+def test_a_replica_that_is_used_up_leaves_the_exit_code_of_its_last_end(site: StandaloneScene) -> None:
     spec, process = site.start("comes_back", args={"times": 9}, restarts="1,backoff=0s")
     assert ended(process)[0] == 137
     log = DecisionLog(open_store(spec.store_url), spec.run_id).read()
@@ -134,7 +138,7 @@ def test_a_replica_that_is_used_up_leaves_the_exit_code_of_its_last_end(site: Si
     ]
 
 
-def test_a_hang_is_ended_and_the_replica_comes_back_in_its_container(site: Site) -> None:
+def test_a_hang_is_ended_and_the_replica_comes_back_in_its_container(site: StandaloneScene) -> None:
     spec, process = site.start("holds_the_gil", restarts="1,backoff=0s", hang_timeout="1s:2s")
     code, out, _ = ended(process)
     first, second = (outcome_of(replace(spec, attempt=number)) for number in (0, 1))
@@ -145,7 +149,7 @@ def test_a_hang_is_ended_and_the_replica_comes_back_in_its_container(site: Site)
     assert "in holds_the_gil" in out, "the stacks"
 
 
-def test_a_replica_that_the_kernel_killed_for_want_of_memory_says_so(site: Site, small_memory: Path) -> None:
+def test_a_replica_that_the_kernel_killed_for_want_of_memory_says_so(site: StandaloneScene, small_memory: Path) -> None:
     join = f'echo $$ > {small_memory}/cgroup.procs && exec "$@"'
     spec, process = site.start("takes_memory", within=("sh", "-c", join, "sh"))
     assert ended(process)[0] == 137
@@ -154,7 +158,7 @@ def test_a_replica_that_the_kernel_killed_for_want_of_memory_says_so(site: Site,
     assert outcome.output_tail == f"taking\n{outcome.error}\n"
 
 
-def test_the_kernel_takes_the_replica_before_its_supervisor(site: Site) -> None:
+def test_the_kernel_takes_the_replica_before_its_supervisor(site: StandaloneScene) -> None:
     own = int(Path("/proc/self/oom_score_adj").read_text())
     spec, process = site.start("shows")
     assert ended(process)[0] == 0
@@ -162,7 +166,7 @@ def test_the_kernel_takes_the_replica_before_its_supervisor(site: Site) -> None:
 
 
 def test_where_no_processes_and_control_groups_can_be_seen_a_replica_runs_and_comes_back(
-    site: Site, s3: S3Server
+    site: StandaloneScene, s3: S3Server
 ) -> None:
     hide = 'mount -t tmpfs none /proc && mount -t tmpfs none /sys && exec "$@"'
     sandbox = ("unshare", "-rm", "sh", "-c", hide, "sh")
@@ -176,7 +180,7 @@ def test_where_no_processes_and_control_groups_can_be_seen_a_replica_runs_and_co
     assert outcome_of(replace(spec, attempt=1)).result == 1
 
 
-def test_an_attached_run_that_nobody_watches_ends(site: Site) -> None:
+def test_an_attached_run_that_nobody_watches_ends(site: StandaloneScene) -> None:
     spec, process = site.start("waits", lease_s=1.0)
     assert ended(process)[0] == 143
     outcome = outcome_of(spec)
@@ -187,7 +191,7 @@ def test_an_attached_run_that_nobody_watches_ends(site: Site) -> None:
     )
 
 
-def test_after_a_notice_nothing_comes_back(site: Site) -> None:
+def test_after_a_notice_nothing_comes_back(site: StandaloneScene) -> None:
     spec, process = site.start("waits", restarts="3")
     wait_for_line(process, "waiting")
     process.send_signal(signal.SIGTERM)
@@ -196,7 +200,7 @@ def test_after_a_notice_nothing_comes_back(site: Site) -> None:
     assert DecisionLog(open_store(spec.store_url), spec.run_id).read() == []
 
 
-def test_a_second_sigterm_does_not_cost_the_outcome(site: Site) -> None:
+def test_a_second_sigterm_does_not_cost_the_outcome(site: StandaloneScene) -> None:
     spec, process = site.start("cleans_slowly")
     for line in ("waiting", "cleaning"):
         wait_for_line(process, line)
@@ -206,7 +210,9 @@ def test_a_second_sigterm_does_not_cost_the_outcome(site: Site) -> None:
     assert outcome_of(spec).reason == "signal"
 
 
-def test_a_cancel_marker_makes_sigterm_a_cancellation_and_keeps_a_late_replica_from_starting(site: Site) -> None:
+def test_a_cancel_marker_makes_sigterm_a_cancellation_and_keeps_a_late_replica_from_starting(
+    site: StandaloneScene,
+) -> None:
     spec, process = site.start("waits")
     wait_for_line(process, "waiting")
     Attempt(open_store(site.shared), spec.run_id, 0).request_cancel()
@@ -222,7 +228,7 @@ def test_a_cancel_marker_makes_sigterm_a_cancellation_and_keeps_a_late_replica_f
     assert outcome_of(spec).status == "cancelled"
 
 
-def test_its_time_limit_ends_it_and_finally_runs(site: Site) -> None:
+def test_its_time_limit_ends_it_and_finally_runs(site: StandaloneScene) -> None:
     spec, process = site.start("waits", 1, n=4, timeout_s=2.5)
     assert ended(process)[0] == 143
     outcome = outcome_of(spec, 1)
@@ -230,7 +236,7 @@ def test_its_time_limit_ends_it_and_finally_runs(site: Site) -> None:
     assert outcome.error == "Replica 1 of 4 ran into its time limit of 2.5 s."
 
 
-def test_a_replica_that_ignores_sigterm_is_ended_with_all_it_started(site: Site) -> None:
+def test_a_replica_that_ignores_sigterm_is_ended_with_all_it_started(site: StandaloneScene) -> None:
     helper = site.cloud.folder / "helper"
     for timeout_s in (2, 8, 32):  # the shortest in which this machine gets as far as to ignore it
         spec, process = site.start("ignores", timeout_s=timeout_s, run_id=f"limit-{timeout_s}")
@@ -247,7 +253,7 @@ def test_a_replica_that_ignores_sigterm_is_ended_with_all_it_started(site: Site)
 
 @pytest.mark.parametrize("ignores_sigterm", [False, True])
 def test_the_outcome_of_a_replica_out_of_time_has_all_that_it_printed_and_how_it_ended_last(
-    site: Site, ignores_sigterm: bool
+    site: StandaloneScene, ignores_sigterm: bool
 ) -> None:
     args = {"ignores_sigterm": ignores_sigterm}
     spec = ship(site.shared, site.workspace, "tasks_of_user:half_a_line", args)
@@ -258,7 +264,7 @@ def test_the_outcome_of_a_replica_out_of_time_has_all_that_it_printed_and_how_it
     assert ignores_sigterm or out == outcome.output_tail
 
 
-def test_the_time_limit_counts_from_the_start_of_the_entrypoint(site: Site) -> None:
+def test_the_time_limit_counts_from_the_start_of_the_entrypoint(site: StandaloneScene) -> None:
     spec = ship(site.shared, site.workspace, "tasks_of_user:talks")
     process = site.cloud.start(spec, timeout_s=1000.0, environ={"REPLICA_BOOTSTRAP_S": "999.999"})
     assert ended(process)[0] == 0, "what was installed before took as long as the limit"

@@ -17,7 +17,7 @@ from support.standalone_replicas import (
     LIMIT_S,
     TASKS,
     Cloud,
-    Site,
+    StandaloneScene,
     cloud,
     ended,
     outcome_of,
@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[2]
 # Whole runs
 
 
-def test_nothing_of_a_replica_is_left_on_its_machine(site: Site) -> None:
+def test_nothing_of_a_replica_is_left_on_its_machine(site: StandaloneScene) -> None:
     machine = site.cloud.folder / "machine of 0"
     for number, task in enumerate(("shows", "fails", "dies")):
         args = {"how": "kill"} if task == "dies" else None
@@ -50,7 +50,7 @@ def test_nothing_of_a_replica_is_left_on_its_machine(site: Site) -> None:
         assert list(machine.iterdir()) == [], task
 
 
-def test_an_attempt_that_has_ended_is_not_begun_again_by_its_service(site: Site) -> None:
+def test_an_attempt_that_has_ended_is_not_begun_again_by_its_service(site: StandaloneScene) -> None:
     spec, process = site.start("fails")
     assert ended(process)[0] == 1
     before = outcome_of(spec)
@@ -133,7 +133,7 @@ def test_replicas_train_one_model_together_through_a_bucket(cloud: Cloud, worksp
     assert first == second
 
 
-def test_a_replica_does_not_start_where_torch_does_not_see_the_gpu_that_was_asked_for(site: Site) -> None:
+def test_a_replica_does_not_start_where_torch_does_not_see_the_gpu_that_was_asked_for(site: StandaloneScene) -> None:
     driver = "#!/bin/sh\necho 550.54.15\n"
     tools = site.cloud.folder / "bin"
     tools.mkdir(parents=True)
@@ -159,7 +159,7 @@ def test_a_replica_does_not_start_where_torch_does_not_see_the_gpu_that_was_aske
     )
 
 
-def test_a_container_whose_torch_starts_threads_starts_its_replica_as_a_new_process(site: Site) -> None:
+def test_a_container_whose_torch_starts_threads_starts_its_replica_as_a_new_process(site: StandaloneScene) -> None:
     torch = write_torch(site.cloud.folder / "torch", sees_gpu=True)
     with (torch / "torch.py").open("a") as file:
         file.write("\nimport threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n")

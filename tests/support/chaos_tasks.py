@@ -17,12 +17,13 @@ def train(
     """Fit a line to noisy values with the other replicas.
 
     Args:
-        folder: where the gates are.
+        folder: the folder of the gates.
         gates: rounds at whose beginning a replica waits until the test opens `folder/<round>`.
         sharded: cut the mean into shards, as for a large model.
         options: of DiLoCo.
 
-    Returns: the anchor, bit for bit, and its loss on values that no replica has seen; 0.25 is the noise alone.
+    Returns:
+        The anchor, bit for bit, and its loss on values that no replica has seen. A perfect model has the loss 0.25.
     """
     import torch
 

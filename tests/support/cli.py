@@ -84,7 +84,7 @@ def keep():
 
 
 class Result:
-    """What one call of the command printed, and its exit code."""
+    """The output of one call of the command, and its exit code."""
 
     def __init__(self, code: int, stdout: str, stderr: str) -> None:
         self.code = code
@@ -165,7 +165,7 @@ class Started:
 
     @property
     def output(self) -> str:
-        """What it has printed so far, on both streams."""
+        """The output so far, on both streams."""
         return self._output.read_text()
 
     def prints(self, text: str) -> None:
@@ -230,7 +230,7 @@ class Terminal:
 
     @property
     def lines(self) -> list[str]:
-        """What was shown, the redrawing left out."""
+        """The lines that were shown, without the codes that redraw the screen."""
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.raw).replace("\r", "\n").split("\n")
 
     def _read(self) -> str:

@@ -24,11 +24,11 @@ F32 = np.float32
 
 
 class Proof(NamedTuple):
-    """What proves the objects of a run: a signature where there is a key, else a checksum."""
+    """Computes the proof of an object: a signature if the run has a key, or else a checksum."""
 
     key: bytes | None = None
     prefix: str = ""
-    """What the names of all objects begin with in the store."""
+    """The beginning of the names of all objects in the store."""
 
     def of_head(self, name: str, text: bytes) -> bytes:
         if self.key is None:
@@ -46,7 +46,7 @@ class Frame(NamedTuple):
     head: dict[str, Any]
     digest: str
     end: int
-    """Where the padded head ends, if nothing says otherwise."""
+    """The end of the padded head, unless the record has another one."""
 
 
 def frame(data: bytes, name: str, proof: Proof) -> Frame:
@@ -169,7 +169,7 @@ class Run:
         has_momentum = contract["outer_momentum"] != 0
         self.momenta = [np.zeros(n if has_momentum else 0, F32) for n in contract["stepped"]]
         for names, momentum in zip(self.names, self.momenta, strict=True):
-            if stepped := [name for name in names if f"momentum/{name}" in tensors]:  # of the run that it goes on from
+            if stepped := [name for name in names if f"momentum/{name}" in tensors]:  # from the run before this one
                 momentum[:] = self._flat(tensors, "momentum", stepped)
         assert start["state"] == [self.state(index) for index in range(contract["fragments"])]
 
@@ -263,7 +263,7 @@ class Run:
         # [nonce, attempt, weight, digest of the contribution's head, in phase]
         weights = {int(rank): member[2] for rank, member in seal.head["replicas"].items() if member[2] > 0}
         if not weights:
-            return  # nobody brought any work
+            return  # no replica brought any work
         n = len(self.anchors[fragment])
         n_blocks, n_shards = -(-n // self._block), seal.head["shards"]
         mean = []

@@ -1,7 +1,7 @@
 """Preloaded into the process that forks replicas: kills the launcher in the middle of a start.
 
-`REPLICAS_TEST_DIES` says in which call of which method of `LocalStarter`, and which processes: "start 1 launcher
-supervisor".
+`REPLICAS_TEST_DIES` names a method of `LocalStarter`, the number of the call, and the processes to kill, as in "start 1
+launcher supervisor".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A service that runs jobs as processes of this machine, and misbehaves when it is told to; and an executor over it."""
+"""FakeExecutor and FakeJobs: a service that runs jobs as local processes, and fails when a test asks for it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TERM_GRACE_S = 0.5
 
 @dataclass(eq=False)
 class FakeJob:
-    """A job as the service has it."""
+    """A job of the fake service."""
 
     id: str
     job: JobSpec
@@ -54,7 +54,7 @@ class FakeJob:
     """None while it waits for a machine."""
     has_ended: bool = False
     reason: Reason | None = None
-    """Why it ended, when it did not end by itself."""
+    """The reason why the job ended. None: it ended by itself."""
     message: str = ""
     is_forgotten: bool = False
 
@@ -77,20 +77,20 @@ class Fault:
 
 @dataclass
 class Machines:
-    """What all `FakeJobs` of one account share: its jobs, and the faults that are yet to come."""
+    """The state that all `FakeJobs` of one account share: its jobs, and the faults that will happen."""
 
     folder: Path
     jobs: list[FakeJob] = field(default_factory=list)
     calls: list[tuple[str, int | None]] = field(default_factory=list)
-    """The name of each call, and the rank that it was about."""
+    """The name of each call, and its rank."""
     is_held: bool = False
-    """Whether jobs wait for a machine until `release`."""
+    """True if jobs wait for a machine until `release`."""
     lists_jobs: bool = False
-    """Whether one answer tells of all jobs of a run."""
+    """True if one answer has all jobs of a run."""
     starts_together: bool = False
-    """Whether that, and one call starts all jobs of a group."""
+    """True if one answer has all jobs of a run, and one call starts all jobs of a group."""
     hides: Callable[[JobKey], int] = lambda key: 0
-    """How many of the newest jobs of a key a list lacks yet."""
+    """Returns how many of the newest jobs of a key are not in lists yet."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     _faults: dict[str, list[Fault]] = field(default_factory=dict)
 
@@ -104,12 +104,15 @@ class Machines:
         rank: int | None = None,
         when: Callable[[], object] | None = None,
     ) -> None:
-        """Let the next calls of a name fail, all or those about one rank.
+        """Let the next calls of a name fail: all of them, or the calls about one rank.
 
         Args:
-            times: None: all until `forgive`.
-            after_applying: do what was asked first, so that only the answer is lost.
-            when: only calls for which it is true; it may wait, while other calls go on.
+            call: the name of the call.
+            kind: the kind of the error.
+            times: how many calls fail. None: all calls until `forgive`.
+            after_applying: True: act first, so that only the answer is lost.
+            rank: the rank. None: any rank.
+            when: only calls for which it returns True fail. It may wait, and other calls continue.
         """
         assert call in CALLS
         self._faults.setdefault(call, []).append(Fault(kind, times, after_applying, rank, when))
@@ -128,7 +131,7 @@ class Machines:
         return sum(name == call for name, _ in self.calls)
 
     def living(self) -> list[tuple[int, int]]:
-        """Return rank and attempt of the jobs that run or will."""
+        """Return the rank and the attempt of each job that has not ended."""
         return sorted((each.job.key.rank, each.job.key.attempt) for each in self.jobs if not each.state().has_ended)
 
     def job_of(self, run: Run, rank: int) -> FakeJob:
@@ -144,7 +147,7 @@ class Machines:
                     self._run(each)
 
     def take(self, call: str, rank: int | None) -> Fault | None:
-        """Count a call, and return the fault that is meant for it."""
+        """Count a call, and return the fault that hits it."""
         with self.lock:
             self.calls.append((call, rank))
             faults = [fault for fault in self._faults.get(call, []) if fault.rank in (None, rank)]
@@ -188,7 +191,7 @@ class Machines:
             self.end(made, "timeout")
 
     def start_again(self, made: FakeJob) -> None:
-        """Start a job that has ended once more, as Slurm requeues one; nothing tells then how it ended."""
+        """Start a job that has ended once more, as Slurm requeues a job. The reason of the first end is then lost."""
         with self.lock:
             made.has_ended, made.reason, made.message = False, None, ""
             self._run(made)
@@ -219,7 +222,7 @@ def _job_id(name: str) -> JobId:
 
 
 class FakeJobs(JobService):
-    """The calls to a service, over `Machines`; one that does not list its jobs."""
+    """A service over `Machines` that does not list its jobs."""
 
     name = "Fake"
 
@@ -285,7 +288,7 @@ class FakeJobs(JobService):
         return {"command": shortened(job.command), "env": masked(job.env), **more}
 
     def _call(self, call: str, rank: int | None, act: Callable[[], T]) -> T:
-        """Do what a call asks for, unless it is to fail."""
+        """Do what a call asks for, unless a fault hits it."""
         fault = self.machines.take(call, rank)
         if fault is None:
             return act()
@@ -303,7 +306,7 @@ class FakeJobs(JobService):
 
 
 class ListingFakeJobs(FakeJobs):
-    """One that tells of all jobs of a run that run or will in one answer."""
+    """A service that lists the jobs of a run which have not ended."""
 
     lists_ended: ClassVar[bool] = False
 
@@ -317,7 +320,7 @@ class ListingFakeJobs(FakeJobs):
 
 
 class GroupingFakeJobs(ListingFakeJobs):
-    """One that starts jobs of a group in one call, and tells of those that ended as well, as a cluster does."""
+    """A service that starts the jobs of a group in one call, and lists also jobs that have ended, like a cluster."""
 
     lists_ended: ClassVar[bool] = True
 
@@ -331,20 +334,20 @@ class GroupingFakeJobs(ListingFakeJobs):
 
         def start() -> list[JobId]:
             env = common_env(jobs)
-            told = [replace(job, env={**env, RANK: str(job.key.rank)}) for job in jobs]
-            return [_job_id(self.machines.add(job).id) for job in told]
+            complete = [replace(job, env={**env, RANK: str(job.key.rank)}) for job in jobs]
+            return [_job_id(self.machines.add(job).id) for job in complete]
 
         return self._call("start", None, start)
 
 
 class FakeExecutor(JobExecutor):
-    """The five verbs over jobs that are processes here, so that a directory is a rendezvous."""
+    """An executor over `FakeJobs`. Its jobs are local processes, so the rendezvous may be a directory."""
 
     backend_name = "fake"
     needs_shared_rendezvous = False
     recordable_options: ClassVar[Recordable] = {}
     machines: ClassVar[Machines]
-    """Those of the test that runs."""
+    """The machines of the present test."""
 
     def __init__(self) -> None:
         listing = ListingFakeJobs if self.machines.lists_jobs else FakeJobs
@@ -357,7 +360,7 @@ def start(n: int = 1, function: str = "main", **more: Any) -> Run:
 
 
 def launched(machines: Machines, n: int, run_id: str = "otter") -> Run:
-    """Launch, and see that each rank has one job, which is its handle's."""
+    """Launch, and check that each rank has one job, which its handle names."""
     run = launch(FakeExecutor(), "job.py:main", n, run_id=run_id)
     assert machines.living() == [(rank, 0) for rank in range(n)]
     assert [machines.job_of(run, rank).job.key.rank for rank in range(n)] == list(range(n))
@@ -376,6 +379,6 @@ def wait_until_hanging(run: Run) -> None:
 
 
 def ends(run: Run) -> list[tuple[str, str | None]]:
-    """Wait, and return status and reason of every replica."""
+    """Wait for the end of a run, and return the status and the reason of each replica."""
     assert run.wait(60)
     return [(str(outcome.status), outcome.reason) for outcome in run.outcomes()]

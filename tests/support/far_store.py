@@ -1,4 +1,4 @@
-"""A store as if it were far away: one latency, and one rate in each direction for all threads of the process."""
+"""FarStore: a store with the latency and the speed of a slow link, which all threads of the process share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Line:
-    """One direction of a link: what passes it takes its turn, a piece at a time, and no two pieces pass at once."""
+    """One direction of a link. Transfers take turns, a piece at a time, and only one piece passes at a time."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.n_bytes = 0
@@ -34,17 +34,17 @@ class Line:
             return self._free_s
 
     def pieces(self, n_bytes: int, from_s: float) -> Iterator[float]:
-        """Yield the time at which each piece of a transfer is through; whoever wakes up late loses nothing by it."""
+        """Yield the time at which each piece of a transfer has passed. A caller that wakes up late loses no time."""
         for start in range(0, n_bytes, PIECE_BYTES):
             from_s = self.take(min(PIECE_BYTES, n_bytes - start), from_s)
             yield from_s
 
 
 class FarStore:
-    """Any store behind a link. One of them is the link of one process: replicas that are threads have one each.
+    """A store behind a link. Each process has its own link. Replicas that are threads have a link each, too.
 
-    An answer comes after `latency_s`, then bytes pass; a write is there when its last byte has passed. It is no
-    `FileStore`, so DiLoCo treats it as far: it reads several objects at once and asks rather than being told.
+    An answer begins after `latency_s`, and then its bytes pass. An object exists when its last byte has passed. The
+    store is not a `FileStore`, so DiLoCo reads several objects at a time, and polls instead of waiting for changes.
     """
 
     def __init__(

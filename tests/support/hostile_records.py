@@ -1,4 +1,4 @@
-"""What somebody who owns a bucket may write there: records that are none, that lie, or that try to be obeyed."""
+"""Records that a hostile owner of a bucket may write: malformed ones, lies, and ones that try to run code."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ NO_OBJECTS = {
     "an integer of a million digits": b'{"created_at": ' + b"9" * 1_000_000 + b"}",
     "three megabytes": json.dumps(run_json(cwd=LONG)).encode(),
 }
-"""What is refused as any record."""
+"""Objects that are refused, whatever record is read from them."""
 
 BAD_FIELDS: dict[str, list[Any]] = {
     "n": ["four", 10**7, 10_001, -1, 0, True, 2.5, None, [2], {"n": 2}, float("nan"), float("inf")],
@@ -207,7 +207,7 @@ LYING_WARNINGS = {
 """Warnings that try to be obeyed by what shows them."""
 
 LYING_BEATS = {
-    "reports that are no numbers": {"at": 1.7e9, "loss": ANSI, "step": [1], "round": {}, "round_s": True},
+    "reports that are not numbers": {"at": 1.7e9, "loss": ANSI, "step": [1], "round": {}, "round_s": True},
     "numbers that are too large": {"at": 1.7e9, "loss": 10**400, "step": float("inf"), "round": float("nan")},
 }
 """Heartbeats of which the part that makes sense is shown."""
@@ -264,4 +264,4 @@ SHOWN: dict[str, Any] = {
     "chaos": [ANSI],
     "env": [ANSI],
 }
-"""What a record may have to show."""
+"""Texts in records that a terminal or a page must escape."""

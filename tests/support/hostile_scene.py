@@ -1,4 +1,4 @@
-"""Somebody who owns a bucket, and somebody who looks into it and must come to no harm."""
+"""A hostile owner of a bucket, and a user who looks into the bucket and must not be harmed."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ VERBS: dict[str, tuple[str, ...]] = {
     "rm": (),  # last: it removes the run
 }
 WITH_TRUST = {"resume --trust-bucket": ("--trust-bucket",), **VERBS}
-"""What is tried where nothing of theirs may start even then."""
+"""The commands that must not start anything, even with --trust-bucket."""
 
 
 class Owner(Protocol):
-    """Somebody who writes what they like under whatever key."""
+    """A hostile user who writes any bytes under any key."""
 
     url: str
 
@@ -72,7 +72,7 @@ class OwnsBucket:
 
 
 class Victim:
-    """A user who looks at what somebody else has written, and all that must not happen to them."""
+    """A user who looks at the records of a hostile user, and checks that nothing bad happens."""
 
     def __init__(self, here: HereInstead, folder: Path, state_home: Path, canary: subprocess.Popen[bytes]) -> None:
         self.here = here
@@ -96,9 +96,9 @@ class Victim:
         return list(told.json)
 
     def is_unharmed(self, told: Result) -> None:
-        assert not (self.folder / "ran").exists(), "code of theirs has run"
+        assert not (self.folder / "ran").exists(), "code of the hostile user has run"
         assert "own business" not in told.stdout + told.stderr, told
-        assert self.canary.poll() is None, "a process was signalled"
+        assert self.canary.poll() is None, "a process was signaled"
         assert sorted(path.name for path in self.folder.iterdir() if path.name != "__pycache__") in (
             ["evil_backend.py", "job.py"],
             ["brought", "evil_backend.py", "job.py"],

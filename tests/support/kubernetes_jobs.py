@@ -23,7 +23,7 @@ def state(service: KubernetesJobs, job_id: dict[str, Any]) -> JobState:
 
 
 def started(service: KubernetesJobs, *jobs: JobSpec) -> list[dict[str, Any]]:
-    """Start a group, and wait until each says a line."""
+    """Start a group, and wait until each job has printed a line."""
     ids = service.start_jobs(jobs)
     for job_id in ids:
         eventually(lambda job_id=job_id: service.logs(job_id, 1) == "hanging\n")  # type: ignore[misc]

@@ -1,6 +1,6 @@
-"""What the contracts need of a real cluster: acts behind an executor's back, and counts of its requests.
+"""LiveCluster: evicts pods, loses answers and counts requests at a real cluster, for the contract suites.
 
-Everything goes through the rights that README names. A hook that needs one more right skips its test, and names it.
+It uses only the rights that README names. A method that needs another right skips its test and names the right.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LiveCluster:
     def evict(self, job_id: JobId) -> None:
         """Evict the pod of a job as `kubectl drain` does, and watch it until it is gone.
 
-        The condition that says so goes with the pod, so a process of ours has to see it before.
+        The pod's condition names the eviction, and is deleted with the pod. So this process reads it before.
         """
         if not self.may("create", "pods/eviction"):
             pytest.skip("this account may not create pods/eviction: nothing can be evicted")

@@ -1,6 +1,6 @@
-"""Launchers as processes of their own, which tests may kill: `python launchers.py <name> …`.
+"""Launchers as separate processes, which tests may kill: `python launchers.py <name> …`.
 
-Every launcher says in a file what it launched, so that the test finds the run and its processes.
+Each launcher writes into a file what it has launched, so that the test finds the run and its processes.
 """
 
 from __future__ import annotations

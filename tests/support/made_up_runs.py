@@ -30,7 +30,7 @@ PAYLOAD = 3_000_000  # bytes of a round; in int8 they would be fewer
 HOSTILE = (
     "</script><script>window.pwned = 1</script><img src=x onerror='window.pwned = 2'>\x1b[31m\x1b]0;title\x07\u202e"
 )
-"""What a record of a run may hold, for whoever shows it."""
+"""A text that a record of a run may have, and that a page or a terminal must escape."""
 TRACEBACK = """Traceback (most recent call last):
   File "/home/me/project/train.py", line 41, in main
     batch = next(batches)
@@ -52,11 +52,11 @@ class Scene:
     killed: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """By rank, in which rounds it is killed; it is resumed two rounds later, but the third time."""
     more: Callable[[float], dict[str, float]] = lambda step: {}
-    """What is reported besides step and loss."""
+    """The numbers that are reported besides step and loss."""
     every: int = 1
-    """A line is reported each so many steps."""
+    """The number of steps between two reports."""
     overlap: int = 0
-    """So many steps are made while a round goes on beside them, in int8."""
+    """The number of steps that are made during a round, whose contributions are int8. 0: rounds wait."""
 
 
 def made_up(scene: Scene, run_id: str = "made-up-run", seed: int = 0, **record: Any) -> Subject:
@@ -221,12 +221,12 @@ def with_kills() -> Subject:
 
 
 def beside() -> Subject:
-    """Rounds go on beside the training for half of it, and rank 2 is a little slow."""
+    """Training continues during rounds half of the time, and rank 2 is a little slow."""
     return made_up(Scene(rounds=40, overlap=5, slow={2: 1.05}), "swift-heron-51de")
 
 
 def large(n_rows: int = 2000) -> Subject:
-    """64 replicas that report so many times each; rank 17 is slow, rank 40 dies for good."""
+    """64 replicas, each with `n_rows` reports. Rank 17 is slow, and rank 40 dies for good."""
     scene = Scene(n=64, rounds=n_rows // 50, inner=50, slow={17: 1.2}, killed={40: (60 * n_rows // 10_000,)})
     return made_up(scene, "vast-heron-90c1")
 
@@ -244,7 +244,7 @@ def failed_at_once() -> Subject:
 
 
 def without_diloco() -> Subject:
-    """Two replicas that never meet, and report no step; one goes on."""
+    """Two replicas without rounds and without steps in their reports. One of them still runs."""
     rows: list[Row] = [
         Numbers(rank=rank, attempt=0, t=2.0 + at, values={"accuracy": 1 - math.exp(-at / 50), "tokens": 1e6 * at})
         for rank in range(2)

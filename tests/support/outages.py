@@ -14,9 +14,10 @@ RENAME_EXCHANGE, AT_FDCWD = 2, -100
 
 @contextlib.contextmanager
 def away(folder: Path) -> Iterator[None]:
-    """Let a directory be away within the block: whatever is asked below it fails, also for root.
+    """Make a directory unreachable during the block. Every access below it fails, also for root.
 
-    A link to itself stands in its place, put there in one step: a directory that is missing for a moment is a deletion.
+    A symbolic link to itself replaces it in one step, because a directory that is missing for a moment counts as
+    deleted.
     """
     loop = folder.with_name(f"{folder.name}-away")
     loop.symlink_to(folder.name)
@@ -30,7 +31,7 @@ def away(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """Let a process be stopped within the block: it takes connections, and answers nothing."""
+    """Stop a process during the block. It then accepts connections and does not answer."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Executors whose resume is overtaken: between its look and its launch another resume brings ranks back."""
+"""Executors whose resume is overtaken: another resume restarts ranks between its look and its launch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from executors.settings.run_spec import StartSpec
 
 
 class OvertakenLocally(LocalProcessExecutor):
-    """Lets another resume, which looked at the run at the same time, go first when attempts are asked for again."""
+    """Runs another resume before its own start. Both resumes looked at the run at the same time."""
 
     by_ranks: ClassVar[list[int] | None] = None
-    """Which ranks the other brings back; None: all that it finds."""
+    """The ranks that the other resume restarts. None: all that have ended."""
 
     def start_ranks(self, start: StartSpec, *more: Any) -> Any:
         if start.spec.attempt > 0:

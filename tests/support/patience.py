@@ -1,4 +1,4 @@
-"""OutageTolerance of tests: as long as a test says, or without end."""
+"""OutageTolerance for tests: with a limit that the test chooses, or without end."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from executors.patience import OutageTolerance
 
 
 def lasting(seconds: float) -> OutageTolerance:
-    """Return a patience of so many seconds, whatever the failure."""
-    return OutageTolerance("a test", "a store", seconds, "The test says so.", seconds, seconds)
+    """Return a tolerance with one limit for all failures."""
+    return OutageTolerance("a test", "a store", seconds, "The test chose this.", seconds, seconds)
 
 
 ENDLESS = lasting(math.inf)

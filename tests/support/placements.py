@@ -74,7 +74,7 @@ def folder(machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
-    """Those of another account."""
+    """The machines of another account."""
     made = Machines(tmp_path / "others")
     monkeypatch.setitem(AnyFakeExecutor.accounts, "other", made)
     yield made

@@ -1,4 +1,4 @@
-"""What replicas do in the tests of restarts."""
+"""The entrypoints of replicas in the tests of restarts."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def hang_first(kinds: list[str]) -> int:
 
 
 def save_slowly(folder: str) -> None:
-    """Take five times the grace of a cancel for what is not to be interrupted, and then hang."""
+    """Spend five times the grace of a cancel in an atomic block, and then hang."""
     me = current_replica()
     with me.atomic():
         tasks.mark(Path(folder, "begun"))
@@ -142,7 +142,7 @@ def never_leave(fails: list[int]) -> int:
 
 
 def let_another_run_out_of_memory(group: str) -> None:
-    """Wait until the kernel has killed a helper for want of memory, and be killed by somebody else."""
+    """Wait until the kernel has killed a helper that used too much memory, and then be killed by another process."""
     helper = os.fork()
     if helper == 0:
         tasks.take_memory(group)

@@ -1,4 +1,4 @@
-"""Processes that resume the runs they are told, all at the same moment."""
+"""Processes that all resume the same run at the same moment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support import launchers
 
 @contextmanager
 def resumers(n: int) -> Iterator[list[Helper]]:
-    """Start processes that resume the runs they are told, and wait until they are ready for the first."""
+    """Start processes that resume the runs whose addresses they read, and wait until they are ready."""
     script = Path(launchers.__file__)
     with ExitStack() as stack:
         started = [stack.enter_context(python_process(script, "resume_each_that_is_named")) for _ in range(n)]
@@ -22,7 +22,7 @@ def resumers(n: int) -> Iterator[list[Helper]]:
 
 
 def resume_at_once(started: list[Helper], run: Run) -> list[str]:
-    """Tell all resumers at the same time to resume a run; return what each says."""
+    """Let all resumers resume a run at the same time, and return the answer of each."""
     for process in started:
         send(process, run.url)
     return [receive(process) for process in started]

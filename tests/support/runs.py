@@ -1,4 +1,4 @@
-"""Looking behind the executor's back: what a run left in its store and who runs on this machine."""
+"""Looks at a run without its executor: the records in its store, and its processes on this machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pid_of(handle: ReplicaHandle) -> int:
 
 
 def log_of(handle: ReplicaHandle, state_home: Path) -> Path:
-    """Where the output of a local replica lies."""
+    """Return the path of a local replica's output."""
     return state_home / "replicas" / key_of(handle, "output.log")
 
 
@@ -49,11 +49,11 @@ def folder_of(url: str) -> Path:
 
 
 def lose_store() -> None:
-    """Leave this replica's attempt a store that takes and gives nothing; `without_store` mends it."""
+    """Make the store of this replica's attempt fail every read and write. `without_store` repairs it."""
     me = current_replica()
     mine = folder_of(me.store.url) / me.key("")
     mine.rename(mine.with_name("away"))
-    mine.write_text("")  # what lies below it can be neither read nor written
+    mine.write_text("")  # a file in place of the folder, so no object below it can be read or written
 
 
 def without_store(executor: LocalProcessExecutor, folder: Path, state_home: Path, until: str, **how: Any) -> Run:
@@ -102,8 +102,8 @@ def handles_of(launched: dict[str, Any]) -> list[ReplicaHandle]:
 
 
 def pids_said(folder: Path, pattern: str, n: int) -> list[int]:
-    """Wait for n files that hold a pid each."""
-    eventually(lambda: len(list(folder.glob(pattern))) == n, f"{n} processes say their pid")
+    """Wait for n files with a pid each, and return the pids."""
+    eventually(lambda: len(list(folder.glob(pattern))) == n, f"{n} processes have written their pids")
     return [int(path.read_text()) for path in folder.glob(pattern)]
 
 

@@ -11,7 +11,7 @@ from servers.modal.server import ModalServer
 
 @pytest.fixture(params=[None, "H100"], ids=["cpu", "gpu"])
 def gpu(request: pytest.FixtureRequest) -> str | None:
-    """What decides about the back end."""
+    """The GPU of a sandbox, which decides the back end."""
     kind: str | None = request.param
     return kind
 

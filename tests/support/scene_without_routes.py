@@ -1,7 +1,7 @@
-"""Four replicas, each in a network of its own that reaches an S3 server and nothing else. A script.
+"""A script that trains four replicas, each in a network that reaches an S3 server and nothing else.
 
-To be run in a network and mount namespace of its own, as its root. Every replica moves to a namespace with one cable
-(a veth pair) to that of the server, where packets are not forwarded.
+Run it as root of a new network and mount namespace. Each replica moves to a namespace with one cable (a veth pair) to
+the server's namespace, which does not forward packets.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ def run(command: str) -> None:
 
 
 def replica(rank: int, url: str, test: Connection) -> None:
-    """Say whom of the others this network reaches, train with them, and say what came of it."""
+    """Report which other replicas this network reaches, train with them, and report the result."""
     move_to_network(f"/run/netns/r{rank}")
-    with socket.create_server((address(rank), PORT)):  # that nobody reaches
+    with socket.create_server((address(rank), PORT)):  # no other replica can reach it
         test.send({address(other): try_to_reach(other) for other in range(N) if other != rank})
         test.send(train(rank, url, test))
 

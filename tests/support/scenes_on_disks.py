@@ -207,7 +207,7 @@ def launch_and_fill(root: Path, executor: LocalProcessExecutor = LOCAL) -> Run:
 
 
 def full_for_a_while(root: Path) -> None:
-    """Room comes back in time."""
+    """A full disk gets free space in time."""
     run = launch_and_fill(root)
     eventually(lambda: "filled" in run.logs(rank=0))
     (root / "junk").unlink()
@@ -215,7 +215,7 @@ def full_for_a_while(root: Path) -> None:
 
 
 def full_for_good(root: Path) -> None:
-    """Room never comes back: when every patience is over, an error says so, and nothing is left running."""
+    """A full disk never gets free space. After all time limits an error reports it, and no process is left."""
     os.environ["REPLICAS_TEST_PATIENCE"] = str(5.0 / patience.SUPERVISOR.seconds)
     run = launch_and_fill(root, LocalProcessExecutor(preload=("support.short_waits",), term_grace_s=0.5))
     supervisor = run.handles[0].metadata["supervisor_pid"]
@@ -223,7 +223,7 @@ def full_for_good(root: Path) -> None:
     with pytest.raises(ReplicasError, match="No space left on device"):
         run.results()
     run.remove()
-    assert list(view_of(run).store.list(f"{run.run_id}/")) == [], "what fills a disk can be removed from it"
+    assert list(view_of(run).store.list(f"{run.run_id}/")) == [], "a run can be removed from a full disk"
 
 
 def full_before_a_launch(root: Path) -> None:
@@ -255,7 +255,7 @@ def full_while_a_rank_dies(root: Path) -> None:
 
 
 def full_logs(root: Path) -> None:
-    """The logs do not fit: a replica that prints goes on, and the log says later how much was lost."""
+    """The disk with the logs is full. A replica that prints continues, and its log later shows how much was lost."""
     mount("tmpfs", root, "-o", "size=1m")
     os.environ["XDG_STATE_HOME"] = str(root)
     store = root.with_name("store")

@@ -195,7 +195,7 @@ def ship(
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Wait for a replica's process; return its exit code and what it said on stdout and stderr."""
+    """Wait for the end of a replica's process, and return its exit code, its stdout and its stderr."""
     out, err = process.communicate(timeout=LIMIT_S)
     return process.returncode, out, err
 
@@ -210,10 +210,10 @@ def outcome_of(spec: RunSpec, rank: int = 0) -> Outcome:
 def wait_for_line(process: subprocess.Popen[str], line: str) -> None:
     """Read a process's stdout up to a line."""
     assert process.stdout is not None
-    for said in process.stdout:
-        if said.rstrip("\n") == line:
+    for printed in process.stdout:
+        if printed.rstrip("\n") == line:
             return
-    pytest.fail(f"the replica ended with {process.wait()} and never said {line!r}: {process.communicate()[1]}")
+    pytest.fail(f"the replica ended with {process.wait()} and never printed {line!r}: {process.communicate()[1]}")
 
 
 def write_files(folder: Path, **files: str) -> Path:
@@ -225,7 +225,7 @@ def write_files(folder: Path, **files: str) -> Path:
 
 
 @dataclass
-class Site:
+class StandaloneScene:
     """A cloud, the user's tasks, and a directory that both sides see."""
 
     cloud: Cloud
@@ -251,8 +251,8 @@ class Site:
 
 
 @pytest.fixture
-def site(cloud: Cloud, workspace: Path, shared: Path) -> Site:
-    return Site(cloud, workspace, shared)
+def site(cloud: Cloud, workspace: Path, shared: Path) -> StandaloneScene:
+    return StandaloneScene(cloud, workspace, shared)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What replicas do in the tests of the local executor. Importable, and needs nothing but Python and `executors`."""
+"""The entrypoints of replicas in the tests of the local executor. They need only Python and `executors`."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def run_a_launcher(folder: str) -> None:
 
 
 def die_by(signal_number: int) -> NoReturn:
-    """End by a signal, having said so."""
+    """Print a line, and end by a signal."""
     print("last words", flush=True)
     os.kill(os.getpid(), signal_number)
     time.sleep(60)
@@ -165,7 +165,7 @@ def swallow_in_callback(path: str, by_weakref: bool) -> NoReturn:
 
 
 def surroundings(names: list[str]) -> dict[str, Any]:
-    """What a replica finds around it."""
+    """Return the surroundings of a replica: its working directory, variables, arguments and streams."""
     return {
         "cwd": os.getcwd(),
         "path": sys.path,
@@ -259,7 +259,7 @@ def fail_or_hang(rank: int) -> NoReturn:
 
 
 def fail_after_a_round() -> str:
-    """Have a round on rank 0, fail on rank 1 once that is known, and go on until rank 1 has failed."""
+    """Report a round on rank 0, fail on rank 1 when the store has the report, and wait on rank 0 for that failure."""
     from executors import current_replica
     from executors.testing import eventually
     from support.records import find_json

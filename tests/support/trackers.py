@@ -1,4 +1,4 @@
-"""Trackers of the tests' own, and a task whose numbers they get."""
+"""Trackers for tests, and a task whose numbers they get."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def train(steps: int = 3, fails_at: int | None = None, sleep_s: float = 0.0) -> 
 
 
 class Notes:
-    """Keeps all that it is told in a file for each rank and attempt, in the folder `NOTES`."""
+    """A tracker that writes each call into a file of its rank and attempt, in the folder `NOTES`."""
 
     def __init__(self, tracked: Tracked) -> None:
         self._file = Path(os.environ["NOTES"], f"{tracked.rank}-{tracked.attempt}")

@@ -1,4 +1,4 @@
-"""What tests of training share: a place to meet, models that are moved by hand, and processes that come anew."""
+"""Helpers for tests of training: arguments of a DiLoCo, models whose steps are made by hand, and new attempts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLAIN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0}
 
 
 def place(store: Any = None, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
-    """Return the arguments that tell a DiLoCo where it is; without a store, in one of its own."""
+    """Return the store, the run and the rank for a DiLoCo. Without a store, it gets a new one."""
     return {"store": store or MemoryStore(), "run_id": "test", "rank": rank, "world_size": world_size}
 
 
@@ -29,12 +29,12 @@ def nudge(model: nn.Module, by: Any) -> None:
 
 
 def next_process() -> None:
-    """From here on a DiLoCo of the same rank claims a new attempt, as another process would."""
+    """Make the next DiLoCo of a rank claim a new attempt, as in another process."""
     _claimed.clear()
 
 
 def leave(diloco: DiLoCo) -> None:
-    """Leave without what `close` says of steps that nobody averaged."""
+    """Leave the run without the warning of `close` about steps that were not averaged."""
     diloco._close(in_order=False)
 
 
