@@ -1,8 +1,12 @@
-"""From the name of a backend to an executor. SDKs are imported by their own adapter, when it is asked for.
+"""Finds things by name: the executor of a backend, the backends of a run's ranks, and the runs of this machine.
 
-A person may name any class, as `pkg.mod:Class`. A record may not: whoever can write to a bucket could else choose what
-runs on every machine that looks at it. `executor_of_record` takes the names of known backends alone, and the options
-that their classes say are safe to take.
+Read this file first: `get_executor` makes an executor. An adapter imports its SDK when it is first used. Then read
+`placements.py` (which backend has rank r), `run_placements.py` (the same from the records of a run), and `run_index.py`
+(which runs this machine knows). Names and records enter, and executors, backends and store urls leave.
+
+The user may name any class, as `pkg.mod:Class`. A record may not. Otherwise, any process that can write to a bucket
+could choose the code that runs on every machine that reads it. `executor_of_record` accepts only the names of known
+backends, and only options that their classes allow.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from executors.view.run_view import RunView, all_artifacts
 log = logging.getLogger(__name__)
 
 
+# More than 20 methods: each of the 22 public names is what a user may do with a run, and tests pin them.
 class Run:
     """One run: wait for it, read its state, logs and measurements, cancel it, collect its results.
 

@@ -42,6 +42,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+# More than 20 methods: outcomes, handles and states of replicas come from one list of the store and one question to the
+# backend, and each may correct the others in the same look. In separate classes, each would hold the other two.
 class RunStateReader:
     """What one process has seen of a run's replicas. A terminal status stays until a newer attempt is found.
 

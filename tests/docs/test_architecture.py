@@ -78,14 +78,15 @@ BORDER = ("executors.backend", "executors.registry.placements", "executors.regis
 """The files that make a backend of what a user gives, and return it: only they know kinds of executors."""
 KINDS_OF_EXECUTORS = re.compile(r"Backend|PlacedBackend|Placements|ServerlessExecutor|\w+(Backend|Placements|Executor)")
 MAX_METHODS = 20
+ROOMS_COUNTED = (
+    *("attempt", "backends", "launcher", "logs", "metrics", "registry", "restarts", "run", "settings", "supervisor"),
+    *("view", "worker"),
+)
 COUNTED = (
     "diloco",
-    *(
-        f"executors/{room}"
-        for room in ("attempt", "backends", "launcher", "restarts", "settings", "supervisor", "worker")
-    ),
+    *(f"executors/{room}" for room in ROOMS_COUNTED),
 )
-COUNTED_FILES = ("executors.backend", "executors.registry.placements", "executors.registry.run_placements")
+COUNTED_FILES = ("executors.backend",)
 MAX_PRIVATE_PARAMETERS = 7  # besides self
 MAX_ENTRIES = 27  # of `ls executors`
 

@@ -1,1 +1,5 @@
-"""A run as one page: what it was, what it cost, how the loss went. Sees records and rows, never a `Run`."""
+"""Makes the page of a run, exports and messages about failures from records and rows; it never sees a `Run`.
+
+Read `document.py` first: it makes one JSON document, which `page.py` puts into a file of HTML. `event_reader.py` finds
+what happened, `root_cause.py` and `failures.py` explain failed runs, and `trackers/` sends numbers to other services.
+"""
