@@ -1,4 +1,4 @@
-"""The contract of an executor finds executors that do not keep it: each mutant has a fault seen in a real system."""
+"""The contract of an executor catches wrong executors. Each mutant has a fault that was seen in a real system."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class CallsACancellationAFailure(PopenExecutor):
 
 
 class AsksPolitelyOnly(PopenExecutor):
-    """Never escalates to SIGKILL."""
+    """Sends SIGTERM, and never SIGKILL."""
 
     def cancel(self, handle: Any) -> None:
         if handle.process.poll() is None:

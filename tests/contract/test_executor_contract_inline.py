@@ -1,4 +1,4 @@
-"""What a replica in the calling process keeps of the contract of an executor."""
+"""The inline executor keeps the contract of an executor, except for tests of processes and several replicas."""
 
 from __future__ import annotations
 

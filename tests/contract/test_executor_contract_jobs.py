@@ -1,4 +1,4 @@
-"""JobExecutor keeps the contract of an executor: everything of a cloud but its SDK."""
+"""JobExecutor keeps the contract of an executor, over a service whose jobs are local processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TestJobExecutor(ExecutorContract):
 
 
 class TestGroupingJobExecutor(TestJobExecutor):
-    """One whose service starts all jobs of a launch in one call."""
+    """An executor whose service starts all jobs of a launch in one call."""
 
     @pytest.fixture
     def executor(self, machines: Machines) -> ServerlessExecutor:
@@ -60,7 +60,7 @@ Test = Callable[[Any], None]
 def test_what_an_engine_can_do_to_an_executor_is_looked_for(
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of these tests fails an executor, or a service, that does not keep what it is about."""
+    """Each of these tests fails if the executor or the service breaks the promise that it tests."""
     machines.starts_together = True
     contract = TestGroupingJobExecutor()
     contract.machines = machines

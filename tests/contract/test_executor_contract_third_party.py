@@ -1,4 +1,4 @@
-"""A third-party executor: what its five verbs keep of the contract, and what `launch()` adds to them."""
+"""A third-party executor keeps the contract of an executor, and `launch()` adds runs, outcomes and events to it."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_run_on_a_third_party_can_be_cancelled_and_leaving_the_block_does(exec
 
 
 class NotedExecutor(PopenExecutor):
-    """One whose handles can be noted in the run's store, and that refuses to cancel rank 0."""
+    """An executor whose handles can be noted in the run's store, and that refuses to cancel rank 0."""
 
     def __init__(self) -> None:
         super().__init__()

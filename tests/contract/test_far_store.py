@@ -1,4 +1,4 @@
-"""The store of the benchmarks of slow links: its link has one rate in each direction, to the byte, whoever uses it."""
+"""FarStore, the store of benchmarks of slow links, has one exact rate in each direction for all its users."""
 
 from __future__ import annotations
 

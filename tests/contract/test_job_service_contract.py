@@ -1,4 +1,4 @@
-"""The services keep the contract of the calls: at their local servers, and the one made of processes."""
+"""Hugging Face Jobs, Modal and the fake service keep the contract of a job service, at local servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kubernetes keeps the contract of the calls: at a stand-in, and with `-m live` at the cluster of KUBECONFIG."""
+"""Kubernetes keeps the contract of a job service: at a stand-in, and with `-m live` at the cluster of KUBECONFIG."""
 
 from __future__ import annotations
 

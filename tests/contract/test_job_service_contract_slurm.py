@@ -1,4 +1,4 @@
-"""Slurm keeps the contract of the calls, at a real cluster on loopback."""
+"""Slurm keeps the contract of a job service, at a real cluster on loopback."""
 
 from __future__ import annotations
 

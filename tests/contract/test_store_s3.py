@@ -1,4 +1,4 @@
-"""What only a bucket promises: its faults are survived, its ranges are whole, its secrets are kept."""
+"""The promises of S3Store alone: it survives faults, reads whole ranges, and shows no secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening a bucket: its check, the secrets that nobody sees, and sentences that help when it cannot be used."""
+"""Opening a bucket: the check of exclusive creation, secrets that no message shows, and messages that help."""
 
 from __future__ import annotations
 

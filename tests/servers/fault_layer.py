@@ -1,10 +1,11 @@
-"""A WSGI layer before an S3 server that misbehaves on request: at random by a seed, or once, at a place.
+"""A WSGI layer in front of an S3 server that injects faults: at random by a seed, or once at a chosen request.
 
-It also adds two properties that a server for tests lacks. One request at a time reaches the application behind it,
-because moto checks whether a key is taken and then sets it, without a lock. A request whose body was cut off does not
+It also adds two properties that servers for tests do not have. Only one request at a time reaches the application,
+because moto checks whether a key is taken and then sets it without a lock. A request whose body was cut off does not
 reach the application.
 
-Its own requests: `PUT /_faults` with `Faults` as JSON, `POST /_once`, `GET /_requests`, `GET /_kept`, `POST /_reset`.
+The layer itself answers: `PUT /_faults` with `Faults` as JSON, `POST /_once`, `GET /_requests`, `GET /_kept`, and
+`POST /_reset`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ ERROR = "<?xml version='1.0' encoding='UTF-8'?><Error><Code>{code}</Code><Messag
 ERRORS = {
     "unavailable": ("503 Slow Down", "SlowDown", "Please reduce your request rate."),
     "lost": ("503 Slow Down", "SlowDown", "Please reduce your request rate."),
-    "conflict": ("409 Conflict", "ConditionalRequestConflict", "Somebody else is creating this key."),
+    "conflict": ("409 Conflict", "ConditionalRequestConflict", "Another process is creating this key."),
     "no_bucket": ("404 Not Found", "NoSuchBucket", "The specified bucket does not exist."),
     "forbidden": ("403 Forbidden", "AccessDenied", "Access Denied"),
     "checksum": ("400 Bad Request", "InvalidRequest", "Checksums are not supported."),
@@ -42,7 +43,7 @@ ANSWERED = ("", "lost", "dropped", "truncated", "short")  # faults of requests t
 
 @dataclass
 class Faults:
-    """How the server misbehaves. Rates are of the requests that a fault can hit."""
+    """The faults of the server. Each rate is a share of the requests that the fault can hit."""
 
     seed: int = 0
     unavailable: float = 0.0  # 503, and nothing was done
@@ -123,7 +124,7 @@ class FaultLayer:
         return reply
 
     def _choose(self, environ: Environ) -> str:
-        """Return which fault hits this request; "" for none."""
+        """Return the name of the fault that hits a request, or "" for none."""
         method, path, faults = environ["REQUEST_METHOD"], environ["PATH_INFO"], self._faults
         conditional = method == "PUT" and "HTTP_IF_NONE_MATCH" in environ
         for rule in self._once:

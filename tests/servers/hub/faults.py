@@ -1,4 +1,4 @@
-"""How the local Hub misbehaves, and what it remembers of the requests it got."""
+"""The faults of the local Hub, and its record of the requests."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Fault:
 
 @dataclass
 class Faults:
-    """The faults that are yet to come, by the route they hit."""
+    """The faults that will happen, by their route."""
 
     _waiting: dict[str, list[Fault]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -89,7 +89,7 @@ class Faults:
             self._waiting.clear()
 
     def take(self, request: Request) -> Fault | None:
-        """Return the first fault that is meant for this request, and count it."""
+        """Return the first fault that hits a request, and count it."""
         with self._lock:
             waiting = list(self._waiting.get(request.route, []))
         for fault in waiting:

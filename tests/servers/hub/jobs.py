@@ -1,4 +1,4 @@
-"""The jobs behind the local Hub: they wait for their hardware, really run, and end in a stage, as the vendor's do.
+"""The jobs of the local Hub: they wait for hardware, run as local processes, and end in a stage like the vendor's.
 
 The vendor's documentation leaves one point open. Here, a cancelled job is CANCELED at once, and its process gets
 SIGTERM, then SIGKILL.
@@ -52,7 +52,7 @@ class Job:
         return str(self.spec["flavor"])
 
     def has(self, labels: list[str]) -> bool:
-        """Tell whether the job has all these labels, each `key=value` or `key`."""
+        """Return True if the job has all these labels, each `key=value` or `key`."""
         own = {text for key, value in self.labels.items() for text in (key, f"{key}={value}")}
         return own.issuperset(labels)
 
@@ -91,7 +91,7 @@ class Jobs:
             return self._jobs[::-1]
 
     def cancel(self, job: Job) -> None:
-        """Cancel a job; one that is over stays as it is."""
+        """Cancel a job. A job that has ended stays as it is."""
         self._end_early(job, "CANCELED")
 
     def delete(self, job: Job) -> None:
@@ -99,7 +99,7 @@ class Jobs:
         self._end_early(job, "DELETED", also_if_over=True)
 
     def forget(self, job: Job) -> None:
-        """End a job and know nothing of it from now on."""
+        """End a job and forget it."""
         self.delete(job)
         with self.changed:
             self._jobs.remove(job)

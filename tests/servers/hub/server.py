@@ -4,8 +4,8 @@
         api = HfApi(endpoint=server.endpoint, token=server.token)
         job = api.run_job(image="python:3.12", command=["python", "-c", "print(1)"], namespace=server.namespace)
 
-Jobs really run, as local processes (`servers.hub.jobs`). The server misbehaves as `HubServer.fail` tells it to. Leaving
-the block ends every process, and fails when the client asked for something that this server does not have.
+Jobs run as local processes (`servers.hub.jobs`). `HubServer.fail` adds faults. The end of the block ends every process.
+It fails if the client asked for something that this server does not have.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class HubServer:
         self.may_speak.set()
 
     def hold(self, flavor: str) -> None:
-        """Have no hardware for jobs of a flavor: they wait in SCHEDULING until `release`."""
+        """Take away the hardware of a flavor. Its jobs wait in SCHEDULING until `release`."""
         assert flavor in FLAVORS, flavor
         self.jobs.held.add(flavor)
 
@@ -132,7 +132,7 @@ class HubServer:
         return job
 
     def until(self, ready: Callable[[], object], timeout_s: float = 60.0) -> None:
-        """Wait until something is so of the jobs."""
+        """Wait until a condition on the jobs is true."""
         with self.jobs.changed:
             assert self.jobs.changed.wait_for(ready, timeout_s), f"it was not so within {timeout_s} s"
 

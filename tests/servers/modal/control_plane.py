@@ -1,8 +1,8 @@
-"""The calls about sandboxes, of both back ends.
+"""The calls about sandboxes, of both back ends of Modal.
 
-CPU sandboxes go to V2, which starts them at once; those with GPUs to V1, where they wait until there is room. Some
-answers of the vendor are not known: whether a call of one back end finds the sandboxes of the other, and whether both
-share names. Such a call gets the answer that asks more of the caller.
+The back end V2 has sandboxes without a GPU, and starts them at once. V1 has sandboxes with GPUs, which wait until there
+is room. Two facts about the vendor are not known: whether a call of one back end finds the sandboxes of the other, and
+whether both share names. Here, such a call gets the answer that is harder for the caller.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from modal_proto import api_pb2
 from servers.modal.account import Account, new_id
 from servers.modal.sandboxes import TERMINATED, Sandbox
 
-PAGE = 3  # sandboxes that a list gives at once; the vendor's is larger
+PAGE = 3  # the sandboxes on one page of a list; the vendor's pages are larger
 UNSUPPORTED = ("nfs_mounts", "s3_mounts", "proxy_id", "enable_snapshot")
 """Parts of a sandbox's definition that local processes cannot provide. Volumes are only recorded."""
 
@@ -64,7 +64,7 @@ class SandboxCalls:
         return tags(self.find(request.sandbox_id, is_v2=True))
 
     async def SandboxListV2(self, request: Any, metadata: Any) -> api_pb2.SandboxListResponse:
-        """List those of both back ends that have not ended, newest first, a page at a time."""
+        """List the sandboxes of both back ends that have not ended, newest first, a page at a time."""
         wanted = {tag.tag_name: tag.tag_value for tag in request.tags}
         before = request.before_timestamp or float("inf")
         found = [
@@ -154,7 +154,7 @@ class SandboxCalls:
         return sandbox
 
     def _schedule(self) -> None:
-        """Start, oldest first, what there is room for."""
+        """Start the sandboxes for which there is room, oldest first."""
         for sandbox in self.sandboxes.values():
             if not sandbox.is_scheduled and not sandbox.result and self._has_room(sandbox):
                 sandbox.start(self._bin_folder)
@@ -195,7 +195,7 @@ class SandboxCalls:
         return api_pb2.SandboxGetFromNameResponse(sandbox_id=found[-1].sandbox_id, metadata=described(found[-1]))
 
     async def close(self) -> None:
-        """End everything, and wait until it is gone."""
+        """End all sandboxes, and wait until their processes are gone."""
         for sandbox in self.sandboxes.values():
             await sandbox.end(api_pb2.GenericResult(status=TERMINATED))
         await asyncio.gather(*(sandbox.gone() for sandbox in self.sandboxes.values()))

@@ -1,7 +1,7 @@
-"""Calls as they arrive: written down, checked for credentials, struck by faults, and answered by a method.
+"""Dispatches each call: records it, checks its credentials, applies a fault, and answers it with a method.
 
-The handlers are made from the tables of the SDK's own stubs, so that a call of any name reaches us. A call
-without an implementation is answered UNIMPLEMENTED and remembered, because its test has seen nothing of the vendor.
+The handlers are made from the tables of the SDK's own stubs, so every call reaches this server. A call without an
+implementation gets the answer UNIMPLEMENTED and is recorded, so that its test fails.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class Call:
 
 
 class Dispatcher:
-    """Answers calls with the methods of objects, by name.
+    """Answers calls with the methods of objects that have the names of the calls.
 
-    A method is a coroutine that is given the request and the metadata, and returns the reply. GRPCError is its way to
-    refuse.
+    A method is a coroutine. It gets the request and the metadata, and returns the reply. To refuse, it raises
+    GRPCError.
     """
 
     def __init__(self, objects: list[object], check: Callable[[str, Metadata], None], faults: Faults) -> None:
         self.calls: list[Call] = []
         self.unimplemented: set[str] = set()
         self.deduplicates = True
-        """Whether a create that is repeated with the same idempotency key gives the same sandbox again."""
+        """True if a create that is repeated with the same idempotency key returns the same sandbox."""
         self.together: dict[str, int] = {}
         """The number of calls of a name that must arrive before the first is answered."""
         self._objects = objects
@@ -56,7 +56,7 @@ class Dispatcher:
         self._transports: set[Any] = set()
 
     def disconnect(self) -> None:
-        """Cut every connection, with all that is under way on it."""
+        """Cut every connection, and so all calls that have no answer yet."""
         for transport in self._transports:
             transport.abort()
         self._transports.clear()

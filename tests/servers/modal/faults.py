@@ -1,4 +1,4 @@
-"""How the Modal server of the tests misbehaves: faults by the name of the call, and the loss of a connection."""
+"""The faults of the Modal server of the tests: errors by the name of the call, and lost connections."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Fault:
     message: str = ""
     times: int = 1
     after_applying: bool = False
-    """Whether the call has done its work by then."""
+    """True if the call has acted before the fault."""
     loses_connection: bool = False
-    """Whether the connection breaks, with everything else that is under way on it."""
+    """True if the connection breaks, with all other calls on it."""
     when: Callable[[Any], bool] | None = None
     """A condition on the request."""
 

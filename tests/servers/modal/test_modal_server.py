@@ -39,7 +39,7 @@ __all__ = ["app"]  # a fixture
 
 KINDS = (None, "H100")
 """The GPUs that lead to one back end and the other."""
-SAYS_ITS_SURROUNDINGS = """
+PRINTS_SURROUNDINGS = """
 import importlib.util, json, os, sys
 found = {name: bool(importlib.util.find_spec(name)) for name in ("torch", "boto3", "numpy", "executors", "diloco")}
 print(json.dumps([dict(os.environ), os.getcwd(), os.listdir(), found, sys.version_info[:2]]))
@@ -51,7 +51,7 @@ def test_a_sandbox_has_an_empty_directory_and_nothing_of_the_launchers_environme
 ) -> None:
     monkeypatch.setenv("OF_THE_LAUNCHER", "must not be seen")
     for gpu, python in ((None, "python"), ("H100", "python"), (None, f"python3.{sys.version_info.minor}")):
-        sandbox = create(app, python, "-c", SAYS_ITS_SURROUNDINGS, gpu=gpu, env={"ASKED": "for"})
+        sandbox = create(app, python, "-c", PRINTS_SURROUNDINGS, gpu=gpu, env={"ASKED": "for"})
         sandbox.wait()
         environment, folder, entries, found, version = json.loads(text_of(sandbox))
         assert set(environment) - {"LC_CTYPE", "PYTHONPATH"} == {

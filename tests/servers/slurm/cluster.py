@@ -1,8 +1,8 @@
-"""A real Slurm on loopback: a controller, four nodes with two GPUs each that are none, and munge, in one folder.
+"""A real Slurm on loopback: a controller, munge, and four nodes with two simulated GPUs each, in one folder.
 
-`main` takes nodes from `low`, whose jobs have 3 s to leave; jobs in `short` have half an hour. There is no database of
-accounts: a script refuses all but `known`, with Slurm's own error. Needs Debian's packages slurmctld, slurmd,
-slurm-client and munge.
+The partition `main` takes nodes from `low`, whose jobs then have 3 s to end. Jobs in `short` have half an hour. There
+is no database of accounts: a script refuses all accounts except `known`, with Slurm's own error. It needs Debian's
+packages slurmctld, slurmd, slurm-client and munge.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 NODES = ("n0", "n1", "n2", "n3")
 START_LIMIT_S = 60.0
 JOBS_LIMIT_S = 15.0
-TRIES = 3  # of a start: another process may have taken a port meanwhile
+TRIES = 3  # of a start, because another process may take a port before Slurm does
 SETTINGS = {"MinJobAge": "300"}
 """Settings that a test may change while the cluster runs."""
 CONF = """
@@ -105,9 +105,10 @@ def free_ports(n: int) -> list[int]:
 
 
 class Cluster:
-    """The daemons, and the folder they live in.
+    """The daemons of a cluster, and their folder. It has one method for each thing that a test can do to a cluster.
 
     Args:
+        folder: the folder for configuration, state and logs.
         node_limit_s: how long a node may be silent until it counts as dead.
     """
 
@@ -118,7 +119,7 @@ class Cluster:
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._node_limit_s = node_limit_s
         self._ports = free_ports(1 + len(NODES))
-        folder.chmod(0o711)  # or munge refuses: every user must reach its socket
+        folder.chmod(0o711)  # munge refuses to start unless every user can reach its socket
         (folder / "state").mkdir()
         (folder / "munge.key").write_bytes(secrets.token_bytes(128))
         (folder / "munge.key").chmod(0o600)
@@ -139,7 +140,7 @@ class Cluster:
         return {"SLURM_CONF": str(self.conf), "PATH": PATH}
 
     def run(self, *command: str, env: Mapping[str, str] | None = None) -> str:
-        """Return what a command of Slurm prints; raises CalledProcessError."""
+        """Return the output of a command of Slurm. Raises CalledProcessError if the command fails."""
         environment = {**os.environ, **self.environment, **(env or {})}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
         if done.returncode:
@@ -147,7 +148,7 @@ class Cluster:
         return done.stdout
 
     def start(self) -> None:
-        """Start all, and wait until every node is idle."""
+        """Start all daemons, and wait until every node is idle."""
         end_all_after_us(self.folder)
         file = {name: f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "pid", "log", "seed")}
         self._start("munged", "munged", "--foreground", f"--socket={self.folder}/munge.socket", *file.values())
@@ -158,14 +159,14 @@ class Cluster:
         self._wait_for(lambda: self._states() == {"idle"}, "its nodes")
 
     def jobs(self) -> list[str]:
-        """Name all jobs that are known, also those that ended."""
+        """Return all jobs that Slurm knows, also those that have ended."""
         return self.run("squeue", "--noheader", "--array", "--states=all", "--format=%i").split()
 
     def start_node(self, name: str) -> None:
         self._start(name, "slurmd", "-D", "-f", str(self.conf), "-N", name)
 
     def kill_node(self, name: str) -> None:
-        """Kill a node with all that runs on it, as a power cut does."""
+        """Kill a node with all its processes, as a power cut does."""
         daemon = self.daemons.pop(name)
         daemon.kill()
         daemon.wait()
@@ -174,19 +175,19 @@ class Cluster:
         _kill(*steps, *works)  # in this order, so that no daemon reports the end of a killed process
 
     def kill_job(self, job: str) -> None:
-        """Kill all processes of a job at once; what `scancel` does begins with a SIGTERM."""
+        """Kill all processes of a job at once. `scancel` would send SIGTERM first."""
         array, _, task = job.partition("_")
         ids = {"SLURM_ARRAY_JOB_ID": array, "SLURM_ARRAY_TASK_ID": task}
         _kill(*(pid for pid, variables in self._processes() if ids.items() <= variables.items()))
 
     def evict(self, job: str) -> None:
-        """Have a job of the partition `low` make room for one of `main`, which ends at once."""
+        """Preempt a job of the partition `low`, by a job of `main` that ends at once."""
         node = self.run("squeue", "--noheader", f"--jobs={job}", "--format=%N").strip()
         self.run("sbatch", f"--nodelist={node}", "--exclusive", "--output=/dev/null", "--chdir=/", "--wrap=true")
 
     @contextlib.contextmanager
     def stopped_controller(self) -> Iterator[None]:
-        """Have the controller answer nothing within the block, and all that it was asked behind it."""
+        """Stop the controller during the block. It answers the requests of the block afterwards."""
         self.daemons["slurmctld"].send_signal(signal.SIGSTOP)
         try:
             yield
@@ -195,7 +196,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def configured(self, **settings: str) -> Iterator[None]:
-        """Change settings within the block."""
+        """Change settings for the block."""
         before = dict(self.settings)
         self._reconfigure({**before, **settings})
         try:
@@ -204,7 +205,7 @@ class Cluster:
             self._reconfigure(before)
 
     def end_jobs(self) -> None:
-        """End all jobs, and wait until none runs."""
+        """End all jobs, and wait until no job runs."""
         if self.run("squeue", "--noheader"):
             self.run("scancel", "--me", "--quiet")
             self._wait_for(lambda: not self.run("squeue", "--noheader"), "the end of the jobs", JOBS_LIMIT_S)
@@ -298,7 +299,7 @@ def _kill(*pids: int) -> None:
 
 @contextlib.contextmanager
 def running_cluster() -> Iterator[Cluster]:
-    """Start a cluster in a folder of its own; it ends with the block, or with this process."""
+    """Start a cluster in a new folder. The cluster ends with the block, or with this process."""
     for tries_left in reversed(range(TRIES)):
         with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp", ignore_cleanup_errors=True) as folder:
             cluster = Cluster(Path(folder))

@@ -1,4 +1,4 @@
-"""Slurm's commands as a test sees them called: what each call was, and an answer that is lost."""
+"""Wrappers of Slurm's commands that record each call, and can lose the answer of the next call."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Commands:
             wrapper.chmod(0o755)
 
     def calls(self, name: str) -> list[list[str]]:
-        """Return the arguments of the calls of a command so far; those of `sbatch` that asked for jobs."""
+        """Return the arguments of the calls of a command so far. Of `sbatch`, only calls that start jobs count."""
         path = self._folder / "calls"
         lines = [line.split(" ") for line in path.read_text().splitlines()] if path.exists() else []
         return [words for command, *words in lines if command == name and "--test-only" not in words]
 
     def lose_reply(self, name: str = "sbatch") -> None:
-        """Let the next call do what it is asked, and fail as if its answer had been lost."""
+        """Let the next call of a command act, and then fail as if its answer were lost."""
         (self._folder / f"lose-{name}").touch()
