@@ -1,7 +1,8 @@
-"""Benchmarks: each of ours beside the peer it is compared with, in one run.
+"""Benchmarks of this project, each compared with a peer in the same run.
 
     python -m tests.benchmarks [L1 L2 …] [--repeat N] [--seconds S] [--json FILE] [--quick]
 
-What is compared is measured interleaved, and only ratios of medians from one run mean anything: the seconds are those
-of this machine, today. Nothing here fails because something was slow. Where there is no peer the goals are numbers.
+The methods of a comparison are measured in turn. Only ratios of medians from one run have a meaning, because the
+seconds depend on this machine today. No benchmark fails because something was slow. Without a peer, the goals are
+numbers.
 """

@@ -70,7 +70,7 @@ NAMES = sorted(name for names in BENCHMARKS for name in names)
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Comparison]:
-    """Run the benchmarks that the command line names; by default all but those that take half an hour or more."""
+    """Run the benchmarks that the command line names. Default: all that take less than half an hour."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description="Benchmarks beside their peers.")
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"which: {', '.join(NAMES)}; all but {', '.join(LONG)} by default"

@@ -1,6 +1,4 @@
-"""Rounds beside the training and behind a slow link: time lost (W1), steps while a round goes on (W2), what was planned
-(W7), signing (W8).
-"""
+"""Background rounds and slow links: lost time (W1), steps during a round (W2), plans (W7), signing (W8)."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ def words(link: Link) -> str:
 
 
 def run(task: str, n: int, *, signed: bool = False, **arguments: Any) -> list[Any]:
-    """Let n replicas do a task of `beside_replica`, which meet in a directory; return what each found."""
+    """Run a task of `beside_replica` on n replicas that communicate through a directory. Return their results."""
     from executors import launch
 
     options: dict[str, Any] = {"signed": True} if signed else {}
@@ -39,13 +37,13 @@ def run(task: str, n: int, *, signed: bool = False, **arguments: Any) -> list[An
 
 
 def round_s(n: int, *, rounds: int = 3, **arguments: Any) -> list[float]:
-    """Return what rounds take with nothing beside them: each until its last replica has it."""
+    """Return the times of rounds without any steps, each until its last replica has the mean."""
     found = run("train", n, **{"inner_steps": 1, "step_s": 0.0, "rounds": rounds, **arguments})
     return [max(each) for each in zip(*(rank["busy_s"] for rank in found), strict=True)]
 
 
 def lost(options: Options) -> list[Comparison]:
-    """W1: 4 replicas behind a slow link, each round hidden behind 1.25 times what it takes."""
+    """W1: 4 replicas behind a slow link. Each round is hidden behind steps that take 1.25 times its time."""
     link = {"latency_s": 0.005, "bytes_per_s": 200e6} if options.quick else SLOW
     return [_lost(link, size, options) for size in ((200_000,) if options.quick else (2_500_000, 10_000_000))]
 
@@ -72,7 +70,7 @@ def _lost(link: Link, n_elements: int, options: Options) -> Comparison:
 
 
 def steps(options: Options) -> list[Comparison]:
-    """W2: what a busy round does to the steps beside it."""
+    """W2: the effect of a running round on the steps."""
     n_elements, rounds = (500_000, 1) if options.quick else (25_000_000, options.repetitions(5))
     found = []
     for kind, goal in (("device-like", 1.01), ("small operations on the CPU", 1.05)):
@@ -83,7 +81,7 @@ def steps(options: Options) -> list[Comparison]:
 
 
 def planned(options: Options) -> list[Comparison]:
-    """W7: what `replicas plan` says of a round, and what it takes, with and without steps beside it."""
+    """W7: the time of a round by `replicas plan`, and the real time, with and without steps."""
     from diloco import planner
 
     n = 2 if options.quick else 4
@@ -131,7 +129,7 @@ def _plan_s(n: int, n_elements: int, wire: str, link: Link, overlap: int) -> flo
 
 
 def signed(options: Options) -> list[Comparison]:
-    """W8: rounds of a signed run at a directory."""
+    """W8: rounds of a signed run in a directory."""
     n, n_elements = (2, 200_000) if options.quick else (4, 25_000_000)
     samples: dict[str, list[float]] = {"unsigned": [], "signed": []}
     for _ in range(options.repetitions(3)):

@@ -1,4 +1,4 @@
-"""What each replica does in the benchmarks of rounds beside the training: keep the time of its steps and rounds."""
+"""The tasks of replicas in the benchmarks of background rounds: measure steps and rounds."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ STEP_S = 0.005
 def train(
     n_elements: int, link: dict[str, Any], inner_steps: int, step_s: float, rounds: int, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Train on a device that needs `step_s` for a step; the first round is not counted.
+    """Train on a simulated device that needs `step_s` for a step. The first round is not counted.
 
     Args:
-        link: of the far store around the rendezvous; none: the directory itself.
+        link: the slow link to the store. None: the directory itself.
 
-    Returns: seconds in all, and of each round those that `DiLoCo.step` held the training up, and those it took.
+    Returns:
+        The total seconds, and for each round the seconds that `DiLoCo.step` blocked and the seconds that the round
+        took.
     """
     torch.set_num_threads(1)
     replica = current_replica()
@@ -63,11 +65,11 @@ def train(
 
 
 def time_steps(n_elements: int, rounds: int, on_device: bool) -> dict[str, list[float]]:
-    """Time inner steps while a round goes on in this process, and while none does.
+    """Measure inner steps while a round runs in this process, and while none runs.
 
     Args:
-        on_device: a step is waiting for a device; else it is operations that are small enough for the interpreter,
-            and its lock, to be most of it.
+        on_device: True: a step waits for a device. False: a step consists of operations that are small enough for the
+            interpreter and its lock to dominate.
     """
     torch.set_num_threads(1)
     model = Flat(n_elements)

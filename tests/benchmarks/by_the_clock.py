@@ -1,4 +1,4 @@
-"""Rounds by the clock (W9): time to a loss with a slow replica, beside rounds that wait for it."""
+"""Rounds by the clock (W9): time to reach a loss with a slow replica, compared with rounds that wait for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INNER_STEPS = 10
 
 
 def by_the_clock(options: Options) -> list[Comparison]:
-    """W9: four replicas of the demo's model, of which one makes 0.4 steps while the others make one."""
+    """W9: four replicas of the demo's model. One of them makes 0.4 steps while the others make one."""
     speeds, for_s = (SPEEDS[2:], 2.0) if options.quick else (SPEEDS, 60.0)
     samples: dict[str, list[float]] = {WAITING: [], BY_THE_CLOCK: []}
     for seed in range(options.repetitions(2)):
@@ -31,7 +31,7 @@ def by_the_clock(options: Options) -> list[Comparison]:
 
 
 def _losses(speeds: tuple[float, ...], seed: int, for_s: float, **settings: Any) -> list[tuple[float, float]]:
-    """Train for a while; return when the anchor had which loss."""
+    """Train for a while, and return the losses of the anchor with their times."""
     from executors import launch
 
     arguments = {"steps_s": [STEP_S / speed for speed in speeds], "seed": seed, "for_s": for_s, "settings": settings}
@@ -42,7 +42,7 @@ def _losses(speeds: tuple[float, ...], seed: int, for_s: float, **settings: Any)
 
 
 def _reached(losses: list[tuple[float, float]], target: float) -> float:
-    """Return when a loss was reached, between the two looks around it; at the last look, where it never was."""
+    """Return the time at which a loss was reached, between two measurements. If it never was: the last time."""
     for (before_s, before), (at_s, loss) in pairwise(losses):
         if loss <= target:
             return before_s + (at_s - before_s) * (before - target) / (before - loss)

@@ -1,4 +1,4 @@
-"""What each replica does in the benchmark of rounds by the clock: train the demo's model at a speed of its own."""
+"""The task of replicas in the benchmark of rounds by the clock: train the demo's model at a given speed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ LOOKS = 20
 
 
 def train(steps_s: list[float], seed: int, for_s: float, settings: dict[str, Any]) -> list[tuple[float, float]]:
-    """Train for a while; return when the anchor had which loss (rank 0).
+    """Train for a while. Rank 0 returns the losses of the anchor with their times.
 
     Args:
-        steps_s: by rank, how long an inner step takes.
+        steps_s: by rank, the seconds of an inner step.
     """
     torch.set_num_threads(1)
     replica = current_replica()

@@ -1,4 +1,4 @@
-"""A directory store that counts what goes through it: payload bytes exactly, and everything else."""
+"""A directory store that counts bytes: payload bytes exactly, and all others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from executors.store.protocol import buffers_of
 
 @dataclass
 class Bytes:
-    """Bytes of one direction."""
+    """The bytes of one direction."""
 
     payload: int = 0
     """Pseudo-gradients and means."""
@@ -25,7 +25,7 @@ class Bytes:
 
 
 class CountingStore(FileStore):
-    """Counts for a rendezvous in which everybody sends one fragment and owns one shard of it."""
+    """Counts for a rendezvous in which each replica sends one fragment and reduces one shard of it."""
 
     def __init__(self, root: Path, fragment_bytes: int, n_shards: int) -> None:
         super().__init__(root)

@@ -11,7 +11,7 @@ OURS, PEER = "DiLoCo, one inner step, eta 1, mu 0", "data-parallel: gloo, same s
 
 
 def exactness(options: Options) -> list[Comparison]:
-    """C1: the anchors of all replicas, and how far they are from those of data-parallel training."""
+    """C1: the anchors of all replicas, and their distance from data-parallel training."""
     from executors import launch
 
     n, rounds = (2, 3) if options.quick else (4, 50)

@@ -1,4 +1,4 @@
-"""What each replica does in the benchmark of exactness: train by DiLoCo, and beside it data-parallel over gloo."""
+"""The task of replicas in the benchmark of exactness: train with DiLoCo, and data-parallel over gloo."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from executors import current_replica
 
 
 def train(rounds: int, meeting_file: str) -> list[dict[str, Any]]:
-    """Return after each round the anchor's digest, and how far it is from the data-parallel parameters."""
+    """Return the anchor's digest after each round, and its distance from the data-parallel parameters."""
     torch.set_num_threads(1)
     replica = current_replica()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

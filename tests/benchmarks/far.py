@@ -1,6 +1,6 @@
 """Rounds behind a far bucket: requests per replica and round (S9), and seconds with 50 ms of latency (S10).
 
-The server is small, on loopback and in a process of its own; it holds each request up as a far one would.
+The server is small, on loopback and in a process of its own. It delays each request like a far one.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _rounds(server: S3Server, n: int, arguments: dict[str, Any]) -> list[list[di
 
 @contextmanager
 def running_bucket() -> Iterator[S3Server]:
-    """Start a server, and let whatever is launched find the way in."""
+    """Start a server, and set the environment so that launched replicas find it."""
     before = {name: os.environ.get(name) for name in CREDENTIALS}
     os.environ.update(CREDENTIALS)
     try:

@@ -1,4 +1,4 @@
-"""What each replica does in the benchmark of rounds behind a far bucket: count its requests, and take its time."""
+"""The task of replicas in the benchmark of a far bucket: count requests and measure time."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from executors.store.s3.store import S3Store
 
 
 def meet(url: str, n_elements: int, rounds: int, block_elements: int, at_once: bool) -> list[dict[str, Any]]:
-    """Go through some rounds and return what each cost this replica.
+    """Run some rounds, and return the cost of each for this replica.
 
     Args:
-        at_once: read several objects at once, as DiLoCo does at a bucket; else one after the other.
+        at_once: True: read several objects in parallel, as DiLoCo does at a bucket. False: one after the other.
     """
     torch.set_num_threads(1)
     replica = current_replica()

@@ -1,4 +1,4 @@
-"""Noticing when replicas are there: the benchmark's side of `replica_tasks`, the same for every launcher."""
+"""Notices when all replicas have started: the benchmark's side of `replica_tasks`, the same for every launcher."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .replica_tasks import ARRIVAL
 
 
 class Gate:
-    """Two named pipes: replicas write their arrival into one, and hold on to the other until they are released."""
+    """Two named pipes: replicas write their arrival into one, and wait at the other until they are released."""
 
     def __enter__(self) -> Gate:
         self._folder = tempfile.TemporaryDirectory(prefix="gate-")
@@ -76,14 +76,14 @@ class Gate:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a family of processes has used so far."""
+    """The memory and processor time of a family of processes."""
 
     cpu_s: float
     pss_mib: float
 
 
 def footprint(mark: str) -> Footprint:
-    """Add up every process whose environment holds `mark`, and the processor time of their ended children."""
+    """Add up all processes whose environment has `mark`, and the processor time of their ended children."""
     ticks_per_s = os.sysconf("SC_CLK_TCK")
     cpu_s, pss_kib = 0.0, 0
     for folder in Path("/proc").iterdir():

@@ -1,4 +1,4 @@
-"""What all benchmarks share: interleaved repetitions, comparisons by medians, the table, the JSON."""
+"""Shared parts of all benchmarks: repetitions in turn, comparisons by medians, the table, the JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PACKAGES = ("serverless-replicas", "torch", "numpy", "xxhash")
 
 @dataclass(frozen=True)
 class Options:
-    """How much to measure."""
+    """The number and length of measurements."""
 
     repeat: int | None = None
     """Repetitions of everything; None: as many as each benchmark thinks right."""
@@ -39,7 +39,7 @@ class Options:
 
 @dataclass
 class Comparison:
-    """One quantity, measured for several methods; the others are seen relative to one of them, or to a bound."""
+    """One quantity, measured for several methods, relative to one of them or to a bound."""
 
     name: str
     """As in the list of goals: L1, S1, …"""
@@ -83,7 +83,7 @@ class Comparison:
 
 
 def interleave(methods: Mapping[str, Callable[[], float]], repetitions: int) -> dict[str, list[float]]:
-    """Measure all methods in turn, again and again, so that whatever else this machine does meets all of them."""
+    """Measure all methods in turn, several times, so that other load on this machine affects all of them."""
     samples: dict[str, list[float]] = {name: [] for name in methods}
     for _ in range(repetitions):
         for name, measure in methods.items():
@@ -92,7 +92,7 @@ def interleave(methods: Mapping[str, Callable[[], float]], repetitions: int) -> 
 
 
 def machine() -> dict[str, Any]:
-    """Say where the figures were measured."""
+    """Return a description of this machine."""
     cpu = next(
         (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "unknown"
     )
@@ -114,7 +114,7 @@ def _lines(path: str) -> list[str]:
 
 
 def table(comparisons: Sequence[Comparison]) -> Table:
-    """Lay the comparisons out for people."""
+    """Return the comparisons as a table for readers."""
     made = Table(box=box.SIMPLE_HEAD, title="Medians; ratios within one run")
     for column in ("", "median", "min", "max", "ratio", "goal", "holds"):
         made.add_column(column, justify="right" if column else "left", no_wrap=bool(column))

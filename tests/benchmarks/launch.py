@@ -1,4 +1,4 @@
-"""Launching: from a command to the moment when every replica is there (L1 to L6)."""
+"""Launching: the time from a command until all replicas have started (L1 to L6)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MEMORY_MIB = {"come_up": 8, "first_line": 200, "first_step": 250}
 
 @dataclass(frozen=True)
 class Case:
-    """How many replicas do what."""
+    """The number of replicas and their task."""
 
     n: int
     stage: str
@@ -65,7 +65,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Launched:
-    """One launch, seen when its last replica had arrived."""
+    """One launch, measured when its last replica has arrived."""
 
     seconds: float
     footprint: Footprint
@@ -81,7 +81,7 @@ def command(case: Case, method: str, gate: Gate, preload: tuple[str, ...] = ()) 
 
 
 def launch_command(case: Case, method: str, preload: tuple[str, ...] = ()) -> Launched:
-    """Start a command, wait for its replicas, let them end."""
+    """Start a command, wait for its replicas, and release them."""
     with tempfile.TemporaryFile() as said, Gate() as gate:
         case.use_memory()
         mark = f"{MARK}={secrets.token_hex(8)}"
@@ -132,9 +132,9 @@ def launch_here(case: Case, preload: tuple[str, ...] | Literal["auto"]) -> float
 
 
 def scratch_folder(prefix: str) -> tempfile.TemporaryDirectory[str]:
-    """Return a folder for the files of replicas, deleted at the end.
+    """Return a folder for the files of replicas, which is deleted at the end.
 
-    A supervisor may still be writing when its launcher has everything it waited for.
+    A supervisor may still write when its launcher has all results.
     """
     return tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
 
@@ -143,8 +143,9 @@ def scratch_folder(prefix: str) -> tempfile.TemporaryDirectory[str]:
 def state_of_its_own() -> Iterator[None]:
     """Keep the runs of this process, and of the commands it starts, out of the user's list.
 
-    Until the end, and not for a repetition: ext4 looks at every inode that was freed in the last minutes again before
-    it gives out another one, so deleting what one repetition wrote would take half of the next one's time.
+    They are deleted at the end, and not after each repetition. ext4 examines every inode that was freed in the last
+    minutes before it gives out another one. So to delete the files of one repetition would take half of the next one's
+    time.
     """
     before = os.environ.get("XDG_STATE_HOME")
     with scratch_folder("benchmark-state-") as home:
@@ -232,7 +233,7 @@ def first_step(options: Options) -> list[Comparison]:
 
 
 def heavy_imports(options: Options) -> list[Comparison]:
-    """L6: replicas of a file with heavy imports at its top, launched for the second time with preload="auto"."""
+    """L6: replicas of a file with heavy imports at its top, launched the second time with preload="auto"."""
     from executors.backends.local.preload import PRELOAD, noted_imports
     from executors.backends.local.zygote_client import zygote
 

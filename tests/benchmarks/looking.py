@@ -1,8 +1,8 @@
-"""Looking at many replicas on a cloud: requests of a look and of a minute (Q1), of a launch (Q3); a line's way (Q2);
-seconds of `replicas status` (Q4).
+"""Status of many replicas on a cloud: requests for one status and in a minute (Q1), for a launch (Q3), and more.
 
-The services and the bucket are those of the tests, on loopback, and count. No replica runs: their jobs never start a
-process and are shown as running, and what a replica writes into the bucket when it begins is written here.
+Q2 is the time of a log line from the replica to the screen, and Q4 is the time of `replicas status`. The services and
+the bucket are those of the tests, on loopback, and they count requests. No replica runs: their jobs never start a
+process and are shown as running, and the benchmark writes a replica's first records into the bucket.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STORE, SERVICE = "store", "service"
 
 @dataclass
 class Cloud:
-    """A service and a bucket that count what they are asked."""
+    """A service and a bucket that count their requests."""
 
     backend: str
     bucket: S3Server
@@ -95,7 +95,7 @@ def _requests(name: str, title: str, samples: list[dict[str, int]], goals: Mappi
 
 
 def launch(cloud: Cloud, n: int) -> tuple[Any, dict[str, int]]:
-    """Launch n replicas and let them have begun; return the run as another process finds it, and what it cost."""
+    """Launch n replicas as if they had begun. Return the run as another process finds it, and its cost."""
     import executors
     from executors.store.records import to_bytes
 
@@ -117,7 +117,9 @@ def launch(cloud: Cloud, n: int) -> tuple[Any, dict[str, int]]:
 
 
 def _minute(cloud: Cloud, run: Any, seconds: float) -> dict[str, int]:
-    """Count while a command watches the run, once it has asked the service, and scale to a minute."""
+    """Count requests while a command watches the run, after its first request to the service, and scale them to a
+    minute.
+    """
     begun = cloud.counted()[SERVICE]
     with command("wait", run.url) as process:
         until(lambda: cloud.counted()[SERVICE] > begun or process.poll() is not None)
@@ -131,7 +133,7 @@ def _minute(cloud: Cloud, run: Any, seconds: float) -> dict[str, int]:
 
 
 def _line(cloud: Cloud, run: Any, n: int, n_lines: int) -> list[float]:
-    """Return the seconds from each line's printing to its show."""
+    """Return the seconds from printing each line until it is shown."""
     shown: dict[str, float] = {}
     seconds = []
     with command("logs", run.url, "-f") as process:
@@ -157,7 +159,7 @@ def _line(cloud: Cloud, run: Any, n: int, n_lines: int) -> list[float]:
 
 
 def _status(cloud: Cloud, run: Any, what: str, repetitions: int) -> Comparison:
-    """Q4: the store and the service take 30 ms for each answer."""
+    """Q4: the store and the service need 30 ms for each answer."""
     the_command, again = "the command", "run.status() in a process that has looked before"
     samples: dict[str, list[float]] = {the_command: [], again: []}
     cloud.bucket.misbehave(latency_s=LATENCY_S)
@@ -176,7 +178,7 @@ def _status(cloud: Cloud, run: Any, what: str, repetitions: int) -> Comparison:
 
 @contextlib.contextmanager
 def command(verb: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Run the command meanwhile; it is killed at the end."""
+    """Run the command in this context, and kill it at the end."""
     environment = {**os.environ, "PYTHONPATH": ROOT, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         [*COMMAND, verb, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
@@ -188,7 +190,7 @@ def command(verb: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def until(ready: Callable[[], bool]) -> None:
-    """Wait until something is so, or for a minute: what was too late is then in the figures."""
+    """Wait until a condition is true, or for a minute. The figures show what was too late."""
     deadline = time.monotonic() + PATIENCE_S
     while not ready() and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -219,7 +221,7 @@ def variables(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hub() -> Iterator[Cloud]:
-    """Hugging Face Jobs that wait for their hardware for ever, and say that they run."""
+    """Hugging Face Jobs that wait for their hardware forever, and are reported as running."""
     from servers.hub.server import hub_server
 
     with running_bucket() as bucket, hub_server() as server:
@@ -250,7 +252,7 @@ def hub() -> Iterator[Cloud]:
 
 @contextlib.contextmanager
 def modal() -> Iterator[Cloud]:
-    """Modal's sandboxes, scheduled at once and without a process."""
+    """Modal's sandboxes, scheduled at once, without a process."""
     os.environ.setdefault("MODAL_CONFIG_PATH", os.devnull)  # read when the SDK is imported
     from servers.modal import control_plane
     from servers.modal.sandboxes import LogEntry, Sandbox

@@ -1,4 +1,4 @@
-"""Measuring: what a report costs the training (M1), and how long it takes to read a long run's segments (M3)."""
+"""Measuring: the cost of a report for the training (M1), and the time to read a long run's segments (M3)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RECORD = {
 
 
 class Clock:
-    """A clock that is set by hand: eight hours take seconds."""
+    """A clock that the benchmark sets: eight hours take seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -45,7 +45,7 @@ def _replica(store: FileStore, rank: int, clock: Clock) -> Replica:
 
 
 def _reporting(folder: Path, options: Options) -> list[Comparison]:
-    """M1: processor time, as another program's turn is none of a report's."""
+    """M1: processor time, so that other programs are not counted."""
     clock, calls, shares = Clock(), list[float](), list[float]()
     replica = _replica(FileStore(folder / "reporting"), 0, clock)
     assert replica.recorder is not None
@@ -71,7 +71,7 @@ def _reporting(folder: Path, options: Options) -> list[Comparison]:
 
 
 def _reading(folder: Path, options: Options) -> Comparison:
-    """M3: segments as replicas write them."""
+    """M3: segments like those that replicas write."""
     store = FileStore(folder / "reading")
     n_ranks, n_seconds = (2, 120) if options.quick else (8, 8 * 3600)
     for rank in range(n_ranks):

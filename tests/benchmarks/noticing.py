@@ -1,4 +1,4 @@
-"""How soon a replica notices what a peer wrote to a directory (S6), beside looking again and again."""
+"""The delay until a replica notices a new object of a peer in a directory (S6), compared with polling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OURS, LOOKING = "the watch of the rendezvous", "looking every 10 ms"
 
 
 def noticing(options: Options) -> list[Comparison]:
-    """S6: one process writes objects at uneven times, another waits for each."""
+    """S6: one process writes objects at irregular times, and another waits for each."""
     from executors import launch
 
     n_objects = 20 if options.quick else 300

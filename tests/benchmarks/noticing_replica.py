@@ -1,4 +1,4 @@
-"""What the two replicas do in the benchmark of noticing: one writes, the other waits as a rendezvous does."""
+"""The tasks of the two replicas in the benchmark of noticing: one writes, the other waits like a rendezvous."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from executors.store.watch import open_watch
 
 
 def notice(n_objects: int, watches: bool) -> list[float]:
-    """Return how long after its writing each object was seen, in ms; of rank 1: nothing.
+    """Return the delay in ms after which each object was seen. Rank 1 returns nothing.
 
-    An object holds the time just before it was put; both replicas are on one machine and have one clock.
+    An object has the time just before it was written. Both replicas are on one machine and have one clock.
     """
     replica = current_replica()
     store, folder = replica.store, f"{replica.run_id}/noticing/"

@@ -1,4 +1,4 @@
-"""The outer step: its time beside the memory traffic it cannot avoid (O1), and the memory it takes (O2, W10)."""
+"""The outer step: its time compared with the necessary memory traffic (O1), and its memory (O2, W10)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def outer_step(options: Options) -> list[Comparison]:
 
 
 def memory_beside(options: Options) -> list[Comparison]:
-    """W10: the same model, with rounds beside the training."""
+    """W10: the same model, with background rounds."""
     shape = TOY if options.quick else USUAL
     settings = {"wire": "int8", "overlap_steps": 1, "merge": "carry"}
     found = {

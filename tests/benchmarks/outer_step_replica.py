@@ -1,4 +1,4 @@
-"""What a process of its own does in the benchmark of the outer step: time it, or watch the memory it takes."""
+"""The task of the process in the benchmark of the outer step: measure its time or its memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENTRY = 1
 
 
 def gpt(width: int, layers: int, vocabulary: int) -> nn.Module:
-    """Return parameters with the shapes of GPT-2: 12 tensors a layer and 4 more."""
+    """Return parameters with the shapes of GPT-2: 12 tensors per layer and 4 more."""
     model = nn.Module()
     shapes: list[tuple[int, ...]] = [(vocabulary, width), (1024, width)]
     for _ in range(layers):
@@ -34,7 +34,7 @@ def gpt(width: int, layers: int, vocabulary: int) -> nn.Module:
 
 
 def time_step(width: int, layers: int, vocabulary: int, repetitions: int) -> dict[str, list[float]]:
-    """Time one outer step by several methods, in turn, on one thread; the first round is not counted."""
+    """Measure one outer step by several methods in turn, on one thread. The first round is not counted."""
     torch.set_num_threads(1)
     model = gpt(width, layers, vocabulary)
     parameters = list(model.parameters())
@@ -65,14 +65,16 @@ def pieces_of(mean: Tensor) -> Iterator[tuple[int, Floats]]:
 
 
 def _stream(anchor: Tensor, momentum: Tensor, mean: Tensor) -> None:
-    """Touch what a step has to touch, once, in the cheapest way: read and write two buffers, read a third."""
+    """Read and write the memory that a step needs, once, in the fastest way: two buffers are written, a third is
+    read.
+    """
     anchor.mul_(1.0)
     momentum.mul_(1.0)
     mean.sum()
 
 
 def memory_of_step(width: int, layers: int, vocabulary: int, how: str) -> dict[str, float]:
-    """Return the memory that the outer optimizer takes beside model and mean, in models."""
+    """Return the memory of the outer optimizer without model and mean, as a multiple of the model."""
     torch.set_num_threads(1)
     model = gpt(width, layers, vocabulary)
     (fragment,) = plan_fragments(model, 1, sync_buffers=False)
@@ -90,7 +92,7 @@ def _ours(fragment: Fragment, mean: Tensor) -> Callable[[], object]:
 
 
 def _sgd(model: nn.Module, fragment: Fragment, mean: Tensor) -> Callable[[], object]:
-    """Return the usual way: a copy of the parameters as the anchor, and torch's optimizer over it."""
+    """Return the usual method: a copy of the parameters as the anchor, and torch's optimizer over it."""
     anchors = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
     for parameter, slot in zip(anchors, fragment.slots, strict=True):
         parameter.grad = mean[slot.start : slot.end].view(slot.shape)
@@ -100,10 +102,10 @@ def _sgd(model: nn.Module, fragment: Fragment, mean: Tensor) -> Callable[[], obj
 def memory_of_replica(
     width: int, layers: int, vocabulary: int, fragments: int, settings: dict[str, Any] | None = None
 ) -> dict[str, float]:
-    """Return the memory that all of DiLoCo takes beside the model, in models; mapped files are not counted.
+    """Return the memory of DiLoCo without the model, as a multiple of the model. Mapped files are not counted.
 
     Args:
-        settings: of DiLoCo; with `overlap_steps` the rounds go on beside the training.
+        settings: the arguments of DiLoCo. With `overlap_steps`, rounds run in the background.
     """
     torch.set_num_threads(1)
     model = gpt(width, layers, vocabulary)
@@ -124,9 +126,10 @@ def memory_of_replica(
 
 
 class Watch:
-    """Anonymous memory of this process during a block: at its peak and at the end, less that at the start, in models.
+    """The anonymous memory of this process during a block: the peak and the end, less the start, as multiples of the
+    model.
 
-    Also `start_peak`, the peak before `forget_peak`.
+    `start_peak` is the peak before `forget_peak`.
     """
 
     def __init__(self, model_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""The page of a large run: how long it takes to write and to open, and how large it is (M2)."""
+"""The page of a large run: the time to write and to open it, and its size (M2)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def pages(options: Options) -> list[Comparison]:
 
 
 def opening_s(path: Path, repetitions: int) -> list[float]:
-    """Return the seconds until all charts of a page are drawn; nothing where no browser can be driven."""
+    """Return the seconds until all charts of a page are drawn. None: no browser is available."""
     chromium = shutil.which("chromium")
     try:
         from playwright.sync_api import sync_playwright

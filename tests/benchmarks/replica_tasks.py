@@ -1,9 +1,9 @@
-"""What every replica does in the launch benchmarks, whoever launched it. Standard library only.
+"""The tasks of replicas in the launch benchmarks, for every launcher. Uses the standard library only.
 
-A replica reports by writing its own CLOCK_MONOTONIC time into a named pipe, then holds on until the benchmark lets go,
-so that no launcher's replicas compete with others that are already leaving.
+A replica writes its own CLOCK_MONOTONIC time into a named pipe, and waits until the benchmark releases it. So no
+launcher's replicas compete with others that are already leaving.
 
-Also a script, for launchers that start scripts: `replica_tasks.py STAGE ARRIVALS RELEASE`.
+It is also a script, for launchers that start scripts: `replica_tasks.py STAGE ARRIVALS RELEASE`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ARRIVAL = struct.Struct("<qq")  # CLOCK_MONOTONIC in ns, pid
 
 
 def come_up(arrivals: str, release: str) -> None:
-    """Be there."""
+    """Do nothing but start."""
     _arrive_and_hold(arrivals, release)
 
 

@@ -1,4 +1,4 @@
-"""Restarts: how soon a killed rank trains again (R1, R2), and what a run gets done that is killed all the time (R6)."""
+"""Restarts: the time until a killed rank trains again (R1, R2), and the goodput of a run with many kills (R6)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VICTIM = 1
 
 
 def restarts(options: Options) -> list[Comparison]:
-    """R1 and R2: one of four ranks is killed, the others go on (or not, with torchrun)."""
+    """R1 and R2: one of four ranks is killed, and the others continue. With torchrun they do not."""
     n = 2 if options.quick else 4
     delays: dict[str, list[float]] = {"outcome": [], "decision": []}
 
@@ -72,7 +72,9 @@ def _with_torchrun(n: int) -> float:
 
 
 def _kill_and_wait(folder: Path, n: int) -> float:
-    """Kill a rank that has stepped, as all have; return in how many seconds its next attempt steps, and stop all."""
+    """Kill a rank after all ranks have made a step. Return the seconds until its next attempt makes one, and stop
+    all.
+    """
     try:
         steps = _first_steps(folder, {(rank, 0) for rank in range(n)})
         killed_at = time.monotonic()
@@ -128,7 +130,7 @@ def goodput(options: Options) -> list[Comparison]:
 
 
 def _lost_share(n: int, round_s: float, every_s: float, seconds: float) -> tuple[float, str]:
-    """Return the share of the steps that an undisturbed run counts that this one did not, and what happened."""
+    """Return the share of steps that this run lost compared with an undisturbed run, and the causes."""
     rounds = max(2, round(seconds / round_s))
     run = launch(
         LocalProcessExecutor(), f"{FILE}:train", n, args={"rounds": rounds, "round_s": round_s},

@@ -1,4 +1,4 @@
-"""What replicas do in the benchmarks of restarts. Also a script, for torchrun: `restarts_replica.py FOLDER`."""
+"""The tasks of replicas in the benchmarks of restarts. Also a script, for torchrun: `restarts_replica.py FOLDER`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STEP_S = 0.1
 
 
 def step_on(folder: str) -> None:
-    """Tell the time of the first optimizer step in `folder/steps`, and go on until there is `folder/stop`."""
+    """Write the time of the first optimizer step into `folder/steps`, and continue until `folder/stop` exists."""
     import torch
 
     ours = "TORCHELASTIC_RESTART_COUNT" not in os.environ
@@ -39,13 +39,7 @@ def step_on(folder: str) -> None:
 
 
 def train(rounds: int, round_s: float, orders: str = "") -> dict[str, Any]:
-    """Train a small model in steps that sleep, so that the processor is not what a round waits for.
-
-    Args:
-        orders: a folder; a file there, named by a rank, has the chaos that this rank is to suffer now.
-
-    Returns: the rounds, and the anchor, bit for bit.
-    """
+    """Train a small model in steps that sleep, so that rounds do not wait for the processor."""
     import torch
 
     from diloco import DiLoCo

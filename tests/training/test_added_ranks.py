@@ -1,4 +1,4 @@
-"""Ranks that were added to a run, as its replicas find them: beside joiners, and whether or not they ever start."""
+"""Ranks that were added to a run: together with joiners, and whether or not they ever start."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_an_added_rank_joins_and_ends_with_the_anchor_of_all() -> None:
 
 @pytest.mark.parametrize("rank", [1, "join"])
 def test_a_rank_that_was_added_joins_a_run_that_began_from_a_checkpoint(rank: Any) -> None:
-    """Its trainer has no checkpoint, and counts from 0: the run says where it began."""
+    """Its trainer has no checkpoint and counts from 0, so the step at which the run began comes from the run."""
     store = MemoryStore()
     add(store, 0, 1)
     options: dict[str, Any] = {"inner_steps": 4, "allow_no_rounds": True, **PLAIN}

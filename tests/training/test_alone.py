@@ -1,4 +1,4 @@
-"""A training loop in a process that is no replica, and what a replica shows of its rounds."""
+"""A training loop in a process that is not a replica, and the numbers of its rounds that a replica shows."""
 
 from __future__ import annotations
 

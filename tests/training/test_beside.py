@@ -1,4 +1,4 @@
-"""Rounds in a thread beside the training: who waits for whom, how errors travel, and how it ends."""
+"""Rounds in a background thread: which thread waits for which, how errors reach the loop, and how the thread ends."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def anchor_of(diloco: DiLoCo) -> float:
 
 
 def begin(store: Any, model: nn.Module, world_size: int = 1, **options: Any) -> DiLoCo:
-    """Begin a replica that trains on from its second step of four."""
+    """Begin a replica that continues to train from its second step of four."""
     given = {"inner_steps": 4, "overlap_steps": 2, "allow_no_rounds": True, "_limits": PATIENT, **PLAIN, **options}
     return DiLoCo(model, **given, **place(store, world_size=world_size))
 
@@ -71,7 +71,7 @@ def has_said_bye(store: Any) -> bool:
 
 
 class Gate:
-    """A store that keeps whoever sends a contribution until the gate is open."""
+    """A store that holds each writer of a contribution until the gate is open."""
 
     def __init__(self) -> None:
         self.store = FaultyStore(MemoryStore(), seed=0)
@@ -145,7 +145,7 @@ def test_a_mean_is_applied_at_the_first_step_after_it_has_come_where_that_is_ask
 def test_a_record_that_is_kept_while_the_next_round_goes_on_belongs_to_its_position(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each round takes until the next is due: the step that merges the one sends the other."""
+    """Each round takes until the next one is due, so one step merges the former and sends the latter."""
     gate, model = Gate(), zeros()
     options: dict[str, Any] = {"inner_steps": 3, "overlap_steps": "auto", "snapshot_every": 1, "merge": "carry"}
     with begin(gate.store, model, **options) as diloco:
@@ -248,7 +248,7 @@ def test_what_fails_at_any_call_of_the_store_is_raised_once_by_the_next_call_of_
 
 
 def fail_at_call_of_the_rounds(n: int, store: FaultyStore) -> Callable[[], int]:
-    """Let the n-th call of the rounds fail; return what tells how many there were."""
+    """Let the n-th store call of the rounds fail. Return a function that returns the number of calls."""
     calls: list[str] = []
 
     def strike() -> None:
@@ -273,7 +273,7 @@ def test_rounds_that_have_failed_are_not_gone_without_in_silence() -> None:
 
 @pytest.mark.parametrize("n_steps", [0, 1, 2, 3])
 def test_an_error_in_the_training_ends_the_rounds_where_they_stand_and_leaves_a_bye(n_steps: int) -> None:
-    """The other replica never comes."""
+    """The other replica never arrives."""
     store, model = MemoryStore(), zeros()
     diloco = begin(store, model, world_size=2)
 
@@ -289,7 +289,7 @@ def test_an_error_in_the_training_ends_the_rounds_where_they_stand_and_leaves_a_
 
 
 def test_who_interrupts_a_training_that_waits_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other replica never comes."""
+    """The other replica never arrives."""
     assert threading.current_thread() is threading.main_thread()
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -307,7 +307,7 @@ def test_who_interrupts_a_training_that_waits_ends_it(monkeypatch: pytest.Monkey
 
 
 def test_who_interrupts_a_replica_while_it_begins_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes to a run whose first seal is of work that is not there."""
+    """It joins a run whose first seal names work that does not exist."""
     store, model = MemoryStore(), zeros()
     with begin(store, model) as diloco:
         seal = Seal({0: SealedReplica("gone", 7, 1.0, "d" * 32)}, diloco._model_state.digest(0), 1)

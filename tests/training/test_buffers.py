@@ -1,4 +1,4 @@
-"""Statistics, as a BatchNorm keeps them: averaged, on whatever wire, and no work that is carried on."""
+"""Running statistics, such as those of a BatchNorm: averaged over any wire, and never carried over as work."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def statistics(model: nn.BatchNorm1d) -> Tensor:
 
 
 def see(model: nn.BatchNorm1d, variances: Tensor, batches: int = 1) -> None:
-    """Let the model see batches of such variances, which is what moves its statistics."""
+    """Show the model batches of these variances, which changes its statistics."""
     model.train()
     for _ in range(batches):
         model(torch.randn(64, len(variances)) * variances.sqrt())
@@ -124,7 +124,7 @@ def test_a_model_without_statistics_is_warned_of_nothing() -> None:
 
 
 class Shuffled(nn.Linear):
-    """Reads its inputs in an order of its own, through a mask."""
+    """Reads its inputs in its own order, through a mask."""
 
     def __init__(self, n: int, seed: int) -> None:
         super().__init__(n, n)

@@ -1,4 +1,4 @@
-"""Rounds by the clock: replicas of unlike speeds, each of which makes as many steps as it can."""
+"""Rounds by the clock: replicas of different speeds, each of which makes as many steps as it can."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _processes_are_forgotten() -> None:
 
 
 def trained(where: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-    """Train until the plan is over, and say what this replica did."""
+    """Train until the plan has ended, and return the steps and rounds of this replica."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     works, shares, steps = {}, [0.0], 0
     with DiLoCo(model, **{"round_seconds": 0.1, "total_rounds": ROUNDS, **PLAIN, **options}, **where) as diloco:
@@ -172,7 +172,7 @@ def test_progress_needs_a_plan_and_goes_by_steps_too() -> None:
 
 
 class Clocked:
-    """A phase beside a clock of its own."""
+    """A phase with a clock of its own."""
 
     def __init__(self, **plan: Any) -> None:
         self.now = 100.0
@@ -230,7 +230,7 @@ def test_replicas_are_waited_for_as_long_as_two_of_the_slowest_ones_steps_unless
 
 
 def train_as_a_replica(folder: str) -> dict[str, Any]:
-    """Train by the clock at a speed of one's own; rank 1's first attempt is killed in the midst of the run."""
+    """Train by the clock at this rank's speed. The first attempt of rank 1 is killed in the middle of the run."""
     replica = current_replica()
     dies = replica.rank == 1 and replica.attempt == 0
     torch.set_num_threads(1)

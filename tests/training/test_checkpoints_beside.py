@@ -1,4 +1,4 @@
-"""Checkpoints that are taken and loaded while, out of phase, the rounds adopt a seal beside the training."""
+"""Checkpoints that are saved and loaded out of phase, while a background round adopts a seal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def zeros() -> nn.Linear:
 
 
 class Late:
-    """Two replicas, of which the second is out of phase and looks for the third round's seal beside its training."""
+    """Two replicas. The second is out of phase, and looks for the seal of round 3 while it trains."""
 
     def __init__(self) -> None:
         store = MemoryStore()

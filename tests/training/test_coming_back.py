@@ -1,4 +1,4 @@
-"""Replicas that come back, come later, or are there twice; and the states that ride along."""
+"""Replicas that start again, join later, or exist twice, and the attached states that they save."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _processes_are_forgotten() -> None:
 
 
 class Trainer:
-    """A small model with momentum, a schedule, dropout-like noise and a data position: everything that has a state."""
+    """A small model with momentum, a schedule, random noise and a data position: everything that has a state."""
 
     def __init__(self, where: Mapping[str, Any], **options: Any) -> None:
         self.model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -128,7 +128,7 @@ def test_what_is_attached_is_stored_as_safetensors_and_json() -> None:
 
 
 def died_after(steps: int, **options: Any) -> MemoryStore:
-    """Return the store in which a replica has trained so far and died."""
+    """Return the store after a replica has trained for some steps and died."""
     store = MemoryStore()
     trainer = Trainer(place(store), **options)
     trainer.train_until(steps)

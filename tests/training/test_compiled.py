@@ -10,7 +10,7 @@ from executors import launch
 
 
 def train_wrapped(steps: int, folder: str) -> dict[str, float]:
-    """Train a model that is wrapped by the rank: plain, compiled as a whole, compiled in a layer, and in DDP."""
+    """Train a model that is plain, compiled as a whole, compiled in a layer, or in DDP; the rank decides."""
     from diloco import DiLoCo
     from executors import current_replica
 

@@ -1,4 +1,4 @@
-"""Rules that could be undone unnoticed once, with the real training state: counting, copies, leaving, snapshots."""
+"""Counting, copies, leaving and snapshots with the real training state: rules that no test noticed once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _processes_are_forgotten() -> None:
 
 
 def zeros(n_blocks: int = 4) -> nn.Linear:
-    """Return a model of so many blocks, in which whatever was done can be read off."""
+    """Return a model of several blocks whose values show everything that was done."""
     model = nn.Linear(n_blocks * BLOCK_ELEMENTS, 1, bias=False)
     nn.init.zeros_(model.weight)
     return model

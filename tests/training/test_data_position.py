@@ -1,4 +1,4 @@
-"""The data's position rides along, with the loaders that people have: a replica that comes back sees what is new."""
+"""The position in the data is attached state, for common loaders: a replica that starts again sees new data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo's task: it runs anywhere, and says what went wrong where it cannot."""
+"""The demo's task runs everywhere, and its messages name the cause of a failure."""
 
 from __future__ import annotations
 

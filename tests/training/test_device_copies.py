@@ -1,4 +1,4 @@
-"""Rounds beside a training on a CUDA device do what they do on the CPU."""
+"""Background rounds of a training on a CUDA device give the same result as on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stragglers, how a planned run ends, and what a DiLoCo refuses before it begins."""
+"""Slow replicas, the end of a planned run, and arguments that DiLoCo refuses before it begins."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_straggler_fulfils_the_plan_and_adds_no_round_of_its_own() -> None:
 
 @pytest.mark.parametrize("is_far", [False, True])
 def test_a_late_replica_is_in_phase_again_and_loses_nothing(is_far: bool) -> None:
-    """At a far store it looks for the seal beside the training."""
+    """At a far store it looks for the seal in the background."""
     store = FaultyStore(MemoryStore(), seed=0) if is_far else MemoryStore()
     both_here, early_done = threading.Barrier(2), threading.Event()
 
@@ -173,7 +173,9 @@ def test_steps_that_are_in_no_average_are_counted_in_a_warning() -> None:
 
 @pytest.mark.parametrize(("made", "lost"), [(20, ""), (25, "5 steps since its last round are lost. ")])
 def test_a_loop_that_ends_before_the_run_is_warned_of_with_what_to_do(made: int, lost: str) -> None:
-    """As a loop over epochs in a replica that was started again: steps ahead of the others do not count."""
+    """A loop over epochs does so in a replica that was started again, because steps ahead of the others do not
+    count.
+    """
 
     def body(where: Mapping[str, Any]) -> str:
         diloco = DiLoCo(nn.Linear(1, 1), inner_steps=10, total_steps=40, **where)

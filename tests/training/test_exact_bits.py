@@ -1,4 +1,4 @@
-"""Runs of fp32 without overlap come to the bits that they came to before there were other wires."""
+"""Runs of fp32 without overlap give the same bits as before other wires existed."""
 
 from __future__ import annotations
 

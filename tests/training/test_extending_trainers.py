@@ -42,7 +42,7 @@ def extend(store: MemoryStore, total_steps: int) -> None:
 
 
 def train_hf(folder: Path, *, follows: bool = True, by_epochs: bool = False) -> tuple[Any, Any, list[float]]:
-    """Train as a script does that knows nothing of extensions; return trainer, callback and learning rates."""
+    """Train like a script without any code for extensions. Return trainer, callback and learning rates."""
     pytest.importorskip("transformers")
     from support.hf_trainers import ITEMS, Model, Watch, arguments
     from transformers import Trainer

@@ -33,7 +33,7 @@ def batches(seed: int) -> list[Tensor]:
 
 
 def mark_after(change: Callable[[nn.Module], object]) -> float | None:
-    """Return the number that is noted at the end if a script changes the model so; None: none is noted."""
+    """Return the number that is noted if a script changes the model in this way. None: no number is noted."""
     model, noted = make(), list[float]()
     at_end = FinalModelCheck(model, common(model), noted.append)
     change(model)

@@ -1,4 +1,4 @@
-"""A supervisor sees the begin and the end of a training: after the end, a replica need not report progress."""
+"""A supervisor sees the beginning and the end of training: after the end, a replica owes no progress."""
 
 from __future__ import annotations
 

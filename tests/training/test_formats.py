@@ -1,4 +1,4 @@
-"""What a run leaves can be read, and every anchor computed again, by code that knows ADRs 0034 and 0037 alone."""
+"""Code that knows only ADRs 0034 and 0037 can read all records of a run and compute each anchor again."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 class Keeping(FileStore):
-    """Deletes nothing."""
+    """A store that deletes nothing."""
 
     def delete(self, key: str) -> None:
         pass
@@ -50,7 +50,7 @@ def model_of(rank: int) -> nn.Module:
 
 
 def train(options: Mapping[str, Any], where: Mapping[str, Any]) -> dict[int, bytes]:
-    """Return the anchor after so many rounds."""
+    """Return the anchor after this number of rounds."""
     model = model_of(where["rank"])
     rng = np.random.default_rng(where["rank"])
     buffers = dict(model.named_buffers())

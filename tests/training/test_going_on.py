@@ -1,4 +1,4 @@
-"""A run that goes on from the newest whole snapshot of another."""
+"""A run that continues from the newest complete snapshot of another run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _no_replica_is_left() -> Iterator[None]:
 
 
 class Training:
-    """A replica of one run, alone, with an optimizer and a schedule that ride along."""
+    """A single replica of one run, with an attached optimizer and schedule."""
 
     def __init__(self, store: MemoryStore, run_id: str, continues: str | None = None, attempt: int = 0) -> None:
         replica = Replica(rank=0, world_size=1, run_id=run_id, attempt=attempt, rendezvous=store.url)
@@ -98,7 +98,7 @@ def test_it_begins_at_the_snapshot_with_its_anchor_its_momentum_and_what_was_att
 
 
 def say_what_it_continues() -> str | None:
-    """Return what this replica goes on from, having written something else into `run.json`."""
+    """Write another value into `run.json`, and return the run that this replica continues."""
     replica = current_replica()
     key = f"{replica.run_id}/run.json"
     replica.store.put(key, to_bytes({**read_json(replica.store, key), "continues": "evil"}))
@@ -127,7 +127,7 @@ def test_a_run_may_go_on_from_one_that_went_on_from_another() -> None:
 
 
 class Keeping(MemoryStore):
-    """Deletes nothing."""
+    """A store that deletes nothing."""
 
     def delete(self, key: str) -> None:
         pass

@@ -1,4 +1,4 @@
-"""What each replica has of its own beside the Trainer of transformers: its arguments, and a folder."""
+"""A replica's own arguments and folder for the Trainer of transformers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_rank_0_alone_pushes_and_to_the_repository_that_was_asked_for(asked: str
 
 @dataclasses.dataclass
 class Config(transformers.TrainingArguments):  # type: ignore[misc, name-defined]
-    """Arguments as in TRL: a subclass with more fields."""
+    """Arguments like those of TRL: a subclass with more fields."""
 
     max_length: int = 1024
 
@@ -65,7 +65,9 @@ def test_what_is_no_training_arguments_is_refused_by_its_kind() -> None:
 
 
 def test_a_script_that_asks_its_own_arguments_at_the_end_pushes_from_rank_0_alone() -> None:
-    """`Trainer(model, replica_arguments(args))`, and at the end `if args.push_to_hub: trainer.push_to_hub()`."""
+    """It calls `Trainer(model, replica_arguments(args))`, and at the end `if args.push_to_hub:
+    trainer.push_to_hub()`.
+    """
     asked = []
     for rank in (0, 1, 2):
         args = transformers.TrainingArguments("somewhere/model", push_to_hub=True, use_cpu=True)

@@ -1,4 +1,4 @@
-"""A replica with a Trainer of transformers that comes back goes on where the run is, from whatever it is given."""
+"""A replica with a Trainer of transformers that starts again continues at the run's step, with any checkpoint."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_run_may_begin_from_a_checkpoint_of_the_trainer(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("at", "again"), [(8, 8), (8, None), (8, 16), (13, 13), (16, 16)])  # an epoch has 13 updates
 def test_a_replica_of_a_run_that_began_from_a_checkpoint_comes_back(tmp_path: Path, at: int, again: int | None) -> None:
-    """It is given that checkpoint again, or none, or one that it has written itself."""
+    """It gets that checkpoint again, or none, or a checkpoint that it has written itself."""
     steps = at + 16
     first = trainer(tmp_path, MemoryStore(), max_steps=at, save_strategy="steps", save_steps=at)
     first.train()
@@ -141,7 +141,7 @@ def test_after_a_notice_the_schedule_goes_on_once_the_run_is_where_it_was(tmp_pa
 def test_a_rank_that_comes_back_with_its_checkpoint_of_a_later_epoch_trains_to_the_end(
     tmp_path: Path, dies_at: int, ends_at: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Or says that it did not: the trainer has as many epochs as are left after the checkpoint."""
+    """Or it logs that it did not: the trainer has only the epochs that are left after the checkpoint."""
     three_epochs: dict[str, Any] = {"max_steps": 39, "save_strategy": "steps", "save_steps": 26}
     store = MemoryStore()
     with pytest.raises(Killed):

@@ -1,4 +1,4 @@
-"""The Trainer of transformers with a DiLoCo beside it: each promise of the callback, against the real Trainer."""
+"""DiLoCo in the Trainer of transformers: each promise of the callback, with the real Trainer."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_the_best_model_stays_where_training_ends_early_with_a_round_on_its_way(
 
 
 class Stops(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-    """Asks the trainer to stop, in an evaluation, as an EarlyStoppingCallback does."""
+    """Asks the trainer to stop during an evaluation, like an EarlyStoppingCallback."""
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **with_: Any) -> None:
         control.should_training_stop = True

@@ -1,4 +1,4 @@
-"""Attached state is kept so often that a resumed replica has lost little, and old copies do not accumulate."""
+"""Attached state is saved so often that a resumed replica has lost little, and old states do not accumulate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from executors.store import MemoryStore
 
 
 def positions(store: MemoryStore, rank: int = 0) -> list[int]:
-    """Return after which rounds a rank's state is kept in a store."""
+    """Return the rounds after which the states in a store were saved."""
     matches = (re.search(rf"/own/0*{rank}/(\d+)/\d+/record$", entry.key) for entry in store.list("test/"))
     return sorted({int(match[1]) for match in matches if match})
 
@@ -37,7 +37,7 @@ def train(store: MemoryStore, steps: int, *, keeps: Any = None, **options: Any) 
 
 
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every state be cheap, also on a busy machine."""
+    """Let every save count as cheap, also on a busy machine."""
     monkeypatch.setattr("diloco.save_schedule.MOST_SHARE", float("inf"))
     monkeypatch.setattr("diloco.save_schedule.MOST_UPLOAD_SHARE", float("inf"))
 
@@ -84,7 +84,7 @@ def test_a_run_that_continues_from_a_snapshot_finds_the_state_of_its_period(monk
 
 
 def test_work_that_no_round_has_counted_comes_back_with_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kept state lacks the live work only if everything was counted."""
+    """A saved state lacks the live work only if all of it was counted."""
     always(monkeypatch)
 
     def body(where: Mapping[str, Any]) -> tuple[bool, bool]:

@@ -1,4 +1,4 @@
-"""Replicas that are late and out of phase, with rounds beside the training, at a store that is slow and fails."""
+"""Replicas that are late and out of phase, with background rounds, at a store that is slow and fails."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def uncounted(diloco: DiLoCo, model: nn.Module) -> list[tuple[float, float]] | N
 
 
 def check_what_is_kept(diloco: DiLoCo) -> None:
-    """Let each record be compared with the rounds that it is said to be after, and with the steps made since."""
+    """Compare each record with the rounds and steps that it claims."""
     training, keep = diloco._training_side, diloco._attached.keep
 
     def checked(position: int, progress: list[torch.Tensor], uncounted_since: list[int], buffers: Any) -> None:

@@ -1,4 +1,4 @@
-"""A replica that is asked to end, and what its supervisor sees of a training."""
+"""A replica that is asked to end, and the progress of a training that its supervisor sees."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _no_replica_is_left() -> Iterator[None]:
 
 
 class Training:
-    """An attempt of the first replica of a run, with an optimizer that rides along, and rounds of four steps."""
+    """An attempt of the first replica of a run, with an attached optimizer, and rounds of four steps."""
 
     def __init__(self, store: MemoryStore, attempt: int = 0, world_size: int = 1, **options: Any) -> None:
         self.page = SharedPage()
@@ -121,7 +121,7 @@ def test_a_notice_keeps_what_is_attached_to_each_diloco_of_the_process() -> None
 @pytest.mark.parametrize("wire", ["fp32", "int8"])
 @pytest.mark.parametrize("merge", ["anchor", "carry"])
 def test_a_notice_while_work_is_in_flight_keeps_all_of_it(merge: str, wire: str) -> None:
-    """The other replica never comes."""
+    """The other replica never arrives."""
     store = MemoryStore(f"in flight {merge} {wire}")
     options: dict[str, Any] = {"world_size": 2, "overlap_steps": 2, "merge": merge, "wire": wire}
     training = Training(store, **options)

@@ -1,4 +1,4 @@
-"""What is in no replica's average although it was trained, or stays unlike: it is said."""
+"""Warnings of parameters that were trained and are in no average, or that differ between replicas."""
 
 from __future__ import annotations
 

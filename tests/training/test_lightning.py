@@ -1,4 +1,4 @@
-"""The Trainer of Lightning with a DiLoCo beside it, against the real one. A replica dies here by an error."""
+"""DiLoCo in the Trainer of Lightning, with the real Trainer. A replica dies here by an error."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def plain_loader() -> Any:
 
 
 def stateful_loader(n: int = 4 * STEPS) -> Any:
-    """Return a loader of one epoch: the order of the next is another after a return, as torchdata has it."""
+    """Return a loader of one epoch. After a return, the order of the next epoch differs, as in torchdata."""
     kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     return kind(torch.arange(n), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3))
 
@@ -131,7 +131,7 @@ def test_a_replica_that_comes_back_has_its_optimizer_schedule_data_and_step(
 def test_a_schedule_by_epochs_is_where_it_would_be_after_coming_back(
     tmp_path: Path, loader: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So is the validation at the end of an epoch in the midst of which the replica came back."""
+    """The same holds for the validation at the end of an epoch in whose middle the replica started again."""
 
     def by_epochs(self: Module) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), 0.05)
@@ -176,7 +176,7 @@ def test_one_cycle_ends_after_a_notice(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 class Warned(lightning.Callback):  # type: ignore[misc, name-defined]
-    """Tells a replica at a step that its machine goes."""
+    """Notifies a replica at a step that its machine will end."""
 
     def __init__(self, replica: Replica, at: int) -> None:
         self.replica = replica
@@ -232,7 +232,7 @@ def test_a_rank_that_comes_back_with_its_checkpoint_of_a_later_epoch_trains_to_t
 
 @pytest.mark.parametrize("is_replica", [True, False])
 def test_another_run_of_the_name_begins_where_a_checkpoint_of_the_first_is(tmp_path: Path, is_replica: bool) -> None:
-    """A plain script that is started again, and `replicas rm RUN` before a launch of the same."""
+    """That is a plain script that is started again, and `replicas rm RUN` before a launch of the same name."""
     for nonce, steps in [("first", 8), ("second", STEPS)]:
         replica = replica_of("again", claimed_nonce=nonce)
         replica.__dict__["store"] = MemoryStore()
@@ -267,7 +267,7 @@ def test_a_long_validation_is_progress(tmp_path: Path) -> None:
 
 
 class Stops(lightning.Callback):  # type: ignore[misc, name-defined]
-    """Asks the trainer to stop after its first validation, as an EarlyStopping does."""
+    """Asks the trainer to stop after its first validation, like an EarlyStopping."""
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         trainer.should_stop = True
@@ -288,7 +288,7 @@ def test_who_is_told_to_stop_asks_the_run_once_and_trains_until_the_run_is_over(
 
 
 def fit_as(rank: int, folder: Path, loggers: Any, *, attempt: int = 0, also: Sequence[Any] = ()) -> Any:
-    """Train as one of two ranks that chose their loggers' versions at the same moment, and return the trainer."""
+    """Train as one of two ranks whose loggers chose their versions at the same moment, and return the trainer."""
     set_current_replica(Replica(rank, 2, "another", attempt, "memory://lightning", claimed_nonce=f"{rank}-{attempt}"))
     next_process()
     _, _, trainer = fit(MemoryStore(), plain_loader(), folder=folder, logger=loggers, also=also, log_every_n_steps=1)

@@ -1,4 +1,4 @@
-"""Rounds over wires that leave something out: nothing of it is lost, and nobody reads what another wire wrote."""
+"""Rounds over wires that round values: no work is lost, and no replica reads the payload of another wire."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def zeros(n: int = 1000, dtype: torch.dtype = torch.float32) -> nn.Linear:
 
 
 def uneven(scale: float = 1.0, n: int = 1000) -> torch.Tensor:
-    """Return steps of which most are far too small for a wire to tell them from nothing beside the largest."""
+    """Return steps of which most are far too small for a wire, compared with the largest one."""
     steps = torch.full((1, n), 1e-3 * scale)
     steps[0, ::100] = scale
     return steps
@@ -77,7 +77,7 @@ def test_what_a_wire_leaves_out_goes_with_a_later_contribution(wire: str, limits
 
 @pytest.mark.parametrize("wire", LOSSY)
 def test_the_share_that_a_wire_leaves_out_of_large_work_is_known(wire: str) -> None:
-    """The square of the work is no float32."""
+    """The square of the work does not fit into a float32."""
     with DiLoCo(model := zeros(), inner_steps=1, wire=wire, **PLAIN, **place()) as diloco:
         nudge(model, uneven(1e25))
         report = diloco.step()
@@ -124,7 +124,7 @@ def test_a_model_of_bf16_keeps_what_it_can_of_the_rest() -> None:
 
 
 def of_many_tensors(dtype: torch.dtype) -> nn.Sequential:
-    """Return a model for two fragments, whose tensors end in the midst of blocks; with statistics to average."""
+    """Return a model for two fragments, whose tensors end in the middle of blocks, with statistics to average."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(37, 41), nn.BatchNorm1d(41), nn.Linear(41, 13), nn.Linear(13, 700)).to(dtype)
 
@@ -132,7 +132,9 @@ def of_many_tensors(dtype: torch.dtype) -> nn.Sequential:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("wire", LOSSY)
 def test_what_a_wire_loses_is_the_same_whether_work_was_held_or_not(wire: str, dtype: torch.dtype) -> None:
-    """Beside the training it is told from a copy, else from the live parameters while they are stepped."""
+    """In background rounds the error is computed from a copy, and otherwise from the live parameters during the
+    step.
+    """
     first = of_many_tensors(dtype)
 
     def trained(where: Mapping[str, Any], *, background: bool) -> tuple[list[float | None], list[bytes]]:
@@ -209,7 +211,7 @@ def test_whoever_interrupts_a_step_finds_each_live_value_before_or_after_it(monk
 
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_contribution_of_another_wire_is_unreadable(sharded: bool) -> None:
-    """It is fp32's payload under another name: as many bytes, and the digests are right."""
+    """It is a payload of fp32 under another name, with the right size and right digests."""
     store = MemoryStore()
     limits = Limits(small_bytes=0 if sharded else 1 << 20, block_elements=300, grace_s=0.05, takeover_after_s=0.01)
     model = zeros()

@@ -46,7 +46,7 @@ class Training:
 
 
 def anchor_of_replicas(models: Sequence[nn.Module], training: Training, given: dict[str, Any]) -> dict[str, Any]:
-    """Train real replicas that meet in memory, and return what they share at the end."""
+    """Train real replicas that communicate in memory, and return the shared parameters at the end."""
     store, n = MemoryStore(), len(models)
     plan = {"inner_steps": INNER_STEPS, "total_steps": INNER_STEPS * ROUNDS, **given}
     with ThreadPoolExecutor(n) as at_once:  # replicas that meet wait for each other

@@ -1,4 +1,4 @@
-"""What becomes of the live parameters when a mean is applied beside the training: by the formulas, and bit for bit."""
+"""The live parameters after a mean was applied in the background: by the formulas, and bit for bit."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def _processes_are_forgotten() -> None:
 
 
 def steps_of(rank: int, n: int, size: int = N) -> Floats:
-    """Return inner steps, which depend on nothing."""
+    """Return inner steps that depend on nothing."""
     return np.random.default_rng(rank).normal(size=(n, size), scale=0.1).astype(np.float32)
 
 
 def as_decoded(values: Floats, wire: str) -> Floats:
-    """Return what others read of these values: the nearest of so many steps up to the largest of a group."""
+    """Return the values that other replicas decode: the nearest of the levels up to the largest value of a group."""
     if wire == "fp32":
         return values
     size, most = {"int8": (256, np.float32(127)), "int4": (128, np.float32(7))}[wire]
@@ -52,7 +52,7 @@ def as_decoded(values: Floats, wire: str) -> Floats:
 def expected(
     n_steps: int, every: int, overlap: int, *, wire: str, merge: str, mix: float
 ) -> tuple[list[Floats], Floats]:
-    """Return the live parameters of each replica, and the anchor, by the formulas; means travel as fp32."""
+    """Return the live parameters of each replica, and the anchor, by the formulas. Means are encoded as fp32."""
     anchor = np.zeros(N, np.float32)
     moves = [steps_of(rank, n_steps) for rank in range(REPLICAS)]
     live = [np.zeros(N, np.float32) for _ in range(REPLICAS)]
@@ -118,7 +118,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:.* in no average", "ignore:.*after the end of the run")
 def test_the_thread_changes_no_bit(case: str) -> None:
-    """Of anchors and live parameters, at no step, however fast it is."""
+    """That holds for anchors and live parameters, at every step, however fast the thread is."""
     options = dict(CASES[case])
     dtype = options.pop("dtype", torch.float32)
 
@@ -150,7 +150,7 @@ def test_the_thread_changes_no_bit(case: str) -> None:
 
 
 def leave_out(store: MemoryStore, diloco: DiLoCo, entries: Sequence[int]) -> None:
-    """Seal entries with another rank's work, which is none: the anchor stays."""
+    """Seal entries with another rank's empty work, so that the anchor does not change."""
     mean = np.zeros(4, np.float32).tobytes()
     seal = Seal({1: SealedReplica("another", 0, 1.0, "d" * 32)}, diloco._model_state.digest(0), 0, mean)
     for entry in entries:
@@ -191,7 +191,7 @@ def test_work_that_waits_too_long_is_given_up_once_and_with_a_warning(
 
 
 def test_a_late_replica_that_sees_the_end_in_the_midst_of_a_step_is_at_the_run_s_last_step() -> None:
-    """And so is a schedule that follows it, which may refuse a step more."""
+    """So is a schedule that follows it, which may refuse one more step."""
     store, model = MemoryStore(), nn.Linear(4, 1, bias=False)
     options: dict[str, Any] = {"inner_steps": 2, "total_steps": 4, "carry_rounds": None, **PLAIN}
     diloco = DiLoCo(model, **options, **place(store, world_size=2), _limits=Limits(grace_s=1e6))

@@ -1,4 +1,4 @@
-"""DiLoCo against a reference written from the papers, and the mistakes that others shipped."""
+"""DiLoCo compared with a reference written from the papers, and mistakes of other implementations."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ThreeLayers(nn.Module):
 
 
 def pull(rank: int, step: int, name: str, shape: torch.Size) -> torch.Tensor:
-    """Where replica `rank` is drawn at a step: unlike for all of them."""
+    """Return the target of a replica at a step. It differs for all replicas."""
     rng = np.random.default_rng([rank, step, *name.encode()])
     return torch.from_numpy(rng.normal(rank, 1.0, tuple(shape)).astype(np.float32))
 
@@ -71,7 +71,7 @@ def reference(
     mu: Callable[[int], float],
     nesterov: bool,
 ) -> dict[str, torch.Tensor]:
-    """Streaming DiLoCo (2501.18512, algorithm 2) in float64, for quadratic losses, and the anchor that it ends with."""
+    """Return the anchor of Streaming DiLoCo (arXiv 2501.18512, algorithm 2) in float64, for quadratic losses."""
     anchor = {name: p.detach().double() for name, p in ThreeLayers(0).named_parameters()}
     live = [dict(anchor) for _ in range(n)]
     velocity: dict[str, torch.Tensor] = {}
@@ -358,7 +358,7 @@ for name, mean_name in DEFAULT_MEAN_WIRE.items():
 
 
 def test_all_processors_come_to_the_same_bits() -> None:
-    """Torch and numpy choose other code for each processor; here they are told to do without what this one can."""
+    """Torch and numpy use other code on each processor. Here they must do without some abilities of this one."""
     numpy = import_module("numpy._core._multiarray_umath")
     every = " ".join(name for name in numpy.__cpu_dispatch__ if numpy.__cpu_features__[name])
     tried: dict[tuple[str, str], list[str]] = {}

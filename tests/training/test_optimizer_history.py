@@ -1,4 +1,4 @@
-"""An optimizer that computes its steps from a history of earlier ones is warned of after a round; no other one is."""
+"""A warning after a round for an optimizer with a history of earlier steps, and for no other optimizer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from diloco.stale_copies.optimizer_hook import _watchers
 
 
 class TwoLoop(torch.optim.LBFGS):
-    """Has LBFGS's state under a name that says nothing."""
+    """Has the state of LBFGS under a name without meaning."""
 
 
 class OneStepLBFGS(torch.optim.SGD):
-    """Has the name, and a state of its own kind."""
+    """Has the name of LBFGS, and a state of another kind."""
 
 
 class Remembering(torch.optim.SGD):

@@ -1,4 +1,4 @@
-"""Replicas whose shares differ by one item: the error names what the user wrote, and its remedy works."""
+"""Replicas whose shares differ by one item: the error names the user's argument, and its remedy works."""
 
 from __future__ import annotations
 

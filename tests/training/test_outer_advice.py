@@ -57,7 +57,7 @@ def paper(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("rounds", [2, 15, 29, 60])
 def test_a_run_of_few_rounds_is_warned_of_nothing(rounds: int) -> None:
-    """Plain averaging of few rounds measured worse than the defaults in most runs."""
+    """Plain averaging in few rounds measured worse than the defaults in most runs."""
     assert warnings_of(linear(), inner_steps=10, total_steps=10 * rounds) == []
 
 

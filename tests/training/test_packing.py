@@ -1,4 +1,4 @@
-"""Packing in pieces: what is sent is the same whether streamed or kept, and several reads at once change nothing."""
+"""Packing in pieces: streamed and kept payloads are equal, and parallel reads change nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from executors.store.file import FileStore
 
 
 def model_of(sizes: list[int], dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Fragment, Tensor]:
-    """Return a model with tensors of these sizes, its one fragment, and an anchor elsewhere."""
+    """Return a model with tensors of these sizes, its one fragment, and another anchor."""
     model = nn.Module()
     generator = torch.Generator().manual_seed(sum(sizes))
     model.tensors = nn.ParameterList([torch.randn(size, generator=generator).to(dtype) for size in sizes])
@@ -141,7 +141,7 @@ def test_a_value_that_is_too_large_for_the_wire_is_refused() -> None:
 
 
 class FarStore:
-    """A store that streams nothing, and of which nobody knows how soon it answers."""
+    """A store that streams nothing, and whose response time is unknown."""
 
     def __init__(self, store: Store) -> None:
         self.url = store.url
@@ -150,7 +150,7 @@ class FarStore:
 
 
 def anchors_after(store: Store, n: int, rounds: int, wire: str) -> list[bytes]:
-    """Let replicas, one thread each, go through sharded rounds; return their anchors."""
+    """Run sharded rounds of several replicas, one thread each, and return their anchors."""
 
     def body(where: Mapping[str, Any]) -> bytes:
         model = nn.Linear(300, 7)

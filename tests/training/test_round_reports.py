@@ -1,4 +1,4 @@
-"""What a round reports of the work in it: how much, what became of it, and how long its vectors are."""
+"""The fields of a round report about work: its amount, its treatment, and its norm."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_what_a_seal_does_not_count_is_carried_or_dropped(
 
 
 def test_a_replica_keeps_each_entry_and_what_it_leaves_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two fragments, whose entries are told one by one, also where a step goes through several."""
+    """There are two fragments. Their entries are recorded one by one, also if a step runs several."""
     store = MemoryStore.named("kept")
     replica = Replica(0, 1, "test", 0, store.url, claimed_nonce="n", recorder=Recorder(store, "test", 0, 0, began=0.0))
     replica.__dict__["store"] = store

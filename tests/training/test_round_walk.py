@@ -1,4 +1,4 @@
-"""The way from `DiLoCo.step()` to the store stays short enough to be read."""
+"""The calls from `DiLoCo.step()` to the store stay few enough to be read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas that train on the same data are told so at once, and end where it goes on."""
+"""Replicas that train on the same data get a warning at once, and an error if it continues."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Ends = list[tuple[list[tuple[int, ...]], str]]
 
 
 def train(steps: Sequence[Sequence[float]], dtype: torch.dtype = torch.float32, **options: Any) -> Ends:
-    """Return by rank which ranks each round found to send the same, and the error that it ended with."""
+    """Return by rank the ranks with the same work in each round, and the error at the end."""
 
     def body(where: Mapping[str, Any]) -> tuple[list[tuple[int, ...]], str]:
         model, same = nn.Linear(24, 2, bias=False, dtype=dtype), []
@@ -88,7 +88,7 @@ def test_the_same_work_is_no_error_where(
 def test_bf16_replicas_whose_learning_rate_is_0_are_not_told_of_their_data(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What is left is that the anchor has more digits than they have: the same everywhere, and no work."""
+    """Only the digits remain that the anchor has and the replicas do not. They are equal everywhere, and not work."""
     steps = [[0.1] + [0.0] * 5, [0.3] + [0.0] * 5]
     for same, error in train(steps, torch.bfloat16, outer_lr=0.3):
         assert (0, 1) in same, "there is something to be wrong about"

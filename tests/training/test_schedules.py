@@ -1,4 +1,4 @@
-"""Learning rate schedules of torch beside a run that goes on without a replica."""
+"""Learning rate schedules of torch that follow a run which continues without a replica."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Replica:
 
 
 def rate_at(step: int, kind: str) -> float:
-    """Return the rate of a schedule that was stepped so often beside its optimizer."""
+    """Return the learning rate of a schedule after this number of steps."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], 0.1)
     schedule = SCHEDULES[kind](optimizer)
     for _ in range(step):
@@ -92,7 +92,7 @@ def rate_at(step: int, kind: str) -> float:
 
 
 def run_that_went_on(kind: str, *, follow: bool = True) -> MemoryStore:
-    """Return the store of a run whose rank 0 ended after 20 steps, and that another brought to 60."""
+    """Return the store of a run whose rank 0 ended after 20 steps, and which another rank continued to step 60."""
     store = MemoryStore()
     Replica(place(store), kind, follow=follow).train_until(20).end()
     Replica({**place(store), "rank": "join"}, kind).train_until(60).end()
@@ -119,7 +119,9 @@ def test_a_schedule_that_follows_is_stepped_with_each_step(caplog: pytest.LogCap
 
 @pytest.mark.parametrize("kind", ["lambda", "in turn"])
 def test_a_schedule_that_has_counted_steps_before_the_run_goes_on_from_there(kind: str) -> None:
-    """A new run from a checkpoint of the script's own; then its replica comes back, with that checkpoint or without."""
+    """A new run begins with the script's own checkpoint. Then its replica starts again, with that checkpoint or
+    without.
+    """
     store = MemoryStore()
     one = Replica(place(store), kind, counted=10).train_until(20)
     assert one.rate == pytest.approx(rate_at(30, kind))
@@ -174,7 +176,7 @@ def test_what_does_not_follow_is_named_once_with_the_steps_it_lags(caplog: pytes
 
 
 def greedy(optimizer: torch.optim.Optimizer) -> Any:
-    """Return a schedule that is stepped by a metric, as transformers has one."""
+    """Return a schedule that needs a metric, like one of transformers."""
     return SimpleNamespace(last_epoch=0, step=lambda metric: None)
 
 
@@ -274,7 +276,7 @@ def test_what_fabric_set_up_is_shared_attached_and_followed() -> None:
 
 
 def train_with_own_steps(every: int, *, after: int = 0) -> list[str]:
-    """Return the warnings of a loop whose script steps the schedule that follows, too, once in so many inner steps."""
+    """Return the warnings of a loop whose script also steps the schedule that follows, every few inner steps."""
     one = Replica(place(), "lambda")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

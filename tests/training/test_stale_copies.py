@@ -1,4 +1,4 @@
-"""Optimizers and averages that keep copies of the weights: those that undo a round are found."""
+"""Optimizers and averages with copies of the weights: those that undo a round are found."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from executors.store import MemoryStore
 
 
 class MasterWeights:
-    """Steps float32 copies of the weights and writes them into the model, as apex and Megatron do."""
+    """Steps float32 copies of the weights and writes them into the model, like apex and Megatron."""
 
     def __init__(self, model: nn.Module, lr: float = 0.01) -> None:
         self.parameters = list(model.parameters())
@@ -52,7 +52,7 @@ class MasterWeights:
 
 
 class OwnSgd:
-    """An optimizer that is none of torch's, with a copy of the weights."""
+    """An optimizer that is not one of torch, with a copy of the weights."""
 
     def __init__(self, model: nn.Module) -> None:
         self.pairs = [(p, p.detach().clone()) for p in model.parameters()]
@@ -82,7 +82,7 @@ class InState(torch.optim.SGD):
 
 
 class Gathering(MasterWeights):
-    """Gathers gradients for three steps before it steps its masters."""
+    """Accumulates gradients for three steps before it steps its masters."""
 
     n_calls = 0
 
@@ -117,7 +117,9 @@ class Early(MasterWeights):
 
 
 class SlowWeights:
-    """Lookahead (Zhang et al., 1907.08610): every `k` steps the parameters go back to `share` of the way since then."""
+    """Lookahead (Zhang et al., arXiv 1907.08610): every `k` steps the parameters return to `share` of the way since
+    then.
+    """
 
     def __init__(self, model: nn.Module, k: int, share: float, *, hidden: bool) -> None:
         self.inner = torch.optim.AdamW(model.parameters(), 0.01)
@@ -138,7 +140,7 @@ class SlowWeights:
 
 
 class Fused:
-    """Steps each parameter in the backward pass, as soon as its gradient is there, or a master of it."""
+    """Steps each parameter, or a master of it, in the backward pass as soon as its gradient exists."""
 
     def __init__(self, model: nn.Module, *, masters: bool = False) -> None:
         for parameter in model.parameters():
@@ -162,7 +164,9 @@ class Fused:
 
 
 def mlp(seed: int = 0, *, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return a model whose weights the seed alone decides: the replicas are threads, and share torch's generator."""
+    """Return a model whose weights depend on the seed alone, because replicas are threads and share torch's
+    generator.
+    """
     draw = torch.Generator().manual_seed(seed)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1)).to(dtype)
     with torch.no_grad():
@@ -192,7 +196,7 @@ def train(
 
 
 def error_of(make: Callable[[nn.Module], Any], inner_steps: int, **options: Any) -> list[str]:
-    """Return how each of two replicas ends that train with an optimizer."""
+    """Return the errors of two replicas that train with an optimizer."""
 
     def body(where: Mapping[str, Any]) -> str:
         model = mlp()

@@ -1,4 +1,4 @@
-"""One replica stops the run: all end after the same round, with one model, for all of their plans."""
+"""One replica stops the run: all replicas end after the same round, with one model, for each kind of plan."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_run_that_was_stopped_is_over_for_whoever_comes_back_to_it() -> None:
 
 
 def test_a_replica_that_did_not_see_the_last_seal_ends_with_the_others_too() -> None:
-    """It loads a snapshot behind that seal, and knows of the end by its record alone."""
+    """It loads a snapshot after that seal, and learns of the end from its record alone."""
     store = MemoryStore()
     first = DiLoCo(model := nn.Linear(2, 1), inner_steps=2, snapshot_every=1, **PLAIN, **place(store))
     for _ in range(6):

@@ -1,4 +1,4 @@
-"""What a run of real replicas keeps in its store: never more than the protocol says, counted after every write."""
+"""The objects that a run of real replicas has in its store: never more than the protocol allows, after each write."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = ("contribution", "mean", "part", "own", "seal", "snapshot", "rest")
 
 
 class Counting(MemoryStore):
-    """Knows the most objects and bytes of each kind that it ever held at once."""
+    """Counts the most objects and bytes of each kind that the store has ever had at once."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The model of a run, read from its store alone: the anchor of every replica, with the rest of the model beside it."""
+"""The model of a run, read from its store alone: the anchor of every replica, and its unshared tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 class Tied(nn.Module):
-    """Has all that a `state_dict` may have: trained, frozen and tied parameters, and buffers of three kinds."""
+    """Has everything that a `state_dict` may have: trained, frozen and tied parameters, and buffers of three kinds."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Other people's trainers on real replicas: one is killed and comes back, and the run ends as a calm one does."""
+"""Trainers of other libraries on real replicas: one is killed and resumed, and the run ends like an undisturbed one."""
 
 from __future__ import annotations
 

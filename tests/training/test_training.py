@@ -1,4 +1,4 @@
-"""DiLoCo as its users meet it, and the mistakes that others shipped."""
+"""The public interface of DiLoCo, and mistakes of other implementations."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ def test_sharded_rounds_move_as_many_payload_bytes_as_they_should() -> None:
 
 
 class CountingStore:
-    """Counts payload bytes: what comes after the heads of contributions and means."""
+    """Counts the bytes of payloads: everything after the heads of contributions and means."""
 
     def __init__(self, store: Any) -> None:
         self._store = store

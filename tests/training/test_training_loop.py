@@ -1,4 +1,4 @@
-"""The loop around `DiLoCo.step()`: its first step, its end, and the model that it leaves."""
+"""The loop around `DiLoCo.step()`: its first step, its end, and the model after it."""
 
 from __future__ import annotations
 

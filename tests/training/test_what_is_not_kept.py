@@ -1,4 +1,4 @@
-"""What a store does not take is told, what is large is kept in parts, and a claim that cannot be read is another's."""
+"""Failed saves are logged, large states are stored in parts, and an unreadable claim belongs to another process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEYS = Keys("test", "main")
 
 
 class Full(MemoryStore):
-    """Takes no object of some kind."""
+    """A store that accepts no object of some kind."""
 
     refused = "/own/"
 
@@ -43,7 +43,7 @@ class FullOfParts(Full):
 
 
 class State:
-    """Three arrays, and something else."""
+    """Three arrays and another value."""
 
     def __init__(self, fill: float) -> None:
         self.values = {str(n): torch.full((100,), fill + n) for n in range(3)}
@@ -56,11 +56,11 @@ class State:
 
 
 class Projector:
-    """What some optimizers keep for each parameter, from their first step on."""
+    """An object that some optimizers keep for each parameter, from their first step on."""
 
 
 class Quantized(torch.Tensor):
-    """A tensor that wraps others, as optimizers of 8 bit have."""
+    """A tensor that wraps others, like those of 8-bit optimizers."""
 
     @staticmethod
     def __new__(cls) -> Quantized:
