@@ -1,4 +1,4 @@
-"""What replicas say of themselves: the last heartbeat of each, or what its outcome took of it."""
+"""Reads the last report of each replica, from its heartbeat or its outcome, and the age of the heartbeat."""
 
 from __future__ import annotations
 
@@ -26,7 +26,14 @@ class _Sighting:
 
 
 class Heartbeats:
-    """Reads heartbeats: at each look while a replica goes on, and once after its end."""
+    """Reads heartbeats: at each look while a replica runs, and once after its end.
+
+    Args:
+        clock: returns seconds of a monotonic clock.
+
+    Example:
+        Heartbeats().over(state, attempt, has_beat=True).heartbeat_age_s
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -38,7 +45,9 @@ class Heartbeats:
         """Return the state of an attempt with what it reports.
 
         Args:
-            has_beat: whether it has left a heartbeat.
+            state: the state.
+            attempt: the attempt that the state belongs to.
+            has_beat: True if the attempt has left a heartbeat.
         """
         if state.outcome is not None and state.outcome.reported is not None:
             return replace(state, reported=dict(state.outcome.reported), warned=state.outcome.warned)
@@ -56,7 +65,10 @@ class Heartbeats:
         return replace(state, heartbeat_age_s=age_s, reported=dict(beat.reported), warned=beat.warned)
 
     def _age_s(self, state: ReplicaState, beat: Beat) -> float:
-        """Return how old a heartbeat is: as its host's clock says, which may be wrong, but within what was seen."""
+        """Return the age of a heartbeat in seconds.
+
+        The clock of its host may be wrong. So the age by that clock is limited to what the looks of this process allow.
+        """
         now, seen = self._clock(), self._seen.get(state.rank)
         if seen is None or (seen.attempt, seen.at) != (state.attempt, beat.at):
             after = seen.last if seen is not None and seen.attempt == state.attempt else -math.inf

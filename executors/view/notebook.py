@@ -42,7 +42,7 @@ class NotebookView:
         self._curves = Curves()
         self._fragment = self._shown = ""
         self.head = ""
-        """What is shown above a run that has ended."""
+        """HTML that is shown above a run that has ended."""
 
     def begin(self, metrics: Metrics) -> None:
         """Begin the curves with what was measured so far."""
@@ -119,7 +119,7 @@ class Display:
         from executors.view.report.page import head
         from executors.view.run_page import report_document
 
-        with contextlib.suppress(ReplicasError):  # what was seen of the run is shown without
+        with contextlib.suppress(ReplicasError):  # the table is shown without the head
             return head(report_document(self._run))
         return ""
 
@@ -131,7 +131,7 @@ class Display:
             thread.join(SETTLE_S)
 
     def _renew(self) -> None:
-        outage = Outage(FOLLOWER, "the run", waits=Waits(lambda words: None))  # the cell says it
+        outage = Outage(FOLLOWER, "the run", waits=Waits(lambda words: None))  # the cell shows it instead
         for pause_s in self._run.reader.pauses():
             self._look_now.wait(max(EVERY_S, pause_s))
             self._look_now.clear()
@@ -251,7 +251,7 @@ def scaled(value: float, least: float, most: float) -> float:
 
 
 def bar(status: RunStatus) -> str:
-    """Return the bar of a run that goes on, if its replicas say of how many steps."""
+    """Return the progress bar of a run whose replicas report their total of steps. Empty if they do not."""
     progress = status.progress
     if progress is None:
         return ""

@@ -1,4 +1,4 @@
-"""How far a run is, drawn for whoever waits for it: bars on a terminal or in a notebook, elsewhere a line at times."""
+"""Draws the progress of a run while a process waits: bars on a terminal or in a notebook, else a line at times."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class View(Protocol):
         """Show the run as it is now."""
 
     def close(self) -> None:
-        """Leave the screen to others; a later `update` begins anew."""
+        """Release the screen. A later `update` draws again."""
 
 
 def open_view(run_id: str) -> View:

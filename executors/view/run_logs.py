@@ -39,7 +39,7 @@ MAX_THREADS = 16
 MAX_PARTS = 16  # of a rank, that were read before its turn
 KEPT_BYTES = 2 * OUTPUT_TAIL_BYTES  # of the end of a log, to find in it what an outcome kept
 FIELDS = ("rank", "attempt", "run_id")
-"""Of what leads a line."""
+"""The names that the prefix of a line may contain."""
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -47,21 +47,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Lines:
-    """Which lines of logs to return, and how.
+    """Selects lines of logs, and how they are shown.
 
     Raises:
         ValueError: the prefix has another field than `FIELDS`.
     """
 
     grep: re.Pattern[str] | None = None
-    """What is found in each of them."""
+    """Only lines in which this expression is found."""
     since: float | None = None
-    """Unix time, from when on they came."""
+    """Only lines that came at this Unix time or later."""
     until: float | None = None
     prefix: str | None = None
-    """A template of what leads each line. None: the rank in brackets, where there are several."""
+    """A template of the text before each line. None: the rank in brackets, if there are several ranks."""
     clean: Callable[[str], str] = str
-    """Returns a line as it is to be shown."""
+    """Returns a line in the form that is shown."""
 
     def __post_init__(self) -> None:
         if self.prefix is None:
@@ -76,11 +76,11 @@ class Lines:
 
     @property
     def is_search(self) -> bool:
-        """Whether they are looked for in the whole log."""
+        """True if the whole log has to be searched."""
         return self.grep is not None or self.since is not None or self.until is not None
 
     def shown(self, attempt: Attempt, line: str, *, is_one: bool) -> str:
-        """Return a line with its newline as it is to be shown; empty if it is not."""
+        """Return a line, with its newline, in the form that is shown. Empty if the line is filtered out."""
         text = self.clean(line)
         if self.grep is not None and not self.grep.search(text.removesuffix("\n")):
             return ""
@@ -184,10 +184,11 @@ class RunLogs:
     """Reads the logs of a run's ranks.
 
     Args:
+        reader: reads the state of the run.
         which: the attempt to read of each rank.
-        chosen: which of its lines.
-        note: is given a line about each log that is not read where its replica writes to.
-        is_one: one rank was asked for, so that lines need not say whose they are.
+        chosen: selects its lines.
+        note: called with a message about each log that is not read where its replica writes to.
+        is_one: True if the user asked for one rank, so that lines need no rank.
     """
 
     def __init__(self, reader: RunStateReader, which: Which, chosen: Lines, note: Note, *, is_one: bool) -> None:
@@ -198,11 +199,12 @@ class RunLogs:
         self._is_one = is_one
         self._said = set[tuple[Attempt, str]]()
 
-    def whole(self, attempt: Attempt, tell: Note) -> Iterator[bytes]:
-        """Yield all that can be had of what an attempt printed, as it was written, in pieces of bounded size.
+    def whole(self, attempt: Attempt, on_cut: Note) -> Iterator[bytes]:
+        """Yield everything that is available of the output of an attempt, as it was written, in pieces of bounded size.
 
         Args:
-            tell: is told why, if that is not all.
+            attempt: the attempt.
+            on_cut: called with the reason if this is not the whole output.
         """
         problem = self._reader.problem(attempt.rank)
         end, cut, may_lag, note = b"", problem.error or "" if problem else "", True, ""
@@ -227,7 +229,7 @@ class RunLogs:
         else:
             cut = cut or note.removesuffix(".")
         if cut:
-            tell(cut)
+            on_cut(cut)
 
     def tails(
         self, ranks: Sequence[int], n_lines: int | None, on_unread: OnUnread | None = None
@@ -269,7 +271,7 @@ class RunLogs:
             grows: follow also ranks that are added meanwhile.
 
         Raises:
-            ValueError: only those of a span are asked for.
+            ValueError: the filter has a time, which does not go with following.
         """
         if self._chosen.since is not None or self._chosen.until is not None:
             raise ValueError("Lines that are followed begin with the last ones: leave since and until away.")
@@ -284,10 +286,10 @@ class RunLogs:
         return self._chosen.shown(attempt, line, is_one=self._is_one)
 
     def _that_have_it(self, ranks: Sequence[int]) -> Sequence[int]:
-        """Return those of the ranks that have the attempt that is asked for.
+        """Return the ranks that have the attempt that the user asked for.
 
         Raises:
-            ValueError: there are some, and none has it.
+            ValueError: no rank has it.
         """
         if not isinstance(self._which, int) or not ranks:
             return ranks
@@ -342,7 +344,7 @@ class RunLogs:
         """Yield lines of an attempt in parts: the last ones, or all where some are looked for.
 
         Raises:
-            ValueError: those of a span are looked for, and nobody kept when they came.
+            ValueError: the filter has a time, and the log has no times of lines.
         """
         chosen = self._chosen
         if chosen.since is not None or chosen.until is not None:
@@ -358,7 +360,7 @@ class RunLogs:
         with contextlib.closing(self._reader.placements.open_log(handle)) as opened:
             try:
                 if not isinstance(opened, KnowsTimes):
-                    raise ValueError(opened.note or "nobody keeps when its lines come")
+                    raise ValueError(opened.note or "its log has no times of lines")
                 yield from opened.between(self._chosen.since, self._chosen.until)
             except ValueError as error:
                 raise ValueError(f"Rank {attempt.rank} has no times of its lines: {error}.") from None
@@ -421,10 +423,14 @@ class RunLogs:
         look_s = LOOK_S if self._reader.is_near else FAR_LOOK_S
         yield from follow_logs(self, None if grows else ranks, n_lines, first=first, look_s=look_s)
 
-    # What a follower needs
+    # The next three methods are the interface that `follow_logs` calls.
 
     def look(self, ranks: Sequence[int] | None) -> dict[int, Sight]:
-        """Return the newest attempt of each rank that has a log; where one attempt is asked for, that."""
+        """Return the attempt to follow of each rank: the one that the user asked for, or the newest that has a log.
+
+        Args:
+            ranks: the ranks. None: all.
+        """
         sights = {}
         for state in self._reader.look(ranks):
             *earlier, newest = (attempt.number for attempt in self._reader.launched(state.rank))
@@ -457,7 +463,7 @@ def _split(text: str) -> list[str]:
 def in_order(act: Callable[[int], Iterable[T]], ranks: Iterable[int]) -> Iterator[tuple[int, T]]:
     """Yield each rank with each of what `act` gives for it, rank after rank; several are read at the same time.
 
-    In threads that nobody waits for: Ctrl-C ends at once.
+    Daemon threads read, so Ctrl-C ends the process at once.
     """
     left = iter(ranks)
     waiting: deque[tuple[int, _Ahead[T]]] = deque()
@@ -475,7 +481,7 @@ def in_order(act: Callable[[int], Iterable[T]], ranks: Iterable[int]) -> Iterato
 
 
 class _Ahead(Generic[T]):
-    """What is read of one rank, by a thread that is a few items ahead."""
+    """The items of one rank, which a thread reads a few items ahead."""
 
     def __init__(self, act: Callable[[int], Iterable[T]], rank: int) -> None:
         self._ready: Queue[T | BaseException | None] = Queue()
@@ -491,7 +497,7 @@ class _Ahead(Generic[T]):
             yield item
 
     def stop(self) -> None:
-        """End the thread, without waiting for what it is at."""
+        """Tell the thread to end, without waiting for its present item."""
         self._is_stopped = True
         self._room.release()
 

@@ -1,4 +1,7 @@
-"""Looking at the replicas of a run: one list says what exists, only what is new is read, the backend is asked once."""
+"""Reads the states of the replicas of a run, with one list of the store and one question to the backend per look.
+
+The list shows which records are new, and only these are read. ADR 0019 gives the reasons.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +48,20 @@ R = TypeVar("R")
 # More than 20 methods: outcomes, handles and states of replicas come from one list of the store and one question to the
 # backend, and each may correct the others in the same look. In separate classes, each would hold the other two.
 class RunStateReader:
-    """What one process has seen of a run's replicas. A terminal status stays until a newer attempt is found.
+    """Reads the states of a run's replicas, and keeps what this process has seen.
+
+    A terminal status stays until a newer attempt is found.
 
     Args:
-        placements: which backend has which rank.
-        handles: those of the launch, in rank order. None: they are read from the store.
+        store: the store of the run.
+        run_id: the id of the run.
+        record: the record of the run.
+        placements: the backends of the ranks.
+        handles: the handles of the launch, in rank order. None: they are read from the store.
+
+    Example:
+        reader = view_of(attach("first-try")).reader
+        print([state.status for state in reader.look()])
     """
 
     def __init__(
@@ -79,13 +91,13 @@ class RunStateReader:
         self._heartbeats = Heartbeats()
         self._installations = Installations()
         self.is_kept_here = False
-        """Whether this process answers ends whose supervisors are gone."""
+        """True if this process restarts replicas whose supervisors are gone."""
         self._restarts = RestartView(
             store, run_id, record, self.has_live_controller, self.has_ended_with_launcher, reference
         )
         self._permanent: set[int] = set()
         self._judged: dict[tuple[int, int, int], bool] = {}
-        """Of each `outcome.json` that is not a copy of a signed one whether it is forged, by rank, attempt and size."""
+        """By rank, attempt and size of an `outcome.json` that copies no signed one: True if it is forged."""
         self._judged_starts: set[tuple[int, int, str]] = set()
         """Records that begin an attempt and are known to lack the run's key, by rank, attempt and name."""
         self._lease_read_at = -math.inf
@@ -94,7 +106,7 @@ class RunStateReader:
 
     @property
     def inventory(self) -> Inventory:
-        """What the replicas have left, as of the last look."""
+        """The list of the replicas' records, as of the last look."""
         return self._inventory
 
     @property
@@ -149,7 +161,11 @@ class RunStateReader:
         return replace(state, status=outcome.status, outcome=outcome)
 
     def status(self, states: Sequence[ReplicaState]) -> RunStatus:
-        """Return the run's state, of those of all its replicas."""
+        """Return the state of the run.
+
+        Args:
+            states: the states of all its replicas.
+        """
         record, restarts = self.record, self._restarts
         return RunStatus(
             self.run_id,
@@ -166,7 +182,7 @@ class RunStateReader:
         )
 
     def about_to_start(self) -> str | None:
-        """Return in a few words which replicas another process is about to start; None: no process is.
+        """Return a few words on the replicas that another process is about to start. None if no process is.
 
         A look at the states shows only the replicas that have a record of their own.
         """
@@ -313,7 +329,7 @@ class RunStateReader:
         return self.map(with_report, states)
 
     def count_joined(self) -> int:
-        """Return how many more ranks joined while the run went on, launched by nobody, as of the last look."""
+        """Return the number of ranks that joined the running run by themselves, as of the last look."""
         return len(self._inventory.joined(self.record.world_size) - {*self._ranks})
 
     def update(self, max_age_s: float = 0.0) -> None:
@@ -334,13 +350,13 @@ class RunStateReader:
         return Attempt(self.store, self.run_id, rank, self._inventory.newest(rank))
 
     def outcome(self, rank: int) -> Outcome | None:
-        """Return how a rank ended, as of the last look; None while its newest attempt goes on."""
+        """Return the outcome of a rank's newest attempt, as of the last look. None while the attempt continues."""
         known = self._outcomes.get(rank)
         is_final = known is not None and known.status is ReplicaStatus.SUCCEEDED
         return known if is_final or (known and known.attempt == self._inventory.newest(rank)) else None
 
     def problem(self, rank: int) -> Outcome | None:
-        """Return what is said of a rank whose records do not tell, or not truly, where it runs; None: they do."""
+        """Return the outcome to show for a rank whose records are damaged or false. None if they are sound."""
         found = self._problems.get(rank)
         return found if found is not None and found.attempt == self._inventory.newest(rank) else None
 
@@ -348,7 +364,7 @@ class RunStateReader:
         """Return a rank's handle; None while it has left none, or unless the caller insists, none that can be found.
 
         Raises:
-            CorruptObjectError: what it left is not a handle of this backend.
+            CorruptObjectError: its record is not a handle of this backend.
             BackendError: the caller insists, and the backend cannot say now whether it has a job of that rank.
         """
         _, handle = self._handles.get(rank, (None, None))
@@ -451,12 +467,12 @@ class RunStateReader:
     def _ask_backend(
         self, newest: Mapping[int, Attempt], handles: Mapping[int, Any]
     ) -> dict[int, tuple[ReplicaStatus | None, str]]:
-        """Return the status of each replica, where the backend says it, and in a few words what it waits for."""
+        """Return the status that the backend reports for each replica, and what the replica waits for, in words."""
         replicas = [PendingReplica(handles[rank], attempt.number) for rank, attempt in newest.items()]
         try:
             found = self.placements.observe(replicas)
         except (CorruptObjectError, UnknownHandleError, UnwritableStoreError) as error:
-            if len(newest) > 1:  # whose handle or end it is, is found out by asking for each
+            if len(newest) > 1:  # asked one by one, the replica with the bad record is found
                 each_alone = (self._ask_backend({rank: attempt}, handles) for rank, attempt in newest.items())
                 return {rank: seen for alone in each_alone for rank, seen in alone.items()}
             (rank,) = newest
@@ -473,7 +489,7 @@ class RunStateReader:
         return observation.outcome.status, ""
 
     def _settle(self, rank: int, reported: ReplicaStatus | None) -> None:
-        """See that a replica whose backend says that it ended has an outcome: its peers need to know."""
+        """Record the outcome of a replica that ended by its backend's report, because its peers need to know."""
         if self.outcome(rank) is not None:
             return
         attempt = self.attempt(rank)

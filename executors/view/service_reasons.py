@@ -1,4 +1,4 @@
-"""Why services told replicas to end: an outcome knows of a signal alone, and its job says more once that is gone."""
+"""Asks services why they ended replicas: an outcome has only a signal, and the job has a reason once it has ended."""
 
 from __future__ import annotations
 
@@ -18,21 +18,29 @@ ANSWERS_IN_S = 20.0  # a job may take some seconds to be gone
 
 
 class ServiceReasons:
-    """Asks services why they told the replicas of a run to end, and leaves what they say beside the outcomes."""
+    """Asks services why they ended replicas of a run, and records the reasons beside the outcomes.
+
+    Example:
+        explained = ServiceReasons().ask(ends, placements, reader.handle)
+    """
 
     def __init__(self) -> None:
         self._waited_until: dict[tuple[int, int], float] = {}
-        """Until when the answer for an attempt is worth waiting for; 0: it has come, or there is none."""
+        """By rank and attempt, the monotonic time until which an answer may come. 0.0: no answer is awaited."""
 
     def is_awaited(self, end: Outcome | None) -> bool:
-        """Tell whether a service is about to say why it told a replica to end."""
+        """Return True if a service may soon have the reason of an end.
+
+        Args:
+            end: the outcome of an attempt. None: the attempt has not ended.
+        """
         return end is not None and time.monotonic() < self._waited_until.get((end.rank, end.attempt), 0.0)
 
     def ask(self, ends: Sequence[Outcome], placements: Placements, handle_of: Callable[[int], Any]) -> list[Outcome]:
-        """Return those of these ends that are explained now: their outcomes may say more than before.
+        """Return the ends that have a reason now. Read their outcomes again.
 
         Args:
-            ends: how replicas ended.
+            ends: the outcomes of replicas that have ended.
             placements: the backends of the run.
             handle_of: returns the handle of a rank. None: it has none.
         """

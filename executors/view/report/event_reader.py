@@ -47,21 +47,25 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One thing that happened to a run, or to one attempt of a rank."""
+    """One thing that happened to a run, or to one attempt of a rank.
+
+    Example:
+        [event.rank for event in run.events() if event.kind == "ended"]
+    """
 
     kind: str
     """One of `KINDS`."""
     at: float
-    """Unix time, by the clock of whoever recorded it."""
+    """Unix time, by the clock of the process that recorded it."""
     rank: int | None = None
     """None: it happened to the whole run."""
     attempt: int | None = None
     actor: str = ""
     """The process or host that did or saw it."""
     reason: str | None = None
-    """Of an end, or of the end that a decision answers."""
+    """The reason of an end, or of the end that a decision follows."""
     why: str = ""
-    """For people."""
+    """An explanation for the user."""
     duration_s: float | None = None
     """How long an attempt lived, took to its first progress, or stays down; how long the run took."""
     count: int = 1
@@ -81,9 +85,10 @@ class EventReader:
     """Reads what happened in a run; each record is read once.
 
     Args:
-        log: the run's log of decisions, of which nothing needs to be read yet.
-        map_over: acts on several items, at the same time where each takes a round trip.
-        note: is told what cannot be read.
+        log: the run's decision log. None of it has to be read before.
+        record: the record of the run.
+        map_over: applies a function to several items, at the same time if each takes a round trip.
+        note: called with a message for each record that cannot be read.
     """
 
     def __init__(
@@ -104,7 +109,7 @@ class EventReader:
         self._log = log
         self._n_decisions = 0
         self._earlier = RestartTally(Restarts.of(record.settings.restarts))
-        """Of the decisions that were told."""
+        """Counts the restarts among the decisions that were yielded."""
         self._seen = set[tuple[Any, ...]]()
         self._claimed = dict[tuple[int, int], float]()
         self._ask = defaultdict[tuple[int, int], tuple[float, float]](lambda: (0.0, FIRST_PAUSE_S))
@@ -117,7 +122,7 @@ class EventReader:
         """Return what happened since the last call, in the order of time.
 
         Args:
-            inventory: what the replicas have left.
+            inventory: the list of the replicas' records.
             now: the run's status, looked at before.
         """
         record, found = self._record, list[Event]()
@@ -156,7 +161,7 @@ class EventReader:
     def _intent(self, attempt: Attempt) -> list[Event]:
         intent = attempt.find(INTENT, Intent.parse)
         is_of_launch = attempt.number == 0 and attempt.rank < self._record.world_size
-        if intent is None or is_of_launch:  # which is told already
+        if intent is None or is_of_launch:  # the event of the launch covers it
             return []
         return [Event(kind="launched", at=intent.at, rank=attempt.rank, attempt=attempt.number, actor=intent.by)]
 
@@ -227,7 +232,7 @@ class EventReader:
             return [event_of_warning(each) for each in read_warnings(Attempt(self._store, self._run_id, *key))]
 
         for event in self._read(read, fresh):
-            text = MORE if event.why.endswith(MORE) else event.why  # whose number may have changed since
+            text = MORE if event.why.endswith(MORE) else event.why  # the number in this line may have changed since
             told = ("warning", event.rank, event.attempt, text)
             if told not in self._seen:
                 self._seen.add(told)

@@ -1,4 +1,4 @@
-"""How much of a run its replicas were down, how often attempts fail, and which ranks want somebody to look."""
+"""Computes the availability of a run, the share of failed attempts, and which ranks the user should look at."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LATE_S = 35.0  # at most between the last line of a segment and its writing: usa
 
 
 class Life(NamedTuple):
-    """What counts of an attempt: an outcome holds output, too, and a long run has thousands."""
+    """The times and the end of an attempt. It has no output, because a long run has thousands of attempts."""
 
     claimed_at: float | None
     """None: not known."""
     status: ReplicaStatus | None = None
-    """How it ended; None: it goes on."""
+    """The status at its end. None while it continues."""
     reason: Reason | None = None
     ended_at: float = 0.0
 
@@ -40,13 +40,18 @@ class Life(NamedTuple):
 def uptime_document(now: RunStatus, launched_at: float, newest: Callable[[int], Attempt]) -> dict[str, Any]:
     """Return as JSON how often and how long the replicas of a run were down.
 
-    `availability` is 1 - down time / time, over all ranks: down from the end of a failed attempt to the claim of the
-    next; the time of a rank is from the launch to its success or cancellation, else to the run's end, or to now.
+    `availability` is 1 - down time / time, over all ranks. A rank is down from the end of a failed attempt to the claim
+    of the next one. Its time begins at the launch. It ends with its success or cancellation, else with the run, or now.
     `flakiness` is the share of attempts that failed. Only ranks that were started again cost requests, for all of their
     attempts at once.
 
     Args:
+        now: the state of the run.
+        launched_at: when the run was launched, in Unix time.
         newest: returns a rank's newest attempt.
+
+    Example:
+        uptime_document(run.status(), view.record.created_at, view.newest_attempt)["availability"]
     """
     rows, time_s, n_failed = [], 0.0, 0
     for lives in _lives(now.replicas, newest):
@@ -66,7 +71,7 @@ def uptime_document(now: RunStatus, launched_at: float, newest: Callable[[int], 
 
 
 def _lives(states: Sequence[ReplicaState], newest: Callable[[int], Attempt]) -> list[list[Life]]:
-    """Return the lives of each rank; of one that was not started again its state says all."""
+    """Return the lives of each rank. A rank that was not started again has one, which its state describes."""
     again = [state for state in states if state.attempt or state.restart.is_awaited]
     attempts = [newest(state.rank).at(number) for state in again for number in range(state.attempt + 1)]
     found = iter(at_store(attempts[0].store, _life, attempts)) if attempts else iter(())
@@ -95,12 +100,23 @@ def _down_s(lives: Sequence[Life], over_at: float) -> float:
 
 
 def wants_attention(now: RunStatus, inventory: Inventory, newest: Callable[[int], Attempt]) -> dict[int, str]:
-    """Return by rank what somebody should look at: it may hang, waits for a controller, or was given up."""
+    """Return the ranks that the user should look at, with the reason of each.
+
+    A rank may hang, wait for a controller, or have been given up.
+
+    Args:
+        now: the state of the run.
+        inventory: the list of its records.
+        newest: returns a rank's newest attempt.
+
+    Example:
+        wants_attention(run.status(), view.reader.inventory, view.newest_attempt)  # {3: "may hang: …"}
+    """
     found = {}
     for state in now.replicas:
         kind = (state.restart.decision or {}).get("kind")
         dumps = [dump for dump in inventory.stacks if dump[:2] == (state.rank, state.attempt)]
-        # A failure with a note: nothing follows, though nobody wrote so, as where the log cannot be read.
+        # A failure with a note: nothing follows, although no decision records that, as if the log cannot be read.
         is_left = kind in ("give_up", "stop") or (state.status is ReplicaStatus.FAILED and state.restart.note)
         if state.restart.note.startswith(WAITS_FOR_CONTROLLER) or (state.is_over and is_left):
             found[state.rank] = state.restart.note
