@@ -162,6 +162,12 @@ def ask(*command: str, script: str = "", env: Mapping[str, str] | None = None, m
     elif done.returncode < 0 or any(words in done.stderr for words in UNCLEAR):
         kind = lost
     lines = [PREFIX.sub("", line).rstrip(".") for line in done.stderr.strip().splitlines()]
+    if any("configuration source" in line for line in lines):
+        # The commands of Slurm are installed here, and no cluster is configured.
+        raise JobServiceError(
+            f"Slurm has no configuration on this machine ({lines[-1]}). Use a login node of the cluster.",
+            kind,
+        )
     raise JobServiceError(f"Slurm: {'; '.join(lines[-3:]) or f'{command[0]} ended with {done.returncode}'}.", kind)
 
 

@@ -196,11 +196,13 @@ def check_spares(placements: Placements, request: LaunchRequest) -> None:
         return
     if placements.lease_s is None or len(placements.placed) > 1:
         raise ValueError(
-            f"Backend {placements.backend_name!r} takes no spares= (--spares). Remove it, or use one cloud backend "
+            f"Backend {placements.backend_name!r} has no spares. Remove spares (--spares), or use one cloud backend "
             "such as modal or hf."
         )
     if request.settings.restarts in (None, ONLY_PREEMPTED, NO_RESTARTS):
-        raise ValueError("A spare takes over a rank that must be restarted: give restarts= (--restarts) with spares=.")
+        raise ValueError(
+            "A spare takes over for replicas that are restarted. Add restarts (--restarts), for example --restarts 3."
+        )
 
 
 def check_pickle(backend: Backend, request: LaunchRequest) -> None:

@@ -220,10 +220,10 @@ def volumes_of(texts: Sequence[str] | None, backend: str) -> dict[str, str]:
     for text in texts or ():
         source, _, path = text.rpartition(":")
         if not source or not path.startswith("/"):
-            raise ValueError(f"--volume {text!r}: the form is --volume NAME:/path, as in corpus:/data.")
+            raise ValueError(f"--volume {text!r} is not of the form NAME:/path. Write, for example, corpus:/data.")
         volumes[path] = source
     if volumes and "volumes" not in inspect.signature(executor_class(backend)).parameters:
-        raise ValueError(f"Backend {backend!r} mounts no volumes. Remove --volume.")
+        raise ValueError(f"Backend {backend!r} has no volumes. Remove --volume.")
     return volumes
 
 

@@ -34,8 +34,8 @@ def parse_backends(backend: str) -> dict[str, int]:
     parts = {each[1]: int(each[2]) for each in found if each is not None}
     if len(parts) < len(pieces) or not all(parts.values()):
         raise ValueError(
-            f"backend {backend!r}: several backends are named once each, with their numbers of replicas, as in "
-            "'slurm:4,modal:4'."
+            f"backend={backend!r} must name each of several backends once, with its number of replicas. "
+            "Write, for example, slurm:4,modal:4."
         )
     return parts
 

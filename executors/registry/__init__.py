@@ -37,6 +37,8 @@ BUILT_IN = {
     "ray": "executors.backends.ray:RayExecutor",
     "slurm": "executors.backends.slurm:SlurmExecutor",
 }
+OTHER_NAMES = {"kubernetes": "k8s", "huggingface": "hf", "sbatch": "slurm", "cpu": "local"}
+"""Names that users try, with the backend that they mean."""
 VERBS = ("launch_replicas", "poll", "stream_logs", "cancel", "collect")
 ATTRIBUTES = ("backend_name", "supports_inter_replica_network")
 
@@ -65,6 +67,8 @@ def executor_class(name: str) -> type[ServerlessExecutor]:
     """
     path = name if ":" in name else BUILT_IN.get(name) or known_backends().get(name)
     if path is None:
+        if name in OTHER_NAMES:
+            raise UnknownBackendError(f"No backend named {name!r}. Did you mean {OTHER_NAMES[name]!r}?")
         raise UnknownBackendError(unknown_name("backend named", name, known_backends()))
     module, _, attribute = path.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
@@ -74,7 +78,9 @@ def executor_class(name: str) -> type[ServerlessExecutor]:
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise BackendError(f"Backend {name!r} cannot be loaded: {error}. Is it installed, or here?") from error
+        raise BackendError(
+            f"Backend {name!r} cannot be loaded: {error}. Install it, or run the command in the folder that has it."
+        ) from error
     if not isinstance(found, type):
         raise BackendError(f"Backend {name!r} is {type(found).__name__} {attribute!r}; a class was expected.")
     if lacking := ", ".join(verb for verb in VERBS if not callable(getattr(found, verb, None))):

@@ -39,7 +39,7 @@ def affordable_s(backend: Backend, n: int, gpu: str | None, max_cost: float) -> 
     price = usd_per_hour(backend, n, gpu)
     if not price:
         raise BackendError(
-            f"Backend {backend.backend_name!r} tells no price for this, so it cannot keep max_cost={max_cost:g}. "
-            "Limit the time instead: timeout= or --timeout."
+            f"Backend {backend.backend_name!r} has no prices for this, so max_cost={max_cost:g} (--max-cost) cannot be "
+            "enforced. Use timeout (--timeout) instead."
         )
     return max_cost / price * 3600

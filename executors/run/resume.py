@@ -373,7 +373,7 @@ def _next_attempts(
             raise CorruptObjectError(str(state.outcome.error), url=run.store.url)
     for rank in ranks or ():
         if rank not in states:
-            raise RunNotFoundError(f"Run {run.run_id!r} has the {name_ranks(states)}, got rank {rank}.")
+            raise RunNotFoundError(f"Run {run.run_id!r} has no rank {rank}, but {name_ranks(states)}.")
         if not (states[rank].status.is_terminal or states[rank].restart.is_awaited):
             raise ValueError(f"Rank {rank} of run {run.run_id!r} is {states[rank].status}; only what ended is resumed.")
     ended = [s for s in states.values() if s.status.is_terminal or s.restart.is_awaited]

@@ -91,7 +91,7 @@ class Restarts:
         first, *rest = (part.strip() for part in text.split(","))
         values: dict[str, Any] = {"reasons": {}}
         count, slash, window = first.partition("/")
-        values["per_replica"] = _integer(count, "how many restarts a replica has, as in 3 or 3/1h")
+        values["per_replica"] = _count(count, text)
         if slash:
             values["per_s"] = parse_duration(window)
         seen = set()
@@ -118,7 +118,7 @@ class Restarts:
             elif name in REASONS or EXIT_CODE.fullmatch(name):
                 values["reasons"][name] = math.inf if value == "inf" else _integer(value, name)
             else:
-                raise ValueError("restarts: " + unknown_name("setting", name, (*SETTINGS, *_CAPPED)))
+                raise ValueError("restarts: " + unknown_name("reason or setting", name, (*SETTINGS, *_CAPPED)))
         return cls(**values)
 
     @classmethod
@@ -350,6 +350,14 @@ def _check_reason(reason: str, cap: float) -> None:
 def _seconds(seconds: float) -> str:
     """Write a time as `parse_duration` reads it."""
     return f"{seconds:.6f}".rstrip("0").rstrip(".") + "s"
+
+
+def _count(text: str, policy: str) -> int:
+    """Return the number that a policy begins with, which is the restarts of each replica."""
+    try:
+        return _integer(text, "per_replica")
+    except ValueError:
+        raise ValueError(f"restarts must begin with a number, as in 3, 3/1h or 3,oom=0, got {policy!r}.") from None
 
 
 def _integer(text: str, name: str) -> int:

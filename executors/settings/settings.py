@@ -359,9 +359,9 @@ class Settings(Record):
             if isinstance(value := getattr(self, name), str):
                 raise TypeError(f"{name} is a list of strings, as in [{value!r}], got a string.")
         if self.max_cost is not None and not (isinstance(self.max_cost, int | float) and self.max_cost > 0):
-            raise ValueError(f"max_cost is a number of US dollars, more than 0, got {self.max_cost!r}.")
+            raise ValueError(f"max_cost must be a number of US dollars above 0, got max_cost={self.max_cost!r}.")
         if self.min_replicas is not None and not (type(self.min_replicas) is int and 1 <= self.min_replicas <= self.n):
-            raise ValueError(f"min_replicas is from 1 to n={self.n}, got min_replicas={self.min_replicas!r}.")
+            raise ValueError(f"min_replicas must be from 1 to n={self.n}, got min_replicas={self.min_replicas!r}.")
         if not isinstance(self.gather_s, int | float) or not 0 <= self.gather_s < FAR_AHEAD:
             raise ValueError(f"gather_s is a number of seconds, got gather_s={self.gather_s!r}.")
         self.hang_limits  # noqa: B018 - raises ValueError where a text is not a limit
@@ -369,7 +369,7 @@ class Settings(Record):
             raise ValueError(f"spares is a number from 0 to {MAX_WORLD_SIZE}, got spares={self.spares!r}.")
         if self.from_step is not None and (self.from_run is None or self.from_step < 0):
             raise ValueError(
-                f"from_step (--from-step) is a step of the run that from_run (--from) names, and at least 0, got "
+                f"from_step (--from-step) must be at least 0, and needs from_run (--from), the run with this step: got "
                 f"from_step={self.from_step} and from_run={self.from_run!r}."
             )
 

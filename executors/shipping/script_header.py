@@ -41,7 +41,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
+        raise ValueError(f"The file {str(path)!r} cannot be read: {error.strerror}. Check its path.") from None
     except UnicodeDecodeError:
         raise ValueError(f"{path} cannot be read: it is not UTF-8.") from None
 

@@ -72,7 +72,7 @@ class FileStore:
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
         self._url = self.root.as_uri()
-        with self._translated_errors("create this directory for"):
+        with self._translated_errors("use the directory"):
             self.root.mkdir(parents=True, exist_ok=True)
         # Symbolic links on the way to the directory are the owner's choice. They are resolved once, here. A short path
         # also makes each later opening faster.
@@ -279,7 +279,9 @@ class _TranslatedErrors:
         url = root.as_uri()
         where = f"{key!r} in {url}" if key is not None else url
         hint = ""
-        if error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY):
+        if key is None and error.errno in (errno.EEXIST, errno.ENOTDIR):
+            hint = " A file has this name. Choose another directory."
+        elif error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY):
             hint = " A directory store cannot hold both a key and keys below it."
         elif error.errno == errno.ELOOP:
             hint = " A symbolic link is on the path, and links in a store are not followed. Remove the link."

@@ -568,9 +568,13 @@ def _check_arguments(taken: ast.arguments, given: Mapping[str, Any], function: s
     unknown = [] if taken.kwarg else [name for name in given if name not in named]
     missing = [name for name in named if name not in given and name not in with_default]
     problems = [f"takes no argument {name!r}.{_hint(name, named)}" for name in unknown]
-    for name in missing:
-        if not any(f"Did you mean {name!r}?" in problem for problem in problems):
-            problems.append(f"needs the argument {name!r}. Give it with --arg {name}=… or args={{{name!r}: …}}.")
+    # A missing argument whose name was only mistyped is reported once, with the mistyped name.
+    missing = [name for name in missing if not any(f"Did you mean {name!r}?" in problem for problem in problems)]
+    if missing:
+        names, flags = ", ".join(map(repr, missing)), " ".join(f"--arg {name}=…" for name in missing)
+        values = ", ".join(f"{name!r}: …" for name in missing)
+        noun, pronoun = ("argument", "it") if len(missing) == 1 else ("arguments", "them")
+        problems.append(f"needs the {noun} {names}. Give {pronoun} with {flags} or args={{{values}}}.")
     if problems:
         raise EntrypointArgumentsError(f"Entrypoint {text!r}: {function}() {' It '.join(problems)}")
 

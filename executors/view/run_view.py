@@ -241,7 +241,7 @@ class RunView:
             ValueError: the run has no such rank.
         """
         if not 0 <= rank < self.world_size and rank not in self.ranks:
-            raise ValueError(f"Run {self.run_id!r} has the {name_ranks(self.ranks)}, got rank={rank}.")
+            raise ValueError(f"Run {self.run_id!r} has no rank {rank}, but {name_ranks(self.ranks)}.")
         return rank
 
 

@@ -330,7 +330,7 @@ def parse(spec: str) -> Strike | StoreFaults:
     try:
         name, _, rest = spec.partition(":")
         if name not in KINDS:
-            raise ValueError(unknown_name("chaos", name, KINDS))
+            raise ValueError(unknown_name("fault", name, KINDS))
         types = {field.name: str(field.type) for field in dataclasses.fields(KINDS[name])}
         values: dict[str, Any] = {}
         for text in filter(None, rest.split(",")):

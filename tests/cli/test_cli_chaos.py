@@ -56,7 +56,7 @@ def test_a_store_that_fails_at_random_costs_no_replica(folder: Folder) -> None:
 
 
 REFUSED = {
-    "kil:rank=1": "No chaos 'kil'. Did you mean 'kill'? Known: exit, hang, kill, oom, raise, store.",
+    "kil:rank=1": "No fault 'kil'. Did you mean 'kill'? Known: exit, hang, kill, oom, raise, store.",
     "kill:rnk=1": "No setting of kill 'rnk'. Did you mean 'rank'? Known: at, attempt, count, every, rank, round, when.",
     "kill:rank=1,at=seel": "No fault point 'seel'. Did you mean 'seal'? Known: bye, claim, ",
     "kill:rank=1,when=now": "No time 'now'. Known: after, before.",

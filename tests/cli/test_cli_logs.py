@@ -188,7 +188,7 @@ REFUSED = (
     ("--stacks --grep x", "--stacks shows complete stacks. Remove --grep."),
     ("-r 0-", "'0-' does not name ranks. Write 3, or 0,2-5."),
     ("-r 5-2", "'5-2' does not name ranks"),
-    ("-r 0-9", "has the ranks 0-1, got rank=2."),
+    ("-r 0-9", "has no rank 2, but ranks 0-1."),
 )
 
 

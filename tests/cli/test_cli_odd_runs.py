@@ -378,5 +378,5 @@ def test_a_stdout_that_is_closed_is_no_traceback(folder: Folder) -> None:
 def test_cancel_of_a_rank_that_does_not_exist_cancels_nobody(here: HereInstead, local: LocalProcessExecutor) -> None:
     with launch(local, "job:hang", 2, run_id="mine") as run:
         told = here.replicas("cancel", "mine", "--rank", "0-3")
-        assert (told.code, "Run 'mine' has the ranks 0-1, got rank=2." in told.stderr) == (2, True)
+        assert (told.code, "Run 'mine' has no rank 2, but ranks 0-1." in told.stderr) == (2, True)
         assert not any(view_of(run).newest_attempt(rank).has("cancel.json") for rank in (0, 1))

@@ -125,7 +125,7 @@ def test_a_plan_for_a_bucket_has_objects_that_a_bucket_takes(here: HereInstead) 
         ((*BY_HAND, "--inner-steps", "50", "--steps", "20"), "steps must be at least inner_steps"),
         (("--store", "gs://bucket"), "No store has the scheme 'gs'"),
         (("--store", "memory://x", "--probe"), "is in one process's memory"),
-        (("--store", "/proc/nothing", "--probe"), "Cannot create this directory for file:///proc/nothing"),
+        (("--store", "/proc/nothing", "--probe"), "Cannot use the directory file:///proc/nothing"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_planned_is_refused_in_a_sentence(

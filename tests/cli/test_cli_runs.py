@@ -115,7 +115,7 @@ def test_what_does_not_exist_is_an_error_that_names_it(here: HereInstead, local:
     calls += [(["collect", "brave-otter-7f3a", "--out", "job.py"], "Cannot write to 'job.py'")]
     calls += [(["logs", "brave-otter-7f3a", "-n", "-1"], "--lines must be at least 0, got -1.")]
     calls += [
-        ([*verb, "brave-otter-7f3a", "--rank", "7"], "has the ranks 0-1, got rank=7.")
+        ([*verb, "brave-otter-7f3a", "--rank", "7"], "has no rank 7, but ranks 0-1.")
         for verb in (["logs"], ["logs", "-f"], ["logs", "--rank", "0"], ["cancel"])
     ]
     for arguments, message in calls:

@@ -124,12 +124,15 @@ def test_the_price_is_told_before_the_launch_and_becomes_the_time_limit(hf: HubS
     told = here.replicas(*LAUNCH, "--n", 2, "--gpu", "T4", "--max-cost", "80", "--timeout", "90", "--dry-run")
     assert told.json["timeout_s"] == 90
     told = here.replicas(*LAUNCH, "--n", 2, "--max-cost", "1", "--option", "flavor=of-tomorrow")
-    assert (told.code, "tells no price for this, so it cannot keep max_cost=1." in told.stderr) == (2, True)
+    assert (told.code, "has no prices for this, so max_cost=1 (--max-cost) cannot be enforced." in told.stderr) == (
+        2,
+        True,
+    )
     told = here.replicas("launch", "job.py:main", "--n", 2, "--max-cost", "1")
-    assert (told.code, "Backend 'local' tells no price" in told.stderr) == (2, True)
+    assert (told.code, "Backend 'local' has no prices" in told.stderr) == (2, True)
     assert hf.count("create") == 0
     told = here.replicas("launch", "job.py:main", "--backend", "hf", "--n", 2, "--detach", "--timeout", "1h")
-    assert "replicas: $0.02 an hour, $0.02 until the time limit\n" in told.stderr
+    assert "replicas: $0.02 per hour, $0.02 until the time limit\n" in told.stderr
     here.replicas("cancel", told.stdout.splitlines()[0])
 
 
@@ -138,9 +141,9 @@ def test_volumes_reach_the_request_and_a_backend_without_them_says_so(hf: HubSer
     (request, *_) = here.replicas(*LAUNCH, *more).json["request"]["jobs"]
     assert request["volumes"] == {"/data": "hf://datasets/org/corpus", "/out": "hf://buckets/ada/out"}
     told = here.replicas("launch", "job.py:main", "--n", 1, "--volume", "corpus:/data")
-    assert (told.code, "Backend 'local' mounts no volumes: leave --volume away." in told.stderr) == (2, True)
+    assert (told.code, "Backend 'local' has no volumes. Remove --volume." in told.stderr) == (2, True)
     told = here.replicas(*LAUNCH, "--volume", "corpus")
-    assert (told.code, "the form is --volume NAME:/path" in told.stderr) == (2, True)
+    assert (told.code, "is not of the form NAME:/path" in told.stderr) == (2, True)
 
 
 def test_a_resume_elsewhere_is_told_the_volumes_and_goes_by_the_recorded_options_else(

@@ -123,4 +123,4 @@ def test_a_page_is_shown_with_its_rank_where_others_joined_or_are_added_during_t
 def test_a_number_of_replicas_that_cannot_be_enough_is_refused(machines: Machines, command: HereInstead) -> None:
     for enough in (0, 4):
         told = command.replicas(*LAUNCH, "--n", 3, "--min-replicas", enough)
-        assert (told.code, f"min_replicas is from 1 to n=3, got min_replicas={enough}" in told.stderr) == (2, True)
+        assert (told.code, f"min_replicas must be from 1 to n=3, got min_replicas={enough}" in told.stderr) == (2, True)

@@ -369,7 +369,7 @@ def test_replicas_that_would_get_the_code_of_another_folder_are_not_added(
 )
 def test_several_backends_are_named_with_their_numbers(text: str, parts: dict[str, int] | None) -> None:
     if parts is None:
-        with pytest.raises(ValueError, match="named once each, with their numbers of replicas"):
+        with pytest.raises(ValueError, match="must name each of several backends once, with its number of replicas"):
             parse_backends(text)
         return
     assert parse_backends(text) == parts
@@ -379,7 +379,7 @@ def test_several_backends_are_named_with_their_numbers(text: str, parts: dict[st
 
 def test_one_backend_with_its_number_is_that_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options_of("modal:4", None, ["corpus:/data"]) == {"volumes": {"/data": "corpus"}}
-    with pytest.raises(UsageProblem, match="Backend 'local' mounts no volumes"):
+    with pytest.raises(UsageProblem, match="Backend 'local' has no volumes"):
         options_of("local:4", None, ["corpus:/data"])
     monkeypatch.setenv("REPLICAS_RENDEZVOUS", "s3://bucket/runs")  # that of replicas elsewhere
     for backend, rendezvous in (("local", None), ("local:2", None), ("modal:2", "s3://bucket/runs")):

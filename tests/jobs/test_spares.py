@@ -143,7 +143,7 @@ def test_a_spare_that_cannot_be_had_is_a_warning(machines: Machines, capsys: pyt
     assert run.results() == [0]
 
 
-@pytest.mark.parametrize(("backend", "says"), [("local", "takes no spares"), ("fake", "give restarts=")])
+@pytest.mark.parametrize(("backend", "says"), [("local", "has no spares"), ("fake", "Add restarts")])
 def test_spares_are_refused_where_they_cannot_help(machines: Machines, backend: str, says: str) -> None:
     Path("job.py").write_text(MAIN)
     executor, restarts = (FakeExecutor(), None) if backend == "fake" else (backend, "2")

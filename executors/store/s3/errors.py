@@ -47,7 +47,7 @@ ADVICE = {
     "EntityTooLarge": "Write it as several objects.",
     "InvalidObjectState": "The object was moved to an archive by a lifecycle rule. Restore it, and exempt the prefix.",
     # Errors of botocore, by class:
-    "NoCredentialsError": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or name a profile: ?profile=NAME.",
+    "NoCredentialsError": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or add ?profile=NAME to the URL.",
     "PartialCredentialsError": "Set both AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.",
     "ProfileNotFound": "Correct ?profile=, or add the profile to ~/.aws/config.",
     "SSLError": "If the server has a certificate of your own, name its authority in AWS_CA_BUNDLE.",
@@ -234,6 +234,11 @@ def explain(
     hint = _advice(error, verb)
     if hint is CREDENTIALS:
         cause = f"its credentials are not available: {cause}"
+    if type(error).__name__ == "NoCredentialsError":
+        # The key of a probe means nothing to a user whose credentials are missing.
+        explained = StoreError(f"No AWS credentials were found for {url}. {hint}", key=key, url=url)
+        explained.refusal = "credentials"
+        return explained
     hint = hint.format(bucket=address.bucket)
     is_refused = code in DEAD_CREDENTIALS or (verb in WRITING and (status in REFUSED or _is_full(error)))
     kind = UnwritableStoreError if is_refused else StoreError

@@ -102,7 +102,7 @@ def nothing_written(state_home: Path) -> Iterator[None]:
             ValueError,
             "'popen' takes no restarts= (--restarts), hang_timeout=",
         ),
-        ({"restarts": -1}, ValueError, "is a whole number, got '-1'"),
+        ({"restarts": -1}, ValueError, "must begin with a number, as in 3, 3/1h or 3,oom=0, got '-1'"),
         ({"restarts": True}, TypeError, "or a Restarts, got True"),
         ({"executor": PopenExecutor(), "start_timeout": 60}, ValueError, "start_timeout= (--start-timeout)"),
         ({"start_timeout": "soon"}, ValueError, "start_timeout is a duration of at least 0.001 s, as in 20m, or auto"),
@@ -155,5 +155,5 @@ def test_a_rank_that_the_run_does_not_have_is_refused() -> None:
     with launch(PLAIN, nothing, 2) as run:
         run.wait(30)
         for verb in (run.logs, run.cancel, run.artifacts):
-            with pytest.raises(ValueError, match="has the ranks 0-1, got rank=2"):
+            with pytest.raises(ValueError, match="has no rank 2, but ranks 0-1"):
                 verb(rank=2)

@@ -151,7 +151,7 @@ REFUSED = {
     "n = true": "{file}: n takes an int, got true.",
     "timeout = '5x'": "{file}: timeout = '5x': '5x' is not a duration.",
     "timeout = [1]": "{file}: timeout takes seconds, or a duration as in '1h30m', got [1].",
-    "restarts = '3,oon=1'": "{file}: restarts: No setting 'oon'. Did you mean 'oom'?",
+    "restarts = '3,oon=1'": "{file}: restarts: No reason or setting 'oon'. Did you mean 'oom'?",
     "restarts = true": "{file}: restarts takes a string, got true.",
     "start-timeout = 'soon'": "{file}: start_timeout is a duration of at least 0.001 s, as in 20m, or auto, "
     "got 'soon'.",
@@ -200,7 +200,7 @@ def test_files_that_cannot_be_used_are_named(work: Path, capsys: pytest.CaptureF
     with pytest.raises(ValueError, match=r"replicas\.toml cannot be read: it is not UTF-8\."):
         read()
     file.unlink()
-    with pytest.raises(ValueError, match=r"nowhere\.toml cannot be read: No such file"):
+    with pytest.raises(ValueError, match=r"nowhere\.toml' cannot be read: No such file"):
         read(config=["nowhere.toml"])
     write("pyproject.toml", "[project]\n")
     with pytest.raises(ValueError, match=r"pyproject\.toml has no table \[tool\.replicas\]\."):

@@ -83,7 +83,7 @@ def check_tracker(name: str) -> None:
     module, colon, cls = name.partition(":")
     if not colon:
         if name not in BUILT_IN:
-            raise ValueError(f"{unknown_name('tracker', name, BUILT_IN)} One of your own is given as 'pkg.mod:Class'.")
+            raise ValueError(f"{unknown_name('tracker', name, BUILT_IN)} For your own tracker, give 'pkg.mod:Class'.")
         if find_module(name) is None:
             raise MissingDependencyError(
                 f"The tracker {name!r} needs a package that is not installed. Install it with: "
