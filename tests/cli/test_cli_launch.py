@@ -218,7 +218,7 @@ USAGE = [
     (["--n", "2", "--restarts", "many"], "restarts must begin with a number, as in 3, 3/1h or 3,oom=0, got 'many'."),
     (["--n", "2", "--max-cost", "3"], "Backend 'local' has no prices for this, so max_cost=3 (--max-cost) cannot be "),
     (["--n", "2", "--max-cost", "-1"], "max_cost must be a number of US dollars above 0, got max_cost=-1.0."),
-    (["--n", "2", "--spares", "1"], "Backend 'local' has no spares. Remove spares (--spares), or use one cloud backend "),
+    (["--n", "2", "--spares", "1"], "Backend 'local' has no spares. Remove spares (--spares), or use one "),
     (["--n", "2", "--volume", "data:/x"], "Backend 'local' has no volumes. Remove --volume."),
     (["--n", "2", "--volume", "data"], "--volume 'data' is not of the form NAME:/path. Write, for "),
     (["--n", "2", "--min-replicas", "5"], "min_replicas must be from 1 to n=2, got min_replicas=5."),
