@@ -1,4 +1,4 @@
-"""Adding replicas to a run that goes on: new ranks, started by any executor that reaches the run's rendezvous."""
+"""Add replicas to a running run: new ranks, started by any executor that reaches the run's rendezvous."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NOBODY = 10**6  # a rank that only what is of all ranks concerns
 
 @dataclass(frozen=True, kw_only=True)
 class Addition:
-    """What somebody asks to be added to a run. `Run.add` says what it means."""
+    """The values that a user gives to add replicas to a run. `Run.add` describes each."""
 
     n: int
     gpu: str | None = None
@@ -85,7 +85,7 @@ def add_replicas(
     given = get_executor(executor) if isinstance(executor, str) else check_executor(executor)
     backend = check_single_ranks(as_backend(given))
     task = trusted_task(run, task_digest=asked.task_digest, trust_bucket=asked.trust_bucket)
-    if task.record.code_sha256 is None or not backend.ships_code:  # they get that of this folder
+    if task.record.code_sha256 is None or not backend.ships_code:  # its replicas get the code of this folder
         check_folder(run, task, f"add --n {asked.n}")
     _check_run(run)
     launched, env = task.launched_with, dict(asked.env or {})
@@ -101,7 +101,7 @@ def add_replicas(
     if task.record.code_sha256 is not None:
         check_requirements(run, backend, task)
     n_seen, is_blocked = _check_bar(run, spec.key)
-    # Of a run that was launched without code for other machines, they get that of this process, now and later.
+    # If the run was launched without code for other machines, these replicas get the code of this process, also later.
     if settings.max_cost is not None:
         limit = "" if timeout_s is None else f": each may run for {name_duration(timeout_s)}, and again after a restart"
         what = f"max_cost={settings.max_cost:g} of run {run.run_id!r}"
@@ -176,10 +176,10 @@ def _noting_inherited_values(asked: Addition, settings: Settings) -> Iterator[No
 
 
 def _warn_that_it_continues(run: RunView, ranks: Sequence[int], timeout_s: float | None) -> None:
-    until = "" if timeout_s is None else ", to its time limit"
+    until = "" if timeout_s is None else ", to their time limit"
     option = name_ranks(ranks).partition(" ")[2].replace(" ", "")
     print(
-        f"replicas: Run {run.run_id!r} goes on without anybody, and so does what is added{until}. "
+        f"replicas: Run {run.run_id!r} continues on its own, and so do the added replicas{until}. "
         f"End it: replicas cancel {reference(run.run_id, run.store.url)} --rank {option}",
         file=sys.stderr,
     )
@@ -219,17 +219,17 @@ def _check_start(run: RunView, backend: Backend, task: StoredTask, asked: Additi
             "that was launched with a rendezvous that all reach can have replicas there: --rendezvous s3://BUCKET/…"
         )
     check_pickle_of(task, backend)
-    entrypoint = task.record.entrypoint or len  # what was pickled is not loaded here
+    entrypoint = task.record.entrypoint or len  # a pickled callable is not loaded here
     args = dict(task.record.args or {}) | dict.fromkeys(task.record.arg_texts, "") if task.record.entrypoint else {}
     with _noting_inherited_values(asked, settings):
         backend.check_launch(LaunchRequest(entrypoint=entrypoint, settings=settings, args=args))
 
 
 def _check_bar(run: RunView, key: str | None) -> tuple[int, bool]:
-    """Return how long the log of decisions is, and whether a cancel or stop of all ranks stands against new ones.
+    """Return the number of entries in the decision log, and True if a cancel or stop of all ranks blocks new ranks.
 
     Raises:
-        LaunchError: it does, and the run was not resumed since: it is being ended.
+        LaunchError: it blocks them, and the run was not resumed since, so it is being ended.
     """
     entries = DecisionLog(run.store, run.run_id, key=key).read()
     order = blocking_order(entries, NOBODY)

@@ -76,10 +76,11 @@ class Canceller:
         """Ask all replicas to end at the next good place, and end what has not within some seconds.
 
         Args:
-            wait: waits until the run is over, for so many seconds at most; False if it is not.
+            within_s: how long the replicas may take to end, in seconds.
+            wait: waits until the run has ended, at most for the given seconds. It returns False if the run still runs.
 
         Raises:
-            ValueError: that is no time.
+            ValueError: `within_s` is out of range.
         """
         if not 0 <= within_s <= MAX_S:
             raise ValueError(f"within_s is from 0 to {MAX_S:g} seconds, got {within_s!r}.")
@@ -88,7 +89,14 @@ class Canceller:
             self.end(STOPPED)
 
     def end(self, why: str) -> None:
-        """End all that still run, which nobody bars; returns and raises as `cancel` does."""
+        """End all replicas that still run, and block no rank.
+
+        Args:
+            why: the reason, for the outcomes.
+
+        Raises:
+            BackendError: the backend did not end some; see `cancel`.
+        """
         self._end_at_all(None, why, blocks=False)
 
     def _end_at_all(self, ranks: Sequence[int] | None, why: str, *, blocks: bool) -> None:
@@ -170,7 +178,7 @@ class Canceller:
                 return error
             return None
 
-        # What is over raises what is wrong with its records.
+        # A rank that has ended raises an error if its records are damaged.
         failed = in_parallel(end, [*launched, *(state.rank for state in states if state.is_over)])
         if error := next(filter(None, [*failed, *unclear.values()]), None):
             raise error
@@ -182,8 +190,8 @@ class Canceller:
         if run_folder_was_deleted(self._reader.store, self._reader.run_id) or not left:
             return
         log = DecisionLog(self._reader.store, self._reader.run_id)
-        with contextlib.suppress(CorruptObjectError):  # then nobody can read it, so nothing is started
-            # A person's order is always added: a resume may have come since that this process has not seen.
+        with contextlib.suppress(CorruptObjectError):  # no process can read the log then, so nothing is started
+            # An order of the user is always added, because this process may not have seen a resume that came since.
             entries = log.read()  # once: each reading asks the store
             if why == BY_USER or not all(is_blocked(entries, state.rank) for state in states):
                 order_cancel(log, None if ranks is None else left, why)
@@ -199,7 +207,12 @@ class Canceller:
             return self._mark(ranks, why)
 
     def _mark(self, ranks: Sequence[int] | None, why: str) -> Sequence[ReplicaState]:
-        """Leave the cancel markers of ranks that have not ended, None: all; return the states of these ranks."""
+        """Write the cancel markers of ranks that have not ended, and return the states of all these ranks.
+
+        Args:
+            ranks: the ranks. None: all.
+            why: the reason, for the outcomes.
+        """
         states = self._reader.recorded(ranks)
         alive = [self._reader.attempt(state.rank) for state in states if not state.status.is_terminal]
         self._reader.map(lambda attempt: attempt.request_cancel(why), alive)

@@ -66,7 +66,7 @@ class ExternalController:
         return self._controller.policy
 
     def keep(self, states: Sequence[ReplicaState]) -> float | None:
-        """Make one pass; return in how many seconds there is something to do again. What fails is told once.
+        """Make one pass; return in how many seconds there is something to do again. Each failure is reported once.
 
         Args:
             states: of all replicas, as the reader has just seen them.
@@ -76,7 +76,7 @@ class ExternalController:
         except (StoreError, BackendError) as error:
             if str(error) != self._problem:
                 self._problem = str(error)
-                self.starter.say(f"what follows an end cannot be decided now; trying again: {error}")
+                self.starter.say(f"the decision after an end cannot be made now, trying again: {error}")
             return 1.0
         self._problem = ""
         return wait_s
@@ -85,14 +85,14 @@ class ExternalController:
         reader, log = self._reader, self.log
         reader.share_log(log)
         if self._record.settings.restarts is None and not log.entries:
-            return None  # to look whether somebody has set a policy since costs a request each time
+            return None  # to look whether a user has set a policy since costs a request each time
         ends = {rank: end for rank in reader.ranks if (end := reader.outcome(rank)) is not None}
         if (
             self._record.settings.restarts == ONLY_PREEMPTED
             and not log.entries
             and not any(map(_may_be_preempted, ends.values()))
         ):
-            return None  # as above: nothing is to be answered yet
+            return None  # as above: no end needs an answer yet
         log.read()
         if self.policy is None:
             return None
@@ -128,14 +128,14 @@ class ExternalController:
         return {end.rank: self._gone.get((end.rank, end.attempt)) or found[end.rank] for end in failed}
 
     def _handle_of(self, end: Outcome) -> Any:
-        """Return a rank's handle; None if it has none; SupervisorStatus(is_alive=True) if the backend cannot say."""
+        """Return the handle of a rank, or None. SupervisorStatus(is_alive=True): the backend cannot say."""
         try:
             return self._reader.handle(end.rank, insists=True)
         except BackendError:
             return SupervisorStatus(is_alive=True)
 
     def _left_s(self, end: Outcome, supervisor: SupervisorStatus) -> float:
-        """Return how long an end, or what its answer starts, is still left to somebody nearer.
+        """Return how long an end, or the start that follows it, is left to a process that is nearer, in seconds.
 
         By this process's own clock since it saw the end, whose `finished_at` is by another.
         """
@@ -173,7 +173,7 @@ class ExternalController:
         return replace(end, reason=supervisor.reason)
 
     def _has_progress(self, failed: Sequence[Outcome], states: Sequence[ReplicaState]) -> bool:
-        """Return whether any replica has reported anything; it matters to ends that are nobody else's doing alone."""
+        """Return True if any replica has reported anything. It matters only to ends that are a rank's own failure."""
         unanswered = [end for end in failed if decision_on(self.log.entries, end.rank, end.attempt) is None]
         if not any(is_own_failure(end) for end in unanswered):
             return True

@@ -36,13 +36,13 @@ _has_warned: set[str] = set()
 
 @dataclass(frozen=True, kw_only=True)
 class NotedJob(Record):
-    """A job as the machine noted it that started it. Unlike the run's records, nobody else could write it."""
+    """A job as the machine noted it that started it. Unlike the run's records, other users cannot write it."""
 
     backend: str = checked(text(100))
     executor: str = checked(text(1000), "")
     """The class of the executor, as in "pkg.mod:Class", if the backend's name does not lead to it; else empty."""
     options: Mapping[str, Any] = checked(json_object, {})
-    """What the executor was made with, as far as it is JSON."""
+    """The options of the executor that are JSON."""
     store_url: str = checked(text())
     launched_at: float = checked(number(0.0, FAR_AHEAD), 0.0)
     rank: int = checked(integer(0, MAX_RANK))

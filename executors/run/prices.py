@@ -1,4 +1,4 @@
-"""What the replicas of a new run cost, where their backend tells it."""
+"""The price of the replicas of a new run, if their backend publishes prices."""
 
 from __future__ import annotations
 

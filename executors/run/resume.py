@@ -1,6 +1,6 @@
-"""Bringing back replicas of a run that have ended: the same task, the same store, new attempts.
+"""`resume()`: start new attempts of ranks that have ended, with the same task and store, or from a snapshot.
 
-What a replica finds there again is its own affair: `diloco` catches up with the log of its run.
+A resumed replica decides by itself where it continues: `diloco` catches up with the log of its run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from executors.task.stored import StoredTask
 from executors.view.run_model import load_reader
 from executors.view.run_view import RunView
 
-MAX_NAME = 200  # characters of the name that a record gives somebody
+MAX_NAME = 200  # characters of the name of a process in a record
 
 
 @names_removal(view_of)
@@ -76,41 +76,51 @@ def resume(
     """Start a new attempt of every rank that ended without succeeding.
 
     Args:
-        run: the run; those of its replicas that still run go on undisturbed.
-        ranks: start these instead; each must have ended.
-        gpu, timeout, gather_s: as for `launch`. None keeps the values of the launch. `gather_s` belongs to the launch's
-            `min_replicas`. In a run with `max_cost`, each rank gets no more than the rest of its share. A new run from
-            a snapshot gets the whole amount again.
-        restarts, hang_timeout, start_timeout: as for `launch`, for all ranks from now on. None keeps the current
-            values. With restarts="none" nothing restarts any more.
-        env, secrets: as for `launch`. Values are not recorded, so those of the launch have to be given again.
-        detach: go on when this process ends.
-        task_digest: the sha256 of the task, for a run that another machine launched: `Run.task_digest` there.
-        trust_bucket: start instead whatever the run's store holds, with the credentials of this machine.
-        from_snapshot: begin a new run of the same task instead, under a new id and with all ranks, where the newest
-            whole snapshot of this run is: for one that cannot go on, because something in its store has rotted. Lost
-            are the rounds after that snapshot and all work that was in none, artifacts stay with the old run, and ranks
-            that joined do not come along. What `DiLoCo.attach_state` kept until that snapshot does. The old run's
-            store is needed until the new run has had its first round. An entrypoint without `DiLoCo` begins anew.
+        run: the run. Its replicas that still run are left alone.
+        ranks: start these ranks instead. Each must have ended. Default: all that ended without succeeding.
+        gpu: the GPU of each replica, as in "H100:2". Default: the GPU of the launch.
+        timeout: how long each replica may run, in seconds. Default: the limit of the launch. In a run with `max_cost`,
+            each rank gets no more than the rest of its share. A new run from a snapshot gets the whole amount again.
+        env: the environment variables of the launch, with their values, because values are not recorded.
+        secrets: the names of the secrets of the launch, if another machine launched the run.
+        gather_s: how long to wait for more than `min_replicas` replicas, in seconds. Default: the time of the launch.
+        restarts: which ends are answered by a restart, for all ranks from now on: a number, a text as "3/1h,oom=0", or
+            a `Restarts`. "none" restarts nothing. Default: the current value.
+        hang_timeout: how long a replica may run without progress, for all ranks from now on. Default: the current
+            value.
+        start_timeout: how long a replica may take to its first progress, for all ranks from now on. Default: the
+            current value.
+        detach: True if the replicas continue when this process ends. Default: False.
+        task_digest: the sha256 of the task, for a run that another machine launched. `Run.task_digest` is it there.
+        trust_bucket: True starts the task that the run's store holds, with the credentials of this machine.
+        from_snapshot: True begins a new run of the same task, under a new id and with all ranks, from the newest whole
+            snapshot. Use it for a run whose store is damaged. The rounds after that snapshot are lost, and so is work
+            that was in no round. Artifacts stay with the old run, and added ranks are left out. The state that
+            `DiLoCo.attach_state` kept until the snapshot is restored. The old run's store is needed until the new run
+            has had its first round. An entrypoint without `DiLoCo` starts from its beginning.
         total_steps: the new number of inner steps of the run, more than its plan has. Ranks that have succeeded start
             again, too. Replicas that still run continue to the new total when they reach the old one. The script need
             not change: `DiLoCo` reads the extension, and a loop over `diloco.steps()` continues.
         total_rounds: the new number of rounds of a run whose rounds go by the clock.
         on_progress: called with a few words on the progress, if the start takes long. Default: nothing is reported.
 
-    Returns: the run, with the handles of the new attempts; from a snapshot, the new run. `run` itself if it was
-        extended and every rank still runs.
+    Returns:
+        The run, with the handles of the new attempts. With `from_snapshot` it is the new run. It is `run` itself if the
+        run was extended and every rank still runs.
 
     Raises:
-        ValueError: no rank can be resumed, or the run cannot be extended so. One of `ranks` still runs; from a
-            snapshot, no rank may run. Or a value of the environment, a secret, an option or a key is missing here.
-        UntrustedTaskError: another machine launched the run, and nobody vouches for its task.
+        ValueError: no rank can be resumed, a rank of `ranks` still runs, or the run cannot be extended so. With
+            `from_snapshot`, no rank may run. Or a variable, a secret, an option or a key is missing here.
+        UntrustedTaskError: another machine launched the run, and the user gives neither its digest nor trust.
         BackendError: the backend cannot start single ranks, or one of several is not installed on this machine.
-        AlreadyResumedError: another process is resuming the same ranks. When it is some of them, the others are
-            resumed, and those are named on stderr.
-        LaunchError: the run was cancelled or stopped meanwhile, or a replica was refused; those already started were
-            ended.
-        StoreError: the run was aborted, which is final for its id; or its task is not the one that was launched.
+        AlreadyResumedError: another process is resuming the same ranks. If it resumes only some of them, the others are
+            resumed here, and a line on stderr names the former.
+        LaunchError: the run was cancelled or stopped meanwhile, or a replica was refused. Replicas that were already
+            started have been ended.
+        StoreError: the run was aborted, which is final for its id, or its task differs from the launch.
+
+    Example:
+        resume(attach("brave-otter-7f3a"), restarts=3).wait()
     """
     view = view_of(run)
     new_restarts = Restarts.of(restarts)

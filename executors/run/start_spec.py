@@ -1,4 +1,4 @@
-"""What starts attempts of a run again: its task, once somebody has vouched for it, and what is never recorded."""
+"""Collect and check the values that start attempts of an existing run: its trusted task, and values never recorded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from executors.task.record import LaunchedWith, Placement
 from executors.task.stored import StoredTask, folder_of, read_task
 from executors.view.run_view import RunView
 
-MAX_SHOWN = 100  # characters of what a store says that nobody vouches for
+MAX_SHOWN = 100  # characters of an untrusted value that a message shows
 
 
 def resumable_placements(run: RunView) -> Placements:
@@ -60,22 +60,32 @@ def start_specs_of(
     detach: bool = False,
     verb: str = "resume",
 ) -> list[StartSpec]:
-    """Return what starts attempts of a run, after checking that a person gave here what is never recorded.
+    """Return the values that start attempts of a run, after checking that no value is missing that is never recorded.
 
     Args:
-        task: for which somebody vouched.
-        ranks: the ranks that must be started. Values that only other ranks need may be missing; those ranks are left
-            out then.
-        gpu, timeout, env, secrets, detach: as for `resume`.
-        verb: the command that starts them, up to the run.
+        run: the run.
+        task: the task, which the user trusts.
+        ranks: the ranks that must be started. If a value is missing that only other ranks need, those ranks are left
+            out. Default: all ranks.
+        gpu: the GPU of each replica. Default: the GPU of its placement.
+        timeout: how long each replica may run, in seconds. Default: the limit of its placement.
+        env: the environment variables of the launch, with their values. Default: none.
+        secrets: the names of the secrets of the launch. Default: the names that this machine noted.
+        detach: True if the replicas continue when this process ends. Default: False.
+        verb: the command that starts them, up to the run, for messages.
 
-    Returns: that of the launch, then those of additions; of ranks that somebody here has said are to be started.
+    Returns:
+        The values for the ranks of the launch, then for each addition. Ranks that this machine may not start are left
+        out.
 
     Raises:
-        ValueError: a value of the environment, a secret, an option or the run's key is missing, or the code is that of
-            another folder.
+        ValueError: a value of the environment, a secret, an option or the run's key is missing, or this folder has
+            other code than the launch's folder.
         BackendError: the backend cannot start single ranks.
-        UntrustedTaskError: they were added elsewhere, with code for which nobody here vouches.
+        UntrustedTaskError: ranks were added on another machine with code of their own, which the user does not trust.
+
+    Example:
+        start_specs_of(run, trusted_task(run), env={"STAGE": "test"})
     """
     resumable_placements(run)
     spec, groups = spec_of(run, task, detach=detach), list[tuple[tuple[int, ...], Placements]]()
@@ -104,7 +114,7 @@ def start_specs_of(
                 raise
             continue
         lease_s = None if detach else placements.lease_s
-        its_gpu, its_timeout = gpu, timeout  # on several backends, None stands for what each placement says
+        its_gpu, its_timeout = gpu, timeout  # on several backends, None stands for the value of each placement
         if len(placements.placed) == 1:
             its_gpu, its_timeout = gpu or place.gpu, place.timeout_s if timeout is None else timeout
         its_spec = replace(with_own_task(spec, place), ranks=its, env=its_env, secret_names=given, lease_s=lease_s)
@@ -113,10 +123,18 @@ def start_specs_of(
 
 
 def spec_of(run: RunView, task: StoredTask, *, detach: bool) -> RunSpec:
-    """Return what all attempts of a run have in common.
+    """Return the values that all attempts of a run have in common.
+
+    Args:
+        run: the run.
+        task: its task.
+        detach: True if the replicas continue when this process ends.
 
     Raises:
         ValueError: the run's key is missing.
+
+    Example:
+        spec_of(run, task, detach=False).key
     """
     launched = task.launched_with
     return RunSpec(
@@ -131,7 +149,15 @@ def spec_of(run: RunView, task: StoredTask, *, detach: bool) -> RunSpec:
 
 
 def with_own_task(spec: RunSpec, place: Placement) -> RunSpec:
-    """Return a run with the task of some ranks, where theirs has code of its own."""
+    """Return the spec with the task of an addition, if that has code of its own.
+
+    Args:
+        spec: the spec.
+        place: the placement of the ranks.
+
+    Example:
+        with_own_task(spec, placement).task_folder
+    """
     own = place.own_task
     return spec if own is None else replace(spec, task_digest=own, task_folder=folder_of(own))
 
@@ -141,8 +167,8 @@ def _check_own_task(run: RunView, place: Placement) -> None:
         return
     if not run.placements.is_added_here(place):
         raise UntrustedTaskError(
-            f"{_who(run, place)} with code of its own, for which only its rendezvous vouches. Resume it on the machine "
-            "that added it, or trust whoever can write to that rendezvous: --trust-bucket, or trust_bucket=True."
+            f"{_who(run, place)} with code of its own, which only the records in its rendezvous prove. Resume it on "
+            "the machine that added it. Or trust all users who can write there: --trust-bucket, or trust_bucket=True."
         )
 
 
@@ -185,20 +211,25 @@ def check_requirements(run: RunView, backend: Backend, task: StoredTask, own_tas
     if others := [line for line in asked if line not in its.record.requirements]:
         raise ValueError(
             f"The requirement {others[0]!r} of pip= is none of those that these replicas of run {run.run_id!r} were "
-            "launched with, and they get no others. Leave it away, and use an image or environment that has it."
+            "launched with, and they get no others. Remove it, and use an image or environment that has it."
         )
 
 
 def check_folder(run: RunView, task: StoredTask, verb: str) -> None:
-    """Check that the run's code is that of this process's folder, for replicas that get it from there.
+    """Check that this process's folder has the code of the run, for replicas that get their code from there.
 
-    If the folder of the launch does not have it, or not any more, nobody can go there: a line on stderr says so.
+    If the folder of the launch no longer has the code, a note on stderr names the folder whose code is used.
 
     Args:
+        run: the run.
+        task: its task.
         verb: the command that starts the replicas, up to the run, for the error.
 
     Raises:
-        ValueError: this is another folder, where the entrypoint names other code, or none.
+        ValueError: in this folder, the entrypoint names other code, or none.
+
+    Example:
+        check_folder(run, task, "resume")
     """
     where, here, record = task.record.cwd, os.getcwd(), task.record
     if not where or os.path.realpath(where) == os.path.realpath(here):
@@ -217,17 +248,17 @@ def check_folder(run: RunView, task: StoredTask, verb: str) -> None:
             f"of this process: cd {shlex.quote(where)} && replicas {verb} {reference(run.run_id, run.store.url)}"
         )
     print(
-        f"replicas: run {run.run_id!r} was launched in {where!r}, where its code is not found: that of {here!r} is "
-        "taken",
+        f"replicas: run {run.run_id!r} was launched in {where!r}, where its code is not found. The code in {here!r} is "
+        "used.",
         file=sys.stderr,
     )
 
 
 def _code_in(folder: str, needed: Path | str) -> frozenset[str]:
-    """Return where a file or module is for a process in a folder, with this one's `sys.path`; empty: nowhere.
+    """Return the places of a file or module for a process in a folder that has the `sys.path` of this process.
 
-    What lies on that path in the current folder is looked for in the other one, but for what is installed there, as in
-    a `.venv`.
+    Entries of that path inside the current folder are searched in the other folder instead. Installed packages are
+    excepted, as in a `.venv`. The result is empty if there is no such file or module.
     """
     folder, here = os.path.realpath(folder), os.path.realpath(os.getcwd())
     if isinstance(needed, Path):
@@ -246,25 +277,33 @@ def _code_in(folder: str, needed: Path | str) -> frozenset[str]:
 
 
 def _found_otherwise(module: str) -> ModuleSpec | None:
-    """Return a module that a finder of its own serves, as of an editable install: it is the same in each folder."""
+    """Return a module that a special finder serves, as for an editable install. It is the same in each folder."""
     usual = (PathFinder, BuiltinImporter, FrozenImporter)
     others = [finder for finder in sys.meta_path if finder not in usual and hasattr(finder, "find_spec")]
     return next((spec for finder in others if (spec := finder.find_spec(module, None)) is not None), None)
 
 
 def _is_for(place: Placement, places: Sequence[Placement], kind: str, name: str) -> bool:
-    """Return whether a variable or secret that a person gives is one of a placement's, or new to all."""
+    """Return True if a variable or secret that the user gives belongs to a placement, or to none of them."""
     return name in getattr(place, kind) or all(name not in getattr(each, kind) for each in places)
 
 
 def secrets_to_give(run: RunView, place: Placement, secrets: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the secrets that replicas get, after checking that a person named them here.
+    """Return the names of the secrets that replicas get.
 
-    The machine that launched this very task, or added these very ranks, has noted them: the hash of what was added is
-    its name there. Nothing of this is taken from a record that somebody else can write.
+    The machine that launched this task, or added these ranks, has noted the names. On another machine, the user must
+    name them. They are never taken from a record, because other users may be able to write it.
+
+    Args:
+        run: the run.
+        place: the placement of the replicas.
+        secrets: the names that the user gives.
 
     Raises:
-        ValueError: one is missing.
+        ValueError: a secret is missing.
+
+    Example:
+        secrets_to_give(run, placement, ["wandb"])
     """
     if isinstance(place, Addition):
         noted = place.secrets if run.placements.is_added_here(place) else None
@@ -280,7 +319,19 @@ def secrets_to_give(run: RunView, place: Placement, secrets: Sequence[str]) -> t
 
 
 def check_env(run: RunView, place: Placement, env: Mapping[str, str]) -> None:
-    """Raises: ValueError: the value of a variable is missing."""
+    """Check that the user gives a value for each variable of a placement.
+
+    Args:
+        run: the run.
+        place: the placement.
+        env: the variables that the user gives.
+
+    Raises:
+        ValueError: the value of a variable is missing.
+
+    Example:
+        check_env(run, placement, {"STAGE": "test"})
+    """
     if missing := sorted({*place.env} - {*env}):
         raise ValueError(
             f"{_who(run, place)} with the variable {missing[0]!r}, whose value is not recorded. "
@@ -293,7 +344,7 @@ def _is_asked_for(placed: PlacedBackend, ranks: Sequence[int] | None) -> bool:
 
 
 def _missing_options(run: RunView, placed: PlacedBackend) -> list[str]:
-    """Return the options that are not taken from a record and that the user did not give.
+    """Return the names of options that are missing: no record may give them, and the user did not.
 
     If the backend is not installed on this machine, no option is missing: the start itself is refused.
     """
@@ -305,7 +356,11 @@ def _missing_options(run: RunView, placed: PlacedBackend) -> list[str]:
 
 
 def _check_options(run: RunView, places: Sequence[PlacedBackend]) -> None:
-    """Raises: ValueError: an option is missing that is not taken from a record."""
+    """Check that no option is missing that a record may not give.
+
+    Raises:
+        ValueError: an option is missing.
+    """
     for placed in places:
         place = placed.placement
         if missing := _missing_options(run, placed):
@@ -325,21 +380,26 @@ def _who(run: RunView, place: Placement) -> str:
 
 
 def _key_of(run: RunView, launched: LaunchedWith) -> str | None:
-    """Return the key of a signed run, which this machine keeps since it launched the run, or is told."""
+    """Return the key of a signed run, which this machine keeps or the user gives. None: the run is not signed."""
     return None if launched.key_id is None else needed_key(run.run_id, launched.key_id)
 
 
 def trusted_task(run: RunView, *, task_digest: str | None = None, trust_bucket: bool = False) -> StoredTask:
-    """Read the task that a resumed run starts again, after somebody vouched for it. Writes and starts nothing.
+    """Read the task of a run, and check that the user can trust it. Nothing is written or started.
 
     Args:
-        task_digest: the sha256 of the task, which a person brings along. None: what this machine kept at the launch.
-        trust_bucket: take the store's own word for it, and say on stderr what that is.
+        run: the run.
+        task_digest: the sha256 of the task, as the user gives it. Default: the digest that this machine noted at the
+            launch.
+        trust_bucket: True trusts the task that the store holds, and prints on stderr what that is. Default: False.
 
     Raises:
         ValueError: `task_digest` is not a sha256, or both are given.
-        UntrustedTaskError: this machine did not launch the run, and nobody vouches for its task.
-        StoreError: the run's task, or its record, is not what was launched.
+        UntrustedTaskError: this machine did not launch the run, and the user gives neither.
+        StoreError: the run's task, or its record, differs from the launch.
+
+    Example:
+        trusted_task(run, task_digest=digest).record.entrypoint
     """
     kept = run.task_digest
     if task_digest is not None:
@@ -354,10 +414,10 @@ def trusted_task(run: RunView, *, task_digest: str | None = None, trust_bucket: 
         damage = damage_of_note(run.run_id)
         why = f"Run {run.run_id!r} was not launched from here, at least not under this address, so"
         raise UntrustedTaskError(
-            f"{why if damage is None else f'{damage} So'} only its rendezvous says what it is. {_what_would_run(run)} "
-            f"To resume it, give the digest that `replicas status {run.run_id} --json` says as task_digest on the "
+            f"{why if damage is None else f'{damage} So'} its task is not proven. {_what_would_run(run)} "
+            f"To resume it, give the digest that `replicas status {run.run_id} --json` shows as task_digest on the "
             f"machine that launched it: replicas resume {shlex.quote(run.url)} --task-digest SHA256, or task_digest=. "
-            "Or trust whoever can write to that rendezvous: --trust-bucket, or trust_bucket=True."
+            "Or trust all users who can write to that rendezvous: --trust-bucket, or trust_bucket=True."
         )
     task = read_task(run.store, run.run_id, digest)
     launched_with, recorded = {**_flat(task.launched_with), "task_digest": digest}, _flat(run.record)
@@ -378,7 +438,7 @@ def trusted_task(run: RunView, *, task_digest: str | None = None, trust_bucket: 
 
 
 def _flat(launched: LaunchedWith) -> dict[str, Any]:
-    """Return what a record says of a launch, each setting by its own name."""
+    """Return the fields of a launch in a record, with each setting by its own name."""
     return {**vars(launched), **vars(launched.settings), "settings": None}
 
 
@@ -389,16 +449,16 @@ def _check_digest(text: str) -> str:
 
 
 def _what_would_run(run: RunView) -> str:
-    """Say what the store says of a run: nobody vouches for any of it."""
+    """Return a sentence on the code that a resume would run, from records that are not proven."""
     record = run.record
     entrypoint, by, digest = (_shown(value) for value in (record.entrypoint, record.created_by, record.task_digest))
     return (
         f"Resuming {run.url} runs code with the credentials of this machine: {entrypoint}, launched by {by}, with the "
-        f"task digest {digest}, as its rendezvous says."
+        f"task digest {digest}, as the records in its rendezvous name them."
     )
 
 
 def _shown(value: Any) -> str:
-    """Return what a store says on one line, without control characters."""
+    """Return a foreign value on one line, without control characters."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"

@@ -46,7 +46,7 @@ def end_without_store(
     Args:
         run: the id of the run, or its address.
         rendezvous: the url of its store, if `run` is an id.
-        executor: what the user names. None: what this machine noted.
+        executor: the executor that the user names. None: the one that this machine noted.
         ranks: only these. None: all.
         problem: why the store does not tell.
         on_progress: gets a sentence if a service takes longer than a minute.

@@ -337,7 +337,7 @@ def test_what_failed_is_resumed_from_elsewhere_with_the_recorded_options(
     assert [str(row.status) for row in run.outcomes()] == ["succeeded", "failed", "failed"]
     command = ["-m", "executors.cli", "resume", run.url]
     refused = elsewhere(*command)
-    assert (refused.returncode, "only its rendezvous says what it is" in refused.stderr) == (2, True), refused.stderr
+    assert (refused.returncode, "its task is not proven" in refused.stderr) == (2, True), refused.stderr
     command += ["--task-digest", str(view_of(run).task_digest)]
     refused = elsewhere(*command)
     assert (refused.returncode, "Name it again: --secret wandb" in refused.stderr) == (2, True), refused.stderr

@@ -185,7 +185,7 @@ def test_what_is_added_to_a_run_that_was_let_go_is_said_to_go_on(
 ) -> None:
     """Its containers read the run's lease, which nobody has to renew any more."""
     run = launched(folder, f"{FAKE}:1")
-    note = "Run 'otter' goes on without anybody, and so does what is added, to its time limit"
+    note = "Run 'otter' continues on its own, and so do the added replicas, to their time limit"
     found = attach("otter", executor=FakeExecutor())
     assert found.add(FakeExecutor(), 1) == [1]
     assert note not in capsys.readouterr().err, "its launcher renews the lease"
