@@ -381,7 +381,7 @@ def _status_error(error: Any, lost: Kind) -> StatusError:
         lost: the kind of an answer that does not show whether the server acted.
     """
     status = int(error.status or 0)  # 0: TLS failed
-    message, reason = _said(error)
+    message, reason = _message_and_reason(error)
     is_cut = not status and not any(words in str(error.reason) for words in UNTRUSTED)
     kind: Kind = "rejected"
     if status == 429 or (status == 409 and reason != ALREADY_EXISTS):
@@ -400,7 +400,7 @@ def _status_error(error: Any, lost: Kind) -> StatusError:
     return StatusError(text, kind, status, float(pause) if pause.isdecimal() else 0.0, reason)
 
 
-def _said(error: Any) -> tuple[str, str]:
+def _message_and_reason(error: Any) -> tuple[str, str]:
     """Return the message and the reason of a server's Status. A proxy's answer has a message and no reason."""
     try:
         found = json.loads(error.body)

@@ -147,30 +147,30 @@ def state_of(pod: Any, job: Any, index: int, stuck_s: float = 0.0) -> JobState:
         return replace(_end(status, ended, disrupted, is_deleted=is_deleted), holds_place=True)
     if is_deleted:
         # The pod is ending. If its node is dead or has no connection, the pod stays in this state for ever.
-        words = _said(disrupted) or "its pod is being deleted"
+        words = _reason_text(disrupted) or "its pod is being deleted"
         return JobState(True, "preempted" if disrupted else "lost", message=words, is_unconfirmed=True)
     if status.phase == "Pending":
         return _pending(pod, stuck_s)
     # If only the container has ended, its kubelet reports the reason later. So the pod counts as running until then.
     if ended is None and _is_cut_off(status):
         return JobState(False, message=CUT_OFF, is_unconfirmed=True)
-    return JobState(False, message=_said(disrupted))
+    return JobState(False, message=_reason_text(disrupted))
 
 
 def _end(status: Any, ended: Any, disrupted: Any, *, is_deleted: bool) -> JobState:
     code = ended and ended.exit_code
     if disrupted or status.reason in DISRUPTED:
-        return JobState(True, "preempted", code, _said(disrupted) or _said(status))
+        return JobState(True, "preempted", code, _reason_text(disrupted) or _reason_text(status))
     if status.reason == "DeadlineExceeded":
-        return JobState(True, "timeout", code, _said(status))
+        return JobState(True, "timeout", code, _reason_text(status))
     if ended is None and is_deleted and not status.reason:  # no node ever had the pod, and a collector removes it
         return JobState(True, "lost", message=DELETED_EARLY)
     if ended is None:  # for example, a node accepted the pod and had no room
-        return JobState(True, "start_failed", message=_said(status))
+        return JobState(True, "start_failed", message=_reason_text(status))
     if ended.reason in NO_START:
-        return JobState(True, "start_failed", code, _said(ended))
+        return JobState(True, "start_failed", code, _reason_text(ended))
     if ended.reason == NO_STATUS:
-        return JobState(True, "lost", code, _said(ended))
+        return JobState(True, "lost", code, _reason_text(ended))
     is_oom = ended.reason == "OOMKilled"
     return JobState(True, "oom" if is_oom else None, code, "OOMKilled" if is_oom else "")
 
@@ -199,7 +199,7 @@ def _without_a_pod(job: Any, index: int) -> JobState:
     if index in indexes(job.status.failed_indexes):
         return JobState(True, "lost", message="its pod was deleted")
     if failed := _condition(job.status, "Failed") or _condition(job.status, "FailureTarget"):
-        return JobState(True, "lost", message=_said(failed))
+        return JobState(True, "lost", message=_reason_text(failed))
     if is_taken_back(job):
         # A queue also takes a Job back whose pods never ran, for example if they were not ready in time. So the caller
         # must know that the replica ran before it reports a preemption.
@@ -212,11 +212,11 @@ def _pending(pod: Any, stuck_s: float) -> JobState:
     unscheduled = next((each for each in pod.status.conditions or () if each.type == "PodScheduled"), None)
     if waiting is None:
         has_no_node = unscheduled is not None and unscheduled.status == "False"
-        return JobState(False, message=_said(unscheduled) if has_no_node else "")
+        return JobState(False, message=_reason_text(unscheduled) if has_no_node else "")
     is_old = since is not None and time.time() - since.timestamp() > STUCK_AT_AGE_S
     if is_stuck(pod) and (is_old or stuck_s > STUCK_S):
-        return JobState(True, "start_failed", message=_said(waiting), holds_place=True)
-    return JobState(False, message=_said(waiting))
+        return JobState(True, "start_failed", message=_reason_text(waiting), holds_place=True)
+    return JobState(False, message=_reason_text(waiting))
 
 
 def _condition(status: Any, kind: str) -> Any:
@@ -247,6 +247,6 @@ def _container_beside_runs(status: Any) -> bool:
     return any(state is not None and state.running is not None for state in others)
 
 
-def _said(source: Any) -> str:
+def _reason_text(source: Any) -> str:
     """Return reason and message of a condition, of a container's state, or of a pod's status."""
     return ": ".join(part.strip() for part in (source and source.reason, source and source.message) if part)

@@ -171,7 +171,7 @@ class JobExecutor(Backend):
         return given_requirements(self.service.pip)
 
     def check_launch(self, request: LaunchRequest) -> None:
-        """Refuse what cannot work; see `Backend.check_launch`. None of the user's code is run."""
+        """Refuse a launch that cannot work; see `Backend.check_launch`. No code of the user is run."""
         settings, timeout_s = request.settings, self._timeout_s(request.settings.timeout)
         if timeout_s is not None and not timeout_s > 0:
             raise ValueError(f"timeout must be more than 0 seconds, got timeout={settings.timeout}.")
@@ -368,17 +368,17 @@ class JobExecutor(Backend):
         except StoreError as error:
             problem, replica = error, JobReplica.of(named, handle)
             job_id = self._known_jobs.get(replica.key) or retrying()(self._job_of, replica)
-        told = end_jobs(self.service, [(replica.key, job_id)])
+        ended = end_jobs(self.service, [(replica.key, job_id)])
         self._states.expire(replica.key)
         self._recorder.expire(replica)
-        if not told.is_complete:
-            raise JobServiceError(told.what_is_left, "unavailable") from problem
+        if not ended.is_complete:
+            raise JobServiceError(ended.what_is_left, "unavailable") from problem
         if problem is not None:
             try:
                 answered_within(STORE_S, asked, named.store.url)
             except StoreError as error:
-                ended = f"{self.service.name} has ended the job of rank {replica.attempt.rank} all the same."
-                raise StoreError(f"{error} {ended}", key=error.key, url=error.url) from error
+                note = f"{self.service.name} has ended the job of rank {replica.attempt.rank} all the same."
+                raise StoreError(f"{error} {note}", key=error.key, url=error.url) from error
 
     def _find_and_mark(self, handle: ReplicaHandle) -> tuple[JobReplica, JobId] | None:
         """Find a replica, write its cancel marker, and return it with its job. None if it has no job to end.
@@ -405,7 +405,7 @@ class JobExecutor(Backend):
         return replica, job_id
 
     def end_jobs(self, run: JobsOfRun, on_progress: Callable[[str], None] = lambda words: None) -> EndedJobs:
-        """End the jobs of a run at the service, asking no store; see `Backend.end_jobs`."""
+        """End the jobs of a run at the service, without the store; see `Backend.end_jobs`."""
         for gang in list(self._gangs):
             if gang.run_id == run.run_id and (run.ranks is None or {*gang.ranks} <= {*run.ranks}):
                 gang.give_up()
@@ -454,7 +454,7 @@ class JobExecutor(Backend):
 
     @property
     def log_advice(self) -> str:
-        """How the user makes the service's log files readable on this machine; empty if the service has none."""
+        """An advice on how to make the service's log files readable on this machine. Empty if it has no files."""
         return self.service.log_advice
 
     def risks(self) -> Sequence[tuple[str, str]]:
@@ -593,10 +593,10 @@ class JobExecutor(Backend):
 
         store = store_at(run.store_url)
         url, credentials = remote_access(store)
-        told = {RENDEZVOUS: url, SERVICE: self.service.name}
-        common = {**run.env, **replica_environment(run, 0, None, gpu), **told}
+        service_env = {RENDEZVOUS: url, SERVICE: self.service.name}
+        common = {**run.env, **replica_environment(run, 0, None, gpu), **service_env}
         command, margin_s = self.service.command(), INSTALL_S if requirements else MARGIN_S
-        # A container is paid for while it installs: what max_cost pays for has no margin on top.
+        # A container costs money while it installs packages. So a limit that follows from max_cost gets no margin.
         margin_s = 0 if run.settings.pays_for_start else margin_s
         jobs = []
         for rank in run.ranks:

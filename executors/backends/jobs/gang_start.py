@@ -129,11 +129,11 @@ class GangStart:
             self._starting.difference_update(start.attempt.place for start in self._starts)
             try:
                 if left := self._give_up(self._starts, "the launch was interrupted"):
-                    _say(left.strip())
+                    _print(left.strip())
             except KeyboardInterrupt:  # a second Ctrl-C
                 known = [start.job_id for start in self._starts if start.job_id is not None]
                 commands = self._service.commands_to_end(self.run_id, known)
-                _say(f"jobs of {self.run_id} may still run. End them yourself: {commands}")
+                _print(f"jobs of {self.run_id} may still run. End them yourself: {commands}")
                 raise
             raise
         return [start.handle for start in self._starts if start.handle is not None]
@@ -206,17 +206,17 @@ class GangStart:
         """Give up the ranks that failed. Late ranks may join as long as this process lives."""
         n, n_came = len(self._starts), len(self._starts) - len(failed) - len(late)
         for start in failed:
-            _say(start.problem)
+            _print(start.problem)
         self._give_up(failed, "it could not be started")
         if not late:
             return
         if self._run.settings.detach:
             when = f"within {self._run.settings.gather_s:g} s"
             end = "A detached launch does not wait for late replicas"
-            _say(f"started with {n_came} of {n} replicas; {len(late)} did not start {when}. {end}.")
+            _print(f"started with {n_came} of {n} replicas; {len(late)} did not start {when}. {end}.")
             self._give_up_late(late, f"it did not start {when}. {end}")
             return
-        _say(f"started with {n_came} of {n} replicas; {len(late)} may still join.")
+        _print(f"started with {n_came} of {n} replicas; {len(late)} may still join.")
         atexit.register(self._close, late)
         threading.Thread(target=self._tend, args=(late,), name="replicas-join", daemon=True).start()
 
@@ -281,9 +281,8 @@ class GangStart:
         """Record why starts have failed, and write cancel markers for all of them."""
 
         def mark(start: JobStart) -> None:
-            if not self._starter.begin(
-                start
-            ):  # begun here if it is not yet, so that no reader waits for the attempt for ever
+            # The attempt is begun here if it is not yet, so that no reader waits for it for ever.
+            if not self._starter.begin(start):
                 return
             if start in failed:
                 refused = start.job_id is None and not start.attempt.has_started()
@@ -319,7 +318,7 @@ class GangStart:
             ended = end_jobs(
                 self._service,
                 [(start.job.key, start.job_id) for start in starts if start not in asking],
-                on_progress=_say,
+                on_progress=_print,
             )
             swept = swept if ended.is_complete else swept + ended
             self._starter.wait_for(asking, pause_s)
@@ -328,5 +327,5 @@ class GangStart:
         return swept
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"replicas: {text}", file=sys.stderr)

@@ -195,8 +195,8 @@ class JobOutcomeRecorder:
     def _ended_without_outcome(self, replica: JobReplica, state: JobState) -> Outcome:
         attempt, service = replica.attempt, self._service
         if state.reason == "lost" and not attempt.has_cancel_marker():
-            said = f" ({state.message.rstrip('.')})" if state.message else ""
-            return attempt.record_lost(f"{service.name} reports it gone{said}")
+            detail = f" ({state.message.rstrip('.')})" if state.message else ""
+            return attempt.record_lost(f"{service.name} reports it gone{detail}")
         output = ""
         with contextlib.suppress(JobServiceError):
             if replica.job is not None:

@@ -77,8 +77,8 @@ class JobStart:
     @property
     def problem(self) -> str:
         """The reason why the rank could not be started, as a sentence."""
-        what = "Spare" if self.attempt.is_spare else "Rank"
-        return f"{what} {self.attempt.rank} could not be started: {self.error}"
+        kind = "Spare" if self.attempt.is_spare else "Rank"
+        return f"{kind} {self.attempt.rank} could not be started: {self.error}"
 
     def check_not_given_up(self) -> None:
         """Stop a thread that still starts the job.
