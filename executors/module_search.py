@@ -34,7 +34,7 @@ RESERVED = (sys.stdlib_module_names | DEPENDENCIES | {*OURS}) - NOT_RESERVED
 ROOT = str(Path(__file__).parents[1])
 STANDARD_LIBRARY = os.path.dirname(os.__file__)
 EXTENSIONS = ("lib-dynload", "DLLs")  # folders of sys.path with the standard library's compiled modules
-MAX_FILES, MAX_BYTES = 200, 1 << 20  # more of a user's files are not read to warn of a name
+MAX_FILES, MAX_BYTES = 200, 1 << 20  # limits of the files that are read for a warning
 SET_PATHS = """
 import sys
 n = int(sys.argv[1])
@@ -45,49 +45,49 @@ del sys.argv[1 : 2 + n]
 
 _user_folders: set[str] = set()
 PARSING = allocate_lock()
-"""Held while a file is parsed: CPython counts the depth of the syntax trees of all threads together."""
+"""A lock for parsing a file, because CPython counts the depth of the syntax trees of all threads together."""
 
 
 class ReservedNames:
-    """A finder of `sys.meta_path` that answers for reserved names, and leaves every other to the finders behind it."""
+    """A finder of `sys.meta_path` for reserved names. It leaves all other names to the finders after it."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        """Return the spec of a reserved top-level module; None for any other name.
+        """Return the spec of a reserved top-level module. None: the name is not reserved.
 
         Args:
             name: the module's full name.
-            path: the folders in which a package finds its modules; None for a top-level module.
+            path: the folders in which a package finds its modules. None: the module is a top-level one.
             target: not used.
         """
         if path is not None or name not in RESERVED:
             return None
         if name in OURS:
-            places = [ROOT]
+            folders = [ROOT]
         elif name in sys.stdlib_module_names:
-            places = [STANDARD_LIBRARY, *(entry for entry in sys.path if os.path.basename(entry) in EXTENSIONS)]
+            folders = [STANDARD_LIBRARY, *(entry for entry in sys.path if os.path.basename(entry) in EXTENSIONS)]
         else:
-            places = [entry for entry in sys.path if not _is_users(entry)]
-        found = PathFinder.find_spec(name, places)
-        # A folder without __init__.py is not the package of that name: a later finder may know the real one.
+            folders = [entry for entry in sys.path if not _is_users(entry)]
+        found = PathFinder.find_spec(name, folders)
+        # A folder without __init__.py is not the package of that name. A later finder may find the real one.
         return None if found is None or found.loader is None else found
 
 
 def reserve_names(folders: Iterable[str]) -> None:
-    """Keep reserved names out of the user's folders from here on, in this process and those it forks.
+    """Never look for reserved names in the user's folders from now on, in this process and in its forked children.
 
     Args:
         folders: folders of `sys.path` that hold the user's own modules.
     """
     _user_folders.update(map(os.path.realpath, folders))
     if ReservedNames not in sys.meta_path:
-        # Behind the finders of built-in and frozen modules, which need no path, and before that of sys.path.
+        # After the finders of built-in and frozen modules, which need no path, and before the finder of sys.path.
         at = sys.meta_path.index(PathFinder) if PathFinder in sys.meta_path else 0
         sys.meta_path.insert(at, ReservedNames)
 
 
 def search_first(folder: str) -> None:
-    """Let Python find the user's modules in a folder before any other, but for reserved names.
+    """Make Python look for modules in the user's folder first, except for reserved names.
 
     Args:
         folder: the folder of the user's modules, such as the folder of a script.
@@ -98,7 +98,7 @@ def search_first(folder: str) -> None:
 
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
-    """Undo the changes of the block to `sys.path` and to the reserved names, in a process of the user."""
+    """Undo the changes of the block to `sys.path` and to the user's folders, because the process is the user's."""
     paths, folders, has_finder = [*sys.path], {*_user_folders}, ReservedNames in sys.meta_path
     try:
         yield
@@ -124,15 +124,15 @@ def new_python(code: str, *arguments: str) -> list[str]:
     """Return the command of a new Python that runs our code and never imports it from the user's folders.
 
     Args:
-        code: what it runs, with `sys.argv[1:]` being the arguments.
-        arguments: of the code.
+        code: the Python code that it runs. Its arguments are in `sys.argv[1:]`.
+        arguments: the arguments.
 
     Example:
         subprocess.Popen(new_python("from executors.store.link import main; main()", url))
     """
     users = {*user_folders()}
-    paths = [os.path.abspath(entry) for entry in sys.path]  # '' means this directory, as of now
-    # Our folder is last, because the user's folder may contain this project, as in a checkout of it.
+    paths = [os.path.abspath(entry) for entry in sys.path]  # '' means the present directory
+    # Our folder is the last one, because the user's folder may contain this project, as in a checkout of it.
     paths = [*(path for path in paths if os.path.realpath(path) not in users), ROOT]
     return [sys.executable, "-P", "-c", SET_PATHS + code, str(len(paths)), *paths, *arguments]
 
@@ -142,9 +142,9 @@ def _is_users(entry: str) -> bool:
 
 
 def describe_hidden(file: Path) -> str | None:
-    """Return a note on a module that a file imports and a replica does not find; None if there is none.
+    """Return a warning if a file imports a module of the user that has a reserved name. None: there is no such import.
 
-    The file's imports are followed to the files beside it. Nothing is run.
+    The imports are followed to files in the same folder. No code is run.
 
     Args:
         file: the user's file that is loaded or run.
@@ -172,8 +172,8 @@ def _candidates(folder: Path, name: str) -> tuple[Path, ...]:
 
 
 def _imports_of(file: Path) -> list[str]:
-    """Return the top-level names that a file imports, in order; none if it cannot be read or parsed."""
-    import ast  # here, since most commands need it for nothing else
+    """Return the top-level names that a file imports, in order. The list is empty if the file cannot be parsed."""
+    import ast  # only here, because most commands do not need it
 
     found: dict[str, None] = {}
     with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):

@@ -1,9 +1,9 @@
-"""Starts a replica from its run's store: fetches the task and the code, installs what is missing, becomes the worker.
+"""Starts a replica in a container: fetches the task and the code, installs missing packages, and becomes the worker.
 
-This text is the command of a container (`shipping.bootstrap_command`), so it stands alone: the standard library, and
-boto3, which it installs when it is missing. It runs nothing but what was launched: the digest of task.json came with
-the launch, and task.json has the digest of the code. What prevents a start is told in one line on stderr, and by exit
-code 78 (EX_CONFIG of sysexits.h). While it installs, the attempt has a boot.json that says how far it is.
+The text of this file is the command of a container (`shipping.bootstrap_command`). So it imports only the standard
+library, and boto3, which it installs if it is missing. It runs only code that was launched: the digest of task.json
+comes with the launch, and task.json has the digest of the code. If the replica cannot start, one line on stderr has the
+reason, and the exit code is 78 (EX_CONFIG of sysexits.h).
 """
 
 from __future__ import annotations
@@ -29,97 +29,98 @@ import tarfile
 import tempfile
 import time
 from importlib import metadata
-from typing import Any, Callable, NoReturn  # noqa: UP035 - Python 3.8 gets as far as to hear that it is too old
+from typing import Any, Callable, NoReturn  # noqa: UP035 - so that Python 3.8 reaches the message that it is too old
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 CANNOT_START = 78
-N_TRIES = 6  # 8 s, besides what the requests take
-COST_OF_A_WRONG_OBJECT = 2  # of the tries: a torn reply passes, a replaced object stays
+N_TRIES = 6  # with pauses of 8 s in total
+COST_OF_A_WRONG_OBJECT = 2  # tries: a torn reply is right the next time, and a replaced object stays wrong
 FIRST_WAIT_S = 0.25
-PASSING_STATUSES = (408, 409, 429)  # and all from 500 on
+PASSING_STATUSES = (408, 409, 429)  # another try may succeed after these, and after all statuses from 500 on
 AWS = (".amazonaws.com", ".amazonaws.com.cn", ".api.aws")
 PIN = re.compile(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.+!_-]+)")
-SETTINGS_OF_PIP = ("index-url", "find-links", "no-index", "constraint")  # which uv would not heed
+SETTINGS_OF_PIP = ("index-url", "find-links", "no-index", "constraint")  # settings that uv ignores
 Get = Callable[[str], bytes]
 Put = Callable[[str, bytes], object]
 Run = Callable[["list[str]"], int]
 
 
 class WrongObject(Exception):
-    """What came is not what was launched."""
+    """An object of the store is not the one that was launched."""
 
 
 def main() -> None:
     began = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which the first process of a container else ignores
-    sys.path[:] = [path for path in sys.path if path]  # the current directory has no say in what is imported
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the first process of a container ignores it by default
+    sys.path[:] = [path for path in sys.path if path]  # import no modules from the current directory
     if sys.version_info < (3, 11) or not hasattr(tarfile, "data_filter"):
         refuse(f"it needs Python 3.11.4 or later, this is {sys.version.split()[0]}. Use another image.")
-    if ranks := os.environ.pop("REPLICA_RANKS", ""):  # of a Job of Kubernetes, which numbers its pods
+    if ranks := os.environ.pop("REPLICA_RANKS", ""):  # a Job of Kubernetes numbers its pods from 0
         os.environ["REPLICA_RANK"] = ranks.split(",")[int(os.environ["JOB_COMPLETION_INDEX"])]
     for name in ("REPLICA_RENDEZVOUS", "REPLICA_RUN_ID", "REPLICA_TASK_DIGEST"):
         if not os.environ.get(name):
             refuse(f"{name} is not set.")
     try:
         get, put = open_run(os.environ["REPLICA_RENDEZVOUS"], os.environ["REPLICA_RUN_ID"])
-    except Exception as error:  # noqa: BLE001 - boto3's, which may not be there to be named
+    except Exception as error:  # noqa: BLE001 - errors of boto3, which may not be installed yet
         refuse(f"cannot use {os.environ['REPLICA_RENDEZVOUS']}: {error}")
     task_folder = os.environ.get("REPLICA_TASK_FOLDER", "task")
     task = json.loads(fetched(get, f"{task_folder}/task.json", os.environ["REPLICA_TASK_DIGEST"]))
     if "code_sha256" not in task:
-        refuse("the run was launched without its code.")
+        refuse("the run was launched without code for other machines.")
     code = fetched(get, f"{task_folder}/code.tar.gz", task["code_sha256"])
     try:
         here = os.getcwd()
         folder = pathlib.Path(tempfile.mkdtemp(prefix="replica-", dir=here if os.access(here, os.W_OK) else None))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # of what does not become the worker,
-        os.environ["REPLICA_FOLDER"] = str(folder)  # which removes it itself: a machine of a cluster is not a container
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # if the start fails; else the worker removes it
+        os.environ["REPLICA_FOLDER"] = str(folder)
         unpack(code, folder)
         workspace = folder / "workspace"
         workspace.mkdir(exist_ok=True)
-        os.chdir(workspace)  # where the entrypoint's file and requirements that are paths start from
+        os.chdir(workspace)  # the entrypoint's file, and requirements that are paths, are relative to it
     except OSError as error:
-        refuse(f"there is no room for its code: {error}. Give it a folder that can be written (TMPDIR).")
+        refuse(f"its code cannot be unpacked: {error}. Set TMPDIR to a folder with room that can be written.")
     requirements = [kept(each) if each in task.get("pins", ()) else each for each in task["requirements"]]
     if not all(is_satisfied(requirement) for requirement in requirements):
         progress = runpy.run_path(str(folder / "packages/executors/shipping/install_progress.py"))
         install(requirements, lambda missing: progress["begin"](put, missing))
-    # The worker puts the workspace before these once it has reserved the names of what it imports itself: PYTHONPATH
-    # precedes the standard library, of which a module of the workspace may have the name.
+    # PYTHONPATH comes before the standard library, and a module of the workspace may have a name of that library. So
+    # the workspace is not in PYTHONPATH. The worker adds it, after it has reserved the names of its own imports.
     paths = [workspace, *(workspace / path for path in task["paths"])]
     os.environ["REPLICA_SYS_PATH"] = os.pathsep.join(map(str, paths))
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder / "packages"), *([before] if before else [])])
     os.environ["REPLICA_BOOTSTRAP_S"] = f"{time.monotonic() - began:.3f}"
-    # -P: else the workspace came first, where a module may be called as one of ours or of the standard library.
+    # -P keeps the workspace out of sys.path, because its modules may have names of ours or of the standard library.
     os.execve(sys.executable, [sys.executable, "-P", "-m", "executors.supervisor"], os.environ)
 
 
 def refuse(why: str) -> NoReturn:
     for name in ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID"):
         why = why.replace(os.environ.get(name) or "\0", "***")
-    what = "spare" if os.environ.get("REPLICA_SPARE") else "replica"
-    who = f"{what} {os.environ.get('REPLICA_RANK', '?')} of run {os.environ.get('REPLICA_RUN_ID', '?')}"
-    say(f"{who} cannot start: {' '.join(why.split())}")
+    kind = "spare" if os.environ.get("REPLICA_SPARE") else "replica"
+    name = f"{kind} {os.environ.get('REPLICA_RANK', '?')} of run {os.environ.get('REPLICA_RUN_ID', '?')}"
+    report(f"{name} cannot start: {' '.join(why.split())}")
     sys.exit(CANNOT_START)
 
 
-def say(what: str) -> None:
-    print(f"replicas: {what}", file=sys.stderr, flush=True)
+def report(words: str) -> None:
+    print(f"replicas: {words}", file=sys.stderr, flush=True)
 
 
 def open_run(url: str, run_id: str) -> tuple[Get, Put]:
-    """Return how the objects of a run are read and written, by their names below it."""
+    """Return two functions that read and write objects of a run, by their names below the run."""
     parts = urlsplit(url)
     path = unquote(parts.path)
     if parts.scheme == "file":
         return lambda name: read(path, f"{run_id}/{name}"), lambda name, data: write(path, f"{run_id}/{name}", data)
     if parts.scheme != "s3":
-        refuse(f"it cannot read a rendezvous that is {parts.scheme}://.")
+        refuse(f"it cannot read a rendezvous of the kind {parts.scheme}://. Use file:// or s3://.")
     try:
         import boto3
     except ImportError:
-        # By itself, so that the rest, which may take minutes, is seen to be installed; and not to be exchanged then.
+        # Before the other packages. Their installation may take minutes, and its progress is written with boto3. It
+        # must not replace boto3 meanwhile.
         install([os.environ.get("REPLICA_BOTO3", "boto3")])
         import boto3
     from botocore.config import Config
@@ -127,7 +128,7 @@ def open_run(url: str, run_id: str) -> tuple[Get, Put]:
     options = dict(parse_qsl(parts.query))
 
     def connect(addressing_style: str) -> Any:
-        config = Config(  # as executors/store/s3/client.py has it
+        config = Config(  # the same as in executors/store/s3/client.py
             retries={"mode": "standard", "total_max_attempts": 1},
             connect_timeout=5,
             read_timeout=60,
@@ -151,7 +152,7 @@ def open_run(url: str, run_id: str) -> tuple[Get, Put]:
 
 
 def folder_of(root: str, key: str, *, makes: bool = False) -> int:
-    """Open the folder of a file below the rendezvous, where others may write: no link there is followed."""
+    """Open the folder of a file below the rendezvous. No link is followed, because other users may write there."""
     at = os.open(root, os.O_DIRECTORY)
     for part in key.split("/")[:-1]:
         if makes:
@@ -162,7 +163,7 @@ def folder_of(root: str, key: str, *, makes: bool = False) -> int:
 
 
 def read(root: str, key: str) -> bytes:
-    flags = os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe would keep it waiting
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK  # opening a pipe would wait forever
     with open(os.open(os.path.basename(key), flags, dir_fd=folder_of(root, key)), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise WrongObject("it is not a file")
@@ -171,14 +172,14 @@ def read(root: str, key: str) -> bytes:
 
 def write(root: str, key: str, data: bytes) -> None:
     at, name = folder_of(root, key, makes=True), os.path.basename(key)
-    whole = f".{name}.{os.urandom(8).hex()}"  # nobody reads a part
+    whole = f".{name}.{os.urandom(8).hex()}"  # renamed at the end, so that no reader sees a part
     with open(os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=at), "wb") as file:
         file.write(data)
     os.replace(whole, name, src_dir_fd=at, dst_dir_fd=at)
 
 
 def fetched(get: Get, name: str, sha256: str) -> bytes:
-    """Return an object, having tried again while that may help."""
+    """Return an object with this sha256. Try again after errors that may pass."""
     tries_left, wait_s = N_TRIES, FIRST_WAIT_S
     while True:
         try:
@@ -186,7 +187,7 @@ def fetched(get: Get, name: str, sha256: str) -> bytes:
             if hashlib.sha256(data).hexdigest() == sha256:
                 return data
             raise WrongObject(f"it is not what was launched: its sha256 is not {sha256}")
-        except Exception as error:  # noqa: BLE001 - boto3's, which may not be there to be named
+        except Exception as error:  # noqa: BLE001 - errors of boto3, which this script cannot name before its import
             tries_left -= COST_OF_A_WRONG_OBJECT if isinstance(error, WrongObject) else 1
             if tries_left <= 0 or not may_pass(error):
                 refuse(f"cannot read {name} from {os.environ['REPLICA_RENDEZVOUS']}: {error}")
@@ -195,13 +196,13 @@ def fetched(get: Get, name: str, sha256: str) -> bytes:
 
 
 def may_pass(error: Exception) -> bool:
-    reply = getattr(error, "response", None)  # of an error that the server sent
+    reply = getattr(error, "response", None)  # an error that the server sent has one
     status = reply["ResponseMetadata"]["HTTPStatusCode"] if reply else 500
     return (status >= 500 or status in PASSING_STATUSES) and not isinstance(error, FileNotFoundError)
 
 
 def unpack(code: bytes, folder: pathlib.Path) -> None:
-    """Unpack an archive that holds plain files alone, all of them below the folder."""
+    """Unpack an archive, which may only have plain files below the folder."""
     with tarfile.open(fileobj=io.BytesIO(code), mode="r:gz") as archive:
         for member in archive.getmembers():
             path = pathlib.PurePosixPath(member.name)
@@ -218,21 +219,21 @@ def installed(name: str) -> str:
 
 
 def is_satisfied(requirement: str) -> bool:
-    """Tell whether a requirement is an exact pin, and its version is installed (`2.13.0+cpu` is a 2.13.0)."""
+    """Return True if a requirement is an exact pin and its version is installed (`2.13.0+cpu` counts as 2.13.0)."""
     if requirement.startswith("--"):
-        return True  # it names an index
+        return True  # an option that names an index
     pin = PIN.fullmatch(requirement)
     has = installed(pin[1]) if pin else ""
     return pin is not None and pin[2] in (has, has.partition("+")[0])
 
 
 def kept(pin: str) -> str:
-    """Pin what the image has instead, where that is a later version: it is large, and fits the rest of the image."""
+    """Return a pin of the image's own version if that is a later one, because it fits the rest of the image."""
     name, _, version = pin.partition("==")
     has = installed(name)
     if not has or is_satisfied(pin) or release(has) < release(version):
         return pin
-    say(f"keeping {name} {has} of the image, where the launcher has {version}")
+    report(f"keeping {name} {has} of the image, where the launcher has {version}")
     return f"{name}=={has}"
 
 
@@ -242,28 +243,28 @@ def release(version: str) -> list[int]:
 
 def install(requirements: list[str], begin: Callable[[list[str]], Run] = lambda _: subprocess.call) -> None:
     missing = [each for each in requirements if not is_satisfied(each)]
-    say(f"installing {', '.join(missing)}")
+    report(f"installing {', '.join(missing)}")
     run_uv = begin(missing)
     options = ("--no-cache-dir", "--disable-pip-version-check", "--no-input", "--root-user-action=ignore", "--quiet")
     pip = [sys.executable, "-P", "-m", "pip", "install", *options]
     if uv := uv_command(pip):
-        strategy = "--index-strategy=unsafe-best-match"  # all indexes count alike, as they do for pip
+        strategy = "--index-strategy=unsafe-best-match"  # take the best version of all indexes, as pip does
         command = [*uv, "pip", "install", "--quiet", "--no-cache", "--break-system-packages", strategy]
         if run_uv([*command, "--python", sys.executable, *requirements]) == 0:
             find_installed()
             return
-        say("uv could not install this; pip tries")
+        report("uv could not install this; pip tries")
     code = subprocess.run([*pip, *requirements], check=False).returncode
     if code != 0:
-        refuse(f"pip could not install what it needs (exit code {code}); what pip says is above.")
+        refuse(f"pip could not install its requirements (exit code {code}). The error of pip is above.")
     find_installed()
 
 
 def find_installed() -> None:
-    """Let imports find packages that were installed since this process was started.
+    """Make packages importable that were installed since this process was started.
 
-    For a user who may not write to the image's own folder, pip installs into a folder in HOME. Python looks there only
-    if the folder existed when it was started.
+    If the user may not write to the image's own folder, pip installs into a folder in HOME. Python searches that folder
+    only if it existed at the start of the process.
     """
     folder = site.getusersitepackages() if site.ENABLE_USER_SITE else ""
     if os.path.isdir(folder) and folder not in sys.path:
@@ -272,7 +273,7 @@ def find_installed() -> None:
 
 
 def uv_command(pip: list[str]) -> list[str]:
-    """Return the command of uv, which is faster; empty where it cannot be had, or pip was given its own indexes."""
+    """Return the command of uv, which is faster than pip. Empty: there is no uv, or pip has settings of indexes."""
     settings = subprocess.run([*pip[:4], "config", "list"], check=False, capture_output=True, text=True).stdout
     if any(name in settings for name in SETTINGS_OF_PIP):
         return []
@@ -286,13 +287,10 @@ def uv_command(pip: list[str]) -> list[str]:
 
 
 def layer(asked: dict[str, Any]) -> None:
-    """Install what an image lacks while a service builds a layer on top of it, so that no container has to.
-
-    What counts is the same as in a container: a later version of one of our own packages is kept.
-    """
+    """Install packages that an image lacks, by the same rules as in a container, while a service builds a layer."""
     requirements = [kept(each) if each in asked["pins"] else each for each in asked["requirements"]]
     is_complete = all(is_satisfied(each) for each in requirements)
-    say("the image has all that is needed") if is_complete else install(requirements)
+    report("the image has all required packages") if is_complete else install(requirements)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The commit that git has checked out where a run is launched, for readers of the run."""
+"""Asks git for the commit of the folder from which a run is launched, and for changes since that commit."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from executors.errors import EntrypointError
 
 COMMIT = ("rev-parse", "--verify", "--quiet", "HEAD")
 CHANGES = ("status", "--porcelain", "--", ".")
-IS_IGNORED = ("check-ignore", "--quiet", ".")  # then the commit does not describe the folder
-PATIENCE_S = 0.25  # a launch on this machine is not to wait for a large repository
+IS_IGNORED = ("check-ignore", "--quiet", ".")  # the commit does not describe a folder that git ignores
+PATIENCE_S = 0.25  # a launch on this machine must not wait for a large repository
 GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
 
 
 @dataclass(frozen=True)
 class Checkout:
-    """The state of a folder in git."""
+    """The state of a folder in git: its commit, and whether its files differ from the commit."""
 
     commit: str | None = None
     """The commit that is checked out, or None outside a git repository."""
@@ -31,12 +31,16 @@ class Checkout:
 
     @property
     def about(self) -> dict[str, Any] | None:
-        """The description of the code in `run.json`, if no archive of the code travels."""
+        """The description of the code in `run.json`, for a launch that packs no code."""
         return asdict(self) if self.commit else None
 
 
 class GitQuery:
-    """A look at a folder, in processes beside this one."""
+    """Questions about a folder to git, which answers them in its own processes while the launch continues.
+
+    Args:
+        root: the folder.
+    """
 
     def __init__(self, root: Path) -> None:
         quiet: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
@@ -46,7 +50,11 @@ class GitQuery:
                 self._asked.append(subprocess.Popen(["git", *command], cwd=root, env=_environment(), **quiet))
 
     def result(self, patience_s: float | None = PATIENCE_S) -> Checkout:
-        """Return what was seen; what takes longer from now is unknown, as is what git refuses. None: wait for it."""
+        """Return the answers of git. An answer that is missing after the wait is unknown.
+
+        Args:
+            patience_s: the longest wait in seconds, from now. None: there is no limit. Default 0.25.
+        """
         until = math.inf if patience_s is None else monotonic() + patience_s
         commit, changes, ignored, *_ = *(_said(process, until) for process in self._asked), None, None, None
         if commit is None or ignored is not None:
@@ -63,21 +71,25 @@ class GitQuery:
 
 
 def git(root: Path, *command: str) -> bytes | None:
-    """Return the output of git. None without git or a repository, or if there is no commit yet.
+    """Return the output of a git command. None: there is no git, no repository or no commit.
+
+    Args:
+        root: the folder in which the command runs.
+        command: the arguments of git.
 
     Raises:
-        EntrypointError: there is a repository, and git refuses, because it belongs to another user, or is broken.
+        EntrypointError: git refuses to read the repository, because it belongs to another user or is damaged.
     """
     try:
         done = subprocess.run(["git", *command], cwd=root, env=_environment(), capture_output=True, check=False)
     except OSError:  # there is no git
         return None
-    said = done.stderr.decode(errors="replace").strip()
+    problem = done.stderr.decode(errors="replace").strip()
     if done.returncode == 0:
         return done.stdout
-    if not said or "not a git repository" in said:
+    if not problem or "not a git repository" in problem:
         return None
-    raise EntrypointError(f"The workspace {str(root)!r} cannot be listed: git says: {said}")
+    raise EntrypointError(f"The workspace {str(root)!r} cannot be listed. git printed: {problem}")
 
 
 def _said(process: subprocess.Popen[bytes], until: float) -> bytes | None:

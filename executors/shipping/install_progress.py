@@ -1,7 +1,7 @@
-"""Notes in the store how far an installation is, which a launch shows in place of "pending".
+"""Writes the progress of an installation into the store, so that a launch can show it instead of "pending".
 
-The bootstrap runs this file from the code that it has unpacked, by its path, before anything is installed. So this
-file imports the standard library alone, and nothing imports it as a module.
+The bootstrap runs this file by its path, from the unpacked code, before anything is installed. So this file imports
+only the standard library, and no module imports it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Put = Callable[[str, bytes], object]
 
 
 def begin(put: Put, missing: list[str]) -> Callable[[list[str]], int]:
-    """Note that an installation begins; return what runs uv and notes how much it has downloaded.
+    """Note the begin of an installation. Return a function that runs uv and notes the downloaded bytes.
 
     Args:
         put: writes an object of the run, by its name below the run.
@@ -47,9 +47,9 @@ def begin(put: Put, missing: list[str]) -> Callable[[list[str]], int]:
 
 
 def _run(command: list[str], note: Callable[..., None]) -> int:
-    """Run uv, note each package that has come, and return the exit code. If uv fails, print its output."""
+    """Run uv, note each downloaded package, and return the exit code. If uv fails, print its output."""
     sizes, others, done = dict[str, int](), list[str](), 0
-    loud = [word for word in command if word != "--quiet"]  # else uv names no package
+    loud = [word for word in command if word != "--quiet"]  # with --quiet, uv does not print the packages
     uv = subprocess.Popen(loud, stderr=subprocess.PIPE, text=True, encoding="utf-8", errors="replace")
     try:
         assert uv.stderr is not None

@@ -1,7 +1,7 @@
-"""The code for a replica on another machine: a package in the store, a short script that fetches it, an environment.
+"""Makes the package of code for replicas on other machines, and the command and environment that start them.
 
-A service is asked to run `bootstrap_command()` with `replica_environment(...)` and the credentials of the
-store as its secrets. The image needs nothing but Python 3.11 or later and pip.
+A service runs `bootstrap_command()` with `replica_environment(...)`, and with the credentials of the store as secrets.
+The image only needs Python 3.11 or later and pip.
 """
 
 from __future__ import annotations
@@ -31,31 +31,33 @@ from executors.task.stored import installed_version
 
 
 def make_package(entrypoint: str | Callable[..., Any], *, root: Path | None = None, pip: Sequence[str] = ()) -> Package:
-    """Pack the workspace for replicas that run this entrypoint. Names on stderr, in one line, what it leaves out.
+    """Pack the workspace for replicas that run this entrypoint. One line on stderr has the files that are left out.
 
     Args:
-        root: the workspace. None: the current directory.
-        pip: requirements; when empty, those that the entrypoint's file or the workspace's files name.
+        entrypoint: the callable, or its name.
+        root: the workspace. None, the default: the current directory.
+        pip: the requirements. Empty, the default: the requirements in the entrypoint's file or the workspace's files.
 
     Raises:
-        EntrypointError: the workspace is too large or cannot be read, or the entrypoint's file does not travel.
+        EntrypointError: the workspace is too large or cannot be read, or the entrypoint's file is not in the package.
     """
     root = (root or Path.cwd()).resolve()
     package = snapshot_workspace(root)
     _check_shipped(entrypoint, root, package.files)
     if package.left_out:
-        print(f"replicas: not shipped to the replicas: {', '.join(package.left_out)}", file=sys.stderr)
+        print(f"replicas: not sent to the replicas: {', '.join(package.left_out)}", file=sys.stderr)
     ours, users = requirements_of(pip, root, script_of(entrypoint))
     return replace(package, requirements=(*ours, *users), pins=ours, paths=_paths(root, package.files))
 
 
 def _check_shipped(entrypoint: str | Callable[..., Any], root: Path, files: Sequence[str]) -> None:
-    """Check that the file of an entrypoint is one of those that travel, where there is one.
+    """Check that the file of an entrypoint is one of the packed files.
 
-    A callable is looked for where its module lies, unless it is pickled by value: one of `__main__`, a local function.
+    The file of a callable is the file of its module. A callable that is pickled by value needs no file, such as a local
+    function or a function of `__main__`.
 
     Raises:
-        EntrypointError: it does not travel; the message says why, and what to do.
+        EntrypointError: the file is not packed. The message has the reason and a remedy.
     """
     what = shown(describe(entrypoint))
     named = None if callable(entrypoint) else parse_entrypoint(entrypoint)
@@ -65,8 +67,8 @@ def _check_shipped(entrypoint: str | Callable[..., Any], root: Path, files: Sequ
     inside = Path(os.path.normpath(root / file))
     if not inside.is_relative_to(root):
         raise EntrypointError(
-            f"Entrypoint {what!r} lies outside the workspace {str(root)!r}, which is what replicas get: in "
-            f"{str(inside)!r}. Launch from a folder that holds it."
+            f"Entrypoint {what!r} is in {str(inside)!r}, outside of the workspace {str(root)!r} that replicas get. "
+            "Launch from a folder that contains it."
         )
     relative = inside.relative_to(root).as_posix()
     if named is not None and file.is_absolute():
@@ -74,19 +76,19 @@ def _check_shipped(entrypoint: str | Callable[..., Any], root: Path, files: Sequ
         raise EntrypointError(f"Entrypoint {what!r}: replicas find files by their path in the workspace. Use {better}")
     if relative not in files:
         raise EntrypointError(
-            f"Entrypoint {what!r} is not shipped to replicas: git ignores {relative!r}. Take it out of .gitignore, or "
-            "move it."
+            f"Entrypoint {what!r} is not sent to replicas, because git ignores {relative!r}. Remove it from "
+            ".gitignore, or move the file."
         )
 
 
 def _file_of(function: Any) -> Path | None:
-    """Return the file from which a replica would have to import a callable; None when it needs none of the user's."""
+    """Return the user's file from which a replica must import a callable. None: it needs no such file."""
     named = named_by(function)
     module = sys.modules.get(str(getattr(named, "__module__", None)))
     file = getattr(module, "__file__", None)
     if module is None or file is None or module is sys.modules.get("__main__"):
         return None
-    if "<" in named.__qualname__ or is_by_value(module.__name__):  # cloudpickle, for <locals> and <lambda>
+    if "<" in named.__qualname__ or is_by_value(module.__name__):  # cloudpickle pickles <locals> and <lambda> by value
         return None
     path = Path(file).resolve()
     ours = Path(__file__).resolve().parents[2]
@@ -98,9 +100,15 @@ def _file_of(function: Any) -> Path | None:
 def replica_environment(
     run: RunSpec, rank: int, timeout_s: float | None = None, gpu: str | None = None
 ) -> dict[str, str]:
-    """Return the variables that a replica starts with, besides `run.env` and credentials.
+    """Return the environment variables of a replica, without `run.env` and without credentials.
 
-    The rendezvous is the launcher's url: an adapter replaces it by the one that `remote_access` returns.
+    The rendezvous in them is the launcher's url. An adapter replaces it with the url that `remote_access` returns.
+
+    Args:
+        run: the run.
+        rank: the rank.
+        timeout_s: the time limit in seconds. None, the default: there is none.
+        gpu: the GPU that the launch asked for. None, the default: none.
     """
     found = {
         environment.RANK: str(rank),
@@ -128,27 +136,27 @@ def replica_environment(
 
 
 def bootstrap_command() -> tuple[str, ...]:
-    """Return the command that starts a replica from the store, wherever there is a Python 3.11 and pip.
+    """Return the command that starts a replica from the store, in any image with Python 3.11 or later and pip.
 
-    It carries no secret and is the same for every run: what differs is in its environment.
+    It is the same for every run and has no secret. All differences are in the environment.
     """
     return ("python", "-c", Path(__file__).with_name("bootstrap.py").read_text(encoding="utf-8"))
 
 
 def layer_command(requirements: Sequence[str], pins: Sequence[str]) -> str:
-    """Return the shell command that installs what an image lacks, for a service that builds layers on top of images.
+    """Return the shell command that installs packages which an image lacks, for a service that builds layers of images.
 
-    It is the same for the same requirements, so such a service builds the layer once.
+    The command is the same for the same requirements, so such a service builds the layer once.
 
     Args:
-        requirements: what to install, as pip takes it.
-        pins: those of them that are ours: an image that has a later version keeps it.
+        requirements: the packages to install, as requirements of pip.
+        pins: the requirements of this package itself. An image that has a later version keeps it.
 
     Example:
         layer_command(["torch==2.13.0"], ["torch==2.13.0"])
     """
     script = Path(__file__).with_name("bootstrap.py").read_bytes()
-    # One line without a quote of its own: each line of a Dockerfile is a command.
+    # One line without quotes, because each line of a Dockerfile is a command.
     packed = base64.b64encode(zlib.compress(script, 9)).decode()
     run = f"import base64,zlib;exec(zlib.decompress(base64.b64decode('{packed}')))"
     asked = json.dumps({"requirements": list(requirements), "pins": list(pins)})
@@ -156,7 +164,7 @@ def layer_command(requirements: Sequence[str], pins: Sequence[str]) -> str:
 
 
 def _paths(root: Path, files: Sequence[str]) -> tuple[str, ...]:
-    """Return the folders on `sys.path` that lie in the workspace, below its root, and travel."""
+    """Return the folders on `sys.path` that are below the root of the workspace and have packed files."""
     found: dict[str, None] = {}  # a set that keeps the order
     for entry in sys.path:
         path = Path(os.path.abspath(entry))

@@ -1,8 +1,8 @@
-"""The packages that a replica on another machine needs: our own dependencies as installed here, and the user's.
+"""Finds the packages that a replica on another machine needs: our dependencies as installed here, and the user's.
 
-The user's are those given by hand, else those of the `# /// script` block of the entrypoint's file, else those of the
-workspace's `requirements.txt`, else those of its `pyproject.toml`. Whatever the user names replaces our pin of it. An
-index to install from travels as one of them: `--extra-index-url=https://…`.
+The user's requirements come from the first of these sources that has any: the option `--pip`, the `# /// script` block
+of the entrypoint's file, the workspace's `requirements.txt`, its `pyproject.toml`. A requirement of the user replaces
+our pin of the same package. An index to install from counts as a requirement: `--extra-index-url=https://…`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from executors.task.stored import installed_version
 
 # The packages that our code imports inside a replica. A launcher needs more.
 OURS = ("torch", "numpy", "xxhash", "blake3", "tenacity", "cloudpickle", "inotify_simple", "boto3", "platformdirs")
-DISTRIBUTION = "serverless-replicas"  # travels with the code, as it is here
+DISTRIBUTION = "serverless-replicas"  # not installed, because the packed code has this very version
 INDEX = re.compile(r"--(?P<option>index-url|extra-index-url|find-links)(?:\s*=\s*|\s+)(?P<value>\S+)")
 SHORT = {"-i": "--index-url", "-f": "--find-links"}
 INCLUDE = re.compile(r"(?:-r|--requirement)(?:\s*=\s*|\s+|(?<=-r))(?P<file>\S+)")
@@ -31,15 +31,16 @@ INCLUDE = re.compile(r"(?:-r|--requirement)(?:\s*=\s*|\s+|(?<=-r))(?P<file>\S+)"
 def requirements_of(
     pip: Sequence[str], root: Path, script: Path | None = None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what is installed in a replica: ours, pinned to the versions installed here, and the user's.
+    """Return the requirements of a replica: our dependencies, pinned to the versions here, and the user's requirements.
 
     Args:
-        pip: the user's requirements; when empty, those that the workspace's files name.
+        pip: the user's requirements. Empty: the requirements in the files of the workspace.
         root: the workspace.
-        script: the entrypoint's file.
+        script: the entrypoint's file. None, the default: it has none.
 
     Raises:
-        EntrypointError: a file cannot be read, or holds an option that is not taken, or a version that no index has.
+        EntrypointError: a file cannot be read, or has an option that replicas do not accept, or a version that no index
+            has.
     """
     if pip:
         users = given_requirements(pip)
@@ -49,7 +50,8 @@ def requirements_of(
         users = _read(root / "requirements.txt")
     else:
         project = _project(root)
-        is_ours = canonicalize_name(str(project.get("name", ""))) == DISTRIBUTION  # and what it names is a launcher's
+        # In a checkout of this project, the dependencies are the launcher's, and not the user's.
+        is_ours = canonicalize_name(str(project.get("name", ""))) == DISTRIBUTION
         users = [] if is_ours else [_check(line, "pyproject.toml") for line in project.get("dependencies", [])]
     pins = {canonicalize_name(name): f"{name}=={version}" for name in OURS if (version := installed_version(name))}
     users = _without_ours(users)
@@ -57,23 +59,30 @@ def requirements_of(
     if not any(INDEX.fullmatch(line) for line in users) and (local := next(filter(_is_local, users), None)):
         public = re.sub(r"\+[\w.-]+", "", local)
         raise EntrypointError(
-            f"The requirement {local!r} names a local version, and PyPI has none. Name the index that has it, in "
-            f"requirements.txt or pip=: '--extra-index-url URL'; or ask for {public!r}."
+            f"The requirement {local!r} has a local version, and PyPI has no local versions. Ask for {public!r}, or "
+            "add the index that has it to requirements.txt or pip=, as in '--extra-index-url URL'."
         )
     return tuple(pin for name, pin in pins.items() if name not in named), tuple(users)
 
 
 def given_requirements(pip: Sequence[str]) -> list[str]:
-    """Return requirements that the user gave, as a task has them.
+    """Return the checked requirements that the user gave.
+
+    Args:
+        pip: the requirements.
 
     Raises:
-        EntrypointError: one is an option that is not taken, or holds credentials.
+        EntrypointError: a requirement is an option that replicas do not accept, or has credentials.
     """
     return _without_ours(_check(line, "pip=") for line in pip)
 
 
 def name_of(requirement: str) -> str | None:
-    """Return the normalized name of the package that a requirement asks for, or None for a path or a bare url."""
+    """Return the normalized name of the package that a requirement asks for. None: it is a path or a bare url.
+
+    Args:
+        requirement: the requirement.
+    """
     try:
         return canonicalize_name(Requirement(requirement).name)
     except InvalidRequirement:
@@ -85,7 +94,7 @@ def _without_ours(lines: Iterable[str]) -> list[str]:
 
 
 def _is_local(line: str) -> bool:
-    """Tell whether a requirement asks for a version with a local part, as in `torch==2.13.0+cpu`."""
+    """Return True if a requirement asks for a version with a local part, as in `torch==2.13.0+cpu`."""
     try:
         return any("+" in each.version for each in Requirement(line).specifier)
     except InvalidRequirement:
@@ -93,7 +102,7 @@ def _is_local(line: str) -> bool:
 
 
 def _project(root: Path) -> dict[str, Any]:
-    """Return the table [project] of the workspace's pyproject.toml; empty without one."""
+    """Return the table [project] of the workspace's pyproject.toml. The result is empty if there is none."""
     path = root / "pyproject.toml"
     if not path.is_file():
         return {}
@@ -104,14 +113,14 @@ def _project(root: Path) -> dict[str, Any]:
 
 
 def _of_header(script: Path) -> list[str] | None:
-    """Return the requirements of a script's header; None where it names none."""
+    """Return the requirements of a script's header. None: the header has no requirements."""
     header = script_header(script)
     others = [name for name in header if name not in ("dependencies", "requires-python", "tool")]
     tools = header.get("tool")
     others += [f"tool.{name}" for name in (tools if isinstance(tools, dict) else ()) if name != "replicas"]
     if others:
         names = ", ".join(f"[{name}]" for name in others)
-        print(f"replicas: {script}: of its '# /// script' block, {names} is not taken to replicas", file=sys.stderr)
+        print(f"replicas: {script}: replicas ignore {names} of its '# /// script' block", file=sys.stderr)
     lines = header.get("dependencies")
     if lines is None:
         return None
@@ -121,7 +130,7 @@ def _of_header(script: Path) -> list[str] | None:
 
 
 def _read(path: Path, *including: Path) -> list[str]:
-    """Read a requirements file and those it includes."""
+    """Return the requirements of a file and of the files that it includes."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -142,23 +151,23 @@ def _read(path: Path, *including: Path) -> list[str]:
 
 
 def _check(line: str, place: str) -> str:
-    """Return a requirement.
+    """Return a checked requirement.
 
     Raises:
-        EntrypointError: it is an option of pip's, or would show credentials.
+        EntrypointError: the line is an option of pip, or has credentials.
     """
     line = line.strip()
     if re.search(r"https?://[^/\s]*@", line):
         raise EntrypointError(
-            f"{place}: the requirement {name_of(line) or 'of a url'!r} holds credentials. Requirements are stored with "
-            "the run: install such a package in the image that the replicas start from."
+            f"{place}: the requirement {name_of(line) or 'of a url'!r} has credentials, and requirements are stored "
+            "with the run. Install such a package in the image of the replicas."
         )
     if index := INDEX.fullmatch(re.sub(r"^(-i|-f)\b", lambda short: SHORT[short[1]], line)):
         return f"--{index['option']}={index['value']}"
     option = line if line.startswith("-") else next(iter(re.findall(r"\s(--?[A-Za-z].*)", line)), "")
     if option or not line:
         raise EntrypointError(
-            f"{place}: the option {option!r} is not taken to replicas, only requirements, '-r FILE' and the options of "
-            "an index are. Install such packages in the image that the replicas start from, or give pip= without them."
+            f"{place}: replicas accept only requirements, '-r FILE' and options of an index, got {option!r}. Install "
+            "such packages in the image of the replicas, or give pip= without them."
         )
     return line

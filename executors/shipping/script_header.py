@@ -1,4 +1,4 @@
-"""The `# /// script` block of a file (PEP 723): what it needs installed, and settings of ours."""
+"""Reads the `# /// script` block of a file (PEP 723): its dependencies, its Python version, and our settings."""
 
 from __future__ import annotations
 
@@ -12,31 +12,38 @@ from typing import Any
 from executors.errors import EntrypointError
 from executors.task.entrypoint import find_source
 
-BLOCK = re.compile(r"(?m)^# /// script$\s(?P<content>(^#(| .*)$\s)+)^# ///$")  # as the PEP has it
+BLOCK = re.compile(r"(?m)^# /// script$\s(?P<content>(^#(| .*)$\s)+)^# ///$")  # copied from the PEP
 
 
 def toml_of(text: str, place: str) -> dict[str, Any]:
-    """Return a TOML text as a table.
+    """Parse a TOML text.
+
+    Args:
+        text: the text.
+        place: the name of the file, for the error.
 
     Raises:
-        ValueError: it is none; the message names the place and the line.
+        ValueError: the text is not TOML. The message has the place and the line.
     """
-    import tomllib  # here, because few launches read any
+    import tomllib  # only here, because few launches read TOML
 
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         what, _, where = str(error).partition(" (at ")
         line = re.match(r"line (\d+)", where)
-        at = f", line {line[1]}" if line else f", line {len(text.splitlines())}"  # else: at the end
+        at = f", line {line[1]}" if line else f", line {len(text.splitlines())}"  # without a line, it is at the end
         raise ValueError(f"{place}{at} is not TOML: {what}.") from None
 
 
 def read_text(path: Path) -> str:
-    """Return what a file of settings holds.
+    """Return the text of a file of settings.
+
+    Args:
+        path: the file.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the file cannot be read.
     """
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -47,9 +54,13 @@ def read_text(path: Path) -> str:
 
 
 def script_of(entrypoint: str | Callable[..., Any]) -> Path | None:
-    """Return the file that an entrypoint is defined in; None where there is none to see."""
+    """Return the file that defines an entrypoint. None: it has no source file.
+
+    Args:
+        entrypoint: the callable, or its name.
+    """
     if isinstance(entrypoint, str):
-        with contextlib.suppress(EntrypointError):  # the search for the entrypoint reports what is wrong with the file
+        with contextlib.suppress(EntrypointError):  # the check of the entrypoint reports this error
             found = find_source(entrypoint)
             return None if found is None else found[0]
         return None
@@ -58,14 +69,17 @@ def script_of(entrypoint: str | Callable[..., Any]) -> Path | None:
 
 
 def script_header(file: Path) -> dict[str, Any]:
-    """Return the `# /// script` block of a file; empty where it has none.
+    """Return the `# /// script` block of a file. The result is empty if there is none.
+
+    Args:
+        file: the file.
 
     Raises:
-        EntrypointError: there are two of them, or it is not TOML.
+        EntrypointError: the file has two such blocks, or the block is not TOML.
     """
     try:
-        text = file.read_text(encoding="utf-8-sig", errors="replace")  # Python's own coding lines are not looked at
-    except OSError:  # there is none to read, as in a zip
+        text = file.read_text(encoding="utf-8-sig", errors="replace")  # coding lines of Python are ignored
+    except OSError:  # the file does not exist, as for a module in a zip
         return {}
     try:
         blocks = list(BLOCK.finditer(text))
@@ -81,10 +95,14 @@ def script_header(file: Path) -> dict[str, Any]:
 
 
 def check_python(header: Mapping[str, Any], file: Path) -> None:
-    """Check that replicas, which have the minor version of this Python, have one that the file asks for.
+    """Check `requires-python` of a file against this Python, because replicas have the same minor version.
+
+    Args:
+        header: the header of the file.
+        file: the file, for the error.
 
     Raises:
-        EntrypointError: `requires-python` excludes it.
+        EntrypointError: `requires-python` excludes this version, or cannot be parsed.
     """
     asked = header.get("requires-python")
     if asked is None:
@@ -100,6 +118,6 @@ def check_python(header: Mapping[str, Any], file: Path) -> None:
     minor = "{}.{}".format(*sys.version_info)
     if not any(allowed.contains(f"{minor}.{patch}") for patch in range(100)):
         raise EntrypointError(
-            f"{file} requires Python {asked}, and replicas get this one's minor version, {minor}. Launch with another "
-            "Python, or change requires-python in its '# /// script' block."
+            f"{file} requires Python {asked}, and replicas get the launcher's minor version {minor}. Launch with "
+            "another Python, or change requires-python in its '# /// script' block."
         )

@@ -1,15 +1,18 @@
-"""A snapshot of the user's workspace, and of these packages: what a replica on another machine runs.
+"""Packs the user's workspace and our packages into an archive for replicas on other machines.
 
-    workspace/…   the files that git knows or would take in: tracked, and untracked but not ignored
+    workspace/…   files that git tracks, or would track because no rule ignores them
     packages/…    `executors` and `diloco`, as they are installed here
 
-Without git or a repository it is every file but hidden ones, `__pycache__`, `node_modules` and virtual environments.
-The archive holds plain files alone. A link to a file or folder of the workspace travels as what it points to. Left
-out, and named in `Package.left_out`: links that lead outside or nowhere, submodules that are not checked out, and
-what may hold secrets: by its name (`.env`, `.netrc`, `id_ed25519`, `*.p12`, …), or as a `*.pem` or `*.key` with a
-private key in it.
+Without git or a repository, all files are packed except hidden ones, `__pycache__`, `node_modules` and virtual
+environments. The archive has only plain files. A link to a file or folder of the workspace becomes a copy of its
+target. These are left out, and `Package.left_out` names them:
 
-Equal files give an equal archive, and so an equal digest: names are sorted, owners and times are zero.
+- links to targets that do not exist, or that are outside of the workspace
+- submodules that are not checked out
+- files with the name of a secret, as `.env`, `.netrc`, `id_ed25519` or `*.p12`
+- `*.pem` and `*.key` files with a private key
+
+Equal files give an equal archive and so an equal digest, because names are sorted, and owners and times are zero.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from executors.shipping.checkout import GitQuery, git
 from executors.task.code_package import Package
 
 WORKSPACE, PACKAGES = "workspace", "packages"  # the archive's two folders
-LIMIT_BYTES = 64 << 20  # of the user's files together
+LIMIT_BYTES = 64 << 20  # of all the user's files together
 OURS = ("executors", "diloco")
 SKIPPED_FOLDERS = {"__pycache__", "node_modules"}
 SECRET_NAMES = (
@@ -39,17 +42,20 @@ SECRET_NAMES = (
     "id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "*.p12", "*.pfx", "*.jks", "*.kdbx",
 )  # fmt: skip
 EXAMPLES_OF_SECRETS = (".env.example", ".env.sample", ".env.template", ".env.dist")
-KEY_FILES = ("*.pem", "*.key")  # certificates are called so, too, and may be needed
+KEY_FILES = ("*.pem", "*.key")  # certificates have such names, too, and the training may need them
 LARGEST_KEY_BYTES = 1 << 20
 KEY_MARK = b"PRIVATE KEY-----"
 LIST = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
 
 
 def snapshot_workspace(root: Path) -> Package:
-    """Pack the workspace `root` and our packages.
+    """Pack a workspace and our packages.
+
+    Args:
+        root: the folder of the workspace.
 
     Raises:
-        EntrypointError: it is too large, a file cannot be read, or git refuses to tell.
+        EntrypointError: the workspace is too large, a file cannot be read, or git refuses to list the files.
     """
     root = root.resolve()
     left_out: list[str] = []
@@ -78,26 +84,26 @@ def snapshot_workspace(root: Path) -> Package:
 
 
 def _checked_size(files: Mapping[str, Path]) -> int:
-    """Return how much the files hold together. Raises EntrypointError: it is more than the limit."""
+    """Return the size of all files together, in bytes. Raise EntrypointError if it exceeds the limit."""
     sizes = {name: path.stat().st_size for name, path in files.items()}
     if (size_bytes := sum(sizes.values())) > LIMIT_BYTES:
         largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:5]
         raise EntrypointError(
-            f"The workspace holds {_mib(size_bytes)}, more than the {_mib(LIMIT_BYTES)} that are shipped to replicas. "
-            f"Largest: {', '.join(f'{name} ({_mib(sizes[name])})' for name in largest)}. Name what replicas do not "
-            "need in .gitignore; let them read data from where it lies."
+            f"The workspace has {_mib(size_bytes)}, and at most {_mib(LIMIT_BYTES)} are sent to replicas. "
+            f"Largest: {', '.join(f'{name} ({_mib(sizes[name])})' for name in largest)}. Add files that "
+            "replicas do not need to .gitignore, and let replicas read data from a bucket."
         )
     return size_bytes
 
 
 def _choose(root: Path, listed: bytes | None, left_out: list[str]) -> Iterator[tuple[str, Path]]:
-    """Yield the files that travel, each with its name in the workspace."""
+    """Yield the files to pack, each with its name in the workspace."""
     paths = {name: root / name for name in _names(root, listed, left_out)}
     links = {name: path for name, path in paths.items() if path.is_symlink()}
-    # Git still tracks files that are deleted.
+    # Git also lists files that were deleted.
     plain = {name: path for name, path in paths.items() if name not in links and path.is_file()}
-    for name, path in sorted(links.items()):  # in one order, for a link may lead to a folder with others
-        target = Path(os.path.realpath(path))  # which accepts a link that leads in a circle
+    for name, path in sorted(links.items()):  # sorted, because a link may lead to a folder with other links
+        target = Path(os.path.realpath(path))  # unlike Path.resolve, this accepts a link that leads in a circle
         if not target.is_relative_to(root) or not target.exists():
             left_out.append(f"{name} (a link to {os.readlink(path)})")
         elif target.is_file():
@@ -115,15 +121,15 @@ def _choose(root: Path, listed: bytes | None, left_out: list[str]) -> Iterator[t
 
 
 def _names(root: Path, listed: bytes | None, left_out: list[str]) -> Iterator[str]:
-    """Yield the names of the files and links below `root` that belong to it."""
-    if not listed:  # no repository, or one that ignores this folder as a whole, such as one around the home directory
+    """Yield the names of the workspace's files and links, relative to `root`."""
+    if not listed:  # there is no repository, or it ignores this whole folder, such as one around the home directory
         yield from _walk(root, left_out)
         return
     for name in {os.fsdecode(name) for name in listed.split(b"\0") if name}:
         path = root / name
         if path.is_symlink() or not path.is_dir():
             yield name
-        elif (path / ".git").exists():  # a submodule, or a repository within this one
+        elif (path / ".git").exists():  # a submodule, or another repository inside this one
             yield from (f"{name.rstrip('/')}/{inner}" for inner in _names(path, git(path, *LIST), left_out))
         else:
             left_out.append(f"{name} (a submodule that is not checked out)")
@@ -133,7 +139,7 @@ def _walk(root: Path, left_out: list[str]) -> Iterator[str]:
     def note(error: OSError) -> None:
         if error.filename == str(root):
             raise error
-        if not isinstance(error, FileNotFoundError):  # it was deleted just now
+        if not isinstance(error, FileNotFoundError):  # the folder was deleted just now
             left_out.append(f"{os.path.relpath(error.filename, root)} (it cannot be read)")
 
     for folder, folders, names in os.walk(root, onerror=note):
@@ -151,7 +157,7 @@ def _walk(root: Path, left_out: list[str]) -> Iterator[str]:
 
 
 def _is_secret(name: str, path: Path) -> bool:
-    for called in (Path(name).name.lower(), path.name.lower()):  # a link may be called otherwise than its file
+    for called in (Path(name).name.lower(), path.name.lower()):  # the name of a link may differ from its target's
         if any(fnmatch.fnmatchcase(called, pattern) for pattern in SECRET_NAMES) and called not in EXAMPLES_OF_SECRETS:
             return True
         if any(fnmatch.fnmatchcase(called, pattern) for pattern in KEY_FILES):
@@ -165,7 +171,7 @@ def _mib(size_bytes: int) -> str:
 
 
 def _our_files() -> Iterator[tuple[str, Path]]:
-    """Yield the files of our packages, as they are installed."""
+    """Yield the files of our packages as they are installed here."""
     for package in OURS:
         spec = find_spec(package)
         assert spec is not None

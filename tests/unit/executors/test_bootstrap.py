@@ -63,7 +63,7 @@ def shared(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("requirements", "said"),
     [
-        ([f"numpy=={version('numpy')}"], "the image has all that is needed"),
+        ([f"numpy=={version('numpy')}"], "the image has all required packages"),
         (["numpy==0.0.1"], "keeping numpy"),
     ],
     ids=["all is there", "a later version is there"],
@@ -239,7 +239,7 @@ def test_a_variable_that_is_not_set_is_named(cloud: Cloud, workspace: Path, shar
 
 def test_a_run_that_is_gone_or_has_no_code_is_told(cloud: Cloud, shared: Path) -> None:
     spec = create_run(open_store(shared), "otter", "helper:f", {}, 1, backend="cloud")
-    assert "the run was launched without its code" in refusal(cloud, spec)
+    assert "the run was launched without code for other machines" in refusal(cloud, spec)
     gone = dataclasses.replace(spec, store_url=(shared / "nowhere").as_uri())
     code, _, err = ended(cloud.start(gone))
     assert (code, "No such file or directory" in err) == (CANNOT_START, True)
@@ -265,9 +265,9 @@ def test_a_container_without_a_folder_that_can_be_written_says_so_in_one_line(
 ) -> None:
     spec = ship(shared, workspace, "train_of_user:light", {"x": 1})
     told = refusal(cloud, spec, ["sh", "-c", f'{before}; exec "$@"', "sh"])
-    assert "there is no room for its code: " in told
+    assert "its code cannot be unpacked: " in told
     assert says in told
-    assert "Give it a folder that can be written (TMPDIR)." in told
+    assert "Set TMPDIR to a folder with room that can be written." in told
 
 
 def test_an_endpoint_that_is_no_url_is_told_in_one_line(cloud: Cloud, workspace: Path, s3: S3Server) -> None:
@@ -316,7 +316,7 @@ def test_a_pin_that_is_installed_costs_no_pip_and_one_that_cannot_be_is_told(
     lines = err.splitlines()
     assert code == CANNOT_START
     assert lines[0] == "replicas: installing nowhere-to-be-found==1.0"
-    assert lines[-1].endswith("pip could not install what it needs (exit code 1); what pip says is above.")
+    assert lines[-1].endswith("pip could not install its requirements (exit code 1). The error of pip is above.")
     assert "No matching distribution found for nowhere-to-be-found==1.0" in err
 
 

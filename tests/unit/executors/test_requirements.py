@@ -84,11 +84,11 @@ def test_those_given_by_hand_win_over_the_script_header_and_that_over_requiremen
     assert requirements_of(["by-hand>=2"], tmp_path, script) == (*PINS, "by-hand>=2")
     script.write_text("# /// script\n# dependencies = []\n# ///\n")
     assert requirements_of((), tmp_path, script) == PINS
-    said = f"replicas: {script}: of its '# /// script' block, [tool.uv] is not taken to replicas\n"
+    said = f"replicas: {script}: replicas ignore [tool.uv] of its '# /// script' block\n"
     assert capsys.readouterr().err == said
     for text, words in (
         ('dependencies = "einops"', "dependencies is a list of strings"),
-        ('dependencies = ["-e ."]', r"train\.py: the option '-e \.' is not taken"),
+        ('dependencies = ["-e ."]', r"train\.py: replicas accept only requirements.*got '-e \.'"),
         ("dependencies = [", r"train\.py, line 2 is not TOML"),
     ):
         script.write_text(f"# /// script\n# {text}\n# ///\n")
@@ -123,7 +123,7 @@ def test_a_script_that_asks_for_another_python_is_refused_before_anything_starts
         (f'"==3.{minor}.*"', None),
         (
             f'">=3.{minor + 1}"',
-            f"requires Python >=3.{minor + 1}, and replicas get this one's minor version, 3.{minor}",
+            f"requires Python >=3.{minor + 1}, and replicas get the launcher's minor version 3.{minor}",
         ),
         (f'"<3.{minor}"', "requires Python <"),
         ('"three"', "requires-python is a version specifier, as in '>=3.11', got 'three'"),
@@ -182,9 +182,9 @@ def test_an_option_of_pip_is_refused_by_name(tmp_path: Path) -> None:
         "-e .", "--no-index", "-c constraints.txt", "--extra-index-url", "-f a b", "a==1 --hash=sha256:0", "--pre", "-",
     ):  # fmt: skip
         (tmp_path / "requirements.txt").write_text(f"fine\n{line}\n")
-        with pytest.raises(EntrypointError, match=r"requirements\.txt: the option '-.*' is not taken to replicas"):
+        with pytest.raises(EntrypointError, match=r"requirements\.txt: replicas accept only requirements.*got '-.*'"):
             requirements_of((), tmp_path)
-        with pytest.raises(EntrypointError, match=r"pip=: the option '-.*' is not taken"):
+        with pytest.raises(EntrypointError, match=r"pip=: replicas accept only requirements.*got '-.*'"):
             requirements_of([line], tmp_path)
 
 
@@ -206,21 +206,21 @@ def test_an_index_travels_with_what_is_installed_from_it(tmp_path: Path) -> None
 
 
 def test_a_local_version_without_an_index_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    asks = "--extra-index-url URL'; or ask for 'torch==2.13.0'"
+    asks = "Ask for 'torch==2.13.0', or add the index that has it to requirements.txt or pip="
     with pytest.raises(EntrypointError, match=re.escape(asks)) as caught:
         requirements_of(["einops", "torch==2.13.0+cpu"], tmp_path)
-    assert "'torch==2.13.0+cpu' names a local version" in str(caught.value)
+    assert "'torch==2.13.0+cpu' has a local version" in str(caught.value)
     url = "torch @ https://download.pytorch.org/whl/cpu/torch-2.13.0%2Bcpu-cp311-linux_x86_64.whl"
     assert requirements_of([url], tmp_path)[-1] == url
 
 
 def test_credentials_do_not_travel_in_a_requirement(tmp_path: Path) -> None:
     for url in ("https://me:hunter2@example.com/a.whl", "git+https://hunter2@example.com/a.git"):
-        with pytest.raises(EntrypointError, match="'mine' holds credentials") as caught:
+        with pytest.raises(EntrypointError, match="'mine' has credentials") as caught:
             requirements_of([f"mine @ {url}"], tmp_path)
         assert "hunter2" not in str(caught.value)
     assert requirements_of(["mine @ git+ssh://git@example.com/a.git"], tmp_path)[-1].startswith("mine")
-    with pytest.raises(EntrypointError, match="holds credentials") as caught:
+    with pytest.raises(EntrypointError, match="has credentials") as caught:
         requirements_of(["--index-url https://me:hunter2@example.com/simple"], tmp_path)
     assert "hunter2" not in str(caught.value)
 

@@ -130,7 +130,7 @@ def test_a_submodule_travels_and_one_that_is_not_checked_out_is_named(root: Path
 
 def test_what_git_refuses_to_list_is_an_error_and_not_half_a_workspace(root: Path) -> None:
     (root / ".git" / "index").write_bytes(b"not an index")
-    with pytest.raises(EntrypointError, match=r"cannot be listed: git says: .*index"):
+    with pytest.raises(EntrypointError, match=r"cannot be listed. git printed: .*index"):
         snapshot_workspace(root)
 
 
@@ -219,7 +219,7 @@ def test_what_may_hold_a_secret_stays_and_is_named(root: Path, capsys: pytest.Ca
     assert not set(secret) & set(workspace.files)
     assert workspace.left_out == tuple(sorted(f"{name} (it may hold a secret)" for name in secret))
     make_package("train.py:main", root=root)
-    assert capsys.readouterr().err == f"replicas: not shipped to the replicas: {', '.join(workspace.left_out)}\n"
+    assert capsys.readouterr().err == f"replicas: not sent to the replicas: {', '.join(workspace.left_out)}\n"
 
 
 # The same bytes
@@ -260,7 +260,7 @@ def test_too_much_is_refused_with_the_largest_files_and_what_to_do(root: Path, m
     with pytest.raises(EntrypointError) as caught:
         snapshot_workspace(root)
     text = str(caught.value)
-    assert text.startswith("The workspace holds 4.0 MiB, more than the 1.0 MiB that are shipped to replicas.")
+    assert text.startswith("The workspace has 4.0 MiB, and at most 1.0 MiB are sent to replicas.")
     assert "Largest: file6.bin (1.1 MiB), file5.bin (1.0 MiB)," in text
     assert "file2.bin" in text
     assert "file1.bin" not in text
@@ -315,7 +315,7 @@ def test_an_entrypoint_that_replicas_would_not_find_is_refused(root: Path) -> No
     for entrypoint, message in {
         "ignored.txt/../data/train.py:main": "git ignores 'data/train.py'",
         "data/train.py:main": "git ignores 'data/train.py'",
-        "../outside.py:main": "lies outside the workspace",
+        "../outside.py:main": "outside of the workspace",
         f"{root}/train.py:main": "Use train.py:main",
     }.items():
         with pytest.raises(EntrypointError) as caught:
@@ -337,7 +337,7 @@ def test_a_callable_that_replicas_could_not_import_is_refused(root: Path, monkey
         (OfAnotherFolder(), "OfAnotherFolder"),
     )
     for entrypoint, name in outside:
-        with pytest.raises(EntrypointError, match=rf"{name}' lies outside the workspace"):
+        with pytest.raises(EntrypointError, match=rf"{name}' is in .*, outside of the workspace"):
             make_package(entrypoint, root=root)
     here = Path(__file__).parents[3]
     for travels, folder in (
