@@ -193,8 +193,8 @@ class DiLoCo:
         ValueError: An argument has a value that is not allowed. Nothing was written.
         TypeError: An argument has a type that is not allowed, or the model is sharded. Nothing was written.
         ContributionError: The model or the settings differ from the run's. The message names the first difference.
-        DiLoCoError: This process is one of several in a replica, or not a replica and an argument is missing. Or a
-            DiLoCo of this name is open already.
+        DiLoCoError: This process is one of several in a replica, or a DiLoCo of this name is open already. Or the
+            process is not a replica, and only some of the arguments from `store` to `world_size` are given.
         QuorumTimeoutError: The replicas did not agree on the first anchor in `round_timeout_s`.
         StoreError: The store did not answer in `round_timeout_s`.
     """

@@ -152,8 +152,13 @@ def _texts(here: griffe.Object, groups: Mapping[str, str]) -> Iterator[str]:
             yield text if kind.value == "text" else f"```python\n{text.strip()}\n```"
     yield from more
     described = {each.name: each for section in by_kind.get("parameters", ()) for each in section.value}
+    # A long list of parameters has several sections with titles, such as "Args: Slow links".
+    titled = [section for section in by_kind.get("parameters", ()) if section.title]
+    groups = {each.name: section.title for section in titled for each in section.value} | dict(groups)
     attributes = [each for section in by_kind.get("attributes", ()) for each in section.value]
-    if (parameters := parameters_of(here)) and not backend_of(here):
+    # The parameters of a record are its attributes, so one table describes both.
+    is_record = bool(attributes) and not described
+    if (parameters := parameters_of(here)) and not backend_of(here) and not is_record:
         yield from _parameter_tables(parameters, described, groups)
     if attributes:
         rows = [[code(each.name), code(str(each.annotation or "")), _line(each.description)] for each in attributes]
