@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["DiLoCo", "RoundReport"]
 
 # Loaded when first used, because the import of torch takes seconds and not every module here needs torch.
+_NEEDED = ("torch", "xxhash", "blake3")
+"""A machine that only launches and watches has none of these. The extra `diloco` brings them."""
 _LAZY = {"DiLoCo": "diloco.outer", "RoundReport": "diloco.rendezvous.round"}
 
 
@@ -25,4 +27,12 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'diloco' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    from executors.errors import MissingDependencyError, install_command
+
+    try:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name not in _NEEDED:
+            raise
+        message = f"{name} needs the package {error.name!r}. Install what training needs with: "
+        raise MissingDependencyError(message + install_command("diloco")) from error

@@ -107,6 +107,51 @@ class MissingDependencyError(BackendError, ImportError):
     """A backend or store needs a package that is not installed."""
 
 
+def install_command(extra: str) -> str:
+    """Return the command that installs the packages of one of our extras, with the versions that our metadata names.
+
+    The command names the packages themselves, because the name of this project on an index could be another package.
+
+    Args:
+        extra: the name of the extra in `pyproject.toml`, such as `modal`.
+
+    Example:
+        install_command("modal")  # "pip install 'modal<2,>=1.6'"
+    """
+    import shlex
+
+    return f"pip install {' '.join(map(shlex.quote, packages_of(extra) or [extra]))}"
+
+
+def packages_of(extra: str) -> list[str]:
+    """Return the packages that one of our extras adds, each with the versions that our metadata names.
+
+    Args:
+        extra: the name of the extra in `pyproject.toml`, such as `diloco`.
+
+    Returns: the requirements. Nothing: the project is not installed here, as where its code was copied.
+
+    Example:
+        packages_of("s3")  # ["boto3>=1.36"]
+    """
+    from importlib import metadata
+
+    from packaging.requirements import Requirement
+
+    try:
+        lines = metadata.requires("serverless-replicas") or []
+    except metadata.PackageNotFoundError:
+        return []
+    return [
+        f"{each.name}{each.specifier}"
+        for each in map(Requirement, lines)
+        if each.marker
+        and each.name != "serverless-replicas"
+        and each.marker.evaluate({"extra": extra})
+        and not each.marker.evaluate({"extra": ""})
+    ]
+
+
 class LaunchError(BackendError):
     """The backend refused to start a replica; those already started were cancelled."""
 

@@ -16,14 +16,15 @@ from executors.backends.jobs.sdk import LazyModule, call_with_timeout
 from executors.backends.jobs.service import JobServiceError, Kind
 from executors.errors import MissingDependencyError
 
+NEEDED_BY = "Backend 'hf' needs the Hugging Face Hub client."
 if TYPE_CHECKING:
     import huggingface_hub as hub
     import huggingface_hub.errors as hub_errors
 else:
-    NEEDED = "Backend 'hf' needs the Hugging Face Hub client. Install it with: pip install 'serverless-replicas[hf]'"
-    hub, hub_errors = LazyModule("huggingface_hub", NEEDED), LazyModule("huggingface_hub.errors", NEEDED)
-utils: Any = LazyModule("huggingface_hub.utils", "")
-constants: Any = LazyModule("huggingface_hub.constants", "")
+    hub = LazyModule("huggingface_hub", NEEDED_BY, "hf")
+    hub_errors = LazyModule("huggingface_hub.errors", NEEDED_BY, "hf")
+utils: Any = LazyModule("huggingface_hub.utils", NEEDED_BY, "hf")
+constants: Any = LazyModule("huggingface_hub.constants", NEEDED_BY, "hf")
 
 __all__ = [
     "ask",

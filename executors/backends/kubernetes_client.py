@@ -19,13 +19,14 @@ from executors.backends.jobs.service import JobServiceError, Kind
 from executors.backends.kubernetes_manifest import CONTAINER
 from executors.errors import BackendError, kind_of
 
+NEEDED_BY = "Backend 'k8s' needs the Kubernetes client."
 if TYPE_CHECKING:
     from kubernetes import client, config
 else:
-    MISSING = "Backend 'k8s' needs the Kubernetes client. Install it with: pip install 'serverless-replicas[k8s]'"
-    client, config = LazyModule("kubernetes.client", MISSING), LazyModule("kubernetes.config", MISSING)
-urllib3: Any = LazyModule("urllib3.exceptions", "")
-yaml: Any = LazyModule("yaml", "")
+    client = LazyModule("kubernetes.client", NEEDED_BY, "k8s")
+    config = LazyModule("kubernetes.config", NEEDED_BY, "k8s")
+urllib3: Any = LazyModule("urllib3.exceptions", NEEDED_BY, "k8s")
+yaml: Any = LazyModule("yaml", NEEDED_BY, "k8s")
 
 __all__ = ["ADVICE", "ALREADY_EXISTS", "Cluster", "StatusError", "client"]
 LIMIT_S = (5.0, 30.0)  # to connect, and between two bytes; the client has no limits by default

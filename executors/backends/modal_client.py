@@ -14,8 +14,7 @@ from executors.backends.jobs.service import JobServiceError, Kind
 if TYPE_CHECKING:
     import modal
 else:
-    NEEDED = "Backend 'modal' needs the Modal SDK. Install it with: pip install 'serverless-replicas[modal]'"
-    modal = LazyModule("modal", NEEDED)
+    modal = LazyModule("modal", "Backend 'modal' needs the Modal SDK.", "modal")
 
 __all__ = ["TOKEN_ADVICE", "WaitingCalls", "in_thread", "modal", "translated_errors"]
 

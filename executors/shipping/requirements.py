@@ -16,7 +16,7 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from executors.errors import EntrypointError
+from executors.errors import EntrypointError, packages_of
 from executors.shipping.script_header import read_text, script_header, toml_of
 from executors.task.stored import installed_version
 
@@ -53,7 +53,8 @@ def requirements_of(
         # In a checkout of this project, the dependencies are the launcher's, and not the user's.
         is_ours = canonicalize_name(str(project.get("name", ""))) == DISTRIBUTION
         users = [] if is_ours else [_check(line, "pyproject.toml") for line in project.get("dependencies", [])]
-    pins = {canonicalize_name(name): f"{name}=={version}" for name in OURS if (version := installed_version(name))}
+    pins = {name_of(line): line for line in packages_of("diloco")}  # a machine that only launches may have no torch
+    pins |= {canonicalize_name(name): f"{name}=={version}" for name in OURS if (version := installed_version(name))}
     users = _without_ours(users)
     named = {name_of(line) for line in users}
     if not any(INDEX.fullmatch(line) for line in users) and (local := next(filter(_is_local, users), None)):

@@ -17,7 +17,7 @@ from botocore.exceptions import ClientError
 from servers.s3.server import BUCKET, CREDENTIALS, S3Server
 from support.stores import Clock
 
-from executors.errors import MissingDependencyError, StoreError, UnsafeStoreError, UnwritableStoreError
+from executors.errors import MissingDependencyError, StoreError, UnsafeStoreError, UnwritableStoreError, install_command
 from executors.store import open_store
 from executors.store.s3.address import S3Address
 from executors.store.s3.client import connect
@@ -186,7 +186,8 @@ except ImportError as error:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60, check=True)
     assert done.stdout.startswith(MissingDependencyError.__name__)
-    assert "needs boto3. Install it with: pip install 'serverless-replicas[s3]'" in done.stdout
+    assert f"needs boto3. Install it with: {install_command('s3')}" in done.stdout
+    assert "pip install 'boto3>=" in done.stdout
 
 
 def test_a_bucket_in_which_runs_live_is_checked_before_something_is_created_in_it(s3: S3Server) -> None:

@@ -27,6 +27,7 @@ EXTRAS = sorted(PROJECT["optional-dependencies"].keys() - {"all", "dev"})
 PARTS = {
     "s3": "boto3, executors.store.s3.store",
     "hf-trainer": "diloco.trainers.hf",
+    "diloco": "diloco.outer",
     "lightning": "diloco.trainers.lightning",
     "tensorboard": "tensorboard.summary.writer.event_file_writer, executors.view.report.tensorboard",
 }
@@ -106,6 +107,22 @@ def test_the_wheel_holds_the_two_packages_and_nothing_else(wheel: Path) -> None:
     assert set(tracked.stdout.decode().split()) <= names
 
 
+@pytest.fixture(scope="module")
+def training(scratch: Path, wheel: Path, installed: Environment) -> Environment:
+    """An environment with what training needs, too."""
+    environment = Environment(scratch / "training", below=installed)
+    environment.install(f"{wheel}[diloco]")
+    return environment
+
+
+def test_a_machine_that_only_launches_needs_no_torch(installed: Environment, tmp_path: Path) -> None:
+    assert not (installed.packages / "torch").exists()
+    tried = "import diloco\ntry:\n    diloco.DiLoCo\nexcept ImportError as error:\n    print(error)"
+    message = installed.run(tmp_path, "python", "-c", tried)
+    assert "DiLoCo needs the package" in message
+    assert "'torch>=" in message
+
+
 def test_the_command_helps_and_the_examples_of_the_readme_run(installed: Environment, tmp_path: Path) -> None:
     assert "launch" in installed.run(tmp_path, "replicas", "--help")
     assert "--backend" in installed.run(tmp_path, "replicas", "launch", "--help")
@@ -115,8 +132,8 @@ def test_the_command_helps_and_the_examples_of_the_readme_run(installed: Environ
     assert installed.run(tmp_path, "python", "script.py") == block_with(TEXT, "{'rank': 3, 'loss': 0.005}]")
 
 
-def test_two_replicas_of_the_demo_train_one_model(installed: Environment, tmp_path: Path) -> None:
-    told = installed.run(tmp_path, "replicas", "launch", "--n", "2", "--arg", "steps=40")
+def test_two_replicas_of_the_demo_train_one_model(training: Environment, tmp_path: Path) -> None:
+    told = training.run(tmp_path, "python", "-m", "executors.cli", "launch", "--n", "2", "--arg", "steps=40")
     assert "2 replicas trained one transformer" in told
 
 
@@ -143,7 +160,8 @@ def test_without_extras_what_is_missing_is_said_with_the_command_that_installs_i
     found = problems(installed, tmp_path)
     assert found["local"] is None
     for backend in ("modal", "hf"):
-        assert f"pip install '{PROJECT['name']}[{backend}]'" in str(found[backend])
+        (package, *_) = PROJECT["optional-dependencies"][backend]
+        assert f"pip install '{package.partition('>')[0].replace('_', '-')}" in str(found[backend])
 
 
 def problems(environment: Environment, folder: Path) -> dict[str, str | None]:

@@ -13,11 +13,12 @@ from servers.hub.server import HubServer
 from servers.s3.server import BUCKET, S3Server
 from support.cli import Folder, HereInstead, Result
 
+from executors.errors import install_command
 from executors.registry.run_index import PREPARING
 from executors.testing.helpers import environment
 
 LAUNCH = ("launch", "job.py:main", "--backend", "hf", "--n", 8, "--run-id", "otter")
-NO_SDK = "Backend 'hf' needs the Hugging Face Hub client. Install it with: pip install 'serverless-replicas[hf]'"
+NO_SDK = f"Backend 'hf' needs the Hugging Face Hub client. Install it with: {install_command('hf')}"
 NO_RENDEZVOUS = (
     "Error: Backend 'hf' needs a rendezvous that both sides reach.{why} Try: replicas launch job.py:main "
     "--backend hf --n 8 --rendezvous s3://BUCKET/PREFIX (or set REPLICAS_RENDEZVOUS).\n"

@@ -177,7 +177,7 @@ def test_what_is_missing_is_said_with_what_to_do_and_nothing_is_written(
 
     with monkeypatch.context() as patch:
         patch.setitem(__import__("sys").modules, "modal", None)
-        needed = "Backend 'modal' needs the Modal SDK. Install it with: pip install 'serverless-replicas[modal]'"
+        needed = "Backend 'modal' needs the Modal SDK. Install it with: pip install 'modal"
         refused(MissingDependencyError, needed)
     with monkeypatch.context() as patch:
         patch.delenv("REPLICAS_RENDEZVOUS")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Generic, TypeVar
 
-from executors.errors import MissingDependencyError
+from executors.errors import MissingDependencyError, install_command
 from executors.store.parallel import in_threads
 
 K = TypeVar("K", bound=Hashable)
@@ -79,24 +79,27 @@ class LazyModule:
 
     Args:
         name: the name of the module.
-        missing: the message of the error if the module is not installed.
+        needed_by: the first sentence of the error if the module is not installed, such as `Backend 'hf' needs it.`
+        extra: our extra that brings the module. The error names the command that installs it.
 
     Raises:
         MissingDependencyError: at the first use, if the module is not installed.
 
     Example:
-        hub = LazyModule("huggingface_hub", "Install it with: pip install huggingface_hub")
+        hub = LazyModule("huggingface_hub", "Backend 'hf' needs the Hugging Face Hub client.", "hf")
     """
 
-    def __init__(self, name: str, missing: str) -> None:
+    def __init__(self, name: str, needed_by: str, extra: str) -> None:
         self._name = name
-        self._missing = missing
+        self._needed_by = needed_by
+        self._extra = extra
 
     def __getattr__(self, attribute: str) -> Any:
         try:
             module = importlib.import_module(self._name)
         except ImportError as error:
-            raise MissingDependencyError(self._missing) from error
+            message = f"{self._needed_by} Install it with: {install_command(self._extra)}"
+            raise MissingDependencyError(message) from error
         return getattr(module, attribute)
 
 

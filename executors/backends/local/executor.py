@@ -19,7 +19,7 @@ from executors.attempt.outcome import PID
 from executors.attempt.pauses import wait_until_terminal
 from executors.backend import Backend, Observation, PendingReplica, Recordable, SupervisorStatus, no_progress
 from executors.backends.local.local_log import open_local_log
-from executors.backends.local.preload import AUTO, PRELOAD, imports_at_the_top, note_imports, noted_imports
+from executors.backends.local.preload import AUTO, PRELOAD, default_preload, imports_at_the_top, note_imports, noted_imports
 from executors.backends.local.request import LocalLaunch, log_file, surroundings
 from executors.backends.local.zygote_client import ZygoteClient, zygote
 from executors.errors import BackendError, EntrypointArgumentsError, EntrypointImportError, LaunchError, StoreError
@@ -94,7 +94,7 @@ class LocalProcessExecutor(Backend):
                 f"preload must be a list of modules such as ['torch'], or 'auto', got preload={preload!r}."
             )
         self.finds_imports = preload == AUTO
-        self.preload = PRELOAD if preload == AUTO else tuple(preload)
+        self.preload = default_preload() if preload in (AUTO, PRELOAD) else tuple(preload)
         self._measured: dict[str, dict[str, Any]] = {}
         """The measured imports of each entrypoint's file, from the check of the entrypoint."""
         self.max_parallel = max_parallel
@@ -112,7 +112,7 @@ class LocalProcessExecutor(Backend):
             options["gpus"] = list(self.gpus)
         if self.finds_imports:
             options["preload"] = AUTO
-        elif self.preload != PRELOAD:
+        elif self.preload != default_preload():
             options["preload"] = list(self.preload)
         return options
 

@@ -18,6 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,15 @@ WORTH_S = 0.3  # imports that take less time are not preloaded, because they tak
 NOTES = ".preload"  # a folder in the state directory
 OURS = ("executors", "diloco")
 INSTALLED = ("site-packages", "dist-packages")
+
+
+def default_preload() -> tuple[str, ...]:
+    """Return the modules that are imported before a fork unless the user names others: none where there is no torch.
+
+    Example:
+        default_preload()  # ("torch", "torch._dynamo")
+    """
+    return PRELOAD if find_spec("torch") is not None else ()
 
 
 def imports_at_the_top(entrypoint: str) -> list[str]:

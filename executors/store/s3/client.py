@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from executors.errors import MissingDependencyError
+from executors.errors import MissingDependencyError, install_command
 from executors.store.s3.address import S3Address
 from executors.store.s3.errors import explain, failures, is_failure, status_of
 
@@ -43,7 +43,7 @@ def connect(
         from botocore.session import Session  # and not boto3, whose import takes longer than a request
     except ImportError as error:
         raise MissingDependencyError(
-            f"Store {address.url!r} needs boto3. Install it with: pip install 'serverless-replicas[s3]'"
+            f"Store {address.url!r} needs boto3. Install it with: {install_command('s3')}"
         ) from error
 
     def client(addressing_style: str) -> Any:

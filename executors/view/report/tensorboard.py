@@ -14,17 +14,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from executors.errors import MissingDependencyError, ReplicasError
+from executors.errors import MissingDependencyError, ReplicasError, install_command
 from executors.metrics.metrics import Metrics
 from executors.metrics.rows import Round
 from executors.view.report.document import first_losses
 from executors.view.report.scalars import scalars
 from executors.view.report.text import name_moment, one_line
 
-MISSING = (
-    "Event files for TensorBoard are written with the package 'tensorboard'. Install it with: "
-    "pip install 'serverless-replicas[tensorboard]'"
-)
+NEEDED_BY = "Event files for TensorBoard are written with the package 'tensorboard'."
 NOTE = ".replicas-export"
 ANCHOR = "anchor"
 MAX_WAITING = 1000  # events that wait for the thread that writes them
@@ -42,7 +39,7 @@ def open_event_files(directory: Path, run_id: str, launched_at: float) -> Iterat
     try:
         from tensorboard.summary.writer import event_file_writer  # noqa: F401 - whether it is here
     except ImportError as error:
-        raise MissingDependencyError(MISSING) from error
+        raise MissingDependencyError(f"{NEEDED_BY} Install it with: {install_command('tensorboard')}") from error
     mine = f"{run_id}, launched {name_moment(launched_at)}"
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / NOTE).open("a+", encoding="utf-8") as note:

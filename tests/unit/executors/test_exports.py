@@ -119,7 +119,7 @@ def test_a_folder_of_events_of_an_earlier_run_of_that_id_is_refused(exported: Pa
 def test_without_tensorboard_the_error_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("tensorboard", "tensorboard.summary", "tensorboard.summary.writer"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'serverless-replicas\[tensorboard\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install 'tensorboard>="):
         write(tmp_path / "events", calm().metrics)
     assert not (tmp_path / "events").exists()
 

@@ -199,9 +199,9 @@ def test_a_call_that_never_returns_is_left_alone() -> None:
 
 
 def test_a_module_is_imported_when_it_is_used_and_its_absence_has_a_message() -> None:
-    assert LazyModule("json", "not needed").loads("1") == 1
-    missing = LazyModule("nowhere_to_be_found", "Install it.")
-    with pytest.raises(MissingDependencyError, match=r"Install it\."):
+    assert LazyModule("json", "Nothing needs it.", "s3").loads("1") == 1
+    missing = LazyModule("nowhere_to_be_found", "Backend 'it' needs it.", "s3")
+    with pytest.raises(MissingDependencyError, match=r"Backend 'it' needs it\. Install it with: pip install '?boto3"):
         missing.anything  # noqa: B018
 
 
