@@ -19,7 +19,14 @@ from executors.attempt.outcome import PID
 from executors.attempt.pauses import wait_until_terminal
 from executors.backend import Backend, Observation, PendingReplica, Recordable, SupervisorStatus, no_progress
 from executors.backends.local.local_log import open_local_log
-from executors.backends.local.preload import AUTO, PRELOAD, default_preload, imports_at_the_top, note_imports, noted_imports
+from executors.backends.local.preload import (
+    AUTO,
+    PRELOAD,
+    default_preload,
+    imports_at_the_top,
+    note_imports,
+    noted_imports,
+)
 from executors.backends.local.request import LocalLaunch, log_file, surroundings
 from executors.backends.local.zygote_client import ZygoteClient, zygote
 from executors.errors import BackendError, EntrypointArgumentsError, EntrypointImportError, LaunchError, StoreError
