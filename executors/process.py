@@ -57,7 +57,7 @@ def system_name() -> str:
 
 @cache
 def this_machine() -> str:
-    """Name this boot and process namespace: where a pid means what it means here."""
+    """Return a name of this boot and this namespace of processes, within which a pid names one process at a time."""
     try:
         if sys.platform == "linux":
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -71,15 +71,15 @@ def this_machine() -> str:
 
 
 def this_process() -> str:
-    """Name this process for people: its host and pid."""
+    """Return the name of this process for messages: its host and pid, as in `host:4711`."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def may_live(name: str) -> bool:
-    """Tell whether the process that `this_process` named may live: it is on another host, or its pid is in use here.
+    """Return False only if a process is known to have ended: it was on this host, and its pid is not in use.
 
     Args:
-        name: as in `host:4711`. A name that is not one may be any process's.
+        name: the name from `this_process`, as in `host:4711`. For any other text the answer is True.
     """
     host, _, pid = name.rpartition(":")
     if host != socket.gethostname() or not pid.isdecimal():
@@ -88,7 +88,7 @@ def may_live(name: str) -> bool:
 
 
 def identify_process() -> str:
-    """Return text that names this process on this machine, and no later process with the same pid.
+    """Return a text that identifies this process. A later process with the same pid has another text.
 
     Example:
         >>> has_ended(identify_process())
@@ -98,7 +98,7 @@ def identify_process() -> str:
 
 
 def has_ended(identity: str) -> bool:
-    """Return whether a process is known to have ended: False where this machine cannot know.
+    """Return True if a process is known to have ended. False: it lives, or this machine cannot know.
 
     Args:
         identity: as `identify_process` returned it, perhaps on another machine. It may come from a foreign record.
@@ -114,10 +114,13 @@ def has_ended(identity: str) -> bool:
 
 
 def start_time(pid: int) -> int | None:
-    """Return when a process started; None when it has ended, is a zombie, or the system does not show it.
+    """Return the start time of a process. None: it has ended, is a zombie, or the system does not show it.
 
-    The unit is the system's: clock ticks since the boot on Linux, seconds of Unix time on macOS. A value only serves to
-    be compared with another one of the same process identifier.
+    The unit depends on the system: clock ticks since the boot on Linux, seconds of Unix time on macOS. So only compare
+    it with another value for the same pid.
+
+    Args:
+        pid: the process.
     """
     if sys.platform != "linux":
         with contextlib.suppress(OSError):  # a sandbox that forbids `ps`
@@ -128,9 +131,13 @@ def start_time(pid: int) -> int | None:
 
 
 def is_alive(pid: int, started: int) -> bool:
-    """Tell whether the process that had this pid and start time still runs. Pids are used again; the pair is not.
+    """Return True if the process with this pid and start time still runs. The system reuses pids, but not such pairs.
 
-    A process that this user is not shown (/proc has an option for it, `hidepid`) may be that one, and counts as it.
+    If the system hides the process from this user (option `hidepid` of /proc), the answer is True.
+
+    Args:
+        pid: the pid.
+        started: the start time, from `start_time`.
     """
     if sys.platform != "linux":
         return _is_alive_by_ps(pid, started)
@@ -141,11 +148,11 @@ def is_alive(pid: int, started: int) -> bool:
 
 
 def _is_hidden(pid: int) -> bool:
-    """Tell whether there is a process of which this user is shown nothing."""
+    """Return True if the process exists and the system hides it from this user."""
     if os.access(f"/proc/{pid}/stat", os.R_OK):
         return False
     try:
-        os.kill(pid, 0)  # no signal: the kernel says whether there could be one
+        os.kill(pid, 0)  # 0 sends no signal, and fails if the process does not exist
     except OSError as error:
         return isinstance(error, PermissionError)
     return False
@@ -219,7 +226,7 @@ def _output_of(*command: str) -> tuple[int, str]:
 
 
 class Activity(NamedTuple):
-    """What the kernel shows of a living process."""
+    """The state of a living process, from the kernel."""
 
     is_stopped: bool
     is_traced: bool
@@ -230,7 +237,11 @@ class Activity(NamedTuple):
 
 
 def activity(pid: int) -> Activity | None:
-    """Return what a process does; None when it has ended, or the kernel does not show it."""
+    """Return the state of a process. None: it has ended, or the kernel does not show it.
+
+    Args:
+        pid: the process.
+    """
     fields = _stat(pid)
     if fields is None:
         return None
@@ -253,16 +264,16 @@ def fork() -> int:
     if sys.version_info < (3, 12):
         return os.fork()
     with warnings.catch_warnings():
-        # Python warns when a library such as OpenBLAS keeps a thread; the zygote's are idle and survive a fork.
+        # Python warns if a library such as OpenBLAS has a thread. The zygote's threads are idle, so a fork is safe.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
 
 def threads_lost_by_a_fork() -> list[str]:
-    """Return the names of this process's other threads, native ones too, that a forked child would miss.
+    """Return the names of this process's other threads, including native ones, which a forked child would not have.
 
-    OpenBLAS ends its threads before a fork and starts them again when they are needed, so one fork is made and thrown
-    away before they are counted. Where the system shows no threads, Python's own are counted.
+    OpenBLAS ends its threads at a fork, and starts them again when it needs them. So this function makes one fork, and
+    then counts the threads. If the system does not show threads, the threads of Python are counted.
     """
     try:
         if len(thread_names()) > 1:
@@ -274,7 +285,7 @@ def threads_lost_by_a_fork() -> list[str]:
 
 
 def _fork_and_forget() -> None:
-    """Fork a child that leaves at once. Handlers of libraries may hang at a fork, so the wait is limited."""
+    """Fork a child that exits at once. Handlers of libraries may hang at a fork, so the wait for it is limited."""
     pid = fork()
     if pid == 0:
         os._exit(0)
@@ -287,10 +298,10 @@ def _fork_and_forget() -> None:
 
 
 def private_file(data: bytes = b"") -> int:
-    """Return a descriptor of a file without a name, which a new process can be given and no other can open.
+    """Return a descriptor of a file without a name. A new process may inherit it, and no other process can open it.
 
     Args:
-        data: what it holds; the descriptor is then at its beginning.
+        data: the content of the file. The descriptor is at its beginning. Default: empty.
     """
     if sys.platform == "linux":
         descriptor = os.memfd_create("replicas")
@@ -306,51 +317,59 @@ def private_file(data: bytes = b"") -> int:
 
 
 def signal_name(number: int) -> str:
-    """Name a signal."""
+    """Return the name of a signal, as in "SIGKILL".
+
+    Args:
+        number: the number of the signal.
+    """
     try:
         return signal.Signals(number).name
-    except ValueError:  # a real-time signal, as 40
+    except ValueError:  # a real-time signal, such as 40
         return f"SIG{number}"
 
 
 class DescriptorReserve:
-    """Descriptors for what a process has still to do when it has used up all that it may have.
+    """Descriptors in reserve, for the last work of a process that has used up its limit of open files.
 
     Args:
-        n: how many: a log is read, or an object written or sent.
+        n: the number of descriptors. Default 2: enough to read a log, and to write or send an object.
     """
 
     def __init__(self, n: int = 2) -> None:
         self._held = [os.open(os.devnull, os.O_RDONLY) for _ in range(n)]
 
     def release(self) -> None:
-        """Let them be used, and as many more as this process may ask for."""
+        """Free the descriptors, and raise the limit of open files as far as the system allows."""
         limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         if sys.platform == "darwin" and (most == resource.RLIM_INFINITY or most > MACOS_MAX_FILES):
             most = max(limit, MACOS_MAX_FILES)
-        with contextlib.suppress(OSError, ValueError):  # a sandbox that refuses it
+        with contextlib.suppress(OSError, ValueError):  # some sandboxes refuse it
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         while self._held:
             os.close(self._held.pop())
 
 
 def flush_c_streams() -> None:
-    """Flush what C code printed: `os._exit` does not."""
+    """Flush the output of C code, which `os._exit` does not do."""
     _libc.fflush(None)
 
 
 def become_subreaper() -> None:
-    """Make orphaned descendants children of this process instead of init's."""
+    """Become the parent of orphaned descendants, which otherwise become children of init."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that forked it ends."""
+    """Ask the kernel to kill this process when the thread that forked it ends."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def children(pid: int) -> list[int]:
-    """List a process's children, zombies too; -1 means unknown: the kernel does not report it."""
+    """List the pids of a process's children, with zombies. [-1]: the kernel does not report them.
+
+    Args:
+        pid: the process.
+    """
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except FileNotFoundError:
@@ -358,7 +377,12 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(root: int, spare: Collection[int] = ()) -> list[int]:
-    """List the living processes below `root`, without those in `spare` and what is below them."""
+    """List the pids of the living descendants of a process.
+
+    Args:
+        root: the process.
+        spare: processes that are left out, with their descendants. Default: none.
+    """
     children: dict[int, list[int]] = {}
     for pid, parent in _parents():
         children.setdefault(parent, []).append(pid)
@@ -373,9 +397,9 @@ def descendants(root: int, spare: Collection[int] = ()) -> list[int]:
 
 
 def _parents() -> Iterator[tuple[int, int]]:
-    """Yield the pid of each living process, and its parent's."""
+    """Yield the pid of each living process, with the pid of its parent."""
     if sys.platform != "linux":
-        with contextlib.suppress(OSError):  # a sandbox that forbids `ps`: nothing is known
+        with contextlib.suppress(OSError):  # some sandboxes forbid `ps`; then no process is known
             yield from ((process.pid, process.parent) for process in _listed("-ax"))
         return
     for name in os.listdir("/proc"):
@@ -386,11 +410,11 @@ def _parents() -> Iterator[tuple[int, int]]:
 def ask_children_to_end(limit_s: float) -> None:
     """Send each child of this process one SIGTERM, and wait until all have ended.
 
-    An orphan is asked as well when it becomes a child of this process, which has to be a subreaper for that. Children
-    that ignore SIGTERM are not waited for: the resource tracker of `multiprocessing` is one in every such program.
+    An orphan is asked, too, when it becomes a child of this process, if this process is a subreaper. There is no wait
+    for children that ignore SIGTERM. The resource tracker of `multiprocessing` is such a child.
 
     Args:
-        limit_s: seconds to wait at most.
+        limit_s: the longest wait in seconds.
     """
     deadline = time.monotonic() + limit_s
     asked: set[int] = set()
@@ -409,7 +433,7 @@ def ask_children_to_end(limit_s: float) -> None:
 
 
 def _ignores(pid: int, number: signal.Signals) -> bool:
-    """Tell whether a process ignores a signal, or has ended."""
+    """Return True if a process ignores a signal, or has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except OSError:
@@ -419,9 +443,16 @@ def _ignores(pid: int, number: signal.Signals) -> bool:
 
 
 def kill_descendants(root: int, spare: Collection[int] = (), limit_s: float = 5.0) -> list[int]:
-    """Kill everything below `root`, again until nothing is left: a killed parent's children only move up to us.
+    """Kill all descendants of a process, and repeat that until none is left.
 
-    Returns: what still lives after `limit_s`, as a process stuck in the kernel does.
+    One pass is not enough, because the children of a killed process become children of another process of the tree.
+
+    Args:
+        root: the process, which is not killed itself.
+        spare: processes that are not killed, with their descendants. Default: none.
+        limit_s: the longest time in seconds. Default 5.
+
+    Returns: the pids of processes that still live, such as a process that is stuck in the kernel.
     """
     deadline = time.monotonic() + limit_s
     pause_s = 0.0005
@@ -437,17 +468,17 @@ def kill_descendants(root: int, spare: Collection[int] = (), limit_s: float = 5.
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may keep busy: of its affinity, its control groups' quotas, `CPU_CORES`."""
+    """Return the number of cores that this process may use, by affinity, control groups and the variable CPU_CORES."""
     limits = [float(_cores()), *_cpu_quotas()]
     with contextlib.suppress(ValueError):
-        limits.append(float(os.environ.get("CPU_CORES", "")))  # as Hugging Face Jobs say it
+        limits.append(float(os.environ.get("CPU_CORES", "")))  # Hugging Face Jobs set this variable
     return max(1, int(min(limit for limit in limits if limit > 0)))
 
 
 def _cores() -> int:
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1  # macOS binds no process to cores
+    return os.cpu_count() or 1  # macOS has no affinity of processes
 
 
 def _cpu_quotas(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[float]:
@@ -483,13 +514,14 @@ def _cpu_quota(group: Path) -> list[float]:
 
 
 def killed_for_memory(pid: int, since: float) -> bool | None:
-    """Return whether the kernel's log names a process as killed for want of memory; None: it cannot be read here.
+    """Return True if the kernel's log names a process as killed because memory ran out. None: the log is not readable.
 
     Args:
-        since: when the process began, at the earliest, by `time.monotonic`: its pid may have been another's before.
+        pid: the process.
+        since: the earliest time of the process's start, by `time.monotonic`. Older entries are about other processes.
     """
     try:
-        if os.stat("/proc/self/ns/pid").st_ino != FIRST_PID_NAMESPACE:  # the log has other numbers for processes here
+        if os.stat("/proc/self/ns/pid").st_ino != FIRST_PID_NAMESPACE:  # the log has the pids of the first namespace
             return None
         log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -499,9 +531,9 @@ def killed_for_memory(pid: int, since: float) -> bool | None:
         while True:
             try:
                 record = named.match(os.read(log, 8192))
-            except BrokenPipeError:  # records were overwritten; the next read goes on
+            except BrokenPipeError:  # records were overwritten; the next read continues after them
                 continue
-            except OSError:  # there are no more
+            except OSError:  # there are no more records
                 return False
             if record is not None and int(record[1]) / 1e6 >= since:
                 return True
@@ -510,23 +542,32 @@ def killed_for_memory(pid: int, since: float) -> bool | None:
 
 
 def oom_kills() -> int:
-    """Count the processes this machine's kernel has killed for want of memory, 0 when it does not report that."""
+    """Return the number of this machine's processes that the kernel killed because memory ran out. 0: not reported."""
     return _oom_kills(Path("/proc/vmstat")) or 0
 
 
 def oom_kills_in_group(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Count those that it killed in this process's control group, as a container has one, as far as it reports that."""
+    """Return the number of such kills in this process's control group, as in a container. 0: not reported.
+
+    Args:
+        root: the folder of the control groups.
+        own: the file with the control groups of this process.
+    """
     counts = (_oom_kills_of(folder) for folder in _groups("memory", root, own))
     return next((count for count in counts if count is not None), 0)
 
 
 def oom_kills_in_own_group(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Count those that it killed in this process's innermost control group; None: the kernel does not report that.
+    """Return the number of such kills in this process's innermost control group. None: not reported.
 
-    Groups around it hold processes of others as well.
+    The groups around it may have processes of other users.
+
+    Args:
+        root: the folder of the control groups.
+        own: the file with the control groups of this process.
     """
     for folders in _groups_by_mount("memory", root, own):
-        # A container may not see its group by name, but as the root of all that it sees.
+        # A container may see its own group only as the root of the folder.
         innermost = next((folder for folder in folders if folder.is_dir()), None)
         if innermost is not None and (count := _oom_kills_of(innermost)) is not None:
             return count
@@ -547,14 +588,18 @@ def _oom_kills(file: Path) -> int | None:
 
 
 def be_killed_first(by: int = 500) -> None:
-    """Let the kernel, when memory is short, end this process and what it starts before others, where that can be."""
+    """Make the kernel kill this process and its children before others if memory runs out.
+
+    Args:
+        by: the increase of `oom_score_adj`. Default 500. Systems without this file are left as they are.
+    """
     file = Path("/proc/self/oom_score_adj")
     with contextlib.suppress(OSError, ValueError):
         file.write_text(str(min(1000, int(file.read_text()) + by)))
 
 
 def wakeup_pipe() -> tuple[int, int]:
-    """Return a new pipe's reading and writing end, as `signal.set_wakeup_fd` needs them: neither blocks.
+    """Return the two ends of a new pipe for `signal.set_wakeup_fd`. Neither end blocks.
 
     Programs that this process starts do not inherit them. `os.pipe2` would do the same, and macOS lacks it.
     """
@@ -587,20 +632,28 @@ def signal_open_process(descriptor: int, number: signal.Signals) -> None:
 
 
 def lock_holder(descriptor: int, byte: int) -> int | None:
-    """Return the pid of the process that holds the POSIX lock of one byte of an open file; None if there is none.
+    """Return the pid of the process that holds the POSIX lock of one byte of an open file. None: no process of this
+    machine does.
+
+    Args:
+        descriptor: the file.
+        byte: the position of the byte.
 
     Raises:
-        OSError: the file system knows no such locks, or this system lays the question out differently.
+        OSError: the file system has no such locks, or this system cannot report their holder.
     """
     if sys.platform != "linux":
         raise _not_here("F_GETLK")
     asked = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
     kind, _, _, _, pid = struct.unpack(FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
-    return pid if kind != fcntl.F_UNLCK and pid > 0 else None  # of another machine on a network file system: negative
+    return pid if kind != fcntl.F_UNLCK and pid > 0 else None  # negative for another machine
 
 
 def memory_file(name: str) -> int:
-    """Return the descriptor of a new file in memory, which `open_file_of` finds from another process.
+    """Return the descriptor of a new file in memory, which another process opens with `open_file_of`.
+
+    Args:
+        name: a name for the file, by which `open_file_of` recognizes it.
 
     Raises:
         OSError: this system, or a sandbox, has no such files.
@@ -611,12 +664,14 @@ def memory_file(name: str) -> int:
 
 
 def open_file_of(pid: int, descriptor: int, name: str) -> int | None:
-    """Open, for reading and writing, the file in memory that another process has under a descriptor.
+    """Open the file in memory of another process for reading and writing.
 
     Args:
-        name: as given to `memory_file`.
+        pid: the other process.
+        descriptor: the descriptor of the file in that process.
+        name: the name of the file, as for `memory_file`.
 
-    Returns: a descriptor of this process; None if the process has another file there by now.
+    Returns: a descriptor of this process. None: the other process has another file under that descriptor by now.
 
     Raises:
         OSError: the process has ended, or has no such descriptor.
@@ -626,10 +681,14 @@ def open_file_of(pid: int, descriptor: int, name: str) -> int | None:
 
 
 def open_unnamed(folder: str, mode: int) -> tuple[int, str]:
-    """Create a file for writing that has no name yet; return its descriptor, and a path from which to link it.
+    """Create a file for writing that has no name yet. Return its descriptor, and a path from which to link it.
+
+    Args:
+        folder: the folder, whose file system has the file.
+        mode: the permissions of the file.
 
     Raises:
-        OSError: the folder's file system has no such files (EOPNOTSUPP, EISDIR, EINVAL or ENOENT), or this system.
+        OSError: the file system or this system has no such files (EOPNOTSUPP, EISDIR, EINVAL or ENOENT).
     """
     unnamed: int | None = getattr(os, "O_TMPFILE", None)
     if unnamed is None:
