@@ -355,7 +355,7 @@ class Membership:
                 self._missing.add(self.frontier)
             self.frontier += 1
 
-    def someone_lives(self) -> bool:
+    def has_live_peer(self) -> bool:
         """Return True if a named process of another rank seems to be alive."""
         return any(self.lives(rank) for rank in self.expected if rank != self._me.rank)
 
@@ -367,7 +367,7 @@ class Membership:
         """
         if self._clock() - self.fence_checked_s >= FENCE_S:
             self.check_fence()
-        return not self.names_me and self.someone_lives()
+        return not self.names_me and self.has_live_peer()
 
     def lives(self, rank: int) -> bool:
         """Return True if the named process of a rank has not left, and no newer attempt has replaced it.

@@ -26,7 +26,7 @@ from diloco.rendezvous.retrying_store import backoff
 from diloco.rendezvous.round import Context, EntryState
 from diloco.rendezvous.seal import Sealer, SealLog
 from diloco.rendezvous.snapshot import SnapshotPointer, get_parts, put_parts
-from diloco.rendezvous.training_state import Arrays, check_agreement, unlike_frozen
+from diloco.rendezvous.training_state import Arrays, check_agreement, differing_frozen
 
 log = logging.getLogger(__name__)
 
@@ -198,11 +198,11 @@ class SnapshotReader:
             run_id, rank = self._keys.run_id, self._me.rank
             check_agreement(mine, start.agreement, run_id=run_id, author=start.rank, rank=rank)
             self._start = start
-            if unlike := unlike_frozen(mine, start.agreement):
+            if differing := differing_frozen(mine, start.agreement):
                 log.warning(
                     "rank %s: the frozen parameter %s has other values than at rank %s, and so have %d parameters in "
                     "all. Load the same weights in all replicas, or use the same seed: frozen parameters are not sent.",
-                    self._me.rank, unlike[0], start.rank, len(unlike),
+                    self._me.rank, differing[0], start.rank, len(differing),
                 )  # fmt: skip
         if self._start is None and self._store.count_misreads(self._keys.snapshot(0)) >= READ_TRIES:
             self._check_key(is_alone=False)

@@ -346,20 +346,20 @@ class Sealer:
             CorruptObjectError: the seal or the mean is damaged, and no replica continued for `grace_s`.
         """
         keys, number = self._context.keys, entry.index + 1
-        rotten, looks = entry.blocked or keys.seal(entry.index), [keys.seal(entry.index + 1)] * READ_TRIES
-        if self._store.is_damaged(rotten, self._limits.grace_s) and all(map(self._store.is_missing, looks)):
+        damaged, looks = entry.blocked or keys.seal(entry.index), [keys.seal(entry.index + 1)] * READ_TRIES
+        if self._store.is_damaged(damaged, self._limits.grace_s) and all(map(self._store.is_missing, looks)):
             if self._context.proof.is_signed:
-                what = describe_standstill(Standstill(number, rotten), self._store.store.url, has_ended=True)
+                what = describe_standstill(Standstill(number, damaged), self._store.store.url, has_ended=True)
                 raise CorruptObjectError(
                     f"{what}; then continue the run: replicas resume {keys.run_id}",
-                    key=rotten,
+                    key=damaged,
                     url=self._store.store.url,
                 )
             raise CorruptObjectError(
-                f"Round {number} cannot be completed: {rotten} is damaged in the store, and no later snapshot exists. "
+                f"Round {number} cannot be completed: {damaged} is damaged in the store, and no later snapshot exists. "
                 "Start a new run from the newest complete snapshot of this one: "
                 f"replicas resume {keys.run_id} --from-snapshot",
-                key=rotten,
+                key=damaged,
                 url=self._store.store.url,
             )
         if not self.is_late(entry):

@@ -330,7 +330,7 @@ def _tensor_difference(mine: Mapping[str, Any], agreed: Mapping[str, Any]) -> st
     return None if list(mine) == list(agreed) else "the parameters come in another order"
 
 
-def unlike_frozen(mine: Agreement, agreed: Agreement) -> list[str]:
+def differing_frozen(mine: Agreement, agreed: Agreement) -> list[str]:
     """Return the names of frozen parameters whose values differ from those at the author of the run.
 
     Each such replica trains another model, because frozen parameters are never sent.

@@ -3,8 +3,8 @@
 python -m tests.simulation [SCHEDULES] [--model | --stops | --restarts] [--first SEED] [--processes N]
 python -m tests.simulation --replay SEED [--stops | --restarts]
 
-With --model: each process trains a real model beside. With --stops: a rank stops each run. With --restarts: of
-decisions, keepers and what they start.
+With --model, each process also trains a real model, which must agree. With --stops, a rank stops each run. With
+--restarts, the schedules are of restart decisions, controllers, and the processes that they start.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.replay is not None:
         return replay_restarts(asked.replay) if asked.restarts else replay(asked.replay, stops=asked.stops)
-    logging.disable(logging.WARNING)  # what the schedules break on purpose
+    logging.disable(logging.WARNING)  # the schedules cause warnings on purpose
     print(f"{asked.schedules:,} schedules from seed {asked.first} on", flush=True)
     began, done, violations = time.monotonic(), 0, 0
     starts = range(asked.first, asked.first + asked.schedules, BATCH)
@@ -69,9 +69,9 @@ def main() -> int:
 
 
 def run_batch(run: Callable[..., object], start: int, end: int) -> list[str]:
-    """Run some schedules and return what went wrong."""
+    """Run a batch of schedules, and return the texts of the violations."""
     found = []
-    gc.disable()  # a twentieth of the time; what a batch leaves is collected at its end
+    gc.disable()  # this saves a twentieth of the time, and the garbage of the batch is collected at its end
     for seed in range(start, min(start + BATCH, end)):
         try:
             run(seed, is_traced=False)
@@ -82,20 +82,20 @@ def run_batch(run: Callable[..., object], start: int, end: int) -> list[str]:
 
 
 def replay(seed: int, *, stops: bool) -> int:
-    """Print a schedule, and how it ended.
+    """Run and print the schedule of a seed, and print its result. Return the exit code.
 
     Args:
-        seed: of the schedule.
-        stops: whether a rank stops the run in any case.
+        seed: the seed.
+        stops: True: a rank stops the run in any case.
     """
     scenario = Scenario.from_seed(seed).stopping() if stops else Scenario.from_seed(seed)
-    print(scenario)  # before the run, which counts its deaths down
+    print(scenario)  # before the run, which changes the number of deaths that are left
     simulation = Simulation(scenario)
     return show(simulation.world, simulation.run)
 
 
 def replay_restarts(seed: int) -> int:
-    """Print a schedule of supervision, and how it ended."""
+    """Run and print a schedule of restarts, and print its result. Return the exit code."""
     scenario = RestartScenario.from_seed(seed)
     print(scenario)
     simulation = RestartSimulation(scenario)
@@ -103,7 +103,7 @@ def replay_restarts(seed: int) -> int:
 
 
 def show(world: World, run: Callable[[], object]) -> int:
-    """Run a schedule and print it."""
+    """Run a schedule, print it, and return the exit code."""
     violation = None
     try:
         run()

@@ -1,12 +1,15 @@
 """The invariants of the rendezvous, checked while a simulated schedule runs and when it has ended.
 
-I1 each seal, snapshot pointer and claim has one value for ever. I2 after each adopted entry the state equals the log's,
-and so does every snapshot. I3 each unit of local work is in at most one mean, and in exactly one unless its process
-died, was copied, or sent something that rotted. I10 the first anchor is one process's model. I11 after the last fault
-every live replica of equal speed is named in every seal from the third on. I12 an expected replica is waited for no
-longer than the grace, and a replica out of phase never stops training. I13 two later snapshots are whole before one is
-deleted. I14 a seal names those of its members that ask to end the run, and every process that is alive then ends after
-the same entry, which is the last one of the log.
+- I1: each seal, snapshot pointer and claim has one value, forever.
+- I2: after each applied entry, the state of a replica equals the log's state, and so does every snapshot.
+- I3: each unit of local work is in at most one mean. It is in exactly one mean, unless its process died, was copied, or
+  sent an object that was damaged.
+- I10: the first anchor is the model of one process.
+- I11: after the last fault, every seal from the third on names every live replica of equal speed.
+- I12: the wait for an expected replica is not longer than the grace, and a replica out of phase never stops training.
+- I13: before a snapshot is deleted, two later snapshots are complete.
+- I14: a seal names the ranks that ask for the end of the run. Every live process then ends after the same entry, which
+  is the last one of the log.
 """
 
 from __future__ import annotations
@@ -35,47 +38,49 @@ class Violation(AssertionError):
 
 @dataclass
 class Process:
-    """One simulated process, and when it took part."""
+    """One simulated process, and the times at which it took part."""
 
     name: str
     rank: int | None
     slot: int
     state: IntegerState
     steps: rounds.RoundPlan
-    """Its own plan, which ends where it has learned that the run was stopped."""
+    """Its own plan, which ends early once the process has read that the run was stopped."""
     here_s: float | None = None
-    """When it had loaded the run, and presented itself where it was out of phase."""
+    """The time at which it had loaded the state of the run, and had contributed early if it was out of phase."""
     ended_s: float | None = None
     adopted_s: list[float] = field(default_factory=list)
     held_s: list[tuple[float, float]] = field(default_factory=list)
     me: Identity | None = None
     is_new: bool = True
-    """Whether it is in its first round in phase."""
+    """True if it has not had a round in phase yet."""
     left_out_of_phase: bool = False
+    """True if it left while it was out of phase."""
     is_restored: bool = False
-    """Whether it goes on with another's work, whose steps it does not know."""
+    """True if it continues with the work of another process, and does not know the steps of that work."""
     phase: rounds.Phase | None = None
     left_at: int | None = None
     """The position at which it left in good order."""
     has_made_all: bool = False
-    """Whether it left because it had made as many entries as it wanted to."""
+    """True if it left because it had applied all entries of its scenario."""
 
     def is_here(self, at_s: float) -> bool:
+        """Return True if it took part at a time."""
         return self.here_s is not None and self.here_s <= at_s and (self.ended_s is None or self.ended_s > at_s)
 
 
 @dataclass
 class Invariants:
-    """What must hold in a schedule."""
+    """Checks the invariants of one schedule."""
 
     scenario: Scenario
     proof: Proof = UNSIGNED
     processes: list[Process] = field(default_factory=list)
     clean: dict[int, IntegerState] = field(default_factory=dict)
-    """Toys of processes that finished and whose work nobody else has, by slot."""
+    """By slot, the states of processes that have finished, and whose work no other process has."""
     failures: list[str] = field(default_factory=list)
     log: list[tuple[list[Floats], list[Floats]]] = field(default_factory=list)
-    """State before each entry, computed from what is stored."""
+    """The state before each entry, computed from the stored objects."""
     world: World = field(init=False)
     store: SimulatedStore = field(init=False)
     keys: Keys = field(init=False)
@@ -90,9 +95,9 @@ class Invariants:
         return [process.state for process in self.processes]
 
     def _check_ledger(self, process: Process, phase: rounds.Phase) -> None:
-        """The number of steps in the live work is known at any time, but for what a wire has left out of earlier ones.
+        """Check that a process knows the number of steps in its live work, except for rounding errors of the wire.
 
-        Contributions are weighed by it.
+        Contributions are weighed by this number.
         """
         slot = process.slot % SLOTS
         units = [int(undone[slot]) for undone in process.state.undone]
@@ -110,9 +115,10 @@ class Invariants:
         was_out: bool,
         was_named: bool,
     ) -> None:
-        """I12, where nothing but a store's answers takes time."""
+        """Check I12 in a schedule in which only the answers of the store take time."""
         scenario, now = self.scenario, self.world.now
-        phase_s = ([0.0, *process.adopted_s])[-2 if adopted else -1]  # when it began: a step in it may have been long
+        # The beginning of the phase: a suspension since then may have made a step of the phase long.
+        phase_s = ([0.0, *process.adopted_s])[-2 if adopted else -1]
         if any(start < now and end > min(began_s, phase_s) for start, end in process.held_s):
             return
         calls_s = (
@@ -121,9 +127,9 @@ class Invariants:
         if was_out and not adopted and now - began_s > 60 * scenario.answer_s + scenario.upload_s:
             raise Violation(f"I12: {process.name}, out of phase, stood still for {now - began_s:.3f} s")
         if scenario.sharded or (adopted and process.steps.is_final(adopted[-1].round - 1)):
-            return  # waits for a mean are not counted; at the end of a plan there is nothing to do but wait
+            return  # waits for a mean do not count, and at the end of a plan a replica can only wait
         grace_s = max(scenario.grace_s, scenario.phase_s / 20)
-        if scenario.entry_s is not None:  # a step in which a process was held up took as long
+        if scenario.entry_s is not None:  # a step in which a process was suspended took that much longer
             held_s = max((end - start for each in self.processes for start, end in each.held_s), default=0.0)
             grace_s = max(grace_s, min(scenario.entry_s, 2.0 * (scenario.longest_step_s + held_s)))
         for entry in adopted:
@@ -133,11 +139,11 @@ class Invariants:
             if waited_s > most_s + calls_s:
                 raise Violation(f"I12: {process.name} waited {waited_s:.3f} s for round {entry.round}")
 
-    def _check_everybody_is_named(self) -> None:
-        """I11: from the third seal on after the last fault, once a replica that waits has had its next look.
+    def _check_all_are_named(self) -> None:
+        """Check I11: from the third seal after the last fault, all live replicas are named.
 
-        A seal of work that was all sent before it, or of the dead alone, is of before: it says of nobody that its phase
-        is the run's, and who came back since could not be in it.
+        A seal counts only if some of its work was sent after the last fault, and if it names a live replica. Otherwise
+        the replicas that came back since could not be in it.
         """
         pause_s = min(MOST_PAUSE_S, max(0.02, self.scenario.grace_s / 4))
         calm_s = 0.0
@@ -156,7 +162,7 @@ class Invariants:
         ended_at = next((entry for entry, seal in enumerate(self.seals()) if seal.stops), None)
         for at_s, entry in sealed:
             if ended_at is not None and entry > ended_at:
-                break  # the last rounds of a stopped run come at once: there is no phase in which to come back
+                break  # the last rounds of a stopped run follow at once, without a phase in which to come back
             members = self.seal_of(entry).replicas
             named = {member.nonce for member in members.values()}
             sent_s = max(self.store.created_s[self.keys.contribution(entry, rank)] for rank in members)
@@ -169,7 +175,7 @@ class Invariants:
                 )
 
     def _check_collection(self, key: str) -> None:
-        """I13: before a part is deleted, two later snapshots are whole."""
+        """Check I13: before a part is deleted, two later snapshots are complete."""
         if "/part/" not in key or self.store.ever_rotten:
             return
         entry = int(key.split("/part/")[1].split("/")[0])
@@ -182,7 +188,7 @@ class Invariants:
             self.failures.append(f"I13: {key} is deleted while there are {whole} later snapshots")
 
     def _check_state(self, state: IntegerState, position: int) -> None:
-        """After each adopted entry. A process that read wrongly that a fragment's next seal is missing is excused."""
+        """Check I2 after each applied entry. A process that wrongly found the next seal missing is excused."""
         anchor, momentum = self._log_state(position)
         n_fragments = self.scenario.n_fragments
         for f in range(n_fragments):
@@ -195,9 +201,9 @@ class Invariants:
                 raise Violation(f"I2: before entry {position} the state of fragment {f} is not the log's")
 
     def _is_unprovable(self, fragment: int) -> bool:
-        """Return whether a mean of this fragment rotted so that nothing proves what it was.
+        """Return True if the head of a mean of this fragment was damaged, so that nothing proves the bits of the mean.
 
-        Computed again on another host it may have other bits, and later seals then differ from it.
+        Another host that computes the mean again may get other bits, and then differs from later seals.
         """
         entries = (int(key.split("/r")[-1].split("/")[0]) for key in self.store.headless)
         return any(entry % self.scenario.n_fragments == fragment for entry in entries)
@@ -216,7 +222,7 @@ class Invariants:
         return self.log[position]
 
     def stored_mean(self, entry: int) -> tuple[Floats, list[set[int]]]:
-        """Return the mean of an entry, and the ranks left out for each slot."""
+        """Return the mean of an entry, and for each slot the ranks that were left out of it."""
         seal = self.seal_of(entry)
         if not seal.inputs:
             return np.zeros(0, np.float32), [set() for _ in range(SLOTS)]
@@ -232,7 +238,7 @@ class Invariants:
         return values_of(self.layout.mean_wire, values), left_out
 
     def _check_end(self) -> None:
-        """I14, once all have ended."""
+        """Check I14 when all processes have ended."""
         planned, seals = replace(self.steps), self.seals()
         for entry, seal in enumerate(seals):
             if seal.stops:
@@ -240,7 +246,7 @@ class Invariants:
         if not planned.ended_by:
             ended = [process.name for process in self.processes if process.steps.ended_by]
             if ended:
-                raise Violation(f"I14: {ended[0]} ended a run that nobody has stopped")
+                raise Violation(f"I14: {ended[0]} ended a run that no rank has stopped")
             return
         n = planned.n_entries
         assert n is not None
@@ -261,10 +267,10 @@ class Invariants:
             if "/contribution/" in key and self.steps.is_over(int(key.split("/r")[-1].split("/")[0])):
                 raise Violation(f"{key} was sent for an entry that is not planned")
         if self.keys.snapshot(0) not in self.store.ever:
-            return  # everybody died before
+            return  # all processes died before the first snapshot
         pointer = self.pointer_of(0)
         if not _equal(IntegerState(self.scenario.n_fragments, 0, int(pointer.nonce[5:])).anchor, self._log_state(0)[0]):
-            raise Violation("I10: the first anchor is nobody's model")
+            raise Violation("I10: the first anchor is not the model of a process")
         counted = [np.zeros(SLOTS, np.float32) for _ in range(self.scenario.n_fragments)]
         spoilt: set[int] = set()
         entry = 0
@@ -312,15 +318,15 @@ class Invariants:
                 raise Violation(f"entry {entry}: the work of rank {rank} was made from another anchor than the seal's")
             self._check_weight(rank, head, sent[rank][1], member.nonce)
             if (head.weight, head.in_phase, head.nonce) != (member.weight, member.in_phase, member.nonce):
-                raise Violation(f"entry {entry}: the seal does not say of rank {rank} what its contribution does")
+                raise Violation(f"entry {entry}: the seal and the contribution of rank {rank} differ")
         if seal.stops != tuple(rank for rank, (head, _) in sorted(sent.items()) if head.stop):
-            raise Violation(f"I14: the seal of entry {entry} says that {seal.stops} stop the run")
+            raise Violation(f"I14: the seal of entry {entry} names {seal.stops} as the ranks that stop the run")
         if seal.phase_s != max(head.phase_s for head, _ in sent.values()):
-            raise Violation(f"entry {entry}: the seal does not have the longest phase of its members")
-        if seal.same:  # each process's work is its own
+            raise Violation(f"entry {entry}: the seal does not have the longest phase of its replicas")
+        if seal.same:  # no two processes do equal work
             raise Violation(f"entry {entry}: the seal takes the work of {seal.same} for the same")
         if seal.shards and any(self.keys.mean(entry, shard) not in self.store.ever for shard in range(seal.shards)):
-            return  # everybody died before there was a mean
+            return  # all processes died before there was a mean
         mean, left_out = self.stored_mean(entry)
         for slot in range(SLOTS):
             members = [rank for rank in seal.inputs if rank not in left_out[slot]]
@@ -337,7 +343,7 @@ class Invariants:
             counted[slot] += sum(sent[rank][1][slot] for rank in members)
 
     def _check_weight(self, rank: int, head: Contribution, payload: Floats, nonce: str) -> None:
-        """Work that is sent early, and any by the clock, weighs as the steps it is made of; nothing weighs nothing."""
+        """Check that early work, and all work by the clock, has the weight of its steps. No work has the weight 0."""
         whole, is_clocked = self.scenario.weights[rank % len(self.scenario.weights)], self.scenario.entry_s is not None
         expected = whole
         if not head.in_phase or is_clocked:
@@ -373,7 +379,7 @@ class Invariants:
             if digest == seal.replicas[rank].digest:
                 payload = memoryview(value)[self.layout.head_bytes :]
                 return head, values_of(self.layout.wire, [payload]) if payload else np.zeros(0, np.float32)
-        raise Violation(f"entry {entry}: what rank {rank} is sealed with was never stored")
+        raise Violation(f"entry {entry}: the sealed contribution of rank {rank} was never stored")
 
 
 def _equal(left: list[Floats], right: list[Floats]) -> bool:

@@ -76,7 +76,7 @@ class Simulation(Invariants):
             raise Violation(f"I4: {sorted(self.live)} never finished")
         self._check_history()
         if scenario.is_phased:
-            self._check_everybody_is_named()
+            self._check_all_are_named()
 
     # -- processes ---------------------------------------------------------------------------------------------------
 

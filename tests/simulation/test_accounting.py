@@ -1,4 +1,4 @@
-"""What is counted, by whom and how often: weights, quorums, checkpoints, joiners, shards, several fragments."""
+"""Each work is counted once: with weights, quorums, checkpoints, joiners, shards and several fragments."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def calm(**changes: Any) -> Simulation:
 
 
 def counted_units(simulation: Simulation, slot: int) -> float:
-    """Return how much work of a process the seals count."""
+    """Return the amount of work of a process that the seals count."""
     return sum(
         float(simulation.sealed_contribution(entry, rank, seal)[1][slot])
         for entry, seal in enumerate(simulation.seals())
@@ -111,7 +111,7 @@ def test_work_counted_since_a_checkpoint_is_not_counted_again_by_a_copy_that_sta
     assert counted_units(simulation, 0) == first.done
 
 
-def test_a_seal_that_rots_while_it_is_jumped_over_lets_the_work_be_dropped_and_nobody_hang() -> None:
+def test_a_damaged_seal_of_a_passed_entry_drops_the_work_and_no_replica_hangs() -> None:
     simulation = calm(entries=[14, 14, 14], snapshot_every=2)
     seal = simulation.keys.seal(4)
 
@@ -146,7 +146,7 @@ def test_two_joiners_at_once_both_come_to_be_counted() -> None:
 
 
 def whole_snapshots(store: RetryingStore, keys: Keys, most: int) -> list[int]:
-    """Return the entries before which there is a snapshot that can be read."""
+    """Return the entries of all snapshots that can be read."""
     pointers = {entry: store.peek(keys.snapshot(entry)) for entry in range(most + 1)}
     return [
         entry
@@ -260,7 +260,7 @@ def test_catching_up_compares_each_fragment_with_its_own_next_seal() -> None:
 
 
 def test_without_a_look_at_the_next_seal_a_flipped_bit_is_noticed_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in the end: entries that are sealed are adopted in one go, and each is compared when it is applied."""
+    """Compare each entry when it is applied, because sealed entries are applied one after another without a step."""
     monkeypatch.setattr(RoundRunner, "_check_next_seal", lambda self, entry: None)
     with pytest.raises(AssertionError):
         each_fragment_is_compared_with_its_own_next_seal(3, 5, False, monkeypatch)

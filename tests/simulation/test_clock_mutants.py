@@ -1,4 +1,4 @@
-"""Each rule of rounds by the clock undone in turn: schedules with replicas of unlike speeds must notice."""
+"""Undoes each rule of rounds by the clock in turn: schedules with replicas of different speeds must notice it."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ MUTANTS: dict[str, tuple[Patch, int]] = {
         9,
     ),
     "a last round waits for its time": (replaced(Phase, "_count_from", count_time_at_the_end_of_a_plan), 10),
-    "nobody waits for the slowest one's step": (replaced(Phase, "apart_s", lambda self, phase_s: 0.0), 1),
+    "no replica waits for the step of the slowest one": (replaced(Phase, "apart_s", lambda self, phase_s: 0.0), 1),
     "an overlap is told whole": (
         replaced(Phase, "ahead_s", lambda self, entry: 0.0 if self._plan.is_final(entry) else self._overlap_s),
         199,
     ),
 }
-"""And the seed of a schedule that shows each; should it no longer do so, others do."""
+"""Each mutant has the seed of a schedule that shows it. If that schedule no longer shows it, others are tried."""
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

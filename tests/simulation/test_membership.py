@@ -1,4 +1,4 @@
-"""Turns and claims, expected and gone ranks, steps and phases, and how long to wait."""
+"""Claims, turns, expected ranks and ranks that have left, counts of steps, phases, and lengths of waits."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_hash_orders_do_not_depend_on_the_process() -> None:
         assert ran.stdout.strip() == str(list(GOLDEN_ORDERS.values()))
 
 
-def test_joiners_at_once_share_no_rank_and_fence_nobody() -> None:
+def test_joiners_at_once_share_no_rank_and_fence_no_process() -> None:
     for seed in range(5):
         world = World(seed)
         store = retrying_store(SimulatedStore(world))
@@ -89,7 +89,7 @@ def test_a_claim_whose_reply_is_lost_is_ones_own_nevertheless() -> None:
 
 
 class Boastful(MemoryStore):
-    """Lets another process come first, and says that this one did."""
+    """A store in which another process creates the object first, and this process gets a wrong answer."""
 
     def put_if_absent(self, key: str, data: Data) -> bool:
         super().put_if_absent(key, b'{"nonce": "another"}') if key.endswith("/0/started.json") else None
@@ -113,7 +113,7 @@ def sealed_by(*names: tuple[int, int], phase_s: float = 0.0) -> Seal:
     return Seal(members, "a" * 32, 0, phase_s=phase_s)
 
 
-def test_an_outcome_without_a_claim_ends_nobody() -> None:
+def test_an_outcome_without_a_claim_ends_no_replica() -> None:
     store = MemoryStore()
     store.put(KEYS.outcome(1, 0), b"{}")
     assert not membership(store).is_gone(1)
@@ -153,9 +153,9 @@ def test_when_all_are_gone_their_newest_attempts_are_expected_that_have_not_left
 def test_ones_own_rank_never_counts_as_a_peer_that_lives() -> None:
     members = membership(MemoryStore())
     members.seal = sealed_by((0, 0))
-    assert not members.someone_lives()
+    assert not members.has_live_peer()
     members.seal = sealed_by((0, 0), (1, 0))
-    assert members.someone_lives()
+    assert members.has_live_peer()
 
 
 def test_before_the_first_seal_the_first_attempts_of_the_launch_are_expected_processes() -> None:
@@ -328,7 +328,7 @@ def test_a_run_whose_records_are_gone_in_three_looks_ends_a_replica() -> None:
     assert members.is_deleted
 
 
-def test_one_record_that_is_still_there_or_there_again_ends_nobody() -> None:
+def test_one_record_that_still_exists_or_exists_again_ends_no_replica() -> None:
     for left in KEPT:
         store, now = MemoryStore(), [0.0]
         members = watching(store, now)
@@ -344,7 +344,7 @@ def test_one_record_that_is_still_there_or_there_again_ends_nobody() -> None:
         members.check_run()
 
 
-def test_a_store_that_only_fails_ends_nobody() -> None:
+def test_a_store_that_only_fails_ends_no_replica() -> None:
     store, now = FaultyStore(MemoryStore(), seed=0), [0.0]
     members = watching(store, now)
     store.fail_at("get", count=None, action="error")

@@ -1,4 +1,4 @@
-"""Each rule of the protocol undone in turn: the simulation must notice."""
+"""Undoes each rule of the protocol in turn: the simulation must notice it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def wrapped(owner: type, name: str, around: Callable[..., Any]) -> Patch:
 
 
 def collecting(keys_of: Callable[[RetryingStore, Keys, int], list[str]]) -> Patch:
-    """Also delete some keys, given the horizon before the newest snapshot, when garbage is collected."""
+    """Let garbage collection also delete the keys that `keys_of` returns for the horizon."""
 
     def mutant(store: RetryingStore, keys: Keys, newest: int, snapshot_every: int, proof: Proof) -> None:
         collect_garbage(store, keys, newest, snapshot_every, proof)
@@ -51,7 +51,7 @@ def collecting(keys_of: Callable[[RetryingStore, Keys, int], list[str]]) -> Patc
 
 
 def believe_the_answer_of_the_own_put(patch: pytest.MonkeyPatch) -> None:
-    """Work counts as sent only when the store answered."""
+    """Treat work as sent only if the store has acknowledged it."""
     answered: set[tuple[int, str]] = set()
 
     def create(self: RetryingStore, key: str, data: Any) -> None:
@@ -148,21 +148,21 @@ SHOWN_BY = {
     "another nonce changes nothing": 441,
     "gone is corrupt": 427,
     "rotten inputs are averaged": 96,
-    "nobody says bye": 21,
+    "no replica says bye": 21,
     "entries jumped over have no verdict": 38,
 }
-"""Seeds of schedules that show a mutant which few of them do; they are tried first."""
+"""Seeds of schedules that show a mutant which few schedules show. They are tried first."""
 MUTANTS: dict[str, Patch] = {
     "seals are collected": collecting(lambda store, keys, end: [keys.seal(entry) for entry in range(end)]),
     "the answer of the own put is believed": believe_the_answer_of_the_own_put,
     "another nonce changes nothing": wrapped(SealLog, "verdict", keep_what_another_nonce_counted),
-    "everybody averages for itself": replaced(Reducer, "collect", average_for_oneself),
+    "each replica averages for itself": replaced(Reducer, "collect", average_for_oneself),
     "the owner applies its own bytes": replaced(Reducer, "_adopt_stored", lambda self, e, s, shard, head, own: own),
     "parts have common keys": replaced(Keys, "part", lambda self, entry, nonce, i: self._under(f"part/{entry}/{i}")),
     "gone is corrupt": wrapped(Reducer, "_input", take_gone_for_corrupt),
     "rotten inputs are averaged": average_rotten_inputs,
     NEVER_LEFT_OUT: wrapped(Reducer, "_compute", never_leave_an_input_out),
-    "nobody says bye": replaced(TrainingSide, "say_bye", lambda self: None),
+    "no replica says bye": replaced(TrainingSide, "say_bye", lambda self: None),
     "the seal is not read back": apply_the_own_seal,
     "live work survives being counted": replaced(SealLog, "verdict", lambda self, seal: Verdict.KEPT),
     "a missing mean counts as decided": wrapped(Reducer, "collect", take_zeros_for_a_missing_mean),
@@ -176,12 +176,12 @@ MUTANTS: dict[str, Patch] = {
 
 
 def tilted(mutant: str, seed: int) -> dict[str, Any]:
-    """Return changes of a scenario that make what a mutant gets wrong more likely, so that few schedules show it."""
+    """Return changes of a scenario that make the fault of a mutant more likely, so that few schedules are enough."""
     pair = {"world_size": 2, "entries": [9, 9], "n_fragments": 1, "snapshot_every": 1, "flip": None}
     if mutant == NEVER_LEFT_OUT:
         return {**pair, "sharded": True, "joiners": 0, "copies": 0.0, "faults": Faults(rots=0.02)}
     if mutant == AT_ONCE:
-        flip = (seed % 3, 2 + seed % 3, 1)  # before an even entry it goes into a copy that only the next seal refutes
+        flip = (seed % 3, 2 + seed % 3, 1)  # before an even entry, it gets into a copy that only the next seal refutes
         three = {"world_size": 3, "entries": [6] * 3, "n_fragments": 2, "snapshot_every": 2}
         return {**three, "flip": flip, "copies": 0.0, "joiners": 0, "faults": Faults()}
     return {}

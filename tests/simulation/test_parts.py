@@ -1,4 +1,4 @@
-"""The small parts of the rendezvous: records, snapshots' parts, means and shards."""
+"""The small parts of the rendezvous: records, parts of snapshots, means and shards."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_ranks_that_train_on_own_no_shard_where_another_rank_waits() -> None:
 
 
 def with_a_seal(*, sharded: bool) -> tuple[MemoryStore, list[RoundRunner]]:
-    """A store with the seal of one contribution, and three that look at it: whose it is, and two others."""
+    """Return a store with a seal of one contribution, and three replicas that read it: its sender and two others."""
     store = MemoryStore()
     limits = Limits(block_elements=BLOCK_ELEMENTS, small_bytes=0 if sharded else 1 << 20)
     places = [replace(context(Identity(0, 1, 0, f"n{n}"), [0.0], store), limits=limits) for n in range(3)]
@@ -224,7 +224,7 @@ def with_a_seal(*, sharded: bool) -> tuple[MemoryStore, list[RoundRunner]]:
 
 
 def collect(runner: RoundRunner) -> object:
-    """Return the mean, as far as a replica can have it; a seal is read as often as one may have to be."""
+    """Return the mean if a replica can read or compute it. The seal is read up to the allowed number of times."""
     *_, seal = [runner.seals.seal(0) for _ in range(READ_TRIES + 1)]
     assert seal is not None
     return runner.reducer.collect(runner.current(), seal)

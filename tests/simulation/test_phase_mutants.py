@@ -1,4 +1,4 @@
-"""Each rule about phases and the grace undone in turn: schedules in phases must notice."""
+"""Undoes each rule about phases and the grace in turn: schedules in phases must notice it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def count_the_own_waiting(is_over: Any, self: Sealer, entry: Any, *rest: Any, **
 
 
 def wait_for_the_next_round(deliver: Any, self: TrainingSide, late_s: float = 0.0) -> list[Any]:
-    """The first rule: publish the work there is and wait, while the others are in the midst of their phase."""
+    """Undo the first rule: send the work at once and wait, while the others are in the middle of their phase."""
     reports = self._merge(late_s)
     while self.is_out_of_phase and not self._plan.is_over(self.position):
         self._scheduler.submit(partial(self.runner.run_round, self._pending or self._hold(is_early=False)))
@@ -87,7 +87,7 @@ def lose_steps_made_since(verdict_of: Any, self: StepAccount, entry: Any, seal: 
 def begin_the_grace_with_the_first_look(
     is_over: Any, self: Sealer, entry: Any, good: Any, now: float, *, grace_factor: int
 ) -> Any:
-    """A replica that lets another look first begins to count when it looks itself."""
+    """Begin the wait of a replica, which lets another one look first, only when it looks itself."""
     if entry.grace_from_s is not None:
         return now - entry.grace_from_s >= self._grace_s(entry) * grace_factor
     began_s, entry.began_s = entry.began_s, now
@@ -97,8 +97,8 @@ def begin_the_grace_with_the_first_look(
         entry.began_s = began_s
 
 
-def seal_no_phase_where_nobody_waits(data: Any, self: Seal, *arguments: Any) -> Any:
-    """The largest of its members' phases is in a seal, and those of them that presented themselves said 0."""
+def seal_no_phase_if_no_replica_waits(data: Any, self: Seal, *arguments: Any) -> Any:
+    """Write the longest phase of its replicas into a seal, although early contributions report a phase of 0."""
     waits = any(member.in_phase for member in self.replicas.values())
     return data(self if waits else replace(self, phase_s=0.0), *arguments)
 
@@ -142,7 +142,7 @@ def never_end_a_wait_out_of_phase(check_time: Any, self: Sealer, entry: Any) -> 
 
 
 def schedule(shown_by: int) -> Callable[[], None]:
-    """A schedule in phases that shows a mutant; should it no longer do so, others."""
+    """Return a schedule in phases that shows a mutant, or other schedules if that one no longer shows it."""
 
     def notices() -> None:
         for seed in (shown_by, *range(150)):
@@ -168,22 +168,22 @@ MUTANTS: dict[str, tuple[Patch, Callable[[], object]]] = {
     ),
     "nothing bounds the wait for expected replicas": (
         replaced(Sealer, "unobserved_wait_s", 1e9),
-        scenes.a_replica_whose_peers_vanished_goes_on_alone,
+        scenes.a_replica_whose_peers_vanished_continues_alone,
     ),
     "one presents oneself when an expected contribution is seen": (
         wrapped(RoundRunner, "contribute_early", present_when_an_expected_contribution_is_seen),
         schedule(1),
     ),
-    "nobody has a head start": (wrapped(RoundRunner, "_prepare_result", forget_the_head_start), schedule(1)),
+    "no replica has a head start": (wrapped(RoundRunner, "_prepare_result", forget_the_head_start), schedule(1)),
     "ranks seal and not processes": (
         replaced(Membership, "names", lambda self, rank, attempt, nonce: rank in self.expected),
         in_model("a kill every 60 s, phase 100"),
     ),
-    "a newer attempt does not end the older one": (  # after a resume without outcomes everybody is out of phase
+    "a newer attempt does not end the older one": (  # after a resume without outcomes, all replicas are out of phase
         replaced(Membership, "lives", lambda self, rank: not self._has_left(rank, self.expected[rank])),
         resumed,
     ),
-    "somebody always lives": (replaced(Membership, "someone_lives", lambda self: True), resumed),
+    "a peer always lives": (replaced(Membership, "has_live_peer", lambda self: True), resumed),
     "first attempts are out of phase before the first seal": (
         replaced(Membership, "names_me", property(lambda self: self.seal is not None and names_me(self))),
         in_model("three die"),
@@ -206,9 +206,9 @@ MUTANTS: dict[str, tuple[Patch, Callable[[], object]]] = {
         wrapped(Sealer, "_is_over", begin_the_grace_with_the_first_look),
         scenes.a_dead_replica_costs_the_others_one_grace_from_when_they_waited,
     ),
-    "nobody looks": (replaced(RoundRunner, "look", lambda self: False), schedule(1)),
+    "no replica looks": (replaced(RoundRunner, "look", lambda self: False), schedule(1)),
     "a replica that presents itself says nothing of its phase": (
-        wrapped(Seal, "data", seal_no_phase_where_nobody_waits),
+        wrapped(Seal, "data", seal_no_phase_if_no_replica_waits),
         schedule(5),
     ),
     "a phase lasts as long as was trained so far": (
@@ -218,7 +218,7 @@ MUTANTS: dict[str, tuple[Patch, Callable[[], object]]] = {
     "a learned grace is short": (learn_a_short_grace, schedule(98)),
     "a replica that leaves out of phase waits": (
         replaced(TrainingSide, "leave", wait_before_leaving),
-        scenes.a_replica_that_leaves_out_of_phase_waits_for_nobody,
+        scenes.a_replica_that_leaves_out_of_phase_does_not_wait,
     ),
     "the steps that were made count and not the run's": (
         replaced(Phase, "_advance", count_the_steps_that_were_made),

@@ -1,4 +1,4 @@
-"""Inner phases that are longer than the grace: a returner is in phase again at once, and little work is lost."""
+"""Phases that are longer than the grace: a replica that comes back is in phase again at once, and loses little work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from simulation.simulation import Simulation
 
 
 def phased(phase_s: float, absences: list[Absence], until_s: float | None, **changes: object) -> Scenario:
-    """Four replicas whose steps take a second, or a twentieth of a phase, at a store that answers at once."""
+    """Return a scenario of four replicas with steps of a second, or of a twentieth of a phase, and a fast store."""
     steps = max(20, round(phase_s))
     scenario = replace(
         CALM,
@@ -48,7 +48,7 @@ def never_back(rank: int, at_s: float) -> Absence:
 
 
 def timed_seals(simulation: Simulation) -> list[tuple[float, Seal]]:
-    """Return the seals in their order, and when each was created."""
+    """Return the seals in their order, with the time at which each was created."""
     created_s = simulation.store.created_s
     return [(created_s[simulation.keys.seal(entry)], seal) for entry, seal in enumerate(simulation.seals())]
 
@@ -65,7 +65,7 @@ def test_a_replica_away_for_longer_than_the_grace_is_in_every_later_seal() -> No
 @pytest.mark.parametrize("came", [{0, 1}, {1, 3}])
 @pytest.mark.parametrize("n_fragments", [1, 2])
 def test_ranks_that_never_came_cost_one_grace_and_who_comes_late_is_counted(came: set[int], n_fragments: int) -> None:
-    """Launched with four: two never come, and then one does."""
+    """Two of four launched replicas never come. Later, one of them does."""
     phase_s, grace_s, late, late_s = 100.0, 30.0, 2, 450.0
     simulation = Simulation(phased(phase_s, [], until_s=15 * phase_s, n_fragments=n_fragments))
     spawn = simulation._spawn
@@ -79,7 +79,7 @@ def test_ranks_that_never_came_cost_one_grace_and_who_comes_late_is_counted(came
     seals = timed_seals(simulation)
     began_s = simulation.processes[0].here_s
     assert began_s is not None
-    round_s = 1.05 * phase_s + phase_s / 20 + 3.0  # the steps, an upload, and pauses between looks
+    round_s = 1.05 * phase_s + phase_s / 20 + 3.0  # the steps, an upload, and the pauses between looks
     assert seals[0][0] < began_s + round_s + grace_s, "the first round waits for those that were launched, once"
     for (before_s, _), (created_s, seal) in pairwise(seals):
         assert created_s - before_s < round_s, f"{seal.replicas.keys()} waited for ranks that had never come"
@@ -91,8 +91,8 @@ def test_ranks_that_never_came_cost_one_grace_and_who_comes_late_is_counted(came
 # -- scenes that mutants must spoil ------------------------------------------------------------------------------------
 
 
-def a_replica_whose_peers_vanished_goes_on_alone() -> None:
-    """Both replicas are gone without a trace; a joiner goes on after the bound, which knows how long phases are."""
+def a_replica_whose_peers_vanished_continues_alone() -> None:
+    """Both replicas vanish without an outcome. A joiner continues after a wait that depends on the phase."""
     simulation = ran(100, [never_back(0, 70), never_back(1, 70)], 2000, world_size=2, joiners=1, seed=3)
     alone = [created_s for created_s, seal in timed_seals(simulation) if seal.replicas.keys() == {2}]
     assert alone, "the joiner never decides"
@@ -136,7 +136,7 @@ def a_dead_replica_costs_the_others_one_grace_from_when_they_waited() -> None:
     assert 29.0 < waited_s < 30 + 2.5, "it costs a grace and a pause between two looks"
 
 
-def a_replica_that_leaves_out_of_phase_waits_for_nobody() -> None:
+def a_replica_that_leaves_out_of_phase_does_not_wait() -> None:
     simulation = Simulation(phased(100, [], until_s=500, joiners=1, seed=3))
     leaving_s: list[float] = []
     has_finished = simulation._has_finished
@@ -182,12 +182,12 @@ def three_of_ten_steps_tell_how_long_ten_take() -> None:
 @pytest.mark.parametrize(
     "scene",
     [
-        a_replica_whose_peers_vanished_goes_on_alone,
+        a_replica_whose_peers_vanished_continues_alone,
         work_that_was_counted_is_known_when_its_contribution_is_gone,
         partial(a_run_that_is_resumed_as_a_whole_is_in_phase_from_its_start, True),
         partial(a_run_that_is_resumed_as_a_whole_is_in_phase_from_its_start, False),
         a_dead_replica_costs_the_others_one_grace_from_when_they_waited,
-        a_replica_that_leaves_out_of_phase_waits_for_nobody,
+        a_replica_that_leaves_out_of_phase_does_not_wait,
         a_quorum_that_cannot_be_reached_ends_a_replica_out_of_phase,
         three_of_ten_steps_tell_how_long_ten_take,
     ],
@@ -202,7 +202,7 @@ def test_scene(scene: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize("die", [(2,), (0, 1, 2, 3)], ids=["one", "all"])
 def test_a_returner_whose_predecessor_is_counted_keeps_its_own_work(die: tuple[int, ...]) -> None:
-    """Rank 2 dies when its contribution is stored, alone or with all others, and is back before that is sealed."""
+    """Rank 2 dies when its contribution is stored, alone or with all others, and comes back before the seal."""
     simulation = Simulation(phased(20, [], None, entries=[8] * 4, speeds=[1.5, 1.5, 1, 1.5], upload_s=0.0))
     simulation.scenario.absences.append(Absence(3, 1e9, 0.0))  # deaths are this scene's alone
 
@@ -239,7 +239,7 @@ def test_a_newer_copy_ends_an_older_one_in_the_midst_of_its_phase() -> None:
 
 
 def test_a_replica_is_in_phase_again_when_all_named_ones_are_seen_to_be_dead() -> None:
-    """A run that was killed as a whole without outcomes: the first to be back takes the others to be alive."""
+    """All replicas die without outcomes. The first one that comes back takes the others for live replicas."""
     away = [Absence(rank, 220, 10 + 3 * rank, leaves_outcome=False) for rank in range(4)]
     simulation = Simulation(phased(100, away, until_s=260))
     out: list[list[int]] = []
@@ -254,7 +254,7 @@ def test_a_replica_is_in_phase_again_when_all_named_ones_are_seen_to_be_dead() -
     assert out[1] == []
 
 
-def test_a_wait_that_is_ones_own_head_start_teaches_nobody_a_longer_grace() -> None:
+def test_a_wait_that_is_a_head_start_does_not_lengthen_the_grace() -> None:
     for seed in range(3, 7):
         simulation = ran(100, [], 450, joiners=1, seed=seed, steps_per_entry=20, step_s=(5.0, 5.0))
         (head, _) = simulation.sealed_contribution(2, 4, simulation.seals()[2])
@@ -288,14 +288,14 @@ SCENES: dict[str, tuple[Scenario, float]] = {
         0.904,
     ),
 }
-"""What happens, and the share of useful work in a time-stepped model of phases that follows the same rules.
+"""Each scene has its events, and the share of useful work according to a time-stepped model with the same rules.
 
-In both a contribution takes a twentieth of a phase to be written, so that 0.95 is the most.
+In both, writing a contribution takes a twentieth of a phase, so the largest possible share is 0.95.
 """
 
 
 def useful_share(simulation: Simulation) -> float:
-    """Return the counted steps as a share of those that fit into the time in which replicas were not away."""
+    """Return the counted steps as a share of all steps that fit into the time in which the replicas were running."""
     scenario = simulation.scenario
     assert scenario.until_s is not None
     counted = 0.0

@@ -1,4 +1,4 @@
-"""Random schedules of faults; and those that once found something."""
+"""Random schedules of faults, and schedules that once found a fault of the protocol."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from simulation.simulation import Simulation, run_schedule
 
 SCHEDULES = int(os.environ.get("REPLICAS_SCHEDULES", "400"))
 FIRST_SEED = int(os.environ.get("REPLICAS_FIRST_SEED", "0"))
-"""Fresh seeds: `make simulate`."""
+"""`make simulate` runs new seeds."""
 PARTS = 4
 
 
@@ -24,16 +24,19 @@ def test_invariants_hold_in_random_schedules_of_faults(part: int) -> None:
 
 
 def test_schedules_that_once_found_something_stay_fine() -> None:
-    """A joiner's claim seen late; readings that failed for good; a mean made again; a first anchor put again.
+    """Each seed found a fault of the protocol in one of these cases.
 
-    Then copies that died before they knew of their claim, or with two, and whose end was recorded under another. In
-    phases: an overlap's slack before a last round that has none; a returner that waits; a grace shorter than a look;
-    600 and 902: a seal that comes while something is sent for it. RoundGreenlet the training: rounds that fail and have
-    landed; what was held for an entry that was jumped over; a replica out of phase that presents itself no more;
-    one that comes to the end of a plan by entries that the others had without it; steps that left with the work of
-    an earlier attempt. Three readings that were wrong in a moment, and a long sleep before the next. One that comes
-    back when the others have long sent what is then sealed. A mean whose head has rotted, computed on an unlike host.
-    One whose steps are long, by the clock: the mean came in the midst of one, and in that of another a round was due.
+    - A claim of a joiner became visible late. Readings failed permanently. A mean or a first anchor was written again.
+    - A process died before it could read its claim, or had two claims, and its outcome named another attempt.
+    - In phases: the slack of an overlap counted before a last round, which has no overlap. A replica that came back
+      waited. The grace was shorter than a look. A seal appeared while work was sent for it (600 and 902).
+    - In the background: a round failed after its result was ready. Work was held for an entry that was passed. A
+      replica out of phase stopped contributing early. A replica reached the end of a plan through entries of the
+      others. Steps were sent together with the work of an earlier attempt.
+    - Three wrong readings followed at once, and then a long sleep. A replica came back after the others had sent the
+      contributions of the entry that was sealed next.
+    - Another host computed a mean again whose head was damaged.
+    - With rounds by the clock and long steps, a mean arrived in one step, and a round was due in another.
     """
     seeds: tuple[int, ...] = (513, 2238, 3002, 101429, 492212788596, 325973480116, 855278631975, 1546749660)
     seeds += (9006374, 9008771, 9008772, 20010732, 203650224431, 93669702450, 93669702514, 598520567880, 569670020615)

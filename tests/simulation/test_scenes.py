@@ -1,4 +1,4 @@
-"""Scenes that random schedules seldom reach: flipped bits, deaths between seal and mean, rot, late joiners."""
+"""Scenes that random schedules seldom reach: flipped bits, deaths after a seal, damaged objects, late joiners."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_replica_that_computes_otherwise_ends_alone_and_names_those_it_differs
 @pytest.mark.parametrize(
     ("owner", "method"), [(Reducer, "_reduce_shard"), (RoundRunner, "_apply"), (Reducer, "collect")]
 )
-def test_a_death_between_seal_and_adoption_holds_nobody_up(
+def test_a_death_between_seal_and_outer_step_delays_no_other_replica(
     owner: type, method: str, all_leave_outcomes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     simulation = calm(all_leave_outcomes=all_leave_outcomes)
@@ -102,10 +102,10 @@ def test_a_death_between_seal_and_adoption_holds_nobody_up(
     simulation.run()
     assert sum(state.done >= 4 for state in simulation.states) >= 2
     if all_leave_outcomes:
-        assert simulation.world.now < 30 + 70  # a restart begins within 60 s; nobody waits out a grace of 30 s on top
+        assert simulation.world.now < 30 + 70  # a restart begins within 60 s; no replica also waits for a grace of 30 s
 
 
-def test_everybody_dies_between_seal_and_mean_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_replicas_die_between_seal_and_mean_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     simulation = calm()
     reduce_shard = Reducer._reduce_shard
 
@@ -127,7 +127,7 @@ def test_everybody_dies_between_seal_and_mean_and_comes_back(monkeypatch: pytest
 
 @pytest.mark.parametrize("restart", [(0, 1, 2), (1,)])
 @pytest.mark.parametrize("sharded", [True, False])
-def test_everybody_dies_and_some_come_back_to_where_the_log_is(
+def test_all_replicas_die_and_some_come_back_to_the_state_of_the_log(
     sharded: bool, restart: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     simulation = calm(sharded=sharded, entries=[9, 9, 9], snapshot_every=2)
@@ -161,7 +161,7 @@ def test_a_finisher_that_is_started_again_has_nothing_to_do() -> None:
 
 
 def rot(simulation: Simulation, pattern: str, rotten: list[str], *, cut: bool = False) -> None:
-    """Let everything that is stored and matches rot now."""
+    """Damage all stored objects whose keys match."""
     for key, value in list(simulation.store.objects.items()):
         if re.search(pattern, key):
             simulation.store.objects[key] = value[:-5] if cut else value[:-1] + bytes([value[-1] ^ 1])
@@ -177,7 +177,7 @@ def test_a_contribution_that_rots_is_left_out(sharded: bool, cut: bool) -> None:
     simulation.store.when_created(name, lambda: rot(simulation, name, rotten, cut=cut))
     simulation.run()
     assert len(rotten) == 1
-    assert all(state.done >= 5 for state in simulation.states)  # the one left out catches up with that round
+    assert all(state.done >= 5 for state in simulation.states)  # the replica that was left out catches up
     assert sorted(simulation.clean) == [0, 1, 2]
 
 
@@ -225,7 +225,7 @@ def test_a_rotten_mean_without_inputs_is_jumped_over_to_the_next_snapshot(monkey
         report = apply(self, entry, seal, mean)
         if self._me.rank == 2 and entry.index == 3 and not sleeping:
             sleeping.append(entry.index)
-            self._context.wait(100.0, ())  # the others go on without this one
+            self._context.wait(100.0, ())  # the others continue without this replica
         return report
 
     monkeypatch.setattr(RoundRunner, "_apply", slow)
@@ -234,13 +234,13 @@ def test_a_rotten_mean_without_inputs_is_jumped_over_to_the_next_snapshot(monkey
     simulation.run()
     assert rotten
     assert sorted(simulation.clean) == [0, 1, 2]
-    assert simulation.states[2].done < 12  # it jumped
+    assert simulation.states[2].done < 12  # it has passed entries by loading a snapshot
 
 
 # -- nothing goes wrong ------------------------------------------------------------------------------------------------
 
 
-def test_without_faults_everybody_counts_in_every_round_and_leaves_nothing_behind() -> None:
+def test_without_faults_all_replicas_count_in_every_round_and_no_work_is_left() -> None:
     simulation = calm(entries=[10, 10, 10])
     simulation.run()
     assert all(state.done == 10 and not state.undone[0].any() for state in simulation.states)

@@ -1,4 +1,4 @@
-"""Each rule between the training and the rounds undone in turn: schedules with both beside each other must notice."""
+"""Undoes each rule between the training thread and the round runner in turn: schedules with both must notice it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ MUTANTS: dict[str, tuple[Patch, int]] = {
     "a step counts from the look in its midst": (wrapped(Phase, "note_unsealed", count_steps_from_the_look), 2840),
     "phases of one step wait for no answer": (do_not_wait_for_an_answer, 2400),
 }
-"""And the seed of a schedule that shows each; should it no longer do so, others do."""
+"""Each mutant has the seed of a schedule that shows it. If that schedule no longer shows it, others are tried."""
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

@@ -1,7 +1,8 @@
-"""V8: in a signed run nothing enters a mean or a state that was not made with the key, whatever somebody writes.
+"""V8: in a signed run, only objects that were made with the key enter a mean or a state.
 
-An adversary who can write to the store exchanges objects at any time for forged ones, for genuine ones of other rounds,
-ranks and runs, and puts some of them back later. The run may stop; whoever goes on has the log's state.
+An adversary who can write to the store replaces objects at any time. The new objects are forged, or are genuine objects
+of other rounds, ranks and runs. Some genuine objects come back later. The run may stop, but every replica that
+continues has the log's state.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ KEY = b"the key of this run"
 STRANGER = proof_of(b"the key of somebody else")
 OBJECTS = re.compile(r"/(contribution|mean|seal|snapshot|part)/")
 STOPPED = re.compile(r": (Divergence|Contribution|Aborted|Corrupt|QuorumTimeout)\w*Error: |^I4|^I13")
-STEERED = re.compile(r"V8: |Violation: entry \d+: what rank \d+ is sealed with was never stored")
+STEERED = re.compile(r"V8: |Violation: entry \d+: the sealed contribution of rank \d+ was never stored")
 SCHEDULES = 12
 
 
 @dataclass
 class Attacked(Simulation):
-    """A schedule in which nothing goes wrong by itself."""
+    """A schedule without random faults."""
 
     proof: Proof = field(default_factory=lambda: proof_of(KEY))
     attacks: Counter[str] = field(default_factory=Counter)
@@ -52,7 +53,7 @@ class Attacked(Simulation):
         self.world.at(self.chance.uniform(0.0, 20.0), self.attack)
 
     def attack(self) -> None:
-        """Exchange an object, and perhaps put it back in a while."""
+        """Replace an object by a forged one, and perhaps put the genuine one back later."""
         if self.live or self.world.now < 30.0:
             self.world.at(self.chance.expovariate(2.0), self.attack)
         objects = self.store.objects
@@ -80,7 +81,7 @@ class Attacked(Simulation):
                 self.store.objects[key] = before
 
     def framed_by(self, key: str, proof: Proof, name: str) -> bytes | None:
-        """Return an object with more of somebody's work in it, and everything right but for the proof."""
+        """Return an object with more work of a rank in it. Everything in it is right except the proof."""
         value = self.store.objects[key]
         try:
             fields = unproven_fields(value)
@@ -112,7 +113,7 @@ class Attacked(Simulation):
         return self.framed_by(key, self.proof, f"another-{target}")
 
     def of_another_object(self, key: str, target: str) -> bytes | None:
-        """Return a genuine object of another round or rank, or an earlier value of this one."""
+        """Return a genuine object of another round or rank, or an earlier value of this object."""
         kind = OBJECTS.search(key)
         assert kind
         others = [value for other, values in self.store.ever.items() if kind[0] in other for value in values]
@@ -135,12 +136,12 @@ class Attacked(Simulation):
         super()._train(process, checkpoint)
 
     def _check_state(self, state: IntegerState, position: int) -> None:
-        """Nothing: of a mean that was exchanged, two replicas may read other inputs, and go on from the log again."""
+        """Do nothing: if a mean was forged, replicas may read different inputs and reload the state from the log."""
 
     def check_mean(self, entry: int, mean: Floats) -> None:
-        """Raises: Violation: a mean is not of members of the entry's seal alone."""
+        """Check that each mean has only work of replicas that the seal names."""
         if self.keys.seal(entry) not in self.store.ever:
-            raise Violation(f"V8: nobody has sealed entry {entry}")
+            raise Violation(f"V8: no replica has sealed entry {entry}")
         seal = self.seal_of(entry)
         sent = {rank: self.sealed_contribution(entry, rank, seal)[1] for rank in seal.inputs}
         ways = [ranks for n in range(len(sent) + 1) for ranks in combinations(sent, n)]
@@ -150,7 +151,7 @@ class Attacked(Simulation):
                 raise Violation(f"V8: in the mean of entry {entry} is {mean}, and its members sent {sent}")
 
     def check(self) -> None:
-        """Raises: Violation: somebody was steered."""
+        """Check that no forged object has changed the state of a replica."""
         for rank in [*range(self.scenario.world_size), *[None] * self.scenario.joiners]:
             self._spawn(rank, delay_s=self.chance.uniform(0.0, 3.0))
         self.world.run(200.0)
@@ -159,7 +160,7 @@ class Attacked(Simulation):
 
 
 def mean_of(seal: Seal, sent: Mapping[int, Floats], ranks: Sequence[int]) -> Floats:
-    """Return the mean of some members of a seal; of none it is zero."""
+    """Return the mean of the work of some replicas of a seal. Without any replica it is zero."""
     total = sum(seal.replicas[rank].weight for rank in ranks)
     return sum((sent[rank] * (seal.replicas[rank].weight / total) for rank in ranks), np.zeros(SLOTS, np.float32))
 
@@ -185,7 +186,7 @@ def attacked(seed: int) -> Attacked:
 
 @pytest.fixture(autouse=True)
 def _snapshots_are_checked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A state that a replica loads is one that was kept under that very key."""
+    """Check that a replica loads only a state that a replica has stored under the same key."""
     caplog.set_level(logging.ERROR, "diloco")
     took = SnapshotReader._took
 
@@ -193,7 +194,7 @@ def _snapshots_are_checked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
         key, store = self._keys.snapshot(entry), self._store.store
         assert isinstance(store, SimulatedStore)
         if pointer not in [SnapshotPointer.parse(value, key, self._context.proof) for value in store.ever.get(key, ())]:
-            raise Violation(f"V8: nobody has written the pointer that rank {self._me.rank} read from {key}")
+            raise Violation(f"V8: no replica has written the pointer that rank {self._me.rank} read from {key}")
         return took(self, entry, pointer, arrays)
 
     monkeypatch.setattr(SnapshotReader, "_took", checked)

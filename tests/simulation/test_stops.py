@@ -1,4 +1,4 @@
-"""Runs that a rank stops: all that are alive end after the same round, whatever fails meanwhile (I14)."""
+"""A rank stops the run: all live replicas end after the same round, whatever fails in the meantime (I14)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEEDS = 60
 
 def test_all_that_are_alive_end_after_the_same_round_in_random_schedules_of_faults() -> None:
     n_stopped = 0
-    for seed in (*range(SEEDS), 5000100):  # the last: the last rounds of all fragments come at once
+    for seed in (*range(SEEDS), 5000100):  # with the last seed, the last rounds of all fragments come at once
         simulation = run_schedule(seed, is_traced=False, stops_always=True)
         n_stopped += any(process.steps.ended_by for process in simulation.processes)
     assert n_stopped > SEEDS / 2, "most of these runs are stopped before their planned end"
@@ -45,14 +45,14 @@ def test_a_replica_that_comes_back_to_a_run_that_was_stopped_finds_it_over(n_fra
 
 
 def end_by_the_own_wish(apply: Any, self: RoundRunner, entry: Any, seal: Seal, mean: Any) -> Any:
-    """A replica that wants to stop ends with its next round, whether that has counted its contribution or not."""
+    """Let a replica that asks for the end stop after its next round, even if that has not counted its contribution."""
     if self._phase.wants_to_stop:
         seal = replace(seal, stops=(self._me.rank,))
     return apply(self, entry, seal, mean)
 
 
 def end_with_the_next(seal: Seal, entry: int, *where: Any) -> None:
-    """Each other fragment then has two more rounds, and the first one has another."""
+    """End one entry too late: each other fragment then has two more rounds, and the first fragment one more."""
     apply_sealed_end(seal, entry + 1, *where)
 
 
@@ -70,7 +70,7 @@ def seal_one_wish(seal_with: Any, self: Sealer, entry: Any, good: set[int], anch
 
 
 def ending_by(rule: Callable[..., None]) -> Patch:
-    """Replace the rule by which a plan ends, wherever a seal is applied or replayed."""
+    """Replace the function that ends a plan, wherever a seal is applied or replayed."""
 
     def patched(patch: pytest.MonkeyPatch) -> None:
         for module in ("round_runner", "restore"):

@@ -1,1 +1,1 @@
-"""Decisions, controllers and what they start, under a simulated scheduler."""
+"""Runs the real restart decisions with simulated processes: supervisors, controllers, and the ranks that they start."""

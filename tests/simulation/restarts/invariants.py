@@ -1,8 +1,11 @@
-"""What must hold of the log of decisions when a schedule has ended; told from outcomes anew, not by `decide`.
+"""The invariants of the decision log, checked when a schedule has ended, from outcomes and without `decide`.
 
-S1 no more charged restarts than the budgets allow. S2 each end is answered at most once. S3 no restart after a cancel
-or a stop until a resume, and nothing lives long after it. S4 each attempt is asked for at most once. S5 the run ends.
-S7 all readers see one log.
+- S1: there are not more charged restarts than the budgets allow.
+- S2: there is at most one decision about each end.
+- S3: after a cancel or a stop, no rank restarts until a resume, and no process lives much longer.
+- S4: each attempt is started at most once.
+- S5: the run ends.
+- S7: all readers see the same log.
 """
 
 from __future__ import annotations
@@ -23,22 +26,22 @@ if TYPE_CHECKING:
     from simulation.restarts.simulation import RestartSimulation
 
 OWN = {"a", "SIGSEGV"}
-"""Fingerprints of ends that are the doing of what ran."""
+"""The fingerprints of failures that the user's code caused."""
 
 
 @dataclass
 class Rank:
-    """One rank, as the log tells it up to an entry."""
+    """The state of one rank according to the log up to an entry."""
 
     charged: list[tuple[float, Outcome]] = field(default_factory=list)
     strikes: int = 0
     answered: int = -1
-    """The last attempt whose end is answered."""
+    """The last attempt for whose end the log has a decision."""
     is_given_up: bool = False
 
 
 def check(simulation: RestartSimulation) -> None:
-    """Check a schedule that has ended.
+    """Check all invariants of a schedule that has ended.
 
     Raises:
         Violation: something does not hold.
@@ -49,7 +52,7 @@ def check(simulation: RestartSimulation) -> None:
             raise Violation(f"S7: {key} had {len(values)} values")
     for log in simulation.logs:
         if log.entries != entries[: len(log.entries)]:
-            raise Violation("S7: somebody has read another log")
+            raise Violation("S7: a process has read another log")
     for (rank, number), n_asked in simulation.asked.items():
         if n_asked > 1:
             raise Violation(f"S4: attempt {number} of rank {rank} was asked for {n_asked} times")
@@ -58,7 +61,7 @@ def check(simulation: RestartSimulation) -> None:
 
 
 class LogChecker:
-    """The log, walked once."""
+    """Walks through the log once, and checks each entry."""
 
     def __init__(self, simulation: RestartSimulation) -> None:
         self.simulation = simulation
@@ -143,7 +146,7 @@ class LogChecker:
         return [other for other in range(len(self.ranks)) if other != rank]
 
     def _check_together(self, index: int, entry: Decision) -> None:
-        """Every rank is named, but those that are over for good."""
+        """Check that a restart of all ranks names every rank that has not ended for good."""
         ends = self.simulation.store.ends
         for rank in self._but(entry.rank or 0):
             is_over = any(key[0] == rank and end.status is not ReplicaStatus.FAILED for key, end in ends.items())
@@ -160,7 +163,7 @@ class LogChecker:
             raise Violation(f"entry {index} stops a run of which {sorted(gone)} are gone")
 
     def _check_cancelled(self, began_s: float, done_s: float, ranks: list[int]) -> None:
-        """S3 as the one who cancelled sees it."""
+        """Check S3 from the view of the process that canceled the ranks."""
         resumed: set[int] = set()
         for entry, landed_s in zip(self.simulation.entries, self.simulation.landed_s, strict=True):
             if entry.kind == "resume" and landed_s >= began_s:
@@ -171,7 +174,7 @@ class LogChecker:
 
 
 def _check_ends(simulation: RestartSimulation) -> None:
-    """S5: every rank is over, and where too few can succeed the run is."""
+    """Check S5: every rank has ended, and if too few ranks can succeed, the run has ended."""
     scenario, store, entries = simulation.scenario, simulation.store, simulation.entries
     if simulation.world.now >= simulation.limit_s - 20.0:
         raise Violation("S5: the run did not come to its end")
@@ -181,7 +184,7 @@ def _check_ends(simulation: RestartSimulation) -> None:
     last = max((index for index, entry in enumerate(entries) if entry.kind == "resume"), default=-1)
     since, landed_s = entries[last + 1 :], simulation.landed_s[last + 1 :]
     ended_s = [store.created_s.get(replica_key(RUN, *each, "outcome.json"), 0.0) for each in store.newest.items()]
-    over_s = max(ended_s, default=0.0)  # who cancels behind it cancels nothing, and nobody is there to stop the run
+    over_s = max(ended_s, default=0.0)  # a later cancel has no effect, and no controller is left to stop the run
     cancelled = {
         entry.rank for entry, at_s in zip(since, landed_s, strict=True) if entry.kind == "cancel" and at_s <= over_s
     }
@@ -193,10 +196,10 @@ def _check_ends(simulation: RestartSimulation) -> None:
     n_done = sum(end.status is ReplicaStatus.SUCCEEDED for end in store.ends.values())
     had_policy = any(
         controller.policy is not None for controller in simulation.controllers
-    )  # one may come when nobody keeps it
+    )  # a policy may be ordered when no controller is running
     if not had_policy or scenario.min_replicas is None:
         return
     if n_done >= scenario.min_replicas or scenario.n_ranks - len(gone) >= scenario.min_replicas:
         return
     if not any(entry.kind == "stop" or (entry.kind == "cancel" and entry.rank is None) for entry in since):
-        raise Violation(f"ranks {gone} of {scenario.n_ranks} are gone, and nobody stopped the run")
+        raise Violation(f"ranks {gone} of {scenario.n_ranks} are gone, and no decision has stopped the run")

@@ -1,4 +1,4 @@
-"""The processes of a simulated run: workers, supervisors in containers, and controllers outside."""
+"""The simulated processes of a run: workers, supervisors in containers, and controllers outside the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from simulation.restarts.simulation import RestartSimulation
 
 LOOK_S, INTENT_S = 10.0, 30.0
-CALM_S = 300.0  # after the faults
+CALM_S = 300.0
+"""The time after the faults from which all user code succeeds, so that the run ends."""
 
 
 class Worker:
@@ -70,7 +71,7 @@ class Worker:
         dice = world.rng
         end = ENDS[kind := dice.choice(scenario.ends)]
         if world.now > scenario.faults.until_s + (0.0 if kind == "free" else CALM_S):
-            end = ENDS[kind := "succeeded"]  # else it might never end, as where a window frees budgets
+            end = ENDS[kind := "succeeded"]  # otherwise the run might never end, because a window renews budgets
         marks = int(dice.random() < scenario.progresses)
         self.simulation.has_progress |= bool(marks)
         world.sleep(dice.uniform(*scenario.life_s))
@@ -86,7 +87,7 @@ class Worker:
 
 
 class Container:
-    """A supervisor with its workers; the hands "fork"."""
+    """A supervisor with its workers. It starts ranks in its own container."""
 
     how = "fork"
 
@@ -108,7 +109,7 @@ class Container:
         for rank, number in attempts.items():
             if worker := self.workers.get(rank):
                 if not worker.has_claimed or worker.number >= number:
-                    continue  # it is that attempt, or may yet claim it
+                    continue  # the worker is that attempt already, or may still claim it
                 self._end(rank, "fenced")
                 self._conclude(rank)
             self._run(rank, number)
@@ -127,7 +128,7 @@ class Container:
             self.die()
 
     def die(self) -> None:
-        """Be gone, with all processes."""
+        """End the container with all its processes."""
         self.is_alive = False
         for worker in self.workers.values():
             self._kill(worker)
@@ -189,7 +190,7 @@ class Container:
         return left_s if wait_s is None else min(wait_s + 0.001, left_s)
 
     def _conclude(self, rank: int) -> None:
-        """See that a worker that ended has an outcome."""
+        """Record an outcome for an ended worker that has none."""
         worker, store = self.workers[rank], self.simulation.store
         number = worker.number
         claim = store.claims.get((rank, number))
@@ -208,22 +209,22 @@ class Container:
         self.ending.pop(rank, None)
 
     def _look(self) -> None:
-        """End what a stop or a cancel stands against, and what a newer attempt has fenced."""
+        """End workers that a stop or a cancel blocks, and workers that a newer attempt has fenced."""
         store, now = self.simulation.store, self.simulation.world.now
         self.controller.log.read()
         for rank, worker in self.workers.items():
-            bar = self.controller.blocking_order(rank)
-            if bar is not None and now >= bar.at + (bar.within_s or 0.0):
+            order = self.controller.blocking_order(rank)
+            if order is not None and now >= order.at + (order.within_s or 0.0):
                 self._end(rank, "cancelled")
             elif worker.has_claimed and (store.newest[rank] > worker.number or (rank, worker.number) in store.ends):
                 self._end(rank, "fenced")
         for rank in [rank for rank, number in self.attempts.items() if rank not in self.workers]:
             if store.newest[rank] > self.attempts[rank]:
-                del self.attempts[rank]  # another's
+                del self.attempts[rank]  # another supervisor has the rank now
 
 
 class OutsideController:
-    """A process that watches the run from outside; the hands "launch"."""
+    """A controller that watches the run from outside. It starts ranks through the service."""
 
     how = "launch"
 
@@ -274,7 +275,7 @@ class OutsideController:
             pass
 
     def _find_lost(self) -> None:
-        """Record what the service says is gone."""
+        """Record an outcome for attempts that the service reports as gone."""
         simulation, store = self.simulation, self.simulation.store
         for rank, number in list(store.newest.items()):
             if (rank, number) in store.ends or simulation.seems_living(rank):

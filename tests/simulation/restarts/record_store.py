@@ -1,4 +1,4 @@
-"""The store of a simulated run: what a list of it shows of attempts, and its log of decisions."""
+"""The store of a simulated run, with an index of its attempts and outcomes, and its decision log."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _parsed: dict[bytes, Decision] = {}
 
 
 class RecordStore(SimulatedStore):
-    """The store, and what a list of it shows of attempts."""
+    """A simulated store that keeps an index of attempts, claims and outcomes, which saves lists of keys."""
 
     def __init__(self, simulation: RestartSimulation) -> None:
         super().__init__(simulation.world, answer_s=0.01)
         self._simulation = simulation
         self.outcomes: list[Outcome] = []
-        """Outcomes by the number that stands for each in the store."""
+        """All outcomes. An object in the store has only the index of its outcome in this list."""
         self.begun: dict[tuple[int, int], float] = {}
         self.newest: dict[int, int] = {}
         self.ends: dict[tuple[int, int], Outcome] = {}
@@ -52,7 +52,7 @@ class RecordStore(SimulatedStore):
         return True
 
     def record(self, outcome: Outcome) -> None:
-        """Record an outcome unless there is one; what was cancelled is so."""
+        """Record an outcome, unless there is one. The outcome of a canceled attempt is "cancelled"."""
         key = functools.partial(replica_key, RUN, outcome.rank, outcome.attempt)
         if self.has(key("cancel.json")):
             outcome = Outcome(outcome.rank, outcome.attempt, ReplicaStatus.CANCELLED, "cancelled")
@@ -67,7 +67,7 @@ class RecordStore(SimulatedStore):
         return True
 
     def wins(self, key: str, value: bytes) -> bool:
-        """Create, and return whether it is what the store has now."""
+        """Try to create an object, and return True if the store has this object now."""
         for _ in range(3):
             try:
                 self.put_if_absent(key, value)
@@ -77,14 +77,14 @@ class RecordStore(SimulatedStore):
         return bytes(self.get(key)) == value
 
     def point(self, what: str) -> None:
-        """Pass a point where something may go wrong beside the store."""
+        """Pass a point at which a fault outside the store may happen."""
         self._before("do", what)
         if self._world.happens(self._world.faults.refused):
             raise StoreError(f"{what}: refused")
 
 
 class CachedLog(DecisionLog):
-    """The real log; what it reads is parsed once."""
+    """The real decision log, which parses each entry only once."""
 
     def _find(self, index: int) -> Decision | None:
         key = self.key(index)

@@ -1,4 +1,4 @@
-"""What happens in one schedule: the run, how its attempts end, who watches it, who is at it, and what goes wrong."""
+"""Derives the scenario of a schedule of restarts from its seed: the run, outcomes, controllers and faults."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ ENDS: dict[str, dict[str, Any]] = {
     "free": {"reason": "no_result", "exit_code": 75},
     "timeout": {"reason": "timeout", "exit_code": -15},
 }
-"""How user code ends: what its outcome says."""
+"""By the kind of end of the user's code, the fields of its outcome."""
 DECIDES = ("cancel", "stop", "resume", "policy")
 parse = functools.cache(Restarts.parse)
 
 
 @dataclass(frozen=True)
 class OutsideEvent:
-    """Something from outside, at a time."""
+    """An action of the user, or a kill by the service, at a time."""
 
     at_s: float
     what: str
@@ -38,30 +38,30 @@ class OutsideEvent:
 
 @dataclass(frozen=True)
 class RestartScenario:
-    """One schedule, but for the dice of its world."""
+    """The parameters of one schedule. The seed determines all of them."""
 
     seed: int
     n_ranks: int = 2
     policy: str | None = "2,backoff=1s:8s"
     min_replicas: int | None = None
     n_controllers: int = 1
-    """Processes outside that watch until they die; one more comes when the faults are over."""
+    """The number of controllers outside the run. One more starts when the faults end."""
     is_shared: bool = False
-    """Whether one supervisor has all ranks, as on one machine."""
+    """True if one supervisor has all ranks, as on one machine."""
     ends: tuple[str, ...] = tuple(ENDS)
     life_s: tuple[float, float] = (1.0, 30.0)
     saves: float = 0.3
-    """How often an attempt leaves something that its successor need not do again."""
+    """The probability that an attempt saves progress that its successor need not repeat."""
     progresses: float = 0.7
-    """How often it makes a mark."""
+    """The probability that an attempt reports progress."""
     copies: float = 0.05
-    """How often the service starts a second copy."""
+    """The probability that the service starts a second copy of a container."""
     lies: float = 0.0
-    """How often the service says that a container is gone which lives, as long as things go wrong."""
+    """The probability, before the faults end, that the service reports a live container as gone."""
     has_wider: bool = False
-    """Whether supervisors leave their machines to controllers outside after two strikes."""
+    """True if a supervisor leaves a rank to a controller outside the run after two strikes."""
     skew_s: float = 0.0
-    """How far ahead clocks may be."""
+    """The largest difference between the clocks of processes."""
     acts: tuple[OutsideEvent, ...] = ()
     faults: Faults = field(default_factory=lambda: Faults(until_s=0.0))
 

@@ -1,7 +1,7 @@
-"""A simulated run: a service with containers, controllers outside, and people.
+"""Runs one schedule of restarts: a service with containers, controllers outside the run, and orders of users.
 
-`decide`, `DecisionLog`, `Controller` and people's orders are the real ones, on the store and under the scheduler of the
-other simulation.
+`decide`, `DecisionLog`, `RestartController` and the orders are the real ones. They use the simulated store and the
+scheduler of `simulation/world.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MARKER = b'{"why": "cancelled"}'
 
 
 class RestartSimulation:
-    """One schedule; the flags are for mutants."""
+    """One schedule. The class attributes switch off rules of the simulated processes, for mutants."""
 
     looks_when_claiming = True
     has_intents = True
@@ -45,7 +45,7 @@ class RestartSimulation:
         self.store = RecordStore(self)
         self.limit_s = scenario.faults.until_s + PATIENCE_S
         self.entries: list[Decision] = []
-        """The log as it stands."""
+        """The decision log, as the store has it now."""
         self.landed_s: list[float] = []
         self.logs: list[DecisionLog] = []
         self.controllers: list[RestartController] = []
@@ -54,17 +54,17 @@ class RestartSimulation:
         self.preempted: set[tuple[int, int]] = set()
         self.asked: Counter[tuple[int, int]] = Counter()
         self.cancelled: list[tuple[float, float, list[int]]] = []
-        """When cancels began and were done, and of which ranks."""
+        """For each cancel, the times at which it began and ended, and its ranks."""
         self.has_progress = False
         self.failure = ""
         self._names: Counter[str] = Counter()
         self._snapshots: dict[str, RunSnapshot] = {}
 
     def run(self) -> RestartSimulation:
-        """Run it to its end, and return it.
+        """Run the schedule to its end, and return it.
 
         Raises:
-            Violation: something happened that must not.
+            Violation: a process did something that is not allowed.
         """
         ours = {"retry": self._retry, "this_process": self.world.who}
         real = {name: getattr(decision_log, name) for name in ours}
@@ -116,7 +116,7 @@ class RestartSimulation:
         return controller
 
     def snapshot(self, who: str) -> RunSnapshot:
-        """List the run's records."""
+        """Return the attempts and outcomes of the run, as a list of the store shows them. The list may be stale."""
         store = self.store
         store.point("list")
         if self.world.happens(self.world.faults.stale) and who in self._snapshots:
@@ -127,7 +127,7 @@ class RestartSimulation:
         return self._snapshots[who]
 
     def ask(self, attempts: Mapping[int, int]) -> None:
-        """Start containers, as the service does: late, and perhaps two."""
+        """Start containers as the service does: with a delay, and perhaps twice."""
         self.asked.update(attempts.items())
         groups = [attempts] if self.scenario.is_shared else [{rank: number} for rank, number in attempts.items()]
         for group in groups:
@@ -137,15 +137,15 @@ class RestartSimulation:
                 self.world.spawn(container.name, container.body, self.world.rng.uniform(0.1, 8.0))
 
     def is_living(self, rank: int) -> bool:
-        """Return whether the service still runs a container of the rank."""
+        """Return True if the service still runs a container of the rank."""
         return any(container.is_alive and rank in container.attempts for container in self.containers)
 
     def seems_living(self, rank: int) -> bool:
-        """Return what the service says of it."""
+        """Return True if the service reports a container of the rank as running. The report may be wrong."""
         return self.is_living(rank) and not self.world.happens(self.scenario.lies)
 
     def decided(self, entry: Decision) -> None:
-        """Take note of an entry that stands now; what it ends has to be gone in time."""
+        """Take a new entry of the log into account. The processes that it ends must have ended after some time."""
         self.entries.append(entry)
         self.landed_s.append(self.world.now)
         if entry.kind in ("cancel", "stop"):
@@ -154,16 +154,16 @@ class RestartSimulation:
             self.world.at(late_s, functools.partial(self._check_gone, entry))
 
     def check_start(self, attempts: Mapping[int, int]) -> None:
-        """Check what a controller is about to start against the log as it stands."""
+        """Check that the log allows the attempts that a controller is about to start."""
         for rank, number in attempts.items():
             entry = next((each for each in reversed(self.entries) if each.start.get(rank) == number), None)
             if entry is None:
-                self.fail(f"rank {rank} is started as attempt {number}, which nobody decided")
+                self.fail(f"rank {rank} is started as attempt {number}, which no decision allows")
             elif self.world.now < entry.not_before - self.scenario.skew_s - 0.002:
                 self.fail(f"rank {rank} is started at {self.world.now:.3f} s, before {entry.not_before:.3f} s")
 
     def check_begin(self, worker: Worker, began_s: float) -> None:
-        """S3: no user code runs behind a cancel or a stop that stood when the claim looked."""
+        """Check S3: no user code runs if a cancel or a stop was in the log when the process read it for its claim."""
         stood = [entry for entry, at_s in zip(self.entries, self.landed_s, strict=True) if at_s <= began_s]
         misled = any("/decisions/" in key for who, key in self.store.misled if who == worker.name)
         if is_blocked(stood, worker.rank) and is_blocked(self.entries, worker.rank) and not misled:
@@ -239,7 +239,7 @@ class RestartSimulation:
         orders.order_policy(self.log(), parse(act.policy), None)
 
     def _resume(self, act: OutsideEvent) -> None:
-        """Start anew what has ended, as a person asks for."""
+        """Start the ended ranks again, as the user orders it."""
         log, person = self.log(), OutsideController(self)
         n_seen = len(log.read())
         snapshot = self.snapshot(person.name)
@@ -251,10 +251,15 @@ class RestartSimulation:
 
 
 def run_schedule(seed: int, *, is_traced: bool = True, **changes: Any) -> RestartSimulation:
-    """Run one schedule and check it.
+    """Run the schedule of a seed, and check it.
+
+    Args:
+        seed: determines the whole schedule.
+        is_traced: True: record every call, so that the schedule can be printed.
+        changes: fields of `RestartScenario` to replace.
 
     Raises:
-        Violation: with the seed in its message.
+        Violation: an invariant does not hold. The message has the seed.
     """
     simulation = RestartSimulation(replace(RestartScenario.from_seed(seed), **changes), is_traced=is_traced)
     try:

@@ -1,4 +1,4 @@
-"""Each rule of supervision undone in turn: the simulation must notice."""
+"""Undoes each rule of restarts in turn: the simulation must notice it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BROKEN = re.compile("TypeError|AttributeError|NameError")
 
 
 def without(*rules: str) -> Patch:
-    """Switch off what simulated processes do, not the product."""
+    """Switch off rules of the simulated processes, and not of the product."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         for rule in rules:
@@ -35,13 +35,13 @@ def replaced(owner: Any, name: str, value: Any) -> Patch:
 
 
 def seeing(change: Callable[..., Any]) -> Patch:
-    """Let `decide` see something else: `change(log, end, ends, policy, facts, now)`."""
+    """Change the arguments of `decide`: `change(log, end, ends, policy, facts, now)` returns the new ones."""
     original = rules.decide
     return replaced(controller, "decide", lambda *seen: original(*change(*seen)))
 
 
 def answering(change: Callable[[Decision], Decision]) -> Patch:
-    """Change what `decide` answers."""
+    """Change the decision that `decide` returns."""
 
     def decide(*seen: Any) -> Decision | None:
         answer: Decision | None = original(*seen)
@@ -52,7 +52,7 @@ def answering(change: Callable[[Decision], Decision]) -> Patch:
 
 
 def believe_the_own_answer(patch: pytest.MonkeyPatch) -> None:
-    """An entry counts as soon as the store took it, or seemed to."""
+    """Treat an entry as decided as soon as this process has written it, without reading it back."""
 
     def append(self: DecisionLog, compute: Any) -> Decision | None:
         entry: Decision | None = compute(self.read())
@@ -81,7 +81,7 @@ def with_policy(**changes: Any) -> Patch:
     return seeing(lambda log, end, ends, policy, *rest: (log, end, ends, replace(policy, **changes), *rest))
 
 
-def everybody(log: Any, ends: Any, facts: rules.RunFacts) -> dict[int, int]:
+def next_attempts(log: Any, ends: Any, facts: rules.RunFacts) -> dict[int, int]:
     return {rank: number + 1 for rank, number in facts.newest.items()}
 
 
@@ -99,7 +99,7 @@ MUTANTS: dict[str, Patch] = {
     "not_before is ignored": replaced(RestartController, "_ready_in", lambda self, entry: 0.0),
     "a stop is not looked for after a give_up": replaced(controller, "too_few_left", lambda *seen: False),
     "a resume keeps old strikes": replaced(rules, "charged_of", forgiving),
-    "a stop or cancel bars nobody": replaced(rules, "is_blocked", lambda log, rank: False),
+    "a stop or cancel blocks no rank": replaced(rules, "is_blocked", lambda log, rank: False),
     "an end is answered twice": replaced(rules, "decision_on", lambda log, rank, attempt: None),
     "what is free is charged": answering(lambda answer: replace(answer, charged=True)),
     "caps of reasons and exit codes are ignored": replaced(rules, "_is_capped", lambda *seen: False),
@@ -109,7 +109,7 @@ MUTANTS: dict[str, Patch] = {
     "restarts go on after within": with_policy(within_s=None),
     "strikes are not counted": with_policy(no_progress=1000),
     "together restarts one rank": with_policy(together=False),
-    "together restarts what is given up": replaced(rules, "_others", everybody),
+    "together restarts what is given up": replaced(rules, "_others", next_attempts),
     "a policy in the log counts for nothing": replaced(controller, "policy_of", lambda log, launched: launched),
     "sisters that ended otherwise stop the run": replaced(rules, "_is_everybodys", lambda *seen: True),
     "nothing is carried out": replaced(RestartController, "due", lambda self, snapshot: {}),

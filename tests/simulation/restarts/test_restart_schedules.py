@@ -1,4 +1,4 @@
-"""Random schedules of what ends, who answers, and what goes wrong meanwhile."""
+"""Random schedules of ended attempts, restart decisions and faults."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from simulation.restarts.simulation import run_schedule
 
 SCHEDULES = int(os.environ.get("REPLICAS_SCHEDULES", "400"))
 FIRST_SEED = int(os.environ.get("REPLICAS_FIRST_SEED", "0"))
-"""Fresh seeds: `make simulate-restarts`."""
+"""`make simulate-restarts` runs new seeds."""
 
 
 @pytest.mark.timeout(3600)
@@ -24,13 +24,16 @@ def test_a_seed_replays_its_schedule_of_restarts() -> None:
 
 
 def test_a_schedule_of_restarts_that_once_found_a_fault_stays_fine() -> None:
-    """A wait that a later policy shortened; a policy that came when nobody kept the run any more, which stops nothing;
-    a supervisor that woke up and ended its own process, which had claimed the very attempt that it was to begin; one
-    that closed attempts behind the one that its sleeping process was to claim, and a resume began that; a cancel that
-    did not see a resume, and so took the stop before it for standing; a
-    cancel when all was over, which nobody needs to answer.
+    """Each seed found one of these cases, in this order or nearly so.
 
-    What older plans found has tests with the rules and the controller.
+    - A later policy shortened a wait.
+    - A policy was ordered when no controller was running, so it stops no rank.
+    - A supervisor woke up and ended its own process, which had claimed the attempt that the supervisor should start.
+    - A supervisor closed later attempts than the one that its sleeping process would claim, and a resume started that.
+    - A cancel did not see a resume, and so took the stop before the resume for valid.
+    - A cancel was ordered when all ranks had ended, so no decision follows it.
+
+    Cases that earlier versions of the scenarios found have tests with the rules and the controller.
     """
     for seed in (6038489, 521878033435, 272794890778, 186166190090, 186166336430, 186166247183, 376313571137):
         run_schedule(seed, is_traced=False)
