@@ -11,7 +11,7 @@ import torch
 from diloco.fragments import Fragment, Slot
 from diloco.outer_optimizer import NesterovSGD, Schedule
 from diloco.rendezvous.envelope import UNSIGNED
-from diloco.rendezvous.reduction import Blocks, Input, weighted_mean
+from diloco.rendezvous.reduction import BlockFormat, ShardInput, weighted_mean
 from diloco.wires import WIRES
 from diloco.wires.wire import BLOCK_ELEMENTS, PIECE, BlockWriter, decoded
 
@@ -44,8 +44,8 @@ def measure(wire_name: str = "int8") -> dict[str, float]:
             writer.write(np.subtract(anchor[piece], live[piece], out=scratch[piece]), start)
         return writer.digest()
 
-    digest, blocks = encode(), Blocks(n, n, wire, wire, UNSIGNED)
-    inputs = [Input(rank, 1.0, block, (digest,)) for rank in range(N_INPUTS)]
+    digest, blocks = encode(), BlockFormat(n, n, wire, wire, UNSIGNED)
+    inputs = [ShardInput(rank, 1.0, block, (digest,)) for rank in range(N_INPUTS)]
 
     def decode() -> None:
         for start, values in decoded(wire, [block], n, n):

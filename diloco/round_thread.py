@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Wait
-from diloco.rendezvous.training_side import Job
+from diloco.rendezvous.training_side import RoundJob
 
 LONGEST_PAUSE_S, ANSWERS_PER_PAUSE = 0.05, 2
 """The longest pause in the round thread. It has its own thread, so it may look again after two answer times."""
@@ -37,7 +37,7 @@ class RoundThread:
         self.wait = wait
         self._store = store
         self._changed = threading.Condition()
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[RoundJob] = deque()
         self._error: BaseException | None = None
         self._is_raised = False
         self._is_leaving = False
@@ -49,7 +49,7 @@ class RoundThread:
     def begin(self, idle: Callable[[], bool]) -> None:
         self._idle = idle
 
-    def submit(self, job: Job, /) -> None:
+    def submit(self, job: RoundJob, /) -> None:
         if self._is_leaving:
             job()  # the thread has ended, so nothing runs while training continues
             return
@@ -108,7 +108,7 @@ class RoundThread:
                 self._error = error
                 self._changed.notify_all()
 
-    def _next(self) -> Job:
+    def _next(self) -> RoundJob:
         """Return the next job. Until there is one, do the work that the runner has while it is idle."""
         while True:
             with self._changed:

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 UNITS = {"total_steps": "--total-steps", "total_rounds": "--total-rounds"}
 
 
-class Orders(Protocol):
+class ExtensionOrders(Protocol):
     """Gives a replica the orders to extend its run."""
 
     def extensions(self) -> Mapping[str, Sequence[int]]:
@@ -50,7 +50,7 @@ class Extension:
     """
 
     def __init__(
-        self, orders: Orders | None, plan: RoundPlan, *, unit: str, per_total: int, is_trainers: bool = False
+        self, orders: ExtensionOrders | None, plan: RoundPlan, *, unit: str, per_total: int, is_trainers: bool = False
     ) -> None:
         self._orders = orders
         self._plan = plan

@@ -17,7 +17,7 @@ import numpy as np
 from diloco.rendezvous.envelope import BadRecordError
 from diloco.rendezvous.frames import READ_TRIES, Contribution, MeanHead, Seal, SealedReplica
 from diloco.rendezvous.frames import head_bytes as head_bytes_of
-from diloco.rendezvous.reduction import BadInputError, Input, Write, is_mean
+from diloco.rendezvous.reduction import BadInputError, ShardInput, Write, is_mean
 from diloco.rendezvous.round import Context, EntryState, ShardRange, owners
 
 log = logging.getLogger(__name__)
@@ -207,7 +207,7 @@ class Reducer:
         mine = self._memory_of_mine(entry, seal, shard)
         out = np.empty(part.mean_bytes, np.uint8).data if mine is None else mine
 
-        def reduce(inputs: Sequence[Input], left_out: tuple[int, ...]) -> tuple[MeanHead, memoryview]:
+        def reduce(inputs: Sequence[ShardInput], left_out: tuple[int, ...]) -> tuple[MeanHead, memoryview]:
             if mine is not None:
                 entry.overwritten.add(shard)
             return MeanHead(self._context.reduce(inputs, out, blocks), left_out, layout.mean_wire.name), out
@@ -225,7 +225,7 @@ class Reducer:
         out = np.empty(min(part.mean_bytes, layout.mean_block_bytes), np.uint8).data
         head_bytes = head_bytes_of(part.end_block - part.first_block)
 
-        def reduce(inputs: Sequence[Input], left_out: tuple[int, ...]) -> MeanHead | None:
+        def reduce(inputs: Sequence[ShardInput], left_out: tuple[int, ...]) -> MeanHead | None:
             heads: list[MeanHead] = []
 
             def produce(write: Write) -> bytes:
@@ -240,7 +240,7 @@ class Reducer:
         return self._with_inputs(entry, seal, shard, reduce)
 
     def _with_inputs(
-        self, entry: EntryState, seal: Seal, shard: int, act: Callable[[Sequence[Input], tuple[int, ...]], T]
+        self, entry: EntryState, seal: Seal, shard: int, act: Callable[[Sequence[ShardInput], tuple[int, ...]], T]
     ) -> T:
         """Call a function with the inputs of a shard and the ranks that must be left out, and return its result.
 
@@ -263,7 +263,7 @@ class Reducer:
                     log.warning("%s The mean of round %s does not include it.", bad, entry.index + 1)
                     del members[bad.rank]
 
-    def _input(self, entry: EntryState, seal: Seal, rank: int, shard: int) -> Input:
+    def _input(self, entry: EntryState, seal: Seal, rank: int, shard: int) -> ShardInput:
         """Return the input of one rank for a shard, from memory or from the store.
 
         Raises:
@@ -277,7 +277,7 @@ class Reducer:
             kept = self._kept(entry, seal, part)
             if kept is not None:
                 assert entry.packed is not None
-                return Input(rank, member.weight, kept, entry.packed.blocks[blocks])
+                return ShardInput(rank, member.weight, kept, entry.packed.blocks[blocks])
         contribution = self._head(entry, rank, member)
         if len(contribution.blocks) != entry.layout.n_blocks or contribution.wire != entry.layout.wire.name:
             raise BadInputError(rank, "has a head of another payload")
@@ -288,7 +288,7 @@ class Reducer:
             raise InputGoneError
         if len(data) != part.size_bytes:
             raise BadInputError(rank, "was cut off")
-        return Input(rank, member.weight, data, contribution.blocks[blocks])
+        return ShardInput(rank, member.weight, data, contribution.blocks[blocks])
 
     def _head(self, entry: EntryState, rank: int, member: SealedReplica) -> Contribution:
         """Return the head of a sealed contribution.

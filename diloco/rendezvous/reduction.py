@@ -19,7 +19,7 @@ from diloco.wires.wire import PIECE, BlockWriter, NotFiniteError, Wire, blocks_o
 
 
 @dataclass(frozen=True)
-class Input:
+class ShardInput:
     """The blocks of one shard from one contribution, with the digests that its head has."""
 
     rank: int
@@ -42,7 +42,7 @@ class BadInputError(Exception):
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockFormat:
     """The format of a range of whole blocks, as input and as mean."""
 
     n_elements: int
@@ -63,12 +63,12 @@ class Reduce(Protocol):
     """The signature of `weighted_mean`."""
 
     def __call__(
-        self, inputs: Sequence[Input], out: memoryview, blocks: Blocks, write: Write | None = None
+        self, inputs: Sequence[ShardInput], out: memoryview, blocks: BlockFormat, write: Write | None = None
     ) -> tuple[str, ...]: ...
 
 
 def weighted_mean(
-    inputs: Sequence[Input], out: memoryview, blocks: Blocks, write: Write | None = None
+    inputs: Sequence[ShardInput], out: memoryview, blocks: BlockFormat, write: Write | None = None
 ) -> tuple[str, ...]:
     """Write the encoded mean of the inputs to `out`, and return the digest of each of its blocks.
 
@@ -86,7 +86,7 @@ def weighted_mean(
         lost.
 
     Example:
-        digests = weighted_mean([Input(0, 1.0, data, (digest,))], out, blocks)
+        digests = weighted_mean([ShardInput(0, 1.0, data, (digest,))], out, blocks)
     """
     wire, mean_wire, sizes = blocks.wire, blocks.mean_wire, (blocks.n_elements, blocks.block_elements)
     total = math.fsum(source.weight for source in inputs)  # Python's own sum has other bits since 3.12
@@ -126,7 +126,7 @@ def weighted_mean(
     return tuple(digests)
 
 
-def is_mean(data: memoryview, blocks: Blocks, digests: Sequence[str] | None) -> bool:
+def is_mean(data: memoryview, blocks: BlockFormat, digests: Sequence[str] | None) -> bool:
     """Return True if these bytes are an encoded mean of finite values.
 
     Args:
@@ -146,7 +146,7 @@ def is_mean(data: memoryview, blocks: Blocks, digests: Sequence[str] | None) -> 
     return True
 
 
-def _worst(wire: Wire, inputs: Sequence[Input], sources: Sequence[memoryview], n: int) -> BadInputError:
+def _worst(wire: Wire, inputs: Sequence[ShardInput], sources: Sequence[memoryview], n: int) -> BadInputError:
     """Return the error for the input that made a mean not finite.
 
     If every input is finite, it is the input with the largest value: the wire cannot hold the sum.

@@ -18,7 +18,7 @@ from diloco.rendezvous.frames import MAX_SHARDS, READ_TRIES, Contribution, hash_
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, Membership
 from diloco.rendezvous.phase import Phase, RoundPlan
-from diloco.rendezvous.reduction import Blocks, Reduce, weighted_mean
+from diloco.rendezvous.reduction import BlockFormat, Reduce, weighted_mean
 from diloco.rendezvous.retrying_store import Ask, Map, RetryingStore, at_once, backoff
 from diloco.rendezvous.standstill_watch import STANDS_AFTER_S, StandstillWatch
 from diloco.rendezvous.training_state import Arrays, PackedWork, TrainingState
@@ -168,14 +168,14 @@ class Layout:
         largest_shard = -(-self.n_blocks // self.n_shards(n_ranks))
         return min(self.size_bytes, largest_shard * self.block_bytes)
 
-    def blocks(self, n_elements: int, proof: Proof) -> Blocks:
+    def blocks(self, n_elements: int, proof: Proof) -> BlockFormat:
         """Return the format of a range of whole blocks.
 
         Args:
             n_elements: the number of elements of the range.
             proof: the kind of digests.
         """
-        return Blocks(n_elements, self.limits.block_elements, self.wire, self.mean_wire, proof)
+        return BlockFormat(n_elements, self.limits.block_elements, self.wire, self.mean_wire, proof)
 
 
 def owners(entry: int, ranks: Iterable[int], shard: int) -> list[int]:

@@ -17,7 +17,7 @@ import numpy as np
 from diloco.errors import QuorumTimeoutError
 from diloco.rendezvous.envelope import BadRecordError, Proof
 from diloco.rendezvous.frames import READ_TRIES, Contribution, Seal, SealedReplica, digests_of, hash_order
-from diloco.rendezvous.reduction import BadInputError, Input, is_mean
+from diloco.rendezvous.reduction import BadInputError, ShardInput, is_mean
 from diloco.rendezvous.retrying_store import backoff
 from diloco.rendezvous.round import Context, EntryState
 from diloco.rendezvous.training_state import Verdict
@@ -452,7 +452,7 @@ class Sealer:
         """Return the mean of whole contributions. None: one of them turned out to be bad, and was marked as such."""
         began, heads = self._context.clock(), {rank: entry.seen[rank][0] for rank in sorted(good)}
         inputs = [
-            Input(rank, head.weight, entry.payloads[rank], head.blocks)
+            ShardInput(rank, head.weight, entry.payloads[rank], head.blocks)
             for rank, head in heads.items()
             if head.weight > 0
         ]

@@ -30,7 +30,7 @@ from diloco.rendezvous.envelope import (
 from diloco.rendezvous.frames import READ_TRIES, MeanHead, Seal, head_bytes
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.phase import RoundPlan
-from diloco.rendezvous.reduction import Blocks, is_mean
+from diloco.rendezvous.reduction import BlockFormat, is_mean
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Layout, Limits
 from diloco.rendezvous.snapshot import SnapshotPointer, decode_part, digest_of, encode_part, get_parts
@@ -355,7 +355,7 @@ class StoredLog:
         wires = wire_named(agreed.wire), wire_named(agreed.mean_wire)
         return tuple(Layout(size, self._limits, *wires) for size in agreed.sizes)
 
-    def _blocks(self, layout: Layout, n_elements: int) -> Blocks:
+    def _blocks(self, layout: Layout, n_elements: int) -> BlockFormat:
         """Return the format of a range of whole blocks."""
         return layout.blocks(n_elements, self._proof)
 

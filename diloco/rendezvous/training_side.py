@@ -25,7 +25,7 @@ from diloco.rendezvous.round_runner import RoundRunner
 
 EARLY_CONTRIBUTIONS = 3
 """The number of contributions that a replica out of phase sends in a row before it continues to train."""
-Job: TypeAlias = Callable[[], object]
+RoundJob: TypeAlias = Callable[[], object]
 T = TypeVar("T")
 
 
@@ -45,7 +45,7 @@ class Scheduler(Protocol):
             idle: does a little work, and returns True if there is more work.
         """
 
-    def submit(self, job: Job, /) -> object:
+    def submit(self, job: RoundJob, /) -> object:
         """Queue a job. Raise the first error of an earlier job.
 
         Args:
@@ -91,7 +91,7 @@ class Inline:
 
     def __init__(self, wait: Wait) -> None:
         self.wait = self.pause = wait
-        self.submit: Callable[[Job], object] = operator.call
+        self.submit: Callable[[RoundJob], object] = operator.call
 
     def begin(self, idle: Callable[[], bool]) -> None:
         """Do nothing: no time is left between two jobs."""

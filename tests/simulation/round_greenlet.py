@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from diloco.rendezvous.round import Wait
-from diloco.rendezvous.training_side import Job
+from diloco.rendezvous.training_side import RoundJob
 from simulation.world import World
 
 
@@ -22,7 +22,7 @@ class RoundGreenlet:
     def __init__(self, world: World) -> None:
         self.wait: Wait = world.wait
         self._world = world
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[RoundJob] = deque()
         self._idle: Callable[[], bool] = lambda: False
         self._error: BaseException | None = None
         self._is_raised = self._is_leaving = self._is_started = self._has_ended = False
@@ -32,7 +32,7 @@ class RoundGreenlet:
     def begin(self, idle: Callable[[], bool]) -> None:
         self._idle = idle
 
-    def submit(self, job: Job, /) -> None:
+    def submit(self, job: RoundJob, /) -> None:
         if self._is_leaving:
             job()
             return
@@ -88,7 +88,7 @@ class RoundGreenlet:
         self._has_ended = True
         self._world.wake(self)
 
-    def _next(self) -> Job:
+    def _next(self) -> RoundJob:
         while True:
             if self._is_leaving:
                 raise LeftError

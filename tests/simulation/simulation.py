@@ -22,7 +22,7 @@ from diloco.rendezvous import phase as rounds
 from diloco.rendezvous.frames import digests_of
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, claim
-from diloco.rendezvous.reduction import Blocks, Input, Write, weighted_mean
+from diloco.rendezvous.reduction import BlockFormat, ShardInput, Write, weighted_mean
 from diloco.rendezvous.restore import RestoredWork
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Context, Limits, RoundResult
@@ -300,7 +300,9 @@ def _until_death(job: Callable[[], None]) -> None:
 def _reduce_of_host(host: int) -> Callable[..., tuple[str, ...]]:
     """Return a reduction whose results differ in the last bits from those on other hosts, as on other processors."""
 
-    def reduce(inputs: Sequence[Input], out: memoryview, blocks: Blocks, write: Write | None = None) -> tuple[str, ...]:
+    def reduce(
+        inputs: Sequence[ShardInput], out: memoryview, blocks: BlockFormat, write: Write | None = None
+    ) -> tuple[str, ...]:
         made = bytearray()
         weighted_mean(inputs, out, blocks, None if write is None else made.extend)
         whole = out if write is None else memoryview(made)

@@ -13,7 +13,7 @@ from diloco.rendezvous.envelope import UNSIGNED, Proof
 from diloco.rendezvous.frames import Seal, digests_of
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.mean import InputGoneError, Reducer
-from diloco.rendezvous.reduction import BadInputError, Blocks, Input, weighted_mean
+from diloco.rendezvous.reduction import BadInputError, BlockFormat, ShardInput, weighted_mean
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round_runner import RoundRunner
 from diloco.rendezvous.seal import Sealer, SealLog
@@ -93,9 +93,9 @@ def take_gone_for_corrupt(read: Any, self: Reducer, entry: Any, seal: Seal, rank
 
 
 def average_rotten_inputs(patch: pytest.MonkeyPatch) -> None:
-    def trusting(inputs: list[Input], out: memoryview, blocks: Blocks, write: Any = None) -> tuple[str, ...]:
+    def trusting(inputs: list[ShardInput], out: memoryview, blocks: BlockFormat, write: Any = None) -> tuple[str, ...]:
         size = blocks.wire.size(blocks.block_elements)
-        honest = [Input(i.rank, i.weight, i.data, digests_of(i.data, size, UNSIGNED)) for i in inputs]
+        honest = [ShardInput(i.rank, i.weight, i.data, digests_of(i.data, size, UNSIGNED)) for i in inputs]
         return weighted_mean(honest, out, blocks, write)
 
     patch.setattr("simulation.simulation.weighted_mean", trusting)

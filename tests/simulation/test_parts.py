@@ -29,7 +29,7 @@ from diloco.rendezvous.frames import (
 )
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity
-from diloco.rendezvous.reduction import BadInputError, Blocks, Input, weighted_mean
+from diloco.rendezvous.reduction import BadInputError, BlockFormat, ShardInput, weighted_mean
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import EntryState, Layout, Limits, PendingWork, owners, shards_of
 from diloco.rendezvous.round_runner import RoundRunner
@@ -111,18 +111,18 @@ def test_after_each_collection_the_two_newest_snapshots_are_whole() -> None:
 # -- means and shards --------------------------------------------------------------------------------------------------
 
 
-def fp32(n_elements: int, block_elements: int) -> Blocks:
-    return Blocks(n_elements, block_elements, FP32, FP32, UNSIGNED)
+def fp32(n_elements: int, block_elements: int) -> BlockFormat:
+    return BlockFormat(n_elements, block_elements, FP32, FP32, UNSIGNED)
 
 
 def fp32_layout(n_elements: int, limits: Limits) -> Layout:
     return Layout(n_elements, limits, FP32, FP32)
 
 
-def inputs_of(arrays: list[np.ndarray], weights: list[float], block_bytes: int) -> list[Input]:
+def inputs_of(arrays: list[np.ndarray], weights: list[float], block_bytes: int) -> list[ShardInput]:
     views = [array.data.cast("B") for array in arrays]
     return [
-        Input(rank, weight, view, digests_of(view, block_bytes, UNSIGNED))
+        ShardInput(rank, weight, view, digests_of(view, block_bytes, UNSIGNED))
         for rank, (view, weight) in enumerate(zip(views, weights, strict=True))
     ]
 

@@ -315,7 +315,7 @@ from torch import nn
 from diloco.fragments import plan_fragments
 from diloco.outer_optimizer import NesterovSGD, Schedule
 from diloco.live_parameters import live_tensors, pack
-from diloco.rendezvous.reduction import Blocks, Input, weighted_mean
+from diloco.rendezvous.reduction import BlockFormat, ShardInput, weighted_mean
 from diloco.rendezvous.envelope import UNSIGNED
 from diloco.wires import DEFAULT_MEAN_WIRE, WIRES
 from diloco.wires.wire import blocks_of, decoded
@@ -348,10 +348,10 @@ for name, mean_name in DEFAULT_MEAN_WIRE.items():
             with torch.no_grad():
                 live = live_tensors(model, fragment)
                 packed = pack(live, anchor, sent, wire=wire, proof=UNSIGNED, who="I", block_elements=block)
-            inputs.append(Input(rank, 1.0 + rank, sent, packed.blocks))
+            inputs.append(ShardInput(rank, 1.0 + rank, sent, packed.blocks))
         *_, last = blocks_of(mean_wire, n, block)
         mean = memoryview(bytearray(last.end))
-        digests = weighted_mean(inputs, mean, Blocks(n, block, wire, mean_wire, UNSIGNED))
+        digests = weighted_mean(inputs, mean, BlockFormat(n, block, wire, mean_wire, UNSIGNED))
         outer.step(entry, decoded(mean_wire, [mean], n, block))
     print(name, [i.digests for i in inputs], digests, outer.digest())
 """

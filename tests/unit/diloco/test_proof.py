@@ -21,7 +21,7 @@ from diloco import DiLoCo
 from diloco.errors import ContributionError
 from diloco.rendezvous.envelope import UNSIGNED, BadRecordError, Signatures, frame, proof_of, unframe, unproven_fields
 from diloco.rendezvous.frames import Contribution, MeanHead, Seal, SealedReplica
-from diloco.rendezvous.reduction import Blocks, Input, weighted_mean
+from diloco.rendezvous.reduction import BlockFormat, ShardInput, weighted_mean
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Limits
 from diloco.rendezvous.snapshot import SnapshotPointer
@@ -256,11 +256,13 @@ def test_the_added_bytes_are_the_proven_bytes_although_their_file_changes(wire: 
     n, file = 600, bytearray(wire.size(600))
     wire.encode(np.linspace(1, 2, n, dtype=np.float32), memoryview(file), n, 0)
     honest, mean = bytes(file), bytearray(FP32.size(n))
-    blocks = Blocks(n, n, wire, FP32, Meddling(file))
-    weighted_mean([Input(0, 1.0, memoryview(file), (SIGNED.digest(honest),))], memoryview(mean), blocks)
+    blocks = BlockFormat(n, n, wire, FP32, Meddling(file))
+    weighted_mean([ShardInput(0, 1.0, memoryview(file), (SIGNED.digest(honest),))], memoryview(mean), blocks)
     assert bytes(file) == bytes(len(file)), "this test sees nothing"
     again = bytearray(FP32.size(n))
     weighted_mean(
-        [Input(0, 1.0, memoryview(honest), (SIGNED.digest(honest),))], memoryview(again), replace(blocks, proof=SIGNED)
+        [ShardInput(0, 1.0, memoryview(honest), (SIGNED.digest(honest),))],
+        memoryview(again),
+        replace(blocks, proof=SIGNED),
     )
     assert mean == again
