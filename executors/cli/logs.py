@@ -99,7 +99,7 @@ def logs(
     """
     from executors.run.run import view_of
     from executors.view.report.text import colored
-    from executors.view.run_logs import Lines, log_pieces, logs_by_rank
+    from executors.view.run_logs import LineFilter, log_pieces, logs_by_rank
 
     found = find_run(run, rendezvous, backend, option)
     view = view_of(found)
@@ -124,7 +124,7 @@ def logs(
         note(f"The log of rank {one} cannot be read: {error}")
 
     with usage_errors():
-        chosen = Lines(
+        chosen = LineFilter(
             grep=_pattern(grep),
             since=None if since is None else moment(since),
             until=None if until is None else moment(until),

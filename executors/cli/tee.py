@@ -10,7 +10,7 @@ from executors.errors import ReplicasError
 from executors.logs.follower import WHOLE, begins
 from executors.run.run import Run, view_of
 from executors.status import name_ranks
-from executors.view.run_logs import Lines, log_pieces
+from executors.view.run_logs import LineFilter, log_pieces
 from executors.view.run_view import RunView
 
 END_S = 5.0  # the last lines of a service come late; the log of the service has them
@@ -40,7 +40,7 @@ class Tee:
 
     def _follow(self) -> None:
         try:
-            chosen = Lines(clean=without_bars)
+            chosen = LineFilter(clean=without_bars)
             for line in log_pieces(self._view, self._ranks, WHOLE, True, "all", chosen, note=lambda words: None):
                 if not line.endswith(begins(0)):  # the begin of a first attempt needs no line
                     self._show(line.rstrip("\n"))

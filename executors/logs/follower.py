@@ -23,7 +23,7 @@ WINDOW_LINES = 200  # of what was there before, for the same reason
 WHOLE = 20_000  # lines of an attempt that began while it was followed
 
 
-class Sight(NamedTuple):
+class LogPosition(NamedTuple):
     """The position in the log of a rank, after one look."""
 
     attempt: int
@@ -36,7 +36,7 @@ class Sight(NamedTuple):
 class Logs(Protocol):
     """The logs of a run, as a follower needs them. `open` and `kept` are called from many threads."""
 
-    def look(self, ranks: Sequence[int] | None) -> Mapping[int, Sight]:
+    def look(self, ranks: Sequence[int] | None) -> Mapping[int, LogPosition]:
         """Return the newest attempt of each rank, or of all ranks if None is given."""
 
     def open(self, rank: int, attempt: int) -> Log | None:
@@ -83,15 +83,15 @@ class _Follower:
         self._tail = tail
         self._first = first
         self._ranks: Mapping[int, _Rank] = {}
-        self._sights: Mapping[int, Sight] = {}
+        self._positions: Mapping[int, LogPosition] = {}
         self._parts: Queue[tuple[int, int, list[str]] | BaseException | None] = Queue()
         self._room = threading.Semaphore(MAX_PARTS)
         self._changed = threading.Condition()
         self._is_stopped = False
 
     def lines(self, look_s: float) -> Iterator[tuple[int, int, str]]:
-        self._sights = self._logs.look(self._asked)
-        firsts = {rank: self._first.get(rank, sight.attempt) for rank, sight in self._sights.items()}
+        self._positions = self._logs.look(self._asked)
+        firsts = {rank: self._first.get(rank, position.attempt) for rank, position in self._positions.items()}
         self._ranks = {rank: _Rank(self._logs, rank, self._tail, first) for rank, first in firsts.items()}
         each = list(self._ranks.values())
         for place in range(min(MAX_THREADS, len(each))):
@@ -105,7 +105,7 @@ class _Follower:
                 self._room.release()
                 rank, attempt, lines = part
                 yield from ((rank, attempt, line) for line in lines)
-            elif self._parts.empty() and all(each.is_done(self._sights[rank]) for rank, each in self._ranks.items()):
+            elif self._parts.empty() and all(each.is_done(self._positions[rank]) for rank, each in self._ranks.items()):
                 return
 
     def stop(self) -> None:
@@ -130,7 +130,7 @@ class _Follower:
         store, backend = Outage(FOLLOWER, "the rendezvous"), Outage(FOLLOWER, "the backend")
         while not self._waited(look_s):
             try:
-                sights, before = self._logs.look(self._asked), self._sights
+                positions, before = self._logs.look(self._asked), self._positions
             except StoreError as error:
                 if not store.tolerates(error):
                     raise
@@ -141,24 +141,24 @@ class _Follower:
                 continue
             store.end()
             backend.end()
-            firsts = {rank: (*seen.earlier, seen.attempt)[0] for rank, seen in sights.items() if rank not in before}
+            firsts = {rank: (*seen.earlier, seen.attempt)[0] for rank, seen in positions.items() if rank not in before}
             added = {rank: _Rank(self._logs, rank, WHOLE, first) for rank, first in firsts.items()}
             with self._changed:
-                self._sights, self._ranks = sights, {**self._ranks, **added}
+                self._positions, self._ranks = positions, {**self._ranks, **added}
                 self._changed.notify_all()
             for new in added.values():
                 self._start(lambda new=new: self._read([new]))  # type: ignore[misc]
-            if sights != before:
+            if positions != before:
                 self._parts.put(None)  # all may be done: a rank that continued under its old log is not read again
 
     def _read(self, ranks: Sequence[_Rank]) -> None:
         outage = Outage(FOLLOWER, "the logs")
         while not self._is_stopped:
-            sights = self._sights  # taken before reading: what was written before an end is read after it
+            positions = self._positions  # taken before reading: what was written before an end is read after it
             for each in ranks:
-                was_done = each.is_done(sights[each.rank])
+                was_done = each.is_done(positions[each.rank])
                 try:
-                    for lines in each.read(sights[each.rank]):
+                    for lines in each.read(positions[each.rank]):
                         self._room.acquire()
                         if self._is_stopped:
                             return
@@ -168,12 +168,12 @@ class _Follower:
                     if not outage.tolerates(error):
                         raise
                     break
-                if not was_done and each.is_done(sights[each.rank]):
+                if not was_done and each.is_done(positions[each.rank]):
                     self._parts.put(None)
             pause_s = max(each.pause_s for each in ranks)
             pause_s = max(pause_s, min(LONGEST_PAUSE_S, pause_s * len(self._ranks) / PAUSED_RANKS))
-            news = [(each.rank, sights[each.rank]) for each in ranks]
-            self._waited(pause_s, lambda: any(self._sights[rank] != sight for rank, sight in news))  # noqa: B023
+            news = [(each.rank, positions[each.rank]) for each in ranks]
+            self._waited(pause_s, lambda: any(self._positions[rank] != position for rank, position in news))  # noqa: B023
 
     def _waited(self, pause_s: float, has_news: Callable[[], bool] = lambda: False) -> bool:
         """Wait; return whether this is the end."""
@@ -196,14 +196,14 @@ class _Rank:
     def pause_s(self) -> float:
         return self._log.pause_s if self._log is not None else LOOK_S
 
-    def is_done(self, sight: Sight) -> bool:
+    def is_done(self, position: LogPosition) -> bool:
         """Whether all of it was read, as far as is known."""
-        return self._has_ended and sight.has_ended and sight.attempt == self.attempt
+        return self._has_ended and position.has_ended and position.attempt == self.attempt
 
-    def read(self, sight: Sight) -> Iterator[list[str]]:
+    def read(self, position: LogPosition) -> Iterator[list[str]]:
         """Yield the lines since the last call, also of attempts that came and went since."""
-        for number in (*sight.earlier, sight.attempt):
-            if self.attempt < number <= sight.attempt:
+        for number in (*position.earlier, position.attempt):
+            if self.attempt < number <= position.attempt:
                 if not self._has_ended:
                     yield from self._fresh(True)
                 self.close()
@@ -212,8 +212,8 @@ class _Rank:
                 self._tail = WHOLE
         if self._has_ended:
             return
-        yield from self._fresh(sight.has_ended)
-        if sight.has_ended:
+        yield from self._fresh(position.has_ended)
+        if position.has_ended:
             self._has_ended = True
             self.close()
 

@@ -36,7 +36,11 @@ class AttemptSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """The measurements of the replicas of a run. It yields its rows by rank, attempt and time."""
+    """The measurements of the replicas of a run. It yields its rows by rank, attempt and time.
+
+    Example:
+        losses = [row.values["loss"] for row in run.metrics().numbers if "loss" in row.values]
+    """
 
     run_id: str
     world_size: int
@@ -103,7 +107,11 @@ class Metrics:
         return made if self.is_whole else replace(made, goodput=None)
 
     def at(self, row: Row) -> float:
-        """Return a row's second on the run's time line."""
+        """Return a row's second on the run's time line.
+
+        Args:
+            row: one of the rows.
+        """
         return self.origins[row.rank, row.attempt] + row.t
 
     def names(self) -> list[str]:
@@ -112,7 +120,11 @@ class Metrics:
         return sorted(found, key=lambda name: (name != "step", name != "loss", name))
 
     def record(self, row: Row) -> dict[str, Any]:
-        """Return a row by names: what it is, whose, its second on the time line, and its values."""
+        """Return a row by names: its kind, rank, attempt, second on the time line, and values.
+
+        Args:
+            row: one of the rows.
+        """
         values = dict(row.values) if isinstance(row, Numbers) else asdict(row)
         head = {"kind": KINDS[type(row)], "rank": row.rank, "attempt": row.attempt, "s": self.at(row)}
         return head | values | head  # whatever a foreign segment names its numbers

@@ -22,7 +22,7 @@ from executors.store import Store
 from executors.store.artifacts import Artifact
 from executors.view.report.event_reader import Event
 from executors.view.report.root_cause import raise_root_cause
-from executors.view.run_logs import Lines, Ranks, Which, log_pieces
+from executors.view.run_logs import LineFilter, Ranks, Which, log_pieces
 from executors.view.run_view import RunView, all_artifacts
 
 log = logging.getLogger(__name__)
@@ -263,7 +263,8 @@ class Run:
         Example:
             print(run.logs(rank=2, tail=50))
         """
-        lines = Lines(grep=re.compile(grep) if grep else None, since=None if since is None else time.time() - since)
+        since = None if since is None else time.time() - since
+        lines = LineFilter(grep=re.compile(grep) if grep else None, since=since)
         pieces = log_pieces(view_of(self), rank, tail, follow, attempt, lines)
         return pieces if follow else "".join(pieces)
 

@@ -38,11 +38,11 @@ def open_view(run_id: str) -> View:
 
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
     if sys.stderr.isatty() and console.is_terminal and not console.is_dumb_terminal:
-        return Bars(run_id, console)
-    return Lines(run_id)
+        return ProgressBars(run_id, console)
+    return ProgressLines(run_id)
 
 
-class Lines:
+class ProgressLines:
     """A line on stderr when replicas have started or ended, and every ten seconds one of progress."""
 
     def __init__(self, run_id: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -65,7 +65,7 @@ class Lines:
         """Nothing is held."""
 
 
-class Bars:
+class ProgressBars:
     """Bars that are redrawn in place, and stay when the run has ended."""
 
     def __init__(self, run_id: str, console: Console) -> None:

@@ -19,7 +19,7 @@ from executors.attempt import Attempt
 from executors.attempt.outcome import OUTPUT_TAIL_BYTES, OUTPUT_TAIL_LINES
 from executors.errors import BackendError, CorruptObjectError, unknown_name
 from executors.logs import LIMITED, MAX_READ_BYTES, last_of
-from executors.logs.follower import WHOLE, Sight, begins, follow_logs
+from executors.logs.follower import WHOLE, LogPosition, begins, follow_logs
 from executors.logs.gaps import completed, completed_bytes
 from executors.logs.log import KnowsTimes, Log
 from executors.logs.readers import lines_of
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lines:
+class LineFilter:
     """Selects lines of logs, and how they are shown.
 
     Raises:
@@ -89,7 +89,7 @@ class Lines:
         return self.prefix.format(rank=attempt.rank, attempt=attempt.number, run_id=attempt.run_id) + text
 
 
-EVERYTHING = Lines()
+EVERYTHING = LineFilter()
 
 
 def log_pieces(
@@ -98,7 +98,7 @@ def log_pieces(
     tail: int | None,
     follow: bool,
     attempt: Which = None,
-    lines: Lines = EVERYTHING,
+    lines: LineFilter = EVERYTHING,
     note: Note = log.warning,
     on_unread: OnUnread | None = None,
 ) -> Iterator[str]:
@@ -135,7 +135,7 @@ def logs_by_rank(
     ranks: Sequence[int],
     tail: int | None,
     attempt: Which,
-    lines: Lines,
+    lines: LineFilter,
     note: Note,
     on_unread: OnUnread | None = None,
 ) -> dict[int, str]:
@@ -191,7 +191,7 @@ class RunLogs:
         is_one: True if the user asked for one rank, so that lines need no rank.
     """
 
-    def __init__(self, reader: RunStateReader, which: Which, chosen: Lines, note: Note, *, is_one: bool) -> None:
+    def __init__(self, reader: RunStateReader, which: Which, chosen: LineFilter, note: Note, *, is_one: bool) -> None:
         self._reader = reader
         self._which = which
         self._chosen = chosen
@@ -274,7 +274,7 @@ class RunLogs:
             ValueError: the filter has a time, which does not go with following.
         """
         if self._chosen.since is not None or self._chosen.until is not None:
-            raise ValueError("Lines that are followed begin with the last ones: leave since and until away.")
+            raise ValueError("A followed log begins with its last lines. Remove since and until.")
         self._reader.update()
         lines = self._follow(self._that_have_it(ranks), n_lines, grows=grows and not isinstance(self._which, int))
         return (text for rank, number, line in lines if (text := self._shown(rank, number, line)))
@@ -425,18 +425,18 @@ class RunLogs:
 
     # The next three methods are the interface that `follow_logs` calls.
 
-    def look(self, ranks: Sequence[int] | None) -> dict[int, Sight]:
+    def look(self, ranks: Sequence[int] | None) -> dict[int, LogPosition]:
         """Return the attempt to follow of each rank: the one that the user asked for, or the newest that has a log.
 
         Args:
             ranks: the ranks. None: all.
         """
-        sights = {}
+        positions = {}
         for state in self._reader.look(ranks):
             *earlier, newest = (attempt.number for attempt in self._reader.launched(state.rank))
             number = self._which if isinstance(self._which, int) else newest
-            sights[state.rank] = Sight(number, state.is_over or number < newest, tuple(earlier))
-        return sights
+            positions[state.rank] = LogPosition(number, state.is_over or number < newest, tuple(earlier))
+        return positions
 
     def open(self, rank: int, attempt: int) -> Log | None:
         """Return the log of an attempt; None while it has none."""

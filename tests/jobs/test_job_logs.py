@@ -17,7 +17,7 @@ from support.fake_jobs import FakeJobs, Machines, start, wait_until_hanging
 from executors import HFJobsExecutor, ModalExecutor
 from executors.backends.jobs.service import JobKey, JobSpec
 from executors.backends.jobs.timed_log import MAX_KNOWN, LogEntry, TimedLog
-from executors.logs.follower import Sight
+from executors.logs.follower import LogPosition
 from executors.logs.log import Log
 from executors.logs.readers import FileLog
 from executors.run.resume import resume
@@ -213,7 +213,7 @@ def test_an_attempt_of_which_no_look_heard_while_it_ran_is_followed_too(
 ) -> None:
     run, may_look, look = start(1, "hang"), threading.Event(), RunLogs.look
 
-    def held(self: RunLogs, ranks: Sequence[int] | None) -> dict[int, Sight]:
+    def held(self: RunLogs, ranks: Sequence[int] | None) -> dict[int, LogPosition]:
         assert may_look.wait(60)
         return look(self, ranks)
 

@@ -12,7 +12,7 @@ import pytest
 from executors.backends.jobs.job_logs import RetryingLog
 from executors.backends.jobs.service import JobServiceError
 from executors.backends.jobs.timed_log import FULL, MAX_KNOWN, LogEntry, SharedLog, TimedLog
-from executors.logs.follower import MAX_PARTS, MAX_THREADS, Sight, follow_logs
+from executors.logs.follower import MAX_PARTS, MAX_THREADS, LogPosition, follow_logs
 from executors.logs.log import Log
 from executors.logs.readers import OffsetLog
 from executors.testing import eventually
@@ -51,12 +51,12 @@ class Scene:
     def __init__(self, open_log: Callable[[int, int], Log | None], *, has_ended: bool = False) -> None:
         self._open_log = open_log
         self.looks: list[Sequence[int] | None] = []
-        self.sights: dict[int, Sight] = {}
+        self.positions: dict[int, LogPosition] = {}
         self.has_ended = has_ended
 
-    def look(self, ranks: Sequence[int] | None) -> dict[int, Sight]:
+    def look(self, ranks: Sequence[int] | None) -> dict[int, LogPosition]:
         self.looks.append(ranks)
-        return {rank: self.sights.get(rank, Sight(0, self.has_ended)) for rank in (ranks or self.sights)}
+        return {rank: self.positions.get(rank, LogPosition(0, self.has_ended)) for rank in (ranks or self.positions)}
 
     def open(self, rank: int, attempt: int) -> Log | None:
         return self._open_log(rank, attempt)
@@ -117,9 +117,9 @@ def test_following_ends_also_where_a_rank_that_had_ended_went_on_for_a_while_und
     phase, seen, has_come_to_end = 0, threading.Event(), threading.Event()
 
     class Flickering(Scene):
-        def look(self, ranks: Sequence[int] | None) -> dict[int, Sight]:
+        def look(self, ranks: Sequence[int] | None) -> dict[int, LogPosition]:
             seen.set()
-            return {rank: Sight(0, phases[phase].get(rank, False)) for rank in range(2)}
+            return {rank: LogPosition(0, phases[phase].get(rank, False)) for rank in range(2)}
 
     def follow() -> None:
         list(follow_logs(Flickering(lambda rank, attempt: Scripted(list)), range(2), 5, look_s=0.01))
@@ -135,12 +135,12 @@ def test_following_ends_also_where_a_rank_that_had_ended_went_on_for_a_while_und
 
 def test_where_all_are_followed_those_that_are_added_meanwhile_are_too() -> None:
     scene = Scene(lambda rank, attempt: Scripted(lambda: [f"{rank}\n"]))
-    scene.sights = {0: Sight(0, False)}
+    scene.positions = {0: LogPosition(0, False)}
     lines = follow_logs(scene, None, 5, look_s=0.01)
     assert next(lines) == (0, 0, "0\n")
-    scene.sights = {0: Sight(0, False), 7: Sight(0, False)}
+    scene.positions = {0: LogPosition(0, False), 7: LogPosition(0, False)}
     assert next(line for line in lines if line[0] != 0) == (7, 0, "7\n")
-    scene.sights = dict.fromkeys(scene.sights, Sight(0, True))
+    scene.positions = dict.fromkeys(scene.positions, LogPosition(0, True))
     assert {rank for rank, _, _ in lines} <= {0, 7}
 
 
@@ -156,13 +156,13 @@ def test_a_rank_that_is_begun_again_is_followed_on() -> None:
     scene = Scene(open_log)
     lines = follow_logs(scene, [3], 5, look_s=0.01)
     assert next(lines) == (3, 0, "first\n")
-    scene.sights[3] = Sight(1, False)
+    scene.positions[3] = LogPosition(1, False)
     assert [next(lines) for _ in range(3)] == [
         (3, 0, "unfinished\n"),
         (3, 1, "=== attempt 1 ===\n"),
         (3, 1, "second\n"),
     ]
-    scene.sights[3] = Sight(1, True)
+    scene.positions[3] = LogPosition(1, True)
     assert list(lines) == []
     assert opened == [0, 1]
 
@@ -174,7 +174,7 @@ def test_an_attempt_that_came_and_went_between_two_looks_is_shown_too() -> None:
     )
     lines = follow_logs(scene, [3], 5, look_s=0.01)
     assert next(lines) == (3, 0, "first\n")
-    scene.sights[3] = Sight(3, True, earlier=(0, 2))
+    scene.positions[3] = LogPosition(3, True, earlier=(0, 2))
     assert list(lines) == [
         (3, 2, "=== attempt 2 ===\n"),
         (3, 2, "the new traceback\n"),
@@ -190,12 +190,12 @@ def test_attempts_before_the_first_look_are_shown_of_a_rank_that_came_later_or_w
         return OffsetLog(lambda offset, n: (text[offset or 0 :], len(text)))
 
     scene = Scene(open_log)
-    scene.sights = {0: Sight(2, False, earlier=(0, 1)), 1: Sight(2, True, earlier=(0, 1))}
+    scene.positions = {0: LogPosition(2, False, earlier=(0, 1)), 1: LogPosition(2, True, earlier=(0, 1))}
     lines = follow_logs(scene, None, 5, first={1: 1}, look_s=0.01)
     shown = [next(lines) for _ in range(4)]
     assert [(rank, attempt) for rank, attempt, _ in shown if rank == 0] == [(0, 2)]
     assert [line for rank, _, line in shown if rank == 1] == ["1, 1\n", "=== attempt 2 ===\n", "1, 2\n"]
-    scene.sights = {rank: Sight(2, True, earlier=(0, 1)) for rank in range(3)}
+    scene.positions = {rank: LogPosition(2, True, earlier=(0, 1)) for rank in range(3)}
     assert [line for _, _, line in lines if "===" not in line] == ["2, 0\n", "2, 1\n", "2, 2\n"]
 
 

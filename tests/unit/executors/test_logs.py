@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from executors.attempt import Attempt
 from executors.backends.local.local_log import StoredLog
 from executors.logs import LIMITED, MAX_READ_BYTES, last_of, read_from, tail_lines, tail_text
-from executors.logs.follower import Sight, follow_logs
+from executors.logs.follower import LogPosition, follow_logs
 from executors.logs.gaps import BREAK, completed
 from executors.logs.log import Log
 from executors.logs.readers import WINDOW_LINES, FileLog, TailedLog
@@ -134,8 +134,8 @@ class Scripted:
         self.answers = list(answers)
         self.tail = kept
 
-    def look(self, ranks: Sequence[int] | None) -> dict[int, Sight]:
-        return {0: Sight(0, has_ended=len(self.answers) == 1)}
+    def look(self, ranks: Sequence[int] | None) -> dict[int, LogPosition]:
+        return {0: LogPosition(0, has_ended=len(self.answers) == 1)}
 
     def open(self, rank: int, attempt: int) -> Log:
         log = TailedLog(lambda n_lines: self.answers.pop(0) if len(self.answers) > 1 else self.answers[0])

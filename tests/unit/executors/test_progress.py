@@ -14,7 +14,7 @@ from rich.console import Console
 from executors.cli.table import replica_table
 from executors.protocol import ReplicaStatus
 from executors.status import DecisionLine, Progress, ReplicaState, RunStatus, name_rate
-from executors.view.progress import Bars, Lines, bars
+from executors.view.progress import ProgressBars, ProgressLines, bars
 from executors.worker.pace import Pace
 
 RUNNING, SUCCEEDED, PENDING = ReplicaStatus.RUNNING, ReplicaStatus.SUCCEEDED, ReplicaStatus.PENDING
@@ -137,7 +137,7 @@ def test_a_run_has_a_bar_and_few_ranks_have_one_each() -> None:
 
 def test_without_a_terminal_progress_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
     now_s = [0.0]
-    lines = Lines("mine", lambda: now_s[0])
+    lines = ProgressLines("mine", lambda: now_s[0])
     for second in range(25):
         now_s[0] = float(second)
         lines.update(state(far(0, 10 * second, 10)))
@@ -153,7 +153,10 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(capsys: pytest.Captu
 def test_what_is_decided_is_said_once_with_a_terminal_and_without(capsys: pytest.CaptureFixture[str]) -> None:
     screen = io.StringIO()
     now = replace(state(far(0, 100, 10)), decided=[DecisionLine(1.0, "restarting it\x1b[2J")])
-    for view in (Lines("mine"), Bars("mine", Console(file=screen, force_terminal=True, width=80, height=24))):
+    for view in (
+        ProgressLines("mine"),
+        ProgressBars("mine", Console(file=screen, force_terminal=True, width=80, height=24)),
+    ):
         for _ in range(2):
             view.update(now)
         view.close()
@@ -163,7 +166,7 @@ def test_what_is_decided_is_said_once_with_a_terminal_and_without(capsys: pytest
 
 def test_bars_stay_on_the_terminal_only_when_the_run_has_ended() -> None:
     screen = io.StringIO()
-    view = Bars("mine", Console(file=screen, force_terminal=True, width=80, height=24))
+    view = ProgressBars("mine", Console(file=screen, force_terminal=True, width=80, height=24))
     view.update(state(far(0, 100, 10)))
     view.close()
     erased = screen.getvalue()
