@@ -49,7 +49,7 @@ def test_what_cannot_run_is_refused_before_a_launch(k8s: ApiServer, monkeypatch:
     KubernetesJobs(secrets=["unreadable"]).check_account(None, None, ())
     with pytest.raises(JobServiceError, match=r"resources\.requests\[cpu\]: Invalid value"):
         KubernetesJobs(cpu=-1).check_account(None, None, ())
-    with pytest.raises(ValueError, match="which nodes have a H100"):
+    with pytest.raises(ValueError, match="names the nodes that have a H100"):
         KubernetesJobs().check_account("H100:2", None, ())
     k8s.cluster.drops = {"backoffLimitPerIndex"}
     with pytest.raises(BackendError, match=r"is too old\. Use a cluster with 1\.33 or later"):

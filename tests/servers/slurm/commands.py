@@ -35,7 +35,7 @@ class Commands:
             wrapper.chmod(0o755)
 
     def calls(self, name: str) -> list[list[str]]:
-        """Return the arguments of the calls of a command so far. Of `sbatch`, only calls that start jobs count."""
+        """Return the arguments of the calls of a command so far. For `sbatch`, only calls that start jobs count."""
         path = self._folder / "calls"
         lines = [line.split(" ") for line in path.read_text().splitlines()] if path.exists() else []
         return [words for command, *words in lines if command == name and "--test-only" not in words]
