@@ -1,6 +1,6 @@
 """The rules of language that a machine can check, and the command that shows and lowers what is left to mend.
 
-    python -m tests.docs.language                     counts by folder, and the average length of sentences
+    python -m tests.docs.language                     counts by folder, file and rule; the length of sentences
     python -m tests.docs.language PATH…               every finding of these files or folders
     python -m tests.docs.language --lower             lower the ceilings of files that have fewer findings now
     python -m tests.docs.language --move OLD NEW      give the ceiling of a renamed file to its new path
@@ -750,6 +750,13 @@ def _has_no_args_of_its_own(node: ast.FunctionDef) -> bool:
     return node.name.startswith("test_") or any("fixture" in each or "options_of" in each for each in decorators)
 
 
+def _needs_example(method: ast.FunctionDef) -> bool:
+    """Return True for a method that users call: not for `__init__`, a property, or a method of a protocol."""
+    decorators = [ast.unparse(each) for each in method.decorator_list]
+    is_property = any(each.endswith(("property", ".setter")) for each in decorators)
+    return method.name != "__init__" and not is_property and not _described_by_protocols(method.name)
+
+
 PROTOCOLS = (
     ("executors.protocol", "ServerlessExecutor"),
     ("executors.store", "Store"),
@@ -789,11 +796,62 @@ def check_public(path: str, node: ast.ClassDef | ast.FunctionDef) -> Iterator[Fi
         described = described_in(text) | (
             described_in(docstring) if is_init else _described_by_protocols(function.name)
         )
+        owner = "" if function is node else f"{node.name}."
+        is_method = function is not node and _needs_example(function)
+        # The example of the class may call the method: one example of several calls is often the clearest.
+        if is_method and not has_example(text) and not re.search(rf"\.{function.name}\(", docstring):
+            advice = "add a short example to the docstring, or call the method in the example of the class"
+            yield Finding(path, function.lineno, "no example", f"{owner}{function.name}", advice)
         for name in parameters_of(function):
             if name not in described:
-                owner = "" if function is node else f"{node.name}."
                 text = f"{owner}{function.name}({name})"
                 yield Finding(path, function.lineno, "no Args", text, "describe the parameter in Args")
+
+
+# ------------------------------------------------------------------------------- one meaning of a name
+
+
+PACKAGES = ("executors", "diloco")
+SAME_MEANING: Mapping[str, str] = {
+    "main": "the function that runs a program",
+    "DiLoCoCallback": "the callback of each trainer library",
+    "Tracker": "the tracker of each service, and their protocol",
+}
+"""Names that several files define with one meaning, and this meaning."""
+
+
+def homonyms_of(definitions: Iterable[tuple[str, int, str]]) -> dict[str, list[tuple[str, int]]]:
+    """Return the names that several files define, with the places of each.
+
+    A verb of the command may have the name of the function that it calls, so files of `executors/cli` are not counted.
+
+    Args:
+        definitions: the public classes and functions of modules: path, line and name.
+    """
+    places: dict[str, list[tuple[str, int]]] = {}
+    for path, line, name in definitions:
+        if not path.startswith("executors/cli/") and name not in SAME_MEANING:
+            places.setdefault(name, []).append((path, line))
+    return {name: found for name, found in places.items() if len({path for path, _ in found}) > 1}
+
+
+@cache
+def homonyms() -> Mapping[str, list[tuple[str, int]]]:
+    """Return the homonyms of `executors` and `diloco`."""
+    found = []
+    for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        for node in tree_of(path).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                found.append((path.relative_to(ROOT).as_posix(), node.lineno, node.name))
+    return homonyms_of(found)
+
+
+def check_homonyms(path: str) -> Iterator[Finding]:
+    """Yield the names in a file that another file defines, too."""
+    for name, places in homonyms().items():
+        others = sorted({other for other, _ in places if other != path})
+        for line in (line for other, line in places if other == path):
+            yield Finding(path, line, "two meanings", name, f"also in {', '.join(others)}: a name has one meaning")
 
 
 # ----------------------------------------------------------------------------------------------- files
@@ -848,6 +906,8 @@ def report_of(path: str) -> FileReport:
     for where, node in public_definitions():
         if where == ROOT / path:
             findings += check_public(path, node)
+    if path.startswith(tuple(f"{package}/" for package in PACKAGES)):
+        findings += check_homonyms(path)
     return FileReport(tuple(sorted(findings, key=lambda each: each.line)), report.sentences, report.words)
 
 
@@ -922,11 +982,12 @@ def lowered(ceilings: Mapping[str, int], counts: Mapping[str, int]) -> dict[str,
 
 def _print_summary() -> None:
     by_folder: Counter[str] = Counter()
+    by_file = Counter({path: len(report.findings) for path, report in reports().items() if report.findings})
     by_rule: Counter[str] = Counter()
     for path, report in reports().items():
         by_folder["/".join(path.split("/")[:2]) if "/" in path else path] += len(report.findings)
         by_rule.update(each.rule for each in report.findings)
-    for counts in (by_folder, by_rule):
+    for counts in (by_folder, by_file, by_rule):
         for name, n in counts.most_common():
             print(f"{n:6} {name}")
         print()

@@ -7,6 +7,7 @@ is a number of findings that may only fall.
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import language
@@ -382,6 +383,69 @@ def test_an_example_alone_below_the_first_line_is_an_example() -> None:
 def test_the_public_names_are_those_that_users_import() -> None:
     names = {node.name for _, node in language.public_definitions()}
     assert {"launch", "Run", "DiLoCo", "Store", "ExecutorContract", "open_store", "run_replicas"} <= names
+
+
+def test_a_public_method_has_an_example_of_its_own_or_in_the_example_of_its_class() -> None:
+    source = '''class C:
+    """A thing.
+
+        C().go(1)
+    """
+
+    def go(self, a):
+        """Go.
+
+        Args:
+            a: a number.
+        """
+
+    def stop(self):
+        """Stop."""
+
+    @property
+    def size(self):
+        """The size."""
+'''
+    assert public_findings(source) == ["no example: C.stop"]
+
+
+# ------------------------------------------------------------------------------- one meaning of a name
+
+
+def test_a_name_that_two_files_define_is_found_in_both() -> None:
+    found = language.homonyms_of([
+        ("executors/run/a.py", 3, "settle"), ("diloco/b.py", 5, "settle"), ("diloco/b.py", 9, "Other"),
+    ])  # fmt: skip
+    assert found == {"settle": [("executors/run/a.py", 3), ("diloco/b.py", 5)]}
+
+
+@pytest.mark.parametrize("path", ["executors/cli/launch.py", "executors/launcher/x.py"])
+def test_a_verb_may_have_the_name_of_the_function_that_it_calls(path: str) -> None:
+    is_of_command = path.startswith("executors/cli/")
+    found = language.homonyms_of([(path, 3, "launch"), ("executors/launcher/__init__.py", 5, "launch")])
+    assert (found == {}) == is_of_command
+
+
+def test_names_with_one_meaning_are_defined_more_than_once() -> None:
+    defined = Counter(
+        node.name
+        for package in language.PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        for node in language.tree_of(path).body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    )
+    assert {name for name in language.SAME_MEANING if defined[name] < 2} == set(), "remove it from SAME_MEANING"
+
+
+# ------------------------------------------------------------------------------------------- README
+
+
+def test_the_sentences_of_the_readme_are_short() -> None:
+    report = language.report_of("README.md")
+    assert report.words / report.sentences <= 16
+    paragraphs = language.blocks_of_page((ROOT / "README.md").read_text(encoding="utf-8"))
+    longest = max(sentence.words for block in paragraphs for sentence in sentences_of(block))
+    assert longest <= language.MAX_WORDS
 
 
 # ---------------------------------------------------------------------------------------- the ceilings
