@@ -31,6 +31,9 @@ class Restarts:
 
     Raises:
         ValueError: a value makes no sense.
+
+    Example:
+        Restarts(3, per_s=3600.0)
     """
 
     per_replica: int = 3
@@ -81,6 +84,9 @@ class Restarts:
         """Read `3`, `3/1h`, `3,oom=0,timeout=2,75=inf,run=10,backoff=1s:60s,no_progress=3,within=8h,together`, or
         one of the words `preempted` and `none`.
 
+        Args:
+            text: the text.
+
         Raises:
             ValueError: it is none; names the part that does not fit, and what would.
         """
@@ -125,8 +131,12 @@ class Restarts:
     def of(cls, asked: Restarts | int | str | None) -> Restarts | None:
         """Return the policy that a user gave in any of its forms.
 
+        Args:
+            asked: a policy, the number of restarts of each replica, a text as for `parse`, or None for no policy.
+
         Raises:
-            TypeError, ValueError: it is none.
+            TypeError: the value has another type.
+            ValueError: the number or the text is not legal.
         """
         if asked is None or isinstance(asked, Restarts):
             return asked
@@ -163,7 +173,12 @@ class Restarts:
         return ",".join(parts)
 
     def cap(self, reason: str | None, exit_code: int | None) -> tuple[str | None, float]:
-        """Return the cap of an end and the exit code or reason that it is for. None: only the replica's cap counts."""
+        """Return the cap of an end and the exit code or reason that it is for. None: only the replica's cap counts.
+
+        Args:
+            reason: the reason of the end, if it is known.
+            exit_code: the exit code of the process, if it is known.
+        """
         caps = {**DEFAULT_CAPS, **self.reasons}
         return next(
             ((name, caps[name]) for name in (str(exit_code), str(reason)) if name in caps), (None, MAX_RESTARTS)
