@@ -195,8 +195,9 @@ def executor_of_record(
     """Make the executor of a run from its record: a known backend, by its name.
 
     Args:
-        named: the backend's name or class, said by a person: then the record's word is not needed.
-        options: what this machine itself noted at the launch. None: those of the record that may be taken from one.
+        record: the record of the placement.
+        named: the backend's name or class, as the user gives it. Default: the backend of the record.
+        options: the options that this machine noted at the launch. Default: the options that a record may give.
 
     Raises:
         BackendError: the record names no known backend, or an option that is not taken from a record; or the run is of
@@ -302,7 +303,7 @@ def check_executor(executor: Any) -> ServerlessExecutor:
 
 
 def import_path(executor: ServerlessExecutor) -> str:
-    """Name the executor's class, as a person would to `--backend`."""
+    """Return the path of the executor's class, as a user gives it to `--backend`."""
     cls = type(executor)
     return f"{cls.__module__}:{cls.__qualname__}"
 

@@ -1,4 +1,4 @@
-"""What this machine knows of runs: the directory of local runs, which is also the index of those elsewhere.
+"""The index of runs on this machine: the directory of local runs, with a note on each run in another store.
 
 <state>/<run_id>/run.json             a run whose store is this directory
 <state>/<run_id>/launched.json        where a run is that this machine launched, the digest of its task, and what it was
@@ -59,7 +59,7 @@ PREPARING = ".preparing"
 LOCK = ".noting.lock"
 KNOWN_BY = (RUN_RECORD, NOTE, REMOVAL)
 """A folder that has one of these files is a run's."""
-FORGOTTEN_S = 86_400  # after which a launch that came to nothing is not told of any more
+FORGOTTEN_S = 86_400  # after which a launch that failed before it wrote its run is not shown any more
 
 
 def state_dir() -> Path:
@@ -83,14 +83,14 @@ def local_store() -> Store:
 
 @dataclass(frozen=True)
 class Note(Record):
-    """What this machine noted of a run. Unlike the run's records, nobody else could write it."""
+    """The note of this machine on a run. Unlike the run's records, other users cannot write it."""
 
     rendezvous: str | None = checked(nullable(text()))
     """The url of its store. None: the state directory, which may be moved."""
     task_digest: str | None = checked(nullable(text(64, SHA256)), None)
     """The sha256 of the task that was launched. None: it was launched elsewhere, and brought back here."""
     executor_options: Mapping[str, Any] = checked(json_object, {})
-    """What its executor was made with."""
+    """The options with which its executor was made."""
     more_options: Mapping[str, Any] = checked(json_object, {})
     """The same of the others of a run on several backends: by backend, or by the name of what was added here."""
     secrets: tuple[str, ...] = checked(list_of(text()), ())
@@ -121,7 +121,8 @@ def remember(
     store.put(key, to_bytes(asdict(note)))
     with contextlib.suppress(OSError):  # a file system without modes
         (state_dir() / key).chmod(0o600)
-    for path in (state_dir() / key, state_dir() / run_id, state_dir()):  # what is paid for is found after a power cut
+    # The user must find a run that costs money also after a power cut.
+    for path in (state_dir() / key, state_dir() / run_id, state_dir()):
         sync(path)
 
 
@@ -191,7 +192,7 @@ def _noting() -> Iterator[None]:
 
 
 def noted_options(run_id: str, store_url: str, name: str) -> Mapping[str, Any] | None:
-    """Return what this machine noted of the options of one more executor of a run; None: nothing."""
+    """Return the noted options of an additional executor of a run. None: this machine noted nothing."""
     note = _find_note(run_id)
     found = None if note is None or not _is_same_place(note.store_url, store_url) else note.more_options.get(name)
     return found if isinstance(found, dict) else None
@@ -204,7 +205,7 @@ def _find_note(run_id: str) -> Note | None:
 
 
 def damage_of_note(run_id: str) -> CorruptObjectError | None:
-    """Return why what this machine noted of a run cannot be read; None: it can be, or there is nothing."""
+    """Return the reason why the note on a run cannot be read. None: it can be read, or there is none."""
     try:
         find_record(local_store(), f"{run_id}/{NOTE}", Note.parse)
     except CorruptObjectError as error:
@@ -220,14 +221,14 @@ def check_is_located(run_id: str, store_url: str) -> None:
     """
     if _is_same_place(state_path().as_uri(), store_url) and (damage := damage_of_note(run_id)) is not None:
         raise CorruptObjectError(
-            f"{damage} It says where run {run_id!r} is: give its address instead, as in 's3://BUCKET/PREFIX/{run_id}'.",
+            f"{damage} It holds the place of run {run_id!r}. Give the address, as in 's3://BUCKET/PREFIX/{run_id}'.",
             key=damage.key,
             url=damage.url,
         )
 
 
 def noted_at_launch(run_id: str, store_url: str) -> Note | None:
-    """Return what this machine noted when it launched that run at that store; None: it did not."""
+    """Return the note that this machine made when it launched a run. None: it did not launch that run in that store."""
     note = _find_note(run_id)
     if note is None or note.task_digest is None:
         return None
@@ -275,7 +276,7 @@ def reference(run_id: str, store_url: str) -> str:
 def folder_of_run(run_id: str, store_url: str) -> Path | None:
     """Return the folder that this machine has of a run; None when it has none, or one of another run of this id.
 
-    That of a lost run is of any run of this id.
+    The note on a lost run counts for any run of this id.
     """
     known = locate(run_id)
     is_its = known is not None and _is_same_place(known, store_url)
@@ -310,7 +311,7 @@ def settle(run_id: str, store_url: str, task_digest: str) -> None:
 
 
 def keep_key(run_id: str, key: str | None) -> None:
-    """Keep the key of a run that this machine launches, for this user alone; None: it has none.
+    """Keep the key of a run that this machine launches, readable for this user alone. None: the run has no key.
 
     Raises:
         StoreError: it cannot be kept, so the run could not be resumed.
@@ -433,7 +434,7 @@ def known_run_ids() -> list[str]:
 
 
 def noted_at(run_id: str) -> float:
-    """Return when this machine noted something of a run last, in Unix time; 0.0: it never did."""
+    """Return the Unix time of the last note on a run. 0.0: there is none."""
     try:
         return (state_dir() / run_id / NOTE).stat().st_mtime
     except OSError:  # there is none, or the folder is another user's
@@ -489,7 +490,7 @@ def find_preparation(run_id: str) -> Preparation | None:
 
 
 def _write_preparation(run_id: str, note: Preparation) -> Path | None:
-    """Write the note, and delete those that nobody asks for any more. Without a place for notes there is none."""
+    """Write the note, and delete old ones that are not shown any more. Without a place for notes there is none."""
     with contextlib.suppress(OSError, StoreError):
         folder = state_dir() / PREPARING
         folder.mkdir(exist_ok=True)
