@@ -338,8 +338,9 @@ def test_what_this_machine_noted_of_its_own_task_does_not_go_with_another_that_t
     run = launch(few, FAIL, 1, args={"message": "no"}, rendezvous=tmp_path / "b", run_id="otter", secrets=["KEY"])
     assert run.wait(30)
     mine = attach("otter")
-    assert view_of(mine).noted is not None
-    assert (view_of(mine).noted.secrets, mine.executor.gpus) == (("KEY",), ("7",))  # type: ignore[attr-defined]
+    noted = view_of(mine).noted
+    assert noted is not None
+    assert (noted.secrets, mine.executor.gpus) == (("KEY",), ("7",))  # type: ignore[attr-defined]
     exchange_task(run, tmp_path / "other-ran")
     theirs = attach("otter")
     assert (view_of(theirs).noted, theirs.executor.gpus) == (None, None)  # type: ignore[attr-defined]
