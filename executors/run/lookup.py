@@ -60,15 +60,18 @@ def attach(
     Args:
         run: the id of a run that this machine knows, or `<rendezvous url>/<run id>`.
         rendezvous: the url of its store, when `run` is an id.
-        executor: what it was launched with: an executor, or a backend's name or class as `pkg.mod:Class`, which is then
-            made with the options that this machine noted, else those of the record. None: the backend that its record
-            names, which has to be one that is installed here. Of a run on several backends it may be several executors.
+        executor: the executor of the launch, or its backend's name or class as `pkg.mod:Class`. An executor made from a
+            name gets the options that this machine noted, else the record's options. A run on several backends takes
+            several executors. None: the backend in the run's record, which must be installed on this machine.
 
     Raises:
-        TypeError: the run is not a string, or what is given as one is no executor.
+        TypeError: the run is not a string, or an object is not an executor.
         ValueError: two executors are of one backend.
         RunNotFoundError: there is no such run.
         BackendError: the executor is of another backend than the run.
+
+    Example:
+        attach("s3://bucket/runs/brave-otter-7f3a").results()
     """
     if not isinstance(run, str):
         raise TypeError(f"A run is given by its id, or as '<rendezvous url>/<run id>', in a string, got {run!r}.")
@@ -92,12 +95,12 @@ def attach(
         (backend, n), *_ = Counter(each.backend_name for each in given).most_common(1) or [("", 0)]
         if n > 1:
             raise ValueError(
-                f"{n} of these executors are of backend {backend!r}, and nothing says which ranks are whose: give one."
+                f"{n} of these executors are of backend {backend!r}, and the ranks of each are not known. Give one."
             )
     elif executor is not None and not isinstance(executor, str):
         check_executor(executor)
     found = Run(existing_store(url), run_id, executor=executor)
-    # Whoever needs the record gets the error. Both kinds of runs can be removed.
+    # A caller that needs the record gets the error later. Both kinds of runs can be removed.
     with contextlib.suppress(CorruptObjectError, RunBeingRemovedError):
         for each in [None] if executor is None else executors_in(executor):
             placement = _placement_for(found, each)
@@ -120,11 +123,20 @@ def _placement_for(run: Run, named: str | ServerlessExecutor | None) -> Placemen
 
 
 def list_runs(rendezvous: str | Path | None = None) -> list[Run]:
-    """List the runs that this machine knows of, or all in a store; oldest first.
+    """List the runs that this machine knows, or all runs in a store, the oldest first.
 
-    Of those that this machine knows, some may be at a bucket that does not answer within 5 s, or needs a package that
-    is not here. Their place is when this machine noted them, and whatever is asked of them raises why that is: `attach`
-    one to ask again.
+    A known run may be at a bucket that does not answer within 5 s, or that needs a package that is not installed. It is
+    listed by the time of this machine's note, and its methods raise the reason. Call `attach` to ask again.
+
+    Args:
+        rendezvous: the url of a store. None, the default: the runs that this machine knows.
+
+    Raises:
+        StoreError: the store cannot be listed.
+
+    Example:
+        for run in list_runs():
+            print(run)
     """
     if rendezvous is not None:
         store = existing_store(rendezvous)
@@ -137,20 +149,20 @@ def list_runs(rendezvous: str | Path | None = None) -> list[Run]:
             if (url := locate(run_id)) is not None:
                 run_ids.setdefault(url, []).append(run_id)
         except StoreError as error:  # another user's, or the disk fails
-            found.append(Run(cast(Store, _Away(state_path().as_uri(), error)), run_id))
+            found.append(Run(cast(Store, UnreachableStore(state_path().as_uri(), error)), run_id))
     for runs in in_parallel(lambda url: _runs_at(url, run_ids[url]), [*run_ids]):
         found += runs
     return sorted(found, key=_created_at)
 
 
 def _runs_at(url: str, run_ids: Sequence[str]) -> list[Run]:
-    """Return those of the runs in a store that were not removed; a bucket that does not answer is asked only once."""
+    """Return the runs in a store that were not removed. A bucket that does not answer is asked only once."""
     try:
         store, quick = existing_store(url), impatient_store(url, GLANCE.limit_s)
     except (RunNotFoundError, ValueError):
         return []
     except StoreError as error:
-        store = quick = cast(Store, _Away(url, error))
+        store = quick = cast(Store, UnreachableStore(url, error))
 
     def find(run_id: str) -> Run | None:
         run = Run(store, run_id)
@@ -165,17 +177,17 @@ def _runs_at(url: str, run_ids: Sequence[str]) -> list[Run]:
         except CorruptObjectError:  # it can be looked at, and removed
             pass
         except ReplicasError as error:
-            return run if is_near(url) else Run(cast(Store, _Away(url, error)), run_id)
+            return run if is_near(url) else Run(cast(Store, UnreachableStore(url, error)), run_id)
         return run
 
     first = find(run_ids[0])
-    if first is not None and isinstance(away := view_of(first).store, _Away):
+    if first is not None and isinstance(away := view_of(first).store, UnreachableStore):
         store = quick = away
     return [run for run in (first, *at_store(store, find, run_ids[1:])) if run is not None]
 
 
 def _find_run(store: Store, run_id: str) -> Run | None:
-    """Return a run if it is there, also where its record cannot be read: whatever asks it says why that is."""
+    """Return a run if it exists. If its record cannot be read, its methods raise the reason."""
     run = Run(store, run_id)
     with contextlib.suppress(StoreError):
         record = find_run_record(store, run_id)
@@ -185,8 +197,8 @@ def _find_run(store: Store, run_id: str) -> Run | None:
     return run
 
 
-class _Away:
-    """Stands for a store that could not be asked: whatever is asked of it, it says why that is."""
+class UnreachableStore:
+    """Takes the place of a store that does not answer. Each of its methods raises the reason."""
 
     def __init__(self, url: str, problem: ReplicasError) -> None:
         self.url = url
@@ -197,9 +209,9 @@ class _Away:
 
 
 def _run_ids(store: Store) -> Iterator[str]:
-    """Yield the ids of the runs in a store; in a directory, of the folders that this user may not look into, too.
+    """Yield the ids of the runs in a store, and in a directory also of folders that this user may not read.
 
-    Of a bucket that names its folders, those that are no runs are among them.
+    A bucket that lists its folders also yields folders without a run.
 
     Raises:
         StoreError: it cannot be listed.

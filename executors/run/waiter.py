@@ -1,4 +1,4 @@
-"""Waiting for the replicas of a run, and ending it early when one fails before anybody's first round."""
+"""Waits for the replicas of a run, and ends the run early if a replica fails before the first round."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from executors.status import FAILED_EARLY, ReplicaState, RunStatus, describe_ear
 from executors.view.progress import View
 from executors.view.run_state_reader import RunStateReader
 
-OTHERS_FAIL_S = 2.0  # what fails everywhere does so within this: then nobody trains on
+OTHERS_FAIL_S = 2.0  # an error of the script fails all replicas within this time, and then no replica continues
 UNSEEN_S = 60.0  # without a look: longer than any pause between two looks of one wait
 
 
@@ -26,7 +26,7 @@ class ReadTolerance:
 
     Args:
         patience: returns how long that is: a process may begin to keep the run that it follows.
-        waits: says once a minute that the store, or the backend, is waited for. None: those of this process.
+        waits: says once a minute that the store, or the backend, is waited for. None: the waits of this process.
 
     Example:
         tolerance = ReadTolerance(lambda: FOLLOWER)
@@ -52,7 +52,8 @@ class ReadTolerance:
         """
 
         def tolerates() -> bool:
-            if self._clock() - self._looked_at > UNSEEN_S:  # an earlier failure says nothing of that time
+            # An earlier failure does not show that the store was away since.
+            if self._clock() - self._looked_at > UNSEEN_S:
                 for outage in self._outages.values():
                     outage.drop()
             try:
@@ -90,8 +91,9 @@ class Waiter:
     """Waits for the replicas of one run.
 
     Args:
+        reader: reads the state of the run.
         cancel: ends all replicas that still run.
-        keep: gets the replicas after each look, and starts again what is to be; True: look again.
+        keep: called with the replicas after each look. It restarts replicas, and returns True if another look is due.
         patience: returns how long to wait for a store or a backend that fails.
     """
 
@@ -110,7 +112,13 @@ class Waiter:
         self._tolerance = ReadTolerance(patience)
 
     def wait(self, n: int | None, timeout_s: float | None, view: View | None) -> bool:
-        """Wait until `n` replicas have ended, None: all; False if the time was over first."""
+        """Wait until replicas have ended; return False if the time was over first.
+
+        Args:
+            n: how many replicas. None: all.
+            timeout_s: the longest wait, in seconds. None: no limit.
+            view: shows the run meanwhile. None: nothing is shown.
+        """
 
         def is_over() -> bool:
             n_ended = len(self._ended(view))
@@ -125,7 +133,7 @@ class Waiter:
     def as_completed(self, view: View | None) -> Iterator[Outcome]:
         """Yield how each replica ended when it has, until all have; once more where one was resumed meanwhile."""
         reader, told = self._reader, set[tuple[int, int]]()
-        pauses = reader.pauses()  # which go on where they were: to look often after each end costs
+        pauses = reader.pauses()  # one sequence for the whole wait: frequent looks after each end would cost requests
         new: list[Outcome] = []
         is_over = False
 
@@ -148,9 +156,9 @@ class Waiter:
             yield from sorted(new, key=lambda outcome: outcome.finished_at)
 
     def end_early(self, now: RunStatus, option: str) -> str | None:
-        """End the run at a failure before anybody's first round, if it was launched so; return what to say, once.
+        """End the run at a failure before the first round, if the launch asked for that; return a sentence, once.
 
-        Supervisors and workers do so as well; not those of a third party's executor, or of a replica that was killed.
+        Supervisors and workers do so as well. Replicas of a third party's executor, and killed replicas, cannot.
         """
         if not now.failed_early or not self._watches_for_failures:
             return None
