@@ -195,15 +195,9 @@ def executor_of_record(
     """Make the executor of a run from its record: a known backend, by its name.
 
     Args:
-<<<<<<< HEAD
         record: the record of the placement.
         named: the backend's name or class, as the user gives it. Default: the backend of the record.
         options: the options that this machine noted at the launch. Default: the options that a record may give.
-=======
-        record: the placement in the run's record.
-        named: the backend's name or class, if the user gave it. It replaces the name in the record.
-        options: the options that this machine noted at the launch. None: the record's options that are safe to take.
->>>>>>> 7fdabd8f (The index of runs, attach, list_runs and the waiter are described in plain English, with Args and examples)
 
     Raises:
         BackendError: the record names no known backend, or an option that is not taken from a record; or the run is of
@@ -309,11 +303,7 @@ def check_executor(executor: Any) -> ServerlessExecutor:
 
 
 def import_path(executor: ServerlessExecutor) -> str:
-<<<<<<< HEAD
     """Return the path of the executor's class, as a user gives it to `--backend`."""
-=======
-    """Return the path of the executor's class, in the form that `--backend` takes."""
->>>>>>> 7fdabd8f (The index of runs, attach, list_runs and the waiter are described in plain English, with Args and examples)
     cls = type(executor)
     return f"{cls.__module__}:{cls.__qualname__}"
 

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """The index of runs on this machine: the directory of local runs, with a note on each run in another store.
-=======
-"""The index of runs on this machine: the directory of local runs also has notes of runs that are elsewhere.
->>>>>>> 7fdabd8f (The index of runs, attach, list_runs and the waiter are described in plain English, with Args and examples)
 
 <state>/<run_id>/run.json             a run whose store is this directory
 <state>/<run_id>/launched.json        where a run is that this machine launched, the digest of its task, and what it was
@@ -63,11 +59,7 @@ PREPARING = ".preparing"
 LOCK = ".noting.lock"
 KNOWN_BY = (RUN_RECORD, NOTE, REMOVAL)
 """A folder that has one of these files is a run's."""
-<<<<<<< HEAD
 FORGOTTEN_S = 86_400  # after which a launch that failed before it wrote its run is not shown any more
-=======
-FORGOTTEN_S = 86_400  # how long a launch that failed before its first record is remembered
->>>>>>> 7fdabd8f (The index of runs, attach, list_runs and the waiter are described in plain English, with Args and examples)
 
 
 def state_dir() -> Path:
@@ -91,24 +83,16 @@ def local_store() -> Store:
 
 @dataclass(frozen=True)
 class Note(Record):
-<<<<<<< HEAD
     """The note of this machine on a run. Unlike the run's records, other users cannot write it."""
-=======
-    """This machine's note of a run. Unlike the run's records, no other user could write it."""
->>>>>>> 7fdabd8f (The index of runs, attach, list_runs and the waiter are described in plain English, with Args and examples)
 
     rendezvous: str | None = checked(nullable(text()))
     """The url of its store. None: the state directory, which may be moved."""
     task_digest: str | None = checked(nullable(text(64, SHA256)), None)
     """The sha256 of the task that was launched. None: it was launched elsewhere, and brought back here."""
     executor_options: Mapping[str, Any] = checked(json_object, {})
-<<<<<<< HEAD
     """The options with which its executor was made."""
-=======
-    """The options of its executor."""
->>>>>>> 7fdabd8f (The index of runs, attach, list_runs and the waiter are described in plain English, with Args and examples)
     more_options: Mapping[str, Any] = checked(json_object, {})
-    """The options of the other executors of the run, by backend or by the name of an addition from here."""
+    """The same of the others of a run on several backends: by backend, or by the name of what was added here."""
     secrets: tuple[str, ...] = checked(list_of(text()), ())
 
     @property
@@ -137,11 +121,7 @@ def remember(
     store.put(key, to_bytes(asdict(note)))
     with contextlib.suppress(OSError):  # a file system without modes
         (state_dir() / key).chmod(0o600)
-<<<<<<< HEAD
     # The user must find a run that costs money also after a power cut.
-=======
-    # Jobs that cost money must be found after a power cut.
->>>>>>> 7fdabd8f (The index of runs, attach, list_runs and the waiter are described in plain English, with Args and examples)
     for path in (state_dir() / key, state_dir() / run_id, state_dir()):
         sync(path)
 
@@ -212,11 +192,7 @@ def _noting() -> Iterator[None]:
 
 
 def noted_options(run_id: str, store_url: str, name: str) -> Mapping[str, Any] | None:
-<<<<<<< HEAD
     """Return the noted options of an additional executor of a run. None: this machine noted nothing."""
-=======
-    """Return the noted options of another executor of a run. None if this machine noted none."""
->>>>>>> 7fdabd8f (The index of runs, attach, list_runs and the waiter are described in plain English, with Args and examples)
     note = _find_note(run_id)
     found = None if note is None or not _is_same_place(note.store_url, store_url) else note.more_options.get(name)
     return found if isinstance(found, dict) else None
@@ -229,11 +205,7 @@ def _find_note(run_id: str) -> Note | None:
 
 
 def damage_of_note(run_id: str) -> CorruptObjectError | None:
-<<<<<<< HEAD
     """Return the reason why the note on a run cannot be read. None: it can be read, or there is none."""
-=======
-    """Return the error of reading this machine's note of a run. None if the note is sound, or missing."""
->>>>>>> 7fdabd8f (The index of runs, attach, list_runs and the waiter are described in plain English, with Args and examples)
     try:
         find_record(local_store(), f"{run_id}/{NOTE}", Note.parse)
     except CorruptObjectError as error:
@@ -249,22 +221,14 @@ def check_is_located(run_id: str, store_url: str) -> None:
     """
     if _is_same_place(state_path().as_uri(), store_url) and (damage := damage_of_note(run_id)) is not None:
         raise CorruptObjectError(
-<<<<<<< HEAD
             f"{damage} It holds the place of run {run_id!r}. Give the address, as in 's3://BUCKET/PREFIX/{run_id}'.",
-=======
-            f"{damage} The note has the place of run {run_id!r}. Give the address instead, as in 's3://BUCKET/PREFIX/{run_id}'.",
->>>>>>> 7fdabd8f (The index of runs, attach, list_runs and the waiter are described in plain English, with Args and examples)
             key=damage.key,
             url=damage.url,
         )
 
 
 def noted_at_launch(run_id: str, store_url: str) -> Note | None:
-<<<<<<< HEAD
     """Return the note that this machine made when it launched a run. None: it did not launch that run in that store."""
-=======
-    """Return the note of this machine's launch of a run at a store. None if it did not launch the run."""
->>>>>>> 7fdabd8f (The index of runs, attach, list_runs and the waiter are described in plain English, with Args and examples)
     note = _find_note(run_id)
     if note is None or note.task_digest is None:
         return None
@@ -312,11 +276,7 @@ def reference(run_id: str, store_url: str) -> str:
 def folder_of_run(run_id: str, store_url: str) -> Path | None:
     """Return the folder that this machine has of a run; None when it has none, or one of another run of this id.
 
-<<<<<<< HEAD
     The note on a lost run counts for any run of this id.
-=======
-    The folder of a lost run belongs to any run of this id.
->>>>>>> 7fdabd8f (The index of runs, attach, list_runs and the waiter are described in plain English, with Args and examples)
     """
     known = locate(run_id)
     is_its = known is not None and _is_same_place(known, store_url)
@@ -351,11 +311,7 @@ def settle(run_id: str, store_url: str, task_digest: str) -> None:
 
 
 def keep_key(run_id: str, key: str | None) -> None:
-<<<<<<< HEAD
     """Keep the key of a run that this machine launches, readable for this user alone. None: the run has no key.
-=======
-    """Keep the key of a run that this machine launches, for this user alone. A key of None deletes an old one.
->>>>>>> 7fdabd8f (The index of runs, attach, list_runs and the waiter are described in plain English, with Args and examples)
 
     Raises:
         StoreError: it cannot be kept, so the run could not be resumed.
@@ -478,11 +434,7 @@ def known_run_ids() -> list[str]:
 
 
 def noted_at(run_id: str) -> float:
-<<<<<<< HEAD
     """Return the Unix time of the last note on a run. 0.0: there is none."""
-=======
-    """Return when this machine last wrote a note of a run, in Unix time. 0.0 if it never did."""
->>>>>>> 7fdabd8f (The index of runs, attach, list_runs and the waiter are described in plain English, with Args and examples)
     try:
         return (state_dir() / run_id / NOTE).stat().st_mtime
     except OSError:  # there is none, or the folder is another user's
@@ -538,11 +490,7 @@ def find_preparation(run_id: str) -> Preparation | None:
 
 
 def _write_preparation(run_id: str, note: Preparation) -> Path | None:
-<<<<<<< HEAD
     """Write the note, and delete old ones that are not shown any more. Without a place for notes there is none."""
-=======
-    """Write the note, and delete notes older than a day. Without a place for notes it returns None."""
->>>>>>> 7fdabd8f (The index of runs, attach, list_runs and the waiter are described in plain English, with Args and examples)
     with contextlib.suppress(OSError, StoreError):
         folder = state_dir() / PREPARING
         folder.mkdir(exist_ok=True)
