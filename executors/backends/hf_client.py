@@ -32,10 +32,10 @@ __all__ = [
     "constants",
     "hub",
     "hub_errors",
-    "list_jobs",
+    "hub_volume",
+    "list_hub_jobs",
     "log_stream",
     "translated_errors",
-    "volume_of",
 ]
 OLDEST = (1, 20)  # the first release that has all functions that are used here
 CALL_LIMIT_S = 60.0  # without it, the SDK would wait for an answer for ever
@@ -79,7 +79,7 @@ def ask(call: Callable[[], T], *, may_have_acted: bool = False) -> T:
         return call_with_timeout(CALL_LIMIT_S, call)
 
 
-def list_jobs(endpoint: str, namespace: str, labels: Mapping[str, str]) -> list[hub.JobInfo]:
+def list_hub_jobs(endpoint: str, namespace: str, labels: Mapping[str, str]) -> list[hub.JobInfo]:
     """Return the jobs with these labels.
 
     The SDK's own `list_jobs` waits and repeats a refused request, so the caller could not decide about pauses.
@@ -90,7 +90,7 @@ def list_jobs(endpoint: str, namespace: str, labels: Mapping[str, str]) -> list[
         labels: the labels.
 
     Example:
-        list_jobs("https://huggingface.co", "me", {"replicas-run": "brave-otter-7f3a"})
+        list_hub_jobs("https://huggingface.co", "me", {"replicas-run": "brave-otter-7f3a"})
     """
     url: str | None = f"{endpoint}/api/jobs/{namespace}"
     params: Any = [("label", f"{name}={value}") for name, value in labels.items()]
@@ -104,7 +104,7 @@ def list_jobs(endpoint: str, namespace: str, labels: Mapping[str, str]) -> list[
     return found
 
 
-def volume_of(source: str, path: str) -> hub.Volume:
+def hub_volume(source: str, path: str) -> hub.Volume:
     """Return a volume for a job.
 
     Args:
@@ -115,7 +115,7 @@ def volume_of(source: str, path: str) -> hub.Volume:
         ValueError: the source is not a url of the Hub, or the path is not absolute.
 
     Example:
-        volume_of("hf://datasets/me/text", "/data")
+        hub_volume("hf://datasets/me/text", "/data")
     """
     mount = utils.parse_hf_mount(f"{source}:{path}")
     place = {"revision": mount.source.revision, "path": mount.source.path_in_repo or None}

@@ -22,9 +22,9 @@ from executors.backends.hf_client import (
     constants,
     hub,
     hub_errors,
-    list_jobs,
+    hub_volume,
+    list_hub_jobs,
     log_stream,
-    volume_of,
 )
 from executors.backends.jobs.executor import JobExecutor, options_of
 from executors.backends.jobs.job_logs import StreamedLog
@@ -104,7 +104,7 @@ class HFJobs(JobService):
             if name == "name" or name.startswith(OUR_LABELS):
                 raise ValueError(f"The label {name!r} is set by `replicas` itself. Choose another name.")
         for path, source in (self.volumes or {}).items():
-            volume_of(source, path)
+            hub_volume(source, path)
 
     @functools.cached_property
     def api(self) -> hub.HfApi:
@@ -133,7 +133,7 @@ class HFJobs(JobService):
 
     def find(self, key: JobKey) -> list[JobId]:
         namespace = self.namespace or self._whoami()
-        found = ask(lambda: list_jobs(self.endpoint, namespace, key.labels))
+        found = ask(lambda: list_hub_jobs(self.endpoint, namespace, key.labels))
         # The caller may end a found job. So the labels are compared here, in case the service ignores the filter.
         found = [info for info in found if key.labels.items() <= (info.labels or {}).items()]
         found = [info for info in found if _stage(info) != "DELETED"]
@@ -163,7 +163,7 @@ class HFJobs(JobService):
         if not jobs:
             return {}
         namespace, labels = self.namespace or self._whoami(), next(iter(jobs)).run_labels
-        listed = {info.id: info for info in ask(lambda: list_jobs(self.endpoint, namespace, labels))}
+        listed = {info.id: info for info in ask(lambda: list_hub_jobs(self.endpoint, namespace, labels))}
         return {
             key: _state_of(info)
             for key, job_id in jobs.items()
@@ -174,7 +174,7 @@ class HFJobs(JobService):
 
     def running_jobs(self, labels: Mapping[str, str]) -> list[RunningJob]:
         namespace = self.namespace or self._whoami()
-        found = ask(lambda: list_jobs(self.endpoint, namespace, labels))
+        found = ask(lambda: list_hub_jobs(self.endpoint, namespace, labels))
         # The caller ends these jobs. So the labels are compared here, in case the service ignores the filter.
         found = [info for info in found if labels.items() <= (info.labels or {}).items() and _stage(info) not in ENDED]
         return [RunningJob(self._job_id(info.id, namespace), dict(info.labels or {})) for info in found]
@@ -227,7 +227,7 @@ class HFJobs(JobService):
             "timeout": job.limit_s,
             "labels": {**(self.labels or {}), **job.key.labels, "name": job.key.name},
             "namespace": self.namespace or self._whoami(),
-            "volumes": [volume_of(source, path) for path, source in (self.volumes or {}).items()],
+            "volumes": [hub_volume(source, path) for path, source in (self.volumes or {}).items()],
         }
 
     def _flavor_of(self, gpu: str | None) -> str:

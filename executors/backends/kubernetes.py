@@ -32,7 +32,7 @@ from executors.backends.jobs.service import (
     shortened,
 )
 from executors.backends.kubernetes_client import ADVICE, ALREADY_EXISTS, Cluster, StatusError, client
-from executors.backends.kubernetes_manifest import NAME, PodOptions, group_labels, name_of, secret_data, selector_of
+from executors.backends.kubernetes_manifest import NAME, PodOptions, group_labels, group_name, secret_data, selector_of
 from executors.backends.kubernetes_pods import (
     INDEX,
     JOB_NAME,
@@ -137,7 +137,7 @@ class KubernetesJobs(PodOptions, JobService):
         return "Ask the administrators of the namespace which policies it enforces."
 
     def start_jobs(self, jobs: Sequence[JobSpec]) -> list[JobId]:
-        body, name, data = self.job(jobs), name_of(jobs), secret_data(jobs)
+        body, name, data = self.job(jobs), group_name(jobs), secret_data(jobs)
         self._cluster.prepare()
         self._withdraw_earlier(jobs)
         with self._lock:

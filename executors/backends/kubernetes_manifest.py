@@ -90,7 +90,7 @@ class PodOptions:
             ValueError: the nodes with the GPU are not known.
             JobServiceError: the variables cannot be in a Secret.
         """
-        first, n, name = jobs[0], len(jobs), name_of(jobs)
+        first, n, name = jobs[0], len(jobs), group_name(jobs)
         labels = {**(self.labels or {}), **group_labels(first.key)}
         env = {**common_env(jobs), RANKS: ",".join(str(job.key.rank) for job in jobs)}
         plain = [{"name": name, "value": literal(value)} for name, value in env.items() if name.startswith("REPLICA_")]
@@ -173,7 +173,7 @@ class PodOptions:
         )
 
 
-def name_of(jobs: Sequence[JobSpec]) -> str:
+def group_name(jobs: Sequence[JobSpec]) -> str:
     """Return the name of a group's Job and of its Secret.
 
     The lowest rank makes the name unique, because a rank is in only one group of each attempt number.
@@ -182,7 +182,7 @@ def name_of(jobs: Sequence[JobSpec]) -> str:
         jobs: the jobs of the group.
 
     Example:
-        name_of(jobs)
+        group_name(jobs)
     """
     return f"{jobs[0].key.group}-r{min(job.key.rank for job in jobs)}"
 

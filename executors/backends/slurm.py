@@ -90,7 +90,7 @@ class SlurmJobs(JobService):
     def __post_init__(self) -> None:
         if shutil.which("sbatch") is None:
             raise commands.not_installed("sbatch")
-        commands.check_options(self.sbatch)
+        commands.check_sbatch_options(self.sbatch)
         if self.log_dir:  # absolute, because a process in another folder may use this option later
             self.log_dir = str(Path(self.log_dir).expanduser().absolute())
         self._keys: dict[tuple[str, int], JobKey] = {}
@@ -137,7 +137,7 @@ class SlurmJobs(JobService):
 
     def _submit(self, jobs: Sequence[JobSpec], env: Mapping[str, str]) -> str:
         """Start jobs as one array, and return its id."""
-        script = commands.script_of(jobs[0].command, first_rank=jobs[0].key.rank - _task(jobs[0].key))
+        script = commands.array_script(jobs[0].command, first_rank=jobs[0].key.rank - _task(jobs[0].key))
         try:
             answer = commands.ask(*self._request(jobs), script=script, env=env, may_have_acted=True)
         except JobServiceError as error:

@@ -105,11 +105,11 @@ class Row:
         return 128 - code if code < 0 else code
 
 
-def environment() -> dict[str, str]:
+def command_environment() -> dict[str, str]:
     """Return this process's variables that Slurm's commands get. `sbatch` passes them on to the jobs.
 
     Example:
-        subprocess.run(["squeue", "--me"], env=environment())
+        subprocess.run(["squeue", "--me"], env=command_environment())
     """
     left_out = (*OPTIONS, RUN_KEY)  # this process may have another run's key; a signed run passes its own
     return {
@@ -125,7 +125,7 @@ def ask(*command: str, script: str = "", env: Mapping[str, str] | None = None, m
     Args:
         command: the command and its arguments.
         script: the text for the command's stdin. Default: none.
-        env: more variables, besides `environment()`. Default: none.
+        env: more variables, besides `command_environment()`. Default: none.
         may_have_acted: True if Slurm may have acted when the answer is lost. Default False.
 
     Raises:
@@ -140,7 +140,7 @@ def ask(*command: str, script: str = "", env: Mapping[str, str] | None = None, m
         done = subprocess.run(
             command,
             input=script,
-            env={**environment(), **(env or {})},
+            env={**command_environment(), **(env or {})},
             capture_output=True,
             encoding="utf-8",
             errors="replace",
@@ -281,7 +281,7 @@ def check_clusters(cluster: str) -> None:
             )
 
 
-def check_options(options: Sequence[str]) -> None:
+def check_sbatch_options(options: Sequence[str]) -> None:
     """Check the user's options of `sbatch`. Each must be one word, and must not be set by this project.
 
     Args:
@@ -291,7 +291,7 @@ def check_options(options: Sequence[str]) -> None:
         ValueError: an option is not one word, or is set by this project.
 
     Example:
-        check_options(["--constraint=a100"])
+        check_sbatch_options(["--constraint=a100"])
     """
     for option in options:
         if not re.fullmatch(r"--?[A-Za-z].*", option, re.DOTALL):
@@ -318,7 +318,7 @@ def gres_of(gpu: str) -> str:
     return f"gpu:{gpu.lower()}"
 
 
-def script_of(command: Sequence[str], *, first_rank: int) -> str:
+def array_script(command: Sequence[str], *, first_rank: int) -> str:
     """Return the script of an array's jobs. It replaces its shell by the command, which so gets the job's signals.
 
     Args:
@@ -326,7 +326,7 @@ def script_of(command: Sequence[str], *, first_rank: int) -> str:
         first_rank: the rank of task 0.
 
     Example:
-        script_of(["python", "-c", "print('hello')"], first_rank=0)
+        array_script(["python", "-c", "print('hello')"], first_rank=0)
     """
     return SCRIPT.format(command=shlex.join(command), first_rank=first_rank)
 

@@ -53,6 +53,9 @@ class Artifact:
     Example:
         for artifact in run.artifacts():
             artifact.save_below(Path("results"))
+        artifact.save("model.pt")
+        size_bytes = sum(len(part) for part in artifact.parts())
+        content = bytes(artifact.read())
     """
 
     rank: int

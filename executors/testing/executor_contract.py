@@ -72,6 +72,15 @@ class ExecutorContract(KnownGaps, JobCleanup):
             @pytest.fixture
             def executor(self):
                 return MyExecutor()
+
+            def test_a_crash_is_seen(self, executor):
+                handles = self.launched(executor, 2, task("hang"), {})
+                self.hanging(executor, handles)
+                self.kill(executor, handles[0])  # or self.evict(executor, handles[0])
+                self.collected(executor, handles[:1])
+                self.cancelled(self.another(executor), handles[1:])
+                assert self.requests(executor) > (0, 0)
+                unknown, count = self.never_launched(handles[0]), self.lose_reply(executor)
     """
 
     takes_callables: ClassVar[bool] = True

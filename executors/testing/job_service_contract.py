@@ -63,6 +63,13 @@ class JobServiceContract(KnownGaps, JobCleanup):
             @pytest.fixture
             def service(self):
                 return MyJobs()
+
+            def test_a_job_prints(self, service):
+                job_id = self.started(service, self.job("print('hanging')"))
+                assert self.ended(self.another(service), job_id).exit_code == 0
+                assert self.unknown(service) != job_id
+                more = [self.begun(service, self.job("pass")), *self.begun_together(service, [self.job("pass")])]
+                if self.checks_secrets(service): ...
     """
 
     gpu: ClassVar[str | None] = None

@@ -189,7 +189,7 @@ class JobOutcomeRecorder:
         """
         if state is None or state.reason is None:
             return SupervisorStatus(is_alive=False)
-        _, error = explain(replica.attempt.title(), self._service.name, state, replica.timeout_s, True, "")
+        _, error = explain_end(replica.attempt.title(), self._service.name, state, replica.timeout_s, True, "")
         return SupervisorStatus(is_alive=False, reason=state.reason, error=error)
 
     def _ended_without_outcome(self, replica: JobReplica, state: JobState) -> Outcome:
@@ -206,7 +206,7 @@ class JobOutcomeRecorder:
         error_text = None  # for a cancelled replica, the cancel marker has the reason
         if not attempt.has_cancel_marker():
             who, has_started = attempt.title(), attempt.has_started()
-            reason, error_text = explain(who, service.name, state, replica.timeout_s, has_started, output)
+            reason, error_text = explain_end(who, service.name, state, replica.timeout_s, has_started, output)
         return attempt.record(
             attempt.new_outcome(
                 ReplicaStatus.CANCELLED if reason == "cancelled" else ReplicaStatus.FAILED,
@@ -230,7 +230,7 @@ def _last_sign_of(attempt: Attempt) -> float | None:
     return None if intent is None else intent.at
 
 
-def explain(
+def explain_end(
     who: str, service: str, state: JobState, timeout_s: float | None, has_started: bool, output: str
 ) -> tuple[Reason, str]:
     """Return the reason why a replica ended without an outcome, and a sentence that explains it.
@@ -244,7 +244,7 @@ def explain(
         output: the end of the replica's log.
 
     Example:
-        explain("Replica 3 of 8", "Modal", JobState(True, "oom"), None, True, "")
+        explain_end("Replica 3 of 8", "Modal", JobState(True, "oom"), None, True, "")
     """
     service_text = f" {service} says: {state.message.rstrip('.')}." if state.message else ""
 

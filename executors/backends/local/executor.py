@@ -72,7 +72,9 @@ class LocalProcessExecutor(Backend):
         ValueError: an option has a wrong value.
 
     Example:
-        launch(LocalProcessExecutor(max_parallel=2), train, n=8)
+        executor = LocalProcessExecutor(max_parallel=2)
+        executor.warm_up()
+        launch(executor, train, n=8)
     """
 
     backend_name = "local"

@@ -38,11 +38,11 @@ def open_local_log(attempt: Attempt, path: Path | None, runs_here: bool) -> Log:
             if runs_here and not attempt.has(NAME):
                 return FileLog(path)
         except OSError as error:
-            return StoredLog(attempt, f"{path} cannot be read ({error.strerror})")
-    return StoredLog(attempt)
+            return CopiedLog(attempt, f"{path} cannot be read ({error.strerror})")
+    return CopiedLog(attempt)
 
 
-class StoredLog(TailedLog):
+class CopiedLog(TailedLog):
     """The copy of the end of a log, which the supervisor writes into the run's store now and then.
 
     Args:
@@ -50,7 +50,7 @@ class StoredLog(TailedLog):
         why: the reason why the file itself is not read. Default: this machine does not have the file.
 
     Example:
-        StoredLog(attempt).tail(100)
+        CopiedLog(attempt).tail(100)
     """
 
     pause_s = PAUSE_S

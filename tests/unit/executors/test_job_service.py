@@ -19,7 +19,7 @@ from support.fake_jobs import FakeJobs, Machines
 from executors.backends.hf_jobs import HFJobs, HFJobsExecutor
 from executors.backends.jobs import sdk
 from executors.backends.jobs.executor import JobExecutor
-from executors.backends.jobs.job_outcomes import STILL_S, explain, is_stale
+from executors.backends.jobs.job_outcomes import STILL_S, explain_end, is_stale
 from executors.backends.jobs.job_state_poller import JobStatePoller
 from executors.backends.jobs.sdk import (
     FIRST_PAUSE_S,
@@ -302,9 +302,9 @@ def test_every_end_without_an_outcome_has_a_reason_and_a_sentence() -> None:
             "R ended by itself with exit code 0, before its entrypoint returned a result. Cloud says: Done.",
         ),
     ]:  # fmt: skip
-        assert explain("R", "Cloud", state, 60, has_started, output) == (reason, sentence)
+        assert explain_end("R", "Cloud", state, 60, has_started, output) == (reason, sentence)
     sentence = "R ran into the time limit of Cloud."
-    assert explain("R", "Cloud", JobState(True, "timeout"), None, ran, "") == ("timeout", sentence), "not ours"
+    assert explain_end("R", "Cloud", JobState(True, "timeout"), None, ran, "") == ("timeout", sentence), "not ours"
 
 
 def test_the_ranks_of_an_attempt_are_a_group_whose_name_fits_everywhere() -> None:

@@ -13,7 +13,7 @@ from servers.kubernetes.schema import problems
 
 from executors.backends.jobs.service import UNKNOWN, JobKey, JobServiceError, JobSpec, JobState
 from executors.backends.kubernetes import KubernetesJobs
-from executors.backends.kubernetes_manifest import name_of, secret_data
+from executors.backends.kubernetes_manifest import group_name, secret_data
 from executors.backends.kubernetes_pods import DELETED_EARLY, TAKEN_BACK, index_of, indexes, ranks_of, state_of
 
 LONG_AGO = datetime.now(UTC) - timedelta(seconds=3700)
@@ -207,7 +207,7 @@ def test_the_indexes_that_failed_are_read_as_kubernetes_writes_them() -> None:
 def test_ranks_are_pods_of_one_indexed_job_that_fails_none_for_another() -> None:
     made = manifest(3, 1, 8)
     spec, metadata = made["spec"], made["metadata"]
-    assert metadata["name"] == name_of(jobs(3, 1, 8))
+    assert metadata["name"] == group_name(jobs(3, 1, 8))
     assert metadata["name"].endswith("-a2-r1")
     assert [spec[name] for name in ("completionMode", "completions", "parallelism")] == ["Indexed", 3, 3]
     assert (spec["backoffLimitPerIndex"], spec["maxFailedIndexes"], spec["podReplacementPolicy"]) == (0, 3, "Failed")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executors.attempt import Attempt
-from executors.backends.local.local_log import StoredLog
+from executors.backends.local.local_log import CopiedLog
 from executors.logs import LIMITED, MAX_READ_BYTES, last_of, read_from, tail_lines, tail_text
 from executors.logs.follower import LogPosition, follow_logs
 from executors.logs.gaps import BREAK, completed
@@ -210,7 +210,7 @@ class Copies(MemoryStore):
 
 def test_a_copy_of_a_log_is_followed_through_all_it_holds_and_a_hole_between_two_is_said() -> None:
     attempt = Attempt(Copies("otter/replicas/0000/0/output.log", [100, 10_000, 60_000, 70_000]), "otter", 0)
-    log = StoredLog(attempt)
+    log = CopiedLog(attempt)
     assert [line for part in log.lines(0) for line in part] == []
     grown = "".join(line for part in log.lines(0) for line in part)
     assert grown == "".join(f"step {number}\n\n" for number in range(100, 10_000)), "more than 2000 lines are no hole"
@@ -236,7 +236,7 @@ def test_the_last_lines_of_a_copy_come_with_the_reason_why_they_are_not_all(
 ) -> None:
     data = (b"step\n" * size_bytes)[-size_bytes + 3 :] + b"50%"
     (store := MemoryStore()).put("otter/replicas/0000/0/output.log", data)
-    log = StoredLog(Attempt(store, "otter", 0))
+    log = CopiedLog(Attempt(store, "otter", 0))
     text = log.tail(n_lines)
     assert text.endswith("step\n50%")
     assert re.fullmatch(why, log.cut)
@@ -244,7 +244,7 @@ def test_the_last_lines_of_a_copy_come_with_the_reason_why_they_are_not_all(
 
 def test_a_copy_of_a_log_comes_in_pieces_of_a_mebibyte() -> None:
     (store := MemoryStore()).put("otter/replicas/0000/0/output.log", b"step\n" * 600_000)
-    pieces = list(StoredLog(Attempt(store, "otter", 0)).pieces())
+    pieces = list(CopiedLog(Attempt(store, "otter", 0)).pieces())
     assert (b"".join(pieces), max(map(len, pieces))) == (b"step\n" * 600_000, 1 << 20)
 
 

@@ -18,7 +18,7 @@ from executors.backends.slurm_commands import (
     ask,
     cancel,
     check_clusters,
-    check_options,
+    check_sbatch_options,
     environment,
     gres_of,
     list_jobs,
@@ -153,11 +153,11 @@ def test_options_that_are_set_here_are_refused_by_name_also_abbreviated() -> Non
     long = ("--requeue", "--array=0-3", "--arr=1", "--time=5", "--wrap=true", "--input=/x", "--help")
     for option in (*long, "-a1", "-a", "-t5", "-Jme", "-W", "-i/x"):
         with pytest.raises(ValueError, match=r"is set by `replicas` itself, got '-"):
-            check_options([option])
+            check_sbatch_options([option])
     for option in ("job.sh", "", "--", "-"):
         with pytest.raises(ValueError, match="Write each as one word"):
-            check_options([option])
-    check_options(["--exclude=n3", "--time-min=1", "-Cgpu", "--exclusive", "--mem-per-cpu=5"])
+            check_sbatch_options([option])
+    check_sbatch_options(["--exclude=n3", "--time-min=1", "-Cgpu", "--exclusive", "--mem-per-cpu=5"])
 
 
 def test_gpus_are_written_as_slurm_names_them() -> None:
