@@ -19,7 +19,7 @@ from executors.backends.slurm_commands import (
     cancel,
     check_clusters,
     check_sbatch_options,
-    environment,
+    command_environment,
     gres_of,
     list_jobs,
 )
@@ -144,7 +144,7 @@ def test_nothing_of_a_surrounding_job_and_no_default_of_a_command_goes_along(mon
     kept = ("SLURM_CONF", "SLURM_JWT", "SBATCH_PARTITION", "REPLICAS_RENDEZVOUS", "MINE")
     for name in (*dropped, *kept):
         monkeypatch.setenv(name, "x")
-    found = environment()
+    found = command_environment()
     assert [name for name in dropped if name in found] == []
     assert [name for name in kept if name not in found] == []
 
@@ -274,7 +274,7 @@ def test_jobs_are_asked_for_in_all_partitions(answer: Path) -> None:
 
 def test_the_key_of_another_run_reaches_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RUN_KEY, "ab" * 32)
-    assert RUN_KEY not in environment()
+    assert RUN_KEY not in command_environment()
 
 
 def test_an_environment_that_names_another_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
