@@ -81,7 +81,7 @@ REFUSED = {
     "store:lost=2": "lost must be a rate from 0 to 1, got lost=2.0.",
     "store:delay=-1": "The delay must be a number of seconds from 0 on, got -1.0.",
     "store:delay=fast": "delay is a number, got delay=fast.",
-    "store:": "this does nothing",
+    "store:": "no fault is given. Give lost, error",
     "store:dealy=1": "Did you mean 'delay'?",
 }
 
@@ -102,7 +102,7 @@ def test_chaos_in_python_is_a_list_and_a_resumed_run_keeps_its_own() -> None:
     local = LocalProcessExecutor(preload=())
     with pytest.raises(TypeError, match="chaos is a list of strings"):
         launch(local, str, 1, chaos="kill:rank=0")
-    with pytest.raises(ValueError, match="keeps the chaos it was launched with"):
+    with pytest.raises(ValueError, match="keeps the chaos of its launch"):
         launch(local, str, 1, run_id="any", resume=True, chaos=["kill:rank=0"])
 
 

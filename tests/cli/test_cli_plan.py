@@ -124,7 +124,7 @@ def test_a_plan_for_a_bucket_has_objects_that_a_bucket_takes(here: HereInstead) 
         ((*BY_HAND, "--fragments", "0"), "fragments must be at least 1, got fragments=0."),
         ((*BY_HAND, "--inner-steps", "50", "--steps", "20"), "steps must be at least inner_steps"),
         (("--store", "gs://bucket"), "No store has the scheme 'gs'"),
-        (("--store", "memory://x", "--probe"), "is in one process's memory"),
+        (("--store", "memory://x", "--probe"), "is in the memory of one process, so its speed cannot be measured"),
         (("--store", "/proc/nothing", "--probe"), "Cannot use the directory file:///proc/nothing"),
     ],
 )  # fmt: skip

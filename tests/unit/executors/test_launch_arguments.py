@@ -54,7 +54,7 @@ def nothing_written(state_home: Path) -> Iterator[None]:
         ({"run_id": "Not A Name"}, ValueError, "Bad run id 'Not A Name'"),
         ({"rendezvous": "memory://x"}, ValueError, "exists only in this process"),
         ({"rendezvous": "ftp://x/y"}, ValueError, "No store has the scheme 'ftp'"),
-        ({"gpu": "H100:none"}, ValueError, "as in 'H100' or 'H100:2', got 'H100:none'"),
+        ({"gpu": "H100:none"}, ValueError, "as in 'H100' or 'H100:2', got gpu='H100:none'"),
         ({"env": {"A": 1}}, ValueError, "env maps names to strings"),
         ({"env": {1: "A"}}, ValueError, "env maps names to strings"),
         ({"env": {"A B": "3"}}, ValueError, "env names variables, as in {'STAGE': 'test'}, got 'A B'."),
