@@ -30,7 +30,7 @@ from diloco.local_buffers import LocalBuffers
 from diloco.outer_optimizer import Anchor, GivenOptimizer, NesterovSGD, OuterOptimizer
 from diloco.rendezvous.envelope import proof_of
 from diloco.rendezvous.training_state import Agreement, ApplyStats, PackedWork, Verdict
-from diloco.settings import Settings
+from diloco.settings import DiLoCoSettings
 from diloco.unshared_state import UnsharedState
 from diloco.wires import wire_named
 from diloco.wires.wire import BLOCK_ELEMENTS, Pieces, blocks_of, decoded, square_of
@@ -53,7 +53,7 @@ class ModelState:
         self,
         model: nn.Module,
         fragments: Sequence[Fragment],
-        settings: Settings,
+        settings: DiLoCoSettings,
         *,
         block_elements: int = BLOCK_ELEMENTS,
     ) -> None:

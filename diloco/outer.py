@@ -42,7 +42,7 @@ from diloco.rendezvous.round import Context, Limits, RoundReport
 from diloco.rendezvous.training_side import TrainingSide
 from diloco.replica_link import ReplicaLink, check_is_free, is_open, leave_all
 from diloco.save_schedule import SaveSchedule
-from diloco.settings import Settings, check_wires
+from diloco.settings import DiLoCoSettings, check_wires
 from diloco.stale_copies.comparison import StaleCopies
 from diloco.stale_copies.early_copies import EarlyCopies, warn_of_own_averages
 from diloco.state_saver import StateSaver
@@ -253,7 +253,7 @@ class DiLoCo:
             snapshot_every, limits = 1, replace(limits, small_bytes=0)
         fragments_ = plan_fragments(model, fragments, sync_buffers=sync_buffers, wires=check_wires(wire, mean_wire))
         check_sizes(fragments_, wire, location.store)
-        self._settings = settings = Settings.of(
+        self._settings = settings = DiLoCoSettings.of(
             locals(), n_fragments=len(fragments_), key=location.key_of_run(key), world_size=location.world_size,
             rank=location.world_size if location.rank is None else location.rank, begun_at=_begun_at,
             begins_warm=location.begins_warm,

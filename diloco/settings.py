@@ -41,11 +41,11 @@ DEFAULT_INNER_STEPS = 500
 # More than 20 methods: each setting that follows from the arguments of the user is a property, so it is derived in one
 # place.
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class DiLoCoSettings:
     """The settings of one DiLoCo: the arguments of `DiLoCo`, which documents them, and settings that follow from them.
 
     Example:
-        Settings.of({"inner_steps": 10, …}, n_fragments=1, world_size=2, rank=0).check()
+        DiLoCoSettings.of({"inner_steps": 10, …}, n_fragments=1, world_size=2, rank=0).check()
     """
 
     inner_steps: int | None

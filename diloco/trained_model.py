@@ -37,7 +37,7 @@ from diloco.rendezvous.phase import RoundPlan
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Limits
 from diloco.rendezvous.snapshot import SnapshotPointer
-from diloco.rendezvous.stored_log import StoredAgreement, StoredLog, UnsharedEntry
+from diloco.rendezvous.stored_log import StoredAgreement, StoredRoundLog, UnsharedEntry
 from diloco.rendezvous.training_state import Array, Arrays
 from diloco.unshared_state import restored
 from diloco.wires import wire_named
@@ -166,7 +166,7 @@ class FoundState:
         notes: sentences that a user of the state should read.
     """
 
-    log: StoredLog
+    log: StoredRoundLog
     state: ReplayedState
     step: int | None
     notes: Sequence[str]
@@ -238,7 +238,7 @@ def save_model(model: TrainedModel, path: Path) -> int:
     return 8 + len(text) + at
 
 
-def open_log(source: ModelSource) -> StoredLog:
+def open_log(source: ModelSource) -> StoredRoundLog:
     """Return the log of a run.
 
     Args:
@@ -253,7 +253,7 @@ def open_log(source: ModelSource) -> StoredLog:
     """
     proof = proof_of(source.key)
     patient = RetryingStore(source.store, clock=monotonic, patience=BRIEF, copies=proof.copies)
-    log = StoredLog(patient, Keys(source.run_id, source.name), proof, source.limits)
+    log = StoredRoundLog(patient, Keys(source.run_id, source.name), proof, source.limits)
     if log.start is None:
         names = names_in(source.store, source.run_id)
         others = f" It has: {', '.join(names)}." if names else " Its replicas have not begun, or train without DiLoCo."
@@ -432,7 +432,11 @@ def _fragments_of(agreed: StoredAgreement) -> list[Fragment]:
 
 
 def _newest(
-    source: ModelSource, log: StoredLog, plan: RoundPlan, most: int | None, outer_optimizer: OptimizerFactory | None
+    source: ModelSource,
+    log: StoredRoundLog,
+    plan: RoundPlan,
+    most: int | None,
+    outer_optimizer: OptimizerFactory | None,
 ) -> tuple[ReplayedState, list[str]]:
     """Return the state after the newest round up to a number, with notes for the user.
 
@@ -462,7 +466,7 @@ def _newest(
     raise _NoSuchRound
 
 
-def _replay(log: StoredLog, state: ReplayedState, most: int | None) -> None:
+def _replay(log: StoredRoundLog, state: ReplayedState, most: int | None) -> None:
     """Apply the rounds after a snapshot, as far as they are complete.
 
     Raises:
@@ -478,7 +482,7 @@ def _replay(log: StoredLog, state: ReplayedState, most: int | None) -> None:
         state.apply(mean)
 
 
-def _notes_on(log: StoredLog, state: ReplayedState, most: int | None) -> list[str]:
+def _notes_on(log: StoredRoundLog, state: ReplayedState, most: int | None) -> list[str]:
     """Return notes for the user about later rounds in the store that a state does not contain."""
     if (most is not None and state.position >= most) or not log.is_sealed(state.position):
         return []
@@ -500,7 +504,7 @@ def _missing_in_words(source: ModelSource, most: int | None, step: int | None) -
     return f"{run} no longer has the state of {asked}: rounds older than the second newest snapshot are deleted."
 
 
-def _available_in_words(log: StoredLog, plan: RoundPlan) -> str:
+def _available_in_words(log: StoredRoundLog, plan: RoundPlan) -> str:
     """Return a sentence that names the rounds that the store still has."""
     kept = sorted(entry for entry in log.snapshots() if log.has_parts(entry))
     if not kept:
@@ -530,7 +534,7 @@ def _as_live(agreed: StoredAgreement, anchor: Mapping[str, Tensor]) -> Iterator[
         yield name, values.to(dtype)
 
 
-def _add_unshared(log: StoredLog, position: int, tensors: dict[str, Tensor]) -> tuple[dict[str, str], list[str]]:
+def _add_unshared(log: StoredRoundLog, position: int, tensors: dict[str, Tensor]) -> tuple[dict[str, str], list[str]]:
     """Add the unshared tensors that a replica stored. Return the missing names, and notes for the user.
 
     Args:

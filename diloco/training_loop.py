@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from diloco.errors import DiLoCoError
-from diloco.settings import Settings
+from diloco.settings import DiLoCoSettings
 
 IDLE_PASSES = 1000
 """Passes of `for step in diloco.steps()` without a call of `step()`, after which the loop gets an error. A body may
@@ -43,7 +43,7 @@ class TrainingLoop:
         for step in loop.steps(diloco, undo): ...
     """
 
-    def __init__(self, settings: Settings, begins_at: int) -> None:
+    def __init__(self, settings: DiLoCoSettings, begins_at: int) -> None:
         self._settings = settings
         self._begins_at = begins_at
         self.knows_begin = begins_at == 0

@@ -13,7 +13,7 @@ from diloco.outer_optimizer import OptimizerFactory
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import RunLocation
 from diloco.rendezvous.retrying_store import RetryingStore
-from diloco.rendezvous.stored_log import StoredLog
+from diloco.rendezvous.stored_log import StoredRoundLog
 from diloco.rendezvous.training_state import Array, Arrays, shape_difference
 from diloco.trained_model import ModelSource, open_log, read_state
 from executors.errors import RunNotFoundError
@@ -60,7 +60,7 @@ class WarmStart:
         """
         self._check(open_log(self.source))
 
-    def _check(self, log_of_source: StoredLog) -> None:
+    def _check(self, log_of_source: StoredRoundLog) -> None:
         theirs, who = log_of_source.agreed.tensors, f"run {self.source.run_id!r}"
         problems: list[str] = []
         for fragment in self.state.fragments:
@@ -121,7 +121,7 @@ class WarmStart:
         named = open_log(self.source).agreed.outer_optimizer
         return given if given is not None and named == getattr(given, "__qualname__", type(given).__name__) else None
 
-    def _is_outer(self, name: str, log_of_source: StoredLog) -> bool:
+    def _is_outer(self, name: str, log_of_source: StoredRoundLog) -> bool:
         """Return True if an array of the other run's state is outer state that this run can use."""
         if name.startswith("momentum/"):
             return self.state.settings.outer_optimizer is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diloco.background import BackgroundThread
-from diloco.rendezvous.retrying_store import Ask, Map, ParallelMap, RetryingStore, at_once, is_near
+from diloco.rendezvous.retrying_store import Ask, Map, ParallelMap, RetryingStore, at_once, is_local_store
 from diloco.rendezvous.training_side import Inline, Scheduler
 from diloco.round_thread import RoundThread
 from executors.store.watch import Watch
@@ -25,7 +25,7 @@ class Workers:
     def __init__(self, store: RetryingStore, watch: Watch, name: str, *, in_background: bool) -> None:
         self._watch = watch
         self._reads = ParallelMap()
-        near = is_near(store.store)
+        near = is_local_store(store.store)
         self.uploads = BackgroundThread(name)
         self.map: Map = map if near else self._reads
         self.ask: Ask = at_once if near else self._reads.ask

@@ -242,7 +242,7 @@ def proof_of(key: bytes | None) -> Proof:
     return UNSIGNED if key is None else Signatures(key)
 
 
-def check_key(key: Any) -> None:
+def check_run_key(key: Any) -> None:
     """Check the argument `key` of a DiLoCo. No message shows the key, because it is a secret.
 
     Raises:

@@ -18,7 +18,7 @@ from diloco.rendezvous.envelope import BadRecordError, proof_of
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.phase import RoundPlan
 from diloco.rendezvous.retrying_store import RetryingStore
-from diloco.rendezvous.stored_log import StoredAgreement, StoredLog
+from diloco.rendezvous.stored_log import StoredAgreement, StoredRoundLog
 from executors.errors import CorruptObjectError, StoreError
 from executors.patience import BRIEF
 from executors.store import Store
@@ -174,7 +174,7 @@ def check_extension(store: Store, run_id: str, key: bytes | None, asked: Mapping
     found: dict[str, StoredAgreement] = {}
     ended_by: dict[str, tuple[int, ...]] = {}
     for name in sorted(names):
-        log = StoredLog(patient, Keys(run_id, name), proof)
+        log = StoredRoundLog(patient, Keys(run_id, name), proof)
         try:
             if log.start is not None:
                 found[name] = log.agreed
@@ -221,7 +221,7 @@ def total_of_start(store: RetryingStore, keys: Keys, key: bytes | None) -> int |
         keys: the keys of the DiLoCo.
         key: the key of a signed run. None: the run is not signed.
     """
-    log = StoredLog(store, keys, proof_of(key))
+    log = StoredRoundLog(store, keys, proof_of(key))
     try:
         return None if log.start is None else log.agreed.total_steps
     except CorruptObjectError:  # a damaged agreement does not end a run
@@ -254,7 +254,9 @@ def check_source(
     patient = RetryingStore(store, clock=lambda: 0.0, patience=BRIEF, copies=proof.copies)
     prefix = f"{run_id}/diloco/"
     names = {entry.key.removeprefix(prefix).partition("/")[0] for entry in store.list(prefix)}
-    logs = [log for name in sorted(names) if (log := StoredLog(patient, Keys(run_id, name), proof)).start is not None]
+    logs = [
+        log for name in sorted(names) if (log := StoredRoundLog(patient, Keys(run_id, name), proof)).start is not None
+    ]
     if not logs:
         raise ValueError(
             f"Run {run_id!r} has no model to start from: its replicas have not begun, or train without DiLoCo."

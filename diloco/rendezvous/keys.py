@@ -123,6 +123,6 @@ class Keys:
         return self._under(f"bye/{rank}/{attempt}")
 
 
-def folder_of(key: str) -> str:
+def watch_prefix(key: str) -> str:
     """Return the folder of a key, with the slash at its end. A watch for the key watches this prefix."""
     return key[: key.rindex("/") + 1]

@@ -17,7 +17,16 @@ from time import monotonic, sleep
 from typing import Any, Literal, Self
 
 from diloco.errors import AbortedError, DiLoCoError, FencedError
-from diloco.rendezvous.envelope import BadRecordError, Proof, check_key, check_signed, frame, reading, typed, unframe
+from diloco.rendezvous.envelope import (
+    BadRecordError,
+    Proof,
+    check_run_key,
+    check_signed,
+    frame,
+    reading,
+    typed,
+    unframe,
+)
 from diloco.rendezvous.frames import Contribution, Seal
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.retrying_store import RetryingStore
@@ -534,7 +543,7 @@ class RunLocation:
             ValueError: `given` is too short.
             ContributionError: the run's record names another key, or this process has no key.
         """
-        check_key(given)
+        check_run_key(given)
         is_of_run = self.replica is None or self.replica.run_id == self.run_id
         key = run_key() if given is None and is_of_run and not self.is_alone else given
         record = self.replica.record if self.replica is not None and is_of_run else None

@@ -20,7 +20,7 @@ from diloco.rendezvous.contribution import StepAccount
 from diloco.rendezvous.early_end import apply_recorded_end, apply_sealed_end
 from diloco.rendezvous.envelope import BadRecordError, check_signed, reading, typed, unproven_fields
 from diloco.rendezvous.frames import READ_TRIES, Seal
-from diloco.rendezvous.keys import folder_of
+from diloco.rendezvous.keys import watch_prefix
 from diloco.rendezvous.mean import Reducer
 from diloco.rendezvous.retrying_store import backoff
 from diloco.rendezvous.round import Context, EntryState
@@ -128,7 +128,7 @@ class SnapshotReader:
             if context.proof.is_signed and self._store.count_misreads(self._keys.snapshot(0)) >= READ_TRIES:
                 context.standstill.look_at_start(began)
             context.members.check_abort()
-            context.wait(next(pauses), [folder_of(self._keys.snapshot(0))])
+            context.wait(next(pauses), [watch_prefix(self._keys.snapshot(0))])
 
     def _took(self, entry: int, pointer: SnapshotPointer, arrays: Arrays) -> bool:
         """Load arrays, and return True if they are the state that their pointer names."""

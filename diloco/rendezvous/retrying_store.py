@@ -333,6 +333,6 @@ class ParallelMap:
             self._pool = None
 
 
-def is_near(store: Store) -> bool:
+def is_local_store(store: Store) -> bool:
     """Return True if the store is on this machine: it answers at once, so threads would cost more than they save."""
     return isinstance(store, (FileStore, MemoryStore))

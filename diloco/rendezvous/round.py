@@ -498,7 +498,10 @@ class RoundReport:
     wire_error: float | None = None
 
     def line(self) -> dict[str, Any]:
-        """Return the fields that are stored with the run, as `executors.metrics.rows.Round` describes them."""
+        """Return the fields that are stored with the run, as `executors.metrics.rows.Round` describes them.
+
+        report.line()["wait_s"]
+        """
         seconds = {
             name: round(getattr(self, name), 6)
             for name in ("train_s", "wait_s", "move_s", "reduce_s", "step_s", "late_s", "busy_s")

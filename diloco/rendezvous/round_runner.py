@@ -20,7 +20,7 @@ from math import hypot
 from diloco.rendezvous.contribution import ContributionSender, StepAccount
 from diloco.rendezvous.early_end import apply_sealed_end
 from diloco.rendezvous.frames import Seal
-from diloco.rendezvous.keys import folder_of
+from diloco.rendezvous.keys import watch_prefix
 from diloco.rendezvous.mean import Reducer
 from diloco.rendezvous.restore import LogReplayer
 from diloco.rendezvous.round import MOST_PAUSE_S, Context, EntryState, PendingWork, RoundReport, RoundResult
@@ -243,7 +243,7 @@ class RoundRunner:
             else:
                 awaited = [self._keys.seal(entry.index)]
                 awaited += [self._keys.contribution(entry.index, 0)] if entry.looks else []
-            context.wait(pause_s, [folder_of(key) for key in awaited])
+            context.wait(pause_s, [watch_prefix(key) for key in awaited])
             entry.wait_s += clock() - paused
         # If an error ends the wait instead, the standstill stays: the outcome of the attempt then names it.
         if context.standstill.found is not None:

@@ -181,7 +181,7 @@ class StoredAgreement:
         return plan
 
 
-class StoredLog:
+class StoredRoundLog:
     """Reads the log of one DiLoCo of a run.
 
     Args:
@@ -191,7 +191,7 @@ class StoredLog:
         limits: the sizes of blocks and small entries that the run was made with. None: the default ones.
 
     Example:
-        log = StoredLog(store, Keys("first-try", "main"), UNSIGNED)
+        log = StoredRoundLog(store, Keys("first-try", "main"), UNSIGNED)
         log.agreed.plan().last_entry
     """
 

@@ -125,7 +125,7 @@ class Wire(Protocol):
         """Return True if every value of a block is finite."""
 
 
-class Block(NamedTuple):
+class BlockSpan(NamedTuple):
     """One block of a payload."""
 
     n: int
@@ -136,7 +136,7 @@ class Block(NamedTuple):
     """The offset of the byte after its last one."""
 
 
-def blocks_of(wire: Wire, n_elements: int, block_elements: int) -> Iterator[Block]:
+def blocks_of(wire: Wire, n_elements: int, block_elements: int) -> Iterator[BlockSpan]:
     """Yield the blocks of a payload.
 
     Args:
@@ -147,7 +147,7 @@ def blocks_of(wire: Wire, n_elements: int, block_elements: int) -> Iterator[Bloc
     at = 0
     for first in range(0, n_elements, block_elements):
         n = min(block_elements, n_elements - first)
-        yield Block(n, at, at + wire.size(n))
+        yield BlockSpan(n, at, at + wire.size(n))
         at += wire.size(n)
 
 

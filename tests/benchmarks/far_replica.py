@@ -25,7 +25,7 @@ def meet(url: str, n_elements: int, rounds: int, block_elements: int, at_once: b
     torch.set_num_threads(1)
     replica = current_replica()
     if not at_once:
-        setattr(diloco.outer, "is_near", lambda store: True)  # noqa: B010 - mypy knows no such export
+        setattr(diloco.outer, "is_local_store", lambda store: True)  # noqa: B010 - mypy knows no such export
     model = torch.nn.Module()
     model.flat = torch.nn.Parameter(torch.zeros(n_elements))
     store = open_store(url)

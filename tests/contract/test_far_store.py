@@ -11,7 +11,7 @@ from simulation.world import Faults, World
 from support.far_store import PIECE_BYTES, FarStore, FarStreamingStore
 from support.patience import lasting
 
-from diloco.rendezvous.retrying_store import RetryingStore, is_near
+from diloco.rendezvous.retrying_store import RetryingStore, is_local_store
 from executors.errors import KeyNotFoundError
 from executors.store import Buffer, MemoryStore
 from executors.store.file import FileStore
@@ -119,7 +119,7 @@ def test_a_streamed_write_travels_while_it_is_made(tmp_path: Path, making_s: flo
     world = World(0, Faults())
     store = FarStreamingStore(FileStore(tmp_path), LATENCY_S, MB, clock=world.clock, sleep=world.sleep)
     assert RetryingStore(store, clock=world.clock, patience=lasting(1)).streams
-    assert not is_near(store)
+    assert not is_local_store(store)
     ended_s = []
 
     def produce(write: Callable[[Buffer], None]) -> bytes:

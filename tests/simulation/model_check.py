@@ -18,7 +18,7 @@ from diloco.fragments import plan_fragments
 from diloco.model_state import ModelState
 from diloco.outer_optimizer import NesterovSGD
 from diloco.rendezvous.training_state import ApplyStats, PackedWork, Verdict
-from diloco.settings import Settings
+from diloco.settings import DiLoCoSettings
 from diloco.wires.wire import Pieces
 from simulation.integer_state import BLOCK_ELEMENTS, IntegerState, values_of
 
@@ -73,7 +73,7 @@ class CheckedModelState(IntegerState):
         }
         fragments = plan_fragments(model, [[f"part{f}"] for f in range(len(self.anchor))], sync_buffers=False)
         self.live = [model.get_parameter(f"part{f}") for f in range(len(self.anchor))]
-        settings = Settings.of(given, n_fragments=len(fragments), world_size=1, rank=0)
+        settings = DiLoCoSettings.of(given, n_fragments=len(fragments), world_size=1, rank=0)
         self.real = ImitatingModelState(model, fragments, settings, block_elements=BLOCK_ELEMENTS)
         self.real.wire, self.real.mean_wire, self.real._is_final = self.wire, self.mean_wire, is_final  # type: ignore[assignment]
         self.real.anchor.outer = [
