@@ -337,13 +337,13 @@ def test_what_this_machine_noted_of_its_own_task_does_not_go_with_another_that_t
     few = LocalProcessExecutor(preload=(), term_grace_s=0.5, gpus=["7"])
     run = launch(few, FAIL, 1, args={"message": "no"}, rendezvous=tmp_path / "b", run_id="otter", secrets=["KEY"])
     assert run.wait(30)
-    mine = attach("otter")
-    noted = view_of(mine).noted
+    mine = view_of(attach("otter"))
+    noted = mine.noted
     assert noted is not None
     assert (noted.secrets, mine.executor.gpus) == (("KEY",), ("7",))  # type: ignore[attr-defined]
     exchange_task(run, tmp_path / "other-ran")
-    theirs = attach("otter")
-    assert (view_of(theirs).noted, theirs.executor.gpus) == (None, None)  # type: ignore[attr-defined]
+    theirs = view_of(attach("otter"))
+    assert (theirs.noted, theirs.executor.gpus) == (None, None)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("trust", [{"task_digest": "a" * 64}, {"trust_bucket": True}])
