@@ -331,7 +331,7 @@ def test_a_gpu_is_a_limit_and_the_label_of_its_nodes(gpu: Any, options: Any, n: 
     ("options", "gpu", "problem"),
     [
         ({}, "H100", "No option names the nodes that have a H100"),
-        ({"gpu_products": {"A100": "x"}}, "H100:2", r'gpu_products=\{"H100": "…"\}, or a node_selector; .* gpu="2"'),
+        ({"gpu_products": {"A100": "x"}}, "H100:2", r'gpu_products=\{"H100": "…"\}, or a node_selector, .* gpu="2"'),
         ({}, "0", "got gpu='0'"),
         ({}, "H100:x", "got gpu='H100:x'"),
         ({"labels": {"a b": "c"}}, None, "labels: 'a b': 'c' is not a label"),
