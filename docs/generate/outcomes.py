@@ -17,23 +17,23 @@ REASONS: Mapping[str, tuple[str, str, str]] = {
     ),
     "hang": (
         "failed",
-        "The replica made no progress within its limit. Its log has the stacks of all threads.",
-        "Mark long work with `replica.section(…)` or `replica.progress()`, or give a longer `--hang-timeout`.",
+        "The replica made no progress within its limit. The stacks of its threads are kept.",
+        "Read the stacks: `replicas logs RUN --rank R --stacks`. Mark long work with `replica.section(…)` or `replica.progress()`, or give a longer `--hang-timeout`.",
     ),
     "timeout": (
         "failed",
-        "The replica reached the time limit of its launch.",
-        "Give a longer `--timeout`, then `replicas resume RUN`. It continues from the newest snapshot.",
+        "The replica reached its `--timeout`, or the time limit of its service.",
+        "`replicas resume RUN --timeout 4h` continues from the newest snapshot with a new limit.",
     ),
     "signal": (
         "failed",
         "A signal that `replicas` did not send ended the process, such as SIGSEGV or SIGKILL.",
-        "Look at the end of the log, and at the memory that the replica used: `replicas report RUN`.",
+        "Look at the end of the log. After a SIGKILL, look at the memory that the replica used: `replicas report RUN`.",
     ),
     "oom": (
         "failed",
-        "The kernel ended the process because memory was full.",
-        "Use a smaller batch, or ask the backend for more memory.",
+        "The kernel or the service ended the process because memory was full.",
+        "Use a smaller batch, or ask the backend for more memory. `--restarts` starts the rank again once.",
     ),
     "lost": (
         "failed",
@@ -43,17 +43,19 @@ REASONS: Mapping[str, tuple[str, str, str]] = {
     "preempted": (
         "failed",
         "The service took the machine back.",
-        "With `--restarts`, the rank starts again, and this restart is not counted.",
+        "The rank starts again while a process watches the run. This restart is not counted. After `--detach`, "
+        "it needs `--restarts`, or `replicas watch RUN --restarts preempted`.",
     ),
     "fenced": (
-        "cancelled",
-        "A newer attempt of this rank has taken over. This attempt stopped, and nothing is lost.",
+        "failed",
+        "A newer attempt of this rank has taken over, so this attempt was ended. It does not count as a failure.",
         "Nothing: the newer attempt continues.",
     ),
     "no_result": (
         "failed",
-        "The process ended by itself before the user's function returned, for example by `os._exit`.",
-        "Return from the function instead, and look at the end of the log.",
+        "The process ended by itself before it recorded a result, for example by `sys.exit(3)` or `os._exit`. The "
+        "message tells if the store could not be reached.",
+        "Return from the function instead, or call `sys.exit(0)`. Look at the end of the log.",
     ),
     "result_not_serializable": (
         "failed",
@@ -67,27 +69,44 @@ REASONS: Mapping[str, tuple[str, str, str]] = {
     ),
     "stopped": (
         "cancelled",
-        "A stop order ended the replica at its next round. It kept everything up to that round.",
+        "`replicas stop` ended the replica after its next round. It kept everything up to that round.",
         "`replicas resume RUN` continues.",
     ),
     "start_failed": (
         "failed",
-        "The backend could not start the replica, or a health check failed.",
+        "The backend could not start the replica, it has no GPU that PyTorch can use, or `--health-check` failed.",
         "The outcome has the service's own words. `replicas doctor --backend NAME` checks the usual causes.",
     ),
 }
 """For each reason: the status that goes with it, its cause, and what to do."""
 
 EXIT_CODES: Mapping[int, tuple[str, str]] = {
-    0: ("All replicas succeeded, or the command did what it was asked for.", ""),
-    1: ("A replica failed, or the command could not do what it was asked for.", "Read the last lines of the output."),
-    2: ("The command was not understood: an unknown option, or a value that is not possible.", "Read the message."),
+    0: (
+        "All replicas succeeded, or M of them with `--min-replicas M`. Ranks that `replicas cancel --rank` ended do not "
+        "count if others succeeded.",
+        "",
+    ),
+    1: (
+        "A replica failed or was lost. Or the command could not do its work, for example because a disk is full.",
+        "Read the last lines of the output.",
+    ),
+    2: (
+        "An option or a value is wrong, there is no such run, or a verb refused its work.",
+        "Read the message. `launch` and `resume` have started nothing.",
+    ),
     93: (
         "The run was given up or stopped, and starting it again unchanged does not help.",
         "Mend the cause before you start the run again.",
     ),
-    124: ("Only time limits were reached.", "Give a longer `--timeout`, then `replicas resume RUN`."),
-    130: ("The run was cancelled, or Ctrl-C ended the command.", "`replicas resume RUN` starts it again."),
+    124: (
+        "Replicas failed only by their time limits. Or `--timeout` of `wait` or `collect` ended the wait.",
+        "`replicas resume RUN --timeout 4h`, or wait again.",
+    ),
+    130: (
+        "The run was cancelled, by Ctrl-C or by another process. A run whose replicas ended because a peer failed "
+        "has 1 instead.",
+        "`replicas resume RUN` starts it again.",
+    ),
 }
 """For each exit code of the command: what it means, and what to do."""
 
@@ -107,8 +126,10 @@ def exit_codes_page() -> str:
     """Return the page of the command's exit codes."""
     rows = [[code(str(number)), meaning, remedy] for number, (meaning, remedy) in EXIT_CODES.items()]
     return (
-        "# Exit codes\n\nThe exit code of `replicas launch`, `wait`, `watch`, `resume` and `collect` tells how the run "
-        "ended. If several lines apply, 130 comes first, then 93, 1 and 124.\n\n"
+        "# Exit codes\n\nThe exit code of `replicas launch`, `wait`, `watch`, `resume`, `add`, `stop` and `collect` tells "
+        "how the run ended. If several lines apply, 130 comes first, then 93, 1 and 124. `watch --once` exits with 0 "
+        "after its pass. `status --check` exits with 1 if a rank may hang, waits for a restart, or was given up. The help "
+        "of each verb lists its own codes.\n\n"
         + table(("code", "meaning", "what to do"), rows)
         + "\n"
     )
