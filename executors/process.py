@@ -482,24 +482,24 @@ def _cores() -> int:
 
 
 def _cpu_quotas(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[float]:
-    """Return the processor quotas, in cores, of this process's control groups and those around them."""
+    """Return the processor quotas, in cores, of this process's control groups and of their parent groups."""
     return [quota for folder in _groups("cpu", root, own) for quota in _cpu_quota(folder)]
 
 
 def _groups(controller: str, root: Path, own: Path) -> Iterator[Path]:
-    """Yield the folders of this process's control groups that may have a controller, and of those around them."""
+    """Yield the folders of this process's control groups and of their parents that may have a controller."""
     return itertools.chain.from_iterable(_groups_by_mount(controller, root, own))
 
 
 def _groups_by_mount(controller: str, root: Path, own: Path) -> Iterator[list[Path]]:
-    """Yield the same by where they are mounted, the innermost group first. Not all of the folders exist."""
+    """Yield the folders of `_groups`, one list for each mount, the innermost group first. Some do not exist."""
     with contextlib.suppress(OSError):
         for line in own.read_text().splitlines():
             _, controllers, group = line.split(":", 2)
             if controllers and controller not in controllers.split(","):
                 continue
             for mount in (root, root / "unified") if not controllers else (root / controllers, root / controller):
-                group_here = mount / group.strip("/")  # of another mount where the container sees its own group alone
+                group_here = mount / group.strip("/")  # does not exist if the container sees only its own group
                 yield [folder for folder in (group_here, *group_here.parents) if folder.is_relative_to(mount)]
 
 

@@ -340,11 +340,11 @@ class FoundWarning:
 
 
 def describe_warnings(found: Sequence[FoundWarning], n: int, reference: str) -> str:
-    """Say in one line how many warnings a run has: `3 warnings, the first: rank 2: …; replicas events RUN`.
+    """Return one line with the number of warnings of a run: `3 warnings, the first: rank 2: …; replicas events RUN`.
 
     Args:
-        found: those whose texts are known.
-        n: how many there are, at least as many as are known.
+        found: the warnings whose texts are known.
+        n: the number of all warnings, at least the length of `found`.
         reference: the words that name the run in a shell.
 
     Returns: a text with any content, because a record in a store is foreign. The caller makes it inert for its medium.

@@ -292,7 +292,7 @@ def _is_more(ours: Any, theirs: Any) -> bool:
 
 
 def _values(names: list[str], values: Mapping[str, Any]) -> str:
-    """Return `inner_steps=10 and total_steps=400`, without those that are None, unless all are."""
+    """Return a text such as `inner_steps=10 and total_steps=400`. A value of None is left out, unless all are None."""
     named = [name for name in names if values.get(name) is not None] or names
     return " and ".join(f"{name}={_shown(values.get(name))}" for name in named)
 
@@ -305,7 +305,8 @@ def _shown(value: Any) -> str:
 def _are_close(ours: Any, theirs: Any) -> bool:
     """Return True if two numbers of steps may come from loaders whose shards differ by one item.
 
-    One batch more per epoch makes a difference of the number of epochs. Both numbers are then multiples of it.
+    If one loader has one batch more per epoch, the two numbers differ by the number of epochs, E. Both numbers are
+    multiples of E then.
     """
     if type(ours) is not int or type(theirs) is not int or ours == theirs:
         return False

@@ -1,4 +1,7 @@
-"""The wire `int8`: one byte per value, a whole number from -127 to 127, and one scale for each group of 256 values."""
+"""The wire `int8`: one byte per value, a whole number from -127 to 127, and one scale for each group of 256 values.
+
+`GroupedWire.encode` in `groups.py` rounds the values to whole numbers, and this file writes them as bytes.
+"""
 
 from __future__ import annotations
 

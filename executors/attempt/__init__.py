@@ -410,8 +410,8 @@ class Attempt:
             return True
         return self.store.put_if_absent(self.key(name), data)
 
-    def claim_start(self, nonce: str, **more: Any) -> bool:
-        """Begin the attempt by creating its intent.
+    def create_intent(self, nonce: str, **more: Any) -> bool:
+        """Begin the attempt by creating its intent, before a process is started that claims it.
 
         Args:
             nonce: a random text of this launch.

@@ -1,4 +1,4 @@
-"""The output of the command: text and JSON documents, notes, usage errors, and exit codes."""
+"""The output of the command: text and JSON documents, notes, usage errors, and the numbers of the exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The summary of a run in words and as JSON, and its exit code."""
+"""The summary of a run in words and as JSON, and the choice of the exit code: 0, 1, 93, 124 or 130."""
 
 from __future__ import annotations
 

@@ -32,9 +32,9 @@ WIDTHS = {
 }
 """The least widths of columns, in characters. With them, columns do not move when numbers grow."""
 GAP = 2
-NOTE_WIDTH = 20  # other columns leave this width to the note
+NOTE_WIDTH = 20  # the least width of the column `note`, in characters
 MAX_HEADING = 20  # characters of the name of a reported number
-LINES_AROUND = 5  # title, head, count of hidden rows, hint, and the prompt that follows
+LINES_AROUND = 5  # lines around the rows: title, head, count of hidden rows, hint, and the shell's prompt
 
 
 def plain_table(*columns: str, right: Collection[str], gives_way: str) -> Table:

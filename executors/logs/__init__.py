@@ -1,4 +1,4 @@
-"""Log files that may be huge and still growing."""
+"""Reads parts of log files that may be huge and still growing: the last lines, or the bytes after an offset."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ EVERY_LINE = 1 << 40
 
 
 def tail_text(path: Path, n_bytes: int) -> str:
-    """Return the last bytes of a file as text, or an empty text if it cannot be read."""
+    """Return the last bytes of a file as text, or an empty text if it cannot be read.
+
+    Args:
+        path: the file.
+        n_bytes: the number of bytes.
+    """
     try:
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - n_bytes))
@@ -22,7 +27,12 @@ def tail_text(path: Path, n_bytes: int) -> str:
 
 
 def tail_lines(path: Path, n_lines: int) -> tuple[bytes, int]:
-    """Return the last lines of a file, at most 4 MiB of them, and the offset behind them. Reads backwards."""
+    """Return the last lines of a file, at most 4 MiB, and the offset of their end. Reads backwards from the end.
+
+    Args:
+        path: the file.
+        n_lines: the number of lines.
+    """
     try:
         with open(path, "rb") as file:
             start = end = file.seek(0, os.SEEK_END)
@@ -42,7 +52,13 @@ def tail_lines(path: Path, n_lines: int) -> tuple[bytes, int]:
 
 
 def read_from(path: Path, offset: int, max_bytes: int = MAX_READ_BYTES) -> tuple[bytes, int]:
-    """Return what a growing file holds from `offset` on, at most `max_bytes`, and the offset behind it."""
+    """Return the bytes of a growing file from an offset on, and the offset for the next call.
+
+    Args:
+        path: the file.
+        offset: the position of the first byte.
+        max_bytes: the largest number of bytes.
+    """
     try:
         with open(path, "rb") as file:
             file.seek(offset)
@@ -53,7 +69,12 @@ def read_from(path: Path, offset: int, max_bytes: int = MAX_READ_BYTES) -> tuple
 
 
 def last_of(text: str, n_lines: int) -> str:
-    """Return the last lines of a text."""
+    """Return the last lines of a text.
+
+    Args:
+        text: the text.
+        n_lines: the number of lines.
+    """
     lines = text.split("\n")  # not splitlines(): the \r of a progress bar does not end a line
     unfinished = 0 if lines[-1] else 1
     return "\n".join(lines[max(0, len(lines) - n_lines - unfinished) :]) if n_lines > 0 else ""

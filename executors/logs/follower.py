@@ -1,4 +1,4 @@
-"""Following the logs of many ranks at once, into further attempts, until all have ended."""
+"""Follows the logs of many ranks at the same time, also into new attempts, until all ranks have ended."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from executors.logs.log import Log
 from executors.patience import FOLLOWER, Outage
 
 MAX_THREADS = 64
-MAX_PARTS = 64  # that wait to be taken, besides one in each thread
+MAX_PARTS = 64  # parts that wait for the reader, besides one in each thread
 LOOK_S = 1.0
 LONGEST_PAUSE_S = 2.0  # between two reads of one rank, unless its log needs a longer one
-PAUSED_RANKS = 16  # with more ranks the pauses grow, so that requests a second do not
-KEPT_CHARACTERS = 128 * 1024  # of what was shown, to find in it what an outcome kept: twice as much as outcomes keep
-WINDOW_LINES = 200  # of what was there before, for the same reason
-WHOLE = 20_000  # lines of an attempt that began while it was followed
+PAUSED_RANKS = 16  # with more ranks the pauses grow, so that the number of requests per second does not
+# An outcome keeps the end of its output. It is searched in the shown text, so that no line is shown twice.
+KEPT_CHARACTERS = 128 * 1024  # of shown text that are remembered: twice as much as an outcome keeps
+WINDOW_LINES = 200  # lines from before this call that are remembered for the same search
+WHOLE = 20_000  # lines that are shown of an attempt that began while its rank was followed
 
 
 class LogPosition(NamedTuple):
@@ -47,7 +48,11 @@ class Logs(Protocol):
 
 
 def begins(attempt: int) -> str:
-    """Return the line before the lines of an attempt, where there are several."""
+    """Return the heading of an attempt's lines, for a rank with several attempts.
+
+    Args:
+        attempt: the number of the attempt.
+    """
     return f"=== attempt {attempt} ===\n"
 
 
@@ -59,15 +64,17 @@ def follow_logs(
     first: Mapping[int, int] | None = None,
     look_s: float = LOOK_S,
 ) -> Iterator[tuple[int, int, str]]:
-    """Yield rank, attempt and whole line with its newline, until all have ended and are read to the end.
+    """Yield (rank, attempt, line) for each complete line, until all ranks have ended and their logs are read.
 
-    Each rank is read in a thread of its own, so that none waits for another.
+    Up to 64 threads read the logs, so that a slow log does not delay the logs of other ranks.
 
     Args:
-        ranks: None: all, and those that come later.
-        tail: how many lines of each rank come first, of those that were there before.
-        first: by rank, the attempt to begin with. Others begin with the newest; ranks that come later with the oldest.
-        look_s: how long to wait between two looks at the run.
+        logs: the logs of the run.
+        ranks: the ranks to follow. None: all ranks, also ranks that are added later.
+        tail: how many existing lines of each rank are shown first.
+        first: the attempt to begin with, by rank. Other ranks begin with their newest attempt, and ranks that are
+            added later with their oldest.
+        look_s: the time between two reads of the run's state, in seconds.
     """
     follower = _Follower(logs, ranks, tail, first or {})
     try:
@@ -109,7 +116,7 @@ class _Follower:
                 return
 
     def stop(self) -> None:
-        """End the threads, without waiting for what they are at."""
+        """Ask the threads to end, and do not wait for them."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
@@ -149,12 +156,16 @@ class _Follower:
             for new in added.values():
                 self._start(lambda new=new: self._read([new]))  # type: ignore[misc]
             if positions != before:
-                self._parts.put(None)  # all may be done: a rank that continued under its old log is not read again
+                self._parts.put(
+                    None
+                )  # checks if all ranks are done: a rank that continued in its old log is not read again
 
     def _read(self, ranks: Sequence[_Rank]) -> None:
         outage = Outage(FOLLOWER, "the logs")
         while not self._is_stopped:
-            positions = self._positions  # taken before reading: what was written before an end is read after it
+            positions = (
+                self._positions
+            )  # Taken before the read. So if the rank has ended here, the read gets everything that it wrote.
             for each in ranks:
                 was_done = each.is_done(positions[each.rank])
                 try:
@@ -164,7 +175,7 @@ class _Follower:
                             return
                         self._parts.put((each.rank, each.attempt, lines))
                     outage.end()
-                except StoreError as error:  # it is read again from where it is
+                except StoreError as error:  # the next try continues at the same position
                     if not outage.tolerates(error):
                         raise
                     break
@@ -176,14 +187,14 @@ class _Follower:
             self._waited(pause_s, lambda: any(self._positions[rank] != position for rank, position in news))  # noqa: B023
 
     def _waited(self, pause_s: float, has_news: Callable[[], bool] = lambda: False) -> bool:
-        """Wait; return whether this is the end."""
+        """Wait for the pause or for news. Return True if the follower was stopped."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_stopped or has_news(), pause_s)
             return self._is_stopped
 
 
 class _Rank:
-    """One rank, as it is read; by one thread."""
+    """The reader of one rank's logs. Only one thread uses it."""
 
     def __init__(self, logs: Logs, rank: int, tail: int, first: int) -> None:
         self.rank = rank
@@ -197,11 +208,11 @@ class _Rank:
         return self._log.pause_s if self._log is not None else LOOK_S
 
     def is_done(self, position: LogPosition) -> bool:
-        """Whether all of it was read, as far as is known."""
+        """Return True if the rank has ended, and its newest known attempt was read to the end."""
         return self._has_ended and position.has_ended and position.attempt == self.attempt
 
     def read(self, position: LogPosition) -> Iterator[list[str]]:
-        """Yield the lines since the last call, also of attempts that came and went since."""
+        """Yield the lines since the last call, also of attempts that began and ended since then."""
         for number in (*position.earlier, position.attempt):
             if self.attempt < number <= position.attempt:
                 if not self._has_ended:
@@ -229,11 +240,11 @@ class _Rank:
         self._n_shown = 0
 
     def _fresh(self, has_ended: bool) -> Iterator[list[str]]:
-        """Yield what is new; of an attempt that has ended to its last line."""
+        """Yield the new lines. If the attempt has ended, yield all lines to its last."""
         is_first = self._log is None
         self._log = self._log or self._logs.open(self.rank, self.attempt)
         if self._log is None or (is_first and self._log.may_lag):
-            # More than is shown: what an outcome keeps is looked for in it.
+            # Reads more lines than it shows, because `_missing` searches the end that the outcome keeps in them.
             parts = () if self._log is None else self._log.lines(max(self._tail, WINDOW_LINES), has_ended=has_ended)
             before = [line for part in parts for line in self._remembered(part)]
             before += self._missing() if has_ended else []
@@ -245,7 +256,7 @@ class _Rank:
             yield self._missing()
 
     def _remembered(self, lines: list[str]) -> list[str]:
-        """Keep what an outcome may keep, too, and the beginning of a line that is not whole."""
+        """Remember the shown lines as far back as an outcome may keep them, and the start of an incomplete line."""
         if lines and not lines[-1].endswith("\n"):
             *lines, self._partial = lines
         self._shown.extend(lines)

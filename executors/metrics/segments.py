@@ -16,20 +16,20 @@ from executors.store import Entry, Store
 from executors.store.parallel import at_store
 from executors.store.records import get_at_most
 
-MAX_SEGMENT_BYTES = 4 << 20  # a writer closes one at a quarter of it
-MAX_BYTES = 1 << 30  # of a run
-MAX_NAMES = 1000  # of reported numbers, in an attempt
-MAX_SHOWN = 200  # characters of a key
+MAX_SEGMENT_BYTES = 4 << 20  # a writer closes a segment at a quarter of this
+MAX_BYTES = 1 << 30  # of all segments of a run that are read
+MAX_NAMES = 1000  # different names of reported numbers in one attempt
+MAX_SHOWN = 200  # characters of a key in a message
 NUMBERS = frozenset((float, int))
 READ_AT_ONCE = 256
-MAX_LOOKED_BACK = 8  # segments, and attempts, for a round
+MAX_LOOKED_BACK = 8  # how many segments and attempts are searched backwards for a round
 
 AttemptKey = tuple[int, int]
 """Rank and attempt."""
 
 
 class _Segment(NamedTuple):
-    """A segment as it is listed."""
+    """A segment as it appears in the list of the store."""
 
     of: AttemptKey
     number: int
@@ -43,7 +43,7 @@ class Lines:
     rank: int
     attempt: int
     rows: list[Row] = field(default_factory=list)
-    """In the order of time."""
+    """The rows in the order of time."""
     left: list[Left] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     _strange: Counter[str] = field(default_factory=Counter)
@@ -51,10 +51,15 @@ class Lines:
     _names: set[str] = field(default_factory=set)
     _unnamed: set[str] = field(default_factory=set)
     _accepted: set[str] = field(default_factory=set)
-    """The keys of the last line of numbers."""
+    """The names of the numbers in the last line that had numbers."""
 
     def add(self, key: str, body: bytes) -> None:
-        """Take a segment's lines."""
+        """Parse the lines of a segment, and add them to the rows. Name each line that is refused in `problems`.
+
+        Args:
+            key: the key of the segment, for messages.
+            body: the bytes of the segment.
+        """
         refused = [] if body else [f"{key!r} is empty."]  # as after a power cut
         for number, line in enumerate(_decoded(body), 1):
             if row_like := self._like_before(line):
@@ -125,21 +130,23 @@ class Lines:
 
 @dataclass(frozen=True)
 class Measured:
-    """The content of the segments of a run."""
+    """The parsed segments of all attempts of a run."""
 
     lines: Mapping[AttemptKey, Lines]
     problems: list[str]
     """A sentence for each object that is not a segment, and for each part that is left out."""
     is_whole: bool
-    """Whether no segment was left out."""
+    """True if all segments were read."""
 
 
 def read_segments(store: Store, run_id: str, kept: dict[str, memoryview] | None = None) -> Measured:
-    """Read the segments of a run: all, or of more than `MAX_BYTES` a part, from the beginning to the end.
+    """Read the segments of a run. If they have more than `MAX_BYTES`, read a part of them, spread over the whole run.
 
     Args:
-        kept: segments that were read before, by key: they never change. Those that are read now are added, and those
-            that are left out now are dropped.
+        store: the store of the run.
+        run_id: the run.
+        kept: the bytes of segments that were read before, by key. Segments never change. This call adds the segments
+            that it reads, and removes the segments that it leaves out.
     """
     listed, problems = _list(store, f"{run_id}/metrics/")
     chosen = _thin(listed)

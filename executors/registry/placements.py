@@ -162,10 +162,10 @@ class Placements(PlacedRanks, Backend):
         return f"{type(self).__name__}({self.backend_name!r})"
 
     def some(self, places: Sequence[PlacedBackend]) -> Placements:
-        """Return some of these placements.
+        """Return an object that has only some of these placements.
 
         Args:
-            places: those.
+            places: the placements to keep.
 
         Example:
             placements.some(placements.placed[:1])
@@ -181,7 +181,7 @@ class Placements(PlacedRanks, Backend):
         """
         return self if self._only is None else as_executor(self._only.backend)
 
-    # --- what is true of all, or of some
+    # --- properties of the backends, combined
 
     @property
     def backend_name(self) -> str:
@@ -266,7 +266,7 @@ class Placements(PlacedRanks, Backend):
     def with_limits(
         self, *, gpu: str | None, timeout_s: float | None, env: Sequence[str], secrets: Sequence[str]
     ) -> Placements:
-        """Return these placements as they are launched, each with what its replicas are started with.
+        """Return these placements with the GPU, the time limit and the names of the values of a launch.
 
         Args:
             gpu: the GPU of each replica. None: no GPU.
@@ -291,12 +291,15 @@ class Placements(PlacedRanks, Backend):
         return first.options_to_keep, {place.name: backend.options_to_keep for place, backend in others}
 
     def warm_up(self) -> None:
-        """Begin what takes long, at each backend."""
+        """Let each backend begin the parts of a start that take long."""
         for backend in self._backends():
             backend.warm_up()
 
     def check_launch(self, request: LaunchRequest) -> None:
-        """Refuse what cannot work at any backend; see `Backend.check_launch`. Placements say how many replicas."""
+        """Refuse a launch that one of the backends refuses; see `Backend.check_launch`.
+
+        Each backend checks the number of replicas that its placement has.
+        """
         asked_s = request.settings.timeout
         for place, backend in self.installed:
             limit_s = backend.default_timeout_s if asked_s is None else asked_s
@@ -308,7 +311,7 @@ class Placements(PlacedRanks, Backend):
             backend.check_pickle(pickled_by, whose)
 
     def package(self, entrypoint: str | Callable[..., Any]) -> Package | None:
-        """Return what replicas on other machines need.
+        """Return the package of code for replicas on other machines. None: no backend needs one.
 
         Args:
             entrypoint: the entrypoint of the launch.
@@ -327,7 +330,7 @@ class Placements(PlacedRanks, Backend):
         return next(iter(made.values()), None)
 
     def describe_start(self, start: StartSpec, requirements: Sequence[str] = ()) -> dict[str, Any]:
-        """Return what the backend would ask for; of several backends what each would, by their names."""
+        """Return the request that the backend would send. With several backends: one request for each, by name."""
         asked = {
             place.backend: backend.describe_start(
                 replace(

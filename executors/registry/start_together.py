@@ -149,7 +149,7 @@ def _attempts(run: RunSpec, ranks: Sequence[int]) -> list[Attempt]:
 def _take(attempt: Attempt) -> bool:
     """Begin an attempt that no process has begun, so that none does any more; False if one has."""
     with contextlib.suppress(ReplicasError):
-        return attempt.started_by() is None and attempt.claim_start(secrets.token_hex(16))
+        return attempt.started_by() is None and attempt.create_intent(secrets.token_hex(16))
     return False
 
 

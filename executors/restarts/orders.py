@@ -76,7 +76,8 @@ def order_stop(log: DecisionLog, within_s: float) -> Decision:
     def entry(entries: Sequence[Decision]) -> Decision:
         last = next((each for each in reversed(entries) if each.kind in ("stop", "resume")), None)
         shorter_s = within_s
-        # The whole time of the earlier stop counts, and not its rest: its writer may have another clock.
+        # The limit is all seconds of the earlier stop, and not its remaining seconds. These are not known, because the
+        # clock of its writer may differ.
         if last is not None and last.kind == "stop":
             shorter_s = min(within_s, last.within_s or 0.0)
         return Decision(kind="stop", why=ASKED, within_s=shorter_s, words=STOPPED)

@@ -148,14 +148,18 @@ def add_replicas(
 
 
 def _inherited_secrets(run: RunView, backend: Backend, launched: LaunchedWith) -> tuple[str, ...]:
-    """Return the secrets of the launch, which are names at its backends and say nothing at another."""
+    """Return the names of the launch's secrets. Return none for a backend that the launch did not use.
+
+    Another backend does not know these names.
+    """
     first = launched.placements[0]
     if backend.backend_name in (backends := [place.backend for place in launched.placements]):
         return secrets_to_give(run, first, ())
     if first.secrets:
         print(
-            f"replicas: what is added on {backend.backend_name!r} gets none of the launch's secrets, which are of "
-            f"{' and '.join(map(repr, backends))}: {', '.join(first.secrets)}. Name its own: --secret, or secrets=.",
+            f"replicas: the replicas added on {backend.backend_name!r} get none of the launch's secrets, which "
+            f"belong to {' and '.join(map(repr, backends))}: {', '.join(first.secrets)}. Give others with --secret or "
+            "secrets=.",
             file=sys.stderr,
         )
     return ()

@@ -53,15 +53,15 @@ class NotedJob(Record):
 
 
 def note_jobs(run_id: str, jobs: Sequence[NotedJob]) -> None:
-    """Note jobs that were just started; returns when the notes would survive a power cut.
+    """Write notes of jobs that were just started. The notes are on the disk when this returns.
 
-    Many threads start jobs at once. The first that comes writes the lines of all, so the disk is waited for a few times
-    and not once for each job. A machine without a place for notes warns once: the launching process knows the jobs all
-    the same, and their service lists them.
+    Many threads start jobs at once. The first thread writes the lines of all, so the threads wait for the disk a few
+    times, and not once for each job. If this machine cannot write notes, one warning is printed: the launching process
+    knows the jobs anyway, and their service lists them.
 
     Args:
         run_id: the run of the jobs.
-        jobs: what to note.
+        jobs: the jobs.
 
     Example:
         note_jobs("brave-otter-7f3a", [NotedJob(backend="hf", store_url=url, rank=0, attempt=0, job={"id": "1"})])
@@ -69,7 +69,7 @@ def note_jobs(run_id: str, jobs: Sequence[NotedJob]) -> None:
     mine = [(run_id, job.store_url, (json.dumps(asdict(job)) + "\n").encode()) for job in jobs]
     with _queueing:
         _waiting.extend(mine)
-    with _writing:  # the thread before this one may have written this one's lines with its own
+    with _writing:  # the thread that held this lock may have written our lines, too
         with _queueing:
             lines, _waiting[:] = list(_waiting), []
         for place in dict.fromkeys((run, url) for run, url, _ in lines):

@@ -1,4 +1,4 @@
-"""The price of the replicas of a new run, if their backend publishes prices."""
+"""Turns `--max-cost` into a time limit, by the price that a backend publishes for its replicas."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def usd_per_hour(backend: Backend, n: int, gpu: str | None) -> float | None:
 
 
 def affordable_s(backend: Backend, n: int, gpu: str | None, max_cost: float) -> float:
-    """Return for how many seconds `n` replicas may run.
+    """Return the time limit that `max_cost` pays for: for how many seconds `n` replicas may run.
 
     Args:
         backend: the backend of all replicas.

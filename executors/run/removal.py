@@ -1,4 +1,4 @@
-"""Deleting all that a run left, on this machine and in its store.
+"""Deletes everything of a run, on this machine and in its store (`replicas rm`), and refuses a run that still runs.
 
 A removal may be killed at any moment, and another one finishes it. The record that makes this possible is in
 `executors.task.removal_record`.
@@ -155,7 +155,7 @@ def _is_deleting(run: RunView) -> bool:
 
 
 def _check_ended(run: RunView) -> bool:
-    """Check that every replica has ended; return False if the run's records do not say how its replicas are.
+    """Check that every replica has ended; return False if the records do not give the states of all replicas.
 
     Raises:
         RunExistsError: a replica still runs, or is about to be started.

@@ -279,7 +279,7 @@ def _check_extension(run: RunView, log: DecisionLog, key: str | None, totals: Ma
             raise ValueError(f"Run {run.run_id!r} was extended to {name}={newest} already, got {name}={total}.")
     try:
         check = load_reader("extension")
-    except ReplicasError:  # a machine without what trains: the replicas check the order themselves
+    except ReplicasError:  # this machine has no diloco: the replicas check the order themselves
         return
     check(run.store, run.run_id, None if key is None else parse_key(key), totals)
 
@@ -290,8 +290,8 @@ def _check_that_all_ended(run: RunView, ranks: Sequence[int] | None) -> None:
     status = run.status()
     if not all(state.status.is_terminal for state in status.replicas):
         raise ValueError(
-            f"Run {run.run_id!r} is not over ({status.counts}), and a new one from its snapshot would train beside it. "
-            f"End it first: replicas cancel {run.run_id}"
+            f"Run {run.run_id!r} has not ended ({status.counts}), and a new run from its snapshot would train at "
+            f"the same time. End it first: replicas cancel {run.run_id}"
         )
 
 

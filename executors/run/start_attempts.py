@@ -123,7 +123,7 @@ def _keep_handles(store: Store, order: StartSpec, handles: Sequence[Any]) -> Non
 
 
 def _undo(plan: StartPlan, handles: Mapping[int, Any] | None, error: BaseException) -> None:
-    """End what a start has begun that failed, and see that nothing of it starts later.
+    """End the replicas that a failed start has started, and prevent that the others start later.
 
     Args:
         plan: the start.

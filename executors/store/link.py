@@ -91,7 +91,7 @@ def _measure_together(store: Store, prefix: str, n_processes: int) -> list[dict[
 
 
 def _next_report(process: subprocess.Popen[str], url: str) -> dict[str, float] | None:
-    """Return the measurements of a process. None if it waits for the others."""
+    """Return the measurements that a measuring process prints. None: it waits for the other processes."""
     assert process.stdout is not None
     line = process.stdout.readline()
     report: dict[str, Any] = json.loads(line) if line else {"error": f"The process that measured {url} has ended."}
@@ -144,7 +144,7 @@ def _measure(store: Store, keys: Sequence[str], take_turn: Callable[[], None]) -
     take_turn()
     up_s = _seconds(in_parallel, lambda key: store.put_if_absent(key, bodies[key]), large)
     take_turn()
-    # `bytes` reads a file that the store only mapped.
+    # A directory store only maps the file into memory. `bytes` reads it.
     down_s = _seconds(in_parallel, lambda key: len(bytes(store.get(key))), large)
     return {
         "up": size_bytes / max(LEAST_S, up_s - latency_s),

@@ -373,7 +373,7 @@ OLD_NAMES_IN: Mapping[tuple[str, str], str] = {
     ("diloco/rendezvous/", "_take"): "deliver", ("executors/logs/", "Sight"): "LogPosition",
     ("executors/supervision/", "Sight"): "RunSnapshot", ("executors/run/", "bars"): "blocks",
     ("executors/worker/", "bars"): "blocks", ("executors/attempt/", "named_by"): "from_handle",
-    ("executors/attempt/", "own"): "rebind_handle", ("executors/attempt/", "begin"): "claim_start",
+    ("executors/attempt/", "own"): "rebind_handle", ("executors/attempt/", "begin"): "create_intent",
     ("executors/run/", "settle"): "claim_run_folder", ("executors/launcher/", "parts_of"): "parse_backends",
     ("executors/cli/", "tell"): "on_progress", ("executors/worker/", "tell"): "on_progress",
     ("executors/cli/", "say"): "warn", ("executors/run/", "say"): "warn",

@@ -121,7 +121,7 @@ class BesideOneThatDies(FakeExecutor):
 
     def start_ranks(self, start: StartSpec, *more: Any) -> Any:
         run = start.spec
-        Attempt(store_at(run.store_url), run.run_id, 1, run.attempt).claim_start("another's", takes_s=0.0)
+        Attempt(store_at(run.store_url), run.run_id, 1, run.attempt).create_intent("another's", takes_s=0.0)
         return super().start_ranks(start, *more)
 
 

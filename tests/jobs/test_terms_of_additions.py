@@ -121,7 +121,7 @@ def test_an_option_is_asked_for_where_it_is_needed_and_several_backends_are_give
 
 def test_a_list_of_executors_is_of_executors_each_of_its_own_backend(folder: Path) -> None:
     launch(local(), "job.py:main", 1, run_id="otter", args={"folder": str(folder)}, detach=True)
-    with pytest.raises(ValueError, match=r"2 of these executors are of backend 'fake'.* give one"):
+    with pytest.raises(ValueError, match=r"2 of these executors are of backend 'fake'.* Give one"):
         attach("otter", executor=[AnyFakeExecutor(), local(), AnyFakeExecutor()])
     with pytest.raises(TypeError, match="str is not a ServerlessExecutor"):
         attach("otter", executor=["local"])  # type: ignore[list-item]
@@ -143,7 +143,7 @@ def test_an_addition_can_do_without_the_secrets_and_the_gpu_of_the_launch(
     assert "secret" not in capsys.readouterr().err
     run.add(OtherFakeExecutor(), 1, **ask)
     assert (
-        "what is added on 'other' gets none of the launch's secrets, which are of 'fake': S, U"
+        "the replicas added on 'other' get none of the launch's secrets, which belong to 'fake': S, U"
         in capsys.readouterr().err
     )
     run.add(OtherFakeExecutor(), 1, secrets=["T"], gpu="A100", **ask)

@@ -83,7 +83,7 @@ def test_a_run_that_is_not_over_or_only_some_of_its_ranks_begin_no_new_run(tmp_p
     args: dict[str, Any] = {"folder": str(tmp_path / "gates"), "rounds": ROUNDS, "gates": [1]}
     with closed_gates(tmp_path / "gates", [1]), launch(LOCAL, train, 2, args=args) as run:
         eventually(lambda: run.status().counts == "2 running", "both run")
-        with pytest.raises(ValueError, match=rf"is not over \(2 running\).* replicas cancel {run.run_id}"):
+        with pytest.raises(ValueError, match=rf"has not ended \(2 running\).* replicas cancel {run.run_id}"):
             resume(run, from_snapshot=True)
         with pytest.raises(ValueError, match="remove ranks="):
             resume(run, ranks=[1], from_snapshot=True)

@@ -193,7 +193,7 @@ class JobStarter:
         if start.is_begun is None:
             takes_s = self._service.start_limit_s(start.job) + LONGEST_PATIENCE_S + self._n
             takes_s = takes_s if start.attempt.number else max(takes_s, STALE_INTENT_S)
-            start.is_begun = start.attempt.claim_start(self._nonce, job=start.job.key.name, takes_s=takes_s)
+            start.is_begun = start.attempt.create_intent(self._nonce, job=start.job.key.name, takes_s=takes_s)
         return start.is_begun
 
     def _write_handle(self, start: JobStart) -> None:

@@ -1,4 +1,4 @@
-"""Curves over steps, rounds or time, thinned for a page: of each bin the least and the greatest value stay."""
+"""Thins curves over steps, rounds or time for a page: the least and the greatest value of each bin are kept."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_POINTS = 1500  # of one line
-MAX_VALUES = 220_000  # of all curves of a page together
-N_MIDDLE = 150  # points of a line through the middle of others
+MAX_POINTS = 1500  # in one line
+MAX_VALUES = 220_000  # in all curves of a page together
+N_MIDDLE = 150  # points of the line that shows the median of other lines
 Array = NDArray[np.float64]
 Point = tuple[float, float]
 
@@ -33,7 +33,7 @@ class Line:
 
     @classmethod
     def over(cls, rank: int, attempt: int, xs: Array, ys: Array) -> Line:
-        """Make a line of its x and y in any order."""
+        """Make a line of separate x and y values, in any order."""
         is_finite = np.isfinite(xs) & np.isfinite(ys)
         xs, ys = xs[is_finite], ys[is_finite]
         order = np.argsort(xs, kind="stable")
@@ -41,10 +41,11 @@ class Line:
 
 
 def max_points_of(n_lines: int, share: float) -> int:
-    """Return how many points each of some lines may have.
+    """Return how many points each line of a group may have.
 
     Args:
-        share: of the values of all curves of a page, what these lines may have together.
+        n_lines: the number of lines in the group.
+        share: the part of a page's values that the group may use, from 0 to 1.
     """
     return min(MAX_POINTS, max(2, int(share * MAX_VALUES) // max(1, n_lines)))
 
@@ -52,13 +53,15 @@ def max_points_of(n_lines: int, share: float) -> int:
 def thin(
     lines: Sequence[Line], max_points: int = MAX_POINTS, above: Mapping[str, Sequence[Point]] | None = None
 ) -> dict[str, Any]:
-    """Return lines over the same x, as JSON, with null where one has no value.
+    """Return lines over one common x axis as JSON, with null where a line has no value.
 
-    They stay as they are if their different x are at most `max_points`. Otherwise x is cut into
-    `max_points / 2` bins, and each line keeps its least and its greatest value of each bin, in their order.
+    The lines are unchanged if all their x together are at most `max_points`. Otherwise x is cut into
+    `max_points / 2` bins. Each line keeps its least and its greatest value of each bin, in the order of x.
 
     Args:
-        above: further lines of few points, by name. Where there are bins, they are moved to the nearest x.
+        lines: the lines to draw.
+        max_points: the largest number of different x.
+        above: further lines of few points, by name. If there are bins, these points move to the nearest x.
     """
     lines = [line for line in lines if len(line.xs)]
     if not lines:
@@ -85,7 +88,7 @@ def thin(
 
 
 def middle(lines: Sequence[Line], n_points: int = N_MIDDLE) -> list[Point]:
-    """Return the median over ranks of their means, bin by bin, where at least half of the ranks have a value."""
+    """Return the median of the ranks' means, for each bin in which at least half of the ranks have a value."""
     lines = [line for line in lines if len(line.xs)]
     if not lines:
         return []
@@ -109,7 +112,7 @@ def _bins(edges: Array, xs: Array) -> NDArray[np.int64]:
 
 
 def _laid_on(grid: Array, xs: Array, ys: Array) -> Array:
-    """Return a line's value at each x of the grid, moved there from the nearest; NaN where it has none."""
+    """Return a line on a grid: each value moves to the nearest x of the grid. NaN: no value is near that x."""
     right = np.clip(np.searchsorted(grid, xs), 0, len(grid) - 1)
     left = np.maximum(right - 1, 0)
     laid = np.full(len(grid), np.nan)
@@ -118,10 +121,10 @@ def _laid_on(grid: Array, xs: Array, ys: Array) -> Array:
 
 
 def _extremes(edges: Array, line: Line) -> Array:
-    """Return two values a bin: the least and the greatest, in the order in which the line has them."""
+    """Return the least and the greatest value of each bin, in the order in which the line has them."""
     which = _bins(edges, line.xs)
     order = np.lexsort((line.ys, which))
-    ends = np.flatnonzero(np.diff(which[order], append=-1))  # where a bin's greatest is, in the order
+    ends = np.flatnonzero(np.diff(which[order], append=-1))  # positions in `order` of the greatest value of each bin
     starts = np.concatenate([[0], ends[:-1] + 1])
     low, high = order[starts], order[ends]
     laid = np.full((len(edges) - 1, 2), np.nan)
@@ -131,6 +134,6 @@ def _extremes(edges: Array, line: Line) -> Array:
 
 
 def _plain(values: Array, digits: int = 5) -> list[float | None]:
-    """Return JSON values with a number of significant digits."""
+    """Return numbers for JSON, rounded to some significant digits. NaN becomes None."""
     texts = (f"{value:.{digits}g}" for value in values.tolist())
     return [None if text == "nan" else int(text) if text.lstrip("-").isdecimal() else float(text) for text in texts]

@@ -231,7 +231,7 @@ def test_a_supervisor_leaves_a_rank_that_a_launch_has_taken_over_alone_when_the_
     log = DecisionLog(scene.store, "run")
     log.append(lambda _: Decision(kind="restart", rank=0, ended=0, start={0: 1}, how="launch"))
     taken_over = scene.running[0].at(1)
-    taken_over.claim_start("another supervisor's")
+    taken_over.create_intent("another supervisor's")
     if is_stopped:
         order_stop(log, within_s=600)
     else:

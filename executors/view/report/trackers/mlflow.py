@@ -9,9 +9,9 @@ from pathlib import Path
 
 from executors.view.report.trackers import PROJECT, Tracked
 
-FORBIDDEN = re.compile(r"[^\w\-. :/]")  # in names of metrics and parameters
+FORBIDDEN = re.compile(r"[^\w\-. :/]")  # characters that MLflow refuses in names of metrics and parameters
 MAX_NAME, MAX_VALUE = 250, 500
-MAX_PARAMS = 100  # of one call
+MAX_PARAMS = 100  # parameters in one call
 RUN, LAUNCHED, RANK = "replicas.run", "replicas.launched", "replicas.rank"
 
 
@@ -41,7 +41,7 @@ class Tracker:
             return str(found.experiment_id)
         try:
             return str(self._client.create_experiment(name))
-        except MlflowException:  # another rank made it
+        except MlflowException:  # another rank has just created it
             if found := self._client.get_experiment_by_name(name):
                 return str(found.experiment_id)
             raise
