@@ -53,10 +53,12 @@ def requirements_of(
         # In a checkout of this project, the dependencies are the launcher's, and not the user's.
         is_ours = canonicalize_name(str(project.get("name", ""))) == DISTRIBUTION
         users = [] if is_ours else [_check(line, "pyproject.toml") for line in project.get("dependencies", [])]
-    pins = {name_of(line): line for line in packages_of("diloco")}  # a machine that only launches may have no torch
-    pins |= {canonicalize_name(name): f"{name}=={version}" for name in OURS if (version := installed_version(name))}
+    pins = {canonicalize_name(name): f"{name}=={version}" for name in OURS if (version := installed_version(name))}
     users = _without_ours(users)
     named = {name_of(line) for line in users}
+    if "torch" in named:
+        # This machine may only launch, and have no torch. Then training needs what the extra adds beside torch.
+        pins |= {name: line for line in packages_of("diloco") if (name := name_of(line)) and name not in pins}
     if not any(INDEX.fullmatch(line) for line in users) and (local := next(filter(_is_local, users), None)):
         public = re.sub(r"\+[\w.-]+", "", local)
         raise EntrypointError(

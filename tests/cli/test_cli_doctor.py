@@ -83,7 +83,7 @@ def test_backends_shows_the_type_default_and_meaning_of_every_option(here: HereI
     options = {option["name"]: option for option in local["options"]}
     assert options["max_parallel"]["type"] == "int | None"
     assert options["preload"]["default"] == ["torch", "torch._dynamo"]
-    assert options["term_grace_s"]["help"].startswith("seconds between SIGTERM")
+    assert options["term_grace_s"]["help"].startswith("the seconds between SIGTERM")
     stdout = here.replicas("backends").stdout
     assert "local  ready" in stdout
     assert "term_grace_s float, default 5.0" in stdout

@@ -134,7 +134,7 @@ def test_ctrl_c_of_add_marks_all_it_added_where_the_backend_is_silent(machines: 
     thread.start()
     done = here.replicas("add", "mine", "--n", 2, "--backend", "support.fake_jobs:FakeExecutor")
     thread.join()
-    assert (done.code, "The run could not be cancelled: These may still run: " in done.stdout) == (
+    assert (done.code, "Ranks 1-2 could not be cancelled: These may still run: " in done.stdout) == (
         130,
         True,
     ), done

@@ -313,7 +313,7 @@ def test_what_a_rank_kept_and_cannot_be_read_means_what_it_kept_before(caplog: p
     assert attachments.kept.position == 1
     assert [part.tolist() for part in attachments.kept.progress([4])] == [[0.0] * 4]
     attachments.attach("x", torch.Generator(), 1)
-    for told in ("what it kept as 'x' cannot be read", "/own/0/101/0/record in memory:// was damaged in each of"):
+    for told in ("the saved state of 'x' cannot be read", "/own/0/101/0/record in memory:// was damaged in each of"):
         assert told in caplog.text
 
 

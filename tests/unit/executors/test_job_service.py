@@ -335,7 +335,7 @@ def test_a_service_without_a_log_is_refused_when_its_executor_is_made(tmp_path: 
     class MuteExecutor(JobExecutor):
         backend_name = "mute"
 
-    with pytest.raises(TypeError, match=r"Mute has neither logs\(\) nor open_log\(\)"):
+    with pytest.raises(TypeError, match=r"Mute can read no logs\. Define logs\(\) or open_log\(\)"):
         MuteExecutor(Mute(Machines(tmp_path)))
 
 
