@@ -239,6 +239,8 @@ def check_command(line: str) -> None:
             continue
         if words[1] in {flag for option in command_of().params for flag in option.opts}:
             continue
+        if words[1] == "launch" and "--" in words:  # the options of the script belong to the script
+            words = words[: words.index("--")]
         command = command_of().commands.get(words[1])
         assert command is not None, f"replicas has no verb {words[1]!r}"
         try:
