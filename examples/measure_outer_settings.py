@@ -46,7 +46,7 @@ from diloco.demo import ByteTransformer, load_text
 from diloco.fragments import Fragment, plan_fragments
 from diloco.live_parameters import difference, set_live
 from diloco.outer_optimizer import NesterovSGD
-from diloco.settings import Settings
+from diloco.settings import DiLoCoSettings
 
 Tensors = dict[str, Tensor]
 ALONE, DATA_PARALLEL = "one replica alone", "data-parallel"
@@ -315,7 +315,9 @@ def settings_of(given: Mapping[str, Any], *, inner_steps: int, rounds: int, n: i
 class Together:
     """Replicas that average in memory: the arithmetic of `DiLoCo` for one fragment over wire="fp32"."""
 
-    def __init__(self, models: Sequence[nn.Module], settings: Settings, *, sync_buffers: bool | None = None) -> None:
+    def __init__(
+        self, models: Sequence[nn.Module], settings: DiLoCoSettings, *, sync_buffers: bool | None = None
+    ) -> None:
         self._models = models
         (self._fragment,) = plan_fragments(models[0], 1, sync_buffers=sync_buffers)
         state = models[0].state_dict()
