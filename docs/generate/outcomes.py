@@ -18,7 +18,8 @@ REASONS: Mapping[str, tuple[str, str, str]] = {
     "hang": (
         "failed",
         "The replica made no progress within its limit. The stacks of its threads are kept.",
-        "Read the stacks: `replicas logs RUN --rank R --stacks`. Mark long work with `replica.section(…)` or `replica.progress()`, or give a longer `--hang-timeout`.",
+        "Read the stacks: `replicas logs RUN --rank R --stacks`. Mark long work with `replica.section(…)` or "
+        "`replica.progress()`, or give a longer `--hang-timeout`.",
     ),
     "timeout": (
         "failed",
@@ -82,8 +83,8 @@ REASONS: Mapping[str, tuple[str, str, str]] = {
 
 EXIT_CODES: Mapping[int, tuple[str, str]] = {
     0: (
-        "All replicas succeeded, or M of them with `--min-replicas M`. Ranks that `replicas cancel --rank` ended do not "
-        "count if others succeeded.",
+        "All replicas succeeded, or M of them with `--min-replicas M`. Ranks that `replicas cancel --rank` ended do "
+        "not count if others succeeded.",
         "",
     ),
     1: (
@@ -126,12 +127,10 @@ def exit_codes_page() -> str:
     """Return the page of the command's exit codes."""
     rows = [[code(str(number)), meaning, remedy] for number, (meaning, remedy) in EXIT_CODES.items()]
     return (
-        "# Exit codes\n\nThe exit code of `replicas launch`, `wait`, `watch`, `resume`, `add`, `stop` and `collect` tells "
+        "# Exit codes\n\nThe exit code of `replicas launch`, `wait`, `watch`, `resume`, `add`, `stop` and `collect` shows "
         "how the run ended. If several lines apply, 130 comes first, then 93, 1 and 124. `watch --once` exits with 0 "
-        "after its pass. `status --check` exits with 1 if a rank may hang, waits for a restart, or was given up. The help "
-        "of each verb lists its own codes.\n\n"
-        + table(("code", "meaning", "what to do"), rows)
-        + "\n"
+        "after its pass. `status --check` exits with 1 if a rank may hang, waits for a restart, or was given up. The "
+        "help of each verb lists its own codes.\n\n" + table(("code", "meaning", "what to do"), rows) + "\n"
     )
 
 
