@@ -299,7 +299,7 @@ def with_new_statistics(model: nn.Module, task: Task) -> nn.Module:
 # -- training together -------------------------------------------------------------------------------------------------
 
 
-def settings_of(given: Mapping[str, Any], *, inner_steps: int, rounds: int, n: int) -> Settings:
+def settings_of(given: Mapping[str, Any], *, inner_steps: int, rounds: int, n: int) -> DiLoCoSettings:
     """Return the checked settings that `DiLoCo` has with these arguments, its own defaults included."""
     defaults = {
         name: parameter.default
@@ -307,7 +307,7 @@ def settings_of(given: Mapping[str, Any], *, inner_steps: int, rounds: int, n: i
         if parameter.default is not inspect.Parameter.empty
     }
     planned = {"inner_steps": inner_steps, "total_steps": inner_steps * rounds}
-    settings = Settings.of({**defaults, **planned, **given}, n_fragments=1, world_size=n, rank=0)
+    settings = DiLoCoSettings.of({**defaults, **planned, **given}, n_fragments=1, world_size=n, rank=0)
     settings.check()
     return settings
 

@@ -58,7 +58,8 @@ def requirements_of(
     named = {name_of(line) for line in users}
     if "torch" in named:
         # This machine may only launch, and have no torch. Then training needs what the extra adds beside torch.
-        pins = {canonicalize_name(Requirement(line).name): line for line in packages_of("diloco")} | pins
+        for line in packages_of("diloco"):
+            pins.setdefault(canonicalize_name(Requirement(line).name), line)
     if not any(INDEX.fullmatch(line) for line in users) and (local := next(filter(_is_local, users), None)):
         public = re.sub(r"\+[\w.-]+", "", local)
         raise EntrypointError(
