@@ -128,8 +128,9 @@ def exit_codes_page() -> str:
     rows = [[code(str(number)), meaning, remedy] for number, (meaning, remedy) in EXIT_CODES.items()]
     return (
         "# Exit codes\n\nThe exit code of `replicas launch`, `wait`, `watch`, `resume`, `add`, `stop` and `collect` "
-        "shows how the run ended. If several lines apply, 130 comes first, then 93, 1 and 124. `watch --once` exits with 0 "
-        "after its pass. `status --check` exits with 1 if a rank may hang, waits for a restart, or was given up. The "
+        "shows how the run ended. If several lines apply, 130 comes first, then 93, 1 and 124. `watch --once` exits "
+        "with 0 after its pass. `status --check` exits with 1 if a rank may hang, waits for a restart, or was given "
+        "up. The "
         "help of each verb lists its own codes.\n\n" + table(("code", "meaning", "what to do"), rows) + "\n"
     )
 
