@@ -60,7 +60,8 @@ class ReplicaHandle:
     """The name of one replica as plain JSON, for any process that has the same backend and store.
 
     Example:
-        handle = ReplicaHandle.from_json(text)
+        text = handle.to_json()
+        handle = ReplicaHandle.from_json(text)  # in another process
         executor.poll(handle)
     """
 
@@ -201,7 +202,14 @@ class WarningCount:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one attempt of one rank ended."""
+    """The end of one attempt of one rank.
+
+    Example:
+        outcome = run.outcomes()[0]
+        print(outcome.status, outcome.reason, outcome.headline)
+        row = outcome.to_row()  # a row as `collect` returns it
+        assert Outcome.of_row(outcome.rank, outcome.attempt, row).status is outcome.status
+    """
 
     rank: int
     attempt: int
@@ -253,7 +261,13 @@ class Outcome:
 
     @classmethod
     def of_row(cls, rank: int, attempt: int, row: Mapping[str, Any]) -> Outcome:
-        """Make an outcome from what an executor's `collect` returned for a replica."""
+        """Make an outcome from the row that an executor's `collect` returned for a replica.
+
+        Args:
+            rank: the rank of the replica.
+            attempt: the number of the attempt, from 0.
+            row: the row. A status that is not a `ReplicaStatus` counts as running.
+        """
         status = as_status(row.get("status"))
         reason: Any = row.get("reason") if status is not ReplicaStatus.CANCELLED else "cancelled"
         code, error, result = (row.get(name) for name in ("exit_code", "error", "result"))

@@ -276,7 +276,7 @@ def unlike_ends_warning(outcomes: Sequence[Outcome]) -> str | None:
         outcomes: how the newest attempt of each rank ended. Those that did not succeed are left out.
 
     Example:
-        unlike_ends_warning(list(run.outcomes().values()))
+        unlike_ends_warning(run.outcomes())
     """
     ends: dict[int, list[int]] = {}
     for each in outcomes:
@@ -303,7 +303,7 @@ def own_models_warning(outcomes: Sequence[Outcome]) -> str | None:
         outcomes: how the newest attempt of each rank ended. Those that did not succeed are left out.
 
     Example:
-        own_models_warning(list(run.outcomes().values()))
+        own_models_warning(run.outcomes())
     """
     marks: dict[str, dict[int, float]] = {}
     for each in outcomes:
@@ -391,7 +391,15 @@ def is_failure(outcome: Outcome, min_replicas: int | None) -> bool:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run at one moment."""
+    """A run at one moment.
+
+    Example:
+        status = run.status()
+        print(status.describe_progress(["accuracy"]))
+        print(status.used_columns())
+        Path("status.html").write_text(status.to_html())
+        print(json.dumps(status.to_json()))
+    """
 
     run_id: str
     backend: str
@@ -545,7 +553,11 @@ class RunStatus:
         return found
 
     def describe_progress(self, more: Sequence[str] = ()) -> str:
-        """Say in one line how far it is: `3 running, 1 failed: round 4, step 120-130 of 400, loss 2.31`."""
+        """Describe the progress in one line: `3 running, 1 failed: round 4, step 120-130 of 400, loss 2.31`.
+
+        Args:
+            more: names of other reported numbers to show after the round, the step and the loss. Default: none.
+        """
         parts = []
         for name in dict.fromkeys(("round", "step", "loss", *more)):
             having = [replica for replica in self.replicas if replica.reported.get(name) is not None]
@@ -584,7 +596,8 @@ class RunStatus:
         """Return the columns of the table that have something to show.
 
         Args:
-            more: which other numbers that replicas report to show. None: the first `n_more`.
+            more: the names of other reported numbers to show. None, the default: the first `n_more`.
+            n_more: the number of other reported numbers to show if `more` is None.
         """
         *fixed, note = COLUMNS
         reported = dict.fromkeys(name for r in self.replicas for name in r.reported if name not in NO_COLUMNS)

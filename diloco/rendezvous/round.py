@@ -500,7 +500,8 @@ class RoundReport:
     def line(self) -> dict[str, Any]:
         """Return the fields that are stored with the run, as `executors.metrics.rows.Round` describes them.
 
-        report.line()["wait_s"]
+        Example:
+            report.line()["wait_s"]
         """
         seconds = {
             name: round(getattr(self, name), 6)

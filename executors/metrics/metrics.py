@@ -39,7 +39,12 @@ class Metrics:
     """The measurements of the replicas of a run. It yields its rows by rank, attempt and time.
 
     Example:
-        losses = [row.values["loss"] for row in run.metrics().numbers if "loss" in row.values]
+        metrics = run.metrics()
+        losses = [row.values["loss"] for row in metrics.numbers if "loss" in row.values]
+        seconds = [metrics.at(row) for row in metrics.rows]
+        assert "loss" in metrics.names()
+        first = metrics.record(metrics.rows[0])  # {"kind": …, "rank": 0, "attempt": 0, "s": …, and its values}
+        frame = pandas.DataFrame(metrics.to_dict())
     """
 
     run_id: str

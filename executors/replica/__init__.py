@@ -98,7 +98,14 @@ class StartsFrom:
 # and the store of the replica. Functions outside would have to know these parts.
 @dataclass
 class Replica:
-    """One replica, seen from inside its own process."""
+    """One replica, seen from inside its own process.
+
+    Example:
+        replica = current_replica()
+        torch.manual_seed(replica.rank)
+        replica.report(step=10, loss=2.3)
+        print(replica.key("artifacts/model.pt"))  # the key of an artifact in `replica.store`
+    """
 
     rank: int
     """The rank. A replica that was added to the run has a rank of `world_size` or more."""
@@ -325,6 +332,9 @@ class Replica:
 
         Args:
             step: the run's step, from 0.
+
+        Example:
+            replica.count_step(120)
         """
         if not self.reports_own_steps:
             self.counted_step = self.reported["step"] = step
@@ -416,6 +426,10 @@ class Replica:
         Args:
             after_round: whether a round has just ended. A stop by the user takes effect only then, and the end of the
                 machine at once.
+
+        Example:
+            if replica.is_to_leave(after_round=report is not None):
+                break
         """
         page = self.page
         return page is not None and page.ending_at is not None and (after_round or not page.is_stopping)
@@ -426,6 +440,9 @@ class Replica:
         Args:
             ended: the time of its end, by `time.monotonic`.
             fields: the fields of `executors.metrics.rows.Round`.
+
+        Example:
+            replica.record_round(report.ended, name="main", **report.line())
         """
         if self.recorder is not None:
             self.recorder.round(ended, fields)
@@ -458,6 +475,9 @@ class Replica:
         Args:
             name: the name of the DiLoCo.
             work: the number of steps, or of other units of its weight.
+
+        Example:
+            replica.record_left(name="main", work=3.0)
         """
         if self.recorder is not None:
             self.recorder.left(name, work)

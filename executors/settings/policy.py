@@ -88,7 +88,10 @@ class Restarts:
             text: the text.
 
         Raises:
-            ValueError: it is none; names the part that does not fit, and what would.
+            ValueError: the text is not a policy. The message names the part that does not fit, and what would.
+
+        Example:
+            Restarts.parse("3/1h,oom=0").per_replica  # 3
         """
         if text.strip() == ONLY_PREEMPTED:
             return cls(0, only_preempted=True)
@@ -137,6 +140,9 @@ class Restarts:
         Raises:
             TypeError: the value has another type.
             ValueError: the number or the text is not legal.
+
+        Example:
+            Restarts.of(3) == Restarts.parse("3")  # True
         """
         if asked is None or isinstance(asked, Restarts):
             return asked
@@ -178,6 +184,9 @@ class Restarts:
         Args:
             reason: the reason of the end, if it is known.
             exit_code: the exit code of the process, if it is known.
+
+        Example:
+            Restarts.parse("3,oom=0").cap("oom", None)  # ("oom", 0)
         """
         caps = {**DEFAULT_CAPS, **self.reasons}
         return next(

@@ -51,6 +51,7 @@ class Event:
 
     Example:
         [event.rank for event in run.events() if event.kind == "ended"]
+        lines = [json.dumps(event.to_json()) for event in run.events()]
     """
 
     kind: str
