@@ -104,7 +104,7 @@ def claim(
             store.create(key, json.dumps(fields).encode())
             claimed = store.peek(key)
             owner = _owner(claimed, plain, keys.run_key)
-            if plain != key and owner == nonce:  # for users, and for processes without the key
+            if plain != key and owner == nonce:  # a copy for users and for processes without the key
                 store.create(plain, json.dumps(fields).encode())
             misread[key] = misread.get(key, 0) + (owner is None and claimed is not None)
             if misread[key] == MISREAD:

@@ -425,7 +425,7 @@ class Attempt:
         return created or self.read(INTENT, Intent.parse).nonce == nonce
 
     def started_by(self) -> str | None:
-        """Return the name of the process that began it, from its first record. "": unknown. None: it has not begun."""
+        """Return the name of the process that started the attempt. "": unknown. None: the attempt has not started."""
         if (intent := self.find(INTENT, Intent.parse)) is not None:
             return intent.by
         if (handle := self.find(HANDLE, parse_handle)) is not None:

@@ -179,9 +179,9 @@ def _call() -> int:
     """Call the verb that the command line names."""
     try:
         arguments, argv = _split_argv(sys.argv[1:])
-        if not {*arguments[:1]} & {"launch", "resume", "add"}:  # these may train in this process
+        if not {*arguments[:1]} & {"launch", "resume", "add"}:  # these verbs may train in this process
             gc.set_threshold(GC_THRESHOLD)
-            # Without it the collector looks through all imported objects at exit: a fifth of the time of `status`.
+            # Without `freeze`, the collector visits all imported objects at exit: a fifth of the time of `status`.
             atexit.register(gc.freeze)
         with waits.report_from_thread():  # a line about a store that does not answer comes after 5 s
             returned = command_of(arguments).main(arguments, prog_name="replicas", standalone_mode=False, obj=argv)

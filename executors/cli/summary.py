@@ -34,7 +34,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 UNPROVEN = "unproven: made without the key of this signed run, or this machine does not have the key"
 MAX_LINES = 8  # failures or results that are listed; the others are counted
-MAX_WARNINGS = 200  # in one document; `replicas events RUN --json` has all of them
+MAX_WARNINGS = 200  # warnings in one document; `replicas events RUN --json` prints all
 
 
 def heading(run: Run, timeout_s: float | None = None, *, n: int | None = None) -> str:

@@ -203,9 +203,9 @@ def _usage(cores: float) -> dict[str, Any]:
 
 
 def _gpu_usage() -> dict[str, Any]:
-    """Return what torch knows of the GPUs, where it is loaded and uses one."""
+    """Return the memory and the use of the GPUs by torch. Empty: torch is not loaded, or uses no GPU."""
     used = dict[str, Any]()
-    with contextlib.suppress(Exception):  # not loaded, or half loaded; a driver that answers nothing
+    with contextlib.suppress(Exception):  # torch may not be loaded completely, and the driver may fail
         cuda = sys.modules["torch"].cuda
         if cuda.is_initialized():
             used["gpu_mem"] = sum(map(cuda.memory_reserved, range(cuda.device_count())))

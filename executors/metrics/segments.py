@@ -17,7 +17,7 @@ from executors.store.parallel import at_store
 from executors.store.records import get_at_most
 
 MAX_SEGMENT_BYTES = 4 << 20  # a writer closes a segment at a quarter of this
-MAX_BYTES = 1 << 30  # of all segments of a run that are read
+MAX_BYTES = 1 << 30  # the most bytes of segments that are read for one run
 MAX_NAMES = 1000  # different names of reported numbers in one attempt
 MAX_SHOWN = 200  # characters of a key in a message
 NUMBERS = frozenset((float, int))

@@ -318,7 +318,7 @@ def keep_key(run_id: str, key: str | None) -> None:
     """
     path = key_file(run_id)
     try:
-        path.unlink(missing_ok=True)  # of a run of this id that was deleted by other means
+        path.unlink(missing_ok=True)  # a run with the same id may have been deleted without its key
         if key is None:
             return
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -330,14 +330,14 @@ def keep_key(run_id: str, key: str | None) -> None:
 
 
 def needed_key(run_id: str, wanted: str) -> str:
-    """Return the key of a signed run, of the environment or as this machine keeps it.
+    """Return the key of a signed run, from the environment or from this machine's folder of keys.
 
     Args:
         run_id: the run.
-        wanted: the key's id.
+        wanted: the id of the key.
 
     Raises:
-        ValueError: neither has it.
+        ValueError: neither the environment nor the folder has this key.
     """
     key = find_key(run_id, wanted)
     if key is None:

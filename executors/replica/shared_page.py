@@ -339,7 +339,7 @@ class SharedPage:
 
     @property
     def ending_at(self) -> float | None:
-        """The time by which the rank must have ended, by `time.monotonic`. None: none was announced."""
+        """The time by which the rank must have ended, by `time.monotonic`. None: no end was announced."""
         return self._numbers[ENDING_AT] or None
 
     @property

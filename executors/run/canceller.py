@@ -1,4 +1,4 @@
-"""Ending a run before its time: by a cancel, at once, or by a stop, which lets it come to a good place."""
+"""Ends a run early: a cancel ends its replicas at once, and a stop lets them end by themselves within some time."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from executors.store.parallel import answered_within, in_parallel, in_threads
 from executors.store.record_names import run_folder_was_deleted
 from executors.view.run_state_reader import RunStateReader
 
-HEAD_START_S = 5.0  # the store's, before the service is asked: so the markers are usually there before
-STORE_S = 20.0  # how long the store is waited for once the service has ended the jobs
+HEAD_START_S = 5.0  # for the store, before the service is asked: usually the markers exist then
+STORE_S = 20.0  # the longest wait for the store after the service has ended the jobs
 
 
 class Canceller:
     """Ends the replicas of one run.
 
-    The log of decisions gets the order first. A replica that a resume or a restart starts meanwhile finds it there when
-    it claims its attempt. But a store that does not answer must not keep paid jobs running. So the store gets a few
-    seconds, then the service is asked to end the jobs, and then the store gets some more time.
+    The log of decisions gets the order first. A replica that a resume or a restart starts meanwhile reads the order
+    there when it claims its attempt. But a store that does not answer must not keep paid jobs running. So the store
+    gets a few seconds, then the service is asked to end the jobs, and then the store gets some more time.
 
     Args:
-        reader: looks at the run.
-        launched_at: returns the Unix time of the run's launch. None: what the run's record says.
+        reader: reads the states of the run's replicas.
+        launched_at: returns the Unix time of the run's launch. None: the time is read from the run's record.
         on_progress: gets a sentence if a service takes longer than a minute, and one if the store does not answer.
     """
 
@@ -48,32 +48,39 @@ class Canceller:
     ) -> None:
         self._reader = reader
         self._launched_at = launched_at or (lambda: reader.record.created_at)
-        self._tell = on_progress
+        self._on_progress = on_progress
         self.is_store_silent = False
-        """Whether the store did not answer the last cancel."""
+        """True if the store did not answer during the last cancel."""
         self.was_ended_without_store = False
-        """Whether that cancel ended everything at the service all the same."""
+        """True if the last cancel ended all jobs at the service although the store did not answer."""
         self.n_withdrawn = 0
-        """Jobs that the service still had although every rank had ended, as a queue that would start them again."""
+        """The number of jobs that the service still had after all ranks had ended. Its queue might start them."""
 
     def request(self, why: str = BY_USER) -> None:
-        """Bar all ranks, and leave the cancel marker of every replica that has not ended. Asks the store alone."""
-        self._bar(None, why)
+        """Block all ranks in the log, and write a cancel marker for each living replica. No backend is asked.
+
+        Args:
+            why: the reason, for the outcomes.
+        """
+        self._block(None, why)
         self._mark(None, why)
 
     def cancel(self, ranks: Sequence[int] | None = None) -> None:
-        """Cancel some replicas, None: all that still run.
+        """Cancel replicas that still run.
 
-        Returns when local replicas are gone, and when each service has accepted to end its jobs.
+        It returns when local replicas have ended, and when each service has accepted to end its jobs.
+
+        Args:
+            ranks: the ranks. None: all ranks.
 
         Raises:
-            BackendError: the backend did not end some; the message says how to end them. They are barred and marked in
-                the store all the same, if that answers.
+            BackendError: the backend did not end some replicas. The message says how to end them. If the store
+                answers, they are blocked in the log and have cancel markers anyway.
         """
         self._end_at_all(ranks, BY_USER, blocks=True)
 
     def stop(self, within_s: float, wait: Callable[[float], bool]) -> None:
-        """Ask all replicas to end at the next good place, and end what has not within some seconds.
+        """Ask all replicas to end by themselves, and end the replicas that have not ended within some seconds.
 
         Args:
             within_s: how long the replicas may take to end, in seconds.
@@ -85,7 +92,7 @@ class Canceller:
         if not 0 <= within_s <= MAX_S:
             raise ValueError(f"within_s is from 0 to {MAX_S:g} seconds, got {within_s!r}.")
         stop = order_stop(DecisionLog(self._reader.store, self._reader.run_id), within_s)
-        if not wait(stop.within_s or 0.0):  # not until a time of the log's, which may be by a clock that is ahead
+        if not wait(stop.within_s or 0.0):  # seconds and no time of day: the clock of the log's writer may be ahead
             self.end(STOPPED)
 
     def end(self, why: str) -> None:
@@ -95,7 +102,7 @@ class Canceller:
             why: the reason, for the outcomes.
 
         Raises:
-            BackendError: the backend did not end some; see `cancel`.
+            BackendError: the backend did not end some replicas; see `cancel`.
         """
         self._end_at_all(None, why, blocks=False)
 
@@ -107,7 +114,7 @@ class Canceller:
 
         def order(marks: bool) -> Sequence[ReplicaState]:
             if blocks:
-                self._bar(ranks, why)
+                self._block(ranks, why)
             seen = self._look(ranks, why)
             if marks:
                 living = [state.rank for state in seen if not state.status.is_terminal and not state.is_over]
@@ -119,32 +126,38 @@ class Canceller:
             return
         (asked,) = in_threads(order, [True], 1)
         seen: Sequence[ReplicaState] | None = None
-        with contextlib.suppress(ReplicasError):  # whatever is wrong with its records, what is paid for ends
+        with contextlib.suppress(ReplicasError):  # damaged records must not keep paid jobs running
             seen = answered_within(HEAD_START_S, asked, url)
         over = frozenset(state.rank for state in seen or () if state.status.is_terminal)
         asked_for = None if ranks is None else tuple(ranks)
         jobs = JobsOfRun(self._reader.run_id, url, self._launched_at(), asked_for, over)
-        told = placements.end_jobs(jobs, self._tell)
+        result = placements.end_jobs(jobs, self._on_progress)
         if seen and all(state.status.is_terminal for state in seen):
-            self.n_withdrawn = told.n_ended
+            self.n_withdrawn = result.n_ended
         try:
             seen = answered_within(STORE_S, asked, url)
         except StoreError as error:
             self.is_store_silent = True
-            if not told.is_complete:
-                raise BackendError(f"{told.what_is_left} The store does not answer either: {error}") from error
+            if not result.is_complete:
+                raise BackendError(f"{result.what_is_left} The store does not answer either: {error}") from error
             self.was_ended_without_store = True
-            n = f"{told.n_ended} job{'s' * (told.n_ended != 1)}"
-            self._tell(
+            n = f"{result.n_ended} job{'s' * (result.n_ended != 1)}"
+            self._on_progress(
                 f"{n} of run {self._reader.run_id} ended at the service. The run's records do not say so: {error}"
             )
             return
-        self._end(seen, why, told.attempts)
-        if not told.is_complete:
-            raise BackendError(told.what_is_left)
+        self._end(seen, why, result.attempts)
+        if not result.is_complete:
+            raise BackendError(result.what_is_left)
 
     def _end(self, seen: Sequence[ReplicaState], why: str, ended: Collection[tuple[int, int]] = ()) -> None:
-        """End what still runs, but for attempts (a rank and a number each) whose jobs have been ended already."""
+        """End the replicas that still run.
+
+        Args:
+            seen: the states of the replicas.
+            why: the reason, for the outcomes.
+            ended: rank and number of each attempt whose job was ended before.
+        """
         reader, placements = self._reader, self._reader.placements
         states = [state for state in seen if not state.status.is_terminal and (state.rank, state.attempt) not in ended]
         alive = [state.rank for state in states if not state.is_over]
@@ -152,7 +165,7 @@ class Canceller:
         def find(rank: int) -> Any:
             try:
                 return reader.handle(rank, insists=True)
-            except BackendError as error:  # the store can be reached all the same, and the replica looks there
+            except BackendError as error:  # the store may answer, and the replica reads its marker there
                 reader.attempt(rank).request_cancel(why)
                 return error
 
@@ -166,9 +179,11 @@ class Canceller:
                     f"Run {reader.run_id!r}: backend {reader.backend(r)!r} left no handle that another process can "
                     "read. Cancel it in the process that launched it."
                 )
-            attempt.request_cancel(why)  # its launcher died, or has not come to it; one that comes up late ends, too
+            attempt.request_cancel(
+                why
+            )  # its launcher died, or has not started it yet. A replica that starts later reads the marker, and ends
             attempt.record(attempt.new_outcome(ReplicaStatus.CANCELLED, "cancelled"))
-        if why != BY_USER:  # the executor's own marker would say that
+        if why != BY_USER:  # the executor's own marker has BY_USER as its reason
             reader.map(lambda r: reader.attempt(r).request_cancel(why), launched)
 
         def end(rank: int) -> ReplicasError | OSError | None:
@@ -183,23 +198,26 @@ class Canceller:
         if error := next(filter(None, [*failed, *unclear.values()]), None):
             raise error
 
-    def _bar(self, ranks: Sequence[int] | None, why: str) -> None:
-        """Bar ranks, None: all, unless they have succeeded."""
+    def _block(self, ranks: Sequence[int] | None, why: str) -> None:
+        """Block ranks that have not succeeded, by an order in the log. None: all ranks."""
         states = self._reader.recorded(ranks)
         left = [state.rank for state in states if state.status is not ReplicaStatus.SUCCEEDED]
         if run_folder_was_deleted(self._reader.store, self._reader.run_id) or not left:
             return
         log = DecisionLog(self._reader.store, self._reader.run_id)
-        with contextlib.suppress(CorruptObjectError):  # no process can read the log then, so nothing is started
+        with contextlib.suppress(
+            CorruptObjectError
+        ):  # if the log is damaged, no process can read it and start a replica
             # An order of the user is always added, because this process may not have seen a resume that came since.
             entries = log.read()  # once: each reading asks the store
             if why == BY_USER or not all(is_blocked(entries, state.rank) for state in states):
                 order_cancel(log, None if ranks is None else left, why)
 
     def _look(self, ranks: Sequence[int] | None, why: str) -> Sequence[ReplicaState]:
-        """Look at ranks that are about to be ended, None: all.
+        """Return the states of ranks that this cancel will end. None: all ranks.
 
-        A backend that does not tell how they are may end them all the same, and what it leaves finds its marker.
+        A backend may end replicas although it cannot report their states. So they get cancel markers then, and a
+        replica that the backend does not end reads its marker.
         """
         try:
             return self._reader.look(ranks)

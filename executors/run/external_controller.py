@@ -1,6 +1,6 @@
-"""Restart decisions from outside of a run's machines: for ends whose supervisors are gone.
+"""Decides on restarts in a process outside of a run's machines, for replicas whose supervisors have ended, too.
 
-It lies above `restarts/`, since it reads a run through its reader and asks the backends for supervisors.
+This file is not in `restarts/`, because it reads a run through its reader and asks the backends for supervisors.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from executors.view.run_state_reader import RunStateReader
 
 
 class ExternalController:
-    """Decides what follows the ends of one run, in passes: each pass comes after a look at the run.
+    """Decides what follows each ended attempt of a run. It works in passes, each after a look at the run.
 
     Args:
+        log: the log of decisions of the run.
+        reader: reads the states of the replicas.
         starter: starts the attempts that follow.
-        may_start: returns True if the user of this process asked for restarts of a rank where it is.
-        end: ends all replicas that run, for the reason that it is given.
+        may_start: returns True if this process may restart a rank on the rank's backend.
+        end: ends all running replicas. Its argument is the reason.
     """
 
     def __init__(
@@ -54,22 +56,22 @@ class ExternalController:
         self._controller = RestartController(log, context, starter=starter, spare=self._spare)
         self._gone: dict[tuple[int, int], SupervisorStatus] = {}
         self._known_ends = StalenessTracker()
-        """For how long this process has known of each end, by rank and attempt."""
+        """How long this process has known each end, by rank and attempt."""
         self._problem = ""
         self._known_stops = StalenessTracker()
-        """For how long this process has known of each stop, by its nonce."""
+        """How long this process has known each stop, by its nonce."""
         self._ended_by: set[str] = set()
 
     @property
     def policy(self) -> Restarts | None:
-        """The policy that counts, as far as the log was read."""
+        """The policy that counts by the entries of the log that were read."""
         return self._controller.policy
 
     def keep(self, states: Sequence[ReplicaState]) -> float | None:
-        """Make one pass; return in how many seconds there is something to do again. Each failure is reported once.
+        """Make one pass. Return the seconds until the next pass is due; None if none is. Each failure is reported once.
 
         Args:
-            states: of all replicas, as the reader has just seen them.
+            states: the states of all replicas, which the reader has just read.
         """
         try:
             wait_s = self._pass(states)
@@ -85,14 +87,14 @@ class ExternalController:
         reader, log = self._reader, self.log
         reader.share_log(log)
         if self._record.settings.restarts is None and not log.entries:
-            return None  # to look whether a user has set a policy since costs a request each time
+            return None  # each read of the log, which may have a new policy, would cost a request
         ends = {rank: end for rank in reader.ranks if (end := reader.outcome(rank)) is not None}
         if (
             self._record.settings.restarts == ONLY_PREEMPTED
             and not log.entries
             and not any(map(_may_be_preempted, ends.values()))
         ):
-            return None  # as above: no end needs an answer yet
+            return None  # no end needs a decision yet, and each read of the log costs a request
         log.read()
         if self.policy is None:
             return None
@@ -113,7 +115,7 @@ class ExternalController:
         return min(waits) if min(waits) < math.inf else None
 
     def _supervisors(self, failed: Sequence[Outcome]) -> Mapping[int, SupervisorStatus]:
-        """Return the state of the supervisors of ranks; one that is known to be gone is not asked for again."""
+        """Return the states of the supervisors of failed ranks. The backend is not asked again after one has ended."""
         asked = [end for end in failed if (end.rank, end.attempt) not in self._gone]
         handles = dict(zip((end.rank for end in asked), self._reader.map(self._handle_of, asked), strict=True))
         found = {rank: handle for rank, handle in handles.items() if isinstance(handle, SupervisorStatus)}

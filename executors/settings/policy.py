@@ -179,7 +179,9 @@ class Restarts:
         return ",".join(parts)
 
     def cap(self, reason: str | None, exit_code: int | None) -> tuple[str | None, float]:
-        """Return the cap of an end and the exit code or reason that it is for. None: only the replica's cap counts.
+        """Return the limit of restarts after such an end, with the exit code or reason that has this limit.
+
+        The name is None if no limit is set for this kind of end. Then only the limit of the replica counts.
 
         Args:
             reason: the reason of the end, if it is known.
@@ -195,10 +197,10 @@ class Restarts:
 
 
 def supervised(restarts: str | None) -> str | None:
-    """Return the policy that a replica's own supervisor goes by.
+    """Return the restart policy of a replica's own supervisor. None: it restarts nothing, and ends no hung replica.
 
-    A supervisor ends with the machine that is taken back, so what only answers that is left to processes outside. It
-    also ends no replica that hangs, as without restarts.
+    If a service takes back the machine, the supervisor ends, too. So a policy that only restarts preempted replicas is
+    carried out by processes on other machines.
 
     Args:
         restarts: the run's policy, as recorded.

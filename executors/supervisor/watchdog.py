@@ -253,7 +253,7 @@ class Watchdog:
         return min(limits, key=lambda limit: limit.since + limit.soft_s, default=None)
 
     def _limits(self) -> Iterator[Limit]:
-        """Yield the limits of the rank's state: the table of ADR 0043, beginning with the most special state."""
+        """Yield the limits that count now, as in the table of ADR 0043, the most special state first."""
         page, limits, least = self._page, self.limits, self._defaults
         ends = self.ends or limits.are_explicit
         if page.unwatched or (limits.is_off and (limits.start_s is None or page.progress_marks)):
@@ -267,7 +267,9 @@ class Watchdog:
             if not limits.is_off:
                 source = f"limit_s of section {page.section!r}"
                 yield Limit("section", self._since, page.limit_s, 1.5 * page.limit_s, True, source)
-        elif page.is_finished:  # before the case of the start: a restart after the last step makes no mark at all
+        elif (
+            page.is_finished
+        ):  # before the case of the start, because a rank that restarts after its last step never makes a mark
             yield self._idle_limit(least.unknown_idle_s, "after the last round", ends=ends)
         elif not page.progress_marks:
             yield from self._limits_of_start(ends=ends)

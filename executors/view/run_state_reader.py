@@ -37,10 +37,10 @@ from executors.view.heartbeats import Heartbeats
 from executors.view.installations import Installations
 from executors.view.service_reasons import ServiceReasons
 
-FAR_PAUSES_S = (0.25, 4.0)  # 64 replicas watched for an hour are 60,000 requests
+FAR_PAUSES_S = (0.25, 4.0)  # without pauses, watching 64 replicas for an hour takes 60,000 requests
 RECENT_S = 0.2
-LEASE_LOOK_S = 10.0  # between two reads of a lease: a process that watches may take it over at any time
-ADDING_S = 60.0  # from the record of added ranks to the first record of an attempt
+LEASE_LOOK_S = 10.0  # between two reads of a lease, because another process may take it over at any time
+ADDING_S = 60.0  # the longest time from the record of added ranks to the first record of their attempts
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -83,10 +83,10 @@ class RunStateReader:
         self._updated_at = -math.inf
         self._handles: dict[int, tuple[int | None, Any]] = {rank: (0, each) for rank, each in enumerate(handles or ())}
         self._launches: dict[int, Mapping[int, Any]] = {}
-        """The handles of launches that left them together, by the number of the attempt."""
+        """The handles of launches that wrote all handles into one object, by the number of the attempt."""
         self._outcomes: dict[int, Outcome] = {}
         self._unrecorded: set[int] = set()
-        """Ranks whose end was found and cannot be written: the next look tries again."""
+        """Ranks whose end is known but could not be recorded. The next look tries again."""
         self._problems: dict[int, Outcome] = {}
         self._heartbeats = Heartbeats()
         self._installations = Installations()
@@ -97,9 +97,9 @@ class RunStateReader:
         )
         self._permanent: set[int] = set()
         self._judged: dict[tuple[int, int, int], bool] = {}
-        """By rank, attempt and size of an `outcome.json` that copies no signed one: True if it is forged."""
+        """True if an `outcome.json` without a signed original is forged, by rank, attempt and size of the object."""
         self._judged_starts: set[tuple[int, int, str]] = set()
-        """Records that begin an attempt and are known to lack the run's key, by rank, attempt and name."""
+        """Rank, attempt and name of each intent or claim that is not signed with the run's key."""
         self._lease_read_at = -math.inf
         self._lease_ended = False
         self.reasons = ServiceReasons()
@@ -115,21 +115,21 @@ class RunStateReader:
         return self._ranks
 
     def backend(self, rank: int) -> str:
-        """Name the backend that a rank is on."""
+        """Return the name of the backend that has a rank."""
         return self.placements.name_at(rank)
 
     def pauses(self) -> Iterator[float]:
-        """Yield the seconds to wait between one look and the next: a far store's requests cost."""
+        """Yield the seconds to wait between two looks. They are longer for a remote store, to save requests."""
         return pauses() if self.is_near else pauses(*FAR_PAUSES_S)
 
     def look(self, ranks: Sequence[int] | None = None) -> list[ReplicaState]:
-        """Return the state of replicas, but for what they report. One whose next attempt is to come is pending.
+        """Return the states of replicas, without reported numbers. A replica that awaits a restart is pending.
+
+        A look takes one list of the store, the reads of new outcomes and handles, and one call of the backend for all
+        replicas without an outcome. If a replica has failed, the new entries of the log of decisions are read, too.
 
         Args:
-            ranks: None: all.
-
-        One list, the outcomes and handles that are new, one call of the backend about all that have no outcome, and
-        where one ended badly, what is new in the log of decisions.
+            ranks: the ranks. None: all ranks.
         """
         while self._unrecorded:
             self._outcomes.pop(self._unrecorded.pop(), None)
@@ -140,17 +140,17 @@ class RunStateReader:
         return [self._never_started(state) for state in states] if self._has_no_launcher() else states
 
     def _has_no_launcher(self) -> bool:
-        """Return whether the launch is known to have died before it began any replica."""
+        """Return True if the launching process is known to have died before it started any replica."""
         launcher = self.record.launcher
         if self._inventory.records or launcher is None or not has_ended(launcher):
             return False
-        # Other backends have started a replica before a record of it exists.
+        # At other backends, a replica may run before a record of it exists.
         with contextlib.suppress(BackendError):
             return self.placements.knows_attempts
         return False
 
     def _never_started(self, state: ReplicaState) -> ReplicaState:
-        """Return the state of a replica whose launcher died before it began any. The outcome is never written."""
+        """Return a pending replica as failed, because its launcher died. The outcome is not written to the store."""
         if state.status is not ReplicaStatus.PENDING:
             return state
         who = f"the process {self.record.launcher_pid} of {self.record.created_by}"
@@ -197,13 +197,13 @@ class RunStateReader:
         return None
 
     def _forged(self) -> list[tuple[int, int]]:
-        """Return the attempts that have an `outcome.json` without the run's key, as of the last look."""
+        """Return the attempts whose `outcome.json` is not signed with the run's key, as of the last look."""
         found = sorted((*key, size) for key, size in self._inventory.dubious.items())
         new = [each for each in found if each not in self._judged]
         attempts = [Attempt(self.store, self.run_id, *each[:2]) for each in new]
 
         def is_forged(attempt: Attempt) -> bool | None:
-            with contextlib.suppress(StoreError):  # the next look asks again: a status needs no answer to this
+            with contextlib.suppress(StoreError):  # unknown now; the next look asks again
                 return attempt.has_forged_outcome
             return None
 
@@ -212,14 +212,14 @@ class RunStateReader:
         return [each[:2] for each in found if self._judged.get(each)]
 
     def _forged_starts(self) -> list[tuple[int, int]]:
-        """Return the attempts that only records without the run's key begin, or begin again, as of the last look."""
+        """Return the attempts whose intent or claim is not signed with the run's key, as of the last look."""
         found = self._inventory.unmatched
         new = [each for each in sorted(found) if each not in self._judged_starts]
 
         def is_forged(each: tuple[int, int, str]) -> bool:
             rank, number, name = each
             with contextlib.suppress(StoreError):  # the next look asks again
-                # A list is not of one moment: it may lack the signed record, which is created before its copy.
+                # A list takes a while. It may have the copy and lack the signed record, although that is created first.
                 return not Attempt(self.store, self.run_id, rank, number).has(f"{name}.json")
             return False
 
@@ -228,20 +228,20 @@ class RunStateReader:
 
     @property
     def decisions(self) -> Sequence[Decision]:
-        """The log of decisions, as far as it was read."""
+        """The entries of the log of decisions that were read so far."""
         return self._restarts.decisions
 
     def share_log(self, log: DecisionLog) -> None:
-        """Let the looks at the run and another log of it have what either has read."""
+        """Share the entries that were read with another reader of the run's log, in both directions."""
         self._restarts.share_log(log)
 
     @property
     def is_permanent(self) -> bool:
-        """Whether, as of the last look, starting some rank again unchanged does not help."""
+        """True if, as of the last look, a rank would fail again in the same way if it were restarted."""
         return bool(self._permanent)
 
     def has_live_controller(self, rank: int) -> bool:
-        """Whether the supervisor of a rank lives, as far as its executor can tell."""
+        """Return True if the backend reports that the supervisor of a rank is alive."""
         supervisor = self._supervisor(rank)
         return supervisor is not None and supervisor.is_alive
 
@@ -249,8 +249,8 @@ class RunStateReader:
         """Return True if the supervisor of a rank and the launcher of its attached run are known to have ended.
 
         One rule for all backends: local replicas name their launcher in the handle, and jobs of a service have a lease
-        that the launcher renews. In a process that watches the run the answer is False: this process starts what
-        follows.
+        that the launcher renews. In a process that watches the run the answer is False, because this process
+        starts the next attempt.
 
         Args:
             rank: the rank.
@@ -285,11 +285,15 @@ class RunStateReader:
         return {rank: end for rank in self.ranks if (end := self.outcome(rank)) is not None}
 
     def recorded(self, ranks: Sequence[int] | None = None) -> list[ReplicaState]:
-        """Return the state of ranks, None: of all, as the store alone tells it, whether a backend answers or not."""
+        """Return the states of ranks from the store alone; no backend is asked.
+
+        Args:
+            ranks: the ranks. None: all ranks.
+        """
         return [self._state(rank, None, "") for rank in self._read(ranks)]
 
     def _read(self, asked: Sequence[int] | None) -> Sequence[int]:
-        """Read which ranks there are, and the outcomes that are new; return the ranks, or those that are asked for."""
+        """List the records, read the new outcomes, and return the ranks that were asked for. None: all ranks."""
         self.update()
         ranks = self.ranks if asked is None else asked
         over = [each for each in map(self.attempt, ranks) if self._inventory.has(each.rank, each.number, "outcome")]
@@ -309,16 +313,16 @@ class RunStateReader:
         ended = [rank for rank, (status, _) in seen.items() if status is not None and status.is_terminal]
         if ended:
             self.update()
-            overtaken = [rank for rank in ended if self.attempt(rank) != newest[rank]]
-            self.map(lambda rank: self._settle(rank, seen[rank][0]), sorted({*ended} - {*overtaken}))
-            if overtaken:  # the answer was of an attempt that was begun meanwhile
-                others = [rank for rank in ranks if rank not in overtaken]
+            restarted = [rank for rank in ended if self.attempt(rank) != newest[rank]]
+            self.map(lambda rank: self._record_reported_end(rank, seen[rank][0]), sorted({*ended} - {*restarted}))
+            if restarted:  # a newer attempt was started during the call, so the answer does not describe it
+                others = [rank for rank in ranks if rank not in restarted]
                 found = [self._state(rank, *seen.get(rank, (None, ""))) for rank in others]  # the look may find newer
-                return sorted([*found, *self._look(overtaken)], key=lambda state: ranks.index(state.rank))
+                return sorted([*found, *self._look(restarted)], key=lambda state: ranks.index(state.rank))
         return [self._state(rank, *seen.get(rank, (None, ""))) for rank in ranks]
 
     def with_reports(self, states: Sequence[ReplicaState]) -> list[ReplicaState]:
-        """Return the states with what each replica reports: its last heartbeat, or how far its installation is."""
+        """Return the states with the last heartbeat of each replica, or with the progress of its installation."""
 
         def with_report(state: ReplicaState) -> ReplicaState:
             has_beat = self._inventory.has(state.rank, state.attempt, "heartbeat")
@@ -333,10 +337,10 @@ class RunStateReader:
         return len(self._inventory.joined(self.record.world_size) - {*self._ranks})
 
     def update(self, max_age_s: float = 0.0) -> None:
-        """List what the replicas have left, unless that was done a moment ago."""
+        """List the replicas' records, unless the last list is younger than `max_age_s` seconds."""
         if time.monotonic() - self._updated_at >= max_age_s:
             found = Inventory.of(self.store, self.run_id)
-            with self._merging:  # of two threads, none takes back what the other found
+            with self._merging:  # a thread with an older list must not remove records that another thread has found
                 self._inventory |= found
                 added = self._inventory.added(self.record.world_size)
                 if added:
@@ -361,44 +365,48 @@ class RunStateReader:
         return found if found is not None and found.attempt == self._inventory.newest(rank) else None
 
     def handle(self, rank: int, *, insists: bool = False) -> Any:
-        """Return a rank's handle; None while it has left none, or unless the caller insists, none that can be found.
+        """Return the handle of a rank. None: there is none yet, or the backend cannot find it now.
+
+        Args:
+            rank: the rank.
+            insists: True to get a BackendError, and not None, if the backend cannot answer now. Default: False.
 
         Raises:
-            CorruptObjectError: its record is not a handle of this backend.
-            BackendError: the caller insists, and the backend cannot say now whether it has a job of that rank.
+            CorruptObjectError: the record in the store is not a handle of this backend.
+            BackendError: `insists` is True, and the backend cannot say now whether it has a job of this rank.
         """
         _, handle = self._handles.get(rank, (None, None))
-        if handle is None:  # it may still come: its launcher may be at work
+        if handle is None:  # the launcher may write it later
             self.update(RECENT_S)
             handle = self._newest_handle(rank, insists=insists)
         return handle
 
     def handles(self) -> list[Any]:
-        """Return the handles in rank order; None for a rank that has left none, or none that can be read."""
+        """Return the handles in rank order. None: a rank has no handle, or its handle cannot be read."""
         if any(self._handles.get(rank, (None, None))[1] is None for rank in self.ranks):
             self.update()
         return self._newest_handles(self.ranks)
 
     def launched(self, rank: int) -> list[Attempt]:
-        """Return a rank's attempts that were launched, oldest first, as of the last look: those with a log."""
+        """Return the attempts of a rank that have a log, oldest first, as of the last look."""
         found = [self.attempt(rank).at(number) for number in self._inventory.launched(rank)]
         return found or [self.attempt(rank).at(0)]
 
     def handle_at(self, attempt: Attempt) -> Any:
-        """Return the handle of an attempt; None where it left none of its own that this process can read."""
+        """Return the handle of an attempt. None: it has none that this process can read."""
         if attempt.number == self._inventory.newest_launched(attempt.rank):
             return self._readable_handle(attempt.rank)
         number, known = self._handles.get(attempt.rank, (None, None))
         return known if number == attempt.number else attempt.handle(self.backend(attempt.rank))
 
     def collect_missing(self, ranks: Sequence[int]) -> None:
-        """Take from the backend what the store does not have: replicas that succeeded without reaching the store.
+        """Get outcomes from the backend for replicas that have ended and could not write an outcome to the store.
 
         Args:
-            ranks: those that have ended.
+            ranks: the ranks that have ended.
         """
         missing = [rank for rank in ranks if self.outcome(rank) is None and self.problem(rank) is None]
-        # A rank that was never started has no handle, and no backend knows anything of it.
+        # A rank that was never started has no handle, and no backend can report on it.
         handles = {rank: handle for rank in missing if (handle := self.handle(rank)) is not None}
         rows = self.placements.collect([*handles.values()]) if handles else []
         for rank, row in zip(handles, rows, strict=True):
@@ -406,16 +414,16 @@ class RunStateReader:
                 self._outcomes[rank] = self._of_row(self.attempt(rank), row)
 
     def ending(self, state: ReplicaState) -> Outcome:
-        """Return how a replica ended, as far as is known."""
+        """Return the known outcome of a replica, or a new outcome with its status."""
         known = None if state.restart.is_awaited else state.outcome or self.outcome(state.rank)
         return known or self.attempt(state.rank).new_outcome(state.status)
 
     def map(self, act: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        """Act on several items of the run's store: at once where that is far."""
+        """Call a function for several items, in parallel threads if the run's store is remote."""
         return at_store(self.store, act, list(items))
 
     def _keep_outcome(self, attempt: Attempt) -> bool:
-        """Read how an attempt ended, if it did; False while it has left no outcome."""
+        """Read and keep the outcome of an attempt. Return False if it has none yet."""
         try:
             outcome = attempt.outcome()
         except CorruptObjectError as error:
@@ -451,7 +459,7 @@ class RunStateReader:
             return None
 
     def _newest_handle(self, rank: int, *, insists: bool = False) -> Any:
-        """Return the handle of the newest attempt that has one; read again when a newer one was launched."""
+        """Return the handle of the rank's newest launched attempt. It is read once for each attempt."""
         launched = self._inventory.newest_launched(rank)
         if launched is None or self._has_handle(rank, launched):
             return self._handles.get(rank, (None, None))[1]
@@ -459,7 +467,9 @@ class RunStateReader:
         found = self._launches.get(launched, {}).get(rank) or attempt.handle(self.backend(rank))
         if found is None:
             found = self.placements.find_handle(attempt.bare_handle(self.backend(rank)), insists=insists)
-            if found is None and (outcome := attempt.outcome()):  # it was found that it was never started
+            if found is None and (
+                outcome := attempt.outcome()
+            ):  # the backend has found that it was never started, and has recorded that
                 self._outcomes[rank] = outcome
         self._handles[rank] = (launched, found)
         return found
@@ -467,12 +477,12 @@ class RunStateReader:
     def _ask_backend(
         self, newest: Mapping[int, Attempt], handles: Mapping[int, Any]
     ) -> dict[int, tuple[ReplicaStatus | None, str]]:
-        """Return the status that the backend reports for each replica, and what the replica waits for, in words."""
+        """Return the status that the backend reports for each replica, and a text on what it waits for."""
         replicas = [PendingReplica(handles[rank], attempt.number) for rank, attempt in newest.items()]
         try:
             found = self.placements.observe(replicas)
         except (CorruptObjectError, UnknownHandleError, UnwritableStoreError) as error:
-            if len(newest) > 1:  # asked one by one, the replica with the bad record is found
+            if len(newest) > 1:  # one question for each replica finds the one with the bad record
                 each_alone = (self._ask_backend({rank: attempt}, handles) for rank, attempt in newest.items())
                 return {rank: seen for alone in each_alone for rank, seen in alone.items()}
             (rank,) = newest
@@ -488,12 +498,12 @@ class RunStateReader:
         self._outcomes[rank] = observation.outcome
         return observation.outcome.status, ""
 
-    def _settle(self, rank: int, reported: ReplicaStatus | None) -> None:
-        """Record the outcome of a replica that ended by its backend's report, because its peers need to know."""
+    def _record_reported_end(self, rank: int, reported: ReplicaStatus | None) -> None:
+        """Record the end of a replica that its backend reports, because the other replicas must know of it."""
         if self.outcome(rank) is not None:
             return
         attempt = self.attempt(rank)
-        # It is written before its process ends.
+        # A replica writes its outcome before its process ends, so it may be in the store now.
         if not self._keep_outcome(attempt) and reported is not ReplicaStatus.SUCCEEDED:
             try:
                 self._outcomes[rank] = self._record_for(attempt, reported)
@@ -501,7 +511,7 @@ class RunStateReader:
                 self._keep_unrecorded(rank, error)
 
     def _keep_unrecorded(self, rank: int, error: UnwritableStoreError) -> Outcome:
-        """Keep for this look how a replica ended, which was found and cannot be written."""
+        """Keep an outcome for this look only, because it could not be written to the store."""
         if error.outcome is None:
             raise error
         said = error.outcome.error or ""
@@ -510,14 +520,14 @@ class RunStateReader:
         return found
 
     def _record_for(self, attempt: Attempt, reported: ReplicaStatus | None) -> Outcome:
-        """Write the outcome of a replica whose backend records none."""
+        """Write an outcome from the backend's report, for a backend that writes none itself."""
         (row,) = self.placements.collect([self.handle(attempt.rank)], timeout=0)
         if reported is not ReplicaStatus.CANCELLED and row.get("reason") not in REASONS:
             return attempt.record_lost(f"{self.backend(attempt.rank)} reports it {reported}")
         return attempt.record(self._of_row(attempt, {**row, "status": reported}))
 
     def _of_row(self, attempt: Attempt, row: Mapping[str, Any]) -> Outcome:
-        """Return the outcome that an executor reports of a replica that left none: no key proves it."""
+        """Return the outcome that an executor reports for a replica without one. In a signed run it is unproven."""
         return replace(Outcome.of_row(attempt.rank, attempt.number, row), unproven=self.record.settings.signed)
 
     def _state(self, rank: int, reported: ReplicaStatus | None, doing: str) -> ReplicaState:
@@ -536,5 +546,10 @@ class RunStateReader:
 
 
 def unreadable(attempt: Attempt, error: Exception) -> Outcome:
-    """Return what is said of an attempt whose records do not tell how it is; it is never written."""
+    """Return the outcome to show for an attempt with damaged records. It is not written to the store.
+
+    Args:
+        attempt: the attempt.
+        error: the error that its record raised.
+    """
     return attempt.new_outcome(ReplicaStatus.FAILED, "lost", error=str(error), finished_at=time.time())

@@ -241,7 +241,8 @@ class _Worker:
             _flush()
             half_a_line = assignment.output_tail().rpartition("\n")[2]
             _print("\n" * bool(half_a_line) + f"{outcome.error}\n")
-            # Keep the error alive. Else the objects in its frames end here, and that may take long before the record.
+            # Keep the error. Otherwise Python would delete the objects in its frames now. That may take long, and
+            # would delay the record of the outcome.
             self._raised = error
         self.stop(outcome)
         _flush()

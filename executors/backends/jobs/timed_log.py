@@ -212,7 +212,7 @@ class TimedLog:
 
     def lines(self, n_first: int, *, has_ended: bool = False) -> Iterator[list[str]]:
         if self._new_entries is None:
-            self._shared.ask()  # first, so that it has every entry that is written after the request below
+            self._shared.ask()  # Before the next request: then no entry that is written after that request is missed.
             self._new_entries = _Deduplicator(datetime.now(UTC) - SKEW)
             new = self._new_entries.new_of(self._last(n_first))
             self._met(new, self._new_entries)

@@ -14,7 +14,7 @@ from executors.logs.readers import FileLog, TailedLog
 from executors.store.protocol import Entry
 from executors.worker.log_copy import FINAL_BYTES, LIVE_BYTES, NAME
 
-PAUSE_S = 15.0  # between two looks at a copy; a supervisor writes it every 60 s
+PAUSE_S = 15.0  # between two reads of the copy of a log, which the supervisor writes every 60 s
 PIECE_BYTES = 1 << 20
 COLLECTED = "`replicas collect --out DIR` writes all lines of its copy in the rendezvous"
 

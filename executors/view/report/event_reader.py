@@ -1,4 +1,4 @@
-"""The events of a run, derived from its records.
+"""Makes the events of a run from its records: launches, claims, hangs, ends, decisions and warnings.
 
 Only warnings have a separate record: each replica writes `warnings.json` of its attempt.
 """
@@ -34,12 +34,12 @@ KINDS = (
 )  # fmt: skip
 USUAL = ("launched", "claimed", "first_progress", "finished")
 OF_DECISIONS = {"cancel": "cancelled", "give_up": "gave_up", "stop": "stopped"}
-NO_PROGRESS = ("rss", "left_with", "left_out")  # lines of segments that are not reported by the entrypoint
+NO_PROGRESS = ("rss", "left_with", "left_out")  # fields of lines in segments that the entrypoint did not report
 SEGMENT_BYTES = 4 << 20
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0  # between two looks for the first report of an attempt
-SUSPICION_S = 10.0  # dumps that lie closer together are of one suspicion
+SUSPICION_S = 10.0  # dumps with less time between them belong to one suspected hang
 MORE = "more warnings of this attempt are in its log only."
-HEAD_BYTES = 2000  # of a dump; its first line is the diagnosis
+HEAD_BYTES = 2000  # the bytes of a dump in which its first line, the diagnosis, is searched
 MAX_DUMP_BYTES = 4 << 20
 T = TypeVar("T")
 R = TypeVar("R")
@@ -59,22 +59,22 @@ class Event:
     at: float
     """Unix time, by the clock of the process that recorded it."""
     rank: int | None = None
-    """None: it happened to the whole run."""
+    """The rank. None: the event concerns the whole run."""
     attempt: int | None = None
     actor: str = ""
-    """The process or host that did or saw it."""
+    """The process or host that caused or noticed the event."""
     reason: str | None = None
     """The reason of an end, or of the end that a decision follows."""
     why: str = ""
     """An explanation for the user."""
     duration_s: float | None = None
-    """How long an attempt lived, took to its first progress, or stays down; how long the run took."""
+    """Seconds: the life of an attempt, the time to its first progress, the wait before a restart, or the run's time."""
     count: int = 1
-    """How often it happened until it was read: a warning may come many times."""
+    """How often it had happened when it was read. Only warnings come several times."""
 
     @property
     def is_usual(self) -> bool:
-        """Whether it happens in a run in which nothing goes wrong."""
+        """True if the event also happens in a run without failures."""
         return self.kind in USUAL or (self.kind == "ended" and self.reason == "succeeded")
 
     def to_json(self) -> dict[str, Any]:
@@ -83,13 +83,14 @@ class Event:
 
 
 class EventReader:
-    """Reads what happened in a run; each record is read once.
+    """Makes events from the records of a run. It reads each record once.
 
     Args:
-        log: the run's decision log. None of it has to be read before.
+        log: the run's decision log. It may be unread.
         record: the record of the run.
         map_over: applies a function to several items, at the same time if each takes a round trip.
         note: called with a message for each record that cannot be read.
+        clock: returns the seconds of a monotonic clock.
     """
 
     def __init__(
@@ -114,24 +115,24 @@ class EventReader:
         self._seen = set[tuple[Any, ...]]()
         self._claimed = dict[tuple[int, int], float]()
         self._ask = defaultdict[tuple[int, int], tuple[float, float]](lambda: (0.0, FIRST_PAUSE_S))
-        """When to ask for a first report next, and how long to wait then."""
-        self._is_launch_told = False
+        """When to look for a first report again, and the pause after that look, by rank and attempt."""
+        self._has_yielded_launch = False
         self._read_warnings = dict[tuple[int, int], tuple[float, int]]()
-        """By rank and attempt, which version of its warnings was read last."""
+        """The version of `warnings.json` that was read last, by rank and attempt."""
 
     def new(self, inventory: Inventory, now: RunStatus) -> list[Event]:
-        """Return what happened since the last call, in the order of time.
+        """Return the events since the last call, in the order of time.
 
         Args:
             inventory: the list of the replicas' records.
-            now: the run's status, looked at before.
+            now: the run's status, from the same look as the list or an earlier one.
         """
         record, found = self._record, list[Event]()
-        if not self._is_launch_told:
-            self._is_launch_told = True
+        if not self._has_yielded_launch:
+            self._has_yielded_launch = True
             why = ", ".join(f"{len(place.ranks)} on {place.backend}" for place in record.placements)
             found.append(Event(kind="launched", at=record.created_at, actor=record.created_by, why=why))
-        # Claims first: the durations of what follows count from them.
+        # Claims come before outcomes, because the duration of an attempt begins at its claim.
         for name, read in (("intent", self._intent), ("started", self._claim), ("outcome", self._end)):
             keys = sorted(each for each in inventory.records if each[2] == name and each not in self._seen)
             self._seen.update(keys)
@@ -149,14 +150,14 @@ class EventReader:
         return found
 
     def _read(self, read: Callable[[T], list[Event]], items: Sequence[T]) -> Iterator[Event]:
-        def read_or_tell(item: T) -> list[Event]:
+        def read_or_note(item: T) -> list[Event]:
             try:
                 return read(item)
             except StoreError as error:
                 self._note(str(error))
                 return []
 
-        for events in self._map(read_or_tell, items):
+        for events in self._map(read_or_note, items):
             yield from events
 
     def _intent(self, attempt: Attempt) -> list[Event]:
@@ -179,11 +180,11 @@ class EventReader:
         return [] if outcome is None else events_of_end(outcome, self._claimed.get((attempt.rank, attempt.number)))
 
     def _first_progress(self, inventory: Inventory) -> Iterator[Event]:
-        """Tell of first reports, from the first segments of measurements, which come some seconds late."""
+        """Yield the first report of each attempt, from its first segment, which is written some seconds later."""
         waiting = [key for key in self._claimed if ("progress", *key) not in self._seen]
         over, now = {key for key in waiting if inventory.has(*key, "outcome")}, self._clock()
         waiting = [key for key in waiting if key in over or self._ask[key][0] <= now]
-        for key in waiting:  # seldomer each time: one that reports nothing is asked for as long as it lives
+        for key in waiting:  # the pause grows, because an attempt that never reports is read until it ends
             pause_s = self._ask[key][1]
             self._ask[key] = now + pause_s, min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -225,7 +226,7 @@ class EventReader:
         return self._read(read, new)
 
     def _warnings(self, inventory: Inventory) -> Iterator[Event]:
-        """Yield warnings whose texts are new. The record of an attempt is read again only when it was written again."""
+        """Yield warnings with new texts. A record is read again only if it has changed."""
         fresh = sorted(key for key, version in inventory.warnings.items() if self._read_warnings.get(key) != version)
         self._read_warnings.update((key, inventory.warnings[key]) for key in fresh)
 
@@ -233,10 +234,10 @@ class EventReader:
             return [event_of_warning(each) for each in read_warnings(Attempt(self._store, self._run_id, *key))]
 
         for event in self._read(read, fresh):
-            text = MORE if event.why.endswith(MORE) else event.why  # the number in this line may have changed since
-            told = ("warning", event.rank, event.attempt, text)
-            if told not in self._seen:
-                self._seen.add(told)
+            text = MORE if event.why.endswith(MORE) else event.why  # the line begins with a number that grows
+            identity = ("warning", event.rank, event.attempt, text)
+            if identity not in self._seen:
+                self._seen.add(identity)
                 yield event
 
     def _decisions(self) -> Iterator[Event]:
@@ -252,7 +253,7 @@ class EventReader:
 
 
 def read_warnings(attempt: Attempt) -> list[FoundWarning]:
-    """Return the warnings of an attempt in the order in which they came first; none if it left no record.
+    """Return the warnings of an attempt, by the time at which each came first. Empty: it has no such record.
 
     Args:
         attempt: an attempt of any run. Its record is foreign, and is read within bounds.
@@ -277,7 +278,12 @@ def event_of_warning(found: FoundWarning) -> Event:
 
 
 def events_of_end(outcome: Outcome, claimed_at: float | None = None) -> list[Event]:
-    """Return the end of an attempt as events: the notice that came before, and the end."""
+    """Return the events of an attempt's end: the end, and before it the notice, if there was one.
+
+    Args:
+        outcome: the outcome of the attempt.
+        claimed_at: Unix time of its claim. None: the start in the outcome counts.
+    """
     began_at = outcome.started_at if claimed_at is None else claimed_at
     has_ended = outcome.status is ReplicaStatus.SUCCEEDED
     end = Event(
@@ -296,7 +302,12 @@ def events_of_end(outcome: Outcome, claimed_at: float | None = None) -> list[Eve
 
 
 def event_of_decision(entry: Decision, words: str) -> Event:
-    """Return an entry of the log as an event."""
+    """Return an entry of the log of decisions as an event.
+
+    Args:
+        entry: the entry.
+        words: the sentence that describes it.
+    """
     return Event(
         kind=OF_DECISIONS.get(entry.kind, "decided"),
         at=entry.at,
@@ -310,22 +321,34 @@ def event_of_decision(entry: Decision, words: str) -> Event:
 
 
 def read_stacks(attempt: Attempt, number: int) -> str:
-    """Return a dump of an attempt's stacks; its first line is the diagnosis.
+    """Return one dump of an attempt's stacks. Its first line is the diagnosis.
+
+    Args:
+        attempt: the attempt.
+        number: the number of the dump.
 
     Raises:
-        StoreError: it cannot be read.
+        StoreError: the dump cannot be read.
     """
     key = attempt.key(f"stacks/{number}.txt")
     return bytes(get_at_most(attempt.store, key, MAX_DUMP_BYTES)).decode(errors="replace")
 
 
 def progress_in(segment: Any) -> Iterator[float]:
-    """Yield when something was reported, by the lines of a segment of measurements: seconds since the claim."""
+    """Yield the time of each line that the entrypoint reported, in seconds since the claim.
+
+    Args:
+        segment: the bytes of a segment of measurements.
+    """
     return (t for t, is_progress in lines_in(segment) if is_progress)
 
 
 def lines_in(segment: Any) -> Iterator[tuple[float, bool]]:
-    """Yield of each line of a segment its time, in seconds since the claim, and whether the entrypoint reported it."""
+    """Yield for each line its time in seconds since the claim, and True if the entrypoint reported it.
+
+    Args:
+        segment: the bytes of a segment of measurements.
+    """
     for text in bytes(segment).splitlines():
         with contextlib.suppress(ValueError, RecursionError):
             line = json.loads(text)
