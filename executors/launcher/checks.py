@@ -118,7 +118,7 @@ def check_same(request: LaunchRequest, task: StoredTask) -> None:
     if differing:
         raise ValueError(
             f"Run {task.run_id!r} continues with the values of its launch, and {differing[0]!r} differs from them. "
-            "Remove args= and seed=, or launch a new run."
+            "Remove args=, argv= and seed=, or launch a new run."
         )
 
 

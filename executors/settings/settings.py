@@ -69,7 +69,7 @@ class Settings(Record):
         None,
         option=Option(
             help="Time limit of each replica, as in 90s, 5m or 1h30m. Default: 1h in a cloud, the "
-            " limit of the cluster on a cluster, else none.",
+            "limit of the cluster on a cluster, else none.",
             panel=LIMITS,
             kind=Duration,
             metavar="DURATION",

@@ -61,7 +61,7 @@ def test_other_rules_may_count_from_a_resume_on(half_dead: Run) -> None:
     policy, resumed = DecisionLog(view_of(run).store, run.run_id).read()
     assert (policy.kind, policy.restarts, policy.hang) == ("policy", "2", "off")
     assert (resumed.kind, resumed.start) == ("resume", {1: 1, 2: 1})
-    with pytest.raises(ValueError, match="whole number"):
+    with pytest.raises(ValueError, match="begin with a number"):
         resume(half_dead, restarts="many")
 
 
@@ -230,7 +230,9 @@ def test_nobody_is_sent_to_a_folder_that_does_not_have_the_code(
     (here / "train.py").rename(here / "moved.py")
     resume(attach("nightly")).wait(30)
     assert attach("nightly").status().replicas[0].attempt == 1
-    assert f"launched in '{here}', where its code is not found: that of '{there}' is taken" in capsys.readouterr().err
+    assert (
+        f"launched in '{here}', where its code is not found. The code in '{there}' is used" in capsys.readouterr().err
+    )
 
 
 def test_who_asked_for_a_new_run_from_a_snapshot_is_told_a_command_that_begins_one(
@@ -252,7 +254,9 @@ def test_a_folder_that_is_not_here_any_more_is_named_and_the_run_goes_on_with_wh
     here.rename(here.with_name("moved"))
     resume(attach("nightly")).wait(30)
     assert attach("nightly").status().replicas[0].attempt == 1
-    assert f"launched in '{here}', where its code is not found: that of '{there}' is taken" in capsys.readouterr().err
+    assert (
+        f"launched in '{here}', where its code is not found. The code in '{there}' is used" in capsys.readouterr().err
+    )
 
 
 def test_launch_with_resume_brings_a_run_back(half_dead: Run, tmp_path: Path) -> None:
@@ -270,9 +274,9 @@ def test_launch_with_resume_refuses_another_task(half_dead: Run) -> None:
 def test_launch_with_resume_refuses_other_arguments() -> None:
     fail = "executors.testing.tasks:fail"
     launch(PLAIN, fail, 1, args={"message": "no"}, run_id="as-it-was", seed=3).wait(30)
-    with pytest.raises(ValueError, match="with what it was launched with, and 'message' is another now"):
+    with pytest.raises(ValueError, match="with the values of its launch, and 'message' differs"):
         launch(PLAIN, fail, 1, args={"message": "yes"}, run_id="as-it-was", resume=True)
-    with pytest.raises(ValueError, match="and 'seed' is another now"):
+    with pytest.raises(ValueError, match="and 'seed' differs"):
         launch(PLAIN, fail, 1, args={"message": "no"}, seed=4, run_id="as-it-was", resume=True)
     launch(PLAIN, fail, 1, args={"message": "no"}, seed=3, run_id="as-it-was", resume=True).wait(30)
     again = launch(PLAIN, fail, 1, run_id="as-it-was", resume=True)
@@ -282,7 +286,7 @@ def test_launch_with_resume_refuses_other_arguments() -> None:
 
 def test_launch_with_resume_refuses_what_it_would_leave_out() -> None:
     for name, value in {"min_replicas": 1, "fail_fast": True, "max_cost": 2.5, "tracker": "trackio"}.items():
-        with pytest.raises(ValueError, match=f"A resumed run keeps the {name} it was launched with"):
+        with pytest.raises(ValueError, match=f"A resumed run keeps the {name} of its launch"):
             launch(PLAIN, print, 1, run_id="any", resume=True, **{name: value})  # type: ignore[arg-type]
 
 
@@ -292,7 +296,7 @@ def test_launch_with_resume_brings_a_script_back_with_the_arguments_it_had(tmp_p
     again = launch(PLAIN, str(script), 1, run_id="a-script", resume=True)
     again.wait(30)
     assert (again.outcomes()[0].attempt, again.outcomes()[0].exit_code) == (1, 3)
-    with pytest.raises(ValueError, match="'argv' is another now"):
+    with pytest.raises(ValueError, match="'argv' differs"):
         launch(PLAIN, str(script), 1, argv=[], run_id="a-script", resume=True)
 
 
