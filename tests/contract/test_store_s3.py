@@ -102,7 +102,7 @@ def test_an_object_larger_than_one_request_may_be_is_refused_before_it_is_sent(s
     assert isinstance(store, LimitedStore)
     before = len(s3.requests())
     for verb in (store.put, store.put_if_absent):
-        with pytest.raises(StoreError, match=rf"'big'.*{MAX_PUT_BYTES + 1} bytes.*in parts"):
+        with pytest.raises(StoreError, match=rf"'big'.*{MAX_PUT_BYTES + 1} bytes.*as several objects"):
             verb("big", parts)
     assert len(s3.requests()) == before
 

@@ -108,7 +108,7 @@ def test_closing_before_the_last_round_warns_that_the_others_go_on() -> None:
     diloco.step()
     diloco.step()
     diloco.stop()
-    with pytest.warns(UserWarning, match="other replicas go on"):
+    with pytest.warns(UserWarning, match="other replicas continue"):
         diloco.close()
 
 
