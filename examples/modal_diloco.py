@@ -1,6 +1,6 @@
 """Train one model with DiLoCo on Modal sandboxes. The sandboxes communicate through a bucket only.
 
-pip install 'serverless-replicas[modal,s3]' && modal token new
+pip install 'serverless-replicas[diloco,modal,s3]' && modal token new
 python examples/modal_diloco.py --n 4 --gpu H100 --rendezvous s3://BUCKET/runs
 """
 

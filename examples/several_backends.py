@@ -1,6 +1,6 @@
 """Train one model on this machine and on Modal at the same time. The replicas communicate through a bucket only.
 
-pip install 'serverless-replicas[modal,s3]' && modal token new
+pip install 'serverless-replicas[diloco,modal,s3]' && modal token new
 python examples/several_backends.py --rendezvous s3://BUCKET/runs
 
 While the run continues, add replicas from here, or from any machine that has the task's digest:
