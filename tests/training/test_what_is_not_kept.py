@@ -203,6 +203,6 @@ def test_a_checkpoint_from_before_the_first_round_of_a_run_is_refused(monkeypatc
     for _ in range(3):
         diloco.step()
     monkeypatch.setattr(type(diloco._training_side.runner.replayer), "first", 2)
-    with pytest.raises(ValueError, match="checkpoint is of round 0, the run began at 2 and is at 3"):
+    with pytest.raises(ValueError, match="it is of round 0, and the run began at 2 and is at 3"):
         diloco.load_state_dict(state)
     leave(diloco)
