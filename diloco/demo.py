@@ -221,7 +221,7 @@ def train(
     began = time.monotonic()
     reports: list[RoundReport] = []
     with diloco:
-        before = evaluate(model, text) if replica.rank == 0 else math.nan
+        before = held_out_loss(model, text) if replica.rank == 0 else math.nan
         for step in diloco.steps():
             loss = inner.step(step)
             report = diloco.step()
@@ -249,15 +249,15 @@ def train(
     last_ranks = reports[-1].ranks if reports else (replica.rank,)
     if replica.rank in (0, min(last_ranks)):
         if math.isnan(before):
-            before = evaluate(_new_model(seed), text)  # rank 0 has measured it, and is no longer in the run
-        result |= {"loss_before": before, "loss": evaluate(model, text)}
+            before = held_out_loss(_new_model(seed), text)  # rank 0 has measured it, and is no longer in the run
+        result |= {"loss_before": before, "loss": held_out_loss(model, text)}
         if compare:
             result |= _compare(text, replica, new_inner, steps)
         result["summary"] = _summary(result, model, replica.world_size, len(last_ranks), text, seed)
     return result
 
 
-def evaluate(model: ByteTransformer, text: Text) -> float:
+def held_out_loss(model: ByteTransformer, text: Text) -> float:
     """Return the mean loss on the held-out text. Each call uses the same windows.
 
     Args:
@@ -265,7 +265,7 @@ def evaluate(model: ByteTransformer, text: Text) -> float:
         text: the text.
 
     Example:
-        evaluate(ByteTransformer(), load_text())  # about 5.8 before training
+        held_out_loss(ByteTransformer(), load_text())  # about 5.8 before training
     """
     windows = _windows(text.held_out, 512, model.context, torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -283,7 +283,10 @@ def _compare(text: Text, replica: Replica, new_inner: Callable[[int], Inner], st
     together = [new_inner(rank) for rank in range(replica.world_size)]
     for step in range(steps):
         together[0].step(step, torch.cat([inner.windows() for inner in together]))
-    return {"loss_alone": evaluate(alone.model, text), "loss_data_parallel": evaluate(together[0].model, text)}
+    return {
+        "loss_alone": held_out_loss(alone.model, text),
+        "loss_data_parallel": held_out_loss(together[0].model, text),
+    }
 
 
 def _summary(result: dict[str, Any], model: ByteTransformer, world_size: int, left: int, text: Text, seed: int) -> str:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from diloco import DiLoCo
-from diloco.demo import OUTER_LR, OUTER_MOMENTUM, Inner, evaluate, load_text
+from diloco.demo import OUTER_LR, OUTER_MOMENTUM, Inner, held_out_loss, load_text
 from executors.store import MemoryStore
 
 BASE = "fp32"
@@ -111,7 +111,7 @@ def train(setting: str, inner_steps: int, seed: int, steps: int, batch: int, n: 
                     n_bytes += report.bytes_up + report.bytes_down
         list(at_once.map(DiLoCo.close, replicas))
     inners[0].model.load_state_dict(replicas[0].anchor(), strict=False)
-    return Trained(setting, inner_steps, seed, evaluate(inners[0].model, text()), n_bytes // n)
+    return Trained(setting, inner_steps, seed, held_out_loss(inners[0].model, text()), n_bytes // n)
 
 
 def table(found: Sequence[Trained], inner_steps: Sequence[int]) -> Iterator[str]:

@@ -97,7 +97,7 @@ def search_first(folder: str) -> None:
 
 
 @contextlib.contextmanager
-def restored() -> Iterator[None]:
+def restored_search_path() -> Iterator[None]:
     """Undo the changes of the block to `sys.path` and to the user's folders, because the process is the user's."""
     paths, folders, has_finder = [*sys.path], {*_user_folders}, ReservedNames in sys.meta_path
     try:

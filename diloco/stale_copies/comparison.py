@@ -16,11 +16,11 @@ from diloco.errors import StaleCopyError
 from diloco.fragments import Fragment
 from diloco.stale_copies.move_test import MoveTest
 from diloco.stale_copies.optimizer_hook import unwatch, watch
-from diloco.stale_copies.samples import VALUES, Sample, Values, distance, largest, read
+from diloco.stale_copies.samples import VALUES, Sample, Values, distance, largest, read_samples
 from diloco.stale_copies.search import (
     Copy,
     copies_of,
-    is_near,
+    is_close_to,
     named_tensors,
     names_of,
     reachable_tensors,
@@ -126,7 +126,7 @@ class StaleCopies:
             # Another place each time, because most rows of an embedding have not changed since the last round.
             start = (self._next * 7919 + number * 104729) % max(1, parameter.numel() - VALUES + 1)
             self._samples.append(Sample(name, parameter, start))
-        self._before = read(self._samples)
+        self._before = read_samples(self._samples)
         self._next += n
 
     def after_merge(self, when: str) -> None:
@@ -138,7 +138,7 @@ class StaleCopies:
         samples, self._samples = self._samples, []
         self._merge, self._later, self._n_waits = None, None, 0
         if samples and self._before is not None:
-            self._merge = Merge(samples, self._before, read(samples), when)
+            self._merge = Merge(samples, self._before, read_samples(samples), when)
             if self._copies and not self._looks:
                 self._looks = True
                 watch(self._look_at_copies)
@@ -186,7 +186,7 @@ class StaleCopies:
             for key, value in named_tensors(values):
                 if key in self._warned_of or value.shape != parameter.shape:
                     continue
-                if value.data_ptr() in averaged or not is_near(value, parameter.detach()):
+                if value.data_ptr() in averaged or not is_close_to(value, parameter.detach()):
                     continue
                 self._warned_of.add(key)
                 warnings.warn(
@@ -225,7 +225,7 @@ class StaleCopies:
             raise StaleCopyError(_message(self._stale, self._merge.when, self._named))
         # An optimizer that accumulates gradients over several steps writes its copy at the last of them. Until then no
         # value changes, and a comparison would find the merge in place.
-        merge, now = self._merge, read(self._merge.samples)
+        merge, now = self._merge, read_samples(self._merge.samples)
         if self._n_waits < MOST_WAITS and merge.is_in_place(now):
             self._n_waits += 1
             return
@@ -306,7 +306,7 @@ class Merge:
         when: the merge in the words of an error, such as "round 3".
 
     Example:
-        Merge(samples, before, read(samples), "round 3")
+        Merge(samples, before, read_samples(samples), "round 3")
     """
 
     def __init__(self, samples: list[Sample], before: Values, after: Values, when: str) -> None:
@@ -346,7 +346,7 @@ class Undone:
         is_clear: True if so many values are back that chance, or one large step, cannot be the cause.
 
     Example:
-        Undone.of(merge, read(merge.samples))
+        Undone.of(merge, read_samples(merge.samples))
     """
 
     def __init__(self, samples: Sequence[Sample], change: float, *, is_clear: bool) -> None:
@@ -415,7 +415,7 @@ class LaterSteps:
     def look(self) -> float | None:
         """Compare one more step. Return the share of the merge that it undid, if that is much; otherwise None."""
         self._n_calls += 1
-        last, self._now = self._now, read(self._samples)
+        last, self._now = self._now, read_samples(self._samples)
         step = self._now - last
         if not step.any():
             return None

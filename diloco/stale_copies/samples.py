@@ -58,14 +58,14 @@ class Sample:
         return values[:VALUES]
 
 
-def read(samples: Sequence[Sample]) -> Values:
+def read_samples(samples: Sequence[Sample]) -> Values:
     """Return the values of samples as (n_samples, VALUES), with zeros if a sample has fewer values.
 
     Args:
         samples: the samples.
 
     Example:
-        read([Sample("head.weight", model.head.weight, 0)])
+        read_samples([Sample("head.weight", model.head.weight, 0)])
     """
     values = np.zeros((len(samples), VALUES), np.float32)
     for row, sample in zip(values, samples, strict=True):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from diloco.stale_copies.samples import Sample, Values, read
+from diloco.stale_copies.samples import Sample, Values, read_samples
 
 MOST_FLAT = 100_000_000
 """Most values of a flat tensor in which copies of parameters are searched."""
@@ -48,7 +48,7 @@ class Copy:
     def read(self) -> Values | None:
         """Return the current values of the copy. None: it was deleted."""
         tensor = self._tensor()
-        return None if tensor is None else read([Sample(self.sample.name, tensor, self._start)])[0]
+        return None if tensor is None else read_samples([Sample(self.sample.name, tensor, self._start)])[0]
 
 
 def copies_of(samples: Sequence[Sample], tensors: Iterable[Tensor]) -> list[Copy]:
@@ -61,7 +61,7 @@ def copies_of(samples: Sequence[Sample], tensors: Iterable[Tensor]) -> list[Copy
     Example:
         copies_of(samples, tensors_in([optimizer]))
     """
-    wanted = [(sample, read([sample])[0][: sample.n_values]) for sample in samples]
+    wanted = [(sample, read_samples([sample])[0][: sample.n_values]) for sample in samples]
     shapes = {sample.parameter.shape for sample in samples}
     own = {sample.parameter.data_ptr() for sample in samples}
     found: list[Copy] = []
@@ -244,7 +244,7 @@ def names_of(optimizers: Sequence[Optimizer]) -> str:
     return f"optimizer {' or '.join(dict.fromkeys(names))}" if names else "the optimizer"
 
 
-def is_near(value: Tensor, parameter: Tensor) -> bool:
+def is_close_to(value: Tensor, parameter: Tensor) -> bool:
     """Return True if a tensor is within a fifth of a parameter, by norm, and the parameter is not zero.
 
     Args:
@@ -252,7 +252,7 @@ def is_near(value: Tensor, parameter: Tensor) -> bool:
         parameter: the parameter.
 
     Example:
-        is_near(master, parameter)
+        is_close_to(master, parameter)
     """
     norm = float(parameter.float().norm())
     return norm > 0 and float((value.to(parameter.device).float() - parameter.float()).norm()) <= 0.2 * norm

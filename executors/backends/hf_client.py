@@ -27,7 +27,6 @@ utils: Any = LazyModule("huggingface_hub.utils", NEEDED_BY, "hf")
 constants: Any = LazyModule("huggingface_hub.constants", NEEDED_BY, "hf")
 
 __all__ = [
-    "ask",
     "check_version",
     "constants",
     "hub",
@@ -35,6 +34,7 @@ __all__ = [
     "hub_volume",
     "list_hub_jobs",
     "log_stream",
+    "request_hub",
     "translated_errors",
 ]
 OLDEST = (1, 20)  # the first release that has all functions that are used here
@@ -61,7 +61,7 @@ def check_version() -> None:
         )
 
 
-def ask(call: Callable[[], T], *, may_have_acted: bool = False) -> T:
+def request_hub(call: Callable[[], T], *, may_have_acted: bool = False) -> T:
     """Make a request with a time limit, and return its result.
 
     Args:
@@ -73,7 +73,7 @@ def ask(call: Callable[[], T], *, may_have_acted: bool = False) -> T:
         JobNotFoundError: the Hub does not know the job. This is an error of the SDK.
 
     Example:
-        ask(api.whoami)
+        request_hub(api.whoami)
     """
     with translated_errors(may_have_acted):
         return call_with_timeout(CALL_LIMIT_S, call)

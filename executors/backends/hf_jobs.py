@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from executors.backends.hf_client import (
-    ask,
     check_version,
     constants,
     hub,
@@ -25,6 +24,7 @@ from executors.backends.hf_client import (
     hub_volume,
     list_hub_jobs,
     log_stream,
+    request_hub,
 )
 from executors.backends.jobs.executor import JobExecutor, options_of
 from executors.backends.jobs.job_logs import StreamedLog
@@ -128,12 +128,12 @@ class HFJobs(JobService):
 
     def start(self, job: JobSpec) -> JobId:  # the SDK does not repeat this request, so a lost answer is seen here
         request = self._request(job)
-        info = ask(lambda: self.api.run_job(**request), may_have_acted=True)
+        info = request_hub(lambda: self.api.run_job(**request), may_have_acted=True)
         return self._job_id(info.id, request["namespace"])
 
     def find(self, key: JobKey) -> list[JobId]:
         namespace = self.namespace or self._whoami()
-        found = ask(lambda: list_hub_jobs(self.endpoint, namespace, key.labels))
+        found = request_hub(lambda: list_hub_jobs(self.endpoint, namespace, key.labels))
         # The caller may end a found job. So the labels are compared here, in case the service ignores the filter.
         found = [info for info in found if key.labels.items() <= (info.labels or {}).items()]
         found = [info for info in found if _stage(info) != "DELETED"]
@@ -163,7 +163,7 @@ class HFJobs(JobService):
         if not jobs:
             return {}
         namespace, labels = self.namespace or self._whoami(), next(iter(jobs)).run_labels
-        listed = {info.id: info for info in ask(lambda: list_hub_jobs(self.endpoint, namespace, labels))}
+        listed = {info.id: info for info in request_hub(lambda: list_hub_jobs(self.endpoint, namespace, labels))}
         return {
             key: _state_of(info)
             for key, job_id in jobs.items()
@@ -174,7 +174,7 @@ class HFJobs(JobService):
 
     def running_jobs(self, labels: Mapping[str, str]) -> list[RunningJob]:
         namespace = self.namespace or self._whoami()
-        found = ask(lambda: list_hub_jobs(self.endpoint, namespace, labels))
+        found = request_hub(lambda: list_hub_jobs(self.endpoint, namespace, labels))
         # The caller ends these jobs. So the labels are compared here, in case the service ignores the filter.
         found = [info for info in found if labels.items() <= (info.labels or {}).items() and _stage(info) not in ENDED]
         return [RunningJob(self._job_id(info.id, namespace), dict(info.labels or {})) for info in found]
@@ -195,7 +195,7 @@ class HFJobs(JobService):
     def stop(self, job_id: JobId) -> None:
         try:
             with contextlib.suppress(hub_errors.JobNotFoundError):
-                ask(lambda: self.api.cancel_job(job_id=job_id["id"], namespace=job_id["namespace"]))
+                request_hub(lambda: self.api.cancel_job(job_id=job_id["id"], namespace=job_id["namespace"]))
         except JobServiceError as error:
             with contextlib.suppress(JobServiceError):
                 if error.kind == "rejected" and self.state(job_id).has_ended:  # the job ended before the request
@@ -214,7 +214,7 @@ class HFJobs(JobService):
     def _inspect(self, job_id: JobId) -> hub.JobInfo | None:
         """Return the service's answer about a job. None if it does not know the job."""
         with contextlib.suppress(hub_errors.JobNotFoundError):
-            return ask(lambda: self.api.inspect_job(job_id=job_id["id"], namespace=job_id["namespace"]))
+            return request_hub(lambda: self.api.inspect_job(job_id=job_id["id"], namespace=job_id["namespace"]))
         return None
 
     def _request(self, job: JobSpec) -> dict[str, Any]:
@@ -237,7 +237,7 @@ class HFJobs(JobService):
 
     @functools.cached_property
     def _hardware(self) -> list[hub.JobHardwareInfo]:
-        return ask(self.api.list_jobs_hardware)
+        return request_hub(self.api.list_jobs_hardware)
 
     def _secrets(self, names: Sequence[str]) -> dict[str, str]:
         names = (*self.secrets, *names)
@@ -255,7 +255,7 @@ class HFJobs(JobService):
         """Return the user of the token. The service limits this request strictly, so it is made once."""
         with self._asking_for_user:
             if self._user is None:
-                self._user = str(ask(self.api.whoami)["name"])
+                self._user = str(request_hub(self.api.whoami)["name"])
                 self.namespace = self.namespace or self._user
             return self._user
 

@@ -33,7 +33,7 @@ from executors.task.arguments import split_rank_env
 from executors.task.create import MASK
 from executors.task.entrypoint import check_entrypoint
 from executors.task.launch_request import LaunchRequest
-from executors.worker.main import call
+from executors.worker.main import call_replica
 
 MACHINE = re.compile(r"\S+ \S+ \S+")  # as `this_machine` names one
 _calls: list[tuple[str, int]] = []
@@ -181,7 +181,7 @@ class InlineExecutor(Backend):
     def _call(self, run: RunSpec, rank: int, entrypoint: str | Callable[..., Any]) -> None:
         with _surroundings_of(run, rank, entrypoint):
             try:
-                call(address_of(run.store_url, run.run_id), run.task_digest)
+                call_replica(address_of(run.store_url, run.run_id), run.task_digest)
             except SystemExit:
                 pass  # the outcome has the exit code
             except Exception as error:  # noqa: BLE001 - the user's code raised it, and the outcome has it
@@ -213,7 +213,7 @@ def _surroundings_of(run: RunSpec, rank: int, entrypoint: str | Callable[..., An
     os.environ.pop(RUN_KEY, None)  # this key belongs to another run
     os.environ.update({**run.env, **run.credentials, RANK: str(rank)})
     try:
-        with module_search.restored():
+        with module_search.restored_search_path():
             yield
     finally:
         os.environ.clear()

@@ -36,7 +36,7 @@ from executors.backends.jobs.service import (
     shortened,
 )
 from executors.backends.jobs.timed_log import LogEntry, SharedLog, TimedLog
-from executors.backends.modal_client import TOKEN_ADVICE, WaitingCalls, in_thread, modal, translated_errors
+from executors.backends.modal_client import TOKEN_ADVICE, WaitingCalls, in_thread, modal, translated_modal_errors
 from executors.backends.modal_container import Images, check_secret, check_volumes, described, image_of, volume_of
 from executors.errors import BackendError
 from executors.task.record import OPTION_NAME
@@ -154,7 +154,7 @@ class ModalJobs(JobService):
         secrets = [modal.Secret.from_name(name, environment_name=self.environment) for name in self._names(job)]
         if job.credentials:
             secrets.append(modal.Secret.from_dict(dict(job.credentials)))
-        with translated_errors():
+        with translated_modal_errors():
             app = self._look_up(create_if_missing=True)
             image = image_of(self.image, self.python_version, job.requirements, job.pins)
             inside: dict[str, Any] = {

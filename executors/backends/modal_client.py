@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 else:
     modal = LazyModule("modal", "Backend 'modal' needs the Modal SDK.", "modal")
 
-__all__ = ["TOKEN_ADVICE", "WaitingCalls", "in_thread", "modal", "translated_errors"]
+__all__ = ["TOKEN_ADVICE", "WaitingCalls", "in_thread", "modal", "translated_modal_errors"]
 
 CALL_LIMIT_S = 90.0  # the SDK gives up on a server that it cannot reach after 56 s
 # A call is not interrupted in its first seconds. Without the answer to its first request, the SDK does not know what it
@@ -29,14 +29,14 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def translated_errors() -> Iterator[None]:
+def translated_modal_errors() -> Iterator[None]:
     """Turn errors of the SDK into JobServiceError. The SDK itself repeats a failed request three times.
 
     Raises:
         JobServiceError: the block raised an error of the SDK.
 
     Example:
-        with translated_errors():
+        with translated_modal_errors():
             modal.App.lookup("replicas")
     """
     import grpclib.exceptions
@@ -126,7 +126,7 @@ def in_thread(call: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(call)
     def made_in_thread(*args: P.args, **kwargs: P.kwargs) -> T:
-        with translated_errors():
+        with translated_modal_errors():
             return call_with_timeout(CALL_LIMIT_S, lambda: call(*args, **kwargs))
 
     return made_in_thread

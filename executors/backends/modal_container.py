@@ -13,7 +13,7 @@ from typing import Any, TextIO, cast
 
 from executors.backends.modal_client import WaitingCalls, modal
 from executors.errors import BackendError
-from executors.shipping.requirements import name_of
+from executors.shipping.requirements import package_name_of
 from executors.store.s3.address import S3Address
 
 
@@ -144,7 +144,7 @@ def not_paths(requirements: Sequence[str]) -> list[str]:
     Example:
         not_paths(["torch", "./my_package"])
     """
-    return [requirement for requirement in requirements if name_of(requirement) or "://" in requirement]
+    return [requirement for requirement in requirements if package_name_of(requirement) or "://" in requirement]
 
 
 def check_secret(name: str, environment: str | None) -> None:

@@ -219,7 +219,7 @@ def check_pickle(backend: Backend, request: LaunchRequest) -> None:
         backend.check_pickle(PYTHON)
 
 
-def check_chaos(placements: Placements, request: LaunchRequest) -> Sequence[str]:
+def check_faults(placements: Placements, request: LaunchRequest) -> Sequence[str]:
     """Return the faults of a launch, checked.
 
     Args:
@@ -285,10 +285,10 @@ def with_tracker(package: Package, tracker: str) -> Package:
         package: the package. It is returned as it is if it has the requirement already.
         tracker: the name of the tracker.
     """
-    from executors.shipping.requirements import name_of
+    from executors.shipping.requirements import package_name_of
 
     names = BUILT_IN.get(tracker, ())
-    if not names or {name_of(line) for line in package.requirements} & {*names}:
+    if not names or {package_name_of(line) for line in package.requirements} & {*names}:
         return package
     needed = next((f"{name}=={version}" for name in names if (version := installed_version(name))), names[0])
     return replace(package, requirements=(*package.requirements, needed), pins=(*package.pins, needed))

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from executors.backend import as_executor, no_progress
 from executors.errors import BackendError, RunExistsError
 from executors.launcher.checks import (
-    check_chaos,
     check_directory,
     check_environment,
+    check_faults,
     check_named,
     check_pickle,
     check_spares,
@@ -26,7 +26,7 @@ from executors.launcher.checks import (
     with_policy,
     with_tracker,
 )
-from executors.launcher.source_run import check_source
+from executors.launcher.source_run import find_source_run
 from executors.module_search import describe_hidden
 from executors.protocol import ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor, import_path
@@ -219,10 +219,10 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
         if words := describe_hidden(script):
             print(f"replicas: {words}", file=sys.stderr)
     check_spares(placements, request)
-    request, key = check_source(request, placements)
+    request, key = find_source_run(request, placements)
     check_pickle(placements, request)
     check_named(request)
-    chaos = tuple(check_chaos(placements, request)) if settings.chaos else ()
+    chaos = tuple(check_faults(placements, request)) if settings.chaos else ()
     request = replace(request, rendezvous=rendezvous).with_settings(timeout=timeout, chaos=chaos)
     settings = request.settings
     names: Any = {"env": list(request.env or ()), "secrets": settings.secrets}

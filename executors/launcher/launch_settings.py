@@ -37,7 +37,7 @@ from executors.registry import OptionText, executor_class, read_options
 from executors.settings.declaration import Duration, key_of
 from executors.settings.durations import parse_duration
 from executors.settings.settings import DEFAULTS, OPTIONS
-from executors.task.arguments import convert, describe, json_or_text
+from executors.task.arguments import convert, describe_annotation, json_or_text
 
 KEYS: Mapping[str, str] = {name: key_of(name, option) for name, option in OPTIONS.items()}
 """The key of each setting of a launch, by the name of its field."""
@@ -253,6 +253,6 @@ def _environment(keys: Mapping[str, Any]) -> dict[Place, Setting]:
             else:
                 found[(key,)] = Setting(shlex.split(text) if kind == list[str] else convert(text, kind), variable)
         except ValueError as error:
-            takes = f" takes {describe(kind)}, got {text!r}." if kind in (int, float, bool) else f": {error}"
+            takes = f" takes {describe_annotation(kind)}, got {text!r}." if kind in (int, float, bool) else f": {error}"
             raise ValueError(f"{variable}{takes}") from None
     return found

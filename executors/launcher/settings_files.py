@@ -19,7 +19,7 @@ from executors.settings.durations import parse_duration
 from executors.settings.policy import HangLimits, Restarts
 from executors.shipping.script_header import read_text, script_header, script_of, toml_of
 from executors.store.url import directory_of
-from executors.task.arguments import describe
+from executors.task.arguments import describe_annotation
 from executors.task.entrypoint import parse_entrypoint
 
 FILE, PROJECT = "replicas.toml", "pyproject.toml"
@@ -148,7 +148,7 @@ def _checked(key: str, value: Any, kind: Any, origin: str) -> Any:
         str: isinstance(value, str),
     }.get(kind, isinstance(value, list) and all(isinstance(item, str) for item in value))
     if not fits:
-        takes = "seconds, or a duration as in '1h30m'" if kind is Duration else describe(kind)
+        takes = "seconds, or a duration as in '1h30m'" if kind is Duration else describe_annotation(kind)
         raise ValueError(f"{origin}: {key} takes {takes}, got {json.dumps(value, default=str)}.")
     return value
 

@@ -11,7 +11,7 @@ from executors.store.url import directory_of
 from executors.task.launch_request import LaunchRequest
 
 
-def check_source(request: LaunchRequest, backend: Backend) -> tuple[LaunchRequest, str | None]:
+def find_source_run(request: LaunchRequest, backend: Backend) -> tuple[LaunchRequest, str | None]:
     """Find the run that a launch starts from.
 
     Args:

@@ -48,7 +48,7 @@ NOBODY = 10**6  # a rank that only what is of all ranks concerns
 
 
 @dataclass(frozen=True, kw_only=True)
-class Addition:
+class AdditionRequest:
     """The values that a user gives to add replicas to a run. `Run.add` describes each."""
 
     n: int
@@ -77,7 +77,7 @@ class AddedReplicas:
 
 @names_removal(lambda run: run)
 def add_replicas(
-    run: RunView, executor: str | ServerlessExecutor, asked: Addition, on_progress: Callable[[str], None]
+    run: RunView, executor: str | ServerlessExecutor, asked: AdditionRequest, on_progress: Callable[[str], None]
 ) -> AddedReplicas:
     """Check everything, take ranks, and start them; see `Run.add`."""
     name = reference(run.run_id, run.store.url)
@@ -166,7 +166,7 @@ def _inherited_secrets(run: RunView, backend: Backend, launched: LaunchedWith) -
 
 
 @contextlib.contextmanager
-def _noting_inherited_values(asked: Addition, settings: Settings) -> Iterator[None]:
+def _noting_inherited_values(asked: AdditionRequest, settings: Settings) -> Iterator[None]:
     """Add to an error of the block which values are the launch's, because the user did not give them here."""
     try:
         yield
@@ -214,7 +214,7 @@ def _check_run(run: RunView) -> None:
         raise ValueError(f"Run {run.run_id!r} has ended ({ended}), so no replica can join it. {how}")
 
 
-def _check_start(run: RunView, backend: Backend, task: StoredTask, asked: Addition, settings: Settings) -> None:
+def _check_start(run: RunView, backend: Backend, task: StoredTask, asked: AdditionRequest, settings: Settings) -> None:
     """Refuse what cannot work, before anything is written, started or paid for."""
     name, store = backend.backend_name, run.store
     if backend.needs_shared_rendezvous and directory_of(store.url) is not None:

@@ -322,9 +322,9 @@ class Run:
         Example:
             model.load_state_dict(attach("first-try").model())
         """
-        from executors.view.run_model import read_model
+        from executors.view.run_model import read_run_model
 
-        return dict(read_model(view_of(self), step=step, name=name, **more).tensors)
+        return dict(read_run_model(view_of(self), step=step, name=name, **more).tensors)
 
     def save_model(self, path: str | Path, *, step: int | None = None, name: str = "main", **more: Any) -> Any:
         """Write the model that the run has trained to a safetensors file. An existing file is replaced.
@@ -349,9 +349,9 @@ class Run:
             run.save_model("model.safetensors")
             model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
         """
-        from executors.view.run_model import save_model
+        from executors.view.run_model import save_run_model
 
-        return save_model(view_of(self), Path(path), step=step, name=name, **more)
+        return save_run_model(view_of(self), Path(path), step=step, name=name, **more)
 
     def report(self, path: str | Path) -> Path:
         """Write the run, as it is now, as one self-contained HTML page; return the path of the page.

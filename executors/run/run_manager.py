@@ -184,9 +184,9 @@ class RunManager:
             on_progress: called with a few words on the progress of the start.
             asked: the other options of `Run.add`.
         """
-        from executors.run.addition import Addition, add_replicas
+        from executors.run.addition import AdditionRequest, add_replicas
 
-        added = add_replicas(self.view, executor, Addition(n=n, **asked), on_progress)
+        added = add_replicas(self.view, executor, AdditionRequest(n=n, **asked), on_progress)
         ranks = list(added.start_spec.ranks)
         try:
             if not added.start_spec.spec.settings.detach:

@@ -24,7 +24,7 @@ from executors.store.records import SHA256
 from executors.task.addition_record import Addition
 from executors.task.entrypoint import parse_entrypoint
 from executors.task.record import LaunchedWith, Placement
-from executors.task.stored import StoredTask, folder_of, read_task
+from executors.task.stored import StoredTask, read_task, task_folder_of
 from executors.view.run_view import RunView
 
 MAX_SHOWN = 100  # characters of an untrusted value that a message shows
@@ -159,7 +159,7 @@ def with_own_task(spec: RunSpec, place: Placement) -> RunSpec:
         with_own_task(spec, placement).task_folder
     """
     own = place.own_task
-    return spec if own is None else replace(spec, task_digest=own, task_folder=folder_of(own))
+    return spec if own is None else replace(spec, task_digest=own, task_folder=task_folder_of(own))
 
 
 def _check_own_task(run: RunView, place: Placement) -> None:
@@ -207,7 +207,7 @@ def check_requirements(run: RunView, backend: Backend, task: StoredTask, own_tas
     asked = backend.pip
     if not asked:
         return
-    its = task if own_task is None else read_task(run.store, run.run_id, own_task, folder_of(own_task))
+    its = task if own_task is None else read_task(run.store, run.run_id, own_task, task_folder_of(own_task))
     if others := [line for line in asked if line not in its.record.requirements]:
         raise ValueError(
             f"The requirement {others[0]!r} of pip= is none of those that these replicas of run {run.run_id!r} were "

@@ -62,14 +62,14 @@ def setting(check: Check[Any], *default: Any, option: Option) -> Any:
     return dataclasses.field(default=default[0], metadata=metadata)
 
 
-def options_of(declared: type[Any]) -> Mapping[str, Option]:
+def declared_options(declared: type[Any]) -> Mapping[str, Option]:
     """Return the options of all settings, by the names of the fields, in the order of their declaration.
 
     Args:
         declared: the class whose fields are settings.
 
     Example:
-        options_of(Settings)["fail_fast"].help
+        declared_options(Settings)["fail_fast"].help
     """
     return {each.name: each.metadata["option"] for each in dataclasses.fields(declared)}
 
@@ -82,7 +82,7 @@ def key_of(name: str, option: Option) -> str:
         option: its declaration.
 
     Example:
-        key_of("gather_s", options_of(Settings)["gather_s"])  # "gather"
+        key_of("gather_s", declared_options(Settings)["gather_s"])  # "gather"
     """
     long = next((flag for flag in option.flags if flag.startswith("--")), f"--{name.replace('_', '-')}")
     return long.removeprefix("--")

@@ -15,7 +15,7 @@ from executors.settings.declaration import (
     WHERE,
     Duration,
     Option,
-    options_of,
+    declared_options,
     setting,
 )
 from executors.settings.policy import NO_RESTARTS, HangLimits, Restarts
@@ -351,7 +351,7 @@ class Settings(Record):
             raise ValueError(f"n must be at least 1, got n={self.n!r}.")
         if self.n > MAX_WORLD_SIZE:
             raise ValueError(f"n must be at most {MAX_WORLD_SIZE}, got n={self.n!r}.")
-        for name, option in options_of(Settings).items():
+        for name, option in declared_options(Settings).items():
             value = getattr(self, name)
             if option.words and value is not None and not isinstance(value, option.types):
                 raise TypeError(f"{name} {option.words}, got {value!r}.")
@@ -374,7 +374,7 @@ class Settings(Record):
             )
 
 
-OPTIONS: Mapping[str, Option] = options_of(Settings)
+OPTIONS: Mapping[str, Option] = declared_options(Settings)
 """How users give each setting, by the names of the fields."""
 DEFAULTS: Mapping[str, Any] = {
     each.name: None if each.default is MISSING else each.default for each in fields(Settings)

@@ -55,7 +55,7 @@ def requirements_of(
         users = [] if is_ours else [_check(line, "pyproject.toml") for line in project.get("dependencies", [])]
     pins = {canonicalize_name(name): f"{name}=={version}" for name in OURS if (version := installed_version(name))}
     users = _without_ours(users)
-    named = {name_of(line) for line in users}
+    named = {package_name_of(line) for line in users}
     if "torch" in named:
         # This machine may only launch, and have no torch. Then training needs what the extra adds beside torch.
         for line in packages_of("diloco"):
@@ -81,7 +81,7 @@ def given_requirements(pip: Sequence[str]) -> list[str]:
     return _without_ours(_check(line, "pip=") for line in pip)
 
 
-def name_of(requirement: str) -> str | None:
+def package_name_of(requirement: str) -> str | None:
     """Return the normalized name of the package that a requirement asks for. None: it is a path or a bare url.
 
     Args:
@@ -94,7 +94,7 @@ def name_of(requirement: str) -> str | None:
 
 
 def _without_ours(lines: Iterable[str]) -> list[str]:
-    return [line for line in dict.fromkeys(lines) if name_of(line) != DISTRIBUTION]
+    return [line for line in dict.fromkeys(lines) if package_name_of(line) != DISTRIBUTION]
 
 
 def _is_local(line: str) -> bool:
@@ -163,8 +163,8 @@ def _check(line: str, place: str) -> str:
     line = line.strip()
     if re.search(r"https?://[^/\s]*@", line):
         raise EntrypointError(
-            f"{place}: the requirement {name_of(line) or 'of a url'!r} has credentials, and requirements are stored "
-            "with the run. Install such a package in the image of the replicas."
+            f"{place}: the requirement {package_name_of(line) or 'of a url'!r} has credentials, and requirements are "
+            "stored with the run. Install such a package in the image of the replicas."
         )
     if index := INDEX.fullmatch(re.sub(r"^(-i|-f)\b", lambda short: SHORT[short[1]], line)):
         return f"--{index['option']}={index['value']}"

@@ -74,7 +74,7 @@ class ThreadTimes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sample:
+class ActivitySample:
     """Counters of a tree of processes at one moment; only differences between two samples mean anything."""
 
     at: float
@@ -95,7 +95,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Usage:
+class ProcessActivity:
     """The activity of a tree of processes between two samples.
 
     Args:
@@ -131,7 +131,7 @@ class ActivityMeter:
 
     def __init__(self, pid: int, window_s: float = 10.0) -> None:
         self._pid, self.window_s = pid, window_s
-        self._samples = deque[Sample]()
+        self._samples = deque[ActivitySample]()
         self._next_at = 0.0
 
     @property
@@ -179,7 +179,7 @@ class ActivityMeter:
 NO_TIMES = ThreadTimes(0, 0, 0)
 
 
-def usage_between(samples: Sequence[Sample]) -> Usage:
+def usage_between(samples: Sequence[ActivitySample]) -> ProcessActivity:
     """Return what a tree of processes did between the first and the last of some samples.
 
     Args:
@@ -209,7 +209,7 @@ def usage_between(samples: Sequence[Sample]) -> Usage:
         if before.can_see_tcp
         for inode, n_bytes in after.tcp_bytes.items()
     )
-    return Usage(
+    return ProcessActivity(
         cores=max(cores, wanted),
         bytes_per_s=max(0, last.io_bytes - first.io_bytes + tcp_bytes) / span_s,
         is_waiting_on_disk=sum(sample.is_waiting_on_disk for sample in later) >= MIN_SAMPLES_WAITING_ON_DISK,
@@ -219,7 +219,7 @@ def usage_between(samples: Sequence[Sample]) -> Usage:
     )
 
 
-def _wants_to_run(before: Sample, after: Sample) -> bool:
+def _wants_to_run(before: ActivitySample, after: ActivitySample) -> bool:
     """Return whether a thread was runnable at a sample, and does more than to poll."""
     for thread in after.runnable:
         now = after.threads.get(thread)
@@ -228,7 +228,7 @@ def _wants_to_run(before: Sample, after: Sample) -> bool:
     return False
 
 
-def take_sample(root: int, now: float, ignored_threads: Collection[int] = ()) -> Sample | None:
+def take_sample(root: int, now: float, ignored_threads: Collection[int] = ()) -> ActivitySample | None:
     """Read the counters of a process and its descendants.
 
     Args:
@@ -275,7 +275,7 @@ def take_sample(root: int, now: float, ignored_threads: Collection[int] = ()) ->
     if not any(times.run_ns for times in threads.values()):
         threads = {}  # a kernel without these counters shows zeros
     tcp_bytes = _tcp_bytes(inodes) if inodes else {}
-    return Sample(
+    return ActivitySample(
         at=now,
         threads=threads,
         cpu_s=cpu_s,

@@ -65,7 +65,7 @@ def from_texts(texts: Mapping[str, str], annotations: Mapping[str, Any], functio
             values[name] = _convert_or_keep(text, annotation)
         except (ValueError, RecursionError):
             raise EntrypointArgumentsError(
-                f"--arg {name}={text}: {function}() takes {name} as {describe(annotation)}."
+                f"--arg {name}={text}: {function}() takes {name} as {describe_annotation(annotation)}."
             ) from None
     return values
 
@@ -164,7 +164,7 @@ def _one_of(choices: Mapping[str, Any], text: str) -> Any:
     return choices[text]
 
 
-def describe(annotation: Any) -> str:
+def describe_annotation(annotation: Any) -> str:
     """Describe the values of an annotation, as in `a float` or `one of 'fast', 'slow'`.
 
     Args:
@@ -177,16 +177,16 @@ def describe(annotation: Any) -> str:
     if isinstance(annotation, enum.EnumMeta):
         return f"one of {', '.join(annotation.__members__)}"
     if kind in (Union, types.UnionType):
-        return " or ".join(map(describe, parts))
+        return " or ".join(map(describe_annotation, parts))
     if kind in SEQUENCES:
-        return f"a list, each item {describe(parts[0])}" if parts else "a list"
+        return f"a list, each item {describe_annotation(parts[0])}" if parts else "a list"
     if kind is tuple:
         if parts[-1:] == (...,):
-            return f"a tuple, each item {describe(parts[0])}"
-        return f"a tuple of {', '.join(map(describe, parts))}" if parts else "a tuple"
+            return f"a tuple, each item {describe_annotation(parts[0])}"
+        return f"a tuple of {', '.join(map(describe_annotation, parts))}" if parts else "a tuple"
     if kind is dict:
         return NAMES[dict]
-    return describe(parts[0]) if kind is typing.Annotated else NAMES.get(annotation, str(annotation))
+    return describe_annotation(parts[0]) if kind is typing.Annotated else NAMES.get(annotation, str(annotation))
 
 
 def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:

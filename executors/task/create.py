@@ -47,7 +47,7 @@ from executors.task.pickles import pickle_call
 from executors.task.record import LaunchedWith, Placement, RunRecord
 from executors.task.removal_record import Removal, removal_key
 from executors.task.sources import sources_of
-from executors.task.stored import MAX_TASK_BYTES, PYTHON, StoredTask, folder_of, versions_here
+from executors.task.stored import MAX_TASK_BYTES, PYTHON, StoredTask, task_folder_of, versions_here
 
 MASK = "***"  # shown instead of a value of the environment
 
@@ -335,7 +335,7 @@ def add_code(task: StoredTask, package: Package) -> str:
     """
     data = to_bytes({**json.loads(bytes(task.read("task.json", task.digest))), **_code_of(package)})
     digest = hashlib.sha256(data).hexdigest()
-    folder = folder_of(digest)
+    folder = task_folder_of(digest)
     if not exists(task.store, f"{task.run_id}/{folder}/task.json"):
         pickled = task.record.callable_sha256
         callable_pickle = None if pickled is None else bytes(task.read("callable.pkl", pickled))

@@ -44,7 +44,7 @@ def versions_here() -> dict[str, str | None]:
     return {"python_version": sys.version.split()[0], "torch": installed_version("torch")}
 
 
-def difference(python_version: str, torch: str | None) -> str | None:
+def version_warning(python_version: str, torch: str | None) -> str | None:
     """Return a warning if this replica's versions differ from its launcher's, or else None.
 
     Args:
@@ -162,7 +162,7 @@ def read_task(
     return StoredTask(store, run_id, record, hashlib.sha256(data).hexdigest(), folder)
 
 
-def folder_of(own_task: str) -> str:
+def task_folder_of(own_task: str) -> str:
     """Return the folder of a task with its own code, below the run.
 
     Args:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 
 
-def report(value: Any) -> None:
+def print_json(value: Any) -> None:
     """Print a value as a line of JSON.
 
     Args:
@@ -35,7 +35,7 @@ def race(store: Store, name: str, prefix: str, n_keys: str) -> None:
         n_keys: the number of keys.
     """
     sys.stdin.readline()
-    report([index for index in range(int(n_keys)) if store.put_if_absent(f"{prefix}{index}", name.encode())])
+    print_json([index for index in range(int(n_keys)) if store.put_if_absent(f"{prefix}{index}", name.encode())])
 
 
 def replace(store: Store, key: str, size_mib: str) -> None:
@@ -49,7 +49,7 @@ def replace(store: Store, key: str, size_mib: str) -> None:
     for filling in range(1, 1 << 30):
         store.put(key, [bytes([filling % 251]) * MIB] * int(size_mib))
         if filling == 2:
-            report("replaced")
+            print_json("replaced")
 
 
 def create(store: Store, prefix: str, size_mib: str) -> None:
@@ -62,7 +62,7 @@ def create(store: Store, prefix: str, size_mib: str) -> None:
     """
     for number in range(1 << 30):
         store.put_if_absent(f"{prefix}{number}", [bytes([number % 251]) * MIB] * int(size_mib))
-        report(number)
+        print_json(number)
 
 
 def write_one(store: Store, verb: str, key: str, size_mib: str) -> None:
@@ -88,7 +88,7 @@ def main(opener: str, url: str, role: str, *rest: str) -> None:
     """
     module, _, function = opener.partition(":")
     store = getattr(importlib.import_module(module), function)(url)
-    report("ready")
+    print_json("ready")
     {"race": race, "replace": replace, "create": create, "write_one": write_one}[role](store, *rest)  # type: ignore[operator]
 
 

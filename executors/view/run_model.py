@@ -61,7 +61,7 @@ def source_of(store: Store, run_id: str, key_id: str | None, name: str) -> Any:
     return load_reader().ModelSource(store=store, run_id=run_id, name=name, key=found, extensions=extensions)
 
 
-def read_model(view: RunView, *, step: int | None = None, name: str = "main", **more: Any) -> Any:
+def read_run_model(view: RunView, *, step: int | None = None, name: str = "main", **more: Any) -> Any:
     """Return the trained model of a run, as the reader of models gives it: `tensors`, `step`, `rounds` and more.
 
     Args:
@@ -77,13 +77,13 @@ def read_model(view: RunView, *, step: int | None = None, name: str = "main", **
         MissingDependencyError: torch is not installed on this machine.
 
     Example:
-        read_model(view_of(attach("first-try"))).tensors
+        read_run_model(view_of(attach("first-try"))).tensors
     """
     source = source_of(view.store, view.run_id, view.record.key_id, name)
     return load_reader().read_model(source, step=step, **more)
 
 
-def save_model(view: RunView, path: Path, *, step: int | None = None, name: str = "main", **more: Any) -> Any:
+def save_run_model(view: RunView, path: Path, *, step: int | None = None, name: str = "main", **more: Any) -> Any:
     """Write the trained model of a run to a safetensors file; return the content of the file.
 
     Args:
@@ -95,12 +95,12 @@ def save_model(view: RunView, path: Path, *, step: int | None = None, name: str 
 
     Raises:
         OSError: the file cannot be written.
-        RunNotFoundError, ReplicasError, ValueError, MissingDependencyError: as for `read_model`.
+        RunNotFoundError, ReplicasError, ValueError, MissingDependencyError: as for `read_run_model`.
 
     Example:
-        save_model(view_of(attach("first-try")), Path("model.safetensors"))
+        save_run_model(view_of(attach("first-try")), Path("model.safetensors"))
     """
-    found = read_model(view, step=step, name=name, **more)
+    found = read_run_model(view, step=step, name=name, **more)
     load_reader().save_model(found, path)
     return found
 

@@ -14,11 +14,11 @@ from typing import Any
 
 
 def call(run: str) -> Any:
-    """Run one replica inside a third party's process; see `main.call`.
+    """Run one replica inside a third party's process; see `main.call_replica`.
 
     Args:
         run: `<store url>/<run id>`. The rank comes from `REPLICA_RANK`.
     """
     from executors.worker import main
 
-    return main.call(run)
+    return main.call_replica(run)

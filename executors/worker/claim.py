@@ -24,7 +24,7 @@ class CancelledBeforeStart(ReplicasError):
     """The attempt was cancelled before its process came up."""
 
 
-def claim(asked: Attempt, n_decisions: int = 0, key: str | None = None) -> tuple[Attempt, str]:
+def claim_attempt(asked: Attempt, n_decisions: int = 0, key: str | None = None) -> tuple[Attempt, str]:
     """Claim the attempt that was asked for, or the next free one, because a service may start the same job twice.
 
     Args:

@@ -1,7 +1,7 @@
 """The main function of every replica, on every backend: claim the attempt, call the entrypoint, record one outcome.
 
-`main()` owns its process, which a supervisor has started. `call()` does the same inside a process of a third party. So
-it changes neither the descriptors nor the signal handlers of that process.
+`main()` owns its process, which a supervisor has started. `call_replica()` does the same inside a process of a third
+party. So it changes neither the descriptors nor the signal handlers of that process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from executors.store.url import split_address
 from executors.task.entrypoint import command_for
 from executors.task.record import LaunchedWith, RunRecord
 from executors.task.stored import StoredTask, read_task
-from executors.worker.claim import CancelledBeforeStart, claim
+from executors.worker.claim import CancelledBeforeStart, claim_attempt
 from executors.worker.failure import describe_failure, fingerprint_of, is_store_failure, last_error
 from executors.worker.health_check import LIMIT_S, UnhealthyError, check_health
 from executors.worker.heartbeat import Heartbeat
@@ -122,7 +122,7 @@ def main(assignment: Assignment) -> NoReturn:
     _leave(code, assignment.term_grace_s if is_asked else 0.0)
 
 
-def call(run: str, digest: str | None = None) -> Any:
+def call_replica(run: str, digest: str | None = None) -> Any:
     """Run one replica inside a process of a third-party executor, which has this as its entrypoint.
 
     Exceptions of the user's entrypoint are passed on.
@@ -188,7 +188,7 @@ class _Worker:
         began = time.monotonic()
         n_decisions = 0 if assignment.page is None else int(assignment.page.n_decisions)
         hold_key(store.url, spec.run_id, spec.key)
-        self.attempt, nonce = claim(Attempt(store, spec.run_id, rank, spec.attempt), n_decisions, spec.key)
+        self.attempt, nonce = claim_attempt(Attempt(store, spec.run_id, rank, spec.attempt), n_decisions, spec.key)
         number, url = self.attempt.number, spec.store_url
         self.replica = Replica(rank, spec.world_size, spec.run_id, number, url, claimed_nonce=nonce)
         self.replica.store = store
@@ -272,11 +272,11 @@ class _Worker:
                 check_health(settings.health_check, self._end_unhealthy if self._assignment.supervisor_pid else None)
         if settings is None or settings.tracker is None or replica.recorder is None:
             return _load(replica, task, self._assignment)
-        from executors.worker.tracking import Tracking, tracked, write_page
+        from executors.worker.tracking import Tracking, tracked, write_run_page
 
         # The tracker is loaded before the generators are seeded, so that it takes no numbers of the user's streams. It
         # starts after that, because its thread loads more modules.
-        page = functools.partial(write_page, replica) if replica.rank == 0 else None
+        page = functools.partial(write_run_page, replica) if replica.rank == 0 else None
         about = tracked(task, replica, self._assignment.spec.launched_at)
         tracking = Tracking(settings.tracker, about, page, self.warnings.add)
         loaded = _load(replica, task, self._assignment)
@@ -467,9 +467,9 @@ def _exit_code(given: object) -> int:
 def _load(replica: Replica, stored: StoredTask, assignment: Assignment) -> Callable[[], Any]:
     """Load the task. Seed all generators before the import of the user's module, and newly loaded ones after it."""
     if stored.record.python_version is not None:  # the task came from another machine
-        from executors.task.stored import difference
+        from executors.task.stored import version_warning
 
-        if warning := difference(stored.record.python_version, stored.record.torch):
+        if warning := version_warning(stored.record.python_version, stored.record.torch):
             print(warning, file=sys.stderr)
             if replica.warnings is not None:
                 replica.warnings.add(warning)

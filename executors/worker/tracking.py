@@ -180,7 +180,7 @@ def tracked(task: StoredTask, replica: Replica, launched_at: float) -> Tracked:
     )
 
 
-def write_page(replica: Replica, path: Path) -> None:
+def write_run_page(replica: Replica, path: Path) -> None:
     """Write the page of a replica's run, by the present records in the store.
 
     Args:

@@ -18,7 +18,9 @@ CAPTURED = "py.warnings"
 MAX_FRAMES = 20
 
 
-def attach(names: Iterable[str], add: Callable[[str, str], None], note: Callable[..., None]) -> Callable[[], None]:
+def attach_handlers(
+    names: Iterable[str], add: Callable[[str, str], None], note: Callable[..., None]
+) -> Callable[[], None]:
     """Add handlers to loggers, and return a function that removes them.
 
     Args:
@@ -28,7 +30,7 @@ def attach(names: Iterable[str], add: Callable[[str, str], None], note: Callable
             record.
 
     Example:
-        detach = attach(["diloco"], warnings.add, note_warning)
+        detach = attach_handlers(["diloco"], warnings.add, note_warning)
     """
     handlers = [(name, _LoggerHandler(add)) for name in names]
     pairs: list[tuple[str, logging.Handler]] = [*handlers, (CAPTURED, _CapturedHandler(note))]

@@ -47,9 +47,9 @@ def collect_warnings(log: WarningLog) -> Iterator[None]:
     with contextlib.ExitStack() as leaving:
 
         def attach_to_loggers() -> None:
-            from executors.worker.warning_handlers import attach
+            from executors.worker.warning_handlers import attach_handlers
 
-            leaving.callback(attach(OURS, log.add, note))
+            leaving.callback(attach_handlers(OURS, log.add, note))
 
         if "logging" in sys.modules:
             attach_to_loggers()

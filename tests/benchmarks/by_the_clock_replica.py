@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from diloco import DiLoCo
-from diloco.demo import Inner, evaluate, load_text
+from diloco.demo import Inner, held_out_loss, load_text
 from executors import current_replica
 
 LOOKS = 20
@@ -39,5 +39,5 @@ def train(steps_s: list[float], seed: int, for_s: float, settings: dict[str, Any
     if replica.rank == 0:
         for at_s, anchor in anchors:
             inner.model.load_state_dict(anchor, strict=False)
-            losses.append((at_s, evaluate(inner.model, text)))
+            losses.append((at_s, held_out_loss(inner.model, text)))
     return losses

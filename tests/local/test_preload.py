@@ -9,7 +9,7 @@ import pytest
 
 from executors import LocalProcessExecutor, launch
 from executors.backends.local import preload
-from executors.backends.local.preload import imports_at_the_top, measure, noted_imports
+from executors.backends.local.preload import imports_at_the_top, measure_imports, noted_imports
 
 JOB = """
 import os
@@ -96,11 +96,11 @@ def test_the_top_of_a_file_ends_where_it_does_anything_but_import(work: Path) ->
 
 def test_measuring_ends_at_the_first_module_of_the_users_own(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (work / "mine.py").write_text("raise SystemExit\n")
-    assert measure(["json", "heavy", "mine", "bundle"])["taken"] == ["json", "heavy"]
+    assert measure_imports(["json", "heavy", "mine", "bundle"])["taken"] == ["json", "heavy"]
     assert "bundle" not in sys.modules
     monkeypatch.delitem(sys.modules, "heavy")
     for names in (["mine"], ["no_such_module", "heavy"]):
-        assert measure(names)["taken"] == []
+        assert measure_imports(names)["taken"] == []
 
 
 def test_one_module_is_not_a_list_of_letters() -> None:

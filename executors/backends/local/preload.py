@@ -88,10 +88,10 @@ def note_imports(entrypoint: str, measured: dict[str, Any]) -> None:
 
     Args:
         entrypoint: the entrypoint.
-        measured: the result of `measure`.
+        measured: the result of `measure_imports`.
 
     Example:
-        note_imports("train.py:main", measure(imports_at_the_top("train.py:main")))
+        note_imports("train.py:main", measure_imports(imports_at_the_top("train.py:main")))
     """
     known = noted_imports(entrypoint)
     names = [*known, *measured["taken"]] if measured["seconds"] > WORTH_S else [*known]
@@ -112,7 +112,7 @@ def _note_of(entrypoint: str) -> Path:
     return state_path() / NOTES / f"{hashlib.sha256(f'{sys.executable} {file}'.encode()).hexdigest()[:32]}.json"
 
 
-def measure(names: Sequence[str]) -> dict[str, Any]:
+def measure_imports(names: Sequence[str]) -> dict[str, Any]:
     """Import modules that a zygote could import, and return the names, the time and the reasons for others.
 
     It is called in a process that ends afterwards. It stops at the first module that is not installed. Such a module is
@@ -125,7 +125,7 @@ def measure(names: Sequence[str]) -> dict[str, Any]:
         `taken` has the names to preload, `left_out` the others with reasons, and `seconds` the time of the import.
 
     Example:
-        measure(["torch", "transformers:Trainer"])["seconds"]
+        measure_imports(["torch", "transformers:Trainer"])["seconds"]
     """
     taken: list[str] = []
     left_out: dict[str, str] = {}

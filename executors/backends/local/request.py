@@ -206,7 +206,7 @@ def log_file(state_dir: Path, attempt: Attempt) -> Path:
     return state_dir / attempt.key("output.log")
 
 
-def send(connection: socket.socket, message: Any) -> None:
+def send_json(connection: socket.socket, message: Any) -> None:
     """Send a message as a line of JSON.
 
     Args:
@@ -214,12 +214,12 @@ def send(connection: socket.socket, message: Any) -> None:
         message: the message, as JSON values.
 
     Example:
-        send(connection, {"do": "answer"})
+        send_json(connection, {"do": "answer"})
     """
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def receive(connection: socket.socket) -> Any:
+def receive_json(connection: socket.socket) -> Any:
     """Receive a message. The other side waits for the answer before it sends another message.
 
     Args:
@@ -229,7 +229,7 @@ def receive(connection: socket.socket) -> Any:
         EOFError: the other side has closed the connection.
 
     Example:
-        request = receive(connection)
+        request = receive_json(connection)
     """
     received = bytearray()
     while not received.endswith(b"\n"):

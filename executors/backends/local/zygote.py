@@ -23,9 +23,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from executors.backends.local.preload import import_named, measure
+from executors.backends.local.preload import import_named, measure_imports
 from executors.backends.local.rank import become_supervisor
-from executors.backends.local.request import LocalLaunch, adopt, receive, send
+from executors.backends.local.request import LocalLaunch, adopt, receive_json, send_json
 from executors.errors import EntrypointArgumentsError, EntrypointError
 from executors.module_search import reserve_names
 from executors.process import die_with_parent, fork, open_process, private_file, threads_lost_by_a_fork, wakeup_pipe
@@ -91,11 +91,11 @@ def serve(descriptor: int, launcher: int, preload: list[str]) -> None:
             return
         if connection.fileno() in ready:
             try:
-                request = receive(connection)
+                request = receive_json(connection)
                 if problem is not None:
-                    send(connection, {"error": problem, "rank": None})
+                    send_json(connection, {"error": problem, "rank": None})
                     return  # the next request starts a new zygote, in case the problem is solved by then
-                send(connection, _Starter(launcher_pidfd, private, preload).answer(request))
+                send_json(connection, _Starter(launcher_pidfd, private, preload).answer(request))
             except (EOFError, ConnectionError):
                 return
 
@@ -225,7 +225,7 @@ def _be_check(request: dict[str, Any], reply: int) -> NoReturn:
         die_with_parent()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         adopt(request["cwd"], request["sys_path"], request["user_folders"], request["environ"])
-        measured = measure(request["imports"])
+        measured = measure_imports(request["imports"])
         printed = private_file()
         os.dup2(printed, 2)  # argparse prints its errors to stderr
         check_call(load_entrypoint(request["entrypoint"]), request["args"], name)

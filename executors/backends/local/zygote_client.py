@@ -13,7 +13,7 @@ import sys
 import threading
 from typing import Any
 
-from executors.backends.local.request import receive, send
+from executors.backends.local.request import receive_json, send_json
 from executors.errors import BackendError
 from executors.module_search import new_python, user_folders
 from executors.process import signal_name
@@ -76,8 +76,8 @@ class ZygoteClient:
     def _ask(self, message: dict[str, Any], tries: int) -> Any:
         connection = self._connected()
         try:
-            send(connection, message)
-            return receive(connection)
+            send_json(connection, message)
+            return receive_json(connection)
         except (EOFError, ConnectionError) as error:
             if tries > 1:
                 self._drop()

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from executors.errors import MissingDependencyError, install_command
 from executors.store.s3.address import S3Address
-from executors.store.s3.errors import explain, failures, is_failure, status_of
+from executors.store.s3.errors import explain, failures, is_request_failure, status_of
 
 CONNECT_TIMEOUT_S = 5
 READ_TIMEOUT_S = 60
@@ -70,7 +70,7 @@ def connect(
             found = client("path")
         return found, tuple(value for value in _credentials(session).values() if value)
     except Exception as error:
-        if not is_failure(error) and not isinstance(error, ValueError):  # ValueError: the endpoint is not a url
+        if not is_request_failure(error) and not isinstance(error, ValueError):  # ValueError: the endpoint is not a url
             raise
         raise explain(error, address, None, "use") from error
 
@@ -119,7 +119,7 @@ def _descriptions(data_path: str | None) -> Any:
     return create_loader(data_path)
 
 
-def remote_access(address: S3Address, client: Any) -> tuple[str, dict[str, str]]:
+def bucket_access(address: S3Address, client: Any) -> tuple[str, dict[str, str]]:
     """Return a url and environment variables with which another machine can reach a bucket.
 
     The url names no profile, because profiles are in files of this machine. The variables have the credentials.
@@ -132,7 +132,7 @@ def remote_access(address: S3Address, client: Any) -> tuple[str, dict[str, str]]
         NoCredentialsError: boto3 finds no credentials on this machine. This is an error of botocore.
 
     Example:
-        url, variables = remote_access(address, client)
+        url, variables = bucket_access(address, client)
     """
     from botocore.exceptions import NoCredentialsError
     from botocore.session import Session

@@ -114,14 +114,14 @@ def failures(*more: type[Exception]) -> tuple[type[Exception], ...]:
     return (ClientError, BotoCoreError, ResponseParserError, TornReplyError, *more)
 
 
-def is_failure(error: Exception) -> bool:
+def is_request_failure(error: Exception) -> bool:
     """Return True if an error comes from a request to a bucket, or from a program that provides the credentials.
 
     Args:
         error: any error. A program that provides credentials may raise an error of any class.
 
     Example:
-        is_failure(error)
+        is_request_failure(error)
     """
     return isinstance(error, failures()) or is_of_credentials(error)
 

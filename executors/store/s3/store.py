@@ -24,8 +24,8 @@ from executors.errors import StoreError, UnsafeStoreError
 from executors.patience import OPENING, REQUEST, waits
 from executors.store.protocol import MAX_KEY_BYTES, Data, Entry, buffers_of, check_key, check_range, check_size
 from executors.store.s3.address import S3Address
-from executors.store.s3.client import READ_TIMEOUT_S, Problem, connect, remote_access, risky_settings
-from executors.store.s3.errors import code_of, explain, is_failure, retried, status_of
+from executors.store.s3.client import READ_TIMEOUT_S, Problem, bucket_access, connect, risky_settings
+from executors.store.s3.errors import code_of, explain, is_request_failure, retried, status_of
 from executors.store.s3.transfer import BufferBody, RangeReader, is_made_of
 
 PROBES = ".probe~"  # the folder of the objects that the check at opening creates; no key may begin with it
@@ -160,7 +160,7 @@ class S3Store:
         Raises:
             StoreError: this machine has no credentials for the bucket.
         """
-        return self._request("use", None, lambda: remote_access(self.address, self._client), deadline_s=0.0)
+        return self._request("use", None, lambda: bucket_access(self.address, self._client), deadline_s=0.0)
 
     def risky_settings(self) -> Sequence[Problem]:
         """Return the settings of the bucket that would harm a run, as far as the credentials may read them.
@@ -289,7 +289,7 @@ class S3Store:
             with waits.asking(self._place):
                 return self._retried(act, deadline_s, failed)
         except Exception as error:
-            if not is_failure(error):
+            if not is_request_failure(error):
                 raise
             has_secret = any(secret in str(error) for secret in credentials)
             explained = explain(error, self.address, key, verb, credentials)

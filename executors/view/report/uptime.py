@@ -20,7 +20,7 @@ from executors.view.report.event_reader import SEGMENT_BYTES, lines_in, read_sta
 LATE_S = 35.0  # at most between the last line of a segment and its writing: usage comes every 30 s (`recorder.USAGE_S`)
 
 
-class Life(NamedTuple):
+class AttemptTimes(NamedTuple):
     """The times and the end of an attempt. It has no output, because a long run has thousands of attempts."""
 
     claimed_at: float | None
@@ -31,7 +31,7 @@ class Life(NamedTuple):
     ended_at: float = 0.0
 
     @classmethod
-    def of(cls, claimed_at: float | None, outcome: Outcome | None) -> Life:
+    def of(cls, claimed_at: float | None, outcome: Outcome | None) -> AttemptTimes:
         if outcome is None:
             return cls(claimed_at)
         return cls(claimed_at, outcome.status, outcome.reason, outcome.finished_at)
@@ -70,17 +70,17 @@ def uptime_document(now: RunStatus, launched_at: float, newest: Callable[[int], 
     }
 
 
-def _lives(states: Sequence[ReplicaState], newest: Callable[[int], Attempt]) -> list[list[Life]]:
+def _lives(states: Sequence[ReplicaState], newest: Callable[[int], Attempt]) -> list[list[AttemptTimes]]:
     """Return the lives of each rank. A rank that was not started again has one, which its state describes."""
     again = [state for state in states if state.attempt or state.restart.is_awaited]
     attempts = [newest(state.rank).at(number) for state in again for number in range(state.attempt + 1)]
     found = iter(at_store(attempts[0].store, _life, attempts)) if attempts else iter(())
     told = {state.rank: [*islice(found, state.attempt + 1)] for state in again}
-    return [told.get(state.rank) or [Life.of(None, state.outcome)] for state in states]
+    return [told.get(state.rank) or [AttemptTimes.of(None, state.outcome)] for state in states]
 
 
-def _life(attempt: Attempt) -> Life:
-    return Life.of(_claimed_at(attempt), attempt.outcome())
+def _life(attempt: Attempt) -> AttemptTimes:
+    return AttemptTimes.of(_claimed_at(attempt), attempt.outcome())
 
 
 def _claimed_at(attempt: Attempt) -> float | None:
@@ -88,7 +88,7 @@ def _claimed_at(attempt: Attempt) -> float | None:
     return None if claim is None else claim.at
 
 
-def _down_s(lives: Sequence[Life], over_at: float) -> float:
+def _down_s(lives: Sequence[AttemptTimes], over_at: float) -> float:
     """Return how long a rank was down: after each failed attempt until the next was claimed."""
     claims = [*(life.claimed_at for life in lives[1:]), over_at]
     spans = (

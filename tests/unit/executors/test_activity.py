@@ -17,7 +17,14 @@ import pytest
 
 from executors.process import kill_descendants
 from executors.supervisor import activity
-from executors.supervisor.activity import ActivityMeter, Sample, ThreadTimes, Usage, take_sample, usage_between
+from executors.supervisor.activity import (
+    ActivityMeter,
+    ActivitySample,
+    ProcessActivity,
+    ThreadTimes,
+    take_sample,
+    usage_between,
+)
 
 SPIN = "while True: pass"
 SPAN_S = 1.0
@@ -58,7 +65,7 @@ def sink() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def usage_of(pid: int, n: int = 5) -> Usage:
+def usage_of(pid: int, n: int = 5) -> ProcessActivity:
     samples = []
     for number in range(n):
         if number:
@@ -148,10 +155,10 @@ def test_threads_of_ours_do_not_count() -> None:
 
 def sample_at(
     at: float, *, run_s: float = 0.0, wait_s: float = 0.0, cpu_s: float = 0.0, n_turns: int = 0, **more: object
-) -> Sample:
+) -> ActivitySample:
     values = {"io_bytes": 0, "tcp_bytes": {}, "can_see_tcp": True, "is_waiting_on_disk": False, "runnable": frozenset()}
     threads = {7: ThreadTimes(int(run_s * 1e9), int(wait_s * 1e9), n_turns)}
-    return Sample(at, threads, cpu_s or run_s, **(values | more))  # type: ignore[arg-type]
+    return ActivitySample(at, threads, cpu_s or run_s, **(values | more))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from executors.module_search import (
     describe_hidden,
     new_python,
     reserve_names,
-    restored,
+    restored_search_path,
     search_first,
 )
 
@@ -74,7 +74,7 @@ def test_a_folder_that_pythonpath_names_keeps_its_order(users: Path, tmp_path_fa
 
 def test_a_user_s_process_is_left_as_it_was(users: Path) -> None:
     before = [*sys.path], [*sys.meta_path]
-    with restored():
+    with restored_search_path():
         search_first(str(users))
         assert ReservedNames in sys.meta_path
     assert ([*sys.path], [*sys.meta_path]) == before

@@ -17,7 +17,7 @@ from servers.s3.server import S3Server
 from executors import launch, list_runs
 from executors.errors import EntrypointError
 from executors.shipping import requirements
-from executors.shipping.requirements import OURS, name_of
+from executors.shipping.requirements import OURS, package_name_of
 
 PROJECT = Path(__file__).parents[3]
 PINS = tuple(f"{name}=={version(name).partition('+')[0]}" for name in OURS)
@@ -54,10 +54,12 @@ print(json.dumps(sorted({{name.partition(".")[0] for name in set(sys.modules) - 
     folder = os.environ["XDG_STATE_HOME"]
     done = subprocess.run([sys.executable, "-P", "-c", code, folder], env=environ, capture_output=True, check=True)
     by_module = packages_distributions()
-    distributions = {name_of(found) for module in json.loads(done.stdout) for found in by_module.get(module, [])}
+    distributions = {
+        package_name_of(found) for module in json.loads(done.stdout) for found in by_module.get(module, [])
+    }
     brought_by_boto3 = {"botocore", "s3transfer", "jmespath", "urllib3", "python-dateutil", "six"}
     optional = {"certifi", "tornado", "brotli"}  # looked for by botocore and tenacity, and missed by nobody
-    known = {name_of(name) for name in OURS} | brought_by_boto3 | optional | {"serverless-replicas"}
+    known = {package_name_of(name) for name in OURS} | brought_by_boto3 | optional | {"serverless-replicas"}
     assert distributions <= known
     late = {
         "torch",
@@ -66,7 +68,7 @@ print(json.dumps(sorted({{name.partition(".")[0] for name in set(sys.modules) - 
         "boto3",
     }  # of boto3, botocore is used
     assert "botocore" in distributions
-    assert {name_of(name) for name in OURS} - late <= distributions
+    assert {package_name_of(name) for name in OURS} - late <= distributions
 
 
 def test_those_given_by_hand_win_over_the_script_header_and_that_over_requirements_txt_and_pyproject(
@@ -166,9 +168,9 @@ def test_what_the_user_names_replaces_our_pin_and_names_are_compared_as_pip_does
         found = requirements_of([named], tmp_path)
         assert found == (*(pin for pin in PINS if not pin.startswith("torch==")), named), named
     found = requirements_of(["Inotify.Simple==1.0"], tmp_path)
-    assert [line for line in found if name_of(line) == "inotify-simple"] == ["Inotify.Simple==1.0"]
-    assert name_of("Inotify_.Simple ~= 1.0") == "inotify-simple"
-    assert name_of("./a/path.whl") is None
+    assert [line for line in found if package_name_of(line) == "inotify-simple"] == ["Inotify.Simple==1.0"]
+    assert package_name_of("Inotify_.Simple ~= 1.0") == "inotify-simple"
+    assert package_name_of("./a/path.whl") is None
 
 
 def test_this_project_is_shipped_and_not_required(tmp_path: Path) -> None:
