@@ -15,6 +15,7 @@ from torch import nn
 from diloco import DiLoCo
 from diloco.rendezvous.round import Limits
 from diloco.testing import run_replicas
+from executors.store import Store
 from executors.store.faulty import FaultyStore
 
 LIMITS = Limits(grace_s=0.01, takeover_after_s=0.05)
@@ -54,6 +55,17 @@ def check_what_is_kept(diloco: DiLoCo) -> None:
     diloco._attached.keep = checked  # type: ignore[method-assign,assignment]
 
 
+def newest_seal(store: Store) -> int:
+    return max((int(entry.key.rpartition("/")[2]) for entry in store.list("test/diloco/main/seal/")), default=0)
+
+
+def wait_until_others_are_ahead(store: Store) -> None:
+    """Make a replica slower than the others: they seal two more rounds, or have ended."""
+    begin, deadline = newest_seal(store), time.monotonic() + 50 * LIMITS.grace_s
+    while newest_seal(store) < begin + 2 and time.monotonic() < deadline:
+        time.sleep(LIMITS.grace_s / 5)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -81,7 +93,7 @@ def test_what_is_in_the_live_parameters_and_not_in_the_anchor_is_what_no_mean_ha
         was_out = []
         for step in range(60):
             if rank == 0 and step % 10 == 9:
-                time.sleep(3 * LIMITS.grace_s)  # it is slower than the others
+                wait_until_others_are_ahead(where["store"])
             nudge(model, 1.0)
             diloco.step()
             was_out.append(diloco._training_side.is_out_of_phase)
