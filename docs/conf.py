@@ -7,6 +7,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from sphinx.application import Sphinx
+
+from docs.generate.llms import write_texts
 from docs.generate.pages import write_pages
 
 project = "replicas"
@@ -41,3 +44,12 @@ copybutton_prompt_text = r"\$ |>>> "
 copybutton_prompt_is_regexp = True
 
 write_pages()
+
+
+def _write_texts(app: Sphinx, error: Exception | None) -> None:
+    if error is None and app.builder.name == "html":
+        write_texts(sorted(app.env.found_docs), Path(app.srcdir), Path(app.outdir))
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("build-finished", _write_texts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from docs.generate import api, command, outcomes
+from docs.generate import api, command, decisions, outcomes
 
 FOLDER = Path(__file__).parents[1]
 ROUNDS, OUTER, LINKS, WORK, IDENTITY = "Rounds", "Outer optimizer", "Slow links", "Work and data", "Identity"
@@ -66,6 +66,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "reference/errors.md": outcomes.errors_page,
     "reference/outcomes.md": outcomes.outcomes_page,
     "reference/exit-codes.md": outcomes.exit_codes_page,
+    "explanation/decisions.md": decisions.decisions_page,
 }
 """Each generated page, relative to `docs/`, and the function that returns its text."""
 

@@ -85,6 +85,13 @@ def test_each_first_question_has_an_answer_at_most_two_links_from_the_index(site
     assert not missing, "\n".join(missing)
 
 
+def test_the_site_as_text_has_a_line_for_each_page(site: Path) -> None:
+    listed = re.findall(r"^- \[[^\]]+\]\(([^)]+)\): \S", (site / "llms.txt").read_text(encoding="utf-8"), flags=re.M)
+    pages = {str(path.relative_to(site).with_suffix(".md")) for path in site.rglob("*.html")}
+    assert set(listed) == {each for each in pages if not each.startswith("_static")} - {"genindex.md", "search.md"}
+    assert all((site / page).is_file() for page in listed)
+
+
 def test_the_surface_file_lists_exactly_what_is_public() -> None:
     assert SURFACE.read_text(encoding="utf-8") == surface(), "To write it again: make surface"
 
