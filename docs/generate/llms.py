@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 TITLE = "# replicas\n\n> Train one PyTorch model on many machines that share nothing but a bucket.\n"
@@ -32,6 +33,7 @@ def title_of(text: str) -> str:
 
 
 def summary_of(text: str) -> str:
-    """Return the first sentence of a page's first paragraph."""
-    paragraphs = [part for part in text.split("\n\n") if part.strip() and part.lstrip()[0] not in "#(`:%{|"]
-    return " ".join(paragraphs[0].split()).partition(". ")[0].rstrip(".") + "." if paragraphs else ""
+    """Return the first sentence of a page's first paragraph. An index has none, and lists its pages."""
+    prose = re.sub(r"^(`{3,}|:{3,}).*?^\1 *$", "", text, flags=re.MULTILINE | re.DOTALL)
+    paragraphs = [part for part in prose.split("\n\n") if part.strip() and part.lstrip()[0] not in "#(:%{|"]
+    return " ".join(paragraphs[0].split()).partition(". ")[0].rstrip(".") + "." if paragraphs else "A list of pages."
