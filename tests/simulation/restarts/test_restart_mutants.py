@@ -111,7 +111,7 @@ MUTANTS: dict[str, Patch] = {
     "together restarts one rank": with_policy(together=False),
     "together restarts what is given up": replaced(rules, "_others", next_attempts),
     "a policy in the log counts for nothing": replaced(controller, "policy_of", lambda log, launched: launched),
-    "sisters that ended otherwise stop the run": replaced(rules, "_is_everybodys", lambda *seen: True),
+    "sisters that ended otherwise stop the run": replaced(rules, "_is_common_failure", lambda *seen: True),
     "nothing is carried out": replaced(RestartController, "due", lambda self, snapshot: {}),
     "the end of any attempt is answered": seeing(later),
 }
