@@ -1,5 +1,6 @@
-"""Makes the page of a run, exports and messages about failures from records and rows; it never sees a `Run`.
+"""Turns the records and measurements of a run into its HTML page, exported files, and messages about failures.
 
-Read `document.py` first: it makes one JSON document, which `page.py` puts into a file of HTML. `event_reader.py` finds
-what happened, `root_cause.py` and `failures.py` explain failed runs, and `trackers/` sends numbers to other services.
+This package gets records and rows, and never a `Run`. Read `document.py` first. It builds one JSON document, and
+`page.py` writes this document as an HTML file. `event_reader.py` builds the list of events. `root_cause.py` and
+`failures.py` explain failed runs. `trackers/` sends numbers to other services.
 """

@@ -1,4 +1,4 @@
-"""Thins curves over steps, rounds or time for a page: the least and the greatest value of each bin are kept."""
+"""Reduces curves to the number of points that a page can draw, and keeps the lowest and the highest values."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_POINTS = 1500  # in one line
-MAX_VALUES = 220_000  # in all curves of a page together
-N_MIDDLE = 150  # points of the line that shows the median of other lines
+MAX_POINTS = 1500  # of one line
+MAX_VALUES = 220_000  # the total of all curves of a page
+N_MIDDLE = 150  # points of the line that shows the median of the other lines
 Array = NDArray[np.float64]
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Line:
-    """The values of one number that a rank reported, in an attempt or in all. Only finite values are kept."""
+    """The finite values of one number that a rank reported. A line covers one attempt, or all attempts of the rank."""
 
     rank: int
     attempt: int
@@ -27,13 +27,13 @@ class Line:
 
     @classmethod
     def of(cls, rank: int, attempt: int, points: Iterable[Point]) -> Line:
-        """Make a line of points in any order."""
+        """Return a line of these points. They may be in any order."""
         found = np.array(list(points), dtype=np.float64).reshape(-1, 2)
         return cls.over(rank, attempt, found[:, 0], found[:, 1])
 
     @classmethod
     def over(cls, rank: int, attempt: int, xs: Array, ys: Array) -> Line:
-        """Make a line of separate x and y values, in any order."""
+        """Return a line of these x and y values. They may be in any order."""
         is_finite = np.isfinite(xs) & np.isfinite(ys)
         xs, ys = xs[is_finite], ys[is_finite]
         order = np.argsort(xs, kind="stable")
@@ -41,7 +41,7 @@ class Line:
 
 
 def max_points_of(n_lines: int, share: float) -> int:
-    """Return how many points each line of a group may have.
+    """Return the largest number of points that each line of a group may have.
 
     Args:
         n_lines: the number of lines in the group.
@@ -53,15 +53,16 @@ def max_points_of(n_lines: int, share: float) -> int:
 def thin(
     lines: Sequence[Line], max_points: int = MAX_POINTS, above: Mapping[str, Sequence[Point]] | None = None
 ) -> dict[str, Any]:
-    """Return lines over one common x axis as JSON, with null where a line has no value.
+    """Return lines over one common x axis, as JSON. A line without a value at an x has null there.
 
-    The lines are unchanged if all their x together are at most `max_points`. Otherwise x is cut into
-    `max_points / 2` bins. Each line keeps its least and its greatest value of each bin, in the order of x.
+    Lines are unchanged if they have at most `max_points` different x together. Otherwise x is cut into `max_points / 2`
+    bins. In each bin, a line keeps its lowest and its highest value, in the order of x.
 
     Args:
         lines: the lines to draw.
         max_points: the largest number of different x.
-        above: further lines of few points, by name. If there are bins, these points move to the nearest x.
+        above: more lines, by name, which have few points. If x is cut into bins, each of their points moves to the
+            nearest remaining x.
     """
     lines = [line for line in lines if len(line.xs)]
     if not lines:
@@ -88,7 +89,10 @@ def thin(
 
 
 def middle(lines: Sequence[Line], n_points: int = N_MIDDLE) -> list[Point]:
-    """Return the median of the ranks' means, for each bin in which at least half of the ranks have a value."""
+    """Return one line for all ranks: for each bin, the median of the ranks' means.
+
+    At least half of the ranks must have a value in the bin.
+    """
     lines = [line for line in lines if len(line.xs)]
     if not lines:
         return []
@@ -112,7 +116,7 @@ def _bins(edges: Array, xs: Array) -> NDArray[np.int64]:
 
 
 def _laid_on(grid: Array, xs: Array, ys: Array) -> Array:
-    """Return a line on a grid: each value moves to the nearest x of the grid. NaN: no value is near that x."""
+    """Return a line on a grid: each value moves to the nearest x of the grid. An x without a value gets NaN."""
     right = np.clip(np.searchsorted(grid, xs), 0, len(grid) - 1)
     left = np.maximum(right - 1, 0)
     laid = np.full(len(grid), np.nan)
@@ -121,10 +125,10 @@ def _laid_on(grid: Array, xs: Array, ys: Array) -> Array:
 
 
 def _extremes(edges: Array, line: Line) -> Array:
-    """Return the least and the greatest value of each bin, in the order in which the line has them."""
+    """Return the lowest and the highest value of each bin, in the order of x."""
     which = _bins(edges, line.xs)
     order = np.lexsort((line.ys, which))
-    ends = np.flatnonzero(np.diff(which[order], append=-1))  # positions in `order` of the greatest value of each bin
+    ends = np.flatnonzero(np.diff(which[order], append=-1))  # indexes into `order` of the highest value of each bin
     starts = np.concatenate([[0], ends[:-1] + 1])
     low, high = order[starts], order[ends]
     laid = np.full((len(edges) - 1, 2), np.nan)
@@ -134,6 +138,6 @@ def _extremes(edges: Array, line: Line) -> Array:
 
 
 def _plain(values: Array, digits: int = 5) -> list[float | None]:
-    """Return numbers for JSON, rounded to some significant digits. NaN becomes None."""
+    """Return numbers for JSON, rounded to `digits` significant digits. NaN becomes None."""
     texts = (f"{value:.{digits}g}" for value in values.tolist())
     return [None if text == "nan" else int(text) if text.lstrip("-").isdecimal() else float(text) for text in texts]

@@ -1,4 +1,4 @@
-"""All that a run's page shows, as one JSON document: also what `replicas report --json` prints."""
+"""Builds the JSON document of a run's page, which `replicas report --json` also prints."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from executors.view.report.run_summary import in_short, is_late
 from executors.view.report.text import name_moment, one_line
 from executors.view.report.timeline import timeline_document
 
-SHARE = 0.75  # of the values of all curves
-MIN_POINTS = 50  # of a line; where many names leave it fewer, the last of them are left out
+SHARE = 0.75  # of a page's values: the part that all reported curves may use
+MIN_POINTS = 50  # of a line. If many names leave fewer points for each line, the last names are left out
 MAX_NAMES = 24
 MAX_NAME = 40  # characters
 MAX_SETTINGS, MAX_ARGUMENTS, MAX_VALUE = 60, 200, 2000
 MAX_PROBLEMS, MAX_NOTABLE, MAX_EVENTS, MAX_WARNINGS = 20, 8, 500, 50
-MAX_WARNING = 300  # characters of one in the table of events; the table of warnings has all
+MAX_WARNING = 300  # characters of a warning in the table of events; the table of warnings has the whole text
 ANCHOR = "first loss after each round"
-AFTER = 0.1  # of the way to the next round: a loss that was reported by then is almost the anchor's
+AFTER = 0.1  # of the time to the next round. A loss that is reported within it is almost the anchor's loss
 SHOWN_ELSEWHERE = ("n", "gpu")
 """Settings that the page shows beside the entrypoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """The input of a page."""
+    """The records and measurements of one run, from which its page is made."""
 
     url: str
     record: RunRecord
@@ -58,26 +58,26 @@ class Subject:
 
     @property
     def elapsed_s(self) -> float:
-        """The time from the launch to its last end, or to now."""
+        """The seconds from the launch to the last end of a replica, or to now while the run continues."""
         return max(0.0, self.now.last_at - self.record.created_at)
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """How each attempt ended that has, by rank and attempt."""
+        """The outcomes of all ended attempts, ordered by rank and attempt."""
         found = {(span.rank, span.attempt): span.outcome for span in self.metrics.attempts}
         found |= {(state.rank, state.attempt): state.outcome for state in self.now.replicas if state.outcome}
         return [outcome for _, outcome in sorted(found.items()) if outcome is not None]
 
     @property
     def arguments(self) -> dict[str, str]:
-        """The arguments of the entrypoint, as texts."""
+        """The arguments of the entrypoint, as texts by name."""
         args = self.task.args if self.task is not None else None
         found = {one_line(name, MAX_NAME): _text(value) for name, value in (args or {}).items()}
         return dict(list(found.items())[:MAX_ARGUMENTS])
 
 
 def document(subject: Subject) -> dict[str, Any]:
-    """Return all that the page of a run shows, cut to a readable size. Texts are inert on a terminal."""
+    """Return everything that the page of a run shows, cut to a readable size. Texts hold no control characters."""
     record, now, metrics = subject.record, subject.now, subject.metrics
     measures, met = Measures(metrics), meetings(metrics)
     rounds = rounds_document(met)
@@ -126,7 +126,9 @@ def document(subject: Subject) -> dict[str, Any]:
 
 
 def _notable(made: Mapping[str, Any]) -> list[int]:
-    """Return the ranks that stand out: those that cost the others most, that came back, or failed."""
+    """Return the ranks to show first: ranks that others waited for most, ranks that were restarted, and ranks that
+    failed.
+    """
     cost = {rank: row["cost_s"] for rank, row in made["rounds"]["by_rank"].items()}
     late = [rank for rank in sorted(cost, key=lambda rank: -cost[rank]) if is_late(made, rank)]
     failed = [each["rank"] for failure in made["failures"] for each in failure["replicas"]]
@@ -134,7 +136,7 @@ def _notable(made: Mapping[str, Any]) -> list[int]:
 
 
 def curves(metrics: Metrics) -> dict[str, Any]:
-    """Return what replicas reported, over their steps, or over seconds where most lines name no step."""
+    """Return the curves of all reported numbers. Their x is the step, or seconds if most reports have no step."""
     rows = metrics.numbers
     over = "step" if 2 * sum("step" in row.values for row in rows) >= max(1, len(rows)) else "seconds"
     reported = {*metrics.names()} - {"step", TOTAL_STEPS}
@@ -178,17 +180,19 @@ def curves(metrics: Metrics) -> dict[str, Any]:
 
 
 def _column(rows: Sequence[Mapping[str, float]], name: str) -> Array:
-    """Return one number of each row; NaN where it has none."""
-    return np.array([row.get(name, math.nan) for row in rows], dtype=np.float64)  # an integer may be beyond 64 bits
+    """Return the number `name` of each row, and NaN for a row without it."""
+    # Not int: a reported integer may need more than 64 bits.
+    return np.array([row.get(name, math.nan) for row in rows], dtype=np.float64)
 
 
 def first_losses(metrics: Metrics) -> dict[tuple[str, int], list[Point]]:
-    """Return step and loss of the first report after each entry, if they were reported soon enough after most rounds.
+    """Return step and loss of the first report after each round, by the name of the DiLoCo and the entry in its log.
 
-    By the name of the DiLoCo and the entry of its log.
+    The result is empty if fewer than half of the rounds have a report soon after their end.
 
-    They are the anchor's own if `mix` is 0 and no step was made since a replica sent, because the replica then
-    continues from the anchor. A loss that is reported within half a step of the round was computed before the round.
+    If `mix` is 0 and a replica made no step while its work was sent, it continues from the anchor. Its first loss after
+    the round is then the anchor's loss. A loss that is reported less than half a step after a round is skipped, because
+    it was computed before the round.
     """
     losses: dict[tuple[int, int], tuple[Array, Array, Array, float]] = {}
     for key, group in groupby(metrics.numbers, key=lambda row: (row.rank, row.attempt)):
@@ -217,7 +221,7 @@ def _anchor(metrics: Metrics) -> list[Point]:
 
 
 def _warnings(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Return each text that replicas warned of once, the oldest first, with the ranks that it came from."""
+    """Return each different warning once, the oldest first, with the ranks that gave it."""
     found: dict[str, dict[str, Any]] = {}
     for event in events:
         if event.kind == "warning":
@@ -229,21 +233,22 @@ def _warnings(events: Sequence[Event]) -> list[dict[str, Any]]:
 
 
 def _shown(events: Sequence[Event]) -> Sequence[Event]:
-    """Return the events of the table: the last events, and only the first warnings, so that they do not displace the
-    others."""
+    """Return the events of the table: the last events, but only the first warnings, so that warnings do not displace
+    other events.
+    """
     late = {id(event) for event in [event for event in events if event.kind == "warning"][MAX_WARNINGS:]}
     return [event for event in events if id(event) not in late][-MAX_EVENTS:]
 
 
 def _happened(event: Event, began_at: float) -> dict[str, Any]:
-    """Return an event with inert texts, and its second on the time line, as far as the clocks of hosts are alike."""
+    """Return an event for the page, with texts without control characters and its second on the run's time line."""
     most = MAX_WARNING if event.kind == "warning" else MAX_VALUE
     texts = {name: one_line(getattr(event, name) or "", most) for name in ("actor", "reason", "why")}
     return {**event.to_json(), **texts, "s": round(event.at - began_at, 3), "is_usual": event.is_usual}
 
 
 def _launched(subject: Subject) -> list[list[str]]:
-    """Return who launched what, when, and with which code and versions, as pairs of texts."""
+    """Return the facts of the launch as pairs of name and text: the user, the time, the code and the versions."""
     record, code = subject.record, subject.record.code or {}
     where = f"{len(subject.now.replicas)} on {subject.now.backend}"
     pairs = [
@@ -266,7 +271,7 @@ def _launched(subject: Subject) -> list[list[str]]:
 
 
 def _settings(subject: Subject) -> list[list[str]]:
-    """Return what was asked for beyond the defaults, as pairs of texts: arguments first."""
+    """Return the values that the user set, as pairs of name and text. Arguments of the entrypoint come first."""
     record = subject.record
     found = dict(subject.arguments)
     asked = {name: value for name, value in record.settings.to_json().items() if name not in SHOWN_ELSEWHERE}
@@ -277,7 +282,7 @@ def _settings(subject: Subject) -> list[list[str]]:
 
 
 def _configuration(subject: Subject) -> list[list[str]]:
-    """Return all that the run's record and task say, as pairs of texts."""
+    """Return all values of the run's record and task, as pairs of name and text."""
     record = subject.record
     whole = asdict(record)
     found = {f"setting {name}": _text(value) for name, value in whole.pop("settings").items()}
@@ -297,6 +302,6 @@ def _plain(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Return a value of a record on one line."""
+    """Return a value of a record as one line of text."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_plain)
     return one_line(text, MAX_VALUE)

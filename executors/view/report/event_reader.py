@@ -1,6 +1,6 @@
-"""Makes the events of a run from its records: launches, claims, hangs, ends, decisions and warnings.
+"""Builds the list of a run's events from its records: launches, claims, hangs, ends, decisions and warnings.
 
-Only warnings have a separate record: each replica writes `warnings.json` of its attempt.
+Each replica also writes its warnings into the record `warnings.json` of its attempt, which is read here.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ KINDS = (
 )  # fmt: skip
 USUAL = ("launched", "claimed", "first_progress", "finished")
 OF_DECISIONS = {"cancel": "cancelled", "give_up": "gave_up", "stop": "stopped"}
-NO_PROGRESS = ("rss", "left_with", "left_out")  # fields of lines in segments that the entrypoint did not report
+# Names of lines in segments that the training code did not report itself.
+NO_PROGRESS = ("rss", "left_with", "left_out")
 SEGMENT_BYTES = 4 << 20
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0  # between two looks for the first report of an attempt
-SUSPICION_S = 10.0  # dumps with less time between them belong to one suspected hang
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0  # between two reads that search the first report of an attempt
+SUSPICION_S = 10.0  # stack dumps that are less than this apart belong to one suspected hang
 MORE = "more warnings of this attempt are in its log only."
-HEAD_BYTES = 2000  # the bytes of a dump in which its first line, the diagnosis, is searched
+HEAD_BYTES = 2000  # the start of a dump, which contains its diagnosis in the first line
 MAX_DUMP_BYTES = 4 << 20
 T = TypeVar("T")
 R = TypeVar("R")
@@ -47,7 +48,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One thing that happened to a run, or to one attempt of a rank.
+    """One event of a run, or of one attempt of a rank.
 
     Example:
         [event.rank for event in run.events() if event.kind == "ended"]
@@ -74,11 +75,11 @@ class Event:
 
     @property
     def is_usual(self) -> bool:
-        """True if the event also happens in a run without failures."""
+        """True if runs without failures also have such events."""
         return self.kind in USUAL or (self.kind == "ended" and self.reason == "succeeded")
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything as plain JSON."""
+        """Return all fields of the event as plain JSON."""
         return asdict(self)
 
 
@@ -86,9 +87,10 @@ class EventReader:
     """Makes events from the records of a run. It reads each record once.
 
     Args:
-        log: the run's decision log. It may be unread.
+        log: the run's decision log. It is read when it is needed.
         record: the record of the run.
-        map_over: applies a function to several items, at the same time if each takes a round trip.
+        map_over: applies a function to several items and returns the results. It works in parallel threads if the store
+            is remote.
         note: called with a message for each record that cannot be read.
         clock: returns the seconds of a monotonic clock.
     """
@@ -121,18 +123,18 @@ class EventReader:
         """The version of `warnings.json` that was read last, by rank and attempt."""
 
     def new(self, inventory: Inventory, now: RunStatus) -> list[Event]:
-        """Return the events since the last call, in the order of time.
+        """Return the events since the last call, ordered by time.
 
         Args:
-            inventory: the list of the replicas' records.
-            now: the run's status, from the same look as the list or an earlier one.
+            inventory: the current list of the replicas' records.
+            now: the status of the run, which must not be newer than `inventory`.
         """
         record, found = self._record, list[Event]()
         if not self._has_yielded_launch:
             self._has_yielded_launch = True
             why = ", ".join(f"{len(place.ranks)} on {place.backend}" for place in record.placements)
             found.append(Event(kind="launched", at=record.created_at, actor=record.created_by, why=why))
-        # Claims come before outcomes, because the duration of an attempt begins at its claim.
+        # Claims come before outcomes, because the duration of an attempt is counted from its claim.
         for name, read in (("intent", self._intent), ("started", self._claim), ("outcome", self._end)):
             keys = sorted(each for each in inventory.records if each[2] == name and each not in self._seen)
             self._seen.update(keys)
@@ -163,7 +165,7 @@ class EventReader:
     def _intent(self, attempt: Attempt) -> list[Event]:
         intent = attempt.find(INTENT, Intent.parse)
         is_of_launch = attempt.number == 0 and attempt.rank < self._record.world_size
-        if intent is None or is_of_launch:  # the event of the launch covers it
+        if intent is None or is_of_launch:  # the launch has an event of its own
             return []
         return [Event(kind="launched", at=intent.at, rank=attempt.rank, attempt=attempt.number, actor=intent.by)]
 
@@ -180,11 +182,14 @@ class EventReader:
         return [] if outcome is None else events_of_end(outcome, self._claimed.get((attempt.rank, attempt.number)))
 
     def _first_progress(self, inventory: Inventory) -> Iterator[Event]:
-        """Yield the first report of each attempt, from its first segment, which is written some seconds later."""
+        """Yield the event of the first report of each attempt.
+
+        The first segment has it, some seconds after the report.
+        """
         waiting = [key for key in self._claimed if ("progress", *key) not in self._seen]
         over, now = {key for key in waiting if inventory.has(*key, "outcome")}, self._clock()
         waiting = [key for key in waiting if key in over or self._ask[key][0] <= now]
-        for key in waiting:  # the pause grows, because an attempt that never reports is read until it ends
+        for key in waiting:  # the pauses grow, because this reads an attempt that never reports until its end
             pause_s = self._ask[key][1]
             self._ask[key] = now + pause_s, min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -226,7 +231,7 @@ class EventReader:
         return self._read(read, new)
 
     def _warnings(self, inventory: Inventory) -> Iterator[Event]:
-        """Yield warnings with new texts. A record is read again only if it has changed."""
+        """Yield an event for each new warning text. A record is read again only if it has changed."""
         fresh = sorted(key for key, version in inventory.warnings.items() if self._read_warnings.get(key) != version)
         self._read_warnings.update((key, inventory.warnings[key]) for key in fresh)
 
@@ -234,7 +239,7 @@ class EventReader:
             return [event_of_warning(each) for each in read_warnings(Attempt(self._store, self._run_id, *key))]
 
         for event in self._read(read, fresh):
-            text = MORE if event.why.endswith(MORE) else event.why  # the line begins with a number that grows
+            text = MORE if event.why.endswith(MORE) else event.why  # the text begins with a number that grows
             identity = ("warning", event.rank, event.attempt, text)
             if identity not in self._seen:
                 self._seen.add(identity)
@@ -253,10 +258,11 @@ class EventReader:
 
 
 def read_warnings(attempt: Attempt) -> list[FoundWarning]:
-    """Return the warnings of an attempt, by the time at which each came first. Empty: it has no such record.
+    """Return the different warnings of an attempt, ordered by the time of their first occurrence. Empty if there are
+    none.
 
     Args:
-        attempt: an attempt of any run. Its record is foreign, and is read within bounds.
+        attempt: an attempt of any run. Its record is untrusted, so its size and types are checked.
 
     Raises:
         StoreError: the record cannot be read.
@@ -273,16 +279,17 @@ def read_warnings(attempt: Attempt) -> list[FoundWarning]:
 
 
 def event_of_warning(found: FoundWarning) -> Event:
-    """Return a warning as an event."""
+    """Return the event of a warning."""
     return Event(kind="warning", at=found.at, rank=found.rank, attempt=found.attempt, why=found.text, count=found.count)
 
 
 def events_of_end(outcome: Outcome, claimed_at: float | None = None) -> list[Event]:
-    """Return the events of an attempt's end: the end, and before it the notice, if there was one.
+    """Return the events of an attempt's end. If a service announced the end, the announcement is an event of its own.
 
     Args:
         outcome: the outcome of the attempt.
-        claimed_at: Unix time of its claim. None: the start in the outcome counts.
+        claimed_at: Unix time of its claim, from which the duration counts. None: it counts from the start in the
+            outcome.
     """
     began_at = outcome.started_at if claimed_at is None else claimed_at
     has_ended = outcome.status is ReplicaStatus.SUCCEEDED
@@ -302,11 +309,11 @@ def events_of_end(outcome: Outcome, claimed_at: float | None = None) -> list[Eve
 
 
 def event_of_decision(entry: Decision, words: str) -> Event:
-    """Return an entry of the log of decisions as an event.
+    """Return the event of an entry in the decision log.
 
     Args:
         entry: the entry.
-        words: the sentence that describes it.
+        words: the sentence that describes the entry.
     """
     return Event(
         kind=OF_DECISIONS.get(entry.kind, "decided"),
@@ -321,11 +328,11 @@ def event_of_decision(entry: Decision, words: str) -> Event:
 
 
 def read_stacks(attempt: Attempt, number: int) -> str:
-    """Return one dump of an attempt's stacks. Its first line is the diagnosis.
+    """Return one stack dump of an attempt. Its first line is the diagnosis.
 
     Args:
         attempt: the attempt.
-        number: the number of the dump.
+        number: the number of the dump within the attempt.
 
     Raises:
         StoreError: the dump cannot be read.
@@ -335,7 +342,7 @@ def read_stacks(attempt: Attempt, number: int) -> str:
 
 
 def progress_in(segment: Any) -> Iterator[float]:
-    """Yield the time of each line that the entrypoint reported, in seconds since the claim.
+    """Yield the times at which the training code reported something, in seconds since the claim.
 
     Args:
         segment: the bytes of a segment of measurements.
@@ -344,7 +351,7 @@ def progress_in(segment: Any) -> Iterator[float]:
 
 
 def lines_in(segment: Any) -> Iterator[tuple[float, bool]]:
-    """Yield for each line its time in seconds since the claim, and True if the entrypoint reported it.
+    """Yield the time of each line in seconds since the claim, and True if the training code reported the line.
 
     Args:
         segment: the bytes of a segment of measurements.

@@ -1,4 +1,4 @@
-"""Failures of replicas, each shown once: what happened, in which ranks, where, and what was printed last."""
+"""Groups equal failures of replicas for the page: the error, its ranks, the place in the code, and the last output."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ from executors.status import name_ranks
 from executors.view.report.root_cause import headline, last_frames
 from executors.view.report.text import last_lines, one_line
 
-SUBJECT = re.compile(r"^Replica \d+( of \d+)?( \(attempt \d+\))? ")  # left out: the ranks are named once, before it
+# Removed from a headline, because the sentence begins with the ranks.
+SUBJECT = re.compile(r"^Replica \d+( of \d+)?( \(attempt \d+\))? ")
 MAX_GROUPS = 12
 MAX_WORDS = 500
 MAX_OUTPUT_LINES, MAX_STACK_LINES = 60, 80
 
 
 def words_of(outcome: Outcome) -> str:
-    """Return what went wrong, in one line that is the same for all ranks that it happened to."""
+    """Return the error of an outcome in one line, without its rank, so that equal failures have equal texts."""
     return one_line(SUBJECT.sub("", headline(outcome, [], 0)))
 
 
 def group_failures(outcomes: Iterable[Outcome]) -> list[list[Outcome]]:
-    """Return the failures, those that are alike together, the earliest first; not what a newer attempt replaced."""
+    """Return the failed outcomes in groups of the same failure, ordered by time.
+
+    Attempts that ended because a newer attempt replaced them are left out.
+    """
     groups: dict[tuple[str | None, str], list[Outcome]] = {}
     for outcome in sorted(outcomes, key=lambda outcome: outcome.finished_at):
         if outcome.status is ReplicaStatus.FAILED and outcome.reason != "fenced":
@@ -32,11 +36,12 @@ def group_failures(outcomes: Iterable[Outcome]) -> list[list[Outcome]]:
 
 
 def failures_document(outcomes: Iterable[Outcome], newest: Mapping[int, int], n: int) -> list[dict[str, Any]]:
-    """Return the failures as JSON: those that count first, the earliest of them, which is their cause, at the top.
+    """Return the failures as JSON. The earliest failure comes first, because it usually caused the others. Failures
+    that a restart has repaired come last.
 
     Args:
-        newest: by rank, the number of its newest attempt: what failed before was resumed.
-        n: how many replicas the run has.
+        newest: the number of each rank's newest attempt. A failure of an earlier attempt is marked as resumed.
+        n: the number of replicas of the run.
     """
     found, resumed = list[Outcome](), list[Outcome]()
     for outcome in outcomes:

@@ -1,4 +1,4 @@
-"""What a run cost: its six numbers, and a row for each replica."""
+"""Computes the six summary numbers of a run's page, and one table row for each replica."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SHOWN = ("step", "loss")
 
 @dataclass(frozen=True)
 class Measures:
-    """Sums over what the replicas of a run measured."""
+    """Sums and latest values of what the replicas of a run measured."""
 
     metrics: Metrics
 
     @cached_property
     def rounds_of(self) -> Mapping[int, Sequence[Round]]:
-        """The rows of rounds by rank."""
+        """The rounds of each rank, as measured by that rank."""
         found = defaultdict(list)
         for row in self.metrics.rounds:
             found[row.rank].append(row)
@@ -33,13 +33,16 @@ class Measures:
 
     @cached_property
     def counted(self) -> Counter[int]:
-        """By rank, how many rounds count its work: also those that it left no row of, as it was killed."""
+        """The number of rounds that include each rank's work.
+
+        Rounds without a row of the rank count, too: it was killed before it wrote the row.
+        """
         ranks = {(row.name, row.entry): row.ranks for row in self.metrics.rounds}
         return Counter(rank for counted in ranks.values() for rank in counted)
 
     @cached_property
     def alive_s(self) -> dict[int, float]:
-        """By rank, for how long it had an attempt that lived."""
+        """The seconds that each rank was running, over all its attempts."""
         found: dict[int, float] = defaultdict(float)
         for span in self.metrics.attempts:
             ended_s = self.metrics.as_of_s if span.ended_s is None else span.ended_s
@@ -48,7 +51,7 @@ class Measures:
 
     @cached_property
     def newest_values(self) -> dict[int, dict[str, float]]:
-        """By rank, the step and the loss that it reported last."""
+        """The last reported step and loss of each rank."""
         found: dict[int, dict[str, float]] = defaultdict(dict)
         for row in reversed(self.metrics.numbers):
             if len(known := found[row.rank]) < len(SHOWN):
@@ -57,7 +60,10 @@ class Measures:
 
     @cached_property
     def not_finite(self) -> dict[int, float | None]:
-        """The ranks whose loss is not finite any more, with the step since then. None if no step was reported."""
+        """The ranks whose last loss is infinite or NaN, with the step where this began.
+
+        None if the rank reported no step.
+        """
         found: dict[int, float | None] = {}
         for row in self.metrics.numbers:
             if "loss" in row.not_finite:
@@ -68,7 +74,7 @@ class Measures:
 
     @property
     def restarts(self) -> dict[int, int]:
-        """By rank, how often a later attempt was begun; without those that never were."""
+        """The number of restarts of each rank that was restarted."""
         counts: dict[int, int] = defaultdict(int)
         for span in self.metrics.attempts:
             counts[span.rank] += 1
@@ -76,15 +82,18 @@ class Measures:
 
     @cached_property
     def data_parallel_bytes(self) -> float | None:
-        """The bytes that a replica would have sent and read if it had averaged float32 gradients in every step."""
+        """The bytes that one replica would have sent and received with plain data parallelism: float32 gradients
+        averaged in every step.
+        """
         sizes = {(row.name, row.fragment): 4 * row.elements for row in self.metrics.rounds if row.elements}
         steps = max((values.get("step", 0.0) for values in self.newest_values.values()), default=0.0)
         return sum(sizes.values()) * steps if sizes and steps > 0 else None
 
     def six(self) -> dict[str, Any]:
-        """Return the six numbers of the page, as JSON; None where there is nothing to measure them by.
+        """Return the six summary numbers of the page, as JSON. A number is None if there are no measurements for it.
 
-        The measurements are compared with the time that replicas lived. So there is a value only if all were read.
+        Shares are measured seconds divided by the seconds that replicas were running. So they are None unless all
+        measurements were read.
         """
         rounds, ledger = self.metrics.rounds, self.metrics.ledger
         alive_s, n = sum(self.alive_s.values()), max(1, len(self.rounds_of))
@@ -116,7 +125,7 @@ class Measures:
         }
 
     def of_rank(self, rank: int) -> dict[str, Any]:
-        """Return what one replica did, as JSON."""
+        """Return the table row of one replica, as JSON."""
         rounds, values = self.rounds_of.get(rank, []), self.newest_values.get(rank, {})
         work = self.metrics.ledger.by_rank.get(rank)
         return {
@@ -138,11 +147,15 @@ class Measures:
 
 
 def _waiting_s(rounds: Sequence[Round]) -> float:
-    """Return for how long the training waited for others."""
+    """Return the seconds that training stood still because other replicas were late."""
     return sum(row.wait_s * row.late_share for row in rounds)
 
 
 def _training_s(rounds: Sequence[Round]) -> float:
-    """Return how long a replica trained: what each of several DiLoCos measured has the rounds of the others in it."""
+    """Return the seconds of training of one replica.
+
+    With several DiLoCos, the training time that one measures includes the rounds of the others, and these are
+    subtracted.
+    """
     names = {row.name for row in rounds}
     return max([0.0, *(sum(row.train_s if row.name == name else -row.round_s for row in rounds) for name in names)])

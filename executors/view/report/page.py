@@ -1,4 +1,4 @@
-"""A run as one self-contained HTML page: no request but itself, and every text of the run inert."""
+"""Writes the document of a run as one self-contained HTML page, which loads nothing and runs no text of the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCRIPTS = ("uplot/uPlot.iife.min.js", "page.js")
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """Return a whole page. Its policy lets no script and no style run but its own, by their digests."""
+    """Return a whole HTML page. Its content security policy allows only the page's own script and style, by digest."""
     policy = {
         "default-src": "'none'",
         "img-src": "data:",
@@ -39,7 +39,9 @@ def page(document: Mapping[str, Any]) -> str:
 
 
 def fragment(document: Mapping[str, Any]) -> str:
-    """Return what the page shows, for a place that is on a page already, such as a notebook's output."""
+    """Return the page's content without `<html>` and `<head>`, to be put into another page, such as a notebook's
+    output.
+    """
     rounds, timeline = document["rounds"], document["timeline"]
     lanes = [{"rank": lane["rank"], "spans": lane["spans"] + lane["beside"]} for lane in timeline["lanes"]]
     kinds = {kind: text for kind, text in KINDS.items() if kind in timeline["used_kinds"]}
@@ -68,13 +70,16 @@ def fragment(document: Mapping[str, Any]) -> str:
 
 
 def head(document: Mapping[str, Any]) -> str:
-    """Return the top of what the page shows, without scripts: what was launched, and in short how it went."""
+    """Return the top of the page without scripts: the launch, and the summary in a few sentences."""
     styles = [_asset("page.css")]
     return _templates().get_template("report.html").render(document, styles=styles, scripts=(), only_head=True)
 
 
 def write_page(document: Mapping[str, Any], path: Path) -> Path:
-    """Write the page, all of it or nothing, over the file if there is one; return its path."""
+    """Write the HTML page to a file and return its path.
+
+    An existing file is replaced at once, or left unchanged after an error.
+    """
     with replacing(path) as file:
         file.write(page(document).encode())
     return path
@@ -106,7 +111,7 @@ def _digest(text: str) -> str:
 
 
 def _json(value: Any) -> Markup:
-    """Return JSON that cannot end the element it is in."""
+    """Return JSON that cannot close the HTML element around it."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 

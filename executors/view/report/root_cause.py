@@ -1,4 +1,4 @@
-"""The root cause of several failures, with its headline and the user's part of its traceback."""
+"""Finds the root cause of several failures, and gives its headline and the user's part of its traceback."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ _ERRORS: dict[str | None, type[ReplicaError]] = {
 
 
 def headline(outcome: Outcome, ranks: Sequence[int], world_size: int) -> str:
-    """Return what the entrypoint raised, in which ranks, and where: `ValueError: boom (rank 0 of 2, train.py:12)`.
+    """Return the error of an outcome with its ranks and its place: `ValueError: boom (rank 0 of 2, train.py:12)`.
 
-    A failure that is not an exception is a sentence already, as in `Replica 3 of 8 ran into its time limit of 60 s.`
+    The text of a failure without an exception is returned unchanged, as in `Replica 3 of 8 ran into its time limit of
+    60 s.`
     """
     if outcome.error_line is None:
         return outcome.headline
@@ -42,9 +43,10 @@ def headline(outcome: Outcome, ranks: Sequence[int], world_size: int) -> str:
 
 
 def last_frames(outcome: Outcome) -> list[str]:
-    """Return the lines of the last of the user's frames in the traceback, or of all where none is theirs.
+    """Return the traceback lines of the innermost frame in the user's code. If no frame is the user's, return all
+    frames.
 
-    For a group of exceptions, they are the frames of its first exception, which the headline names.
+    A group of exceptions is represented by its first exception, which the headline names, too.
     """
     text = OTHERS_OF_GROUP.sub("", outcome.error or "") if outcome.error_line is not None else ""
     frames = list(FRAME.finditer(text))
@@ -59,13 +61,13 @@ def last_frames(outcome: Outcome) -> list[str]:
 
 
 def raise_root_cause(outcomes: Sequence[Outcome]) -> None:
-    """Raise the error of the earliest failure; do nothing if every replica succeeded.
+    """Raise the error of the earliest failure. Do nothing if every replica succeeded.
 
-    A cancelled or fenced replica is the cause only if no other failed: it was asked to end.
+    A cancelled or fenced replica counts as the cause only if no other replica failed, because another process ended it.
 
     Raises:
-        ReplicaError: of the kind that fits the reason. Its message is the headline and the remote traceback; other
-            failures are its notes.
+        ReplicaError: the subclass for the reason of the failure. The message is the headline with the remote traceback.
+            Other failures are added as notes.
     """
     bad = [outcome for outcome in outcomes if outcome.status is not ReplicaStatus.SUCCEEDED]
     if not bad:

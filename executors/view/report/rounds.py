@@ -1,4 +1,6 @@
-"""Rounds as all replicas saw them: whose work was counted, who came last, what that cost the others, who drifts."""
+"""Combines the round measurements of all replicas: counted work, the latest rank, the cost of waiting, and drifting
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +16,25 @@ from executors.metrics.rows import Round
 from executors.view.report.curves import Line, Point, max_points_of, thin
 from executors.view.report.text import one_line
 
-DRIFT = 2.0  # times the median, or less than a half of it
-MIN_RANKS = 3  # for a median that one of them does not make alone
-SAME_WEIGHT = 0.8  # of the median weight of a round: less work makes a smaller pseudo-gradient
+DRIFT = 2.0  # a norm differs if it is more than this many times the median, or less than its inverse
+MIN_RANKS = 3  # with fewer ranks, the rank that is compared would decide the median
+# A share of the median weight of a round: a rank with less work has a smaller pseudo-gradient, so it is not compared.
+SAME_WEIGHT = 0.8
 WIDE = 4.0  # standard deviations of the other ranks' norms: a small model near its optimum has noisy ones
-MAD_TO_SIGMA = 1.4826  # of a normal distribution, whose median absolute deviation this turns into its deviation
-MIN_ROUNDS = 10  # in which a rank could be compared
-MIN_DRIFTING = 5  # rounds, and a tenth of those in which it could be compared
-ONE_SIDE = 0.8  # of these rounds: a norm that drifts is too large, or too small, and not now this and now that
+MAD_TO_SIGMA = 1.4826  # turns the median absolute deviation of a normal distribution into its standard deviation
+MIN_ROUNDS = 10  # in which the norm of a rank was compared with others; fewer prove nothing
+MIN_DRIFTING = 5  # rounds in which the norm differs; a tenth of the compared rounds must differ as well
+ONE_SIDE = 0.8  # of these rounds: a drifting norm is always too large or always too small, and noise changes sides
 UNNOTICED = {"last": 0, "missing": 0, "drifting": 0, "cost_s": 0.0}
 MAX_NAME = 40  # characters
 MAX_SAME = 3  # groups of ranks
-MAX_ROUNDS = 200  # in the table
-SHARE = 0.25  # of the values of all curves
+MAX_ROUNDS = 200  # rows of the table
+SHARE = 0.25  # of a page's values: the part that all curves of rounds may use
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """One round of a run; its seconds are on the run's time line."""
+    """One round of a run, as all its replicas measured it. Its seconds are on the run's time line."""
 
     name: str
     """The name of the DiLoCo, because a run may have several."""
@@ -45,20 +48,24 @@ class Meeting:
 
     @property
     def waits(self) -> dict[int, float]:
-        """How long the training of each of those counted waited."""
+        """The seconds that training waited in this round, for each replica whose contribution counted."""
         return {rank: row.wait_s * row.late_share for rank, row in self.rows.items() if rank in self.counted}
 
     @property
     def last(self) -> int | None:
-        """The counted rank that came last: it waited least."""
-        waits = {rank: self.rows[rank].wait_s for rank in self.waits}  # also while training continues
+        """The counted rank that arrived last, which is the rank with the shortest wait.
+
+        None if fewer than two ranks have a row.
+        """
+        # Includes waits in the background, while training continued.
+        waits = {rank: self.rows[rank].wait_s for rank in self.waits}
         return min(waits, key=lambda rank: (waits[rank], rank)) if len(waits) > 1 else None
 
     def blamed(self, usual_s: float) -> dict[int, float]:
-        """Return by rank how long the others waited for it, all together.
+        """Return the seconds that other replicas waited for each rank that delayed them.
 
-        The wait of all replicas, beyond the usual wait, is the cost of the missing ranks. The additional wait of single
-        replicas is the cost of the last rank.
+        Time that all replicas waited beyond `usual_s` is charged to the missing ranks. The additional wait of single
+        replicas is charged to the last rank.
 
         Args:
             usual_s: the seconds that all replicas wait in a round without missing ranks.
@@ -73,7 +80,10 @@ class Meeting:
 
     @property
     def ratios(self) -> dict[int, float]:
-        """By rank: the norm of its pseudo-gradient over the median, of those that sent about the same work."""
+        """The norm of each rank's pseudo-gradient divided by the median norm.
+
+        Only ranks that did about the same work are compared.
+        """
         rows = {rank: self.rows[rank] for rank in self.counted if rank in self.rows}
         usual = median(row.weight for row in rows.values()) if rows else 0.0
         norms = {
@@ -86,12 +96,12 @@ class Meeting:
 
     @property
     def drifting(self) -> dict[int, float]:
-        """The ratios that are far from 1."""
+        """The ranks whose ratio is more than `DRIFT` or less than 1 / `DRIFT`, with this ratio."""
         return {rank: ratio for rank, ratio in self.ratios.items() if not 1 / DRIFT <= ratio <= DRIFT}
 
 
 def meetings(metrics: Metrics) -> list[Meeting]:
-    """Return the rounds of a run in their order."""
+    """Return the rounds of a run, ordered by the name of their DiLoCo and by their number."""
     by_entry: dict[tuple[str, int], dict[int, Round]] = defaultdict(dict)
     for row in metrics.rounds:
         by_entry[row.name, row.entry][row.rank] = row
@@ -111,7 +121,7 @@ def meetings(metrics: Metrics) -> list[Meeting]:
 
 
 def drifting_ranks(found: Sequence[Meeting]) -> list[int]:
-    """Return the ranks whose pseudo-gradients differ in norm from the other ranks' again and again.
+    """Return the ranks whose pseudo-gradients repeatedly differ in norm from the norms of the other ranks.
 
     A norm counts as far from the median if it is more than `DRIFT` times as large or small, and if it is farther away
     than `WIDE` standard deviations of the other ranks' norms. The deviation is estimated from the median absolute
@@ -139,7 +149,7 @@ def drifting_ranks(found: Sequence[Meeting]) -> list[int]:
 
 
 def rounds_document(found: Sequence[Meeting]) -> dict[str, Any]:
-    """Return what the page says of the rounds, as JSON."""
+    """Return the part of the page's document that describes rounds, as JSON."""
     whole = [min(each.waits.values()) for each in found if not each.missing and each.waits]
     usual_s = median(whole) if whole else 0.0
     by_rank: dict[int, dict[str, float]] = defaultdict(lambda: dict(UNNOTICED))
@@ -197,7 +207,7 @@ def rounds_document(found: Sequence[Meeting]) -> dict[str, Any]:
         "has_hidden": has_hidden,
         "waited": thin([Line.of(0, 0, zip(numbers, line, strict=True)) for line in zip(*drawn, strict=True)]),
         "norms": thin(
-            # A rank measures a round once, in whichever attempt.
+            # Each rank measures a round once, so its points form one line over all attempts.
             [Line.of(rank, 0, points) for rank, points in sorted(norms.items())],
             max_points_of(len(norms), SHARE),
             above={"the mean’s": mean_norms},

@@ -1,4 +1,4 @@
-"""A row of measurements as named numbers at a step: what TensorBoard and trackers draw."""
+"""Turns a row of measurements into named numbers at a step, for TensorBoard and trackers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ OF_USAGE = ("cpu", "rss", "gpu_mem", "gpu_use")
 
 
 def scalars(row: Row) -> tuple[int | None, dict[str, float]]:
-    """Return at which step a row was made, None if it names none, and its numbers by names without control characters.
+    """Return the step of a row, or None if it has no step, and its numbers by name. Names have no control characters.
 
-    The step of a round is its entry. The numbers of a round are named `round/…`, the resources of a process `usage/…`.
+    The step of a round is the number of its entry. Numbers of a round are named `round/…`, and resources of a process
+    `usage/…`.
     """
     if isinstance(row, Numbers):
         step = row.values.get("step")

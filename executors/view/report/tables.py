@@ -1,4 +1,4 @@
-"""The measurements of a run as a table in a file: CSV, or a JSON object a line."""
+"""Writes the measurements of a run to a table: a CSV file, or a file with one JSON object per line."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from executors.metrics.rows import MAX_NAME
 from executors.store.artifacts import replacing
 from executors.view.report.text import one_line
 
-SEPARATORS = re.compile(r"[;,|\"]")  # which a spreadsheet may take for the end of a cell, even within quotes
-FORMULA = tuple("=+-@'\uff1d\uff0b\uff0d\uff20")  # the last four: how East Asian keyboards write the first
+SEPARATORS = re.compile(r"[;,|\"]")  # a spreadsheet may end a cell at one of these, even within quotes
+FORMULA = tuple("=+-@'\uff1d\uff0b\uff0d\uff20")  # the last four are the same signs as East Asian keyboards write them
 
 
 def write_csv(metrics: Metrics, path: Path) -> None:
-    """Write one line a row, over the file if there is one. No text in it begins a formula where a spreadsheet opens it.
+    """Write each row as one line of a CSV file. A text never begins a formula when a spreadsheet opens the file.
 
-    The first columns say what a row is; those of numbers that were reported are named as they were.
+    The first columns identify a row. The columns of reported numbers have the names that the training code gave them.
+    An existing file is replaced.
     """
     columns = metrics.to_dict()
     columns.pop("t", None)
@@ -32,7 +33,7 @@ def write_csv(metrics: Metrics, path: Path) -> None:
 
 
 def write_jsonl(metrics: Metrics, path: Path) -> None:
-    """Write each row as a JSON object on a line of its own, over the file if there is one."""
+    """Write each row as one line with a JSON object. An existing file is replaced."""
     with replacing(path) as file:
         for row in metrics:
             record = {name: value for name, value in metrics.record(row).items() if name != "t" and value is not None}

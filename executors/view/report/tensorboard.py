@@ -1,7 +1,7 @@
-"""The measurements of a run as TensorBoard's event files: a folder for each rank, and `anchor`.
+"""Writes the measurements of a run as TensorBoard event files: a folder for each rank, and the folder `anchor`.
 
-Each event names its row, as its writer. So an export that continues with a folder finds there which rows were written.
-A file whose end is missing shows where to continue, too.
+Each event contains the name of its row and of the program that wrote it. A later export reads these names and adds only
+the missing rows. This also works if the end of a file is missing.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from executors.view.report.text import name_moment, one_line
 NEEDED_BY = "Event files for TensorBoard are written with the package 'tensorboard'."
 NOTE = ".replicas-export"
 ANCHOR = "anchor"
-MAX_WAITING = 1000  # events that wait for the thread that writes them
+MAX_WAITING = 1000  # events in the queue of the writing thread
 
 
 @contextlib.contextmanager
 def open_event_files(directory: Path, run_id: str, launched_at: float) -> Iterator[EventFiles]:
-    """Open the folder for the events of a run; it may hold some of them already.
+    """Open the folder for the events of a run. It may already have events of this run.
 
     Raises:
         MissingDependencyError: tensorboard is not installed.
-        ReplicasError: the folder is of another run, maybe an earlier one of this id, or another process writes to it.
-        OSError: it cannot be written to.
+        ReplicasError: the folder has events of another run, or another process writes to it. A run with the same id
+            that was removed is another run.
+        OSError: the folder cannot be written.
     """
     try:
         from tensorboard.summary.writer import event_file_writer  # noqa: F401 - whether it is here
@@ -63,29 +64,30 @@ def open_event_files(directory: Path, run_id: str, launched_at: float) -> Iterat
 
 
 class EventFiles:
-    """Adds to a folder of events what it does not hold yet."""
+    """Adds to a folder the events that it does not have yet."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._folders: dict[str, _Folder] = {}
 
     def write(self, metrics: Metrics, *, is_over: bool) -> int:
-        """Write what is new, and return how many events that is.
+        """Write the new events, and return their number.
 
         Args:
-            is_over: no more rows will come: until then points of the anchor wait for all replicas that live.
+            is_over: True if no more rows will come. Otherwise a point of the anchor is written only after all live
+                replicas have passed its round.
         """
         width = len(str(metrics.world_size - 1))
         n_written, names = 0, Counter[tuple[int, str]]()
         for row in metrics:
             at_s = metrics.at(row)
             step, numbers = scalars(row)
-            if step is None:  # TensorBoard drops points that another of the same step follows
+            if step is None:  # TensorBoard drops a point if a later point has the same step
                 step = round(1000 * at_s)
             of = f" {row.entry} {row.name}" if isinstance(row, Round) else ""
             name = f"{row.attempt} {type(row).__name__} {row.t!r}{of}"
             names[row.rank, name] += 1
-            if (nth := names[row.rank, name]) > 1:  # within a millisecond
+            if (nth := names[row.rank, name]) > 1:  # rows with the same time need different names
                 name += f" {nth}"
             folder = self._folder(f"rank-{row.rank:0{width}d}")
             n_written += folder.add(name, metrics.began_at + at_s, step, numbers)
@@ -100,7 +102,7 @@ class EventFiles:
         return n_written
 
     def close(self) -> None:
-        """End all files."""
+        """Close all files."""
         for folder in self._folders.values():
             folder.close()
 
@@ -110,7 +112,7 @@ class EventFiles:
         return self._folders[name]
 
     def _anchor(self, metrics: Metrics, *, is_over: bool) -> dict[tuple[str, int], tuple[int, float]]:
-        """Return the step and the loss of the anchor after each entry behind which all replicas are that live."""
+        """Return step and loss of the anchor after each entry that all live replicas have passed."""
         alive = [(span.rank, span.attempt) for span in metrics.attempts if span.outcome is None]
         newest = {(each.name, each.rank, each.attempt): each.entry for each in metrics.rounds}
         return {
@@ -127,7 +129,7 @@ class _Folder:
         self._known = {name for file in sorted(path.glob("events.out.tfevents.*")) for name in _names_in(file)}
 
     def add(self, name: str, at: float, step: int, numbers: Mapping[str, float]) -> bool:
-        """Write an event, unless one of this name has been written; return whether."""
+        """Write an event, unless the folder has an event of this name. Return True if it was written."""
         if not numbers or name in self._known:
             return False
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -158,7 +160,7 @@ class _Folder:
 
 
 def _names_in(file: Path) -> Iterator[str]:
-    """Yield the names of the rows whose events a file holds, to where it ends or breaks off."""
+    """Yield the names of the rows whose events a file contains. The file may break off anywhere."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     for event in LegacyEventFileLoader(str(file)).Load():

@@ -1,6 +1,7 @@
-"""The time line of a run: a lane for each rank, in which it starts, trains, moves data, waits, reduces, or is dead.
+"""Builds the time line of a run: one lane per rank, with spans for starting, training, transfers, waiting, reducing and
+being dead.
 
-The parts of a round that ran while training continued are drawn on it.
+Parts of a round that ran in the background are drawn on top of the training span.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ SHAPES = {
     "late": "M0-4 4 0 0 4-4 0z",
 }
 MAX_SPANS = 5000
-MAX_MARKS = 100  # of a lane
-WIDTH = 10_000  # units of a lane, however wide it is shown
-LANE, NARROW_LANE, MANY, AXIS = 1.6, 0.7, 20, 1.7  # heights in em, and from how many lanes on they are narrow
+MAX_MARKS = 100  # in one lane
+WIDTH = 10_000  # units of a lane; the page stretches them to its width
+LANE, NARROW_LANE, MANY, AXIS = 1.6, 0.7, 20, 1.7  # heights in em; from `MANY` lanes on they are narrow
 STEPS_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400)
 N_TICKS = 7
 Span = list[Any]
@@ -55,10 +56,11 @@ Span = list[Any]
 
 
 def timeline_document(metrics: Metrics, events: Sequence[Event] = ()) -> dict[str, Any]:
-    """Return lanes with their spans and marks, as JSON; where they are too many, several rounds are one.
+    """Return the lanes with their spans and marks, as JSON. If there are too many spans, one span stands for several
+    rounds.
 
     Args:
-        events: of which those are marked that measurements do not tell of.
+        events: the events of the run. Events that no measurement shows become marks.
     """
     rounds: dict[tuple[int, int], list[Round]] = defaultdict(list)
     for row in metrics.rounds:
@@ -109,7 +111,7 @@ def timeline_document(metrics: Metrics, events: Sequence[Event] = ()) -> dict[st
 def _spans(
     attempt: AttemptSpan, rounds: Sequence[Round], metrics: Metrics, merged: int, first_s: float | None, end_s: float
 ) -> list[Span]:
-    """Return what an attempt did, from its claim to its end."""
+    """Return the activities of an attempt from its claim to its end."""
     last_s = max(attempt.started_s, end_s if attempt.ended_s is None else attempt.ended_s)
     now_s = first_s if first_s is not None else last_s
     if rounds:
@@ -125,7 +127,8 @@ def _spans(
             "reducing": sum(row.late_share * (row.reduce_s + row.step_s) for row in group),
         }
         other_s["moving"] = max(0.0, sum(row.round_s for row in group) - sum(other_s.values()))
-        scale = min(1.0, gap_s / (sum(other_s.values()) or 1.0))  # clocks are only roughly alike
+        # So that the measured parts fit in the gap: clocks of hosts differ a little.
+        scale = min(1.0, gap_s / (sum(other_s.values()) or 1.0))
         training_s = gap_s - scale * sum(other_s.values())
         names = _name(group)
         for kind, seconds in [("training", training_s), *((kind, scale * each) for kind, each in other_s.items())]:
@@ -136,7 +139,7 @@ def _spans(
 
 
 def _beside(rounds: Sequence[Round], metrics: Metrics, merged: int) -> list[Span]:
-    """Return the parts of rounds that ran while an attempt continued training."""
+    """Return the spans of rounds that ran in the background while the attempt continued training."""
     spans = []
     for at in range(0, len(rounds), merged):
         group = rounds[at : at + merged]
@@ -162,7 +165,7 @@ def _end(attempt: AttemptSpan) -> list[Span]:
 
 
 def svg(document: dict[str, Any]) -> str:
-    """Draw the time line. Its lanes stretch with the page; its texts and marks do not."""
+    """Draw the time line as SVG. Its lanes stretch with the page; its texts and marks keep their size."""
     end_s = document["end_s"] or 1.0
     lane_em = LANE if len(document["lanes"]) <= MANY else NARROW_LANE
     height = lane_em * len(document["lanes"])

@@ -1,4 +1,4 @@
-"""Computes the availability of a run, the share of failed attempts, and which ranks the user should look at."""
+"""Computes the availability of a run, the share of failed attempts, and the ranks that need the user's attention."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from executors.store.record_names import CLAIM
 from executors.store.records import get_at_most
 from executors.view.report.event_reader import SEGMENT_BYTES, lines_in, read_stacks
 
-LATE_S = 35.0  # at most between the last line of a segment and its writing: usage comes every 30 s (`recorder.USAGE_S`)
+# The longest time from the last line of a segment to its upload: usage is added every 30 s (`recorder.USAGE_S`).
+LATE_S = 35.0
 
 
 class AttemptTimes(NamedTuple):
-    """The times and the end of an attempt. It has no output, because a long run has thousands of attempts."""
+    """The times and the end of an attempt, without its output: a long run has thousands of attempts."""
 
     claimed_at: float | None
     """None: not known."""
@@ -40,15 +41,15 @@ class AttemptTimes(NamedTuple):
 def uptime_document(now: RunStatus, launched_at: float, newest: Callable[[int], Attempt]) -> dict[str, Any]:
     """Return as JSON how often and how long the replicas of a run were down.
 
-    `availability` is 1 - down time / time, over all ranks. A rank is down from the end of a failed attempt to the claim
-    of the next one. Its time begins at the launch. It ends with its success or cancellation, else with the run, or now.
-    `flakiness` is the share of attempts that failed. Only ranks that were started again cost requests, for all of their
-    attempts at once.
+    `availability` is 1 - down time / time, summed over all ranks. A rank is down from the end of a failed attempt to
+    the claim of the next one. Its time begins at the launch. Its time ends with its success or cancellation, or with
+    the end of the run, or now. `flakiness` is the share of attempts that failed. Only ranks that were restarted cost
+    requests, all at the same time.
 
     Args:
         now: the state of the run.
         launched_at: when the run was launched, in Unix time.
-        newest: returns a rank's newest attempt.
+        newest: returns the newest attempt of a rank.
 
     Example:
         uptime_document(run.status(), view.record.created_at, view.newest_attempt)["availability"]
@@ -71,7 +72,7 @@ def uptime_document(now: RunStatus, launched_at: float, newest: Callable[[int], 
 
 
 def _lives(states: Sequence[ReplicaState], newest: Callable[[int], Attempt]) -> list[list[AttemptTimes]]:
-    """Return the lives of each rank. A rank that was not started again has one, which its state describes."""
+    """Return all attempts of each rank. A rank without restarts has one attempt, and its state has the times."""
     again = [state for state in states if state.attempt or state.restart.is_awaited]
     attempts = [newest(state.rank).at(number) for state in again for number in range(state.attempt + 1)]
     found = iter(at_store(attempts[0].store, _life, attempts)) if attempts else iter(())
@@ -89,7 +90,7 @@ def _claimed_at(attempt: Attempt) -> float | None:
 
 
 def _down_s(lives: Sequence[AttemptTimes], over_at: float) -> float:
-    """Return how long a rank was down: after each failed attempt until the next was claimed."""
+    """Return the seconds that a rank was down: from the end of each failed attempt to the next claim."""
     claims = [*(life.claimed_at for life in lives[1:]), over_at]
     spans = (
         max(0.0, (over_at if claimed_at is None else min(claimed_at, over_at)) - life.ended_at)
@@ -100,9 +101,9 @@ def _down_s(lives: Sequence[AttemptTimes], over_at: float) -> float:
 
 
 def wants_attention(now: RunStatus, inventory: Inventory, newest: Callable[[int], Attempt]) -> dict[int, str]:
-    """Return the ranks that the user should look at, with the reason of each.
+    """Return the ranks that need the user's attention, with the reason for each.
 
-    A rank may hang, wait for a controller, or have been given up.
+    Such a rank hangs, waits for a controller, or will not be restarted.
 
     Args:
         now: the state of the run.
@@ -116,7 +117,8 @@ def wants_attention(now: RunStatus, inventory: Inventory, newest: Callable[[int]
     for state in now.replicas:
         kind = (state.restart.decision or {}).get("kind")
         dumps = [dump for dump in inventory.stacks if dump[:2] == (state.rank, state.attempt)]
-        # A failure with a note: nothing follows, although no decision records that, as if the log cannot be read.
+        # A failed rank with a note will not be restarted, also without a recorded decision. This happens if the
+        # decision log cannot be read.
         is_left = kind in ("give_up", "stop") or (state.status is ReplicaStatus.FAILED and state.restart.note)
         if state.restart.note.startswith(WAITS_FOR_CONTROLLER) or (state.is_over and is_left):
             found[state.rank] = state.restart.note
@@ -124,22 +126,23 @@ def wants_attention(now: RunStatus, inventory: Inventory, newest: Callable[[int]
             number, at = max((dump[2], dump[3]) for dump in dumps)
             attempt = newest(state.rank).at(state.attempt)
             stacks = read_stacks(attempt, number)
-            # The supervisor's own note is better than any report: an evaluation is active, and reports nothing.
+            # The supervisor has noted that the replica works. It knows better than the reports, as an evaluation
+            # reports nothing.
             if not says_alive(stacks) and not _goes_on(attempt, at):
                 found[state.rank] = f"may hang: {stacks.partition(chr(10))[0]}"
     return found
 
 
 def _goes_on(attempt: Attempt, since: float) -> bool:
-    """Return whether an attempt has reported anything since a time of the store's clock.
+    """Return True if an attempt has reported something since a time of the store's clock.
 
-    Lines count seconds from the claim, by a clock that stands still while the machine sleeps, and the claim's own time
-    is by a clock that may be wrong. So lines are counted back from when their segment was written, or a later one: the
-    replica adds usage to the very last, also while nothing is reported.
+    Each line has its seconds since the claim, by a clock that stops while the machine sleeps. The time of the claim
+    itself may be wrong. So the time of a line is computed backward from the upload of its segment or of a later one.
+    The replica uploads usage to its end, also if nothing is reported.
     """
     prefix = f"{attempt.run_id}/metrics/{attempt.rank:04d}/{attempt.number}/"
     new = [entry for entry in attempt.store.list(prefix) if entry.modified_at >= since]
-    zero_at = math.inf  # when the seconds of the lines began, at the latest
+    zero_at = math.inf  # the latest time at which the seconds of the lines can have begun
     for entry in reversed(new):
         lines = list(lines_in(get_at_most(attempt.store, entry.key, SEGMENT_BYTES)))
         zero_at = min([zero_at, *(entry.modified_at - t for t, _ in lines)])

@@ -1,6 +1,7 @@
-"""Trackers: what shows the numbers of replicas elsewhere while they train, such as trackio, W&B or MLflow.
+"""Sends the numbers of replicas to a tracking service while they train: trackio, W&B, MLflow, or a class of the user.
 
-One tracker run for each rank. `launch(tracker=…)` names one of `BUILT_IN`, or a class of the user's as `pkg.mod:Class`.
+Each rank has its own run at the service. `launch(tracker=…)` takes a name of `BUILT_IN`, or the user's class as
+`pkg.mod:Class`.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from executors.task.entrypoint import find_module
 BUILT_IN = {"trackio": ("trackio",), "wandb": ("wandb",), "mlflow": ("mlflow", "mlflow-skinny")}
 """The distributions that contain each tracker, the usual one first. A name here is also a module's name."""
 CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
-PROJECT = "replicas"  # where trackers ask for one, and their own variables name none
+PROJECT = "replicas"  # the project at the service, unless an environment variable of the service names another one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tracked:
-    """The replica whose numbers a tracker gets."""
+    """The replica whose numbers are sent to a tracker."""
 
     run_id: str
     launched_at: float
@@ -38,43 +39,47 @@ class Tracked:
 
     @property
     def run(self) -> str:
-        """A name of the run that no other run has, nor an earlier one of its id, which was removed."""
+        """A name of the run that is unique also among removed runs with the same id."""
         return f"{self.run_id}-{hashlib.sha256(repr(self.launched_at).encode()).hexdigest()[:8]}"
 
     @property
     def name(self) -> str:
-        """A name of the rank that no rank of another run has."""
+        """A name of the rank that is unique among the ranks of all runs."""
         return f"{self.run} rank {self.rank}"
 
 
 class Tracker(Protocol):
-    """Hands numbers on. Made in the replica with a `Tracked`, and used by one thread that does nothing else.
+    """The interface of a tracker, which sends numbers to a service.
 
-    An error that it raises is reported once, and training continues.
+    Each replica makes one object with its `Tracked`, and calls it from one thread of its own. If the tracker raises an
+    error, the replica reports it once, and training continues.
     """
 
     def log(self, numbers: Mapping[str, float], step: int | None, at: float) -> None:
-        """Take finite numbers by name: what `report()` was given, `round/…` and `usage/…`.
+        """Send finite numbers by name: numbers given to `report()`, and `round/…` and `usage/…`.
 
         Args:
-            step: the reported step, the entry of a round, or None.
-            at: Unix time.
+            step: the step that the training code reported, or the entry of a round. None: the numbers have no step.
+            at: the Unix time of the numbers.
         """
 
     def finish(self, *, has_succeeded: bool) -> None:
-        """Deliver what is left. Called once, at the end of the replica, which waits some seconds for it."""
+        """Send everything that is left. The replica calls this once at its end, and waits some seconds."""
 
 
 @runtime_checkable
 class TakesPage(Protocol):
-    """A tracker that keeps the page of the run beside its numbers."""
+    """The interface of a tracker that also stores the HTML page of the run."""
 
     def page(self, path: Path) -> None:
-        """Take the HTML page that `replicas report` writes, as the run is when rank 0 ends. The file is gone after."""
+        """Store the HTML page of `replicas report`.
+
+        It is made when rank 0 ends, and the file is deleted after the call.
+        """
 
 
 def check_tracker(name: str) -> None:
-    """Check that a tracker is here, as far as that shows without running any of it.
+    """Check that a tracker exists and its package is installed. Nothing of either is executed.
 
     Raises:
         ValueError: there is no tracker of that name.
@@ -97,7 +102,7 @@ def check_tracker(name: str) -> None:
 
 
 def load_tracker(name: str) -> Any:
-    """Import a tracker's class. Whatever its module raises is passed on."""
+    """Import a tracker's class and return it. Errors of its module are passed on."""
     module, colon, cls = name.partition(":")
     if not colon:
         importlib.import_module(name)

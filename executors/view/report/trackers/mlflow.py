@@ -1,4 +1,7 @@
-"""MLflow, set up by its own variables: `MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME`, and credentials as secrets."""
+"""The tracker for MLflow.
+
+Configure it by `MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME`, and credentials as secrets.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ RUN, LAUNCHED, RANK = "replicas.run", "replicas.launched", "replicas.rank"
 
 
 class Tracker:
-    """One run of MLflow, found again by its tags when the rank is resumed."""
+    """Sends numbers to one MLflow run per rank. A resumed rank finds its run again by tags."""
 
     def __init__(self, tracked: Tracked) -> None:
         from mlflow import MlflowClient
@@ -41,7 +44,7 @@ class Tracker:
             return str(found.experiment_id)
         try:
             return str(self._client.create_experiment(name))
-        except MlflowException:  # another rank has just created it
+        except MlflowException:  # another rank has just created the experiment
             if found := self._client.get_experiment_by_name(name):
                 return str(found.experiment_id)
             raise

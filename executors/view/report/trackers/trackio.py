@@ -1,4 +1,7 @@
-"""trackio, which writes to SQLite. `TRACKIO_SERVER_URL` or `TRACKIO_SPACE_ID` send the numbers elsewhere."""
+"""The tracker for trackio, which writes to SQLite.
+
+`TRACKIO_SERVER_URL` or `TRACKIO_SPACE_ID` send numbers elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from executors.view.report.trackers import PROJECT, Tracked
 
 
 class Tracker:
-    """One run of trackio, which a resumed rank continues."""
+    """Sends numbers to one trackio run per rank. A resumed rank continues its run."""
 
     def __init__(self, tracked: Tracked) -> None:
         import trackio
@@ -22,7 +25,7 @@ class Tracker:
             config=dict(tracked.config),
             resume="allow",
             embed=False,
-            auto_log_cpu=False,  # `usage/…` has it
+            auto_log_cpu=False,  # the numbers `usage/…` already contain it
             auto_log_gpu=False,
         )
 

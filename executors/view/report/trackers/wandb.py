@@ -1,4 +1,4 @@
-"""Weights & Biases, set up by its own variables: `WANDB_PROJECT`, `WANDB_MODE`, and `WANDB_API_KEY` as a secret."""
+"""The tracker for Weights & Biases. Configure it by `WANDB_PROJECT`, `WANDB_MODE`, and `WANDB_API_KEY` as a secret."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from executors.view.report.trackers import PROJECT, Tracked
 
 
 class Tracker:
-    """One run of W&B, which a resumed rank continues."""
+    """Sends numbers to one W&B run per rank. A resumed rank continues its run."""
 
     def __init__(self, tracked: Tracked) -> None:
         import wandb
@@ -24,7 +24,7 @@ class Tracker:
             config=dict(tracked.config),
             settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
         )
-        # W&B's own step must grow, and a resumed rank does some steps again.
+        # W&B refuses a step of its own that does not grow, and a resumed rank repeats some steps.
         self._run.define_metric("*", step_metric="step")
         self._run.define_metric("round/*", step_metric="entry")
 
